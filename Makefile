@@ -1,0 +1,73 @@
+# One readable recipe per target; `make help` lists them.
+
+PYTHON ?= $(shell for p in /usr/bin/python3 python3 python3.14 python3.13 python3.12 python3.11; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH ?= requirements
+PREFIX ?= /opt/elastic
+PYTEST_ARGS ?=
+
+VENV := .venv
+READY := $(VENV)/.ready
+RUN := PYTHONPATH=lib $(VENV)/bin/python
+PROGRAMS := $(wildcard bin/*)
+DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*) Makefile requirements.txt
+
+.PHONY: help venv demo demo-slurm test lint bench validate gpu-check install uninstall
+.DELETE_ON_ERROR:
+
+help:  ## This list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@echo
+	@echo 'Variables: PYTHON=$(PYTHON) TORCH=requirements|site PREFIX=$(PREFIX) PYTEST_ARGS='
+
+venv: $(READY)  ## Make .venv with what requirements.txt pins (TORCH=site: keep the site's torch)
+
+# The last line marks the venv as whole; one that broke off half-way is made again.
+$(READY): requirements.txt
+	@test -n '$(PYTHON)' || { echo 'error: no Python >= 3.11; set PYTHON=' >&2; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV)
+	grep -vE '$(if $(filter site,$(TORCH)),^(torch|numpy)==,^$$)' requirements.txt > $(VENV)/wanted.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r $(VENV)/wanted.txt
+	$(VENV)/bin/python -c 'import torch, numpy, safetensors, xxhash, redis, click, rich'
+	touch $@
+
+demo: $(READY)  ## Two minutes of training on this machine while its workers are killed
+	bin/elastic demo
+
+demo-slurm: $(READY)  ## The same on a private Slurm of several nodes
+	bin/elastic demo --slurm
+
+test: $(READY)  ## All tests; PYTEST_ARGS='-k name' for some
+	$(VENV)/bin/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+lint: $(READY)  ## ruff and shellcheck
+	$(VENV)/bin/ruff check lib tests
+	shellcheck $(PROGRAMS) $(wildcard sbatch/*) .ci/run
+
+bench: $(READY)  ## Stall, memory and master load; writes build/bench.jsonl
+	$(RUN) tests/bench/bench.py
+
+validate: $(READY)  ## Local mode against a synchronous baseline at equal tokens (minutes)
+	$(RUN) tests/bench/validate.py
+
+gpu-check: $(READY)  ## What needs a GPU: a short run on every GPU here
+	$(RUN) tests/bench/gpu_check.py
+
+# PREFIX is a folder of its own; link PREFIX/bin/elastic* into a PATH. A site file stays as it is.
+install:  ## Copy bin, lib, sbatch and etc into PREFIX
+	for f in $(PROGRAMS); do install -D -m 0755 $$f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
+	for f in $(filter-out etc/site.toml,$(DATA)); do \
+	    install -D -m 0644 $$f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
+	test -e $(DESTDIR)$(PREFIX)/etc/site.toml || \
+	    install -D -m 0644 etc/site.toml $(DESTDIR)$(PREFIX)/etc/site.toml
+	@echo 'next: make -C $(PREFIX) venv'
+
+uninstall:  ## Remove exactly what install copied (an edited site file stays)
+	cmp -s etc/site.toml $(DESTDIR)$(PREFIX)/etc/site.toml && \
+	    rm -f $(DESTDIR)$(PREFIX)/etc/site.toml || true
+	for f in $(PROGRAMS) $(filter-out etc/site.toml,$(DATA)); do \
+	    rm -f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
+	rm -rf $(DESTDIR)$(PREFIX)/lib/elastic/__pycache__
+	for d in bin lib/elastic lib sbatch etc .; do \
+	    rmdir --ignore-fail-on-non-empty $(DESTDIR)$(PREFIX)/$$d 2>/dev/null || true; done

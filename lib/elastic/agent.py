@@ -1,0 +1,289 @@
+"""The agent: a small process that holds a slot's lease while the training process works.
+
+    python -m elastic.agent RUNDIR SLOT         (bin/elastic-agent, the command of a worker job)
+
+It claims the slot (a new attempt, which fences older ones), starts the trainer (one process per
+GPU), and renews the lease with the trainer's progress: liveness and progress are two things, so a
+hung trainer is seen as stalled and not as live. A notice goes on to the trainer, which delivers
+what it has. When everything has ended, the exit record says why, and the lease is given up.
+
+A trainer that crashes is started again here, without going back to the queue, as long as it
+delivers something between crashes. No torch in this process: it must answer in milliseconds.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic.config import env, environment
+from elastic.errors import (
+    EXIT_DO_NOT_RESTART,
+    EXIT_ERROR,
+    EXIT_OK,
+    EXIT_TRY_AGAIN,
+    ElasticError,
+    Fenced,
+    TryAgain,
+)
+from elastic.network import free_port, hostname
+from elastic.rundir import RunDir
+from elastic.signals import Notice, die_with_parent, install, name_of
+from elastic.store import Store
+
+TAIL_LINES = 40
+KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
+CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
+
+
+@dataclass
+class Trainer:
+    """The training processes of one attempt."""
+
+    attempt: int
+    processes: list[subprocess.Popen]
+    progress: int  # read end of the progress pipe
+    said: dict = field(default_factory=lambda: {"state": "loading"})
+    tail: deque = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    rest: bytes = b""
+    moved: float = field(default_factory=time.monotonic)
+
+    def exit_code(self) -> int | None:
+        """None while all run; else that of the first rank that failed, or 0."""
+        codes = [process.poll() for process in self.processes]
+        failed = [code for code in codes if code]
+        return failed[0] if failed else (None if None in codes else 0)
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+
+class Agent:
+    def __init__(self, run: RunDir, slot: int, notice: Notice):
+        self.run, self.slot, self.notice = run, slot, notice
+        self.config = run.config()
+        self.job_id = env("ELASTIC_JOB_ID") or f"pid-{os.getpid()}"
+        self.attempt = 0
+        self._store: Store | None = None
+        self._next_beat = 0.0
+        self._crashes = 0
+        self._told = False  # the notice has been passed on
+
+    # ---- the program
+
+    def main(self) -> int:
+        """Train until the run is over, a notice has been obeyed, or nothing helps."""
+        self._record({"state": "started"})
+        if self.run.done():
+            return self._end("done", EXIT_OK, "the run is done")
+        if self.run.control().state == "stopped":
+            return self._end("stopped", EXIT_DO_NOT_RESTART, "the run is stopped")
+        while True:
+            trainer = self._start()
+            code = self._watch(trainer)
+            outcome, reason = self._judge(trainer, code)
+            if outcome != "crashed":
+                exit_code = EXIT_DO_NOT_RESTART if outcome == "stopped" else EXIT_OK
+                return self._end(outcome, exit_code, reason, trainer)
+            if self._crashes > CRASHES_IN_PLACE or self.notice:
+                return self._end("failed", EXIT_ERROR, reason, trainer)
+            self.run.event("restart", slot=self.slot, attempt=self.attempt, reason=reason)
+
+    def _judge(self, trainer: Trainer, code: int) -> tuple[str, str]:
+        """What the trainer's end means: (done | stopped | yielded | fenced | crashed, reason)."""
+        end = trainer.said.get("end")
+        if code == 0 and end:
+            return end, {"yielded": f"notice: {self.notice.signal_name}"}.get(end, f"run {end}")
+        if code == EXIT_DO_NOT_RESTART:
+            return "fenced", f"a higher attempt than {self.attempt} has slot {self.slot}"
+        if code == EXIT_TRY_AGAIN and self.notice:
+            return "yielded", "notice, and the master could not be reached"
+        if self.run.done():
+            return "done", "the run is done"
+        self._crashes = 1 if trainer.said.get("delivered") else self._crashes + 1
+        if code == 0:
+            return "crashed", "the training process left before the run was over"
+        return "crashed", f"the training process ended with {name_of(code)}"
+
+    # ---- the trainer
+
+    def _start(self) -> Trainer:
+        self.attempt = self.run.claim_attempt(
+            self.slot,
+            {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()},
+        )
+        print(f"agent  slot {self.slot} attempt {self.attempt} job {self.job_id}", flush=True)
+        reader, writer = os.pipe()
+        ranks = self.config.slurm.gpus_per_worker
+        shared = {
+            "ELASTIC_RUN_DIR": str(self.run.path), "ELASTIC_SLOT": str(self.slot),
+            "ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
+            "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
+        }  # fmt: skip
+        command = list(self.config.run.command) or [sys.executable, "-m", "elastic.worker"]
+        processes = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(
+                subprocess.Popen(
+                    command, env={**environment(), **shared, **own}, pass_fds=[writer],
+                    stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=subprocess.PIPE,
+                    preexec_fn=die_with_parent,
+                )
+            )  # fmt: skip
+        os.close(writer)
+        return Trainer(self.attempt, processes, reader)
+
+    def _watch(self, trainer: Trainer) -> int:
+        """Heartbeat until every rank has ended; returns the exit code."""
+        self._next_beat = 0.0
+        try:
+            while trainer.exit_code() is None:
+                self._wait_for_something(trainer)
+                if self.notice and not self._told:
+                    self._told = True
+                    trainer.signal(signal.SIGTERM)
+                self._kill_if_hung(trainer)
+                if time.monotonic() >= self._next_beat:
+                    self._beat(trainer)
+            code = trainer.exit_code()
+        except Fenced:
+            code = EXIT_DO_NOT_RESTART
+        finally:
+            # A rank that has failed leaves the others waiting for it: they cannot go on.
+            trainer.signal(signal.SIGKILL)
+            for process in trainer.processes:
+                process.wait()
+            self._read(trainer)
+            os.close(trainer.progress)
+        return code
+
+    def _wait_for_something(self, trainer: Trainer) -> None:
+        sources = [trainer.progress]
+        sources += [p.stderr for p in trainer.processes if p.poll() is None]
+        if not self.notice:
+            sources.append(self.notice)
+        timeout_s = max(0.0, min(self._next_beat - time.monotonic(), 1.0))
+        select.select(sources, [], [], timeout_s)
+        self._read(trainer)
+
+    def _read(self, trainer: Trainer) -> None:
+        """Take in progress lines and error output, without waiting for either."""
+        for process in trainer.processes:
+            for line in _available(process.stderr.fileno()).decode(errors="replace").splitlines():
+                print(line, file=sys.stderr, flush=True)
+                trainer.tail.append(line)
+        *lines, trainer.rest = (trainer.rest + _available(trainer.progress)).split(b"\n")
+        before = dict(trainer.said)
+        for line in lines:
+            trainer.said |= json.loads(line)
+        if any(before.get(key) != trainer.said.get(key) for key in ("state", "step", "version")):
+            trainer.moved = time.monotonic()
+        if before.get("state") != trainer.said.get("state"):
+            self._next_beat = 0.0
+
+    def _kill_if_hung(self, trainer: Trainer) -> None:
+        still_s = time.monotonic() - trainer.moved
+        if trainer.said["state"] in ("training", "delivering") and (
+            still_s > self.config.health.hang_timeout_s
+        ):
+            self.run.event("hang", slot=self.slot, attempt=self.attempt, seconds=round(still_s))
+            trainer.tail.append(f"agent  no inner step for {still_s:.0f} s: killed")
+            trainer.signal(signal.SIGKILL)
+        if self.notice and time.time() - self.notice.since > KILL_AFTER_S:
+            trainer.signal(signal.SIGKILL)
+
+    # ---- the lease
+
+    def _beat(self, trainer: Trainer) -> None:
+        """Renew the lease; claim it where it is not known. A silent server is no reason to stop."""
+        health = self.config.health
+        self._next_beat = time.monotonic() + health.heartbeat_s
+        try:
+            if self._store is None:
+                self._store = Store.open(self.run, timeout_s=health.heartbeat_s + 1)
+            fields = self._fields(trainer)
+            lease = (self.slot, self.attempt, fields, health.lease_s)
+            if not self._store.beat(*lease) and not self._store.claim(*lease):
+                raise Fenced(f"slot {self.slot} has an attempt higher than {self.attempt}")
+        except TryAgain:
+            self._drop_store()
+            newest = self.run.latest_attempt(self.slot)
+            if newest > self.attempt:
+                raise Fenced(f"slot {self.slot} has attempt {newest}") from None
+
+    def _fields(self, trainer: Trainer) -> dict:
+        said = trainer.said
+        return {
+            "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id,
+            "node": hostname(), "pid": trainer.processes[0].pid, "state": said["state"],
+            "version": said.get("version", -1), "step": said.get("step", 0),
+            "steps_total": said.get("steps_total", 0), "loss": said.get("loss", 0.0),
+            "tokens_per_s": said.get("tokens_per_s", 0.0),
+        }  # fmt: skip
+
+    def _drop_store(self) -> None:
+        if self._store:
+            self._store.close()
+        self._store = None
+
+    # ---- the record
+
+    def _end(self, outcome: str, code: int, reason: str, trainer: Trainer | None = None) -> int:
+        with contextlib.suppress(ElasticError):
+            if self._store is None and trainer:
+                self._store = Store.open(self.run, timeout_s=2.0)
+            if self._store:
+                self._store.release(self.slot, self.attempt)
+        self._drop_store()
+        detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
+        steps = trainer.said.get("steps_total", 0) if trainer else 0
+        self._record(
+            {"state": "ended", "outcome": outcome, "code": code, "reason": reason,
+             "detail": detail, "steps": steps},
+        )  # fmt: skip
+        kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
+        self.run.event(kind, slot=self.slot, attempt=self.attempt, reason=reason, steps=steps)
+        print(f"agent  slot {self.slot} {outcome}: {reason}", flush=True)
+        return code
+
+    def _record(self, fields: dict) -> None:
+        record = {
+            "job_id": self.job_id, "role": "worker", "slot": self.slot, "attempt": self.attempt,
+            "node": hostname(), "time": time.time(),
+        }  # fmt: skip
+        before = self.run.ending(self.job_id) or {"started": time.time()}
+        self.run.write_ending(self.job_id, {**record, "started": before["started"], **fields})
+
+
+def _available(descriptor: int) -> bytes:
+    """What can be read now without waiting (empty at the end of the stream, too)."""
+    os.set_blocking(descriptor, False)
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while block := os.read(descriptor, 65536):
+            data += block
+    return data
+
+
+def main() -> int:
+    folder, slot = sys.argv[1:]
+    return Agent(RunDir(Path(folder)), int(slot), install()).main()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ElasticError as error:
+        print(f"agent  error: {error}", file=sys.stderr)
+        sys.exit(error.code)

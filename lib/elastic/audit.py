@@ -1,0 +1,173 @@
+"""Proof of the ledger from the commit records alone: `RUN/commits/*.json` and the files they name.
+
+Checked: versions follow each other without a gap, and no earlier master epoch follows a later one;
+tokens and sample ranges of a commit are those of its deltas; no sample of an epoch is committed
+twice; every epoch that is over is complete; the files of kept versions exist with their size and,
+on request, their checksum.
+
+What an epoch lacks is `missing` once it is over: the run has finished its epochs, or made PATIENCE
+versions since the next epoch began. Until then it is `open` below the highest committed sample
+(handed out, or given back) and `not_reached` above. Nothing here asks Redis, a process or the
+scheduler, and nothing is written.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
+
+
+def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None = None) -> dict:
+    """What the commits say: counts, one entry per epoch, and `problems` (sentences; empty is good).
+
+    The `keep` newest versions must have their files; `checksum` gives a file's xxh3, None skips it.
+    """
+    commits, problems = read_commits(run_dir / "commits")
+    if not commits:
+        return {"commits": 0, "epochs": [], "problems": problems or ["no version is committed"]}
+    problems += check_sequence(commits)
+    for before, after in zip(commits, commits[1:], strict=False):
+        problems += check_sums(before, after)
+    finished = (run_dir / "DONE").exists()
+    epochs = count_epochs(commits, finished)
+    problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
+    files, altered = check_files(run_dir, commits, keep, checksum)
+    totals = ("committed", "repeated", "missing", "open", "not_reached")
+    return {
+        "commits": len(commits),
+        "version": commits[-1]["version"],
+        "tokens": commits[-1]["tokens"],
+        "deltas": sum(len(commit.get("deltas", ())) for commit in commits),
+        "master_epochs": len({commit["master_epoch"] for commit in commits}),
+        "finished": finished,
+        **{name: sum(epoch[name] for epoch in epochs) for name in totals},
+        "files": files,
+        "epochs": epochs,
+        "problems": problems + altered,
+    }
+
+
+def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:
+    """Every readable commit in order of its version, and what could not be read."""
+    commits, problems = [], []
+    for path in sorted(commits_dir.glob("*.json")):
+        try:
+            commit = json.loads(path.read_text())
+            if commit["version"] != int(path.stem):
+                problems.append(f"{path.name} says it is version {commit['version']}")
+            commits.append(commit)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            problems.append(f"{path.name} cannot be read: {error!r}")
+    return sorted(commits, key=lambda commit: commit["version"]), problems
+
+
+def check_sequence(commits: list[dict]) -> list[str]:
+    """Versions are 0, 1, 2 …, and master epochs never fall."""
+    problems = []
+    if commits[0]["version"] != 0:
+        problems.append(f"the first commit is version {commits[0]['version']}, not 0")
+    for before, after in zip(commits, commits[1:], strict=False):
+        if after["version"] != before["version"] + 1:
+            problems.append(f"version {before['version']} is followed by {after['version']}")
+        if after["master_epoch"] < before["master_epoch"]:
+            problems.append(f"version {after['version']} was committed by a fenced master")
+    return problems
+
+
+def check_sums(before: dict, after: dict) -> list[str]:
+    """A commit adds exactly the tokens and the samples of its deltas."""
+    name, problems = f"version {after['version']}", []
+    gained = after["tokens"] - before["tokens"]
+    claimed = sum(delta["tokens"] for delta in after["deltas"])
+    if gained != claimed:
+        problems.append(f"{name} adds {gained} tokens, its deltas {claimed}")
+    samples = [span for delta in after["deltas"] for span in delta["samples"]]
+    if coverage(after["samples"]) != coverage(samples):
+        problems.append(f"{name}: its samples are not those of its deltas")
+    return problems
+
+
+def coverage(spans: list[list[int]]) -> list[tuple[int, int, int, int]]:
+    """(epoch, start, stop, times) in order: equal for any two spellings of the same coverage."""
+    changes: dict[tuple[int, int], int] = {}
+    for epoch, start, stop in spans:
+        changes[epoch, start] = changes.get((epoch, start), 0) + 1
+        changes[epoch, stop] = changes.get((epoch, stop), 0) - 1
+    pieces, times, since = [], 0, 0
+    for (epoch, at), change in sorted(changes.items()):
+        if change:
+            if times:
+                pieces.append((epoch, since, at, times))
+            times, since = times + change, at
+    return pieces
+
+
+def count_epochs(commits: list[dict], finished: bool) -> list[dict]:
+    """What is committed, repeated, missing, open and not reached in every epoch begun or owed."""
+    size, owed = commits[0]["dataset_samples"], commits[0]["epochs"] if finished else 0
+    pieces = coverage([span for commit in commits for span in commit["samples"]])
+    begun: dict[int, int] = {}  # epoch -> the version that first has samples of it
+    for commit in commits:
+        for epoch, _, _ in commit["samples"]:
+            begun.setdefault(epoch, commit["version"])
+    counts = []
+    for epoch in range(max([owed, *(number + 1 for number in begun)])):
+        next_begun = min((v for number, v in begun.items() if number > epoch), default=None)
+        late = next_begun is not None and commits[-1]["version"] - next_begun >= PATIENCE
+        counts.append(count_epoch(epoch, [p for p in pieces if p[0] == epoch], size))
+        if owed or late:
+            counts[-1]["missing"] = counts[-1]["open"] + counts[-1]["not_reached"]
+            counts[-1]["open"] = counts[-1]["not_reached"] = 0
+    return counts
+
+
+def count_epoch(epoch: int, pieces: list[tuple[int, int, int, int]], size: int) -> dict:
+    """The counts of one epoch of `size` samples that is not over yet."""
+    highest = max((stop for _, _, stop, _ in pieces), default=0)
+    inside = sum(max(0, min(stop, size) - max(0, start)) for _, start, stop, _ in pieces)
+    return {
+        "epoch": epoch,
+        "dataset_samples": size,
+        "committed": inside,
+        "repeated": sum((stop - start) * (times - 1) for _, start, stop, times in pieces),
+        "missing": 0,
+        "open": min(highest, size) - inside,
+        "not_reached": max(0, size - highest),
+        "outside": sum(stop - start for _, start, stop, _ in pieces) - inside,
+    }
+
+
+def check_epoch(epoch: dict) -> list[str]:
+    """What is wrong with the counts of one epoch."""
+    wrong = {
+        "repeated": "committed more than once",
+        "missing": "never committed, and the epoch is over",
+        "outside": f"outside 0..{epoch['dataset_samples']}",
+    }
+    return [
+        f"epoch {epoch['epoch']}: {epoch[name]} samples {words}"
+        for name, words in wrong.items()
+        if epoch[name]
+    ]
+
+
+def check_files(
+    run_dir: Path, commits: list[dict], keep: int, checksum: Callable[[Path], str] | None
+) -> tuple[int, list[str]]:
+    """Number of files of kept versions, and those that are absent or altered."""
+    count, problems = 0, []
+    for commit in commits:
+        version_dir = run_dir / "versions" / f"{commit['version']:06d}"
+        if commit["version"] <= commits[-1]["version"] - keep and not version_dir.exists():
+            continue  # pruned
+        for file in commit["files"]:
+            path, count = run_dir / file["path"], count + 1
+            if not path.is_file():
+                problems.append(f"{file['path']} is missing")
+            elif path.stat().st_size != file["bytes"]:
+                size = path.stat().st_size
+                problems.append(f"{file['path']} has {size} bytes, not {file['bytes']}")
+            elif checksum and checksum(path) != file["xxh3"]:
+                problems.append(f"{file['path']} does not have its checksum")
+    return count, problems

@@ -1,0 +1,166 @@
+"""The master's arithmetic: check deltas as they arrive, merge them, write the next version.
+
+It holds the float32 parameters and the outer momentum, and while it merges one mean delta: three
+copies of the model, plus one fragment of one delta at a time. Fragments are independent.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from elastic import merge, rounds
+from elastic.codec import as_bytes, buffer, codec
+from elastic.config import Config
+from elastic.errors import ElasticError
+from elastic.rounds import Header, Running
+from elastic.rundir import RunDir
+from elastic.store import Store
+from elastic.transport import Damaged, fragment_name, open_transport
+from elastic.versions import Draft, read_outer, read_params
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A delta whose bytes were read once: its norm, or why it is refused."""
+
+    header: Header
+    norm: float = 0.0
+    refused: str = ""
+
+
+class DeltaLost(ElasticError):
+    """A delta's bytes were good when it was checked and are not any more."""
+
+    def __init__(self, key: tuple[int, int, int], what: str):
+        super().__init__(what)
+        self.key = key
+
+
+class Averager:
+    def __init__(
+        self, run: RunDir, config: Config, commit: dict, pool: ThreadPoolExecutor, store: Store
+    ):
+        self.run, self.config, self._commit, self._pool = run, config, commit, pool
+        self._outer = read_outer(run, commit)
+        self.layout = self._outer.layout
+        self._codec = codec(config.local_sgd.compression)
+        self.use(store)
+        self._running = Running(**commit.get("running", {}))
+
+    def use(self, store: Store) -> None:
+        """Read deltas through this store from now on, where they travel through Redis."""
+        self._transport = open_transport(self.config, self.run, store)
+
+    @property
+    def fragment_bytes(self) -> tuple[int, ...]:
+        return tuple(self._codec.size_bytes(numel) for numel in self.layout.numels)
+
+    # ---- as deltas arrive
+
+    def check(self, header: Header) -> Checked:
+        """Read a delta once: are its bytes whole, is it finite, how long is it?"""
+        squares = 0.0
+        try:
+            for index in range(len(header.fragments)):
+                squares += merge.norm(self._read(header, index)) ** 2
+        except Damaged as error:
+            return Checked(header, refused=str(error))
+        if not squares < float("inf"):
+            return Checked(header, refused="non-finite: an element is nan or inf, or overflows")
+        return Checked(header, squares**0.5)
+
+    def _read(self, header: Header, index: int) -> torch.Tensor:
+        fragment = header.fragments[index]
+        data = buffer(fragment.bytes)
+        self._transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
+        return self._codec.decode(data)
+
+    # ---- when the round closes
+
+    def merge(self, accepted: list[Checked]) -> dict:
+        """Apply the outer step. Returns what the commit says about it.
+
+        Raises DeltaLost, with nothing applied, if a delta's bytes went bad meanwhile.
+        """
+        accepted = sorted(accepted, key=lambda checked: checked.header.key)
+        headers = [checked.header for checked in accepted]
+        norms = [checked.norm for checked in accepted]
+        settings, version = self.config.local_sgd, self._commit["version"]
+        shares = rounds.shares(headers, norms, version, settings.clip_norm, self._running)
+        weight = sum(share.weight for share in shares)
+        factors = [share.weight * share.clip / weight for share in shares]
+        work = [(index, headers, factors) for index in range(len(self.layout.fragments))]
+        means = list(self._pool.map(self._mean, *zip(*work, strict=True)))
+        cos = merge.cosine(self._outer, means)
+        lr = rounds.outer_lr(settings.outer_lr, weight, self._running, settings.thin_rounds)
+        self._step(means, lr)
+        whole = rounds.whole_norms(headers, norms)
+        self._running = self._running.after(sum(whole) / len(whole), weight)
+        return {
+            "outer_lr": lr, "cos": cos, "clipped": sum(share.clip < 1 for share in shares),
+            "outer_gain": rounds.outer_gain(lr, settings.outer_momentum, cos),
+            "running": {"norm": self._running.norm, "weight": self._running.weight},
+            "bytes": sum(part.bytes for header in headers for part in header.fragments),
+        }  # fmt: skip
+
+    def _mean(self, index: int, headers: list[Header], factors: list[float]) -> torch.Tensor:
+        params = self._outer.params[index]
+        terms = self._terms(index, headers, factors)
+        return merge.mean_delta(params, terms, self.config.local_sgd.reanchor)
+
+    def _terms(self, index: int, headers: list[Header], factors: list[float]):
+        for header, factor in zip(headers, factors, strict=True):
+            try:
+                delta = self._read(header, index)
+            except Damaged as error:
+                raise DeltaLost(header.key, str(error)) from None
+            anchor = None
+            if header.base < self._commit["version"]:
+                base = self.run.commit(header.base)
+                anchor = read_params(self.run, base, self.layout, index)
+            yield merge.Term(delta, factor, anchor)
+
+    def _step(self, means: list[torch.Tensor], lr: float) -> None:
+        for index in range(len(means)):
+            mean, means[index] = means[index], None  # freed as soon as it is applied
+            merge.outer_step(self._outer, index, mean, lr, self.config.local_sgd.outer_momentum)
+
+    def commit(self, epoch: int, record: dict, on_full_disk) -> dict | None:
+        """Write and link the next version; None if another master committed it first.
+
+        A full disk loses nothing: the version is complete in memory, and is written again after
+        `on_full_disk()` returns.
+        """
+        version = self._commit["version"] + 1
+        while True:
+            draft = Draft(self.run, version, f"epoch{epoch}")
+            try:
+                files = self._write(draft)
+                won = draft.commit(self.layout, files, record)
+                break
+            except OSError as error:
+                draft.discard()
+                self.run.event("disk", reason=f"version {version} not written: {error.strerror}")
+                on_full_disk()
+        if not won:
+            return None
+        self._commit = self.run.commit(version)
+        return self._commit
+
+    def _write(self, draft: Draft) -> list[dict]:
+        outer = self._outer
+
+        def write(index: int) -> list[dict]:
+            return draft.write_fragment(
+                self.layout, index, outer.params[index], outer.momentum[index]
+            )
+
+        parts = self._pool.map(write, range(len(self.layout.fragments)))
+        return [entry for part in parts for entry in part]
+
+    def drop(self, keys: list[tuple[int, int, int]]) -> None:
+        """Forget the bytes of deltas that have been dealt with."""
+        sizes = self.fragment_bytes
+        parts = [(fragment_name(key, i), size) for key in keys for i, size in enumerate(sizes)]
+        self._transport.drop(parts)

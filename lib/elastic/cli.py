@@ -1,0 +1,379 @@
+"""The commands that people and cron type. What they print comes from views, what they know from
+status, audit and reconcile; here are only options, checks before a run starts, and exit codes.
+
+A command changes at most the run's control file and runs one reconcile pass, so it may be repeated
+at any time. Errors (ElasticError, OSError) become "error: what", "hint: way out" and a code, in one
+place. torch, and everything that needs it, is imported by `evaluate` alone: the other commands
+run under cron and on login nodes, where seconds and memory count.
+"""
+
+import contextlib
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from elastic import config as configuration
+from elastic import reconcile as reconciling
+from elastic import rundir, status, submission, views
+from elastic.audit import audit as audit_ledger
+from elastic.errors import (
+    EXIT_ERROR,
+    EXIT_OK,
+    EXIT_TRY_AGAIN,
+    ElasticError,
+    UsageError,
+)
+from elastic.rundir import RunDir
+from elastic.sched import open_scheduler, parse_job_name
+
+JITTER_S = 20.0  # spread the cron passes of many users over this time
+WATCH_S = 2.0
+WAIT_S = 2.0
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+
+
+class Commands(click.Group):
+    """A group that lists its commands as written and turns errors into messages and codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except ElasticError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.code)
+        except OSError as error:
+            where = f": {error.filename}" if error.filename else ""
+            click.echo(f"error: {error.strerror or error}{where}", err=True)
+            ctx.exit(EXIT_ERROR)
+
+
+@click.group(cls=Commands, context_settings=SETTINGS)
+@click.version_option(None, "--version", package_name=None, message="%(version)s")
+def elastic():
+    """Train on preemptible Slurm partitions without losing work."""
+
+
+def command(*examples: str) -> Callable:
+    """A command of the group, with its examples below the help."""
+    lines = "\n".join(["\b", "Example:", *(f"  elastic {example}" for example in examples)])
+    return elastic.command(examples[0].split()[0], epilog=lines, context_settings=SETTINGS)
+
+
+def run_argument(**options) -> Callable:
+    return click.argument("run", **options)
+
+
+def overrides_option() -> Callable:
+    return click.option(
+        "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
+        help="Set any key of the configuration (repeatable).",
+    )  # fmt: skip
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+
+
+# ---- submit -------------------------------------------------------------------------------------
+
+
+@command("submit 7b.toml --min 8 --max 32", "submit etc/demo.toml --set train.epochs=2 --wait")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--min", "elastic_min", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
+@click.option("--max", "elastic_max", type=int, metavar="GPUS", help="Most GPUs to use.")
+@click.option("--mode", "run_mode", metavar="local", help="How the workers train together.")
+@click.option("--scheduler", "run_scheduler", metavar="slurm|local", help="Who runs the jobs.")
+@click.option("--name", "run_name", help="Name of the run (default: that of CONFIG).")
+@overrides_option()
+@click.option("--dry-run", is_flag=True, help="Check everything, start nothing.")
+@click.option("--parsable", is_flag=True, help="Print the name of the run and nothing else.")
+@click.option("--wait", "wait_for_it", is_flag=True, help="Return when the run has ended.")
+def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: bool, **named):
+    """Start the run that CONFIG describes and return.
+
+    Makes the run directory below $ELASTIC_RUNS (default ./runs), then runs the
+    first reconcile pass. Everything is checked before anything is made.
+    """
+    named = {key.replace("_", ".", 1): value for key, value in named.items() if value is not None}
+    if named.get("run.mode", "local") != "local":
+        raise UsageError(f"no mode {named['run.mode']!r} in this installation", "--mode local")
+    settings = [f"{key}={value}" for key, value in named.items()]
+    resolved = configuration.load(config, [*overrides, *settings])
+    root = configuration.runs_root()
+    submission.check(resolved, root)
+    if dry_run:
+        limits = f"{resolved.elastic.min}..{resolved.elastic.max} GPUs"
+        click.echo(f"would start run {resolved.run.name} on {limits} in {root / resolved.run.name}")
+        return
+    run = submission.start(resolved, root)
+    one_pass([run])
+    click.echo(run.name if parsable else started_text(run))
+    if wait_for_it:
+        sys.exit(wait_for_end(run))
+
+
+def started_text(run: RunDir) -> str:
+    return "\n".join(
+        [f"run {run.name} started in {run.path}",
+         f"  watch it:  elastic-status {run.name} --watch",
+         f"  its logs:  elastic-logs {run.name} -f",
+         f"  resize it: elastic-scale {run.name} --max N",
+         f"  end it:    elastic-stop {run.name}",
+         f"  cron line: */2 * * * * {configuration.elastic_home()}/bin/elastic-reconcile"]
+    )  # fmt: skip
+
+
+def wait_for_end(run: RunDir) -> int:
+    """Reconcile as cron would until the run is done (0), has failed or was stopped (1)."""
+    interval_s = run.config().elastic.reconcile_interval_s
+    next_pass = time.monotonic() + interval_s
+    while True:
+        if run.done():
+            return EXIT_OK
+        if failed := run.failed():
+            raise ElasticError(f"run {run.name} failed: {failed['reason']}", "elastic-logs")
+        if run.control().state == "stopped":
+            raise ElasticError(f"run {run.name} was stopped", f"elastic-scale {run.name}")
+        time.sleep(WAIT_S)
+        if time.monotonic() >= next_pass:
+            one_pass([run])
+            next_pass = time.monotonic() + interval_s
+
+
+# ---- reconcile ----------------------------------------------------------------------------------
+
+
+@command("reconcile", "reconcile demo --dry-run", "reconcile --jitter    # as cron calls it")
+@click.argument("runs", nargs=-1)
+@click.option("--dry-run", is_flag=True, help="Print the plan with its reasons, do nothing.")
+@click.option("--jitter", is_flag=True, help="Sleep up to 20 s first, so that users take turns.")
+@json_option
+def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, as_json: bool):
+    """Run one pass over all runs (or those named).
+
+    Compares what should be there with what the scheduler says, and submits or
+    cancels the difference. Prints nothing when there is nothing to do. Exits 75
+    when the scheduler did not answer: then nothing was done.
+    """
+    if jitter:
+        time.sleep(random.uniform(0, JITTER_S))
+    found = [rundir.find(name) for name in runs] if runs else rundir.registered()
+    report = one_pass(found, dry_run)
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        for line in report.lines():
+            click.echo(line)
+    sys.exit(EXIT_TRY_AGAIN if report.unknown else EXIT_OK)
+
+
+def one_pass(runs: list[RunDir], dry_run: bool = False):
+    return reconciling.run_pass(runs, time.time(), dry_run)
+
+
+def echo_pass(run: RunDir) -> None:
+    """Let a change take effect now, and say what that came to."""
+    for line in one_pass([run]).lines():
+        click.echo(line)
+
+
+# ---- status, logs -------------------------------------------------------------------------------
+
+
+@command("status", "status demo --watch", "status demo --json")
+@run_argument(required=False)
+@click.option("--watch", is_flag=True, help="Redraw every 2 s until Ctrl-C.")
+@json_option
+def show_status(run: str | None, watch: bool, as_json: bool):
+    """Show all runs, or one run: workers, progress, why it waits, what is next."""
+    found = [rundir.find(run)] if run else rundir.registered()
+
+    def view():
+        seen = status.observe_all(found)
+        return views.run_view(seen[0]) if run else views.runs_table(seen)
+
+    if as_json:
+        seen = status.observe_all(found)
+        click.echo(json.dumps(seen[0] if run else seen, indent=1))
+    elif watch:
+        with views.live() as show:
+            while True:
+                show(view())
+                time.sleep(WATCH_S)
+    else:
+        views.console().print(view())
+
+
+@command("logs demo", "logs demo 3 -f", "logs demo master")
+@run_argument()
+@click.argument("slot", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Go on printing what is added.")
+@click.option("-n", "--lines", default=200, show_default=True, help="Lines of each log.")
+def logs(run: str, slot: str | None, follow: bool, lines: int):
+    """Print the logs of RUN: of one SLOT, of the "master", or of all."""
+    found = rundir.find(run)
+    if slot is None:
+        paths = sorted((found.path / "logs").glob("*.log"))
+    elif slot == "master" or slot.isdecimal():
+        role = "master" if slot == "master" else "worker"
+        paths = [found.log_path(role, 0 if role == "master" else int(slot))]
+    else:
+        raise UsageError(f"no slot {slot!r}", 'a slot is a number, or "master"')
+    paths = [path for path in paths if path.exists()]
+    if not paths:
+        raise ElasticError(f"no log of {slot or 'any job'} yet", f"elastic-status {found.name}")
+    follows = ["-F"] if follow else []
+    sys.exit(subprocess.run(["tail", "-n", str(lines), *follows, "--", *paths]).returncode)
+
+
+# ---- scale, stop --------------------------------------------------------------------------------
+
+
+@command("scale demo --max 16", "scale demo --min 4 --max 4")
+@run_argument()
+@click.option("--min", "fewest", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
+@click.option("--max", "most", type=int, metavar="GPUS", help="Most GPUs to use.")
+def scale(run: str, fewest: int | None, most: int | None):
+    """Change how many GPUs RUN may have; start a stopped or failed run again."""
+    found = rundir.find(run)
+    if found.done():
+        raise UsageError(f"run {found.name} is done", "submit a new one")
+    before = found.control()
+    fewest, most = fewest or before.min, most or before.max
+    if not 1 <= fewest <= most:
+        raise UsageError(f"min {fewest} and max {most}: not 1 <= min <= max", "give both")
+    if found.failed():
+        click.echo(f"run {found.name} had failed ({found.failed()['reason']}): it tries again")
+        found.clear_failed()
+    if before.state == "stopped":
+        click.echo(f"run {found.name} was stopped: it starts again")
+    found.set_control(state="running", min=fewest, max=most)
+    found.event("scale", min=fewest, max=most)
+    click.echo(f"run {found.name}: {before.min}..{before.max} GPUs -> {fewest}..{most}")
+    echo_pass(found)
+
+
+@command("stop demo", "stop demo --now", "stop demo --wait")
+@run_argument()
+@click.option("--now", is_flag=True, help="Kill the jobs: steps of the open round are lost.")
+@click.option("--wait", "wait_for_it", is_flag=True, help="Return when its jobs are gone.")
+def stop(run: str, now: bool, wait_for_it: bool):
+    """Stop RUN: its workers deliver what they have and leave.
+
+    Nothing committed is lost; "elastic scale RUN" lets it go on.
+    """
+    found = rundir.find(run)
+    found.set_control(state="stopped")
+    found.event("stop", now=now)
+    scheduler = open_scheduler(found.config().run.scheduler, found.config())
+    if now:
+        for job in jobs_of(found, scheduler):
+            scheduler.cancel(job.job_id, now=True)
+    echo_pass(found)
+    while wait_for_it and jobs_of(found, scheduler):
+        time.sleep(WAIT_S)
+    click.echo(f"run {found.name} {'is stopped' if wait_for_it else 'stops'}")
+
+
+def jobs_of(run: RunDir, scheduler) -> list:
+    """The jobs of `run` that have not ended."""
+    named = [(parse_job_name(job.name), job) for job in scheduler.jobs() if not job.ended]
+    return [job for name, job in named if name and name[0] == run.name]
+
+
+# ---- audit, evaluate, config --------------------------------------------------------------------
+
+
+@command("audit demo", "audit demo --files --json")
+@run_argument()
+@click.option("--files", is_flag=True, help="Check the checksums of all kept files, too.")
+@json_option
+def audit(run: str, files: bool, as_json: bool):
+    """Prove from the commits of RUN that every sample was trained once."""
+    found = rundir.find(run)
+    report = audit_ledger(found.path, found.config().checkpoint.keep, xxh3 if files else None)
+    if as_json:
+        click.echo(json.dumps(report, indent=1))
+    else:
+        views.console().print(views.audit_view(found.name, report))
+    sys.exit(EXIT_ERROR if report["problems"] else EXIT_OK)
+
+
+def xxh3(path: Path) -> str:
+    """The checksum that commits carry (128 bit)."""
+    import xxhash
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+@command("evaluate demo", "evaluate demo --version 0 --json")
+@run_argument()
+@click.option("--version", type=int, metavar="V", help="A version still on disk (default: newest).")
+@json_option
+def evaluate(run: str, version: int | None, as_json: bool):
+    """Validate the parameters of a committed version of RUN.
+
+    Loads the run's task here and prints what its validate() says.
+    """
+    found = rundir.find(run)
+    commit = found.newest_commit() if version is None else found.commit(version)
+    if commit is None:
+        wanted = "no version" if version is None else f"no version {version}"
+        raise UsageError(f"{wanted} of {found.name} is committed", f"elastic-status {found.name}")
+    scores = {"version": commit["version"], **validate(found, commit)}
+    if as_json:
+        click.echo(json.dumps(scores))
+    else:
+        click.echo("  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
+
+
+def validate(run: RunDir, commit: dict) -> dict[str, float]:
+    """What the run's task says of a committed version's published parameters. Loads torch."""
+    import torch
+
+    from elastic import tasks, versions
+    from elastic.replica import Replica
+
+    config = run.config()
+    folder = Path(config.run.folder)
+    with contextlib.chdir(folder):  # where the run's own relative paths begin
+        task = tasks.load_task(config.run.task, config.task, folder)
+        if not hasattr(task, "validate"):
+            raise UsageError(f"task {config.run.task} has no validate()", "add one to the task")
+        model = task.model().to("cuda" if torch.cuda.is_available() else "cpu")
+        replica = Replica(model, versions.read_layout(run, commit["version"]))
+        for index in range(len(replica.layout.fragments)):
+            replica.adopt(index, versions.read_params(run, commit, replica.layout, index))
+        return task.validate(model)
+
+
+@command("config etc/7b.toml", "config etc/7b.toml --set train.epochs=2 --json")
+@click.argument("config", type=click.Path(path_type=Path))
+@overrides_option()
+@json_option
+def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
+    """Print every effective value of CONFIG with its unit and origin."""
+    rows = configuration.load(config, overrides).explain()
+    if as_json:
+        names = ("key", "value", "unit", "default", "origin", "meaning")
+        click.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=1))
+    else:
+        views.console().print(views.config_view(rows))
+
+
+def main() -> None:
+    elastic(prog_name="elastic")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,537 @@
+"""Configuration: the only reader of TOML and of the process environment.
+
+One table, `KEYS`, says everything about a key: its kind, default, unit, meaning and legal values.
+Parsing, errors, the resolved run.toml, `explain()` and etc/keys.toml all come from it, so that a
+key is added in one place. A value comes from the command line, else the run's file, else the site
+file, else the table, and its origin is kept. In a file, durations and sizes are written as people
+say them ("90s", "256mb"); inside, the field carries its unit (`heartbeat_s`, `fragment_bytes`).
+
+Everything wrong with a configuration is reported in one UsageError, before anything starts.
+What depends on other values ("auto", an empty name) is settled here, once; nobody asks again.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elastic.errors import UsageError
+
+
+class Kind(NamedTuple):
+    """How a value is written; `units` (name -> size) where a number may carry its unit."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+    units: Mapping[str, float] = {}
+    suffix: str = ""  # of the field's name inside
+
+
+class Check(NamedTuple):
+    """A rule for one value: it `holds`, or the error says that the value must be `text`."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+class Key(NamedTuple):
+    """One row of the table; `default` is written as in TOML."""
+
+    name: str
+    kind: Kind
+    default: Any
+    unit: str
+    doc: str
+    check: Check | None = None
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # a boolean is no number
+
+
+def _amount(value: Any) -> bool:
+    return _finite(value) and value >= 0
+
+
+def _strings(value: Any) -> bool:
+    return type(value) is list and all(type(item) is str for item in value)
+
+
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1, "": 1, "ms": 0.001}
+_BYTES = {"tb": 1 << 40, "gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10, "b": 1, "": 1}
+
+TEXT = Kind("a string", lambda value: type(value) is str)
+INT = Kind("an integer", lambda value: type(value) is int)
+BOOL = Kind("true or false", lambda value: type(value) is bool)
+REAL = Kind("a finite number", _finite, float)
+AUTO = Kind('"auto" or a finite number', lambda value: value == "auto" or _finite(value))
+LIST = Kind("an array of strings", _strings, tuple)
+TIME = Kind('a duration ("90s", "5m", "2h" or seconds)', _amount, float, _SECONDS, "_s")
+SIZE = Kind('a size ("64kb", "256mb", "1gb" or bytes)', _amount, round, _BYTES, "_bytes")
+
+
+def _one_of(*choices: str) -> Check:
+    return Check(" or ".join(f'"{choice}"' for choice in choices), lambda value: value in choices)
+
+
+NATURAL = Check("at least 0", lambda value: value >= 0)
+COUNT = Check("at least 1", lambda value: value >= 1)
+POSITIVE = Check("above 0", lambda value: value > 0)
+SHARE = Check("between 0 and 1", lambda value: 0 <= value <= 1)
+DECAY = Check("at least 0 and below 1", lambda value: value == "auto" or 0 <= value < 1)
+PORT = Check("between 0 and 65535", lambda value: 0 <= value <= 65535)
+NAME = Check(
+    "letters, digits, '.', '_' and '-', at most 63, a letter or digit first",
+    lambda value: re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?", value) is not None,
+)
+CLASS = Check(
+    'written "package.module:Class"',
+    lambda value: all(map(str.isidentifier, re.split("[.:]", value))) and value.count(":") == 1,
+)
+
+# fmt: off
+KEYS: dict[str, tuple[Key, ...]] = {"run": (
+    Key("name", TEXT, "", "", "of the run; empty: the file's name without .toml", NAME),
+    Key("task", TEXT, "elastic.tasks:ByteText", "", "class that gives model, data and loss", CLASS),
+    Key("folder", TEXT, "", "", "where the task's module is looked for; empty: beside the file"),
+    Key("command", LIST, [], "", "a training loop of one's own instead of the built-in worker"),
+    Key("mode", TEXT, "local", "", "local: a master averages independent jobs", _one_of("local")),
+    Key("seed", INT, 0, "", "of the first parameters and of the order of samples", NATURAL),
+    Key("scheduler", TEXT, "slurm", "", "local: processes here", _one_of("slurm", "local")),
+), "elastic": (
+    Key("min", INT, 1, "GPUs", "with fewer the run trains on, and is reported as short", COUNT),
+    Key("max", INT, 1, "GPUs", "never more, running and pending together", COUNT),
+    Key("max_pending", INT, 8, "jobs", "of workers that wait in the queue at one time", COUNT),
+    Key("max_failures", INT, 3, "crashes", "of the user's code in a row stop the run", COUNT),
+    Key("backoff", TIME, "30s", "", "wait after a crash; doubles with every further one"),
+    Key("reconcile_interval", TIME, "30s", "", "between the master's own passes", POSITIVE),
+), "train": (
+    Key("batch_size", INT, 8, "samples", "per inner step and worker", COUNT),
+    Key("epochs", INT, 0, "epochs", "to train; set this or max_tokens", NATURAL),
+    Key("max_tokens", INT, 0, "tokens", "to train; set this or epochs", NATURAL),
+    Key("learning_rate", REAL, 3e-4, "", "of the inner optimizer, at its peak", POSITIVE),
+    Key("schedule", TEXT, "wsd", "", "of the learning rate over tokens; wsd: warm up, hold, decay",
+        _one_of("wsd", "cosine", "constant")),
+    Key("warmup_fraction", REAL, 0.01, "of the run", "learning rate rises from 0", SHARE),
+    Key("decay_fraction", REAL, 0.2, "of the run", "learning rate falls at the end (wsd)", SHARE),
+    Key("final_lr_fraction", REAL, 0.1, "of the peak", "learning rate at the end", SHARE),
+    Key("weight_decay", REAL, 0.1, "", "of the inner AdamW", NATURAL),
+    Key("beta1", REAL, 0.9, "", "of the inner AdamW", DECAY),
+    Key("beta2", REAL, 0.95, "", "of the inner AdamW", DECAY),
+    Key("grad_clip", REAL, 1.0, "norm", "largest gradient norm; 0: no limit", NATURAL),
+    Key("precision", TEXT, "float32", "", "of the passes", _one_of("float32", "bf16")),
+    Key("device", TEXT, "auto", "", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda")),
+    Key("threads", INT, 0, "threads", "of torch on the CPU; 0: torch decides", NATURAL),
+    Key("compile", BOOL, False, "", "torch.compile the model"),
+), "local_sgd": (
+    Key("inner_steps", INT, 200, "steps", "K: inner steps of a worker in one round", COUNT),
+    Key("outer_lr", REAL, 0.7, "", "of the outer optimizer, SGD with Nesterov momentum", POSITIVE),
+    Key("outer_momentum", AUTO, "auto", "",
+        "auto: 0.9 where inner_steps is 100 or more, 0.8 above 10, else 0.5", DECAY),
+    Key("compression", TEXT, "none", "", "of deltas; none: float32", _one_of("none", "bf16")),
+    Key("transport", TEXT, "auto", "", "of deltas and parameters; auto: filesystem",
+        _one_of("auto", "filesystem", "redis")),
+    Key("max_staleness", INT, 2, "versions", "a delta that is later is rejected", NATURAL),
+    Key("reanchor", REAL, 0.5, "", "kappa: how far a late delta moves to the present", SHARE),
+    Key("clip_norm", REAL, 2.0, "medians", "largest delta norm of a round; 0: no limit", NATURAL),
+    Key("thin_rounds", BOOL, True, "", "step less in a round with fewer tokens than usual"),
+    Key("quorum", REAL, 0.5, "of live", "workers that deliver before a last call", SHARE),
+    Key("deadline_k", REAL, 4.0, "MADs", "above the median time a worker is late", NATURAL),
+    Key("min_deadline", TIME, "5s", "", "a round waits at least so long for the slow"),
+    Key("last_call", TIME, "10s", "", "least time given to answer the last call"),
+    Key("fragment", SIZE, "256mb", "", "float32 bytes delivered and averaged as one", POSITIVE),
+    Key("join_ramp", INT, 20, "steps", "of rising learning rate without inner state", NATURAL),
+    Key("inner_state_every", INT, 1, "versions", "between its saves; 0: only on notice", NATURAL),
+    Key("inner_state_max_age", INT, 3, "versions", "an older one is not adopted", NATURAL),
+), "checkpoint": (
+    Key("keep", INT, 3, "versions", "the newest ones, that stay on disk", COUNT),
+    Key("keep_every", INT, 0, "versions", "every Mth stays for good; 0: none", NATURAL),
+    Key("min_free", SIZE, "1gb", "", "disk space needed to start; below it commits wait"),
+), "health": (
+    Key("heartbeat", TIME, "2s", "", "between signs of life", POSITIVE),
+    Key("lease", TIME, "15s", "", "silent so long: lost; at least two heartbeats", POSITIVE),
+    Key("stall_after", TIME, "60s", "", "beating without a step so long: stalled", POSITIVE),
+    Key("hang_timeout", TIME, "10m", "", "without a step so long: ended and replaced", POSITIVE),
+    Key("nan_action", TEXT, "skip", "", "on a non-finite loss: skip the batch, or stop the run",
+        _one_of("skip", "stop")),
+    Key("max_bad_batches", INT, 5, "batches", "skipped in a row fail the worker", COUNT),
+), "slurm": (
+    Key("partition", TEXT, "", "", "of workers; needed when run.scheduler is slurm"),
+    Key("master_partition", TEXT, "", "", "of the master, a CPU job; empty: partition"),
+    Key("account", TEXT, "", "", "charged for the jobs; empty: Slurm's default"),
+    Key("qos", TEXT, "", "", "of the jobs; empty: Slurm's default"),
+    Key("time", TEXT, "", "", "limit of a worker, as sbatch takes it; empty: the partition's"),
+    Key("master_time", TEXT, "", "", "limit of the master; empty: the partition's"),
+    Key("gpus_per_worker", INT, 1, "GPUs", "all on one node", COUNT),
+    Key("gres", TEXT, "gpu", "", "name of the GPUs, with a type where needed: gpu:a100"),
+    Key("cpus_per_gpu", INT, 0, "CPUs", "0: the partition's default", NATURAL),
+    Key("mem_per_gpu", TEXT, "", "", "as sbatch takes it (64G); empty: the partition's default"),
+    Key("master_cpus", INT, 0, "CPUs", "0: the partition's default", NATURAL),
+    Key("signal", TEXT, "", "", "before the time limit, as sbatch takes it (USR2@60); empty: none"),
+    Key("options", LIST, [], "", "further sbatch options of workers"),
+    Key("master_options", LIST, [], "", "further sbatch options of the master"),
+    Key("exclude", TEXT, "", "", "nodes never to use, as sbatch takes them"),
+), "redis": (
+    Key("url", TEXT, "", "", "of a server the site provides; empty: the master starts one"),
+    Key("bind", TEXT, "auto", "", "address or interface; auto: the one that routes to the workers"),
+    Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
+    Key("maxmemory", SIZE, "1gb", "", "of the master's server", POSITIVE),
+    Key("server", TEXT, "", "", "path of redis-server; empty: from PATH, a module, a PyPI wheel"),
+), "local_scheduler": (
+    Key("gpus", INT, 0, "GPUs", "that this machine pretends to have; 0: elastic.max", NATURAL),
+    Key("grace", TIME, "10s", "", "from the notice of a preemption to the kill"),
+)}
+# fmt: on
+
+
+def _field(key: Key) -> str:
+    return key.name + key.kind.suffix
+
+
+_SECTION_TYPES = {
+    section: dataclasses.make_dataclass(section, [_field(key) for key in keys], frozen=True)
+    for section, keys in KEYS.items()
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A resolved configuration: one frozen dataclass per section of KEYS, and the [task] table."""
+
+    run: Any
+    elastic: Any
+    train: Any
+    local_sgd: Any
+    checkpoint: Any
+    health: Any
+    slurm: Any
+    redis: Any
+    local_scheduler: Any
+    task: dict[str, Any]
+    origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
+
+    def origin(self, name: str) -> str:
+        """Where "section.key" got its value: "default", "FILE:LINE" or "command line"."""
+        return self.origins.get(name, "default")
+
+    def explain(self) -> list[tuple[str, Any, str, Any, str, str]]:
+        """(key, value, unit, default, origin, meaning) for every key, values as TOML has them."""
+        rows = [(f"{section}.{key.name}", _written(key.kind, getattr(table, _field(key))), key)
+                for section, keys in KEYS.items() for table in [getattr(self, section)]
+                for key in keys]  # fmt: skip
+        rows += [(f"task.{name}", value, Key(name, TEXT, "", "", "handed to the task"))
+                 for name, value in self.task.items()]  # fmt: skip
+        return [(n, value, k.unit, k.default, self.origin(n), k.doc) for n, value, k in rows]
+
+    def to_toml(self) -> str:
+        """The resolved configuration as TOML; `load` without a site file makes an equal Config."""
+        lines: dict[str, list[str]] = {}
+        for name, value, _, _, origin, _ in self.explain():
+            section, key = name.split(".", 1)
+            shown = origin if origin.isprintable() else repr(origin)
+            remark = "" if origin == "default" else f"  # {shown}"
+            line = f"{_toml_key(key)} = {toml_value(value)}{remark}"
+            lines.setdefault(section, [f"[{section}]"]).append(line)
+        return "\n\n".join(map("\n".join, lines.values())) + "\n"
+
+
+def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) -> Config:
+    """The configuration of a run's file, over the site file, under "section.key=value" overrides.
+
+    `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation; os.devnull for
+    what `to_toml` wrote, which is complete in itself.
+    """
+    site = site or _site_file()
+    below = [_read(Path(site))] if site else []
+    if below and "task" in below[0][0]:
+        raise UsageError(f"{_shown(site)}: [task] belongs into a run's file")
+    return _resolve([*below, _read(Path(path)), _override_layer(overrides)], Path(path))
+
+
+def parse_duration_s(value: str | float) -> float:
+    """Seconds of "500ms", "90s", "5m", "2h", "1d" or a plain number."""
+    return _parse(TIME, value)
+
+
+def parse_bytes(value: str | float) -> int:
+    """Bytes of "64kb", "256mb", "1gb", "2tb" (powers of 1024) or a plain number."""
+    return _parse(SIZE, value)
+
+
+def reference() -> str:
+    """The text of etc/keys.toml: every key once, commented out, with its default and meaning."""
+    lines = ["# Every key of a run's file and of the site file, with default, unit and meaning.",
+             "# Written by: PYTHONPATH=lib python3 -m elastic.config > etc/keys.toml"]  # fmt: skip
+    for section, keys in KEYS.items():
+        lines += ["", f"[{section}]"]
+        for key in keys:
+            unit = f"[{key.unit}] " if key.unit else ""
+            rule = f" ({key.check.text})" if key.check else ""
+            setting = f"#{key.name} = {toml_value(key.default)}"
+            lines.append(f"{setting:<36} # {unit}{key.doc}{rule}")
+    return "\n".join([*lines, "", "[task]", "# free-form: handed to the class that run.task names"])
+
+
+def _parse(kind: Kind, value: Any) -> Any:
+    number = value
+    if kind.units and isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?) *([a-z]*)", value.strip().lower())
+        if match and match[2] in kind.units:
+            number = float(match[1]) * kind.units[match[2]]
+    if kind.accepts(number):
+        return kind.convert(number)
+    got = {str: "string", bool: "boolean", int: "integer", list: "array", dict: "table"}
+    name = got.get(type(value), type(value).__name__)
+    raise UsageError(f"expected {kind.expected}, got the {name} {toml_value(value)}")
+
+
+def _written(kind: Kind, value: Any) -> Any:
+    """The opposite of `_parse`, in the largest unit that divides the value."""
+    for unit, size in kind.units.items():
+        if value and size >= 1 and value % size == 0:
+            return f"{value // size:.0f}{unit}"
+    return list(value) if kind is LIST else value
+
+
+def toml_value(value: Any) -> str:
+    """`value` as TOML writes it, on one line."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_toml_key(k)} = {toml_value(v)}' for k, v in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
+# --- layers: the site file, the run's file, the command line -------------------------------------
+
+_Layer = tuple[dict[str, Any], Mapping[str, str]]  # tables by section; "section.key" -> origin
+
+
+def _read(path: Path) -> _Layer:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise UsageError(f"cannot read {_shown(path)}: {error.strerror}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise UsageError(f"{_shown(path)} is not TOML: {error}") from error
+    lines = _line_numbers(text)
+    names = [*tables, *(f"{s}.{k}" for s, t in tables.items() if isinstance(t, dict) for k in t)]
+    return tables, {n: f"{_shown(path)}:{lines[n]}" if n in lines else _shown(path) for n in names}
+
+
+def _line_numbers(text: str) -> dict[str, int]:
+    """The line on which each section and "section.key" first appears; tomllib does not tell."""
+    lines: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[+\s*([^\[\]]+?)\s*\]", line):
+            section = header[1].replace('"', "")
+            lines.setdefault(section, number)
+        elif assignment := re.match(r'\s*("[^"]+"|[\w.-]+)\s*=', line):
+            lines.setdefault(f"{section}.{assignment[1]}".replace('"', "").lstrip("."), number)
+    return lines
+
+
+def _override_layer(overrides: Iterable[str]) -> _Layer:
+    tables: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        section, _, key = name.strip().partition(".")
+        if not (equals and key):
+            raise UsageError(f"not an override: {override!r}", hint="write section.key=value")
+        is_text = any(row.name == key and row.kind is TEXT for row in KEYS.get(section, ()))
+        tables.setdefault(section, {})[key] = _override_value(text.strip(), is_text)
+    names = [*tables, *(f"{section}.{key}" for section, table in tables.items() for key in table)]
+    return tables, dict.fromkeys(names, "command line")
+
+
+def _override_value(text: str, is_text: bool) -> Any:
+    """A TOML value; quotes may be left out, and a key that takes text takes 02:00:00 as text."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if is_text and not isinstance(value, str) else value
+
+
+# --- resolving -----------------------------------------------------------------------------------
+
+
+def _resolve(layers: Sequence[_Layer], path: Path) -> Config:
+    values = {s: {_field(k): _parse(k.kind, k.default) for k in keys} for s, keys in KEYS.items()}
+    task: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    problems: list[tuple[str, str]] = []  # (the key in question, what is wrong with it)
+    for tables, places in layers:
+        for section, table in tables.items():
+            if not isinstance(table, dict) or section not in [*KEYS, "task"]:
+                problems.append(_bad_section(section, table, places[section]))
+            elif section == "task":
+                task |= table
+            else:
+                problems += _take(section, table, places, values[section])
+        origins |= places
+    _settle(values, path)
+    problems += _conflicts(values, {name for name, _ in problems})
+    if problems:
+        texts = [text for _, text in problems]
+        raise UsageError("\n  ".join([f"{_shown(path)} cannot be used:", *texts]))
+    sections = {section: _SECTION_TYPES[section](**fields) for section, fields in values.items()}
+    return Config(**sections, task=task, origins=origins)
+
+
+def _take(section: str, table: dict, places: Mapping, fields: dict) -> Iterator[tuple[str, str]]:
+    """Put a layer's `table` into the `fields` of its section; yield the problems."""
+    keys = {key.name: key for key in KEYS[section]}
+    for name, value in table.items():
+        where = f"{places[f'{section}.{name}']}: {section}.{name}"
+        if name not in keys:
+            near, guess = _nearest(name, keys)
+            text = f"{where}: unknown key{guess}; [{section}] has {', '.join(keys)}"
+            yield f"{section}.{near}", text
+            continue
+        try:
+            fields[_field(keys[name])] = _checked(keys[name], value)
+        except UsageError as error:
+            yield f"{section}.{name}", f"{where}: {error.what}"
+
+
+def _checked(key: Key, value: Any) -> Any:
+    parsed = _parse(key.kind, value)
+    if key.check and not key.check.holds(parsed):
+        raise UsageError(f"must be {key.check.text}, is {toml_value(value)}")
+    return parsed
+
+
+def _bad_section(section: str, table: Any, place: str) -> tuple[str, str]:
+    legal = [*KEYS, "task"]
+    if section in legal:
+        return section, f"{place}: {section} is a section, not a key; it is {toml_value(table)}"
+    near, guess = _nearest(section, legal)
+    return near, f"{place}: unknown section {section}{guess}; there are {', '.join(legal)}"
+
+
+def _nearest(name: str, legal: Iterable[str]) -> tuple[str, str]:
+    near = difflib.get_close_matches(name, legal, 1, cutoff=0.5)
+    return (near[0], f", did you mean {near[0]}?") if near else (name, "")
+
+
+def _settle(values: dict[str, dict[str, Any]], path: Path) -> None:
+    """Replace what is left open ("auto", an empty name) by what it comes to."""
+    run, sgd, slurm = values["run"], values["local_sgd"], values["slurm"]
+    run["name"] = run["name"] or path.stem
+    run["folder"] = str(path.resolve().parent / Path(run["folder"]).expanduser())
+    if sgd["outer_momentum"] == "auto":
+        steps = sgd["inner_steps"]
+        sgd["outer_momentum"] = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
+    if sgd["transport"] == "auto":
+        sgd["transport"] = "filesystem"
+    slurm["master_partition"] = slurm["master_partition"] or slurm["partition"]
+
+
+def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> list[tuple[str, str]]:
+    """What is wrong between values; a rule about a key or section that is `bad` is left out."""
+    flat = {f"{section}.{key.name}": values[section][_field(key)]
+            for section, keys in KEYS.items() for key in keys}  # fmt: skip
+    return [
+        (keys[0], text.format(*(toml_value(flat[key]) for key in keys)))
+        for keys, holds, text in _RULES
+        if not bad.intersection([*keys, *(key.split(".")[0] for key in keys)])
+        and not holds(*(flat[key] for key in keys))
+    ]
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
+    (("run.name",), NAME.holds, f"run.name must be {NAME.text}, is {{}}"),
+    (("elastic.min", "elastic.max"), lambda low, high: low <= high,
+     "elastic.min ({}) is above elastic.max ({})"),
+    (("elastic.max", "slurm.gpus_per_worker", "run.scheduler"),
+     lambda high, needed, scheduler: scheduler == "local" or high >= needed,
+     "elastic.max ({}) is below slurm.gpus_per_worker ({})"),
+    (("train.epochs", "train.max_tokens"), lambda epochs, tokens: bool(epochs) != bool(tokens),
+     "set one of train.epochs ({}) and train.max_tokens ({})"),
+    (("train.warmup_fraction", "train.decay_fraction"), lambda up, down: up + down <= 1,
+     "train.warmup_fraction ({}) and train.decay_fraction ({}) are more than the whole run"),
+    (("health.heartbeat", "health.lease"), lambda beat, lease: lease >= 2 * beat,
+     "health.lease is under two heartbeats: heartbeat {} s, lease {} s"),
+    (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
+     "slurm.partition is not set: name it in the site file (etc/site.toml), or set "
+     'run.scheduler = "local"'),
+)  # fmt: skip
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+_OF_A_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "ELASTIC_JOB_ID")
+_OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
+_OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def env(name: str, default: str | None = None) -> str | None:
+    """One environment variable; an empty one counts as not set."""
+    return os.environ.get(name) or default
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment for a job: without what an outer job or a login session left in it."""
+    dropped = _OF_A_JOB + _OF_A_SESSION
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == "SLURM_CONF" or not (name.startswith(dropped) or name in _OF_A_SHELL)
+    }
+
+
+def home_dir() -> Path:
+    """The user's home directory."""
+    return Path.home()
+
+
+def elastic_home() -> Path:
+    """The checkout or installation: the folder that holds bin, etc, lib and sbatch."""
+    return Path(__file__).resolve().parents[2]
+
+
+def runs_root() -> Path:
+    """Where new run directories go: $ELASTIC_RUNS, else ./runs."""
+    return Path(env("ELASTIC_RUNS", "runs")).expanduser().absolute()
+
+
+def registry_dir() -> Path:
+    """The user's own state, links to runs among it: $ELASTIC_HOME_DIR, else ~/.elastic."""
+    return Path(env("ELASTIC_HOME_DIR", "~/.elastic")).expanduser().absolute()
+
+
+def _site_file() -> Path | None:
+    default = elastic_home() / "etc" / "site.toml"
+    named = env("ELASTIC_SITE")
+    return Path(named) if named else default if default.exists() else None
+
+
+def _shown(path: Path) -> str:
+    """Relative where it lies below the working directory, for messages and origins."""
+    absolute, here = Path(path).absolute(), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+
+
+if __name__ == "__main__":
+    print(reference())

@@ -1,0 +1,97 @@
+"""Files that are either not there or whole: the three ways this project writes to disk.
+
+    write_atomic   replace a pointer: temporary name, fsync, rename
+    create_once    a name that only one process can ever make: temporary name, fsync, link
+    append_line    one more line of a log that several processes write
+
+Every reader opens an exact path that somebody announced. Nothing here lists a directory.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic.errors import ElasticError
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Replace `path` with `data`; after a crash it holds the old bytes or the new, whole."""
+    with _temporary(path, data, mode) as temporary:
+        os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def create_once(path: Path, data: bytes, mode: int = 0o644) -> bool:
+    """Make `path` with `data` unless the name exists. True for the one process that made it.
+
+    An NFS server may carry out a link and lose its answer: whether the temporary name now has two
+    links decides, not the error.
+    """
+    with _temporary(path, data, mode) as temporary:
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if os.stat(temporary).st_nlink != 2:
+                if error.errno == errno.EEXIST:
+                    return False
+                raise
+    sync_directory(path.parent)
+    return True
+
+
+def append_line(path: Path, record: dict, mode: int = 0o644) -> None:
+    """Append `record` as one JSON line."""
+    line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
+    try:
+        with contextlib.suppress(OSError):  # a filesystem without locks: O_APPEND has to do
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> dict | None:
+    """The table in `path`, or None if the file is not there. Raises ElasticError if damaged."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ElasticError(f"damaged file: {path}: {error}", "restore it, or remove it") from None
+    if not isinstance(data, dict):
+        raise ElasticError(f"damaged file: {path}: not a JSON table", "restore it, or remove it")
+    return data
+
+
+def to_json(data: dict) -> bytes:
+    """`data` as the bytes of a small human-readable file."""
+    return json.dumps(data, indent=1).encode() + b"\n"
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, data: bytes, mode: int) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)

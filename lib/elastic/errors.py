@@ -1,0 +1,42 @@
+"""Errors and exit codes, the vocabulary every layer shares.
+
+An error says what went wrong with the value that was seen, and (`hint`) the way out. The command
+line turns it into one message and one exit code; nothing else catches it broadly.
+"""
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_TRY_AGAIN = 75  # sysexits' EX_TEMPFAIL: preempted, or Redis or Slurm cannot be reached
+EXIT_DO_NOT_RESTART = 93  # the job asks not to be replaced: the run is done or was stopped
+
+
+class ElasticError(Exception):
+    """Something a person can act on: `what` happened, and `hint`, the way out."""
+
+    code = EXIT_ERROR
+
+    def __init__(self, what: str, hint: str = ""):
+        super().__init__(what)
+        self.what, self.hint = what, hint
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  hint: {self.hint}" if self.hint else self.what
+
+
+class UsageError(ElasticError):
+    """The command or the configuration is wrong; nothing was started."""
+
+    code = EXIT_USAGE
+
+
+class TryAgain(ElasticError):
+    """Redis or the scheduler did not answer: nothing is known, nothing was changed."""
+
+    code = EXIT_TRY_AGAIN
+
+
+class Fenced(ElasticError):
+    """A higher attempt or master epoch has taken over; this process must change nothing more."""
+
+    code = EXIT_DO_NOT_RESTART

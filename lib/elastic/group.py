@@ -1,0 +1,38 @@
+"""The ranks of one worker: one process per GPU of a node, or just this one.
+
+Rank 0 talks to the outside and tells the others what to do, one small JSON message at a time.
+Messages are tensors of bytes: torch's own object broadcast would unpickle.
+"""
+
+import json
+
+import torch
+import torch.distributed as dist
+
+
+class Group:
+    """`world` ranks; with one, every call is a no-op."""
+
+    def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu"):
+        self.rank, self.world, self._device = rank, world, torch.device(device)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def share(self, message: object = None, source: int = 0) -> object:
+        """The `source` rank's message (anything JSON), on every rank."""
+        if self.world == 1:
+            return message
+        data = json.dumps(message).encode() if self.rank == source else b""
+        size = torch.tensor([len(data)], device=self._device)
+        dist.broadcast(size, src=source)
+        body = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        if self.rank == source:
+            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(body, src=source)
+        return json.loads(body.cpu().numpy().tobytes())
+
+    def gather(self, message: object) -> list:
+        """Every rank's message, by rank, on every rank."""
+        return [self.share(message, source) for source in range(self.world)]

@@ -1,0 +1,249 @@
+"""What is known about the jobs of a run, and how it grows from pass to pass. Pure.
+
+A listing of the scheduler is a moment's view, Slurm forgets ended jobs within minutes, and a job's
+own exit record says nothing if it was killed before it could write. Memory joins the three: which
+jobs existed at the last pass, how they ended, which submissions may or may not have succeeded.
+
+- A job exists unless its state is a known ended one; a word never seen before is no end.
+- A job is its name (role, slot) and its id; ids alone are reused after a controller crash.
+- Absence from a listing is an end only for a job old enough to be missed (`SETTLE_S`).
+- Every end becomes news exactly once, and is kept while it can matter.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elastic.errors import EXIT_DO_NOT_RESTART
+
+MASTER = "master"
+WORKER = "worker"
+
+LOST_STATES = frozenset({"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED", "TIMEOUT"})
+ENDED_STATES = LOST_STATES | {"CANCELLED", "COMPLETED", "ENDED", "FAILED", "OUT_OF_MEMORY"}
+QUEUED_STATES = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+STARTED_STATES = frozenset({"CONFIGURING", "RUNNING", "SUSPENDED"})
+LEAVING_STATES = frozenset({"COMPLETING", "STAGE_OUT"})
+# Holds after which a job never starts by itself (compared without blanks, underscores and case).
+# A hold that the user asked for is respected.
+BROKEN_HOLDS = (
+    "dependencyneversatisfied",
+    "jobheldadmin",
+    "jobholdmaxrequeue",
+    "launchfailedrequeuedheld",
+    "launchfailurelimit",
+)
+
+SETTLE_S = 30.0  # a job this young may be missing from a listing that is a little behind
+CANCEL_AGAIN_S = 60.0  # how long a cancelled job may take to go
+CLOCK_SKEW_S = 300.0  # an exit record older than its job by more is another job's
+RECENT_S = 1800.0  # how long an end counts for its node
+WORKED_S = 1800.0  # a job that lasted this long was not part of a crash loop
+
+
+def has_ended(state: str) -> bool:
+    """True for a known ended state only: `CANCELLED by 0` and `COMPLETED+` are, `FOO` is not."""
+    return _word(state) in ENDED_STATES
+
+
+@dataclass(frozen=True)
+class JobSeen:
+    """A job as a listing showed it, or as it was submitted a moment ago."""
+
+    job_id: str
+    role: str
+    slot: int
+    state: str
+    reason: str = ""
+    submitted_at: float = 0.0
+    started_at: float | None = None
+    node: str = ""
+    cancelled_at: float | None = None  # when reconcile asked it to leave
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return place(self.role, self.slot)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.job_id, self.role, self.slot)
+
+    @property
+    def queued(self) -> bool:
+        return _word(self.state) in QUEUED_STATES
+
+    @property
+    def started(self) -> bool:
+        return _word(self.state) in STARTED_STATES
+
+    @property
+    def broken_hold(self) -> str:
+        """The reason for which this job will never start by itself, or ""."""
+        plain = self.reason.replace("_", "").replace(" ", "").lower()
+        return self.reason if any(hold in plain for hold in BROKEN_HOLDS) else ""
+
+    def leaving(self, now: float) -> bool:
+        """On its way out: nothing more needs to be done about it for the moment."""
+        asked = self.cancelled_at is not None and now - self.cancelled_at < CANCEL_AGAIN_S
+        return asked or _word(self.state) in LEAVING_STATES
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held."""
+
+    job_id: str
+    role: str
+    slot: int
+    outcome: str
+    at: float  # when a pass noticed
+    node: str = ""
+    submitted_at: float = 0.0
+    reason: str = ""
+    detail: str = ""
+    worked: bool = False  # it did some of what it was there for
+    final: bool = False  # it asked not to be started again
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return place(self.role, self.slot)
+
+    @property
+    def crashed(self) -> bool:
+        return self.outcome == "failed"
+
+
+@dataclass(frozen=True)
+class UnsureSubmission:
+    """A submission whose client saw an error, or died: a job may or may not turn up."""
+
+    role: str
+    slot: int
+    until: float
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return place(self.role, self.slot)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one pass leaves to the next. Ends of jobs submitted before `born` do not count."""
+
+    born: float
+    jobs: tuple[JobSeen, ...] = ()
+    ended: tuple[Ended, ...] = ()  # oldest first
+    unsure: tuple[UnsureSubmission, ...] = ()
+    closing: str = ""  # "", or why nothing is submitted any more: done, failed, stopped
+    closing_since: float = 0.0
+    later_until: float = 0.0  # until then the scheduler takes no more jobs of this run …
+    later_reason: str = ""  # … for this reason
+
+
+def place(role: str, slot: int) -> tuple[str, int]:
+    """What at most one job may occupy: a worker's slot, or the run's one master."""
+    return (role, 0 if role == MASTER else slot)
+
+
+def enter(memory: Memory, closing: str, now: float) -> Memory:
+    """Note what the run is wanted to do. One that is started again starts with a clean record."""
+    if closing == memory.closing:
+        return memory
+    memory = replace(memory, closing=closing, closing_since=now)
+    return memory if closing else replace(memory, born=now, ended=())
+
+
+def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]:
+    """Jobs whose end is news, with what was last known of them and the state they ended in."""
+    known = {job.key: job for job in memory.jobs}
+    rows = {row.key: row for row in listed}
+    told = {(end.job_id, end.role, end.slot, end.submitted_at) for end in memory.ended}
+    news = []
+    for key, job in known.items():
+        if key not in rows and now - job.submitted_at >= SETTLE_S:
+            news.append(replace(job, state="VANISHED"))
+        elif key in rows and has_ended(rows[key].state):
+            news.append(_joined(rows[key], job))
+    for key, row in rows.items():
+        is_new = key not in known and (*key, row.submitted_at) not in told
+        if is_new and has_ended(row.state) and row.submitted_at >= memory.born:
+            news.append(row)
+    return news
+
+
+def learn(
+    memory: Memory, listed: Sequence[JobSeen], endings: Iterable[Ended], now: float, keep: int
+) -> Memory:
+    """The next memory: jobs that exist, and how the `gone` ones ended (`keep` or more per slot)."""
+    endings = tuple(endings)
+    known = {job.key: job for job in memory.jobs}
+    rows = {row.key for row in listed}
+    jobs = [_joined(row, known.get(row.key)) for row in listed if not has_ended(row.state)]
+    jobs += [j for j in memory.jobs if j.key not in rows and now - j.submitted_at < SETTLE_S]
+    arrived = {job.place for job in jobs if job.key not in known} | {e.place for e in endings}
+    unsure = tuple(u for u in memory.unsure if u.until > now and u.place not in arrived)
+    kept: list[Ended] = []
+    count: dict[tuple[str, int], int] = defaultdict(int)
+    for end in reversed(memory.ended + endings):
+        count[end.place] += 1
+        is_listed = (end.job_id, end.role, end.slot) in rows  # forgotten, it would be news again
+        if is_listed or now - end.at < RECENT_S or count[end.place] <= keep:
+            kept.append(end)
+    return replace(memory, jobs=tuple(jobs), ended=tuple(reversed(kept)), unsure=unsure)
+
+
+def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
+    """How a `gone` job ended: by its exit record, else by the state it was last seen in."""
+    record = _own(job, record)
+    outcome, reason = _outcome(job, record)
+    age_s = now - job.started_at if job.started_at else 0.0
+    if record.get("state") == "ended":
+        age_s = record.get("time", 0.0) - record.get("started", record.get("time", 0.0))
+    did_some = job.role == MASTER or record.get("steps", 0) > 0
+    return Ended(
+        *(job.job_id, job.role, job.slot, outcome, now),
+        node=str(record.get("node") or job.node),
+        submitted_at=job.submitted_at,
+        reason=reason,
+        detail=str(record.get("detail") or ""),
+        worked=age_s >= WORKED_S or (did_some and outcome in ("done", "stopped", "yielded")),
+        final=outcome == "failed" and record.get("code") == EXIT_DO_NOT_RESTART,
+    )
+
+
+def _own(job: JobSeen, record: Mapping | None) -> Mapping:
+    """`record` if this very job wrote it: its id may have been another job's before."""
+    if not record or (record.get("role"), record.get("slot")) != (job.role, job.slot):
+        return {}
+    return record if record.get("time", 0.0) >= job.submitted_at - CLOCK_SKEW_S else {}
+
+
+def _outcome(job: JobSeen, record: Mapping) -> tuple[str, str]:
+    state, cancelled = _word(job.state), job.cancelled_at is not None
+    said = record.get("outcome", "") if record.get("state") == "ended" else ""
+    if said and not (said == "failed" and cancelled):
+        return said, str(record.get("reason") or said)
+    if cancelled or (state == "CANCELLED" and not record):
+        return ("held", job.broken_hold) if job.broken_hold else ("cancelled", "cancelled")
+    if state in LOST_STATES:
+        return "lost", state
+    if state == "OUT_OF_MEMORY":
+        return "failed", "killed: out of memory"
+    if record:
+        return "killed", f"it left no word ({state})"
+    why = f": {job.reason}" if job.reason not in ("", "None") else ""
+    return "failed", f"it ended before it could start ({state}{why})"
+
+
+def _joined(row: JobSeen, known: JobSeen | None) -> JobSeen:
+    """A listing's row with what only memory knows: an ended job loses its reason and its node."""
+    if known is None:
+        return row
+    reason = known.reason if has_ended(row.state) and known.reason else row.reason
+    node, started_at = row.node or known.node, row.started_at or known.started_at
+    kept = {"cancelled_at": known.cancelled_at, "reason": reason}
+    return replace(row, node=node, started_at=started_at, **kept)
+
+
+def _word(state: str) -> str:
+    return state.split()[0].rstrip("+") if state.strip() else ""

@@ -1,0 +1,128 @@
+"""A slot's inner state: optimizer moments and random numbers, outliving the jobs that occupy it.
+
+    slots/0007/inner.json                      pointer: version, attempt, files, checksums
+    slots/0007/inner-000012.2.0.safetensors    one file per rank of the worker
+
+Losing it costs a short learning-rate ramp, never correctness: so the pointer is replaced atomically
+after the files, the files are not fsynced, and what does not fit or verify is left alone with its
+reason. Scalars travel as JSON in the file's header; nothing is unpickled.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from elastic.durable import read_json, to_json, write_atomic
+from elastic.rundir import RunDir
+from elastic.versions import checksum
+
+RNG = "rng.cpu"
+
+
+def save(folder: Path, stem: str, optimizer: torch.optim.Optimizer, rank: int) -> dict:
+    """Write this rank's file. Returns its entry: name, bytes, xxh3."""
+    tensors, scalars = {RNG: torch.get_rng_state()}, {}
+    for index, param in enumerate(_params(optimizer)):
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                local = value.to_local() if isinstance(value, DTensor) else value
+                tensors[f"{index}.{key}"] = local.contiguous()
+            else:
+                scalars[f"{index}.{key}"] = value
+    path = folder / f"{stem}.{rank}.safetensors"
+    temporary = folder / f".{path.name}"
+    save_file(tensors, temporary, metadata={"scalars": json.dumps(scalars)})
+    entry = {"name": path.name, "bytes": temporary.stat().st_size, "xxh3": checksum(temporary)}
+    os.replace(temporary, path)
+    return entry
+
+
+def publish(run: RunDir, slot: int, attempt: int, version: int, entries: list[dict]) -> dict:
+    """Replace the slot's pointer and remove the files that it named before."""
+    folder = run.slot_path(slot)
+    before = read_json(folder / "inner.json") or {"files": []}
+    pointer = {"slot": slot, "attempt": attempt, "version": version, "files": entries}
+    write_atomic(folder / "inner.json", to_json(pointer))
+    current = {entry["name"] for entry in entries}
+    for entry in before["files"]:
+        if entry["name"] not in current:
+            (folder / entry["name"]).unlink(missing_ok=True)
+    return pointer
+
+
+def choose(
+    run: RunDir, slot: int, offered: dict[int, dict], version: int, max_age: int
+) -> tuple[dict | None, str]:
+    """The pointer to start from, and what it is: own, a donor's, or none that is recent."""
+
+    def recent(pointer: dict | None) -> bool:
+        return pointer is not None and version - pointer["version"] <= max_age
+
+    own = read_json(run.slot_path(slot) / "inner.json")
+    if recent(own):
+        return own, f"own of version {own['version']}"
+    donors = [offered[other] for other in sorted(offered) if other != slot]
+    donors = [pointer for pointer in donors if recent(pointer)]
+    if not donors:
+        return None, "fresh"
+    donor = max(donors, key=lambda pointer: (pointer["version"], -pointer["slot"]))
+    return donor, f"donor slot {donor['slot']} of version {donor['version']}"
+
+
+def load(
+    run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int, own: bool
+) -> str:
+    """Set the optimizer's state (and, if it is the slot's own, the random numbers).
+
+    Returns why it could not be used; empty if it was.
+    """
+    if rank >= len(pointer["files"]):
+        return f"it was saved by {len(pointer['files'])} ranks"
+    entry = pointer["files"][rank]
+    path = run.path / "slots" / f"{pointer['slot']:04d}" / Path(entry["name"]).name
+    try:
+        if path.stat().st_size != entry["bytes"] or checksum(path) != entry["xxh3"]:
+            return f"{path.name} is damaged"
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            scalars = json.loads(file.metadata()["scalars"])
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    rng = tensors.pop(RNG)
+    return _restore(optimizer, tensors, scalars) or (torch.set_rng_state(rng) if own else "") or ""
+
+
+def _restore(optimizer: torch.optim.Optimizer, tensors: dict, scalars: dict) -> str:
+    params = _params(optimizer)
+    states: list[dict] = [{} for _ in params]
+    for name, value in {**tensors, **scalars}.items():
+        index, _, key = name.partition(".")
+        if int(index) >= len(params):
+            return "it is another optimizer's"
+        states[int(index)][key] = value
+    for param, state in zip(params, states, strict=True):
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[key] = _placed_like(param, value)
+                if state[key].shape != param.shape:
+                    return "it is another model's"
+        optimizer.state[param] = state
+    return ""
+
+
+def _placed_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return value.to(param.device)
+    local = value.to(param.to_local().device)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+    )
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

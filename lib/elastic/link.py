@@ -1,0 +1,208 @@
+"""A trainer's line to the run: what the master says, samples, offers; and progress to the agent.
+
+The line may break at any time: Redis is restarted, the master moves to another node. Then every
+call looks the newest endpoint up again and repeats itself (`reach`); all of them are safe to
+repeat. A thread keeps `news` fresh; it only reads.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from elastic.config import env
+from elastic.errors import ElasticError, TryAgain
+from elastic.ledger import Range
+from elastic.rundir import RunDir
+from elastic.signals import Notice
+from elastic.store import Ask, Store
+
+POLL_S = 1.0
+RETRY_S = 0.2
+LEAVING_S = 25.0  # how long a worker that was given notice keeps trying to deliver
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who this process is: the agent says so in the environment."""
+
+    run: RunDir
+    slot: int
+    attempt: int
+    job_id: str
+    rank: int = 0
+    world: int = 1
+    progress_fd: int = -1
+
+    @classmethod
+    def from_env(cls) -> "Place":
+        """Raises ElasticError when this process was not started by an agent."""
+        folder = env("ELASTIC_RUN_DIR")
+        if folder is None:
+            raise ElasticError(
+                "ELASTIC_RUN_DIR is not set: this process was not started by elastic-agent",
+                'set run.command = ["python", "train.py"] and use elastic-submit',
+            )
+        return cls(
+            RunDir(Path(folder)), int(env("ELASTIC_SLOT")), int(env("ELASTIC_ATTEMPT")),
+            env("ELASTIC_JOB_ID", ""), int(env("RANK", "0")), int(env("WORLD_SIZE", "1")),
+            int(env("ELASTIC_PROGRESS_FD", "-1")),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class News:
+    """What the master last said."""
+
+    version: int = -1
+    called: int = -1  # the version whose round is about to close
+    state: str = "unknown"  # unknown | running | stopping | done
+    epoch: int = -1
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("stopping", "done")
+
+
+class Link:
+    """Rank 0's line. Use as a context manager: it owns a thread and connections."""
+
+    def __init__(self, place: Place, notice: Notice):
+        self.place, self.run, self._notice = place, place.run, notice
+        self.news = News()
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._store: Store | None = None
+        self._sequence = 0
+        self._said: dict = {}
+        self._said_at = 0.0
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="link")
+
+    def __enter__(self) -> "Link":
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._closed.set()
+        if self._store:
+            self._store.close()
+        self._watcher.join(2 * POLL_S)
+
+    # ---- calls that survive a lost line
+
+    def reach(self, action: Callable[[Store], T]) -> T:
+        """`action(store)`, again and again until Redis answers.
+
+        Raises TryAgain when the notice has run out or the run is over while nobody answers.
+        """
+        while True:
+            try:
+                if self._store is None:
+                    self._store = Store.open(self.run)
+                return action(self._store)
+            except TryAgain:
+                if self._store:
+                    self._store.close()
+                self._store = None
+                since = self._notice.since
+                if (since and time.time() - since > LEAVING_S) or self.run.done():
+                    raise
+                self._closed.wait(RETRY_S)
+
+    def offer(self, base: int, header: dict) -> None:
+        """Announce a delta. Raises Fenced."""
+        place = self.place
+        while not self.reach(lambda s: s.offer(place.slot, place.attempt, base, header)):
+            if self._notice and time.time() - self._notice.since > LEAVING_S:
+                raise TryAgain(f"slot {place.slot}: the lease is gone")
+            time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
+
+    def still_offered(self, base: int) -> bool:
+        return self.reach(lambda s: s.offered(self.place.slot, self.place.attempt, base))
+
+    def ask(self, want: int, held: list[Range], enough: Callable[[], bool]) -> list[Range] | None:
+        """Ask for samples, waiting for the answer; None if `enough()` became true first."""
+        self._sequence += 1
+        place = self.place
+        ask = Ask(place.slot, place.attempt, self._sequence, want, tuple(held))
+        while not enough():
+            self.reach(lambda s: s.ask(ask))
+            granted = self.reach(lambda s: s.granted(ask, POLL_S))
+            if granted is not None:
+                return granted
+        return None
+
+    def declare(self, held: list[Range]) -> None:
+        """Tell the master which samples are still held, wanting none."""
+        self._sequence += 1
+        place = self.place
+        ask = Ask(place.slot, place.attempt, self._sequence, 0, tuple(held))
+        self.reach(lambda s: s.ask(ask))
+
+    # ---- news
+
+    def wait(self, until: Callable[[News], bool], timeout_s: float) -> News:
+        """Wait for news that satisfy `until`, for a notice, or for the time to pass."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not until(self.news) and not self._notice:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, RETRY_S))
+            return self.news
+
+    def refresh(self) -> News:
+        """Read the master's word now."""
+        self._note(self.reach(lambda s: s.master()))
+        return self.news
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            try:
+                store = Store.open(self.run)
+                listener = store.listen("ctl")
+                while not self._closed.is_set():
+                    self._note(store.master())
+                    while not _matters(listener.wait(POLL_S)) and not self._closed.is_set():
+                        self._note(store.master())
+            except ElasticError:
+                done = self.run.done()
+                if done:
+                    self._note({"state": "done", "version": str(done["version"])})
+                self._closed.wait(RETRY_S)
+
+    def _note(self, master: dict[str, str]) -> None:
+        if "version" not in master:
+            return  # flushed, or no master yet: what was known stays
+        version, called = int(master["version"]), int(master.get("call", -1))
+        with self._changed:
+            version = max(version, self.news.version)
+            self.news = News(version, called, master["state"], int(master.get("epoch", -1)))
+            self._changed.notify_all()
+
+    # ---- to the agent
+
+    def say(self, **progress) -> None:
+        """Report progress to the agent: at once if the state changed, else twice a second."""
+        new_state = progress.get("state", self._said.get("state")) != self._said.get("state")
+        self._said |= progress
+        if not new_state and "end" not in progress and time.monotonic() - self._said_at < 0.5:
+            return
+        self._said_at = time.monotonic()
+        if self.place.progress_fd >= 0:
+            line = json.dumps(self._said).encode() + b"\n"
+            with contextlib.suppress(BrokenPipeError):  # the agent is gone, and so are we soon
+                os.write(self.place.progress_fd, line)
+
+
+def _matters(words: list[str]) -> bool:
+    """Does a wake-up concern workers? An empty wait does too: it is time to look again."""
+    return not words or any(not word.startswith(("join", "leave")) for word in words)

@@ -1,0 +1,460 @@
+"""Local SGD for one worker: the loop between the run's global parameters and any training loop.
+
+    with elastic.LocalSGD.from_env(model, inner_optimizer) as sgd:
+        for batch in sgd.batches(dataset):
+            loss(model, batch).backward()
+            inner_optimizer.step(); inner_optimizer.zero_grad()
+            sgd.step()
+
+`batches` is the life of a worker: adopt the newest version, train up to K inner steps on samples
+leased from the ledger, deliver the delta, wait for the next version, and so on until the run is
+over or a notice arrives. A round ends early, with the steps there are, at the last call, at a
+notice, when the master went on without us, and when no samples are left.
+
+Of the ranks of a worker only rank 0 has a line to the master; it decides, the others are told.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from elastic import inner_state
+from elastic.codec import codec
+from elastic.errors import ElasticError, TryAgain
+from elastic.group import Group
+from elastic.layout import Layout
+from elastic.ledger import Range, count
+from elastic.link import Link, Place
+from elastic.replica import Replica, shapes
+from elastic.rounds import Header
+from elastic.schedule import learning_rate, tokens_at
+from elastic.shuffle import Shuffle
+from elastic.signals import Notice, install
+from elastic.transport import fragment_name, open_transport
+from elastic.versions import Draft, read_layout, read_params, settle
+
+DRY_S = 0.5  # between two asks when no samples are free
+
+
+class LocalSGD:
+    def __init__(self, model, inner_optimizer, place: Place, notice: Notice, group: Group):
+        self.model, self.optimizer = model, inner_optimizer
+        self.place, self.run, self.notice, self.group = place, place.run, notice, group
+        self.config = self.run.config()
+        self.loss_scale = 1.0  # multiply the loss by it: ranks may have unequal shares of a batch
+        self.tokens_per_sample = 1
+        self.outcome = ""
+        self._link = Link(place, notice) if group.leads else None
+        self._peak_lrs = [param_group["lr"] for param_group in inner_optimizer.param_groups]
+        self._round = _Round(base=-1)
+        self._queue: list[Range] = []
+        self._steps_total = 0
+        self._ramp = 0  # inner steps still to go of a joiner's learning-rate ramp
+        self._inner_from = ""
+        self._dry = False
+        self._told_epoch = -1  # the master epoch that knows what we hold
+        self._bad_rounds = self._delivered = 0
+        self._rate = _Rate()
+
+    @classmethod
+    def from_env(cls, model, inner_optimizer) -> "LocalSGD":
+        """For a training process that elastic-agent started (`run.command`)."""
+        return cls(model, inner_optimizer, Place.from_env(), install(), Group())
+
+    def __enter__(self) -> "LocalSGD":
+        if self._link:
+            self._link.__enter__()
+            self._link.say(state="loading")
+        return self
+
+    def __exit__(self, kind, *_exc_info) -> None:
+        if self._link:
+            if kind is None:
+                self._link.say(end=self.outcome)
+            self._link.__exit__()
+
+    # ---- the user's side
+
+    def batches(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
+        """Batches of the worker's samples until the run is over or a notice has come."""
+        self._open(dataset)
+        order = _Order(len(dataset), self.config.run.seed)
+        while self._adopt_newest():
+            while positions := self.group.share(self._next_positions() if self._link else None):
+                mine = positions[self.group.rank :: self.group.world]
+                self.loss_scale = len(mine) * self.group.world / len(positions)
+                self._set_learning_rate()
+                self._round.pending = len(positions)
+                steps = self._round.steps
+                yield collate([dataset[order.index(*each)] for each in mine or positions[:1]])
+                if self._round.steps != steps + 1:
+                    raise ElasticError("sgd.step() was not called after the batch")
+            self._deliver()
+            self._save_inner_if_due()
+
+    def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
+        """An inner step is done. `tokens` it covered on this worker (default: its samples)."""
+        done = self._round
+        done.steps += 1
+        done.tokens += done.pending * self.tokens_per_sample if tokens is None else tokens
+        value = float(loss)
+        if done.steps == 1:
+            done.first_loss = value
+        done.loss_sum += value
+        self._steps_total += 1
+        self._ramp = max(0, self._ramp - 1)
+        if self._link:
+            rate = self._rate.at(done.tokens, time.monotonic())
+            self._link.say(
+                state="training", version=done.base, step=done.steps, loss=value,
+                steps_total=self._steps_total, tokens_per_s=round(rate, 1),
+            )  # fmt: skip
+
+    def skip(self) -> None:
+        """The batch is to have no effect (a loss that is not finite): count it as seen."""
+        self.step(self._round.mean_loss, None)
+
+    # ---- the life of a worker
+
+    def _open(self, dataset: Dataset) -> None:
+        """Find version 0, or be the worker that makes it."""
+        first = self.run.newest_version() < 0 if self.group.leads else None
+        if self.group.share(first):
+            self._create_first_version(len(dataset))
+        newest = self.run.newest_commit()
+        settle(self.run, newest)
+        layout = read_layout(self.run, newest["version"])
+        self._replica = Replica(self.model, layout)
+        self._codec = codec(self.config.local_sgd.compression)
+        samples = newest["dataset_samples"]
+        if samples != len(dataset):
+            raise ElasticError(
+                f"this machine's data set has {len(dataset)} samples, the run's has {samples}",
+                "every worker must see the same data: the same files, the same Python",
+            )
+        found = [[t.name, list(t.shape)] for fragment in layout.fragments for t in fragment]
+        mine = [[name, list(shape)] for name, shape in shapes(self.model)]
+        if found != mine:
+            raise ElasticError(
+                f"this model is not the run's: {len(mine)} parameters, the run has {len(found)}",
+                "a run keeps its model; submit a new run for another one",
+            )
+
+    def _create_first_version(self, samples: int) -> None:
+        layout = Layout.of(shapes(self.model), self.config.local_sgd.fragment_bytes)
+        replica = Replica(self.model, layout)
+        draft = None
+        if self.group.leads:
+            draft = Draft(self.run, 0, f"slot{self.place.slot}.{self.place.attempt}")
+        files = []
+        for index in range(len(layout.fragments)):
+            params = replica.whole(index)
+            if draft:
+                files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
+        if draft:
+            draft.commit(layout, files, self._first_record(layout, samples))
+        self.group.share("version 0 is there")
+
+    def _first_record(self, layout: Layout, samples: int) -> dict:
+        train = self.config.train
+        total = train.max_tokens or train.epochs * samples * self.tokens_per_sample
+        return {
+            "master_epoch": 0, "time": time.time(), "tokens": 0, "samples": [], "deltas": [],
+            "layout": layout.hash, "dataset_samples": samples, "epochs": train.epochs,
+            "total_tokens": total, "workers": 1,
+        }  # fmt: skip
+
+    def _adopt_newest(self) -> bool:
+        """Wait for a version newer than the last one and load it. False: it is time to leave."""
+        version, outcome = self.group.share(self._wait_for_version() if self._link else None)
+        if outcome:
+            self.outcome = outcome
+            if outcome != "done" and self._steps_total:
+                self._save_inner()
+            return False
+        if version == self._round.base:
+            if not self._round.steps:
+                self._replica.restore()  # a no-op unless the last round was void
+            return True
+        commit = self.run.commit(version)
+        for index in range(len(self._replica.layout.fragments)):
+            fragment = read_params(self.run, commit, self._replica.layout, index)
+            self._replica.adopt(index, fragment)
+        if self._round.base < 0:
+            self._adopt_inner_state(version)
+        self._commit = commit
+        self._round = _Round(base=version)
+        if self._link:
+            self._link.say(state="training", version=version, step=0)
+        return True
+
+    def _wait_for_version(self) -> tuple[int, str]:
+        """Rank 0: (newest version, "") once there is one to train on, or (-1, outcome) to leave."""
+        link, base = self._link, self._round.base
+        if base >= 0:
+            link.say(state="waiting")
+        while True:
+            news = link.wait(lambda n: n.version > base or n.over, DRY_S)
+            if self.notice:
+                return -1, "yielded"
+            if news.over:
+                return -1, "done" if news.state == "done" else "stopped"
+            if news.version > base:
+                return news.version, ""
+            if base >= 0 and self._may_go_on():
+                return base, ""
+
+    def _may_go_on(self) -> bool:
+        """Is there something to do on the same base? Brings a forgotten offer again, too."""
+        round_, place = self._round, self.place
+        if not round_.answered:
+            return True
+        verdict = self._link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
+        if verdict and verdict["base"] == round_.base and round_.steps:
+            print(f"worker  delta rejected: {verdict['reason']}", flush=True)
+            return self._start_over()
+        if not self._link.still_offered(round_.base):
+            news = self._link.refresh()
+            if news.version <= round_.base and not news.over:
+                self._redeliver()
+        if not round_.steps:  # it was dry: samples of a lost worker may have come back
+            batch = self.config.train.batch_size * self.group.world
+            self._queue += self._link.ask(batch, self._queue, self._round_is_over) or []
+            return bool(self._queue)
+        return False
+
+    def _start_over(self) -> bool:
+        """This round's steps are void: train from the base again, on other samples."""
+        self._round = _Round(base=self._round.base)
+        return True
+
+    # ---- samples
+
+    def _next_positions(self) -> list[tuple[int, int]]:
+        """Rank 0: the positions of the next batch; empty ends the round."""
+        batch = self.config.train.batch_size * self.group.world
+        left = self.config.local_sgd.inner_steps - self._round.steps
+        if left <= 0 or self._round_is_over():
+            return []
+        held = self._queue + self._round.samples
+        if self._told_epoch != self._link.news.epoch:
+            self._told_epoch = self._link.news.epoch
+            self._link.declare(held)
+        if count(self._queue) < batch and not self._dry:
+            want = left * batch - count(self._queue)
+            granted = self._link.ask(want, held, self._round_is_over)
+            if granted is None:
+                return []
+            self._queue += granted
+            self._dry = count(granted) < want
+        taken = _take(self._queue, batch)
+        self._round.samples += taken
+        return [(epoch, at) for epoch, start, stop in taken for at in range(start, stop)]
+
+    def _round_is_over(self) -> bool:
+        news = self._link.news
+        base = self._round.base
+        return bool(self.notice) or news.over or news.called == base or news.version > base
+
+    def _set_learning_rate(self) -> None:
+        settings, commit = self.config.train, self._commit
+        workers = max(1, commit["workers"])
+        cap = (
+            self.config.local_sgd.inner_steps * settings.batch_size
+            * self.group.world * self.tokens_per_sample * workers
+        )  # fmt: skip
+        tokens = tokens_at(commit["tokens"], self._round.tokens, workers, cap)
+        factor = learning_rate(tokens, commit["total_tokens"], settings) / settings.learning_rate
+        ramp_steps = self.config.local_sgd.join_ramp
+        if self._ramp:
+            factor *= (ramp_steps - self._ramp + 1) / ramp_steps
+        for param_group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
+            param_group["lr"] = peak * factor
+
+    # ---- the delta
+
+    def _deliver(self) -> None:
+        """Send base - local with the steps there are. Collective among the worker's ranks."""
+        round_ = self._round
+        if self._link:
+            self._link.say(state="delivering")
+        fragments = []
+        if round_.steps:
+            fragments = self._send_fragments()
+        if self._link and fragments is not None:
+            round_.header = self._header(fragments)
+            self._link.offer(round_.base, round_.header.to_json())
+            round_.answered = True
+            if round_.steps:
+                self._delivered += 1
+                self._link.say(delivered=self._delivered)
+        self._dry = False
+
+    def _send_fragments(self) -> list | None:
+        """Encode and store every fragment; None, and back to the base, if one is not finite."""
+        transport = None
+        if self._link:
+            transport = self._link.reach(lambda s: open_transport(self.config, self.run, s))
+        key = (self.place.slot, self.place.attempt, self._round.base)
+        fragments, finite = [], True
+        for index in range(len(self._replica.layout.fragments)):
+            delta = self._replica.delta(index)
+            finite = finite and bool(torch.isfinite(delta).all())
+            if transport and finite:
+                name, data = fragment_name(key, index), self._codec.encode(delta)
+                fragments.append(self._link.reach(lambda _, n=name, d=data: transport.put(n, d)))
+        if self.group.share(finite):
+            return fragments
+        self._void_round()
+        return None
+
+    def _void_round(self) -> None:
+        """A delta that is not finite is never sent: back to the base, and its samples again."""
+        if self._link:
+            reason = "non-finite: its own delta"
+            self.run.event("reject", slot=self.place.slot, reason=reason, base=self._round.base)
+            self._queue = self._round.samples + self._queue
+        self._replica.restore()
+        self.optimizer.state.clear()
+        self._bad_rounds += 1
+        if self._bad_rounds > self.config.health.max_bad_batches:
+            raise ElasticError(
+                f"{self._bad_rounds} deltas in a row were not finite",
+                "lower train.learning_rate, or look at the samples with health.nan_action = stop",
+            )
+        self._round = _Round(base=self._round.base)
+
+    def _header(self, fragments: list) -> Header:
+        place, done = self.place, self._round
+        return Header(
+            run=self.run.name, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
+            base=done.base, layout=self._replica.layout.hash, codec=self._codec.name,
+            steps=done.steps, tokens=done.tokens, samples=tuple(_joined(done.samples)),
+            loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
+            inner=self._inner_from, seconds=round(time.monotonic() - done.started, 3),
+        )  # fmt: skip
+
+    def _redeliver(self) -> None:
+        """Redis has forgotten our offer: bring the bytes and the header again."""
+        if self._round.steps and self.group.world == 1:
+            self._send_fragments()
+        self._link.offer(self._round.base, self._round.header.to_json())
+        self._link.declare(self._queue)
+
+    # ---- inner state
+
+    def _adopt_inner_state(self, version: int) -> None:
+        pointer, origin = None, "fresh"
+        if self._link:
+            offered = self._link.reach(lambda s: s.inner())
+            oldest = self.config.local_sgd.inner_state_max_age
+            pointer, origin = inner_state.choose(
+                self.run, self.place.slot, offered, version, oldest
+            )
+        pointer, origin = self.group.share([pointer, origin])
+        if pointer:
+            own = pointer["slot"] == self.place.slot
+            refused = inner_state.load(self.run, pointer, self.optimizer, self.group.rank, own)
+            if any(self.group.gather(refused)):
+                self.optimizer.state.clear()
+                pointer, origin = None, f"fresh: {refused}"
+        if pointer is None and version > 0:
+            self._ramp = self.config.local_sgd.join_ramp
+        self._inner_from = origin
+
+    def _save_inner_if_due(self) -> None:
+        every = self.config.local_sgd.inner_state_every
+        leaving = self.group.share(bool(self.notice) if self._link else None)
+        if not leaving and every and self._round.steps and self._round.base % every == 0:
+            self._save_inner()
+
+    def _save_inner(self) -> None:
+        """Save the state after this round's steps. Collective; a failure costs only a ramp."""
+        place, version = self.place, self._round.base
+        try:
+            entry = inner_state.save(
+                self.run.slot_path(place.slot), f"inner-{version:06d}.{place.attempt}",
+                self.optimizer, self.group.rank,
+            )  # fmt: skip
+        except OSError as error:
+            entry = None
+            self.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
+        entries = self.group.gather(entry)
+        if self._link and all(entries):
+            pointer = inner_state.publish(self.run, place.slot, place.attempt, version, entries)
+            try:
+                self._link.reach(lambda s: s.set_inner(place.slot, pointer))
+            except TryAgain:
+                return  # the slot's own file is there all the same
+
+
+class _Round:
+    """What this worker has done since it adopted `base`."""
+
+    def __init__(self, base: int):
+        self.base = base
+        self.steps = self.tokens = self.pending = 0
+        self.samples: list[Range] = []
+        self.loss_sum = 0.0
+        self.first_loss = 0.0
+        self.answered = False
+        self.header: Header | None = None
+        self.started = time.monotonic()
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.steps if self.steps else 0.0
+
+
+class _Order:
+    """Dataset indices in the shuffled order of each epoch."""
+
+    def __init__(self, size: int, seed: int):
+        self._size, self._seed = size, seed
+        self._shuffles: dict[int, Shuffle] = {}
+
+    def index(self, epoch: int, position: int) -> int:
+        if epoch not in self._shuffles:
+            self._shuffles[epoch] = Shuffle(self._size, self._seed, epoch)
+        return self._shuffles[epoch][position]
+
+
+class _Rate:
+    """Tokens per second since the round's first step."""
+
+    def __init__(self):
+        self._tokens, self._since = 0, math.nan
+
+    def at(self, tokens: int, now: float) -> float:
+        if tokens <= self._tokens or math.isnan(self._since):
+            self._tokens, self._since = tokens, now
+            return 0.0
+        return (tokens - self._tokens) / max(now - self._since, 1e-9)
+
+
+def _take(queue: list[Range], want: int) -> list[Range]:
+    """Remove the first `want` positions of a queue, in its order (which is the order trained)."""
+    taken = []
+    while want > 0 and queue:
+        epoch, start, stop = queue.pop(0)
+        end = min(stop, start + want)
+        taken.append((epoch, start, end))
+        if end < stop:
+            queue.insert(0, (epoch, end, stop))
+        want -= end - start
+    return taken
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    """The same positions in the same order, neighbours joined."""
+    joined: list[Range] = []
+    for epoch, start, stop in ranges:
+        if joined and joined[-1][0] == epoch and joined[-1][2] == start:
+            joined[-1] = (epoch, joined[-1][1], stop)
+        else:
+            joined.append((epoch, start, stop))
+    return joined
+

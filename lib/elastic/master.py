@@ -1,0 +1,568 @@
+"""The master: runs Redis, closes rounds, averages, commits. `python -m elastic.master RUNDIR`.
+
+    observe   slots, asks, offers, control.json
+    decide    rounds.judge, rounds.decide, Ledger.grant
+    act       grant samples, check a delta's bytes, last call, merge, commit, announce
+
+Everything it knows can be rebuilt from the run directory, so it may be killed anywhere. Its epoch,
+taken by link(), fences older masters; a version is committed by link(), so that even two masters
+that both believe in themselves commit each version once. A master that loses that race, or sees a
+higher epoch, leaves and changes nothing more.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from elastic import rounds
+from elastic.averaging import Averager, Checked
+from elastic.config import Config, elastic_home, env
+from elastic.errors import (
+    EXIT_DO_NOT_RESTART,
+    EXIT_ERROR,
+    EXIT_OK,
+    ElasticError,
+    Fenced,
+    TryAgain,
+)
+from elastic.ledger import Ledger
+from elastic.membership import Slot, expected
+from elastic.network import bind_address, hostname
+from elastic.redis_server import RedisServer, start
+from elastic.rounds import Facts, Header, Move, Patience, Verdict
+from elastic.rundir import Endpoint, RunDir
+from elastic.signals import Notice, install
+from elastic.store import Ask, Listener, Store
+from elastic.versions import prune, remove_drafts
+
+TICK_S = 0.5
+CONTROL_S = 1.0
+LEAVE_S = 20.0  # workers are given this long to deliver and leave when the run ends
+SPACE_S = 5.0  # between two looks at a full disk
+DURATIONS_KEPT = 64
+AFTER_LEAVE_S = 2.0
+PASS_S = 60.0
+
+
+class Leaving(ElasticError):
+    """A notice came while the master was waiting for something."""
+
+
+class Round:
+    """The open round: who offered what, and what came of it."""
+
+    def __init__(self, version: int, opened: float):
+        self.version, self.opened = version, opened
+        self.called: float | None = None
+        self.seen: dict[tuple[int, str], bytes] = {}  # (base, name) -> header as it came
+        self.judged: set[tuple[int, int, int]] = set()
+        self.accepted: dict[tuple[int, int, int], Checked] = {}
+        self.checking: dict[tuple[int, int, int], Future] = {}
+        self.answered: set[tuple[int, int]] = set()
+        self.rejected: dict[str, int] = {}
+
+
+class Master:
+    def __init__(self, run: RunDir, notice: Notice):
+        self.run, self.notice, self.config = run, notice, run.config()
+        self.job_id = env("ELASTIC_JOB_ID") or f"master-{hostname()}-{time.time_ns()}"
+        self.epoch = 0
+        self._server: RedisServer | None = None
+        self._store: Store | None = None
+        self._listener: Listener | None = None
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="delta")
+        self._averager: Averager | None = None
+        self._ledger: Ledger | None = None
+        self._round: Round | None = None
+        self._commit: dict = {}
+        self._attempts: dict[int, int] = {}
+        self._granted: dict[tuple[int, int], tuple[int, list]] = {}
+        self._durations: list[float] = []
+        self._state = "running"
+        self._reason = self._said = ""
+        self._workers: dict[int, Slot] = {}
+        self._control_at = self._settle_until = self._ending_since = 0.0
+        self._reconcile = Reconcile(run, self.config)
+
+    # ---- the program
+
+    def main(self) -> int:
+        self._record({"state": "started"})
+        if self.run.done():
+            return self._end("done", EXIT_OK, "the run is done")
+        self._take_over()
+        try:
+            while self._state != "over":
+                if self.notice:
+                    return self._end("yielded", EXIT_OK, f"notice: {self.notice.signal_name}")
+                self._step()
+        except Leaving as error:
+            return self._end("yielded", EXIT_OK, str(error))
+        except Fenced as error:
+            return self._end("fenced", EXIT_DO_NOT_RESTART, str(error))
+        finally:
+            self._close()
+        outcome = "done" if self.run.done() else "stopped"
+        return self._end(outcome, EXIT_OK, f"the run is {outcome}")
+
+    def _step(self) -> None:
+        """One turn. A Redis that does not answer is replaced, and the turn tried again."""
+        try:
+            self._tick(self._wait())
+        except TryAgain as error:
+            if self._server and not self._server.alive():
+                self.run.event("redis-lost", epoch=self.epoch, reason=error.what)
+                self._open_redis()
+            else:
+                self._say(str(error))
+                time.sleep(TICK_S)
+
+    def _tick(self, words: list[str]) -> None:
+        now = self._observe_control()
+        slots = self._store.slots()
+        self._remember_attempts(slots)
+        if self._round is None:
+            self._open_run(now)
+        if self._round:
+            asks = self._store.take_asks()
+            self._take_offers()  # after slots and asks: a worker offers before it leaves or asks
+            self._collect_checked()
+            self._take_back(slots, now)
+            self._answer(asks, slots, now)
+            if self._state == "running":
+                self._move(slots, now)
+        self._finish_if_over(slots, now)
+        if any(word.startswith("leave") for word in words):
+            self._reconcile.soon()
+        self._reconcile.tick()
+
+    # ---- taking over
+
+    def _take_over(self) -> None:
+        self._check_space()
+        record = {"job_id": self.job_id, "node": hostname(), "time": time.time()}
+        self.epoch = self.run.claim_epoch(record)
+        self._open_redis()
+        if self.epoch > 1:
+            self._settle()
+        self.run.event("master", epoch=self.epoch, node=hostname(), job_id=self.job_id)
+        self._say(f"epoch {self.epoch}, Redis at {self._store.where}")
+
+    def _settle(self) -> None:
+        """Nothing is granted or taken back until workers could say again what they hold."""
+        self._settle_until = self._store.now() + 2 * self.config.health.heartbeat_s + 1.0
+
+    def _open_redis(self) -> None:
+        """Start the run's server (or use the site's) and tell everybody where it is."""
+        self._fence()
+        if self._server:
+            self._server.stop()
+        if self.config.redis.url:
+            endpoint = Endpoint("", 0, self.epoch, self.config.redis.url)
+        else:
+            address = bind_address(self.config.redis.bind, self._node_address())
+            self._server = start(self.run, self.config, address, self.epoch)
+            endpoint = self._server.endpoint
+        self._store = Store.connect(endpoint, self.run.secret(), self.run.name)
+        self._listener = self._store.listen("wake")
+        if self._averager:
+            self._averager.use(self._store)
+        self._publish_state()
+        self._store.set_attempts(self._known_attempts())
+        self.run.set_endpoint(endpoint)
+
+    def _node_address(self) -> str:
+        if self.config.run.scheduler == "local":
+            return "127.0.0.1"
+        from elastic.sched_slurm import node_address
+
+        return node_address()
+
+    def _known_attempts(self) -> dict[int, int]:
+        """Slot -> newest attempt, from the run directory."""
+        slots = self.run.control().max // self.config.slurm.gpus_per_worker
+        found = {slot: self.run.latest_attempt(slot) for slot in range(slots)}
+        self._attempts |= {slot: number for slot, number in found.items() if number}
+        return self._attempts
+
+    def _open_run(self, now: float) -> None:
+        """Load the newest commit, once a worker has made version 0."""
+        commit = self.run.newest_commit()
+        if commit is None:
+            return
+        remove_drafts(self.run, commit)
+        self._averager = Averager(self.run, self.config, commit, self._pool, self._store)
+        committed = (each for record in self.run.commits() for each in record["samples"])
+        self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], map(tuple, committed))
+        self._begin_round(commit, now)
+
+    def _begin_round(self, commit: dict, now: float) -> None:
+        self._commit, self._round = commit, Round(commit["version"], now)
+        if self._budget_is_spent():
+            self.run.mark_done({"version": commit["version"], "tokens": commit["tokens"],
+                                "time": time.time()})  # fmt: skip
+            self._state = "done"
+            self.run.event("done", version=commit["version"], tokens=commit["tokens"])
+        self._publish_state(wake=f"version {commit['version']}")
+
+    def _budget_is_spent(self) -> bool:
+        most = self.config.train.max_tokens
+        return self._ledger.complete or bool(most and self._commit["tokens"] >= most)
+
+    def _fence(self) -> None:
+        newest = self.run.newest_epoch()
+        if newest > self.epoch:
+            raise Fenced(f"master epoch {self.epoch}: epoch {newest} has taken over")
+
+    def _publish_state(self, wake: str = "") -> None:
+        """Say everything workers need; also mends a server that was emptied."""
+        round_ = self._round
+        fields = {
+            "version": round_.version if round_ else -1, "state": self._state,
+            "call": round_.version if round_ and round_.called is not None else -1,
+            "node": hostname(), "job_id": self.job_id, "reason": self._reason,
+        }  # fmt: skip
+        self._store.set_master(self.epoch, fields, wake)
+
+    # ---- observe
+
+    def _wait(self) -> list[str]:
+        words = self._listener.wait(TICK_S)
+        if words and len(self._attempts) > 32:  # a burst of deliveries is one turn, not hundreds
+            time.sleep(min(0.05, 0.0005 * len(self._attempts)))
+            words += self._listener.wait(0)
+        return words
+
+    def _observe_control(self) -> float:
+        self._publish_state()
+        now = self._store.now()
+        if now - self._control_at >= CONTROL_S:
+            self._control_at = now
+            self._fence()
+            if self.run.control().state == "stopped" and self._state == "running":
+                self._state = "stopping"
+                self._say("the run is being stopped")
+                self._publish_state(wake="stop")
+        return now
+
+    def _remember_attempts(self, slots: dict[int, Slot]) -> None:
+        known = self._store.attempts()
+        if any(known.get(slot, 0) < attempt for slot, attempt in self._attempts.items()):
+            self._settle()  # the server was emptied
+            self._store.set_attempts(self._attempts | known)
+        self._attempts |= {s: max(n, self._attempts.get(s, 0)) for s, n in known.items()}
+        for slot, worker in slots.items():
+            if slot not in self._workers or self._workers[slot].attempt != worker.attempt:
+                self._event("join", slot=slot, attempt=worker.attempt, node=worker.node,
+                            job_id=worker.job_id)  # fmt: skip
+        self._workers |= slots
+
+    def _take_offers(self) -> None:
+        version, late = self._round.version, self.config.local_sgd.max_staleness
+        # Further back than may be merged, so that too stale a delta is told apart from a lost one.
+        bases = range(max(0, version - late - 2), version + 2)
+        for base, offers in self._store.offers(bases).items():
+            for name, body in sorted(offers.items()):
+                if self._round.seen.get((base, name)) != body:
+                    self._round.seen[(base, name)] = body
+                    self._judge(name, body)
+
+    def _judge(self, name: str, body: bytes) -> None:
+        round_, ledger = self._round, self._ledger
+        try:
+            header = Header.from_json(json.loads(body))
+        except ValueError as error:
+            self._reject(name, f"malformed: {error}", self._round.version)
+            return
+        owner = (header.slot, header.attempt)
+        verdict, reason = rounds.judge(
+            header, self._facts(), ledger.refusal(owner, header.samples)
+        )
+        if verdict is Verdict.REJECT:
+            self._reject(name, reason, header.base)
+        elif verdict is Verdict.PASS:
+            round_.answered.add(owner)
+        else:
+            round_.judged.add(header.key)
+            ledger.offer(header.key, header.samples)
+            round_.checking[header.key] = self._pool.submit(self._averager.check, header)
+
+    def _facts(self) -> Facts:
+        averager, settings = self._averager, self.config.local_sgd
+        return Facts(
+            run=self.run.name, version=self._round.version, layout=averager.layout.hash,
+            codec=settings.compression, fragment_bytes=averager.fragment_bytes,
+            max_staleness=settings.max_staleness, attempts=self._attempts,
+            judged=frozenset(self._round.judged),
+        )  # fmt: skip
+
+    def _collect_checked(self) -> None:
+        for key, future in list(self._round.checking.items()):
+            if not future.done():
+                continue
+            del self._round.checking[key]
+            checked = future.result()
+            if checked.refused:
+                self._withdraw(key, checked.refused)
+                continue
+            self._round.accepted[key] = checked
+            header = checked.header
+            if header.base == self._round.version:
+                self._round.answered.add(key[:2])
+                self._durations = [*self._durations, header.seconds][-DURATIONS_KEPT:]
+            self._event("delta", slot=header.slot, attempt=header.attempt, base=header.base,
+                        steps=header.steps, tokens=header.tokens)  # fmt: skip
+
+    def _withdraw(self, key: tuple[int, int, int], reason: str) -> None:
+        """A delta that was accepted by its header is not merged after all."""
+        self._ledger.withdraw(key)
+        self._round.accepted.pop(key, None)
+        self._round.judged.discard(key)
+        self._reject(f"{key[0]}:{key[1]}", reason, key[2])
+
+    def _reject(self, name: str, reason: str, base: int) -> None:
+        """Tell the worker, who starts the round again, and everybody who reads events."""
+        rule = reason.partition(":")[0]
+        self._round.rejected[rule] = self._round.rejected.get(rule, 0) + 1
+        slot, _, attempt = name.partition(":")
+        self._store.set_verdict(name, {"base": base, "reason": reason})
+        self._event("reject", slot=slot, attempt=attempt, base=base, reason=reason)
+
+    def _take_back(self, slots: dict[int, Slot], now: float) -> None:
+        """Samples of workers that are gone are free again."""
+        if now < self._settle_until:
+            return
+        alive = {(worker.slot, worker.attempt) for worker in slots.values()}
+        for owner in [owner for owner in self._ledger.held if owner not in alive]:
+            self._ledger.give_back(owner)
+            self._granted.pop(owner, None)
+        for slot in [slot for slot in self._workers if slot not in slots]:
+            worker = self._workers.pop(slot)
+            ending = self.run.ending(worker.job_id) or {}
+            if ending.get("state") != "ended":
+                self._event("lost", slot=slot, attempt=worker.attempt, job_id=worker.job_id,
+                            node=worker.node, steps=worker.step)  # fmt: skip
+
+    # ---- act
+
+    def _answer(self, asks: list[Ask], slots: dict[int, Slot], now: float) -> None:
+        """Grant samples. A repeated ask gets the same answer, so that none is granted twice."""
+        grants = {}
+        for ask in sorted(asks, key=lambda each: each.slot):
+            owner = (ask.slot, ask.attempt)
+            if ask.attempt < self._attempts.get(ask.slot, 0):
+                continue
+            last, ranges = self._granted.get(owner, (-1, []))
+            if ask.sequence != last:
+                self._ledger.keep(owner, ask.held)
+                if not ask.want or now < self._settle_until:
+                    continue  # it only tells; or it will ask again
+                least = self.config.train.batch_size * self.config.slurm.gpus_per_worker
+                ranges = self._ledger.grant(owner, ask.want, len(slots), least)
+                self._granted[owner] = (ask.sequence, ranges)
+            grants[owner] = (ask.sequence, ranges)
+        self._store.grant(grants)
+
+    def _move(self, slots: dict[int, Slot], now: float) -> None:
+        round_, settings = self._round, self.config.local_sgd
+        patience = Patience(settings.quorum, settings.deadline_k, settings.min_deadline_s,
+                            settings.last_call_s)  # fmt: skip
+        present = expected(list(slots.values()), now, self.config.health.stall_after_s)
+        view = rounds.View(
+            opened=round_.opened, called=round_.called,
+            expected={slot: record.joined for slot, record in present.items()},
+            answered=frozenset(
+                slot for slot, worker in present.items()
+                if (slot, worker.attempt) in round_.answered
+            ),
+            accepted=len(round_.accepted), preparing=len(round_.checking),
+            durations_s=tuple(self._durations),
+        )  # fmt: skip
+        move, reason = rounds.decide(view, patience, now)
+        self._say(f"round {round_.version}: {reason}")
+        if move is Move.CALL:
+            round_.called = now
+            self._event("last-call", version=round_.version, reason=reason)
+            self._publish_state(wake=f"last-call {round_.version}")
+        elif move is Move.CLOSE:
+            self._close_round(reason)
+
+    def _close_round(self, reason: str) -> None:
+        """Merge, commit, announce. On a damaged delta the round goes on without it."""
+        round_ = self._round
+        headers = [checked.header for checked in round_.accepted.values()]
+        for header in rounds.supersede(headers)[1]:
+            self._withdraw(header.key, "superseded: the slot delivered a newer delta")
+        try:
+            plan = self._averager.merge(list(round_.accepted.values()))
+        except ElasticError as error:
+            key = getattr(error, "key", None)
+            if key is None:
+                raise
+            self._withdraw(key, error.what)
+            return
+        record = self._commit_record(plan, round_)
+        self._wait_for_space()
+        self._fence()
+        commit = self._averager.commit(self.epoch, record, self._wait_for_space)
+        if commit is None:
+            raise Fenced(f"master epoch {self.epoch}: version {round_.version + 1} was committed")
+        self._after_commit(commit, reason)
+
+    def _commit_record(self, plan: dict, round_: Round) -> dict:
+        deltas = [
+            {
+                "slot": h.slot, "attempt": h.attempt, "job_id": h.job_id, "base": h.base,
+                "steps": h.steps, "tokens": h.tokens, "loss": h.loss, "inner": h.inner,
+                "first_loss": h.first_loss, "samples": [list(each) for each in h.samples],
+                "norm": checked.norm, "seconds": h.seconds,
+            }
+            for checked in sorted(round_.accepted.values(), key=lambda c: c.header.key)
+            for h in [checked.header]
+        ]  # fmt: skip
+        tokens = sum(delta["tokens"] for delta in deltas)
+        carried = {name: self._commit[name] for name in
+                   ("layout", "dataset_samples", "epochs", "total_tokens")}  # fmt: skip
+        return {
+            "master_epoch": self.epoch, "time": time.time(),
+            "tokens": self._commit["tokens"] + tokens,
+            "samples": sorted(each for delta in deltas for each in delta["samples"]),
+            "deltas": deltas, "workers": len({delta["slot"] for delta in deltas}),
+            "loss": sum(d["loss"] * d["tokens"] for d in deltas) / tokens,
+            "rejected": round_.rejected, **carried, **plan,
+        }  # fmt: skip
+
+    def _after_commit(self, commit: dict, reason: str) -> None:
+        before, now = self._round, self._store.now()
+        for key in before.accepted:
+            self._ledger.commit(key)
+        self._event(
+            "outer-step", version=commit["version"], tokens=commit["tokens"], loss=commit["loss"],
+            workers=commit["workers"], seconds=round(now - before.opened, 3), reason=reason,
+        )  # fmt: skip
+        self._begin_round(commit, now)
+        names: dict[int, list[str]] = {}
+        for base, name in before.seen:
+            names.setdefault(base, []).append(name)
+        for base, group in names.items():
+            self._store.drop_offers(base, group)
+        self._averager.drop(list(before.judged))
+        keep = max(self.config.checkpoint.keep, self.config.local_sgd.max_staleness + 1)
+        prune(self.run, commit["version"], keep, self.config.checkpoint.keep_every)
+
+    # ---- the end
+
+    def _finish_if_over(self, slots: dict[int, Slot], now: float) -> None:
+        """Done or stopping: wait for the workers to leave, then merge what they left behind."""
+        if self._state == "running":
+            return
+        self._ending_since = self._ending_since or now
+        waited_s = now - self._ending_since
+        round_ = self._round
+        if (slots or (round_ and round_.checking)) and waited_s < LEAVE_S:
+            return
+        if self._state == "stopping" and round_ and round_.accepted:
+            self._close_round("the run is being stopped")
+        self._state = "over"
+
+    def _check_space(self) -> None:
+        free, least = self.run.free_bytes(), self.config.checkpoint.min_free_bytes
+        if free < least:
+            raise ElasticError(
+                f"too little space for run {self.run.name}: {free} bytes free, "
+                f"checkpoint.min_free = {least}",
+                f"make space on the filesystem of {self.run.path}, or lower checkpoint.min_free",
+            )
+
+    def _wait_for_space(self) -> None:
+        """A full disk stops the clock, not the run: go on when there is space again."""
+        while self.run.free_bytes() < self.config.checkpoint.min_free_bytes:
+            if self.notice:
+                raise Leaving(f"notice: {self.notice.signal_name}, while {self._reason}")
+            self._reason = f"waiting for space on the filesystem of {self.run.path}"
+            self._say(self._reason)
+            with contextlib.suppress(TryAgain):
+                self._publish_state()
+            time.sleep(SPACE_S)
+        self._reason = ""
+
+    def _close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        with contextlib.suppress(TryAgain):
+            if self._store and self._state == "over":
+                self._publish_state(wake="stop")
+        self._reconcile.close(last=self._state == "over")
+        if self._server:
+            self._server.stop()
+
+    def _end(self, outcome: str, code: int, reason: str) -> int:
+        self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason})
+        self._say(f"{outcome}: {reason}")
+        return code
+
+    def _record(self, fields: dict) -> None:
+        before = self.run.ending(self.job_id) or {"started": time.time()}
+        record = {
+            "job_id": self.job_id, "role": "master", "slot": 0, "attempt": self.epoch,
+            "node": hostname(), "time": time.time(), "started": before["started"], "detail": "",
+            "steps": self._commit.get("version", 0),
+        }  # fmt: skip
+        self.run.write_ending(self.job_id, record | fields)
+
+    def _event(self, kind: str, **fields) -> None:
+        self.run.event(kind, **fields)
+        self._store.add_event({"time": time.time(), "kind": kind, **fields})
+
+    def _say(self, text: str) -> None:
+        """Log a line when it changes, not while it is true."""
+        if text != self._said:
+            self._said = text
+            print(f"master  {text}", flush=True)
+
+
+class Reconcile:
+    """The reconcile pass between cron's ticks: the same command, in a process of its own."""
+
+    def __init__(self, run: RunDir, config: Config):
+        self._command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
+        self._every_s = config.elastic.reconcile_interval_s
+        self._next = time.monotonic() + self._every_s
+        self._process: subprocess.Popen | None = None
+
+    def tick(self) -> None:
+        """Start a pass if it is time; never two."""
+        if self._process and self._process.poll() is None:
+            return
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every_s
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+
+    def soon(self) -> None:
+        """A worker has left: look again once its job has had time to end."""
+        self._next = min(self._next, time.monotonic() + AFTER_LEAVE_S)
+
+    def close(self, last: bool) -> None:
+        """Wait for a pass under way; `last`: one more, so that nothing is left pending."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process:
+                self._process.wait(PASS_S)
+            if last:
+                subprocess.run(self._command, stdin=subprocess.DEVNULL, timeout=PASS_S)
+
+
+def main() -> int:
+    run = RunDir(Path(sys.argv[1]))
+    master = Master(run, install())
+    try:
+        return master.main()
+    except ElasticError as error:
+        print(f"master  error: {error}", file=sys.stderr, flush=True)
+        return master._end("failed", error.code or EXIT_ERROR, str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Who is there: the state of a slot from its record, and nothing else.
+
+    live     beating, and its inner step advances (or it waits for others, or is starting up)
+    stalled  beating, but the step of a training worker has not moved for `stall_after_s`
+    lost     no record: the lease ran out (Redis dropped the key) or was given up
+
+Two clocks never meet here: `beat` and `moved` are Redis TIME, and so is `now`.
+"""
+
+from dataclasses import dataclass
+
+WORKING = ("training", "delivering", "waiting")  # has something to deliver, now or soon
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A slot's lease as the store returns it. Times are Redis TIME in seconds."""
+
+    slot: int
+    attempt: int
+    job_id: str
+    node: str
+    pid: int
+    state: str  # loading | training | delivering | waiting
+    version: int
+    step: int  # inner steps of this round
+    steps_total: int  # inner steps of this attempt
+    tokens_per_s: float
+    loss: float
+    beat: float
+    moved: float  # when `step` or `state` last changed
+    joined: float
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, str]) -> "Slot":
+        """Read a Redis hash. Raises ValueError or KeyError if it is not a slot's record."""
+        kinds = cls.__annotations__
+        return cls(**{name: kinds[name](fields[name]) for name in kinds})
+
+
+def state(slot: Slot, now: float, stall_after_s: float) -> str:
+    """The worker's state as people see it: its own, or "stalled"."""
+    if slot.state in ("training", "delivering") and now - slot.moved > stall_after_s:
+        return "stalled"
+    return slot.state
+
+
+def expected(slots: list[Slot], now: float, stall_after_s: float) -> dict[int, Slot]:
+    """The workers a round may wait for: live, and past their start-up."""
+    return {s.slot: s for s in slots if state(s, now, stall_after_s) in WORKING}

@@ -1,0 +1,69 @@
+"""Which IPv4 address of this machine others can reach.
+
+In order: what the site says (an address or the name of an interface), else the address that the
+scheduler knows this node by, else the one that routes to it. Never a guessed interface name.
+"""
+
+import fcntl
+import socket
+import struct
+
+from elastic.errors import ElasticError
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def bind_address(wanted: str, node_address: str) -> str:
+    """The IPv4 address to listen on. `wanted`: "auto", an address, or an interface's name.
+
+    Raises ElasticError naming the interfaces there are.
+    """
+    if wanted == "auto":
+        return resolve(node_address)
+    if wanted in interfaces():
+        return interfaces()[wanted]
+    try:
+        socket.inet_aton(wanted)
+        return wanted
+    except OSError:
+        known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
+        raise ElasticError(
+            f"redis.bind = {wanted!r} is no IPv4 address and no interface here",
+            f"interfaces with an IPv4 address: {known}",
+        ) from None
+
+
+def interfaces() -> dict[str, str]:
+    """Interface name -> its IPv4 address; those without one are left out."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def resolve(host: str) -> str:
+    """The IPv4 address of `host`. Raises ElasticError."""
+    try:
+        return socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+    except OSError as error:
+        raise ElasticError(
+            f"this node's name {host!r} has no IPv4 address: {error}",
+            "set redis.bind to an address or an interface in etc/site.toml",
+        ) from None
+
+
+def free_port(address: str) -> int:
+    """A TCP port on `address` that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def hostname() -> str:
+    return socket.gethostname()

@@ -1,0 +1,223 @@
+"""The plan of a reconcile pass: what to submit, cancel or give up, each with its reason. Pure.
+
+Invariants, whatever the world looks like:
+- a job that exists, in whatever state, occupies its slot; so does a submission that is unsure;
+- at most one job per slot and one master; of several the one furthest along stays;
+- worker jobs <= slots, queued jobs <= max_pending (only a missing master may exceed it);
+- nothing is submitted for a run that is done, failed or stopped;
+- in the world that carrying out a plan leads to, the next plan does nothing.
+
+A job that was taken away (preempted, timed out, killed, its node lost) is replaced at once. A crash
+waits `backoff_s`, doubling; `max_failures` crashes of one slot in a row end the run, unless another
+worker has been training all the while: then the fault is that slot's, and it goes on backing off. A
+node is avoided while jobs crash on it and work elsewhere, and those crashes do not count. A job in
+a broken hold is cancelled, and replaced with the same backing off.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic.history import MASTER, RECENT_S, WORKER, Ended, JobSeen, Memory
+
+SUBMIT, CANCEL, FAIL, WAIT = "submit", "cancel", "fail", "wait"
+
+LEAVE_S = {WORKER: 60.0, MASTER: 120.0}  # time to leave by themselves; the master leaves last
+MAX_BACKOFF_S = 3600.0
+MAX_EXCLUDED = 8  # nodes; more than that is not the nodes' fault
+
+Place = tuple[str, int]
+Chains = Mapping[Place, Sequence[Ended]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_pending: int = 8
+    max_failures: int = 3
+    backoff_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class World:
+    """All that a plan may depend on. `slots` is max // gpus_per_worker."""
+
+    slots: int
+    memory: Memory
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class Action:
+    verb: str  # WAIT does nothing: it says why nothing is done
+    role: str
+    slot: int
+    reason: str
+    job_id: str = ""  # CANCEL
+    now: bool = False  # CANCEL: it was asked before and is still there: kill it
+    detail: str = ""  # FAIL: the last log lines
+    exclude: tuple[str, ...] = ()  # SUBMIT: nodes to avoid
+
+
+def plan(world: World, now: float) -> list[Action]:
+    """What to do about `world`, to be carried out in this order."""
+    memory = world.memory
+    if memory.closing:
+        return list(_close(memory.jobs, memory.closing, now - memory.closing_since, now))
+    blamed = bad_nodes(memory, now)
+    chains = _chains(memory, blamed)
+    for place, chain in sorted(chains.items()):
+        if reason := _hopeless(world, chain):
+            failure = Action(FAIL, *place, reason, detail=chain[0].detail)
+            return [failure, *_close(memory.jobs, "failed", 0.0, now)]
+    return [*_cancel(world, now), *_held(memory), *_fill(world, chains, blamed, now)]
+
+
+# ---- what went wrong, and whose fault it is
+
+
+def bad_nodes(memory: Memory, now: float) -> tuple[str, ...]:
+    """Nodes on which two or more jobs crashed lately while jobs elsewhere worked."""
+    crashes: dict[str, list[Ended]] = defaultdict(list)
+    for end in memory.ended:
+        if end.crashed and end.node and now - end.at < RECENT_S:
+            crashes[end.node].append(end)
+    bad = [
+        node
+        for node, ends in sorted(crashes.items(), key=lambda item: -item[1][-1].at)
+        if len(ends) >= 2 and _works_elsewhere(memory, node, ends[0].at)
+    ]
+    return tuple(sorted(bad[:MAX_EXCLUDED]))
+
+
+def _works_elsewhere(memory: Memory, node: str, since: float) -> bool:
+    witnesses = [job.node for job in _training_since(memory, since)]
+    witnesses += [end.node for end in memory.ended if end.worked and end.at > since]
+    return any(witness not in ("", node) for witness in witnesses)
+
+
+def _training_since(memory: Memory, since: float) -> list[JobSeen]:
+    workers = (job for job in memory.jobs if job.role == WORKER and job.started)
+    return [job for job in workers if job.started_at is not None and job.started_at <= since]
+
+
+def _chains(memory: Memory, blamed: Sequence[str]) -> dict[Place, list[Ended]]:
+    """Per place its latest crashes and broken holds in a row, newest first."""
+    chains: dict[Place, list[Ended]] = defaultdict(list)
+    complete: set[Place] = set()
+    for end in reversed(memory.ended):
+        counts = end.outcome == "held" or (end.crashed and end.node not in blamed)
+        if counts and end.place not in complete:
+            chains[end.place].append(end)
+        if end.worked:
+            complete.add(end.place)
+    return dict(chains)
+
+
+def _hopeless(world: World, chain: Sequence[Ended]) -> str:
+    """Why the crashes of this place end the run, or ""."""
+    crashes = [end for end in chain if end.crashed]
+    if not crashes:
+        return ""
+    last, first = crashes[0], crashes[-1]
+    who = MASTER if last.role == MASTER else f"{last.role} {last.slot}"
+    if last.final:
+        return f"{who} asked not to be started again: {last.reason}"
+    if len(crashes) < world.limits.max_failures:
+        return ""
+    others = [j for j in _training_since(world.memory, first.at) if j.place != last.place]
+    if last.role == WORKER and others:
+        return ""
+    return f"{who} failed {len(crashes)} times in a row: {last.reason}"
+
+
+# ---- what has to go
+
+
+def _close(jobs: Sequence[JobSeen], why: str, closing_s: float, now: float) -> Iterator[Action]:
+    """Queued jobs go at once; started ones may leave by themselves first."""
+    for job in sorted(jobs, key=lambda job: (not job.queued, job.role == MASTER, -job.slot)):
+        is_over = job.queued or closing_s >= LEAVE_S.get(job.role, max(LEAVE_S.values()))
+        if is_over and not job.leaving(now):
+            yield _cancelled(job, f"the run is {why}")
+
+
+def _cancel(world: World, now: float) -> Iterator[Action]:
+    """Jobs that are held for good, second in their place, or too many; each at most once."""
+    places: dict[Place, list[JobSeen]] = defaultdict(list)
+    for job in world.memory.jobs:
+        if job.queued and job.broken_hold and not job.leaving(now):
+            yield _cancelled(job, f"held: {job.reason}")
+        elif not job.leaving(now):
+            places[job.place].append(job)
+    workers = []
+    for jobs in places.values():
+        first, *others = sorted(jobs, key=_seniority)
+        workers += [first] if first.role == WORKER else []
+        for job in others:
+            if job.queued or job.started:  # of an unknown state: hands off
+                yield _cancelled(job, f"job {first.job_id} has its place")
+    workers.sort(key=lambda job: (job.queued, job.slot))
+    while workers and (len(workers) > world.slots or _too_high(workers[-1], world.slots)):
+        yield _cancelled(workers.pop(), f"the run has {world.slots} slots now")
+
+
+def _too_high(job: JobSeen, slots: int) -> bool:
+    """Queued for a slot that is no more. A worker at work there goes only if there are too many."""
+    return job.queued and job.slot >= slots
+
+
+def _seniority(job: JobSeen) -> tuple:
+    rank = 0 if job.started else 2 if job.queued else 1
+    return (rank, job.submitted_at, len(job.job_id), job.job_id)
+
+
+def _cancelled(job: JobSeen, reason: str) -> Action:
+    asked = job.cancelled_at is not None
+    return Action(CANCEL, job.role, job.slot, reason, job.job_id, now=asked)
+
+
+# ---- what is missing
+
+
+def _held(memory: Memory) -> Iterator[Action]:
+    for job in memory.jobs:
+        if job.queued and "held" in job.reason.lower() and not job.broken_hold:
+            yield Action(WAIT, job.role, job.slot, f"job {job.job_id} is held ({job.reason})")
+
+
+def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> Iterator[Action]:
+    """The master first, then the lowest free slots, as far as the limits allow."""
+    memory, limits = world.memory, world.limits
+    taken = {job.place for job in memory.jobs}
+    unsure = {submission.place for submission in memory.unsure} - taken
+    workers = sum(job.role == WORKER for job in memory.jobs)
+    workers += sum(role == WORKER for role, _ in unsure)
+    pending = sum(job.queued for job in memory.jobs) + len(unsure)
+    last = {end.place: end for end in memory.ended}
+    for place in [(MASTER, 0), *((WORKER, slot) for slot in range(world.slots))]:
+        is_worker = place[0] == WORKER
+        if place in taken or (is_worker and workers >= world.slots and place not in unsure):
+            continue
+        wait = "a job may have been submitted already" if place in unsure else ""
+        wait = wait or _backing_off(chains.get(place, ()), limits, now)
+        if not wait and now < memory.later_until:
+            wait = memory.later_reason
+        if not wait and is_worker and pending >= limits.max_pending:
+            wait = f"max_pending ({limits.max_pending}) jobs are queued"
+        if wait:
+            yield Action(WAIT, *place, wait)
+            continue
+        yield Action(SUBMIT, *place, _occasion(last.get(place)), exclude=blamed)
+        workers, pending = workers + is_worker, pending + 1
+
+
+def _backing_off(chain: Sequence[Ended], limits: Limits, now: float) -> str:
+    if not chain:
+        return ""
+    delay_s = min(limits.backoff_s * 2 ** min(len(chain) - 1, 30), MAX_BACKOFF_S)
+    is_due = now >= chain[0].at + delay_s
+    return "" if is_due else f"waits {delay_s:g} s after failure {len(chain)}: {chain[0].reason}"
+
+
+def _occasion(last: Ended | None) -> str:
+    return f"job {last.job_id} {last.outcome}: {last.reason}" if last else "first start"

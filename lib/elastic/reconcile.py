@@ -1,0 +1,321 @@
+"""One reconcile pass, safe at any time: observe -> plan -> act, for every run it is given.
+
+Cron, the master and people run the same pass, also at the same time. A run belongs to the pass
+that holds the lock on RUN/reconcile.lock (a later one skips it); the lock is taken before the
+scheduler is asked, so that no pass acts on a view older than another pass's actions. The scheduler
+is asked once for all runs. If it does not answer, that is unknown, and nothing is done.
+
+RUN/reconcile.json carries history.Memory from pass to pass. Before every submission the pass notes
+that it may happen, so that a pass that dies in the middle of it submits nothing twice. What has
+been said is kept there too: a pass in which nothing changes says nothing, as cron likes it.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from elastic import history, sched
+from elastic.config import Config
+from elastic.durable import read_json, to_json, write_atomic
+from elastic.errors import ElasticError, TryAgain
+from elastic.history import Ended, JobSeen, Memory, UnsureSubmission
+from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
+from elastic.rundir import RunDir
+from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
+
+DYING_S = 30.0  # how long a submission may still turn up whose pass was killed
+UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes
+LATER_S = 60.0  # between tries when a submit limit is reached
+REFUSED_S = 600.0  # … when a job is refused while others of the run go on
+
+
+@dataclass
+class RunReport:
+    """What a pass did about one run (or, dry, would do), and why it left slots empty."""
+
+    run: str
+    actions: list[Action] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PassReport:
+    """What a pass did. `unknown`: why it knew nothing of some runs, and left them alone."""
+
+    runs: list[RunReport] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    unknown: str | None = None
+    unknown_is_new: bool = False
+
+    def lines(self) -> list[str]:
+        """What is worth a mail: errors, what was done, and reasons that have changed."""
+        unknown = [f"nothing done: {self.unknown}"] if self.unknown_is_new else []
+        done = [f"{report.run}: {line}" for report in self.runs for line in report.lines]
+        return self.errors + unknown + done
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def waiting(run: RunDir) -> list[str]:
+    """Why the last pass left slots of `run` empty, one line each."""
+    return _load(run, 0.0).waiting
+
+
+def run_pass(
+    runs: Sequence[RunDir],
+    now: float,
+    dry_run: bool = False,
+    scheduler: Callable[[str, Config], Scheduler] = sched.open_scheduler,
+) -> PassReport:
+    """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing."""
+    report = PassReport()
+    with contextlib.ExitStack() as locks:
+        passes: dict[str, list[_Pass]] = defaultdict(list)
+        for run in runs:
+            with _errors_of(run, report):
+                if not _is_settled(run) and (dry_run or locks.enter_context(_lock(run))):
+                    one = _Pass(run, now, dry_run)
+                    passes[one.config.run.scheduler].append(one)
+        for kind, mine in passes.items():
+            _pass_over(mine, scheduler(kind, mine[0].config), report)
+    return report
+
+
+def _pass_over(passes: Sequence["_Pass"], scheduler: Scheduler, report: PassReport) -> None:
+    try:
+        jobs = scheduler.jobs()
+    except TryAgain as silence:
+        report.unknown = str(silence)
+        report.unknown_is_new = any([one.left_unknown() for one in passes])
+        return
+    for one in passes:
+        with _errors_of(one.run, report):
+            report.runs.append(one.report)
+            one.observe(jobs)
+            try:
+                one.act(scheduler)
+            except TryAgain as silence:
+                report.unknown, report.unknown_is_new = str(silence), True
+            finally:
+                one.save()
+
+
+@contextlib.contextmanager
+def _errors_of(run: RunDir, report: PassReport) -> Iterator[None]:
+    """One broken run directory must not keep the others waiting."""
+    try:
+        yield
+    except (ElasticError, OSError) as error:
+        report.errors.append(f"{run.name}: error: {error}")
+
+
+@contextlib.contextmanager
+def _lock(run: RunDir) -> Iterator[bool]:
+    """True if this pass alone has the run now. The kernel drops the lock of a killed pass."""
+    descriptor = os.open(run.path / "reconcile.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = True
+    except BlockingIOError:
+        is_mine = False
+    try:
+        yield is_mine
+    finally:
+        os.close(descriptor)
+
+
+# ---- what a pass leaves to the next
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """The content of RUN/reconcile.json."""
+
+    memory: Memory
+    said: tuple[str, ...] = ()
+    waiting: list[str] = field(default_factory=list)
+    settled: str = ""  # why a run is over of which no job is left
+
+
+def _load(run: RunDir, now: float) -> _Notes:
+    """A lost or outdated file only costs what is in it: jobs are known by their names."""
+    try:
+        found = read_json(run.path / "reconcile.json") or {}
+        memory = {"born": now, **found.get("memory", {})}
+        for name, kind in (("jobs", JobSeen), ("ended", Ended), ("unsure", UnsureSubmission)):
+            memory[name] = tuple(kind(**row) for row in memory.get(name, ()))
+        said = tuple(found.get("said", ()))
+        return _Notes(Memory(**memory), said, found.get("waiting", []), found.get("settled", ""))
+    except (ElasticError, TypeError, AttributeError):
+        return _Notes(Memory(born=now))
+
+
+def _closing(run: RunDir) -> str:
+    if run.done():
+        return "done"
+    if run.failed():
+        return "failed"
+    return "stopped" if run.control().state == "stopped" else ""
+
+
+def _is_settled(run: RunDir) -> bool:
+    closing = _closing(run)
+    return bool(closing) and _load(run, 0.0).settled == closing
+
+
+# ---- one run
+
+
+class _Pass:
+    """A pass over one run, whose lock is held."""
+
+    def __init__(self, run: RunDir, now: float, dry_run: bool):
+        self.run, self.now, self.dry_run = run, now, dry_run
+        self.config = run.config()
+        self.report = RunReport(run.name)
+        self.notes = _load(run, now)
+        self.memory = self.notes.memory
+        elastic = self.config.elastic
+        self.limits = Limits(elastic.max_pending, elastic.max_failures, elastic.backoff_s)
+
+    def world(self) -> World:
+        gpus_per_worker = max(1, self.config.slurm.gpus_per_worker)
+        return World(self.run.control().max // gpus_per_worker, self.memory, self.limits)
+
+    def observe(self, jobs: Sequence[Job]) -> None:
+        """Bring memory up to date with a listing and the exit records it makes readable."""
+        listed = [row for job in jobs if (row := _seen(job, self.run.name))]
+        memory = history.enter(self.memory, _closing(self.run), self.now)
+        news = history.gone(memory, listed, self.now)
+        endings = [history.ending(job, self.run.ending(job.job_id), self.now) for job in news]
+        keep = self.limits.max_failures + 1
+        self.memory = history.learn(memory, listed, endings, self.now, keep)
+        for end in endings:
+            fields = {"role": end.role, "slot": end.slot, "job_id": end.job_id, "node": end.node}
+            self._event("end", **fields, outcome=end.outcome, reason=end.reason)
+
+    def act(self, scheduler: Scheduler) -> None:
+        """Plan, and carry the plan out as far as the scheduler goes along."""
+        planned = plan(self.world(), self.now)
+        self._tell_waiting([action for action in planned if action.verb == WAIT])
+        verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit}
+        for action in planned:
+            if self.dry_run and action.verb != WAIT:
+                self._tell(action)
+            elif action.verb != WAIT and not verbs[action.verb](action, scheduler):
+                break
+        if not self.memory.closing and self.run.failed():
+            self.memory = history.enter(self.memory, "failed", self.now)
+            self.act(scheduler)
+
+    def left_unknown(self) -> bool:
+        """Nothing is known, nothing is done. True if that is news."""
+        is_news = "unknown" not in self.notes.said
+        self.notes = replace(self.notes, said=("unknown",))
+        self.save()
+        return is_news
+
+    def save(self) -> None:
+        memory = self.memory
+        is_over = memory.closing and not memory.jobs and not memory.unsure
+        notes = replace(self.notes, memory=memory, settled=memory.closing if is_over else "")
+        path, data = self.run.path / "reconcile.json", to_json(asdict(notes))
+        if not self.dry_run and (not path.exists() or path.read_bytes() != data):
+            write_atomic(path, data)
+
+    # ---- the verbs: each returns whether to go on with the plan
+
+    def _submit(self, action: Action, scheduler: Scheduler) -> bool:
+        before, place = self.memory, (action.role, action.slot)
+        self._note_unsure(place, DYING_S)
+        self.save()
+        where, environment = (self.run.path, self.run.name), self.run.environment()
+        spec = JobSpec(*where, *place, self.config, environment, action.exclude)
+        try:
+            job_id = scheduler.submit(spec)
+        except (Unsure, TryAgain) as silence:
+            self._note_unsure(place, UNSURE_S)
+            self._say(f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}")
+            return False
+        except (Refused, RetryLater) as refusal:
+            self.memory = before
+            self._not_taken(action, refusal)
+            return False
+        job = JobSeen(job_id, *place, "PENDING", submitted_at=self.now)
+        self.memory = replace(before, jobs=(*before.jobs, job))
+        self._tell(replace(action, job_id=job_id))
+        return True
+
+    def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
+        is_final = isinstance(refusal, Refused)
+        reason = f"{action.role} refused: {refusal.what}" if is_final else refusal.what
+        if is_final and not any(job.started for job in self.memory.jobs):
+            self._fail(reason, refusal.hint)
+            return  # else what works goes on
+        until = self.now + (REFUSED_S if is_final else LATER_S)
+        self.memory = replace(self.memory, later_until=until, later_reason=reason)
+
+    def _cancel(self, action: Action, scheduler: Scheduler) -> bool:
+        scheduler.cancel(action.job_id, now=action.now)
+        key = (action.job_id, action.role, action.slot)
+        jobs = (replace(j, cancelled_at=self.now) if j.key == key else j for j in self.memory.jobs)
+        self.memory = replace(self.memory, jobs=tuple(jobs))
+        self._tell(action)
+        return True
+
+    def _give_up(self, action: Action, scheduler: Scheduler) -> bool:
+        self._fail(action.reason, action.detail)
+        self.memory = history.enter(self.memory, "failed", self.now)
+        return True
+
+    def _fail(self, reason: str, detail: str) -> None:
+        self.run.mark_failed(reason, detail)
+        self._event("fail", reason=reason)
+        self._say(f"failed: {reason}")
+
+    def _note_unsure(self, place: tuple[str, int], duration_s: float) -> None:
+        others = (u for u in self.memory.unsure if u.place != place)
+        this = UnsureSubmission(*place, self.now + duration_s)
+        self.memory = replace(self.memory, unsure=(*others, this))
+
+    # ---- words
+
+    def _tell(self, action: Action) -> None:
+        self.report.actions.append(action)
+        who = f"{action.role} {action.slot}" + (f" job {action.job_id}" if action.job_id else "")
+        self._say(f"{'would ' * self.dry_run}{action.verb} {who}: {action.reason}")
+        fields = {"role": action.role, "slot": action.slot, "job_id": action.job_id}
+        self._event(action.verb, **fields, reason=action.reason)
+
+    def _tell_waiting(self, waits: Sequence[Action]) -> None:
+        """Say every reason once, until it has gone away."""
+        groups: dict[str, list[str]] = defaultdict(list)
+        for wait in waits:
+            groups[wait.reason].append(f"{wait.role} {wait.slot}")
+        for reason, (first, *others) in groups.items():
+            text = first + (f" and {len(others)} more" if others else "") + f": {reason}"
+            self.report.waiting.append(text)
+            if reason not in self.notes.said:
+                self._say(text)
+        self.notes = replace(self.notes, said=tuple(groups), waiting=self.report.waiting)
+
+    def _say(self, line: str) -> None:
+        self.report.lines.append(line)
+
+    def _event(self, kind: str, **fields) -> None:
+        if not self.dry_run:
+            self.run.event(kind, **fields)
+
+
+def _seen(job: Job, run: str) -> JobSeen | None:
+    """`job` if it belongs to `run`."""
+    name = sched.parse_job_name(job.name)
+    if name is None or name[0] != run:
+        return None
+    times = {"submitted_at": job.submit_time, "started_at": job.start_time}
+    return JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node, **times)

@@ -1,0 +1,91 @@
+"""A worker's replica: the model's parameters against the base they started the round from.
+
+The base is what the worker loaded, in bf16 as published, kept on the host (pinned when the model is
+on a GPU), sharded as the parameters are: with FSDP2 each rank holds its own part. So rounding never
+biases the delta, and a delta is made one fragment at a time.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from elastic.layout import Layout
+
+
+def shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, whole shape) of every parameter, in the model's order."""
+    return [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+
+
+class Replica:
+    def __init__(self, model: nn.Module, layout: Layout):
+        self._params = dict(model.named_parameters())
+        self.layout = layout
+        self._base: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def adopt(self, index: int, published: torch.Tensor) -> None:
+        """Set a fragment's parameters, and its base, to a published fragment (flat, bf16)."""
+        for tensor in self.layout.fragments[index]:
+            param = self._params[tensor.name]
+            whole = published[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
+            shard = _shard_like(param, whole)
+            base = self._base.get(tensor.name)
+            if base is None:
+                pinned = _local(param).is_cuda
+                base = torch.empty(shard.shape, dtype=torch.bfloat16, pin_memory=pinned)
+                self._base[tensor.name] = base
+            base.copy_(shard)
+            _local(param).copy_(base, non_blocking=True)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to the base: this round's steps are void."""
+        for name, base in self._base.items():
+            _local(self._params[name]).copy_(base)
+
+    @torch.no_grad()
+    def delta(self, index: int) -> torch.Tensor:
+        """base - local of a fragment: flat, float32, on the CPU. Collective with FSDP2."""
+        flat = torch.empty(self.layout.numels[index])
+        for tensor in self.layout.fragments[index]:
+            param = self._params[tensor.name]
+            local = _local(param)
+            shard = self._base[tensor.name].to(local.device, torch.float32).sub_(local.float())
+            whole = _gather_like(param, shard)
+            flat[tensor.start : tensor.start + tensor.numel] = whole.flatten().cpu()
+        return flat
+
+    @torch.no_grad()
+    def whole(self, index: int) -> torch.Tensor:
+        """A fragment's parameters as they are: flat, float32, on the CPU. Collective with FSDP2."""
+        parts = []
+        for tensor in self.layout.fragments[index]:
+            param = self._params[tensor.name]
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            parts.append(whole.detach().float().flatten().cpu())
+        return torch.cat(parts)
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param.data
+
+
+def _shard_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `whole`; nothing is communicated."""
+    if not isinstance(param, DTensor):
+        return whole
+    mesh = param.device_mesh
+    placed = distribute_tensor(
+        whole.to(_local(param).device), mesh, param.placements, src_data_rank=None
+    )
+    return placed.to_local()
+
+
+def _gather_like(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return shard
+    placed = DTensor.from_local(
+        shard, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+    )
+    return placed.full_tensor()

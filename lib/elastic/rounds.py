@@ -1,0 +1,296 @@
+"""A round: the work that turns version v into v+1. All of its decisions, none of its I/O.
+
+    judge(header, facts)    may this delta be merged?        -> Verdict with its reason
+    decide(view, now)       wait, call, or close the round?  -> Move with its reason
+    shares(accepted, ...)   how much does each delta weigh?  -> weights and clips
+    outer_lr(...)           the step of a thin round
+
+Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount, median clip and the
+thin-round rule as in the README's section "The algorithm". Everything is keyed and sorted by
+(slot, attempt, base), so that the order in which deltas arrive cannot matter.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from enum import Enum
+from statistics import median
+
+from elastic.ledger import Range
+
+MAX_FRAGMENTS = 100_000
+STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
+MEMORY_ROUNDS = 20  # horizon of the running means
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """How to know the bytes of one fragment; where they are follows from the delta's key."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """A delta's metadata, as its worker announced it. The delta is base minus local."""
+
+    run: str
+    slot: int
+    attempt: int
+    job_id: str
+    base: int
+    layout: str
+    codec: str
+    steps: int
+    tokens: int
+    samples: tuple[Range, ...]
+    loss: float
+    first_loss: float
+    fragments: tuple[Fragment, ...]
+    inner: str = ""  # where the inner optimizer state came from, for the record
+    seconds: float = 0.0  # from the start of the round to the delivery, on the worker's clock
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return (self.slot, self.attempt, self.base)
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> "Header":
+        """Check every field's type and sign. Raises ValueError naming what is wrong."""
+        if not isinstance(data, dict):
+            raise ValueError("a header is a table")
+        kinds = {"samples": list, "fragments": list, "loss": float, "first_loss": float}
+        kinds |= dict.fromkeys(("run", "job_id", "layout", "codec", "inner"), str)
+        kinds |= dict.fromkeys(("slot", "attempt", "base", "steps", "tokens"), int)
+        fields = {"inner": "", **data}
+        seconds = float(fields.pop("seconds", 0.0))
+        if set(fields) != set(kinds):
+            raise ValueError(f"fields differ: {sorted(set(fields) ^ set(kinds))}")
+        for name, kind in kinds.items():
+            value = fields[name]
+            if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+                continue
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
+            if kind is int and not 0 <= value < 2**62:
+                raise ValueError(f"{name} is {value}")
+        samples = tuple(_range(each) for each in fields.pop("samples"))
+        fragments = fields.pop("fragments")
+        if len(fragments) > MAX_FRAGMENTS:
+            raise ValueError(f"{len(fragments)} fragments")
+        parsed = tuple(_fragment(each) for each in fragments)
+        return cls(**fields, samples=samples, fragments=parsed, seconds=seconds)
+
+
+def _range(each: object) -> Range:
+    whole = isinstance(each, list | tuple) and len(each) == 3
+    if not whole or any(type(number) is not int or number < 0 for number in each):
+        raise ValueError(f"not a sample range: {each!r}")
+    return tuple(each)
+
+
+def _fragment(each: object) -> Fragment:
+    whole = isinstance(each, dict) and set(each) == {"bytes", "xxh3"}
+    if not whole or type(each["bytes"]) is not int or not isinstance(each["xxh3"], str):
+        raise ValueError(f"not a fragment: {each!r}")
+    return Fragment(**each)
+
+
+# ---- may this delta be merged? ------------------------------------------------------------------
+
+
+class Verdict(Enum):
+    ACCEPT = "accept"
+    PASS = "pass"  # the worker answered, and has nothing to give
+    REJECT = "reject"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the master knows when it judges."""
+
+    run: str
+    version: int
+    layout: str
+    codec: str
+    fragment_bytes: tuple[int, ...]
+    max_staleness: int
+    attempts: dict[int, int]  # slot -> newest attempt that ever claimed it
+    judged: frozenset  # keys of the headers judged so far
+
+
+def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, str]:
+    """Accept, pass or reject a delta by its header alone. The reason's first word names the rule.
+
+    `samples_refused` is the ledger's answer for the header's samples; empty if it has none.
+    """
+    sizes = tuple(fragment.bytes for fragment in header.fragments)
+    rules = [
+        (header.run != facts.run, f"other-run: it is a delta of run {header.run!r}"),
+        (header.key in facts.judged, f"duplicate: slot {header.slot} delivered it before"),
+        (header.base > facts.version, f"future: based on version {header.base}"),
+        (
+            facts.version - header.base > facts.max_staleness,
+            f"stale: based on version {header.base}, {facts.version - header.base} behind",
+        ),
+        (
+            header.attempt > facts.attempts.get(header.slot, 0),
+            f"fenced: attempt {header.attempt} never claimed slot {header.slot}",
+        ),
+    ]
+    for broken, reason in rules:
+        if broken:
+            return Verdict.REJECT, reason
+    if header.tokens == 0 or header.steps == 0:
+        return Verdict.PASS, "no steps to give"
+    rules = [
+        (header.layout != facts.layout, f"shape: layout {header.layout}, not {facts.layout}"),
+        (header.codec != facts.codec, f"shape: codec {header.codec}, not {facts.codec}"),
+        (sizes != facts.fragment_bytes, "shape: the fragments' sizes are not the model's"),
+        (not math.isfinite(header.loss), f"non-finite: the loss is {header.loss}"),
+        (bool(samples_refused), f"samples: {samples_refused}"),
+    ]
+    for broken, reason in rules:
+        if broken:
+            return Verdict.REJECT, reason
+    return Verdict.ACCEPT, f"{header.tokens} tokens in {header.steps} steps"
+
+
+# ---- wait, call, or close? ----------------------------------------------------------------------
+
+
+class Move(Enum):
+    WAIT = "wait"
+    CALL = "last call"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True)
+class View:
+    """The round as the master sees it. Times are Redis TIME in seconds."""
+
+    opened: float
+    called: float | None  # when the last call went out
+    expected: dict[int, float]  # live slots past start-up -> when they joined
+    answered: frozenset[int]  # slots with a judged header based on this version
+    accepted: int  # deltas that would be merged if the round closed now
+    preparing: int  # deltas whose bytes are still being checked
+    durations_s: tuple[float, ...]  # how long workers took, this round and recently
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a round waits (config section local_sgd)."""
+
+    quorum: float
+    deadline_k: float
+    min_deadline_s: float
+    last_call_s: float
+
+
+def deadline_s(durations_s: tuple[float, ...], patience: Patience) -> float:
+    """median + k MAD of the workers' times, the MAD no less than a twentieth of the median."""
+    middle = median(durations_s)
+    spread = max(median(abs(d - middle) for d in durations_s), middle / 20)
+    return max(patience.min_deadline_s, middle + patience.deadline_k * spread)
+
+
+def decide(view: View, patience: Patience, now: float) -> tuple[Move, str]:
+    """What to do with the open round, and why. One worker is enough; with none it stays open."""
+    missing = sorted(set(view.expected) - view.answered)
+    if view.preparing:
+        return Move.WAIT, "checking the bytes of a delta"
+    if not view.accepted:
+        return Move.WAIT, "no delta yet" if view.expected else "no worker"
+    if not missing:
+        return Move.CLOSE, f"all {len(view.expected)} live workers delivered"
+    if view.called is not None:
+        if now - view.called >= patience.last_call_s:
+            return Move.CLOSE, f"last call is over, without slots {missing}"
+        return Move.WAIT, f"last call: waiting for slots {missing}"
+    if all(view.expected[slot] > view.opened for slot in missing):
+        return Move.CALL, f"only workers that joined late are still at it: slots {missing}"
+    enough = max(1, math.ceil(patience.quorum * len(view.expected)))
+    answered = len(view.expected) - len(missing)
+    if answered < enough or not view.durations_s:
+        return Move.WAIT, f"waiting for slots {missing}"
+    wait_s = deadline_s(view.durations_s, patience)
+    if now - view.opened >= wait_s:
+        return Move.CALL, f"slots {missing} took longer than {wait_s:.1f} s"
+    return Move.WAIT, f"waiting for slots {missing}, at most {wait_s:.1f} s"
+
+
+# ---- how much does each delta weigh? ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one delta contributes: weight * clip * delta / total weight."""
+
+    weight: float
+    clip: float
+
+
+@dataclass(frozen=True)
+class Running:
+    """Means over recent rounds; part of every commit, so that a new master goes on with them."""
+
+    norm: float = 0.0  # of accepted deltas
+    weight: float = 0.0  # of whole rounds
+
+    def after(self, norm: float, weight: float) -> "Running":
+        return Running(_blend(self.norm, norm), _blend(self.weight, weight))
+
+
+def _blend(mean: float, value: float) -> float:
+    return value if mean == 0.0 else mean + (value - mean) / MEMORY_ROUNDS
+
+
+def supersede(headers: list[Header]) -> tuple[list[Header], list[Header]]:
+    """Of one attempt's deltas keep the newest base. Returns (kept in key order, superseded)."""
+    newest: dict[tuple[int, int], int] = {}
+    for header in headers:
+        owner = (header.slot, header.attempt)
+        newest[owner] = max(newest.get(owner, 0), header.base)
+    kept = [h for h in headers if h.base == newest[(h.slot, h.attempt)]]
+    dropped = [h for h in headers if h.base != newest[(h.slot, h.attempt)]]
+    return sorted(kept, key=lambda h: h.key), dropped
+
+
+def shares(
+    headers: list[Header], norms: list[float], version: int, clip_norm: float, running: Running
+) -> list[Share]:
+    """Weight by tokens, discount staleness, clip what is longer than `clip_norm` x the median.
+
+    With fewer than three whole deltas the reference is the running mean; clip_norm 0 never clips.
+    """
+    late = [version - header.base for header in headers]
+    weights = [h.tokens / (1 + STALE_DISCOUNT * s) for h, s in zip(headers, late, strict=True)]
+    whole = whole_norms(headers, norms)
+    reference = median(whole) if len(whole) >= 3 else running.norm
+    clips = [
+        min(1.0, clip_norm * reference / norm) if clip_norm and reference and norm else 1.0
+        for norm in norms
+    ]
+    return [Share(w, c) for w, c in zip(weights, clips, strict=True)]
+
+
+def whole_norms(headers: list[Header], norms: list[float]) -> list[float]:
+    """The norms of deltas that are not partial: at least half as many steps as the longest."""
+    most = max((header.steps for header in headers), default=0)
+    return [norm for h, norm in zip(headers, norms, strict=True) if 2 * h.steps >= most]
+
+
+def outer_lr(lr: float, weight: float, running: Running, thin_rounds: bool) -> float:
+    """eta * min(1, sqrt(W / mean W)): a round with little work behind it steps less."""
+    if not thin_rounds or running.weight <= 0:
+        return lr
+    return lr * min(1.0, math.sqrt(weight / running.weight))
+
+
+def outer_gain(lr: float, momentum: float, cos: float) -> float:
+    """Steady-state multiplier of one round's progress, eta (1 + mu / (1 - mu rho))."""
+    return lr * (1 + momentum / (1 - momentum * min(cos, 0.999)))

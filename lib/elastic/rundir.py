@@ -1,0 +1,285 @@
+"""The run directory: the durable truth of a run, on the shared filesystem.
+
+Everything a run needs to go on is here; Redis can be emptied and every process killed at any
+moment. The names, and who writes them:
+
+    run.toml environment.json secret     elastic-submit, once
+    control.json                         elastic-scale, elastic-stop: what the user wants
+    endpoint.json  masters/000004.json   the master: where its Redis is; its epoch, by link()
+    versions/000123/ commits/000123.json the master: versions.py says how a version is committed
+    slots/0007/                          worker of the slot: attempts by link(), inner state
+    deltas/000123/                       bytes of deltas on their way (transport_fs.py)
+    exit/JOB.json                        one record per job: started, ended, why
+    events.jsonl logs/ DONE failed.json  what happened
+
+Rules: bytes before pointer, one winner per name (durable.py), exact paths. Only `exit/`, small and
+read by reconcile and status alone, is ever listed.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from elastic import config as configuration
+from elastic.config import Config
+from elastic.durable import append_line, create_once, read_json, to_json, write_atomic
+from elastic.errors import ElasticError, UsageError
+
+FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
+PRIVATE = 0o600
+
+
+@dataclass(frozen=True)
+class Control:
+    """What the user wants now."""
+
+    mode: str
+    state: str  # running | stopped
+    min: int  # GPUs
+    max: int
+    time: float = 0.0  # when it was last changed
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the newest master's Redis is."""
+
+    host: str
+    port: int
+    epoch: int
+    url: str = ""  # a server that the site provides
+
+
+class RunDir:
+    """One run's directory. Cheap to make; reads and writes happen in the methods."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.name = self.path.name
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @classmethod
+    def create(
+        cls, root: Path, config: Config, control: Control, environment: dict[str, str]
+    ) -> "RunDir":
+        """Make the directory of a new run and register its name. UsageError if it is taken."""
+        run = cls(Path(root).resolve() / config.run.name)
+        link = configuration.registry_dir() / "runs" / run.name
+        if run.path.exists() or link.is_symlink():
+            where = run.path if run.path.exists() else os.readlink(link)
+            raise UsageError(f"run name taken: {run.name!r} is {where}", "choose another --name")
+        try:
+            for folder in FOLDERS:
+                (run.path / folder).mkdir(parents=True)
+            write_atomic(run.path / "run.toml", config.to_toml().encode())
+            write_atomic(run.path / "environment.json", to_json(environment), PRIVATE)
+            write_atomic(run.path / "secret", secrets.token_hex(24).encode(), PRIVATE)
+            write_atomic(run._control_path, to_json(asdict(control)))
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(run.path)
+        except OSError as error:
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise ElasticError(
+                f"cannot make the run directory {run.path}: {error.strerror}",
+                "set ELASTIC_RUNS to a writable folder on the shared filesystem",
+            ) from None
+        return run
+
+    # ---- what the user wants
+
+    @property
+    def _control_path(self) -> Path:
+        return self.path / "control.json"
+
+    def config(self) -> Config:
+        """The resolved configuration, as it was at submission."""
+        return configuration.load(self.path / "run.toml", site=Path(os.devnull))
+
+    def environment(self) -> dict[str, str]:
+        """The environment that every job of this run starts from."""
+        return read_json(self.path / "environment.json") or {}
+
+    def secret(self) -> str:
+        return (self.path / "secret").read_text().strip()
+
+    def control(self) -> Control:
+        found = read_json(self._control_path)
+        if found is None:
+            raise ElasticError(f"not a run directory: {self.path}", "elastic-status lists the runs")
+        return Control(**found)
+
+    def set_control(self, **changes) -> Control:
+        control = replace(self.control(), **changes, time=time.time())
+        write_atomic(self._control_path, to_json(asdict(control)))
+        return control
+
+    # ---- masters
+
+    def endpoint(self) -> Endpoint | None:
+        found = read_json(self.path / "endpoint.json")
+        return Endpoint(**found) if found else None
+
+    def set_endpoint(self, endpoint: Endpoint) -> None:
+        write_atomic(self.path / "endpoint.json", to_json(asdict(endpoint)), PRIVATE)
+
+    def claim_epoch(self, record: dict) -> int:
+        """The next master epoch; a lower one is fenced from now on."""
+        return _next_number(self.path / "masters", record)
+
+    def newest_epoch(self) -> int:
+        return _newest_number(self.path / "masters")
+
+    # ---- slots
+
+    def slot_path(self, slot: int) -> Path:
+        path = self.path / "slots" / f"{slot:04d}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def claim_attempt(self, slot: int, record: dict) -> int:
+        """The next attempt of `slot`; a lower one is fenced from now on."""
+        return _next_number(self.slot_path(slot), record)
+
+    def latest_attempt(self, slot: int) -> int:
+        return _newest_number(self.path / "slots" / f"{slot:04d}")
+
+    # ---- the end
+
+    def done(self) -> dict | None:
+        return read_json(self.path / "DONE")
+
+    def mark_done(self, record: dict) -> None:
+        write_atomic(self.path / "DONE", to_json(record))
+
+    def failed(self) -> dict | None:
+        return read_json(self.path / "failed.json")
+
+    def mark_failed(self, reason: str, detail: str = "") -> None:
+        record = {"time": time.time(), "reason": reason, "detail": detail}
+        write_atomic(self.path / "failed.json", to_json(record))
+
+    def clear_failed(self) -> None:
+        (self.path / "failed.json").unlink(missing_ok=True)
+
+    def write_ending(self, job_id: str, record: dict) -> None:
+        """Say what became of a job: first that it started, then how it ended."""
+        write_atomic(self.path / "exit" / f"{job_id}.json", to_json(record))
+
+    def ending(self, job_id: str) -> dict | None:
+        return read_json(self.path / "exit" / f"{job_id}.json")
+
+    def endings(self) -> list[dict]:
+        paths = sorted((self.path / "exit").glob("[!.]*.json"))
+        return [record for path in paths if (record := read_json(path))]
+
+    # ---- what happened
+
+    def event(self, kind: str, **fields) -> None:
+        append_line(self.path / "events.jsonl", {"time": time.time(), "kind": kind, **fields})
+
+    def events(self, last: int | None = None) -> list[dict]:
+        """The newest `last` events (all of them for None), oldest first."""
+        try:
+            lines = (self.path / "events.jsonl").read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        events = []
+        for line in lines[-last:] if last else lines:
+            try:
+                events.append(json.loads(line))
+            except ValueError:  # a line torn by a full disk; the others still tell
+                continue
+        return events
+
+    def log_path(self, role: str, slot: int) -> Path:
+        name = "master.log" if role == "master" else f"{role}-{slot:04d}.log"
+        return self.path / "logs" / name
+
+    # ---- commits (the records; versions.py has the tensors)
+
+    def version_path(self, version: int) -> Path:
+        return self.path / "versions" / f"{version:06d}"
+
+    def commit_path(self, version: int) -> Path:
+        return self.path / "commits" / f"{version:06d}.json"
+
+    def commit(self, version: int) -> dict | None:
+        return read_json(self.commit_path(version))
+
+    def newest_version(self) -> int:
+        """Number of the newest commit, -1 if there is none. `newest` is a hint; names decide."""
+        hint = read_json(self.path / "newest.json") or {"version": -1}
+        version = hint["version"]
+        while self.commit_path(version + 1).exists():
+            version += 1
+        return version
+
+    def newest_commit(self) -> dict | None:
+        version = self.newest_version()
+        return self.commit(version) if version >= 0 else None
+
+    def commits(self) -> Iterator[dict]:
+        """Every commit, oldest first."""
+        version = 0
+        while (record := self.commit(version)) is not None:
+            yield record
+            version += 1
+
+    def link_commit(self, record: dict) -> bool:
+        """Commit a version whose files are all durable. False if another master was first."""
+        if not create_once(self.commit_path(record["version"]), to_json(record)):
+            return False
+        write_atomic(self.path / "newest.json", to_json({"version": record["version"]}))
+        return True
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+
+def _number_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.json"
+
+
+def _newest_number(folder: Path) -> int:
+    """Highest n whose record exists (0: none), by galloping over exact names."""
+    step, newest = 1, 0
+    while _number_path(folder, newest + step).exists():
+        newest, step = newest + step, step * 2
+    while step > 1:
+        step //= 2
+        if _number_path(folder, newest + step).exists():
+            newest += step
+    return newest
+
+
+def _next_number(folder: Path, record: dict) -> int:
+    number = _newest_number(folder) + 1
+    while not create_once(_number_path(folder, number), to_json({**record, "number": number})):
+        number += 1
+    return number
+
+
+# ---- all runs of this user ----------------------------------------------------------------------
+
+
+def registered() -> list[RunDir]:
+    """Every run of this user that still has its directory, by name."""
+    folder = configuration.registry_dir() / "runs"
+    links = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [RunDir(link.resolve()) for link in links if (link / "control.json").exists()]
+
+
+def find(name_or_path: str) -> RunDir:
+    """The run of that name or directory. UsageError names the runs there are."""
+    for path in (configuration.registry_dir() / "runs" / name_or_path, Path(name_or_path)):
+        if "\0" not in name_or_path and (path / "control.json").exists():
+            return RunDir(path.resolve())
+    names = ", ".join(run.name for run in registered()) or "none"
+    raise UsageError(f"no such run: {name_or_path!r}", f"runs: {names}")

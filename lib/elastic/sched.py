@@ -1,0 +1,115 @@
+"""The scheduler as the rest of the toolkit sees it: three verbs, one job, one name.
+
+`sched_slurm` and `sched_local` implement `Scheduler`; nobody else knows how jobs come to be.
+A job is identified by its name token (`job_name`: run, role, slot) together with its id and its
+submit time, because ids are reused after a controller crash and a submission can succeed while
+its client sees an error. States are Slurm's words; whatever word is not in `ENDED_STATES`,
+a word never seen before included, is a job that still exists.
+
+`jobs` answers completely or raises `TryAgain`: a partial answer is no answer.
+"""
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from elastic.errors import ElasticError, UsageError
+from elastic.history import MASTER, WORKER, has_ended
+
+if TYPE_CHECKING:
+    from elastic.config import Config
+
+BACK_ENDS = {
+    "slurm": ("elastic.sched_slurm", "SlurmScheduler"),
+    "local": ("elastic.sched_local", "LocalScheduler"),
+}
+_NAME = re.compile(r"elastic:([A-Za-z0-9][A-Za-z0-9._-]{0,62})/([a-z]+)/(0|[1-9][0-9]*)")
+
+
+class Refused(ElasticError):
+    """The scheduler will never accept this job as it is: wrong partition, account, option …"""
+
+
+class RetryLater(ElasticError):
+    """Not now: a submit limit is reached or the partition is closed. Nothing was submitted."""
+
+
+class Unsure(ElasticError):
+    """The submission failed and may have succeeded all the same. Look for it by name."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the scheduler lists it. Times are seconds since the epoch; node "" before start."""
+
+    job_id: str
+    name: str
+    state: str
+    reason: str = ""
+    submit_time: float = 0.0
+    start_time: float | None = None
+    node: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return has_ended(self.state)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What to submit. `environment` is the job's whole environment; `exclude` names nodes."""
+
+    run_dir: Path
+    run: str
+    role: str
+    slot: int
+    config: "Config"
+    environment: Mapping[str, str] = field(repr=False)  # may hold secrets: never printed
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return job_name(self.run, self.role, self.slot)
+
+    @property
+    def gpus(self) -> int:
+        return self.config.slurm.gpus_per_worker if self.role == WORKER else 0
+
+    def command(self, home: Path) -> list[str]:
+        """The command that the job runs, with `home` the root of the installation."""
+        if self.role == MASTER:
+            return [str(home / "bin/elastic-master"), str(self.run_dir)]
+        return [str(home / "bin/elastic-agent"), str(self.run_dir), str(self.slot)]
+
+
+class Scheduler(Protocol):
+    def jobs(self) -> list[Job]:
+        """This user's elastic jobs, live and recently ended. Raises TryAgain when unknown."""
+
+    def submit(self, spec: JobSpec) -> str:
+        """Submit once, return the job id. Raises Refused, RetryLater, Unsure."""
+
+    def cancel(self, job_id: str, now: bool = False) -> None:
+        """Ask the job to leave (`now`: kill it). A job that is gone already is no error.
+        Raises TryAgain."""
+
+
+def job_name(run: str, role: str, slot: int) -> str:
+    return f"elastic:{run}/{role}/{slot}"
+
+
+def parse_job_name(text: str) -> tuple[str, str, int] | None:
+    """(run, role, slot) of a name that `job_name` made, else None."""
+    match = _NAME.fullmatch(text)
+    return (match[1], match[2], int(match[3])) if match else None
+
+
+def open_scheduler(kind: str, config: "Config") -> Scheduler:
+    """The scheduler named `kind`. Only the one that is used gets imported."""
+    if kind not in BACK_ENDS:
+        raise UsageError(f"unknown scheduler: {kind!r}", hint=f"one of {', '.join(BACK_ENDS)}")
+    module, name = BACK_ENDS[kind]
+    return getattr(importlib.import_module(module), name)(config)

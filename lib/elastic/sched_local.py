@@ -1,0 +1,297 @@
+"""A scheduler of processes on this machine, so that all of elasticity can be lived on a laptop.
+
+There is no daemon: jobs are files in a state directory, and whoever calls starts what fits.
+
+    jobs/17.json   the job as submitted; never changes; written before anything else happens
+    jobs/17.claim  made once, by the job's first process (its line of /proc/PID/stat) or by whoever
+                   cancels it before it starts: the one who makes it decides what the job becomes
+    jobs/17.cause  why it ends: CANCELLED or PREEMPTED (it was told to), else ENDED
+    capacity.json  GPUs there are, if set
+
+A caller may be killed at any point: a job without a claim is pending and gets started (again), and
+of two processes for one job the second finds the claim made and leaves. A process is identified by
+pid and start time. Every process of a job carries the job in its environment, so that killing a job
+leaves nothing behind, as a cgroup would; what outlives a job's first process is killed by the next
+caller. A job that was told to go is killed when its grace is over, even if nobody calls again.
+"""
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import NamedTuple
+
+from elastic import config as configuration
+from elastic.config import Config
+from elastic.durable import create_once, read_json, to_json, write_atomic
+from elastic.rundir import RunDir
+from elastic.sched import Job, JobSpec
+
+# Becomes the job: the redirection fails where the claim exists (set -C opens with O_EXCL).
+CLAIM = 'set -C; read -r me < /proc/$$/stat; echo "$me" 2>/dev/null > "$0" && exec "$@"'
+NEVER = b"-"  # the claim of whoever cancelled a pending job
+START_S = 5.0  # for a new process to make its claim
+POLL_S = 0.01
+KEEP_S = 3600.0  # how long an ended job is listed
+MARK = "ELASTIC_LOCAL_JOB"  # STATE_DIR:JOB_ID in the environment of all its processes
+
+
+class Process(NamedTuple):
+    """What /proc says of a process: `start` (clock ticks after boot) tells it from a later one."""
+
+    pid: int
+    parent: int
+    start: str
+
+    @classmethod
+    def parse(cls, stat: str) -> "Process":
+        before, after = stat.rsplit(")", 1)  # the name between may hold anything
+        fields = after.split()
+        return cls(int(before.split()[0]), int(fields[1]), fields[19])
+
+    @classmethod
+    def of(cls, pid: str) -> "Process | None":
+        """The process `pid` if it lives; a zombie does not."""
+        stat = _read(f"/proc/{pid}/stat") if pid.isdigit() else ""
+        return cls.parse(stat) if stat and stat.rsplit(")", 1)[1].split()[0] not in "ZX" else None
+
+
+class LocalScheduler:
+    """Jobs as processes of this machine. `config` gives GPUs and grace; `home` the commands."""
+
+    def __init__(
+        self, config: Config | None = None, state: Path | None = None, home: Path | None = None
+    ):
+        self.state = (state or configuration.registry_dir() / "local").absolute()
+        self.home = home or configuration.elastic_home()
+        self.grace_s = config.local_scheduler.grace_s if config else 10.0
+        (self.state / "jobs").mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def jobs(self) -> list[Job]:
+        """All jobs, pending, running and lately ended; starts pending ones that fit."""
+        with self._locked():
+            self._start_pending()
+            return [self._job(job_id) for job_id in self._ids()]
+
+    def submit(self, spec: JobSpec) -> str:
+        """Queue a job, start it if it fits. Never refuses."""
+        with self._locked():
+            job_id = self._new_id(spec)
+            record = {
+                "name": spec.name,
+                "command": spec.command(self.home),
+                "environment": dict(spec.environment),
+                "folder": str(spec.run_dir),
+                "log": str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)),
+                "gpus": spec.gpus,
+                "capacity": spec.config.local_scheduler.gpus,
+                "submit_time": time.time(),
+            }
+            write_atomic(self._path(job_id, "json"), to_json(record), 0o600)
+            self._start_pending()
+        return job_id
+
+    def cancel(self, job_id: str, now: bool = False) -> None:
+        """A pending job never starts; a running one is told to go, and killed after its grace."""
+        if not self._record(job_id):
+            return
+        if create_once(self._path(job_id, "claim"), NEVER):
+            create_once(self._path(job_id, "cause"), b"CANCELLED")
+        elif self._leader(job_id):
+            create_once(self._path(job_id, "cause"), b"CANCELLED")
+            self._send_away(job_id, 0.0 if now else self.grace_s)
+
+    def preempt(self, job_id: str, grace_s: float | None = None) -> None:
+        """Take a running job away with notice, as a partition with GraceTime does."""
+        if self._leader(job_id):
+            create_once(self._path(job_id, "cause"), b"PREEMPTED")
+            self._send_away(job_id, self.grace_s if grace_s is None else grace_s)
+
+    def kill(self, job_id: str) -> None:
+        """End all processes of a running job without notice, as a lost node does."""
+        deadline = time.monotonic() + START_S
+        while (members := self._members().get(job_id)) and time.monotonic() < deadline:
+            for pid in members:
+                _kill(pid)
+            time.sleep(POLL_S)
+
+    def set_capacity(self, gpus: int) -> None:
+        """From now on `gpus` GPUs, whatever the runs' configurations say. Ends no job."""
+        write_atomic(self.state / "capacity.json", to_json({"gpus": gpus}))
+
+    # ---- files
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self.state / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _path(self, job_id: str, kind: str) -> Path:
+        return self.state / "jobs" / f"{job_id}.{kind}"
+
+    def _ids(self) -> list[str]:
+        names = (path.stem for path in (self.state / "jobs").glob("[0-9]*.json"))
+        return sorted(names, key=int)
+
+    def _new_id(self, spec: JobSpec) -> str:
+        """The next number that neither this directory nor the run has seen."""
+        number = (read_json(self.state / "last.json") or {"id": 0})["id"] + 1
+        while RunDir(spec.run_dir).ending(str(number)):
+            number += 1
+        write_atomic(self.state / "last.json", to_json({"id": number}))
+        return str(number)
+
+    def _job(self, job_id: str) -> Job:
+        record, claim = self._record(job_id), self._path(job_id, "claim")
+        if not claim.exists():
+            return Job(job_id, record["name"], "PENDING", "Resources", record["submit_time"])
+        state = "RUNNING" if self._leader(job_id) else _read(self._path(job_id, "cause")) or "ENDED"
+        start_time = None if claim.read_bytes() == NEVER else claim.stat().st_mtime
+        times = (record["submit_time"], start_time)
+        return Job(job_id, record["name"], state, "", *times, os.uname().nodename)
+
+    def _record(self, job_id: str) -> dict:
+        return read_json(self._path(job_id, "json")) or {}
+
+    def _forget_if_old(self, job_id: str) -> None:
+        if time.time() - self._path(job_id, "cause").stat().st_mtime > KEEP_S:
+            for kind in ("json", "devices", "cause", "claim"):  # the claim last: it says "ended"
+                self._path(job_id, kind).unlink(missing_ok=True)
+
+    # ---- starting
+
+    def _start_pending(self) -> None:
+        """Clear up after ended jobs, then start what fits, oldest first."""
+        used, devices, pending, members = 0, [], [], self._members()
+        for job_id in self._ids():
+            if not self._path(job_id, "claim").exists():
+                pending.append(job_id)
+            elif self._leader(job_id):
+                used += self._record(job_id)["gpus"]
+                devices += (read_json(self._path(job_id, "devices")) or {}).get("gpus", ())
+            else:
+                for pid in members.get(job_id, ()):
+                    _kill(pid)
+                create_once(self._path(job_id, "cause"), b"ENDED")
+                self._forget_if_old(job_id)
+        capacity = (read_json(self.state / "capacity.json") or {}).get("gpus")
+        for job_id in pending:
+            record = self._record(job_id)
+            limit = capacity if capacity is not None else record["capacity"] or sys.maxsize
+            if used + record["gpus"] <= limit or not record["gpus"]:
+                used += record["gpus"]
+                devices += self._start(job_id, record, devices)
+
+    def _start(self, job_id: str, record: Mapping, in_use: Sequence[int]) -> list[int]:
+        """Start a job's first process; returns the GPUs that are its own."""
+        devices = _least_used(in_use, record["gpus"])
+        environment = {
+            **record["environment"],
+            "ELASTIC_JOB_ID": job_id,
+            "ELASTIC_HOME_DIR": str(configuration.registry_dir()),
+            MARK: f"{self.state}:{job_id}",
+        }
+        if devices:
+            write_atomic(self._path(job_id, "devices"), to_json({"gpus": devices}))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        claim = self._path(job_id, "claim")
+        try:
+            with open(record["log"], "ab") as log:
+                command = ["/bin/sh", "-c", CLAIM, str(claim), *record["command"]]
+                _detached(command, environment, log, record["folder"])
+        except OSError:  # its run directory is gone: it ends without having started
+            create_once(claim, NEVER)
+        deadline = time.monotonic() + START_S
+        while not claim.exists() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return devices
+
+    # ---- ending
+
+    def _send_away(self, job_id: str, grace_s: float) -> None:
+        """Notice to the job's process group; the kill comes even if this process is gone then."""
+        leader = self._leader(job_id)
+        if leader and grace_s > 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(leader.pid, SIGTERM)
+            environment = configuration.environment()
+            environment.pop(MARK, None)  # it must outlive the job that may have called
+            environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+            arguments = [str(self.state), job_id, str(grace_s)]
+            program = [sys.executable, "-P", "-m", "elastic.sched_local"]
+            _detached([*program, *arguments], environment)
+        else:
+            self.kill(job_id)
+
+    def kill_after(self, job_id: str, grace_s: float) -> None:
+        """Kill a job if it is still there when its grace is over."""
+        deadline = time.monotonic() + grace_s
+        while self._leader(job_id) and time.monotonic() < deadline:
+            time.sleep(min(10 * POLL_S, grace_s))
+        self.kill(job_id)
+
+    def _leader(self, job_id: str) -> Process | None:
+        """The job's first process if it lives. Waits for one that is just making its claim."""
+        path = self._path(job_id, "claim")
+        while not (claim := _read(path)) and path.exists():
+            if time.time() - path.stat().st_mtime > START_S:
+                break  # it died at that very moment
+            time.sleep(POLL_S)
+        if claim in ("", NEVER.decode()):
+            return None
+        then, now = Process.parse(claim), Process.of(claim.split()[0])
+        return now if now and now.start == then.start else None
+
+    def _members(self) -> dict[str, list[int]]:
+        """The living processes of every job, but for this one: by the mark in their environment,
+        or as descendants of such a process (one that rewrote its environment, as Redis does)."""
+        parents = {p.pid: p.parent for name in os.listdir("/proc") if (p := Process.of(name))}
+        prefix, members = f"{MARK}={self.state}:", {}
+        owners: dict[int, str] = {}
+        for pid in parents:
+            words = _read(f"/proc/{pid}/environ").split("\0")
+            owners[pid] = next((w.removeprefix(prefix) for w in words if w.startswith(prefix)), "")
+        for pid in parents.keys() - {os.getpid()}:
+            ancestor = pid
+            while not owners.get(ancestor) and ancestor in parents:
+                ancestor = parents[ancestor]
+            if owners.get(ancestor):
+                members.setdefault(owners[ancestor], []).append(pid)
+        return members
+
+
+def _read(path: Path | str) -> str:
+    try:
+        return Path(path).read_text(errors="surrogateescape")
+    except OSError:  # gone, or another user's
+        return ""
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGKILL)
+
+
+def _detached(
+    command: Sequence[str], environment: Mapping[str, str], output=None, folder: str = "/"
+) -> None:
+    """Run `command` in a session of its own, as nobody's child. Raises OSError if it cannot."""
+    given = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL}
+    output = output or subprocess.DEVNULL
+    subprocess.run(["setsid", "--fork", *command], stdout=output, stderr=output, **given)
+
+
+def _least_used(in_use: Sequence[int], count: int) -> list[int]:
+    """`count` GPUs of this machine, those with the fewest jobs first; none where there are none."""
+    here = [int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted(here, key=lambda gpu: (in_use.count(gpu), gpu))[:count]
+
+
+if __name__ == "__main__":
+    LocalScheduler(state=Path(sys.argv[1])).kill_after(sys.argv[2], float(sys.argv[3]))

@@ -1,0 +1,246 @@
+"""Slurm as a scheduler: the only module that runs squeue, sbatch, scancel and scontrol.
+
+Facts that shape it. A question that Slurm does not answer is TryAgain, never "no jobs". One squeue
+with `-t all` asks for everything: jobs that ended stay visible for MinJobAge (300 s on most sites),
+so sacct is not needed. sbatch may fail and still have submitted, so every doubt is Unsure: a later
+pass looks for the job by its name. Slurm's own variables leak from an outer job into a nested
+sbatch and break srun there, hence the cleaned environment of every command. Restarts belong to
+reconcile alone: jobs are `--no-requeue`, and `singleton` keeps two of one name from running at once
+(but for the seconds in which the first is COMPLETING: writers are fenced by attempt).
+
+Parsing, classifying and building the command line are pure functions.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elastic import config
+from elastic.config import Config
+from elastic.errors import ElasticError, TryAgain
+from elastic.plan import MASTER
+from elastic.rundir import RunDir
+from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
+
+COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questions are asked twice
+
+# Names, comments and reasons hold any printable character: separate by ones that are not.
+_FIELD, _RECORD = "\x1f", "\x1e"
+_COLUMNS = ("%i", "%T", "%V", "%S", "%N", "%r", "%j", "%k")
+_SQUEUE = (
+    "squeue",
+    "--me",
+    "--states=all",
+    "--noheader",
+    f"--format={_FIELD.join(_COLUMNS)}{_RECORD}",
+)
+
+# A user's settings for these commands would filter their answers or change their form.
+_CLIENT_SETTINGS = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
+
+# What sbatch says when it does not know whether the controller took the job.
+_NO_ANSWER = re.compile(
+    "Socket timed out|Unable to contact|Unexpected message received|Zero Bytes|Connection|"
+    "Transport endpoint|communication|standby mode",
+    re.IGNORECASE,
+)
+_FOREVER = re.compile(
+    "Invalid|not available$|Requested node configuration|Unable to open|Unrecognized|dependency|"
+    r"Access/permission denied|not permitted|\w+Per(Job|Node)\b|MaxWall|TimeLimit|more processors",
+    re.IGNORECASE | re.MULTILINE,
+)
+_NOT_NOW = re.compile(
+    "MaxSubmitJob|inactive or drain|not available now|try again|temporarily|munge", re.IGNORECASE
+)
+
+
+class SlurmScheduler:
+    """This user's jobs on the cluster that PATH and SLURM_CONF lead to."""
+
+    def __init__(self, settings: Config | None = None):
+        """The settings of a job come with its JobSpec; `settings` itself is not needed."""
+
+    def jobs(self) -> list[Job]:
+        """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not say."""
+        return parse_squeue(_ask(_SQUEUE))
+
+    def submit(self, spec: JobSpec) -> str:
+        """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
+        argv = sbatch_argv(spec, config.elastic_home(), _job_python())
+        try:
+            answer = slurm_command(argv, environment=spec.environment)
+        except TryAgain as silence:
+            raise Unsure(silence.what, silence.hint) from silence
+        job_id = answer.stdout.strip().split(";")[0]
+        if answer.returncode == 0 and job_id.isdigit():
+            return job_id
+        raise refusal(answer.returncode, answer.stderr)
+
+    def cancel(self, job_id: str, now: bool = False) -> None:
+        """Give a running job notice, drop a pending one; `now`: end it. May be repeated."""
+        if now:
+            _ask(("scancel", job_id))
+            return
+        _ask(("scancel", "--state=PENDING", job_id))
+        # Without --batch or --full only the steps hear it: the shell and srun must live to report.
+        _ask(("scancel", "--state=RUNNING", "--signal=TERM", job_id))
+
+
+def node_address() -> str:
+    """What Slurm calls the node of this job (NodeAddr: an address or a name); "" outside of one."""
+    node = config.env("SLURMD_NODENAME")
+    if not node:
+        return ""
+    match = re.search(r"\bNodeAddr=(\S+)", _ask(("scontrol", "--oneliner", "show", "node", node)))
+    return match[1] if match else ""
+
+
+def slurm_command(
+    argv: Sequence[str],
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a client command. TryAgain when it gives no answer in time.
+
+    Its environment is this process's, or `environment`, without what steers Slurm's commands.
+    """
+    given = dict(config.clean_environment() if environment is None else environment)
+    given.setdefault("PATH", config.env("PATH", "/usr/local/bin:/usr/bin:/bin"))
+    program = shutil.which(argv[0], path=given["PATH"])
+    if program is None:
+        raise ElasticError(
+            f"Command not found: {argv[0]}",
+            "is Slurm's bin directory in PATH? A crontab sets PATH and SLURM_CONF at its top",
+        )
+    try:
+        return subprocess.run(
+            [program, *argv[1:]],
+            env=command_environment(given),
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise TryAgain(f"{argv[0]} gave no answer in {timeout_s:g} s", "is slurmctld up?") from None
+
+
+def command_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """`given` without Slurm's settings but SLURM_CONF, and with times as epoch seconds."""
+    kept = {
+        name: value
+        for name, value in given.items()
+        if name == "SLURM_CONF" or not name.startswith(_CLIENT_SETTINGS)
+    }
+    return kept | {"SLURM_TIME_FORMAT": "%s"}
+
+
+def parse_squeue(text: str) -> list[Job]:
+    """The elastic jobs in squeue's answer. TryAgain if the answer is damaged or cut short."""
+    *records, rest = text.split(_RECORD)
+    jobs = []
+    for fields in [record.removeprefix("\n").split(_FIELD) for record in records]:
+        if len(fields) != len(_COLUMNS):
+            raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
+        job_id, state, submitted, started, node, reason, name, comment = fields
+        # A site's submit plugin may rename a job; its comment then still says whose it is.
+        token = next((text for text in (name, comment) if parse_job_name(text)), None)
+        if token:
+            # A pending job's start is the scheduler's guess.
+            start_time = None if state == "PENDING" else _epoch(started)
+            jobs.append(
+                Job(job_id, token, state, reason, _epoch(submitted) or 0.0, start_time, node)
+            )
+    if rest.strip():
+        raise TryAgain(f"squeue: answer cut short at {rest!r}")
+    return jobs
+
+
+def sbatch_argv(spec: JobSpec, home: Path, python: str) -> list[str]:
+    """The sbatch command line of a job; `home`: the installation, `python`: what runs it there."""
+    template = home / "sbatch" / f"{spec.role}.sbatch"
+    log = str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)).replace("%", "%%")
+    return [
+        "sbatch",
+        "--parsable",
+        f"--job-name={spec.name}",
+        f"--comment={spec.name}",
+        "--no-requeue",
+        "--dependency=singleton",
+        "--export=ALL",
+        f"--chdir={spec.run_dir}",
+        "--open-mode=append",
+        f"--output={log}",
+        *_resources(spec),
+        str(template),
+        str(home),
+        python,
+        str(spec.run_dir),
+        str(spec.slot),
+    ]
+
+
+def refusal(code: int, stderr: str) -> ElasticError:
+    """What sbatch's failure means. Words that nobody here has seen before mean: later."""
+    said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
+    what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
+    if _NO_ANSWER.search(stderr) or code == 0:
+        return Unsure(what, "is slurmctld up? scontrol ping")
+    if code == 255:  # a bad option: the request never left this machine
+        return Refused(what, "see the [slurm] section of the configuration")
+    if _NOT_NOW.search(stderr):
+        return RetryLater(what)
+    if _FOREVER.search(stderr):
+        return Refused(what, "see the [slurm] section of the configuration")
+    return RetryLater(what)
+
+
+def _ask(argv: Sequence[str]) -> str:
+    answer = slurm_command(argv)
+    if answer.returncode != 0:
+        said = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
+        raise TryAgain(f"{argv[0]} failed: {said[-1]}", "is slurmctld up, and SLURM_CONF right?")
+    return answer.stdout
+
+
+def _epoch(text: str) -> float | None:
+    return float(text) if text.isdigit() else None  # N/A, Unknown
+
+
+def _memory(per_gpu: str, gpus: int) -> str:
+    amount = re.match(r"\d+", per_gpu)
+    return f"{int(amount[0]) * gpus}{per_gpu[amount.end() :]}" if amount and gpus else ""
+
+
+def _job_python() -> str:
+    return config.env("ELASTIC_PYTHON") or sys.executable
+
+
+def _resources(spec: JobSpec) -> list[str]:
+    slurm = spec.config.slurm
+    is_master = spec.role == MASTER
+    gpus = spec.gpus
+    cpus = slurm.master_cpus if is_master else slurm.cpus_per_gpu * gpus
+    wanted = {
+        "partition": slurm.master_partition if is_master else slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.master_time if is_master else slurm.time,
+        "gres": f"{slurm.gres}:{gpus}" if gpus and slurm.gres else "",
+        "cpus-per-task": str(cpus or ""),
+        "mem": "" if is_master else _memory(slurm.mem_per_gpu, gpus),
+        # Never `B:`, which would warn the batch shell and not the step, where the agent is.
+        "signal": slurm.signal.removeprefix("B:"),
+        "exclude": ",".join(part for part in (slurm.exclude, *spec.exclude) if part),
+    }
+    options = [f"--{name}={value}" for name, value in wanted.items() if value]
+    return [
+        "--nodes=1",
+        "--ntasks=1",
+        *options,
+        *(slurm.master_options if is_master else slurm.options),
+    ]

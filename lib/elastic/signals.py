@@ -1,0 +1,58 @@
+"""Signals become flags. The only module that installs handlers.
+
+TERM, INT, USR1 and USR2 all mean notice: Slurm sends TERM to the steps of a job that it preempts,
+the time-limit warning is whatever `slurm.signal` names, and a person presses Ctrl-C. USR1 and USR2
+are both taken because NCCL may use USR1: a site that sends USR2 is not surprised. CONT comes along
+with TERM, in either order, and needs nothing.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Notice:
+    """Set once the scheduler has said that this process will be killed soon."""
+
+    def __init__(self):
+        self.signal_name = ""
+        self.since: float | None = None
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+
+    def __bool__(self) -> bool:
+        return self.since is not None
+
+    def fileno(self) -> int:
+        """Becomes readable at the notice: for select()."""
+        return self._reader
+
+    def arrived(self, number: int, _frame=None) -> None:
+        if self.since is None:
+            self.since, self.signal_name = time.time(), signal.Signals(number).name
+            with contextlib.suppress(OSError):
+                os.write(self._writer, b"!")
+
+
+def install() -> Notice:
+    """From now on the notice signals set the returned flag, and nothing else."""
+    notice = Notice()
+    for number in NOTICES:
+        signal.signal(number, notice.arrived)
+    return notice
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn`: the child gets KILL when its parent is gone, however the parent ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def name_of(exit_code: int) -> str:
+    """How a process ended, in words: "code 1" or "signal SIGKILL" (negative codes)."""
+    return f"code {exit_code}" if exit_code >= 0 else f"signal {signal.Signals(-exit_code).name}"

@@ -1,0 +1,226 @@
+"""What is known about a run, as one dictionary: for people (views) and for scripts (--json).
+
+Workers come from Redis when it answers, else from what the jobs wrote into the run directory, and
+the reason says so. Jobs come from one question to the scheduler for all runs; the same listing,
+through a dry reconcile pass, tells what that pass would do next. Nothing is changed by looking.
+
+    state    running   workers train (or load, or deliver)      done     finished
+             waiting   it wants to run, and no worker is there  failed   `reason` says why
+             stopped   by elastic-stop
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic import membership, reconcile
+from elastic.config import Config
+from elastic.errors import TryAgain
+from elastic.rundir import RunDir
+from elastic.sched import Job, open_scheduler, parse_job_name
+from elastic.store import Store
+
+EVENTS = 20
+WINDOW = 10  # newest versions over which speed and goodput are measured
+NOT_REACHED_S = 2.0  # how long a master that does not answer is waited for
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One answer of a scheduler, or the trouble there was in getting it. A Scheduler that only
+    lists: a dry pass plans over it without asking again."""
+
+    listed: Sequence[Job] = ()
+    trouble: str = ""
+
+    def jobs(self) -> list[Job]:
+        if self.trouble:
+            raise TryAgain(self.trouble)
+        return list(self.listed)
+
+
+def listing(kind: str, config: Config) -> Listing:
+    """Ask the scheduler `kind` once."""
+    try:
+        return Listing(open_scheduler(kind, config).jobs())
+    except TryAgain as silence:
+        return Listing(trouble=silence.what)
+
+
+def observe_all(runs: Sequence[RunDir]) -> list[dict]:
+    """`observe` of every run, with one question per scheduler."""
+    listings: dict[str, Listing] = {}
+    seen = []
+    for run in runs:
+        config = run.config()
+        kind = config.run.scheduler
+        listings.setdefault(kind, listing(kind, config))
+        seen.append(observe(run, listings[kind]))
+    return seen
+
+
+def observe(run: RunDir, jobs: Listing | None = None) -> dict:
+    """All about one run. Raises ElasticError only if its directory is damaged."""
+    config, control, now = run.config(), run.control(), time.time()
+    jobs = jobs or listing(config.run.scheduler, config)
+    mine, commits = _jobs(run, jobs), _newest_commits(run)
+    newest = commits[-1] if commits else {}
+    workers, master = _workers(run, config, mine)
+    seen = {"jobs": mine, "workers": workers, "master": master, "newest": newest}
+    state, reason = judge(run, {**seen, "min": control.min}, jobs.trouble)
+    return {
+        "run": run.name,
+        "path": str(run.path),
+        "mode": control.mode,
+        "state": state,
+        "reason": reason,
+        "detail": (run.failed() or {}).get("detail", "") if state == "failed" else "",
+        "next": _next(run, jobs, now),
+        "version": newest.get("version"),
+        "tokens": newest.get("tokens", 0),
+        "tokens_goal": (run.commit(0) or {}).get("total_tokens"),
+        "loss": newest.get("loss"),
+        "tokens_per_s": _speed(commits, now if state == "running" else 0.0),
+        "goodput": _goodput(run, commits),
+        "min": control.min,
+        "max": control.max,
+        "workers": workers,
+        "jobs": mine,
+        "events": run.events(last=EVENTS),
+    }
+
+
+# ---- why
+
+
+def judge(run: RunDir, seen: dict, trouble: str) -> tuple[str, str]:
+    """(state, one sentence why). `seen` is what was observed; `trouble` is the scheduler's."""
+    jobs, workers = seen["jobs"], seen["workers"]
+    leaving = f"; {len(jobs)} jobs are still leaving" if jobs else ""
+    if done := run.done():
+        return "done", f"finished: {done.get('reason', 'nothing is left to train')}{leaving}"
+    if failed := run.failed():
+        return "failed", f"{failed['reason']}{leaving}"
+    if run.control().state == "stopped":
+        return "stopped", f"stopped by elastic-stop{leaving}"
+    state = "running" if workers else "waiting"
+    if trouble:
+        return state, f"the scheduler does not answer: {trouble}"
+    pending = [job for job in jobs if job["state"] == "PENDING"]
+    queue = f"; {len(pending)} jobs wait ({pending[0]['reason'] or 'PENDING'})" if pending else ""
+    if silence := seen["master"].get("trouble"):
+        return state, f"the master is not reachable{_since(seen['newest'])}: {silence}{queue}"
+    if not workers:
+        return state, f"no worker is there{queue or ': no job is queued or running'}"
+    stalled = [str(worker["slot"]) for worker in workers if worker["state"] == "stalled"]
+    if stalled:
+        return state, f"slots {', '.join(stalled)} beat but do not advance{queue}"
+    short = f", fewer than the {seen['min']} wanted" if len(workers) < seen["min"] else ""
+    now = seen["master"].get("reason", "")
+    return state, f"{len(workers)} workers{short}{f'; {now}' if now else ''}{queue}"
+
+
+def _since(newest: dict) -> str:
+    if not newest:
+        return " yet"
+    clock = time.strftime("%H:%M:%S", time.localtime(newest["time"]))
+    return f" (it committed version {newest['version']} at {clock})"
+
+
+def _next(run: RunDir, jobs: Listing, now: float) -> str:
+    """What the next reconcile pass would do, and what it waits for."""
+    report = reconcile.run_pass([run], now, True, lambda _kind, _config: jobs)
+    if report.unknown:
+        return "nothing, until the scheduler answers"
+    if not report.runs:
+        return "nothing"
+    one = report.runs[0]
+    words = [f"{each.verb} {each.role} {each.slot} ({each.reason})" for each in one.actions]
+    if len(words) > 3:
+        words[3:] = [f"{len(words) - 3} more"]
+    return "; ".join([*words, *one.waiting]) or one.error or "nothing: all is as wanted"
+
+
+# ---- who
+
+
+def _jobs(run: RunDir, jobs: Listing) -> list[dict]:
+    """The run's jobs that have not ended, as the scheduler sees them."""
+    named = [(parse_job_name(job.name), job) for job in jobs.listed if not job.ended]
+    mine = [(name, job) for name, job in named if name and name[0] == run.name]
+    return [
+        {"job_id": job.job_id, "role": name[1], "slot": name[2], "state": job.state,
+         "reason": "" if job.reason == "None" else job.reason, "node": job.node}
+        for name, job in sorted(mine, key=lambda pair: pair[0])
+    ]  # fmt: skip
+
+
+def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict], dict]:
+    """The workers and the master's own words; both from Redis, if that answers."""
+    try:
+        store = Store.open(run, NOT_REACHED_S)
+    except TryAgain as silence:
+        return _workers_on_record(run, jobs), {"trouble": silence.what}
+    try:
+        now, slots, master = store.now(), store.slots(), store.master()
+    except TryAgain as silence:
+        return _workers_on_record(run, jobs), {"trouble": silence.what}
+    finally:
+        store.close()
+    if not master:
+        master = {"trouble": f"Redis at {store.where} knows no master"}
+    stall_after_s = config.health.stall_after_s
+    return [_worker(slots[n], now, stall_after_s) for n in sorted(slots)], master
+
+
+def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
+    names = ("slot", "attempt", "job_id", "node", "pid", "version", "step", "tokens_per_s", "loss")
+    fields = {name: getattr(slot, name) for name in names}
+    state = membership.state(slot, now, stall_after_s)
+    return {**fields, "state": state, "last_beat_s": round(max(0.0, now - slot.beat), 3)}
+
+
+def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:
+    """Workers whose job is running and has written that it started; progress is not known."""
+    running = {job["job_id"] for job in jobs if job["state"] == "RUNNING"}
+    unknown = {"pid": None, "version": None, "step": 0, "tokens_per_s": 0.0, "loss": None}
+    return [
+        {**unknown, "slot": record["slot"], "attempt": record.get("attempt", 0),
+         "job_id": record["job_id"], "node": record.get("node", ""), "state": "unknown",
+         "last_beat_s": None}
+        for record in run.endings()
+        if record.get("role") == "worker" and record["job_id"] in running
+    ]  # fmt: skip
+
+
+# ---- how fast
+
+
+def _newest_commits(run: RunDir) -> list[dict]:
+    """Up to WINDOW newest commits, oldest first."""
+    newest = run.newest_version()
+    found = [run.commit(version) for version in range(max(0, newest - WINDOW), newest + 1)]
+    return [commit for commit in found if commit]
+
+
+def _speed(commits: list[dict], now: float) -> float | None:
+    """Committed tokens per second over the window, up to now for a run that is running."""
+    if len(commits) < 2:
+        return None
+    passed_s = max(now, commits[-1]["time"]) - commits[0]["time"]
+    return (commits[-1]["tokens"] - commits[0]["tokens"]) / passed_s if passed_s > 0 else None
+
+
+def _goodput(run: RunDir, commits: list[dict]) -> float | None:
+    """Seconds of committed training in the window per second that workers had their GPUs."""
+    if len(commits) < 2:
+        return None
+    start, stop = commits[0]["time"], commits[-1]["time"]
+    deltas = [delta for commit in commits[1:] for delta in commit["deltas"]]
+    useful_s = sum(delta.get("seconds", 0.0) for delta in deltas)
+    held_s = 0.0
+    for record in run.endings():
+        if record.get("role") == "worker":
+            end = record["time"] if record.get("state") == "ended" else stop
+            held_s += max(0.0, min(end, stop) - max(record.get("started", stop), start))
+    return min(1.0, useful_s / held_s) if held_s and useful_s else None

@@ -1,0 +1,398 @@
+"""The store: coordination through Redis. The only importer of redis.
+
+Redis is fast, not durable: every key can be rebuilt from the run directory and from what live
+workers say again, so a flushed or replaced server costs a moment and no work.
+
+key (after `elastic:RUN:`)  type     content
+master                      hash     epoch, version, call (version being called), state, beat, ...
+slot:N                      hash/TTL the lease and last heartbeat of a slot (membership.Slot)
+attempts                    hash     slot -> newest attempt; a lower one is fenced
+offers:V                    hash     "slot:attempt" -> header of a delta based on version V
+verdicts                    hash     "slot:attempt" -> why its delta was rejected
+asks                        hash     "slot:attempt" -> sample ranges wanted and held
+grant:SLOT:ATTEMPT          list     sample ranges granted to the newest ask; expires
+inner                       hash     slot -> pointer to its saved inner optimizer state
+delta:...                   string   chunks of delta bytes when the transport is Redis; they expire
+events                      stream   the live copy of events.jsonl, capped
+ctl                         pub/sub  wake-ups for all: version V, last-call V, stop; join, leave
+wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
+
+Pub/sub only wakes; what counts is in the keys. Times are Redis TIME. Changes that must be checked
+and made in one step are the few Lua scripts below.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import redis
+
+from elastic.errors import Fenced, TryAgain
+from elastic.membership import Slot
+from elastic.rundir import Endpoint, RunDir
+
+EVENTS_KEPT = 1000
+GRANT_KEPT_MS = 60_000
+
+# Take a slot's lease for an attempt. 0: a higher attempt has it.
+CLAIM = """
+local newest = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0')
+if newest > tonumber(ARGV[2]) then return 0 end
+local t = redis.call('TIME')
+local now = t[1] .. '.' .. string.format('%06d', t[2])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'beat', now, 'moved', now, 'joined', now, unpack(ARGV, 5))
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PUBLISH', KEYS[3], 'join ' .. ARGV[4])
+return 1
+"""
+
+# Renew a lease and note progress. -1: fenced by a higher attempt. 0: unknown here, claim again.
+BEAT = """
+local newest = redis.call('HGET', KEYS[2], ARGV[1])
+if newest and tonumber(newest) > tonumber(ARGV[2]) then return {-1} end
+if newest ~= ARGV[2] or redis.call('EXISTS', KEYS[1]) == 0 then return {0} end
+local t = redis.call('TIME')
+local now = t[1] .. '.' .. string.format('%06d', t[2])
+local before = redis.call('HMGET', KEYS[1], 'state', 'step', 'version')
+redis.call('HSET', KEYS[1], 'beat', now, unpack(ARGV, 4))
+local after = redis.call('HMGET', KEYS[1], 'state', 'step', 'version')
+if before[1] ~= after[1] or before[2] ~= after[2] or before[3] ~= after[3] then
+  redis.call('HSET', KEYS[1], 'moved', now)
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return {1}
+"""
+
+# Give a lease up, if it is still this attempt's.
+RELEASE = """
+if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('PUBLISH', KEYS[3], 'leave ' .. ARGV[1])
+redis.call('PUBLISH', KEYS[4], 'leave ' .. ARGV[1])
+return 1
+"""
+
+# Offer a delta, if the attempt holds its slot. -1: fenced. 0: unknown here, claim again.
+OFFER = """
+local newest = redis.call('HGET', KEYS[2], ARGV[1])
+if newest and tonumber(newest) > tonumber(ARGV[2]) then return -1 end
+if newest ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], ARGV[3])
+redis.call('PUBLISH', KEYS[3], 'offer ' .. ARGV[1])
+return 1
+"""
+
+# Be the master with this epoch, if no higher one is. Also every later change of the master's hash.
+MASTER = """
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
+if epoch > tonumber(ARGV[1]) then return 0 end
+local t = redis.call('TIME')
+local now = t[1] .. '.' .. string.format('%06d', t[2])
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'beat', now, unpack(ARGV, 3))
+if ARGV[2] ~= '' then redis.call('PUBLISH', KEYS[2], ARGV[2]) end
+return 1
+"""
+
+
+def reaches_redis(method: Callable) -> Callable:
+    """Turn every failure to get an answer into TryAgain that names the server."""
+
+    @functools.wraps(method)
+    def wrapper(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except redis.exceptions.AuthenticationError as error:
+            raise TryAgain(f"Redis at {self.where} refused the password: {error}") from None
+        except redis.exceptions.RedisError as error:
+            raise TryAgain(
+                f"cannot reach Redis at {self.where}: {error}",
+                "is the master job running? elastic-status RUN",
+            ) from None
+
+    return wrapper
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A worker's request for samples: `want` more, beside those it holds. `sequence` numbers it."""
+
+    slot: int
+    attempt: int
+    sequence: int
+    want: int
+    held: tuple[tuple[int, int, int], ...]
+
+
+class Store:
+    """One run's keys on one server."""
+
+    def __init__(self, client: redis.Redis, run_name: str, where: str):
+        self._redis, self.where = client, where
+        self._prefix = f"elastic:{run_name}:"
+        self._claim = client.register_script(CLAIM)
+        self._beat = client.register_script(BEAT)
+        self._release = client.register_script(RELEASE)
+        self._offer = client.register_script(OFFER)
+        self._master = client.register_script(MASTER)
+
+    @classmethod
+    def connect(cls, endpoint: Endpoint, password: str, run_name: str, timeout_s=5.0) -> "Store":
+        """A store on the server at `endpoint`; the first call connects."""
+        limits = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "decode_responses": False,
+        }
+        if endpoint.url:
+            client = redis.Redis.from_url(endpoint.url, **limits)
+            return cls(client, run_name, endpoint.url.rpartition("@")[2])
+        client = redis.Redis(endpoint.host, endpoint.port, password=password, **limits)
+        return cls(client, run_name, f"{endpoint.host}:{endpoint.port}")
+
+    @classmethod
+    def open(cls, run: RunDir, timeout_s: float = 2.0) -> "Store":
+        """The store of the run's newest master, answering. Raises TryAgain."""
+        endpoint = run.endpoint()
+        if endpoint is None:
+            raise TryAgain(f"run {run.name} has had no master yet", "elastic-status RUN says why")
+        store = cls.connect(endpoint, run.secret(), run.name, timeout_s)
+        store.ping()
+        return store
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def _key(self, *parts: object) -> str:
+        return self._prefix + ":".join(str(part) for part in parts)
+
+    @reaches_redis
+    def ping(self) -> None:
+        self._redis.ping()
+
+    @reaches_redis
+    def now(self) -> float:
+        """Redis TIME in seconds: the one clock that decisions compare."""
+        seconds, micros = self._redis.time()
+        return seconds + micros / 1e6
+
+    # ---- slots
+
+    @reaches_redis
+    def claim(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
+        """Take the slot's lease. False if a higher attempt has claimed it."""
+        keys = [self._key("slot", slot), self._key("attempts"), self._key("ctl")]
+        head = [slot, attempt, int(lease_s * 1000), slot]
+        return bool(self._claim(keys, head + _flat({"slot": slot, "attempt": attempt, **fields})))
+
+    @reaches_redis
+    def beat(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
+        """Renew the lease. False: this server does not know it, claim again. Raises Fenced."""
+        keys = [self._key("slot", slot), self._key("attempts")]
+        head = [slot, attempt, int(lease_s * 1000)]
+        (answer,) = self._beat(keys, head + _flat(fields))
+        if answer < 0:
+            raise Fenced(f"slot {slot}: an attempt higher than {attempt} has claimed it")
+        return answer == 1
+
+    @reaches_redis
+    def release(self, slot: int, attempt: int) -> None:
+        """Give the lease up; nothing happens if a higher attempt has it."""
+        keys = [self._key("slot", slot), self._key("attempts"), self._key("ctl")]
+        keys.append(self._key("wake"))
+        self._release(keys, [slot, attempt])
+
+    @reaches_redis
+    def slots(self) -> dict[int, Slot]:
+        """Every slot whose lease is valid."""
+        numbers = sorted(int(name) for name in self._redis.hkeys(self._key("attempts")))
+        pipe = self._redis.pipeline(transaction=False)
+        for number in numbers:
+            pipe.hgetall(self._key("slot", number))
+        found = zip(numbers, pipe.execute(), strict=True)
+        return {number: Slot.from_fields(_text(fields)) for number, fields in found if fields}
+
+    @reaches_redis
+    def attempts(self) -> dict[int, int]:
+        """Slot -> the newest attempt that claimed it."""
+        return {int(k): int(v) for k, v in self._redis.hgetall(self._key("attempts")).items()}
+
+    @reaches_redis
+    def set_attempts(self, attempts: dict[int, int]) -> None:
+        """Tell a new server what the run directory knows, so that it fences what is older."""
+        if attempts:
+            self._redis.hset(self._key("attempts"), mapping=attempts)
+
+    # ---- deltas and versions
+
+    @reaches_redis
+    def offer(self, slot: int, attempt: int, base: int, header: dict) -> bool:
+        """Announce a delta. False: this server does not know the lease. Raises Fenced."""
+        keys = [self._key("offers", base), self._key("attempts"), self._key("wake")]
+        answer = self._offer(keys, [slot, attempt, json.dumps(header)])
+        if answer < 0:
+            raise Fenced(f"slot {slot}: an attempt higher than {attempt} has claimed it")
+        return answer == 1
+
+    @reaches_redis
+    def offers(self, bases: Iterable[int]) -> dict[int, dict[str, bytes]]:
+        """Base version -> {"slot:attempt": header as JSON}."""
+        bases = list(bases)
+        pipe = self._redis.pipeline(transaction=False)
+        for base in bases:
+            pipe.hgetall(self._key("offers", base))
+        found = zip(bases, pipe.execute(), strict=True)
+        return {base: {k.decode(): v for k, v in table.items()} for base, table in found}
+
+    @reaches_redis
+    def offered(self, slot: int, attempt: int, base: int) -> bool:
+        """Is the offer still known? A flushed or new server has forgotten it."""
+        return bool(self._redis.hexists(self._key("offers", base), f"{slot}:{attempt}"))
+
+    @reaches_redis
+    def set_verdict(self, name: str, verdict: dict) -> None:
+        """Say why the newest delta of "slot:attempt" is not merged."""
+        self._redis.hset(self._key("verdicts"), name, json.dumps(verdict))
+
+    @reaches_redis
+    def take_verdict(self, slot: int, attempt: int) -> dict | None:
+        """The verdict on this attempt, if there is one; it is told once."""
+        name = f"{slot}:{attempt}"
+        pipe = self._redis.pipeline(transaction=True)
+        body, _ = pipe.hget(self._key("verdicts"), name).hdel(self._key("verdicts"), name).execute()
+        return json.loads(body) if body else None
+
+    @reaches_redis
+    def drop_offers(self, base: int, names: Iterable[str]) -> None:
+        """Forget offers by name ("slot:attempt"); one that came meanwhile stays."""
+        names = list(names)
+        if names:
+            self._redis.hdel(self._key("offers", base), *names)
+
+    @reaches_redis
+    def set_master(self, epoch: int, fields: dict, wake: str = "") -> None:
+        """Change the master's hash and announce `wake`. Raises Fenced under a higher epoch."""
+        keys = [self._key("master"), self._key("ctl")]
+        if not self._master(keys, [epoch, wake, *_flat(fields)]):
+            raise Fenced(f"master epoch {epoch}: a higher one has taken over")
+
+    @reaches_redis
+    def master(self) -> dict[str, str]:
+        return _text(self._redis.hgetall(self._key("master")))
+
+    # ---- samples
+
+    @reaches_redis
+    def ask(self, ask: Ask) -> None:
+        """Ask for samples, or (want 0) say which ones are held."""
+        body = json.dumps([ask.sequence, ask.want, ask.held])
+        self._redis.hset(self._key("asks"), f"{ask.slot}:{ask.attempt}", body)
+        self._redis.publish(self._key("wake"), f"ask {ask.slot}")
+
+    @reaches_redis
+    def take_asks(self) -> list[Ask]:
+        """All waiting requests, removed. One that gets lost is asked again by its worker."""
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.hgetall(self._key("asks")).delete(self._key("asks"))
+        asks = []
+        for name, body in pipe.execute()[0].items():
+            slot, attempt = name.decode().split(":")
+            sequence, want, held = json.loads(body)
+            ranges = tuple(tuple(each) for each in held)
+            asks.append(Ask(int(slot), int(attempt), sequence, want, ranges))
+        return asks
+
+    @reaches_redis
+    def grant(self, grants: dict[tuple[int, int], tuple[int, list]]) -> None:
+        """(slot, attempt) -> (sequence of the ask, ranges)."""
+        pipe = self._redis.pipeline(transaction=False)
+        for (slot, attempt), answer in grants.items():
+            key = self._key("grant", slot, attempt)
+            pipe.rpush(key, json.dumps(answer)).pexpire(key, GRANT_KEPT_MS)
+        pipe.execute()
+
+    @reaches_redis
+    def granted(self, ask: Ask, timeout_s: float) -> list | None:
+        """The ranges granted to `ask`, or None if no answer came within `timeout_s`."""
+        answer = self._redis.blpop(self._key("grant", ask.slot, ask.attempt), timeout_s)
+        if answer is None:
+            return None
+        sequence, ranges = json.loads(answer[1])
+        return [tuple(each) for each in ranges] if sequence == ask.sequence else None
+
+    # ---- inner state, bytes, events, wake-ups
+
+    @reaches_redis
+    def set_inner(self, slot: int, pointer: dict) -> None:
+        self._redis.hset(self._key("inner"), str(slot), json.dumps(pointer))
+
+    @reaches_redis
+    def inner(self) -> dict[int, dict]:
+        found = self._redis.hgetall(self._key("inner"))
+        return {int(slot): json.loads(body) for slot, body in found.items()}
+
+    @reaches_redis
+    def put_bytes(self, name: str, data: bytes, keep_s: float) -> None:
+        self._redis.set(self._key("delta", name), data, px=int(keep_s * 1000))
+
+    @reaches_redis
+    def get_bytes(self, name: str) -> bytes | None:
+        return self._redis.get(self._key("delta", name))
+
+    @reaches_redis
+    def drop_bytes(self, names: list[str]) -> None:
+        if names:
+            self._redis.unlink(*(self._key("delta", name) for name in names))
+
+    @reaches_redis
+    def memory_bytes(self) -> tuple[int, int]:
+        """(used, allowed; 0 = no limit)."""
+        info = self._redis.info("memory")
+        return info["used_memory"], info.get("maxmemory", 0)
+
+    @reaches_redis
+    def add_event(self, record: dict) -> None:
+        self._redis.xadd(self._key("events"), {"json": json.dumps(record)}, maxlen=EVENTS_KEPT)
+
+    @reaches_redis
+    def announce(self, wake: str) -> None:
+        self._redis.publish(self._key("ctl"), wake)
+
+    def listen(self, channel: str) -> "Listener":
+        """Wake-ups of "ctl" or "wake"."""
+        pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
+        return Listener(pubsub, self._key(channel), self.where)
+
+
+class Listener:
+    """Wake-ups of one channel. Losing one costs a poll interval, nothing else."""
+
+    def __init__(self, pubsub: redis.client.PubSub, channel: str, where: str):
+        self._pubsub, self._channel, self.where = pubsub, channel, where
+        self._subscribed = False
+
+    @reaches_redis
+    def wait(self, timeout_s: float) -> list[str]:
+        """The wake-ups that came within `timeout_s`; returns at the first, with all behind it."""
+        if not self._subscribed:
+            self._pubsub.subscribe(self._channel)
+            self._subscribed = True
+        words = []
+        message = self._pubsub.get_message(timeout=timeout_s)
+        while message is not None:
+            words.append(message["data"].decode())
+            message = self._pubsub.get_message(timeout=0)
+        return words
+
+    def close(self) -> None:
+        self._pubsub.close()
+
+
+def _flat(fields: dict) -> list:
+    return [part for pair in fields.items() for part in pair]
+
+
+def _text(table: dict[bytes, bytes]) -> dict[str, str]:
+    return {key.decode(): value.decode() for key, value in table.items()}

@@ -1,0 +1,74 @@
+"""The start of a run: everything that can be known to be wrong is found before anything is made.
+
+Checked: space and permission below the run root, the task's module (looked for, not imported: it
+may need what only a compute node has), a redis-server, a scheduler that answers, and no jobs left
+over from an earlier run of that name. What remains is a run directory and the scheduler's word.
+"""
+
+import importlib.machinery
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from elastic import config as configuration
+from elastic import redis_server
+from elastic.config import Config
+from elastic.errors import ElasticError, UsageError
+from elastic.rundir import Control, RunDir
+from elastic.sched import open_scheduler, parse_job_name
+
+
+def check(config: Config, root: Path) -> None:
+    """Raise ElasticError saying what would stop the run from starting; make nothing."""
+    _check_root(root, config)
+    _check_task(config)
+    if not config.redis.url:
+        redis_server.find(config.redis.server)
+    for job in open_scheduler(config.run.scheduler, config).jobs():
+        name = parse_job_name(job.name)
+        if name and name[0] == config.run.name and not job.ended:
+            raise UsageError(
+                f"a job of another run {config.run.name!r} is still there: {job.job_id}",
+                "choose another --name, or wait until it is gone",
+            )
+
+
+def start(config: Config, root: Path) -> RunDir:
+    """Make the run directory; its first reconcile pass is the caller's."""
+    limits = config.elastic
+    control = Control(config.run.mode, "running", limits.min, limits.max, time.time())
+    run = RunDir.create(root, config, control, configuration.clean_environment())
+    run.event("submit", min=limits.min, max=limits.max, scheduler=config.run.scheduler)
+    return run
+
+
+def _check_root(root: Path, config: Config) -> None:
+    there = next(path for path in (root, *root.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ElasticError(
+            f"cannot write to {there}", "set ELASTIC_RUNS to a folder on the shared filesystem"
+        )
+    free, wanted = shutil.disk_usage(there).free, config.checkpoint.min_free_bytes
+    if free < wanted:
+        raise ElasticError(
+            f"{there} has {free / 2**30:.2f} GiB free, checkpoint.min_free is {wanted / 2**30:.2f}",
+            "make room, or set ELASTIC_RUNS to another filesystem",
+        )
+
+
+def _check_task(config: Config) -> None:
+    if config.run.command:
+        return
+    module = config.run.task.partition(":")[0]
+    parts = module.split(".")
+    search = [*sys.path, config.run.folder]
+    for depth, part in enumerate(parts, 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), search)
+        if spec is None:
+            raise ElasticError(
+                f"no module {module} for the task {config.run.task} (looked for {part!r})",
+                f"put it on PYTHONPATH or into {config.run.folder}",
+            )
+        search = list(spec.submodule_search_locations or [])

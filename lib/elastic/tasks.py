@@ -1,0 +1,327 @@
+"""What a run trains: the user's task, found by its name, and the two that come with the toolkit.
+
+A task says what the model, the samples and the loss are, and nothing about how they are
+distributed: it sees no ranks, no versions, no other workers. Sample i has to be the same on every
+machine and in every attempt, because the ledger hands out samples by number and the audit counts
+them; so the tasks here derive samples from names and offsets, never from time or chance. Data is
+read when it is first asked for: what needs only the model does not wait for it.
+
+    ByteText     a byte-level GPT on text files; by default the standard library's own sources
+    TokenFiles   a Llama-style model on memory-mapped files of uint16 or uint32 token ids
+"""
+
+import difflib
+import functools
+import hashlib
+import importlib
+import sys
+import sysconfig
+import traceback
+from bisect import bisect_right
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from elastic.errors import ElasticError, UsageError
+from elastic.models import PRESETS, Shape, Transformer, create
+
+REQUIRED = ("model", "dataset", "loss")
+HELD_OUT_OF = 25  # files: one of so many is kept for validation
+VALIDATION_TOKENS = 8192  # at a time
+NOT_STDLIB = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+OF_ONE_MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+class Task(Protocol):
+    """What `run.task` names. Its constructor gets the [task] table of the run file.
+
+    It may also have `optimizer(model)` (else `default_optimizer`), `tokens(batch) -> int` (else
+    the samples of the batch; the unit of the schedule and of the weight of a delta), and
+    `validate(model) -> dict[str, float]`, which is run on the global parameters.
+    """
+
+    def model(self) -> nn.Module:
+        """A new model; the same parameters whenever torch has been seeded the same."""
+
+    def dataset(self) -> Dataset:
+        """Map-style, with a length; sample i is the same on every machine."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean over a batch, which is on the model's device."""
+
+
+def load_task(spec: str, table: dict, search: Path | None = None) -> Task:
+    """An instance of the class `spec` ("package.module:Class"), given the [task] table.
+
+    The module is looked for on PYTHONPATH, then in `search`, the folder of the run file.
+    Raises ElasticError saying what is wrong with the user's code, and where.
+    """
+    module_name, _, class_name = spec.partition(":")
+    if not (module_name and class_name.isidentifier()):
+        raise UsageError(f"task {spec!r} names no class", hint='write "package.module:Class"')
+    folder = str(search.resolve()) if search else ""
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+    looked = f"looked for modules on PYTHONPATH{f' and in {folder}' if folder else ''}"
+    with _blaming(f"task module {module_name} does not import", looked):
+        module = importlib.import_module(module_name)
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        names = sorted(k for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_")
+        hint = f"classes there: {', '.join(names) or 'none'}"
+        raise ElasticError(f"task {spec}: no class {class_name} in {module.__file__}", hint)
+    if missing := [name for name in REQUIRED if not callable(getattr(found, name, None))]:
+        hint = f"a task needs {', '.join(REQUIRED)}"
+        raise ElasticError(f"task {spec} has no method {', '.join(missing)}", hint)
+    with _blaming(f"task {spec} cannot be made"):
+        return found(table)
+
+
+@contextmanager
+def _blaming(what: str, hint: str = ""):
+    """Report anything that the user's code raises as an ElasticError that names its line."""
+    try:
+        yield
+    except ElasticError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+        where = f" ({inside[-1].filename}:{inside[-1].lineno})" if inside else ""
+        raise ElasticError(f"{what}: {type(error).__name__}: {error}{where}", hint) from error
+
+
+def default_optimizer(model: nn.Module, train) -> torch.optim.Optimizer:
+    """AdamW as the [train] section has it; only matrices decay, not the gains of norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=train.learning_rate,
+        betas=(train.beta1, train.beta2),
+        fused=True if all(p.is_cuda for p in parameters) else None,
+    )
+
+
+def count_tokens(task: Task, batch: Any) -> int:
+    """Tokens in a batch: as the task counts them, or else its samples."""
+    if own := getattr(task, "tokens", None):
+        return own(batch)
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return len(batch)
+
+
+# -----------------------------------------------------------------------------
+# What both language tasks share
+
+
+def read_options(table: dict, **defaults) -> SimpleNamespace:
+    """The table over its defaults. UsageError: an unknown key, or not of the default's type."""
+    for name, value in table.items():
+        if name not in defaults:
+            near = "".join(f": {n}?" for n in difflib.get_close_matches(name, defaults, 1))
+            hint = f"legal keys: {', '.join(defaults)}"
+            raise UsageError(f"unknown key {name!r} in [task]{near}", hint)
+        default = defaults[name]
+        if default is not None and type(value) is not type(default):
+            raise UsageError(f"[task] {name} = {value!r} is no {type(default).__name__}")
+    return SimpleNamespace(**{**defaults, **table})
+
+
+class Windows(Dataset):
+    """Consecutive windows of context + 1 tokens from each source in turn; none spans two.
+
+    Neighbours share one token, the last target of the one and the first input of the other.
+    """
+
+    def __init__(self, sources: list, context: int, limit: int = 0):
+        self.sources, self.context = sources, context
+        self.ends = list(accumulate(max(len(s) - 1, 0) // context for s in sources))
+        whole = self.ends[-1] if sources else 0
+        self.count = min(whole, limit) if limit > 0 else whole
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> Tensor:
+        if not 0 <= i < self.count:
+            raise IndexError(f"sample {i} of {self.count}")
+        source = bisect_right(self.ends, i)
+        start = (i - (self.ends[source - 1] if source else 0)) * self.context
+        return self.sources[source][start : start + self.context + 1]
+
+
+class LanguageTask:
+    """Next-token prediction; subclasses have `windows(held_out) -> Windows`."""
+
+    shape: Shape
+    validation_windows: int  # spread evenly over what is held out
+
+    def model(self) -> Transformer:
+        return create(self.shape)
+
+    def dataset(self) -> Windows:
+        windows = self.windows(held_out=False)
+        if not len(windows):
+            raise ElasticError(f"[task] names no data with {self.shape.context + 1} tokens or more")
+        return windows
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """Mean nats per predicted token."""
+        scores = model(batch[:, :-1].long())
+        return F.cross_entropy(scores.flatten(0, 1).float(), batch[:, 1:].flatten().long())
+
+    def tokens(self, batch: Tensor) -> int:
+        return batch.shape[0] * (batch.shape[1] - 1)
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """{"validation_loss": nats per token}, on the same windows every time."""
+        held_out = self.windows(held_out=True)
+        count = min(self.validation_windows, len(held_out))
+        chosen = [held_out[i * len(held_out) // count] for i in range(count)]
+        size = max(VALIDATION_TOKENS // self.shape.context, 1)
+        device, training, total = next(model.parameters()).device, model.training, 0.0
+        model.eval()
+        for batch in (chosen[i : i + size] for i in range(0, count, size)):
+            total += self.loss(model, default_collate(batch).to(device)).item() * len(batch)
+        model.train(training)
+        return {"validation_loss": total / count} if count else {}
+
+
+# -----------------------------------------------------------------------------
+# Bytes of text files
+
+
+class ByteText(LanguageTask):
+    """A byte-level GPT on text files. Of 25 or more, a hash of the name holds some out."""
+
+    def __init__(self, config: dict):
+        self.options = o = read_options(
+            config,
+            data="stdlib",  # or a folder: every file below it, but for hidden ones
+            context=128,  # bytes
+            dim=128,
+            layers=2,
+            heads=4,
+            samples=0,  # train on the first so many only; 0: all
+            validation_windows=384,
+        )
+        self.shape = Shape("gpt", 256, o.context, o.dim, o.layers, o.heads)
+        self.validation_windows = o.validation_windows
+
+    def windows(self, held_out: bool) -> Windows:
+        limit = 0 if held_out else self.options.samples
+        return Windows([self._bytes[held_out]], self.options.context, limit)
+
+    @functools.cached_property
+    def _bytes(self) -> tuple[Tensor, Tensor]:
+        """For training and held out: whole files, in the order of their names."""
+        stdlib = self.options.data == "stdlib"
+        root = Path(sysconfig.get_path("stdlib") if stdlib else self.options.data)
+        names = stdlib_sources(root) if stdlib else text_files(root)
+        parts = bytearray(), bytearray()
+        for name in names:
+            digest = int(hashlib.sha1(name.encode()).hexdigest(), 16)
+            held_out = digest % HELD_OUT_OF == 0 and len(names) >= HELD_OUT_OF
+            parts[held_out].extend((root / name).read_bytes())
+        one = bytearray(1)  # in place of nothing, of which torch makes no tensor: no window either
+        return tuple(torch.frombuffer(part or one, dtype=torch.uint8) for part in parts)
+
+
+def text_files(root: Path, pattern: str = "*") -> list[str]:
+    """The files below root, as sorted relative names, but for hidden ones."""
+    if not root.is_dir():
+        hint = 'give an absolute path that every node sees, or "stdlib"'
+        raise ElasticError(f"[task] data = {str(root)!r} is not a folder (in {Path.cwd()})", hint)
+    paths = (path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
+    return sorted(p.as_posix() for p in paths if not any(x.startswith(".") for x in p.parts))
+
+
+def stdlib_sources(root: Path) -> list[str]:
+    """What every installation of this Python has: no tests, packages, or files of one machine."""
+    names = [name for name in text_files(root, "*.py") if not name.startswith(OF_ONE_MACHINE)]
+    return [name for name in names if not NOT_STDLIB.intersection(name.split("/"))]
+
+
+# -----------------------------------------------------------------------------
+# Files of token ids
+
+
+class TokenFiles(LanguageTask):
+    """A Llama-style model on files of token ids, whose samples are found by number."""
+
+    def __init__(self, config: dict):
+        self.options = o = read_options(
+            config,
+            files=[],  # paths
+            dtype="uint16",  # or uint32; little-endian, no header
+            model=None,  # a preset (none: 125m), or a table of the fields of models.Shape
+            context=0,  # tokens; 0: the model's
+            vocabulary=0,  # token ids; 0: the model's
+            checkpointing=False,  # recompute activations to save memory
+            validation_files=[],
+            validation_windows=64,
+        )
+        if o.dtype not in ("uint16", "uint32"):
+            raise UsageError(f"[task] dtype = {o.dtype!r}", hint="uint16 or uint32")
+        if isinstance(o.model, dict):
+            shape = Shape(**vars(read_options(o.model, **asdict(Shape()))))
+        elif (o.model or "125m") in PRESETS:
+            shape = PRESETS[o.model or "125m"]
+        else:
+            hint = f"a table, or one of {', '.join(PRESETS)}"
+            raise UsageError(f"[task] model = {o.model!r}", hint)
+        given = {"context": o.context, "vocabulary": o.vocabulary, "checkpointing": o.checkpointing}
+        self.shape = replace(shape, **{name: value for name, value in given.items() if value})
+        self.validation_windows = o.validation_windows
+
+    def windows(self, held_out: bool) -> Windows:
+        o, vocabulary = self.options, self.shape.vocabulary
+        files = o.validation_files if held_out else o.files
+        sources = [TokenFile(Path(file), o.dtype, vocabulary) for file in files]
+        return Windows(sources, self.shape.context)
+
+
+class TokenFile:
+    """A sequence of token ids in a file. It opens when sliced, so it travels between processes."""
+
+    def __init__(self, path: Path, dtype: str, vocabulary: int):
+        self.path, self.dtype, self.vocabulary = path, getattr(torch, dtype), vocabulary
+        try:
+            size, each = path.stat().st_size, self.dtype.itemsize
+        except OSError as error:
+            raise ElasticError(f"token file {path}: {error.strerror}") from None
+        if size % each:
+            what = f"token file {path}: {size} bytes are no multiple of {each}, as {dtype} needs"
+            raise ElasticError(what, hint="is the file complete, and is [task] dtype right?")
+        self.length = size // each
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, window: slice) -> Tensor:
+        ids = _map(self.path, self.length, self.dtype)[window].long()
+        if (largest := int(ids.max())) >= self.vocabulary:
+            what = f"token file {self.path}: id {largest} after token {window.start}, but the model"
+            hint = "see vocabulary and dtype in [task]"
+            raise ElasticError(f"{what} has a vocabulary of {self.vocabulary}", hint)
+        return ids
+
+
+@functools.cache
+def _map(path: Path, length: int, dtype: torch.dtype) -> Tensor:
+    """The file as a tensor whose pages are read when touched; opened once per process."""
+    return torch.from_file(str(path), shared=False, size=length, dtype=dtype)

@@ -1,0 +1,54 @@
+"""Deltas as files: RUN/deltas/BASE/SLOT.ATTEMPT.FRAGMENT. Renamed when whole, not fsynced."""
+
+import contextlib
+import os
+
+from elastic.rounds import Fragment
+from elastic.rundir import RunDir
+from elastic.transport import Damaged, checksum, verify
+
+
+class FileTransport:
+    def __init__(self, run: RunDir):
+        self._root = run.path / "deltas"
+
+    def put(self, name: str, data: memoryview) -> Fragment:
+        path = self._root / name
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return Fragment(len(data), checksum(data))
+
+    def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
+        try:
+            with (self._root / name).open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != fragment.bytes or not _fill(file, into):
+                    raise Damaged(f"truncated: {name} has {size} of {fragment.bytes} bytes")
+        except OSError as error:
+            raise Damaged(f"unreadable: {name}: {error.strerror}") from None
+        verify(name, fragment, into)
+
+    def drop(self, parts: list[tuple[str, int]]) -> None:
+        paths = [self._root / name for name, _ in parts]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        for folder in {path.parent for path in paths}:
+            with contextlib.suppress(OSError):  # not empty: another delta is on its way
+                folder.rmdir()
+
+
+def _fill(file, into: memoryview) -> bool:
+    """Read until `into` is full. False if the file ended first."""
+    filled = 0
+    while filled < len(into):
+        count = file.readinto(into[filled:])
+        if not count:
+            return False
+        filled += count
+    return True

@@ -1,0 +1,48 @@
+"""Deltas as Redis strings, in chunks; they expire by themselves.
+
+Every byte passes Redis twice and sits in its memory until the round closes, so this is for small
+models. What would not fit in `redis.maxmemory` is refused before a byte is sent.
+"""
+
+from elastic.errors import ElasticError
+from elastic.rounds import Fragment
+from elastic.store import Store
+from elastic.transport import Damaged, checksum, verify
+
+CHUNK_BYTES = 16 << 20
+KEEP_S = 3600.0
+
+
+class RedisTransport:
+    def __init__(self, store: Store):
+        self._store = store
+
+    def put(self, name: str, data: memoryview) -> Fragment:
+        used, allowed = self._store.memory_bytes()
+        if allowed and used + len(data) > allowed:
+            raise ElasticError(
+                f"a delta of {len(data)} bytes does not fit: Redis uses {used} of {allowed} bytes",
+                'set local_sgd.transport = "filesystem", or raise redis.maxmemory',
+            )
+        for key, start in _chunks(name, len(data)):
+            self._store.put_bytes(key, bytes(data[start : start + CHUNK_BYTES]), KEEP_S)
+        return Fragment(len(data), checksum(data))
+
+    def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
+        for key, start in _chunks(name, fragment.bytes):
+            chunk = self._store.get_bytes(key)
+            space = into[start : start + CHUNK_BYTES]
+            if chunk is None or len(chunk) != len(space):
+                have = "nothing" if chunk is None else f"{len(chunk)} bytes"
+                raise Damaged(f"truncated: {key} has {have} of {len(space)} bytes")
+            space[:] = chunk
+        verify(name, fragment, into)
+
+    def drop(self, parts: list[tuple[str, int]]) -> None:
+        self._store.drop_bytes([key for name, size in parts for key, _ in _chunks(name, size)])
+
+
+def _chunks(name: str, size: int) -> list[tuple[str, int]]:
+    """(key, offset) of every chunk of a fragment; at least one."""
+    starts = range(0, max(size, 1), CHUNK_BYTES)
+    return [(f"{name}:{start // CHUNK_BYTES}", start) for start in starts]

@@ -1,0 +1,185 @@
+"""Versions: the tensors of a committed version, in safetensors files, verified by size and xxh3.
+
+    versions/000123/params-00.safetensors   bf16, by parameter name: what workers pull, and what
+                                            `safetensors.torch.load_file` gives anybody else
+    versions/000123/outer-00.safetensors    float32 parameters and outer momentum: the master's own
+    versions/000123/manifest.json           the layout: which parameter is in which fragment
+    commits/000123.json                     made by link(): its existence is the commit
+
+One file per fragment. A version is written and fsynced in `versions/.000123.WRITER`, then its
+commit is linked, then the folder gets its name. Two masters that write the same version never
+touch each other's files, one of them gets the link, and a crash before the rename is mended by
+whoever reads the commit next (`settle`), which names the writer.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+
+from elastic.durable import read_json, sync_directory, to_json, write_atomic
+from elastic.errors import ElasticError
+from elastic.layout import Layout
+from elastic.merge import Outer
+from elastic.rundir import RunDir
+
+READ_BYTES = 1 << 24
+
+
+class Draft:
+    """A version being written; nobody reads it until it is committed."""
+
+    def __init__(self, run: RunDir, version: int, writer: str):
+        self.run, self.version, self.writer = run, version, writer
+        self.folder = _draft_path(run, version, writer)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def write_fragment(
+        self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
+    ) -> list[dict]:
+        """Write both files of a fragment (flat, float32); returns their entries for the commit."""
+        published = split(layout, index, params.to(torch.bfloat16))
+        state = {f"param/{name}": part for name, part in split(layout, index, params).items()}
+        parts = split(layout, index, momentum)
+        state |= {f"momentum/{name}": part for name, part in parts.items()}
+        return [
+            self._write(f"params-{index:02d}.safetensors", published),
+            self._write(f"outer-{index:02d}.safetensors", state),
+        ]
+
+    def commit(self, layout: Layout, files: list[dict], record: dict) -> bool:
+        """Write the manifest and link the commit. False if another writer was first."""
+        manifest = self.folder / "manifest.json"
+        write_atomic(manifest, to_json({"version": self.version, "layout": layout.to_json()}))
+        files = [*files, self._entry(manifest)]
+        sync_directory(self.folder.parent)
+        record = {"version": self.version, "writer": self.writer, **record, "files": files}
+        won = self.run.link_commit(record)
+        if won:
+            settle(self.run, record)
+        else:
+            self.discard()
+        return won
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> dict:
+        path = self.folder / name
+        save_file(tensors, path)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return self._entry(path)
+
+    def _entry(self, path: Path) -> dict:
+        final = self.run.version_path(self.version) / path.name
+        entry = {"path": str(final.relative_to(self.run.path))}
+        return entry | {"bytes": path.stat().st_size, "xxh3": checksum(path)}
+
+
+def settle(run: RunDir, commit: dict) -> None:
+    """Give a committed version's folder its name, if its writer did not live to do it."""
+    final = run.version_path(commit["version"])
+    if not final.exists():
+        with contextlib.suppress(FileNotFoundError):  # another process was faster, or it is pruned
+            os.rename(_draft_path(run, commit["version"], commit["writer"]), final)
+
+
+def remove_drafts(run: RunDir, newest: dict) -> None:
+    """Remove what dead masters left half written; `newest` is the newest commit."""
+    settle(run, newest)
+    for folder in (run.path / "versions").glob(".*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _draft_path(run: RunDir, version: int, writer: str) -> Path:
+    return run.path / "versions" / f".{version:06d}.{writer}"
+
+
+def read_layout(run: RunDir, version: int) -> Layout:
+    manifest = read_json(run.version_path(version) / "manifest.json")
+    if manifest is None:
+        raise ElasticError(f"version {version} of run {run.name} has no manifest.json")
+    return Layout.from_json(manifest["layout"])
+
+
+def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.Tensor:
+    """The published parameters of a fragment: flat, bf16. Raises ElasticError if damaged."""
+    tensors = load_file(verified(run, commit, f"params-{index:02d}.safetensors"))
+    return _flat(layout, index, tensors, "")
+
+
+def read_outer(run: RunDir, commit: dict) -> Outer:
+    """The master's state as of a commit."""
+    layout = read_layout(run, commit["version"])
+    params, momentum = [], []
+    for index in range(len(layout.fragments)):
+        tensors = load_file(verified(run, commit, f"outer-{index:02d}.safetensors"))
+        params.append(_flat(layout, index, tensors, "param/"))
+        momentum.append(_flat(layout, index, tensors, "momentum/"))
+    return Outer(layout, params, momentum)
+
+
+def verified(run: RunDir, commit: dict, name: str) -> Path:
+    """The path of a committed file whose size and checksum are right. Raises ElasticError."""
+    entries = {Path(entry["path"]).name: entry for entry in commit["files"]}
+    if name not in entries:
+        raise ElasticError(f"version {commit['version']} has no file {name}")
+    path, entry = run.path / entries[name]["path"], entries[name]
+    settle(run, commit)
+    try:
+        size, found = path.stat().st_size, checksum(path)
+    except FileNotFoundError:
+        raise ElasticError(f"committed file is gone: {path}", "restore it from a backup") from None
+    if (size, found) != (entry["bytes"], entry["xxh3"]):
+        raise ElasticError(
+            f"committed file is damaged: {path}: {size} bytes, xxh3 {found}; "
+            f"the commit says {entry['bytes']} bytes, xxh3 {entry['xxh3']}",
+            "restore it from a backup",
+        )
+    return path
+
+
+def split(layout: Layout, index: int, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name -> view into a fragment's flat tensor."""
+    tensors = layout.fragments[index]
+    return {t.name: flat[t.start : t.start + t.numel].view(t.shape) for t in tensors}
+
+
+def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
+    """Remove the tensors of versions that are neither among the last `keep` nor an Mth one.
+
+    The commit records stay: they are the ledger. Returns the versions removed.
+    """
+    removed = []
+    for version in range(newest - keep, -1, -1):
+        folder = run.version_path(version)
+        if keep_every and version % keep_every == 0:
+            continue
+        if not folder.exists():
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(version)
+    return removed
+
+
+def checksum(path: Path) -> str:
+    """xxh3 (128 bit) of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
+
+
+def _flat(layout: Layout, index: int, tensors: dict[str, torch.Tensor], prefix: str):
+    return torch.cat([tensors[prefix + t.name].flatten() for t in layout.fragments[index]])

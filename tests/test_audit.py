@@ -1,0 +1,182 @@
+"""The audit finds everything that can be wrong with a ledger, and nothing in one that is right."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from elastic.audit import PATIENCE, audit, coverage
+
+SAMPLES = 100
+
+
+def delta(samples: list, slot: int = 0) -> dict:
+    tokens = sum(stop - start for _, start, stop in samples) * 8
+    return {"slot": slot, "attempt": 1, "job_id": "1", "steps": 5, "tokens": tokens, "loss": 2.0,
+            "samples": samples}  # fmt: skip
+
+
+class Ledger:
+    """A run directory with commits that are right until a test breaks one of them."""
+
+    def __init__(self, path: Path, epochs: int = 0):
+        self.path, self.tokens, self.version = path, 0, -1
+        (path / "commits").mkdir(parents=True)
+        (path / "versions").mkdir()
+        self.commit([], dataset_samples=SAMPLES, epochs=epochs, total_tokens=0)
+
+    def commit(self, deltas: list[dict], **changes) -> None:
+        self.version += 1
+        self.tokens += sum(each["tokens"] for each in deltas)
+        folder = self.path / "versions" / f"{self.version:06d}"
+        folder.mkdir()
+        (folder / "params-00.safetensors").write_bytes(b"x" * 10)
+        file = {"path": f"versions/{folder.name}/params-00.safetensors", "bytes": 10, "xxh3": "aa"}
+        record = {
+            "version": self.version, "master_epoch": 1, "time": 1.0, "tokens": self.tokens,
+            "samples": [span for each in deltas for span in each["samples"]],
+            "deltas": deltas, "files": [file], **changes,
+        }  # fmt: skip
+        (self.path / "commits" / f"{self.version:06d}.json").write_text(json.dumps(record))
+
+    def finish(self) -> None:
+        (self.path / "DONE").write_text("{}")
+
+    def problems(self, **options) -> str:
+        return "\n".join(audit(self.path, **options)["problems"])
+
+
+@pytest.fixture
+def ledger(tmp_path) -> Ledger:
+    return Ledger(tmp_path / "run")
+
+
+def test_a_complete_epoch_by_several_slots_in_any_order_is_right(tmp_path):
+    ledger = Ledger(tmp_path / "run", epochs=2)
+    starts = [(epoch, start) for epoch in range(2) for start in range(0, SAMPLES, 10)]
+    random.Random(4).shuffle(starts)
+    for epoch, start in starts:
+        spans = [[epoch, start, start + 4], [epoch, start + 4, start + 10]]
+        ledger.commit([delta(spans, slot=start % 3)])
+    ledger.finish()
+    report = audit(ledger.path)
+    assert report["problems"] == []
+    assert (report["committed"], report["repeated"], report["missing"]) == (2 * SAMPLES, 0, 0)
+    assert report["tokens"] == 2 * SAMPLES * 8
+
+
+def test_touching_ranges_are_no_repetition_but_one_shared_sample_is(ledger):
+    ledger.commit([delta([[0, 0, 50]], slot=0), delta([[0, 50, 60]], slot=1)])
+    assert ledger.problems() == ""
+    ledger.commit([delta([[0, 59, 70]])])
+    assert audit(ledger.path)["repeated"] == 1
+    assert "epoch 0: 1 samples committed more than once" in ledger.problems()
+
+
+def test_a_sample_that_is_trained_three_times_counts_twice_as_repeated(ledger):
+    for _ in range(3):
+        ledger.commit([delta([[0, 5, 6]])])
+    assert audit(ledger.path)["repeated"] == 2
+
+
+def test_the_same_range_in_another_epoch_is_no_repetition(ledger):
+    ledger.commit([delta([[0, 0, SAMPLES], [1, 0, 10]])])
+    assert ledger.problems() == ""
+
+
+def test_what_a_running_run_lacks_is_open_or_not_reached_but_not_missing(ledger):
+    ledger.commit([delta([[0, 0, 10], [0, 30, 40]])])
+    report = audit(ledger.path)
+    assert (report["open"], report["not_reached"], report["missing"]) == (20, 60, 0)
+    assert report["problems"] == []
+
+
+def test_a_hole_is_missing_once_its_epoch_is_long_over(ledger):
+    ledger.commit([delta([[0, 0, 60], [0, 61, SAMPLES], [1, 0, 1]])])
+    for start in range(1, PATIENCE):
+        ledger.commit([delta([[1, start, start + 1]])])
+    assert audit(ledger.path)["missing"] == 0
+    ledger.commit([delta([[1, PATIENCE, PATIENCE + 1]])])
+    assert "epoch 0: 1 samples never committed" in ledger.problems()
+
+
+def test_a_run_that_finished_its_epochs_owes_every_sample_of_each(tmp_path):
+    ledger = Ledger(tmp_path / "run", epochs=2)
+    ledger.commit([delta([[0, 0, SAMPLES]])])
+    assert ledger.problems() == ""
+    ledger.finish()
+    assert f"epoch 1: {SAMPLES} samples never committed" in ledger.problems()
+
+
+def test_a_run_that_stopped_on_tokens_may_end_inside_an_epoch(ledger):
+    ledger.commit([delta([[0, 0, 70]])])
+    ledger.finish()
+    assert audit(ledger.path)["not_reached"] == 30
+    assert ledger.problems() == ""
+
+
+@pytest.mark.parametrize("span", [[0, 90, 120], [0, -5, 5]])
+def test_samples_outside_the_data_set_are_wrong(ledger, span):
+    ledger.commit([delta([span])])
+    assert "outside 0..100" in ledger.problems()
+
+
+def test_a_gap_in_the_versions_is_wrong(ledger):
+    ledger.commit([delta([[0, 0, 10]])])
+    ledger.commit([delta([[0, 10, 20]])])
+    (ledger.path / "commits" / "000001.json").unlink()
+    assert "version 0 is followed by 2" in ledger.problems()
+
+
+def test_a_commit_by_an_earlier_master_is_wrong(ledger):
+    ledger.commit([delta([[0, 0, 10]])], master_epoch=3)
+    ledger.commit([delta([[0, 10, 20]])], master_epoch=2)
+    assert "version 2 was committed by a fenced master" in ledger.problems()
+
+
+def test_tokens_that_do_not_add_up_are_wrong(ledger):
+    ledger.commit([delta([[0, 0, 10]])], tokens=81)
+    assert "version 1 adds 81 tokens, its deltas 80" in ledger.problems()
+
+
+def test_samples_that_are_in_no_delta_are_wrong(ledger):
+    ledger.commit([delta([[0, 0, 10]])], samples=[[0, 0, 11]])
+    assert "version 1: its samples are not those of its deltas" in ledger.problems()
+
+
+def test_a_commit_that_cannot_be_read_is_named(ledger):
+    ledger.commit([delta([[0, 0, 10]])])
+    (ledger.path / "commits" / "000001.json").write_text('{"version": 1, ')
+    assert "000001.json cannot be read" in ledger.problems()
+
+
+def test_no_commit_at_all_is_said_so(tmp_path):
+    (tmp_path / "commits").mkdir()
+    assert audit(tmp_path)["problems"] == ["no version is committed"]
+
+
+def test_files_of_kept_versions_must_be_there_and_whole(ledger):
+    for start in (0, 10, 20):
+        ledger.commit([delta([[0, start, start + 10]])])
+    files = sorted(ledger.path.glob("versions/*/*"))
+    assert ledger.problems(keep=2) == ""
+    for path in files[:2]:  # pruned with their folders
+        path.unlink()
+        path.parent.rmdir()
+    assert ledger.problems(keep=2) == ""
+    assert "000001/params-00.safetensors is missing" in ledger.problems(keep=3)
+    files[3].write_bytes(b"short")
+    assert "has 5 bytes, not 10" in ledger.problems(keep=2)
+
+
+def test_an_altered_file_is_found_by_its_checksum(ledger):
+    assert ledger.problems(checksum=lambda _path: "aa") == ""
+    assert "does not have its checksum" in ledger.problems(checksum=lambda _path: "bb")
+
+
+def test_coverage_does_not_depend_on_how_it_is_written():
+    whole = coverage([[0, 0, 10]])
+    assert coverage([[0, 3, 10], [0, 0, 3]]) == whole
+    assert coverage([[0, 0, 10], [0, 5, 5]]) == whole
+    assert coverage([[0, 0, 10], [0, 4, 6]]) != whole

@@ -1,0 +1,151 @@
+"""The models have the sizes they claim, compute causally, and start the same for the same seed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from elastic.errors import UsageError
+from elastic.models import PRESETS, Shape, Transformer, create, rotary_table, rotate
+
+BYTES = Shape("gpt", vocabulary=256, context=128, dim=128, layers=2, heads=4)
+TINY = {
+    "gpt": Shape("gpt", vocabulary=64, context=16, dim=32, layers=2, heads=4),
+    "llama": Shape("llama", vocabulary=64, context=16, dim=32, layers=2, heads=4),
+    "grouped": Shape("llama", vocabulary=64, context=16, dim=32, layers=2, heads=4, kv_heads=2),
+}
+every_style = pytest.mark.parametrize("shape", TINY.values(), ids=TINY)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def size_of(shape: Shape) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in create(shape).parameters())
+
+
+def random_tokens(shape: Shape) -> torch.Tensor:
+    return torch.randint(shape.vocabulary, (2, shape.context), generator=torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        (BYTES, 475_776),
+        (PRESETS["125m"], 134_105_856),
+        (PRESETS["1b3"], 1_364_297_728),
+        (PRESETS["7b"], 6_738_415_616),
+    ],
+)
+def test_parameter_counts_without_allocating(shape, parameters):
+    assert size_of(shape) == parameters
+
+
+def test_grouped_keys_make_the_model_smaller():
+    grouped = replace(PRESETS["7b"], kv_heads=8)
+    saved = 32 * 2 * 4096 * (4096 - 1024)  # layers, keys and values
+    assert size_of(PRESETS["7b"]) - size_of(grouped) == saved
+
+
+def test_parameters_are_the_whole_state():
+    model = create(TINY["llama"])
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+@every_style
+def test_the_same_seed_gives_the_same_parameters_and_leaves_the_random_state_alone(shape):
+    before = torch.get_rng_state()
+    first, again, other = create(shape, 1), create(shape, 1), create(shape, 2)
+    assert torch.equal(before, torch.get_rng_state())
+    for (name, a), b, c in zip(
+        first.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+        assert a.dim() < 2 or not torch.equal(a, c), name
+
+
+def test_without_a_seed_the_seed_of_torch_counts_however_much_was_drawn_since():
+    torch.manual_seed(5)
+    torch.rand(3)
+    assert torch.equal(create(TINY["gpt"]).head.weight, create(TINY["gpt"], 5).head.weight)
+
+
+@every_style
+def test_no_score_depends_on_a_later_token(shape):
+    model, tokens = create(shape, 0).eval(), random_tokens(shape)
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % shape.vocabulary
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+@every_style
+def test_scores_depend_on_the_order_of_earlier_tokens(shape):
+    model, tokens = create(shape, 0).eval(), random_tokens(shape)
+    tokens[:, 0], tokens[:, 1] = 3, 4
+    swapped = tokens.clone()
+    swapped[:, 0], swapped[:, 1] = 4, 3
+    with torch.no_grad():
+        assert not torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1])
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    table = rotary_table(12, 8, torch.device("cpu"))
+    q, k = (
+        torch.randn(8, generator=torch.Generator().manual_seed(i)).expand(12, 8) for i in (1, 2)
+    )
+    scores = rotate(q, table) @ rotate(k, table).T
+    for distance in (-4, 0, 3):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+@every_style
+def test_checkpointing_changes_nothing_but_memory(shape):
+    gradients = []
+    for checkpointing in (False, True):
+        model = create(replace(shape, checkpointing=checkpointing), 0)
+        model(random_tokens(shape)).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+def test_an_untrained_model_guesses_nearly_evenly():
+    model, tokens = create(BYTES, 0), random_tokens(BYTES)
+    loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert loss.item() == pytest.approx(5.545, abs=0.3)  # ln 256
+
+
+def test_every_layer_is_a_child_of_layers_and_names_are_stable():
+    model = Transformer(BYTES)
+    assert len(model.layers) == 2
+    assert "layers.1.attention.qkv.weight" in dict(model.named_parameters())
+
+
+def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers():
+    with pytest.raises(UsageError, match="17 tokens exceed the model's context of 16"):
+        create(TINY["llama"])(torch.zeros(1, 17, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"style": "rnn"}, "style 'rnn'"),
+        ({"heads": 5}, "dim 768 is not a multiple of its 5 heads"),
+        ({"kv_heads": 5}, "12 heads cannot share 5 kv_heads"),
+        ({"layers": 0}, "layers = 0"),
+        ({"dim": 12, "heads": 4}, "even dim/heads, not 3"),
+    ],
+)
+def test_an_impossible_shape_is_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        Shape(**changes)

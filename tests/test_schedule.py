@@ -1,0 +1,87 @@
+"""The learning rate depends on committed tokens alone; each schedule has the shape of its name."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.schedule import WARMUP_START, learning_rate, tokens_at
+
+TOTAL = 1_000_000
+
+
+def settings(schedule="wsd", **changes) -> SimpleNamespace:
+    values = {
+        "learning_rate": 0.004,
+        "schedule": schedule,
+        "warmup_fraction": 0.1,
+        "decay_fraction": 0.2,
+        "final_lr_fraction": 0.1,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tokens", "share"),
+    [
+        ("wsd", 0, WARMUP_START),
+        ("wsd", 50_000, (1 + WARMUP_START) / 2),
+        ("wsd", 100_000, 1.0),
+        ("wsd", 800_000, 1.0),
+        ("wsd", 900_000, 0.55),
+        ("wsd", 1_000_000, 0.1),
+        ("cosine", 100_000, 1.0),
+        ("cosine", 550_000, 0.55),
+        ("cosine", 1_000_000, 0.1),
+        ("constant", 0, WARMUP_START),
+        ("constant", 100_000, 1.0),
+        ("constant", 1_000_000, 1.0),
+    ],
+)
+def test_the_rate_at_the_corners_of_each_schedule(schedule, tokens, share):
+    assert learning_rate(tokens, TOTAL, settings(schedule)) == pytest.approx(0.004 * share)
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine", "constant"])
+def test_the_rate_keeps_its_final_value_beyond_the_last_token(schedule):
+    end = learning_rate(TOTAL, TOTAL, settings(schedule))
+    assert learning_rate(3 * TOTAL, TOTAL, settings(schedule)) == end
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine", "constant"])
+def test_without_warmup_the_first_step_has_the_full_rate(schedule):
+    assert learning_rate(0, TOTAL, settings(schedule, warmup_fraction=0.0)) == 0.004
+
+
+fractions = st.floats(0, 1)
+
+
+@given(st.sampled_from(["wsd", "cosine", "constant"]), fractions, fractions, fractions)
+def test_any_fractions_give_a_rate_that_rises_to_its_top_and_then_falls(
+    schedule, warmup, decay, final
+):
+    chosen = settings(
+        schedule, warmup_fraction=warmup, decay_fraction=decay, final_lr_fraction=final
+    )
+    rates = [learning_rate(tokens, TOTAL, chosen) for tokens in range(0, TOTAL + 1, 10_000)]
+    top = rates.index(max(rates))
+    assert rates == sorted(rates[:top]) + sorted(rates[top:], reverse=True)
+    assert all(0 <= rate <= 0.004 for rate in rates)
+
+
+def test_an_unknown_schedule_is_refused_by_name():
+    with pytest.raises(ValueError, match="'linear': wsd, cosine or constant"):
+        learning_rate(500_000, TOTAL, settings("linear"))
+
+
+def test_position_counts_the_tokens_of_all_live_workers():
+    assert tokens_at(committed=1000, own_tokens=10, live_workers=4, cap=10**6) == 1040
+
+
+def test_position_is_at_most_one_round_ahead_of_what_is_committed():
+    assert tokens_at(committed=1000, own_tokens=10**9, live_workers=4, cap=800) == 1800
+
+
+def test_a_worker_counts_itself_before_the_master_knows_of_it():
+    assert tokens_at(committed=0, own_tokens=10, live_workers=0, cap=100) == 10
