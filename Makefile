@@ -8,9 +8,8 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 READY := $(VENV)/.ready
-RUN := PYTHONPATH=lib $(VENV)/bin/python
 PROGRAMS := $(wildcard bin/*)
-DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*) Makefile requirements.txt
+DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/*) Makefile requirements.txt
 
 .PHONY: help venv demo demo-slurm test lint bench validate gpu-check install uninstall
 .DELETE_ON_ERROR:
@@ -45,14 +44,16 @@ lint: $(READY)  ## ruff and shellcheck
 	$(VENV)/bin/ruff check lib tests
 	shellcheck $(PROGRAMS) $(wildcard sbatch/*) .ci/run
 
-bench: $(READY)  ## Stall, memory and master load; writes build/bench.jsonl
-	$(RUN) tests/bench/bench.py
+bench: $(READY)  ## Stall of a round, memory, load of the master; writes build/bench.jsonl
+	rm -f build/bench.jsonl
+	$(VENV)/bin/python tests/bench/bench_round.py
+	$(VENV)/bin/python tests/bench/bench_master.py
 
 validate: $(READY)  ## Local mode against a synchronous baseline at equal tokens (minutes)
-	$(RUN) tests/bench/validate.py
+	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig
 
-gpu-check: $(READY)  ## What needs a GPU: a short run on every GPU here
-	$(RUN) tests/bench/gpu_check.py
+gpu-check: $(READY)  ## The demo with its workers on this machine's GPUs, in bf16
+	bin/elastic demo --gpu
 
 # PREFIX is a folder of its own; link PREFIX/bin/elastic* into a PATH. A site file stays as it is.
 install:  ## Copy bin, lib, sbatch and etc into PREFIX
@@ -69,5 +70,5 @@ uninstall:  ## Remove exactly what install copied (an edited site file stays)
 	for f in $(PROGRAMS) $(filter-out etc/site.toml,$(DATA)); do \
 	    rm -f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
 	rm -rf $(DESTDIR)$(PREFIX)/lib/elastic/__pycache__
-	for d in bin lib/elastic lib sbatch etc .; do \
+	for d in bin lib/elastic lib sbatch etc/sandbox etc .; do \
 	    rmdir --ignore-fail-on-non-empty $(DESTDIR)$(PREFIX)/$$d 2>/dev/null || true; done

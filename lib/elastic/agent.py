@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,8 @@ class Agent:
             return "fenced", f"a higher attempt than {self.attempt} has slot {self.slot}"
         if code == EXIT_TRY_AGAIN and self.notice:
             return "yielded", "notice, and the master could not be reached"
+        if code < 0 and self.notice:
+            return "yielded", f"notice, and the training process ended with {name_of(code)}"
         if self.run.done():
             return "done", "the run is done"
         self._crashes = 1 if trainer.said.get("delivered") else self._crashes + 1
@@ -137,6 +140,7 @@ class Agent:
             processes.append(
                 subprocess.Popen(
                     command, env={**environment(), **shared, **own}, pass_fds=[writer],
+                    cwd=self.config.run.folder if self.config.run.command else None,
                     stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=subprocess.PIPE,
                     preexec_fn=die_with_parent,
                 )
@@ -194,7 +198,9 @@ class Agent:
 
     def _kill_if_hung(self, trainer: Trainer) -> None:
         still_s = time.monotonic() - trainer.moved
-        if trainer.said["state"] in ("training", "delivering") and (
+        if self._store is None:  # without a line to the master there may be nothing to do
+            trainer.moved = time.monotonic()
+        elif trainer.said["state"] in ("training", "delivering") and (
             still_s > self.config.health.hang_timeout_s
         ):
             self.run.event("hang", slot=self.slot, attempt=self.attempt, seconds=round(still_s))
@@ -240,12 +246,6 @@ class Agent:
     # ---- the record
 
     def _end(self, outcome: str, code: int, reason: str, trainer: Trainer | None = None) -> int:
-        with contextlib.suppress(ElasticError):
-            if self._store is None and trainer:
-                self._store = Store.open(self.run, timeout_s=2.0)
-            if self._store:
-                self._store.release(self.slot, self.attempt)
-        self._drop_store()
         detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
         steps = trainer.said.get("steps_total", 0) if trainer else 0
         self._record(
@@ -255,6 +255,12 @@ class Agent:
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         self.run.event(kind, slot=self.slot, attempt=self.attempt, reason=reason, steps=steps)
         print(f"agent  slot {self.slot} {outcome}: {reason}", flush=True)
+        with contextlib.suppress(ElasticError):  # the last word: who sees it looks at the record
+            if self._store is None and trainer:
+                self._store = Store.open(self.run, timeout_s=2.0)
+            if self._store:
+                self._store.release(self.slot, self.attempt)
+        self._drop_store()
         return code
 
     def _record(self, fields: dict) -> None:
@@ -278,12 +284,14 @@ def _available(descriptor: int) -> bytes:
 
 def main() -> int:
     folder, slot = sys.argv[1:]
-    return Agent(RunDir(Path(folder)), int(slot), install()).main()
+    agent = Agent(RunDir(Path(folder)), int(slot), install())
+    try:
+        return agent.main()
+    except Exception as error:
+        traceback.print_exc()
+        code = getattr(error, "code", EXIT_ERROR)
+        return agent._end("failed", code, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ElasticError as error:
-        print(f"agent  error: {error}", file=sys.stderr)
-        sys.exit(error.code)
+    sys.exit(main())

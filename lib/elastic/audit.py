@@ -39,7 +39,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "version": commits[-1]["version"],
         "tokens": commits[-1]["tokens"],
         "deltas": sum(len(commit.get("deltas", ())) for commit in commits),
-        "master_epochs": len({commit["master_epoch"] for commit in commits}),
+        "masters": len({commit["master_epoch"] for commit in commits[1:]}),
         "finished": finished,
         **{name: sum(epoch[name] for epoch in epochs) for name in totals},
         "files": files,

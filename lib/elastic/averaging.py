@@ -4,6 +4,7 @@ It holds the float32 parameters and the outer momentum, and while it merges one 
 copies of the model, plus one fragment of one delta at a time. Fragments are independent.
 """
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -42,9 +43,12 @@ class Averager:
         self, run: RunDir, config: Config, commit: dict, pool: ThreadPoolExecutor, store: Store
     ):
         self.run, self.config, self._commit, self._pool = run, config, commit, pool
-        self._outer = read_outer(run, commit)
+        self._outer = read_outer(run, commit, config.local_sgd.outer_momentum)
         self.layout = self._outer.layout
         self._codec = codec(config.local_sgd.compression)
+        # Kept from round to round: fresh memory of this size costs as much as the arithmetic.
+        self._means = [torch.empty_like(params) for params in self._outer.params]
+        self._buffers = threading.local()
         self.use(store)
         self._running = Running(**commit.get("running", {}))
 
@@ -71,8 +75,11 @@ class Averager:
         return Checked(header, squares**0.5)
 
     def _read(self, header: Header, index: int) -> torch.Tensor:
+        """A fragment of a delta, in this thread's buffer: valid until its next read."""
         fragment = header.fragments[index]
-        data = buffer(fragment.bytes)
+        if not hasattr(self._buffers, "data"):
+            self._buffers.data = buffer(max(self.fragment_bytes))
+        data = self._buffers.data[: fragment.bytes]
         self._transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
         return self._codec.decode(data)
 
@@ -91,10 +98,10 @@ class Averager:
         weight = sum(share.weight for share in shares)
         factors = [share.weight * share.clip / weight for share in shares]
         work = [(index, headers, factors) for index in range(len(self.layout.fragments))]
-        means = list(self._pool.map(self._mean, *zip(*work, strict=True)))
-        cos = merge.cosine(self._outer, means)
+        products = list(self._pool.map(self._mean, *zip(*work, strict=True)))
+        cos = merge.cosine(products)
         lr = rounds.outer_lr(settings.outer_lr, weight, self._running, settings.thin_rounds)
-        self._step(means, lr)
+        self._outer.step(self._means, lr)
         whole = rounds.whole_norms(headers, norms)
         self._running = self._running.after(sum(whole) / len(whole), weight)
         return {
@@ -104,10 +111,12 @@ class Averager:
             "bytes": sum(part.bytes for header in headers for part in header.fragments),
         }  # fmt: skip
 
-    def _mean(self, index: int, headers: list[Header], factors: list[float]) -> torch.Tensor:
-        params = self._outer.params[index]
+    def _mean(self, index: int, headers: list[Header], factors: list[float]) -> tuple:
+        """Fill the fragment's mean; returns its products."""
+        params, mean = self._outer.params[index], self._means[index]
         terms = self._terms(index, headers, factors)
-        return merge.mean_delta(params, terms, self.config.local_sgd.reanchor)
+        merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
+        return self._outer.products(index, mean)
 
     def _terms(self, index: int, headers: list[Header], factors: list[float]):
         for header, factor in zip(headers, factors, strict=True):
@@ -120,11 +129,6 @@ class Averager:
                 base = self.run.commit(header.base)
                 anchor = read_params(self.run, base, self.layout, index)
             yield merge.Term(delta, factor, anchor)
-
-    def _step(self, means: list[torch.Tensor], lr: float) -> None:
-        for index in range(len(means)):
-            mean, means[index] = means[index], None  # freed as soon as it is applied
-            merge.outer_step(self._outer, index, mean, lr, self.config.local_sgd.outer_momentum)
 
     def commit(self, epoch: int, record: dict, on_full_disk) -> dict | None:
         """Write and link the next version; None if another master committed it first.

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import click
 
+from elastic import __version__, rundir, status, submission, views
 from elastic import config as configuration
 from elastic import reconcile as reconciling
-from elastic import rundir, status, submission, views
 from elastic.audit import audit as audit_ledger
 from elastic.errors import (
     EXIT_ERROR,
@@ -31,7 +31,8 @@ from elastic.errors import (
     UsageError,
 )
 from elastic.rundir import RunDir
-from elastic.sched import open_scheduler, parse_job_name
+from elastic.sched import open_scheduler
+from elastic.submission import jobs_of
 
 JITTER_S = 20.0  # spread the cron passes of many users over this time
 WATCH_S = 2.0
@@ -58,9 +59,13 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
-@click.version_option(None, "--version", package_name=None, message="%(version)s")
+@click.version_option(__version__, message="%(version)s")
 def elastic():
-    """Train on preemptible Slurm partitions without losing work."""
+    """Train on preemptible Slurm partitions without losing work.
+
+    Beside these, "elastic sandbox" starts a private Slurm on this machine and
+    "elastic demo" shows it all. Every command is also a program: elastic-submit.
+    """
 
 
 def command(*examples: str) -> Callable:
@@ -116,6 +121,9 @@ def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: 
         return
     run = submission.start(resolved, root)
     one_pass([run])
+    if failed := run.failed():
+        submission.undo(run)
+        raise ElasticError(failed["reason"], failed["detail"])
     click.echo(run.name if parsable else started_text(run))
     if wait_for_it:
         sys.exit(wait_for_end(run))
@@ -169,11 +177,11 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, as_json: bool)
     found = [rundir.find(name) for name in runs] if runs else rundir.registered()
     report = one_pass(found, dry_run)
     if as_json:
-        click.echo(json.dumps(report.to_json()))
+        echo_json(report.to_json())
     else:
         for line in report.lines():
             click.echo(line)
-    sys.exit(EXIT_TRY_AGAIN if report.unknown else EXIT_OK)
+    sys.exit(EXIT_TRY_AGAIN if report.unknown else EXIT_ERROR if report.errors else EXIT_OK)
 
 
 def one_pass(runs: list[RunDir], dry_run: bool = False):
@@ -182,8 +190,11 @@ def one_pass(runs: list[RunDir], dry_run: bool = False):
 
 def echo_pass(run: RunDir) -> None:
     """Let a change take effect now, and say what that came to."""
-    for line in one_pass([run]).lines():
+    report = one_pass([run])
+    for line in report.lines():
         click.echo(line)
+    if report.unknown and not report.lines():
+        click.echo(f"nothing done yet: {report.unknown}")
 
 
 # ---- status, logs -------------------------------------------------------------------------------
@@ -194,7 +205,11 @@ def echo_pass(run: RunDir) -> None:
 @click.option("--watch", is_flag=True, help="Redraw every 2 s until Ctrl-C.")
 @json_option
 def show_status(run: str | None, watch: bool, as_json: bool):
-    """Show all runs, or one run: workers, progress, why it waits, what is next."""
+    """Show all runs, or all about one.
+
+    One run: its progress, its workers and jobs, why it waits, what the next
+    reconcile pass will do, and the last events.
+    """
     found = [rundir.find(run)] if run else rundir.registered()
 
     def view():
@@ -203,14 +218,18 @@ def show_status(run: str | None, watch: bool, as_json: bool):
 
     if as_json:
         seen = status.observe_all(found)
-        click.echo(json.dumps(seen[0] if run else seen, indent=1))
+        echo_json(seen[0] if run else seen)
     elif watch:
-        with views.live() as show:
+        with contextlib.suppress(KeyboardInterrupt), views.live() as show:
             while True:
                 show(view())
                 time.sleep(WATCH_S)
     else:
         views.console().print(view())
+
+
+def echo_json(data: object) -> None:
+    click.echo(json.dumps(data, indent=1))
 
 
 @command("logs demo", "logs demo 3 -f", "logs demo master")
@@ -219,7 +238,10 @@ def show_status(run: str | None, watch: bool, as_json: bool):
 @click.option("-f", "--follow", is_flag=True, help="Go on printing what is added.")
 @click.option("-n", "--lines", default=200, show_default=True, help="Lines of each log.")
 def logs(run: str, slot: str | None, follow: bool, lines: int):
-    """Print the logs of RUN: of one SLOT, of the "master", or of all."""
+    """Print the logs of RUN.
+
+    SLOT is a number, or "master"; without it, all logs are printed.
+    """
     found = rundir.find(run)
     if slot is None:
         paths = sorted((found.path / "logs").glob("*.log"))
@@ -243,12 +265,16 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
 @click.option("--min", "fewest", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
 @click.option("--max", "most", type=int, metavar="GPUS", help="Most GPUs to use.")
 def scale(run: str, fewest: int | None, most: int | None):
-    """Change how many GPUs RUN may have; start a stopped or failed run again."""
+    """Change how many GPUs RUN may have.
+
+    A run that was stopped or has failed starts again.
+    """
     found = rundir.find(run)
     if found.done():
         raise UsageError(f"run {found.name} is done", "submit a new one")
     before = found.control()
-    fewest, most = fewest or before.min, most or before.max
+    fewest = before.min if fewest is None else fewest
+    most = before.max if most is None else most
     if not 1 <= fewest <= most:
         raise UsageError(f"min {fewest} and max {most}: not 1 <= min <= max", "give both")
     if found.failed():
@@ -267,27 +293,23 @@ def scale(run: str, fewest: int | None, most: int | None):
 @click.option("--now", is_flag=True, help="Kill the jobs: steps of the open round are lost.")
 @click.option("--wait", "wait_for_it", is_flag=True, help="Return when its jobs are gone.")
 def stop(run: str, now: bool, wait_for_it: bool):
-    """Stop RUN: its workers deliver what they have and leave.
+    """Stop RUN; nothing committed is lost.
 
-    Nothing committed is lost; "elastic scale RUN" lets it go on.
+    Its workers deliver what they have and leave. "elastic scale RUN" lets the
+    run go on.
     """
     found = rundir.find(run)
     found.set_control(state="stopped")
     found.event("stop", now=now)
     scheduler = open_scheduler(found.config().run.scheduler, found.config())
     if now:
-        for job in jobs_of(found, scheduler):
+        for job in jobs_of(found.name, scheduler):
             scheduler.cancel(job.job_id, now=True)
     echo_pass(found)
-    while wait_for_it and jobs_of(found, scheduler):
+    while wait_for_it and jobs_of(found.name, scheduler):
         time.sleep(WAIT_S)
+        one_pass([found])
     click.echo(f"run {found.name} {'is stopped' if wait_for_it else 'stops'}")
-
-
-def jobs_of(run: RunDir, scheduler) -> list:
-    """The jobs of `run` that have not ended."""
-    named = [(parse_job_name(job.name), job) for job in scheduler.jobs() if not job.ended]
-    return [job for name, job in named if name and name[0] == run.name]
 
 
 # ---- audit, evaluate, config --------------------------------------------------------------------
@@ -298,11 +320,15 @@ def jobs_of(run: RunDir, scheduler) -> list:
 @click.option("--files", is_flag=True, help="Check the checksums of all kept files, too.")
 @json_option
 def audit(run: str, files: bool, as_json: bool):
-    """Prove from the commits of RUN that every sample was trained once."""
+    """Prove that RUN trained every sample once.
+
+    Reads the commit records alone. Exits 1 if anything is wrong: a sample
+    committed twice or never, tokens that do not add up, a file that is gone.
+    """
     found = rundir.find(run)
     report = audit_ledger(found.path, found.config().checkpoint.keep, xxh3 if files else None)
     if as_json:
-        click.echo(json.dumps(report, indent=1))
+        echo_json(report)
     else:
         views.console().print(views.audit_view(found.name, report))
     sys.exit(EXIT_ERROR if report["problems"] else EXIT_OK)
@@ -321,7 +347,7 @@ def xxh3(path: Path) -> str:
 @click.option("--version", type=int, metavar="V", help="A version still on disk (default: newest).")
 @json_option
 def evaluate(run: str, version: int | None, as_json: bool):
-    """Validate the parameters of a committed version of RUN.
+    """Validate a committed version of RUN.
 
     Loads the run's task here and prints what its validate() says.
     """
@@ -332,7 +358,7 @@ def evaluate(run: str, version: int | None, as_json: bool):
         raise UsageError(f"{wanted} of {found.name} is committed", f"elastic-status {found.name}")
     scores = {"version": commit["version"], **validate(found, commit)}
     if as_json:
-        click.echo(json.dumps(scores))
+        echo_json(scores)
     else:
         click.echo("  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
 
@@ -362,11 +388,11 @@ def validate(run: RunDir, commit: dict) -> dict[str, float]:
 @overrides_option()
 @json_option
 def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
-    """Print every effective value of CONFIG with its unit and origin."""
+    """Print every value of CONFIG, with unit and origin."""
     rows = configuration.load(config, overrides).explain()
     if as_json:
         names = ("key", "value", "unit", "default", "origin", "meaning")
-        click.echo(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=1))
+        echo_json([dict(zip(names, row, strict=True)) for row in rows])
     else:
         views.console().print(views.config_view(rows))
 

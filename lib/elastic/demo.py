@@ -1,11 +1,12 @@
-"""Two minutes in the life of a run, for reading and for running: `make demo`, `make demo-slurm`.
+"""Two minutes in the life of a run, for reading and for running: `make demo`.
 
 `story` is the manual in one page: start a run, let cron reconcile it, and while it trains kill a
 trainer, add a worker, preempt a job with notice, kill the master. It ends with the loss curve, the
 audit, the validation loss, and what each fault cost. Exit 0 means that all of it held.
 
 Everything lives under ./build/demo (run, registry, logs), nothing under ~/.elastic. With --slurm
-the jobs are those of a private Slurm on this machine. Ctrl-C ends all of it.
+(make demo-slurm) the jobs are those of a private Slurm on this machine, with --gpu (make gpu-check)
+the workers use its GPUs. Ctrl-C ends all of it.
 """
 
 import contextlib
@@ -17,21 +18,25 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median
 
 from elastic import config as configuration
 from elastic import sandbox, signals, submission, views
 from elastic.audit import audit
-from elastic.cli import jobs_of, validate, xxh3
-from elastic.errors import ElasticError, TryAgain
+from elastic.cli import validate, xxh3
+from elastic.errors import EXIT_USAGE, ElasticError, TryAgain
+from elastic.membership import Slot
 from elastic.reconcile import run_pass
 from elastic.rundir import RunDir, registered
 from elastic.sched import open_scheduler
 from elastic.store import Store
+from elastic.submission import jobs_of
 
-BOUND = 3.3  # nats per byte: untrained 5.55, knowing the frequency of each byte 3.35
+BOUND = 2.6  # nats per held-out byte; untrained 5.55, knowing how frequent each byte is 3.36
+AT_STAKE = 10  # inner steps a victim has done in its round
 LONGEST_S = 600.0
 CRON_S = 2.0
 SETTINGS = [
@@ -40,6 +45,7 @@ SETTINGS = [
     "elastic.max=4",
     "checkpoint.keep_every=1000000",  # version 0 stays, to compare with
 ]
+ON_GPU = ["train.device=cuda", "train.precision=bf16"]
 ON_SLURM = ["run.scheduler=slurm", "slurm.partition=preempt", "slurm.master_partition=cpu"]
 TOLD = ("submit", "join", "end", "lost", "preempt", "restart", "master", "redis-lost", "reject",
         "leave", "scale", "fail", "done")  # fmt: skip
@@ -47,11 +53,11 @@ TOLD = ("submit", "join", "end", "lost", "preempt", "restart", "master", "redis-
 
 def story(demo: "Demo") -> bool:
     """The demo from beginning to end; True if everything held."""
-    demo.say("a user submits a run on 2 to 4 GPUs:  bin/elastic-submit etc/demo.toml")
     run = demo.start()
+    demo.say("a run on 2 to 4 GPUs:  bin/elastic-submit etc/demo.toml --min 2 --max 4")
 
     demo.train_until(version=4)
-    with demo.fault("SIGKILL of a trainer", demo.busiest()) as victim:
+    with demo.fault("SIGKILL of a trainer") as victim:
         os.kill(victim.pid, signal.SIGKILL)
 
     demo.train_until(version=8)
@@ -59,11 +65,11 @@ def story(demo: "Demo") -> bool:
     run.set_control(max=5)
 
     demo.train_until(version=12)
-    with demo.fault("preemption with notice", demo.busiest()) as victim:
+    with demo.fault("preemption with notice", of_all=demo.on_slurm) as victim:
         demo.preempt(victim.job_id)
 
     demo.train_until(version=16)
-    with demo.fault("SIGKILL of the master", None):
+    with demo.fault("SIGKILL of the master", of_all=True):
         demo.kill_master()
 
     demo.train_until(done=True)
@@ -72,30 +78,37 @@ def story(demo: "Demo") -> bool:
 
 @dataclass
 class Fault:
-    """Something bad that was done to the run, and what there was to lose at that moment."""
+    """Something bad that was done to the run, and the work that was at stake at that moment."""
 
     name: str
-    time: float = 0.0
-    version: int = 0
-    pid: int = 0
-    job_id: str = ""
-    steps: dict[tuple[int, int], int] = field(default_factory=dict)  # (slot, attempt) -> steps
+    time: float
+    at_stake: list[Slot]
 
-    def cost(self, commits: list[dict]) -> tuple[float, int]:
-        """(seconds until the next commit, steps that are in no commit)."""
+    def cost(self, commits: list[dict]) -> tuple[float, float, int]:
+        """Seconds until the next commit, until all who were hit are in one, and steps lost."""
         after = [commit for commit in commits if commit["time"] > self.time]
-        saved = {
-            (delta["slot"], delta["attempt"]) for commit in after for delta in commit["deltas"]
-        }
-        lost = sum(steps for owner, steps in self.steps.items() if owner not in saved)
-        return (after[0]["time"] - self.time if after else float("nan")), lost
+        deltas = [(commit["time"], delta) for commit in after for delta in commit["deltas"]]
+        saved = {(delta["slot"], delta["attempt"], delta["base"]) for _, delta in deltas}
+        lost = sum(s.step for s in self.at_stake if (s.slot, s.attempt, s.version) not in saved)
+        again = [
+            min((at for at, delta in deltas if _succeeds(delta, slot)), default=inf)
+            for slot in self.at_stake
+        ]
+        next_s = after[0]["time"] - self.time if after else inf
+        return next_s, max(again) - self.time, lost
+
+
+def _succeeds(delta: dict, hit: Slot) -> bool:
+    """The delta is work of the slot begun after it was hit."""
+    return delta["slot"] == hit.slot and delta["base"] > hit.version
 
 
 class Demo:
     """The run, whoever plays cron, and the record of what was done to it."""
 
-    def __init__(self, box: sandbox.Sandbox | None, notice: signals.Notice):
-        self.box, self.notice = box, notice
+    def __init__(self, box: sandbox.Sandbox | None, on_gpu: bool, notice: signals.Notice):
+        self.box, self.on_gpu, self.notice = box, on_gpu, notice
+        self.on_slurm = box is not None
         self.began = time.time()
         self.faults: list[Fault] = []
         self._told = 0
@@ -104,7 +117,7 @@ class Demo:
     # ---- what the story does
 
     def start(self) -> RunDir:
-        settings = [*SETTINGS, *(ON_SLURM if self.box else ["run.scheduler=local"])]
+        settings = [*SETTINGS, *(ON_SLURM if self.box else []), *(ON_GPU if self.on_gpu else [])]
         file = configuration.elastic_home() / "etc" / "demo.toml"
         self.config = configuration.load(file, settings)
         submission.check(self.config, configuration.runs_root())
@@ -120,28 +133,25 @@ class Demo:
                 raise ElasticError(f"the run failed: {failed['reason']}", failed["detail"])
         self._tell_events()
 
-    def busiest(self) -> Fault:
-        """The live worker with the most steps in its round: it has the most to lose."""
-        while True:
-            with contextlib.suppress(TryAgain), contextlib.closing(Store.open(self.run)) as store:
-                slots = [slot for slot in store.slots().values() if slot.state == "training"]
-                if slots:
-                    most = max(slots, key=lambda slot: slot.step)
-                    steps = {(most.slot, most.attempt): most.step}
-                    return Fault("", pid=most.pid, job_id=most.job_id, steps=steps)
-            self._breathe()
-
     @contextlib.contextmanager
-    def fault(self, name: str, victim: Fault | None) -> Iterator[Fault]:
-        fault = victim or Fault(name, steps=self._steps_in_flight())
-        fault.name, fault.version = name, self.run.newest_version()
-        slots = ", ".join(
-            f"slot {slot} at step {steps}" for (slot, _), steps in fault.steps.items()
-        )
-        self.say(f"{name} ({slots})")
-        fault.time = time.time()
-        self.faults.append(fault)
-        yield fault
+    def fault(self, name: str, of_all: bool = False) -> Iterator[Slot]:
+        """Wait until a worker is in the middle of a round, name it, and note what is at stake."""
+        while not (slots := self._training()) or slots[0].step < AT_STAKE:
+            self._breathe()
+        at_stake = slots if of_all else slots[:1]
+        where = ", ".join(f"slot {slot.slot} at step {slot.step}" for slot in at_stake[:2])
+        self.say(f"{name}  ({where}{', ...' if len(at_stake) > 2 else ''})")
+        self.faults.append(Fault(name, time.time(), at_stake))
+        yield slots[0]
+
+    def _training(self) -> list[Slot]:
+        """Workers in a round of the newest version, those with most steps first."""
+        with contextlib.suppress(TryAgain), contextlib.closing(Store.open(self.run)) as store:
+            version = self.run.newest_version()
+            found = [s for s in store.slots().values() if s.version == version]
+            found = [slot for slot in found if slot.state == "training"]
+            return sorted(found, key=lambda slot: -slot.step)
+        return []
 
     def preempt(self, job_id: str) -> None:
         if self.box:  # a job of higher priority takes a node; Slurm chooses whose
@@ -150,9 +160,13 @@ class Demo:
             self.scheduler.preempt(job_id)
 
     def kill_master(self) -> None:
-        for job in jobs_of(self.run, self.scheduler):
-            if "/master/" in job.name:
-                self.scheduler.cancel(job.job_id, now=True)
+        """SIGKILL of all that the master's job is, its Redis included."""
+        for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = cmdline.read_bytes().decode(errors="replace").split("\0")
+                of_run = any(word.startswith(str(self.run.path)) for word in words)
+                if of_run and ("elastic.master" in words or "redis-server" in words[0]):
+                    os.kill(int(cmdline.parent.name), signal.SIGKILL)
 
     # ---- meanwhile
 
@@ -182,11 +196,8 @@ class Demo:
         sys.stdout.flush()
 
     def say(self, text: str) -> None:
+        self._tell_events()
         print(f"{time.time() - self.began:6.1f}s  ## {text}", flush=True)
-
-    def _steps_in_flight(self) -> dict[tuple[int, int], int]:
-        with contextlib.closing(Store.open(self.run)) as store:
-            return {(slot.slot, slot.attempt): slot.step for slot in store.slots().values()}
 
     # ---- the end
 
@@ -204,10 +215,11 @@ class Demo:
         )
         print(f"to be below {BOUND}: {'ok' if last < BOUND else 'WRONG'}\n")
         pauses = [b["time"] - a["time"] for a, b in zip(commits, commits[1:], strict=False)]
-        print(f"what the faults cost (a round usually takes {median(pauses):.1f} s)")
+        print(f"what the faults cost (a round usually takes {median(pauses):.1f} s)\n")
+        print(f"{'':24}{'steps lost':>12}{'next commit after':>20}{'all back after':>18}")
         for fault in self.faults:
-            wait_s, lost = fault.cost(commits)
-            print(f"  {fault.name:<24} next commit after {wait_s:4.1f} s, {lost:3} steps lost")
+            next_s, back_s, lost = fault.cost(commits)
+            print(f"{fault.name:<24}{lost:>12}{next_s:>18.1f} s{back_s:>16.1f} s")
         print(f"\nthe run: {self.run.path}\nit took {time.time() - self.began:.0f} s")
         return not report["problems"] and last < BOUND
 
@@ -221,9 +233,9 @@ def end_all_jobs() -> None:
         config = run.config()
         scheduler = open_scheduler(config.run.scheduler, config)
         run.set_control(state="stopped")
-        for job in jobs_of(run, scheduler):
+        for job in jobs_of(run.name, scheduler):
             scheduler.cancel(job.job_id, now=True)
-        while jobs_of(run, scheduler):
+        while jobs_of(run.name, scheduler):
             time.sleep(0.2)
 
 
@@ -254,15 +266,15 @@ def sandbox_of(place: Path) -> sandbox.Sandbox:
     return sandbox.Sandbox(sandbox.default_folder() / f"demo-{zlib.crc32(bytes(place)):08x}")
 
 
-def perform(place: Path, on_slurm: bool) -> int:
+def perform(place: Path, options: list[str]) -> int:
     """Clear the stage, play the story, clear up behind it."""
     notice = signals.install()
-    box = sandbox_of(place) if on_slurm else None
+    box = sandbox_of(place) if "--slurm" in options else None
     try:
         end_all_jobs()
         for folder in ("home", "runs"):
             shutil.rmtree(place / folder, ignore_errors=True)
-        return 0 if story(Demo(box, notice)) else 1
+        return 0 if story(Demo(box, "--gpu" in options, notice)) else 1
     except KeyboardInterrupt:
         print("\ninterrupted: ending its jobs", file=sys.stderr)
         return 130
@@ -273,11 +285,14 @@ def perform(place: Path, on_slurm: bool) -> int:
 
 
 def main() -> int:
-    on_slurm, place = "--slurm" in sys.argv[1:], configuration.env("ELASTIC_DEMO")
+    options, place = sys.argv[1:], configuration.env("ELASTIC_DEMO")
+    if not set(options) <= {"--slurm", "--gpu"}:
+        print("usage: elastic demo [--slurm] [--gpu]\n\n" + __doc__, file=sys.stderr)
+        return 0 if {"-h", "--help"} & set(options) else EXIT_USAGE
     try:
         if not place:
-            prepare(Path.cwd() / "build" / "demo", on_slurm)
-        return perform(Path(place), on_slurm)
+            prepare(Path.cwd() / "build" / "demo", "--slurm" in options)
+        return perform(Path(place), options)
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code

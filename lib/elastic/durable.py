@@ -40,18 +40,21 @@ def create_once(path: Path, data: bytes, mode: int = 0o644) -> bool:
                 if error.errno == errno.EEXIST:
                     return False
                 raise
-    sync_directory(path.parent)
+    with contextlib.suppress(OSError):  # the name is made: whatever comes now cannot undo it
+        sync_directory(path.parent)
     return True
 
 
 def append_line(path: Path, record: dict, mode: int = 0o644) -> None:
     """Append `record` as one JSON line."""
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
     try:
         with contextlib.suppress(OSError):  # a filesystem without locks: O_APPEND has to do
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, line)
+        size = os.fstat(descriptor).st_size
+        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"  # by a disk that was full
+        os.write(descriptor, b"\n" * bool(torn) + line)
     finally:
         os.close(descriptor)
 
@@ -94,4 +97,5 @@ def _temporary(path: Path, data: bytes, mode: int) -> Iterator[Path]:
             os.fsync(file.fileno())
         yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # gone, or left behind: no reason to fail
+            temporary.unlink()

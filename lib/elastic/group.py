@@ -9,12 +9,29 @@ import json
 import torch
 import torch.distributed as dist
 
+from elastic.errors import ElasticError
+
 
 class Group:
     """`world` ranks; with one, every call is a no-op."""
 
     def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu"):
         self.rank, self.world, self._device = rank, world, torch.device(device)
+
+    @classmethod
+    def here(cls, world: int) -> "Group":
+        """This process among the `world` ranks of its worker, as its own code has joined them."""
+        if world == 1:
+            return cls()
+        if not dist.is_initialized():
+            raise ElasticError(
+                f"this worker has {world} ranks (slurm.gpus_per_worker), and they are no group yet",
+                "call torch.distributed.init_process_group() before LocalSGD.from_env()",
+            )
+        device = torch.device("cpu")
+        if "nccl" in dist.get_backend():
+            device = torch.device("cuda", torch.cuda.current_device())
+        return cls(dist.get_rank(), dist.get_world_size(), device)
 
     @property
     def leads(self) -> bool:

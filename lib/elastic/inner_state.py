@@ -99,15 +99,21 @@ def load(
 
 def _restore(optimizer: torch.optim.Optimizer, tensors: dict, scalars: dict) -> str:
     params = _params(optimizer)
+    on_device = [
+        group.get("fused") or group.get("capturable")  # then AdamW counts its steps on the GPU
+        for group in optimizer.param_groups for _ in group["params"]
+    ]  # fmt: skip
     states: list[dict] = [{} for _ in params]
     for name, value in {**tensors, **scalars}.items():
         index, _, key = name.partition(".")
         if int(index) >= len(params):
             return "it is another optimizer's"
         states[int(index)][key] = value
-    for param, state in zip(params, states, strict=True):
+    for param, state, scalars_too in zip(params, states, on_device, strict=True):
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
+            if isinstance(value, torch.Tensor) and value.dim() == 0 and scalars_too:
+                state[key] = value.to(param.device)
+            elif isinstance(value, torch.Tensor) and value.dim() > 0:
                 state[key] = _placed_like(param, value)
                 if state[key].shape != param.shape:
                     return "it is another model's"

@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 Range = tuple[int, int, int]  # epoch, first position, one past the last position
+EPOCHS_AHEAD = 10_000  # where epochs are not bounded: a range further on is nonsense
 
 
 class Ranges:
@@ -115,9 +116,7 @@ class Ledger:
         self.offered: dict[Offer, Ranges] = {}
         self.free = Ranges()
         self._opened = 0  # epochs whose samples have been put on offer
-        last = max((epoch for epoch, _, _ in self.committed), default=0)
-        for _ in range(last + 1):
-            self._open_epoch()
+        self._open_epochs(self.committed)
 
     @property
     def complete(self) -> bool:
@@ -143,10 +142,8 @@ class Ledger:
 
         Used when Redis or the master is new: workers say again what they were granted.
         """
-        ranges = list(ranges)
-        while self._opened <= max((epoch for epoch, _, _ in ranges), default=0):
-            if not self._open_epoch():
-                break
+        ranges = [each for each in ranges if self._legal(each)]
+        self._open_epochs(ranges)
         mine = self.free.common(ranges)
         self.free.remove(mine)
         self.held.setdefault(owner, Ranges()).add(mine)
@@ -179,6 +176,7 @@ class Ledger:
     def offer(self, offer: Offer, ranges: Iterable[Range]) -> None:
         """Move `ranges` (not refused) from held or free to offered."""
         ranges = list(ranges)
+        self._open_epochs(ranges)
         self.free.remove(ranges)
         self.held.get(offer[:2], Ranges()).remove(ranges)
         self.offered[offer] = Ranges(ranges)
@@ -199,11 +197,17 @@ class Ledger:
 
     def _legal(self, each: Range) -> bool:
         epoch, start, stop = each
-        in_epochs = epoch >= 0 and (self.epochs == 0 or epoch < self.epochs)
+        in_epochs = 0 <= epoch < (self.epochs or self._opened + EPOCHS_AHEAD)
         return in_epochs and 0 <= start < stop <= self.samples
 
+    def _open_epochs(self, ranges: Iterable[Range]) -> None:
+        """Put on offer every epoch that `ranges` touch."""
+        last = max((epoch for epoch, _, _ in ranges), default=0)
+        while self._opened <= last and self._open_epoch():
+            pass
+
     def _open_epoch(self) -> bool:
-        if self.epochs and self._opened >= self.epochs:
+        if not self.samples or (self.epochs and self._opened >= self.epochs):
             return False
         epoch = [(self._opened, 0, self.samples)]
         taken = self.committed.common(epoch)

@@ -93,7 +93,6 @@ class Link:
         self._closed.set()
         if self._store:
             self._store.close()
-        self._watcher.join(2 * POLL_S)
 
     # ---- calls that survive a lost line
 
@@ -137,6 +136,7 @@ class Link:
             granted = self.reach(lambda s: s.granted(ask, POLL_S))
             if granted is not None:
                 return granted
+            self.say(state="waiting")  # for the master: that is no hang
         return None
 
     def declare(self, held: list[Range]) -> None:

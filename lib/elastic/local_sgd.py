@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.data import Dataset, default_collate
 
 from elastic import inner_state
@@ -29,7 +30,7 @@ from elastic.layout import Layout
 from elastic.ledger import Range, count
 from elastic.link import Link, Place
 from elastic.replica import Replica, shapes
-from elastic.rounds import Header
+from elastic.rounds import Fragment, Header
 from elastic.schedule import learning_rate, tokens_at
 from elastic.shuffle import Shuffle
 from elastic.signals import Notice, install
@@ -58,11 +59,13 @@ class LocalSGD:
         self._told_epoch = -1  # the master epoch that knows what we hold
         self._bad_rounds = self._delivered = 0
         self._rate = _Rate()
+        self._last_step_at = 0.0
 
     @classmethod
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
         """For a training process that elastic-agent started (`run.command`)."""
-        return cls(model, inner_optimizer, Place.from_env(), install(), Group())
+        place = Place.from_env()
+        return cls(model, inner_optimizer, place, install(), Group.here(place.world))
 
     def __enter__(self) -> "LocalSGD":
         if self._link:
@@ -89,9 +92,12 @@ class LocalSGD:
                 self._set_learning_rate()
                 self._round.pending = len(positions)
                 steps = self._round.steps
+                if steps == 0 and self._last_step_at:
+                    self._round.stall_s = time.monotonic() - self._last_step_at
                 yield collate([dataset[order.index(*each)] for each in mine or positions[:1]])
                 if self._round.steps != steps + 1:
                     raise ElasticError("sgd.step() was not called after the batch")
+                self._last_step_at = time.monotonic()
             self._deliver()
             self._save_inner_if_due()
 
@@ -180,16 +186,29 @@ class LocalSGD:
                 self._replica.restore()  # a no-op unless the last round was void
             return True
         commit = self.run.commit(version)
-        for index in range(len(self._replica.layout.fragments)):
-            fragment = read_params(self.run, commit, self._replica.layout, index)
-            self._replica.adopt(index, fragment)
+        if trouble := [each for each in self.group.gather(self._load(commit)) if each]:
+            if self.group.share(self.run.newest_version() if self._link else None) > version:
+                return self._adopt_newest()  # it was pruned while this worker slept
+            raise ElasticError(trouble[0])
         if self._round.base < 0:
             self._adopt_inner_state(version)
+        if self._round.steps:
+            self._bad_rounds = 0
         self._commit = commit
         self._round = _Round(base=version)
         if self._link:
             self._link.say(state="training", version=version, step=0)
         return True
+
+    def _load(self, commit: dict) -> str:
+        """Load a version's parameters. Returns why it cannot be; empty if it was."""
+        try:
+            for index in range(len(self._replica.layout.fragments)):
+                fragment = read_params(self.run, commit, self._replica.layout, index)
+                self._replica.adopt(index, fragment)
+        except ElasticError as error:
+            return str(error)
+        return ""
 
     def _wait_for_version(self) -> tuple[int, str]:
         """Rank 0: (newest version, "") once there is one to train on, or (-1, outcome) to leave."""
@@ -209,27 +228,38 @@ class LocalSGD:
 
     def _may_go_on(self) -> bool:
         """Is there something to do on the same base? Brings a forgotten offer again, too."""
-        round_, place = self._round, self.place
+        round_, place, link = self._round, self.place, self._link
         if not round_.answered:
             return True
-        verdict = self._link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
+        self._tell_new_master()
+        offered = link.still_offered(round_.base)
+        verdict = link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
         if verdict and verdict["base"] == round_.base and round_.steps:
             print(f"worker  delta rejected: {verdict['reason']}", flush=True)
             return self._start_over()
-        if not self._link.still_offered(round_.base):
-            news = self._link.refresh()
-            if news.version <= round_.base and not news.over:
-                self._redeliver()
-        if not round_.steps:  # it was dry: samples of a lost worker may have come back
-            batch = self.config.train.batch_size * self.group.world
-            self._queue += self._link.ask(batch, self._queue, self._round_is_over) or []
-            return bool(self._queue)
-        return False
+        if not offered and link.refresh().version <= round_.base and not link.news.over:
+            self._redeliver()
+        if round_.steps or self._round_is_over():
+            return False
+        # It was dry: samples of a lost worker may have come back.
+        batch = self.config.train.batch_size * self.group.world
+        self._queue += link.ask(batch, self._queue, self._round_is_over) or []
+        round_.answered = not self._queue
+        return not round_.answered
 
     def _start_over(self) -> bool:
         """This round's steps are void: train from the base again, on other samples."""
         self._round = _Round(base=self._round.base)
+        self._count_bad_round("were rejected")
         return True
+
+    def _count_bad_round(self, what: str) -> None:
+        self._bad_rounds += 1
+        if self._bad_rounds > self.config.health.max_bad_batches:
+            raise ElasticError(
+                f"{self._bad_rounds} deltas in a row {what}",
+                "elastic-status shows the reasons; lower train.learning_rate, or look at the data",
+            )
 
     # ---- samples
 
@@ -239,13 +269,10 @@ class LocalSGD:
         left = self.config.local_sgd.inner_steps - self._round.steps
         if left <= 0 or self._round_is_over():
             return []
-        held = self._queue + self._round.samples
-        if self._told_epoch != self._link.news.epoch:
-            self._told_epoch = self._link.news.epoch
-            self._link.declare(held)
+        self._tell_new_master()
         if count(self._queue) < batch and not self._dry:
             want = left * batch - count(self._queue)
-            granted = self._link.ask(want, held, self._round_is_over)
+            granted = self._link.ask(want, self._held(), self._round_is_over)
             if granted is None:
                 return []
             self._queue += granted
@@ -253,6 +280,15 @@ class LocalSGD:
         taken = _take(self._queue, batch)
         self._round.samples += taken
         return [(epoch, at) for epoch, start, stop in taken for at in range(start, stop)]
+
+    def _held(self) -> list[Range]:
+        """What the ledger must not give to others: not what is offered already."""
+        return self._queue + ([] if self._round.answered else self._round.samples)
+
+    def _tell_new_master(self) -> None:
+        if self._told_epoch != self._link.news.epoch:
+            self._told_epoch = self._link.news.epoch
+            self._link.declare(self._held())
 
     def _round_is_over(self) -> bool:
         news = self._link.news
@@ -295,21 +331,33 @@ class LocalSGD:
 
     def _send_fragments(self) -> list | None:
         """Encode and store every fragment; None, and back to the base, if one is not finite."""
-        transport = None
-        if self._link:
-            transport = self._link.reach(lambda s: open_transport(self.config, self.run, s))
         key = (self.place.slot, self.place.attempt, self._round.base)
         fragments, finite = [], True
         for index in range(len(self._replica.layout.fragments)):
             delta = self._replica.delta(index)
             finite = finite and bool(torch.isfinite(delta).all())
-            if transport and finite:
-                name, data = fragment_name(key, index), self._codec.encode(delta)
-                fragments.append(self._link.reach(lambda _, n=name, d=data: transport.put(n, d)))
+            if self._link and finite:
+                fragments.append(self._put(fragment_name(key, index), self._codec.encode(delta)))
         if self.group.share(finite):
             return fragments
         self._void_round()
         return None
+
+    def _put(self, name: str, data: memoryview) -> Fragment:
+        """Store a fragment's bytes; a full disk is waited out. Raises TryAgain at a notice."""
+        said = False
+        while True:
+            try:
+                return self._link.reach(
+                    lambda store: open_transport(self.config, self.run, store).put(name, data)
+                )
+            except OSError as error:
+                if self.notice:
+                    raise TryAgain(f"cannot write {name}: {error.strerror}") from None
+                if not said:
+                    print(f"worker  cannot write {name}, will try on: {error}", flush=True)
+                said = True
+                time.sleep(DRY_S)
 
     def _void_round(self) -> None:
         """A delta that is not finite is never sent: back to the base, and its samples again."""
@@ -319,13 +367,8 @@ class LocalSGD:
             self._queue = self._round.samples + self._queue
         self._replica.restore()
         self.optimizer.state.clear()
-        self._bad_rounds += 1
-        if self._bad_rounds > self.config.health.max_bad_batches:
-            raise ElasticError(
-                f"{self._bad_rounds} deltas in a row were not finite",
-                "lower train.learning_rate, or look at the samples with health.nan_action = stop",
-            )
         self._round = _Round(base=self._round.base)
+        self._count_bad_round("were not finite")
 
     def _header(self, fragments: list) -> Header:
         place, done = self.place, self._round
@@ -335,6 +378,7 @@ class LocalSGD:
             steps=done.steps, tokens=done.tokens, samples=tuple(_joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._inner_from, seconds=round(time.monotonic() - done.started, 3),
+            stall_s=round(done.stall_s, 4),
         )  # fmt: skip
 
     def _redeliver(self) -> None:
@@ -342,7 +386,6 @@ class LocalSGD:
         if self._round.steps and self.group.world == 1:
             self._send_fragments()
         self._link.offer(self._round.base, self._round.header.to_json())
-        self._link.declare(self._queue)
 
     # ---- inner state
 
@@ -363,7 +406,7 @@ class LocalSGD:
                 pointer, origin = None, f"fresh: {refused}"
         if pointer is None and version > 0:
             self._ramp = self.config.local_sgd.join_ramp
-        self._inner_from = origin
+        self._inner_from = f"{origin} with a ramp" if self._ramp else origin
 
     def _save_inner_if_due(self) -> None:
         every = self.config.local_sgd.inner_state_every
@@ -379,7 +422,7 @@ class LocalSGD:
                 self.run.slot_path(place.slot), f"inner-{version:06d}.{place.attempt}",
                 self.optimizer, self.group.rank,
             )  # fmt: skip
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             entry = None
             self.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
         entries = self.group.gather(entry)
@@ -399,7 +442,7 @@ class _Round:
         self.steps = self.tokens = self.pending = 0
         self.samples: list[Range] = []
         self.loss_sum = 0.0
-        self.first_loss = 0.0
+        self.first_loss = self.stall_s = 0.0
         self.answered = False
         self.header: Header | None = None
         self.started = time.monotonic()

@@ -11,11 +11,13 @@ higher epoch, leaves and changes nothing more.
 """
 
 import contextlib
+import functools
 import json
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+import traceback
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from elastic import rounds
@@ -42,7 +44,7 @@ from elastic.versions import prune, remove_drafts
 TICK_S = 0.5
 CONTROL_S = 1.0
 LEAVE_S = 20.0  # workers are given this long to deliver and leave when the run ends
-SPACE_S = 5.0  # between two looks at a full disk
+SPACE_S = 2.0  # between two looks at a full disk
 DURATIONS_KEPT = 64
 AFTER_LEAVE_S = 2.0
 PASS_S = 60.0
@@ -85,7 +87,7 @@ class Master:
         self._state = "running"
         self._reason = self._said = ""
         self._workers: dict[int, Slot] = {}
-        self._control_at = self._settle_until = self._ending_since = 0.0
+        self._clock = self._control_at = self._settle_until = self._ending_since = 0.0
         self._reconcile = Reconcile(run, self.config)
 
     # ---- the program
@@ -94,8 +96,8 @@ class Master:
         self._record({"state": "started"})
         if self.run.done():
             return self._end("done", EXIT_OK, "the run is done")
-        self._take_over()
         try:
+            self._take_over()
             while self._state != "over":
                 if self.notice:
                     return self._end("yielded", EXIT_OK, f"notice: {self.notice.signal_name}")
@@ -126,7 +128,7 @@ class Master:
         slots = self._store.slots()
         self._remember_attempts(slots)
         if self._round is None:
-            self._open_run(now)
+            self._open_run()
         if self._round:
             asks = self._store.take_asks()
             self._take_offers()  # after slots and asks: a worker offers before it leaves or asks
@@ -189,7 +191,7 @@ class Master:
         self._attempts |= {slot: number for slot, number in found.items() if number}
         return self._attempts
 
-    def _open_run(self, now: float) -> None:
+    def _open_run(self) -> None:
         """Load the newest commit, once a worker has made version 0."""
         commit = self.run.newest_commit()
         if commit is None:
@@ -198,16 +200,17 @@ class Master:
         self._averager = Averager(self.run, self.config, commit, self._pool, self._store)
         committed = (each for record in self.run.commits() for each in record["samples"])
         self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], map(tuple, committed))
-        self._begin_round(commit, now)
+        self._begin_round(commit)
+        self._publish_state(wake=f"version {commit['version']}")
 
-    def _begin_round(self, commit: dict, now: float) -> None:
-        self._commit, self._round = commit, Round(commit["version"], now)
+    def _begin_round(self, commit: dict) -> None:
+        """Open the round on top of `commit`, or see that it was the last. Needs no Redis."""
+        self._commit, self._round = commit, Round(commit["version"], self._now())
         if self._budget_is_spent():
             self.run.mark_done({"version": commit["version"], "tokens": commit["tokens"],
                                 "time": time.time()})  # fmt: skip
             self._state = "done"
             self.run.event("done", version=commit["version"], tokens=commit["tokens"])
-        self._publish_state(wake=f"version {commit['version']}")
 
     def _budget_is_spent(self) -> bool:
         most = self.config.train.max_tokens
@@ -231,6 +234,10 @@ class Master:
     # ---- observe
 
     def _wait(self) -> list[str]:
+        """Wake-ups since the last turn; returns at the first, or when a delta has been checked."""
+        if self._round and self._round.checking:
+            wait(self._round.checking.values(), TICK_S, return_when=FIRST_COMPLETED)
+            return self._listener.wait(0)
         words = self._listener.wait(TICK_S)
         if words and len(self._attempts) > 32:  # a burst of deliveries is one turn, not hundreds
             time.sleep(min(0.05, 0.0005 * len(self._attempts)))
@@ -240,6 +247,7 @@ class Master:
     def _observe_control(self) -> float:
         self._publish_state()
         now = self._store.now()
+        self._clock = now - time.monotonic()
         if now - self._control_at >= CONTROL_S:
             self._control_at = now
             self._fence()
@@ -249,12 +257,16 @@ class Master:
                 self._publish_state(wake="stop")
         return now
 
+    def _now(self) -> float:
+        """Redis TIME as of the last turn, moved on: for when Redis may not answer."""
+        return self._clock + time.monotonic()
+
     def _remember_attempts(self, slots: dict[int, Slot]) -> None:
         known = self._store.attempts()
-        if any(known.get(slot, 0) < attempt for slot, attempt in self._attempts.items()):
-            self._settle()  # the server was emptied
-            self._store.set_attempts(self._attempts | known)
         self._attempts |= {s: max(n, self._attempts.get(s, 0)) for s, n in known.items()}
+        if known != self._attempts:
+            self._settle()  # the server was emptied
+            self._store.set_attempts(self._attempts)
         for slot, worker in slots.items():
             if slot not in self._workers or self._workers[slot].attempt != worker.attempt:
                 self._event("join", slot=slot, attempt=worker.attempt, node=worker.node,
@@ -269,21 +281,23 @@ class Master:
             for name, body in sorted(offers.items()):
                 if self._round.seen.get((base, name)) != body:
                     self._round.seen[(base, name)] = body
-                    self._judge(name, body)
+                    self._judge(base, name, body)
 
-    def _judge(self, name: str, body: bytes) -> None:
+    def _judge(self, base: int, name: str, body: bytes) -> None:
         round_, ledger = self._round, self._ledger
         try:
             header = Header.from_json(json.loads(body))
+            if (f"{header.slot}:{header.attempt}", header.base) != (name, base):
+                raise ValueError(f"it says {header.key}, and came from {name} for version {base}")
         except ValueError as error:
-            self._reject(name, f"malformed: {error}", self._round.version)
+            self._reject(name, f"malformed: {error}", base)
             return
         owner = (header.slot, header.attempt)
         verdict, reason = rounds.judge(
             header, self._facts(), ledger.refusal(owner, header.samples)
         )
         if verdict is Verdict.REJECT:
-            self._reject(name, reason, header.base)
+            self._reject(name, reason, base)
         elif verdict is Verdict.PASS:
             round_.answered.add(owner)
         else:
@@ -305,7 +319,11 @@ class Master:
             if not future.done():
                 continue
             del self._round.checking[key]
-            checked = future.result()
+            try:
+                checked = future.result()
+            except TryAgain:  # Redis went away with the bytes: judge it again
+                self._forget(key)
+                raise
             if checked.refused:
                 self._withdraw(key, checked.refused)
                 continue
@@ -317,19 +335,31 @@ class Master:
             self._event("delta", slot=header.slot, attempt=header.attempt, base=header.base,
                         steps=header.steps, tokens=header.tokens)  # fmt: skip
 
+    def _forget(self, key: tuple[int, int, int]) -> None:
+        """Take back what a delta's header led to."""
+        round_ = self._round
+        self._ledger.withdraw(key)
+        round_.accepted.pop(key, None)
+        round_.judged.discard(key)
+        round_.answered.discard(key[:2])
+        round_.seen.pop((key[2], f"{key[0]}:{key[1]}"), None)
+
     def _withdraw(self, key: tuple[int, int, int], reason: str) -> None:
         """A delta that was accepted by its header is not merged after all."""
-        self._ledger.withdraw(key)
-        self._round.accepted.pop(key, None)
-        self._round.judged.discard(key)
+        self._forget(key)
         self._reject(f"{key[0]}:{key[1]}", reason, key[2])
 
     def _reject(self, name: str, reason: str, base: int) -> None:
-        """Tell the worker, who starts the round again, and everybody who reads events."""
+        """Tell the worker, who starts the round again, and everybody who reads events.
+
+        The offer goes after the verdict has come: a worker that finds neither may bring it again.
+        """
         rule = reason.partition(":")[0]
         self._round.rejected[rule] = self._round.rejected.get(rule, 0) + 1
+        self._round.seen.pop((base, name), None)
         slot, _, attempt = name.partition(":")
         self._store.set_verdict(name, {"base": base, "reason": reason})
+        self._store.drop_offers(base, [name])
         self._event("reject", slot=slot, attempt=attempt, base=base, reason=reason)
 
     def _take_back(self, slots: dict[int, Slot], now: float) -> None:
@@ -383,7 +413,8 @@ class Master:
             durations_s=tuple(self._durations),
         )  # fmt: skip
         move, reason = rounds.decide(view, patience, now)
-        self._say(f"round {round_.version}: {reason}")
+        if not view.preparing:
+            self._say(f"round {round_.version}: {reason}")
         if move is Move.CALL:
             round_.called = now
             self._event("last-call", version=round_.version, reason=reason)
@@ -408,9 +439,15 @@ class Master:
         record = self._commit_record(plan, round_)
         self._wait_for_space()
         self._fence()
-        commit = self._averager.commit(self.epoch, record, self._wait_for_space)
-        if commit is None:
-            raise Fenced(f"master epoch {self.epoch}: version {round_.version + 1} was committed")
+        again = functools.partial(self._wait_for_space, failed=True)
+        commit = self._averager.commit(self.epoch, record, again)
+        if commit is None:  # a fenced master's last commit: start from that
+            self._fence()
+            self._say(f"version {round_.version + 1} was committed by another master")
+            self._round = None
+            self._granted.clear()
+            self._settle()
+            return
         self._after_commit(commit, reason)
 
     def _commit_record(self, plan: dict, round_: Round) -> dict:
@@ -419,7 +456,7 @@ class Master:
                 "slot": h.slot, "attempt": h.attempt, "job_id": h.job_id, "base": h.base,
                 "steps": h.steps, "tokens": h.tokens, "loss": h.loss, "inner": h.inner,
                 "first_loss": h.first_loss, "samples": [list(each) for each in h.samples],
-                "norm": checked.norm, "seconds": h.seconds,
+                "norm": checked.norm, "seconds": h.seconds, "stall_s": h.stall_s,
             }
             for checked in sorted(round_.accepted.values(), key=lambda c: c.header.key)
             for h in [checked.header]
@@ -437,20 +474,24 @@ class Master:
         }  # fmt: skip
 
     def _after_commit(self, commit: dict, reason: str) -> None:
-        before, now = self._round, self._store.now()
+        """Open the next round, then announce it: the commit stands, even if Redis is gone."""
+        before = self._round
         for key in before.accepted:
             self._ledger.commit(key)
-        self._event(
-            "outer-step", version=commit["version"], tokens=commit["tokens"], loss=commit["loss"],
-            workers=commit["workers"], seconds=round(now - before.opened, 3), reason=reason,
-        )  # fmt: skip
-        self._begin_round(commit, now)
-        names: dict[int, list[str]] = {}
-        for base, name in before.seen:
-            names.setdefault(base, []).append(name)
-        for base, group in names.items():
-            self._store.drop_offers(base, group)
-        self._averager.drop(list(before.judged))
+        self._begin_round(commit)
+        with contextlib.suppress(TryAgain):
+            self._publish_state(wake=f"version {commit['version']}")
+            self._event(
+                "outer-step", version=commit["version"], tokens=commit["tokens"],
+                loss=commit["loss"], workers=commit["workers"],
+                seconds=round(self._round.opened - before.opened, 3), reason=reason,
+            )  # fmt: skip
+            names: dict[int, list[str]] = {}
+            for base, name in before.seen:
+                names.setdefault(base, []).append(name)
+            for base, group in names.items():
+                self._store.drop_offers(base, group)
+            self._averager.drop(list(before.judged))
         keep = max(self.config.checkpoint.keep, self.config.local_sgd.max_staleness + 1)
         prune(self.run, commit["version"], keep, self.config.checkpoint.keep_every)
 
@@ -478,9 +519,12 @@ class Master:
                 f"make space on the filesystem of {self.run.path}, or lower checkpoint.min_free",
             )
 
-    def _wait_for_space(self) -> None:
-        """A full disk stops the clock, not the run: go on when there is space again."""
-        while self.run.free_bytes() < self.config.checkpoint.min_free_bytes:
+    def _wait_for_space(self, failed: bool = False) -> None:
+        """A full disk stops the clock, not the run: go on when there is space again.
+
+        `failed`: a write did fail, whatever the filesystem says is free (a quota, say).
+        """
+        while failed or self.run.free_bytes() < self.config.checkpoint.min_free_bytes:
             if self.notice:
                 raise Leaving(f"notice: {self.notice.signal_name}, while {self._reason}")
             self._reason = f"waiting for space on the filesystem of {self.run.path}"
@@ -488,6 +532,8 @@ class Master:
             with contextlib.suppress(TryAgain):
                 self._publish_state()
             time.sleep(SPACE_S)
+            self._fence()
+            failed = False
         self._reason = ""
 
     def _close(self) -> None:
@@ -499,8 +545,9 @@ class Master:
         if self._server:
             self._server.stop()
 
-    def _end(self, outcome: str, code: int, reason: str) -> int:
-        self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason})
+    def _end(self, outcome: str, code: int, reason: str, detail: str = "") -> int:
+        said = {"outcome": outcome, "code": code, "reason": reason, "detail": detail}
+        self._record({"state": "ended", **said})
         self._say(f"{outcome}: {reason}")
         return code
 
@@ -508,7 +555,7 @@ class Master:
         before = self.run.ending(self.job_id) or {"started": time.time()}
         record = {
             "job_id": self.job_id, "role": "master", "slot": 0, "attempt": self.epoch,
-            "node": hostname(), "time": time.time(), "started": before["started"], "detail": "",
+            "node": hostname(), "time": time.time(), "started": before["started"],
             "steps": self._commit.get("version", 0),
         }  # fmt: skip
         self.run.write_ending(self.job_id, record | fields)
@@ -561,7 +608,11 @@ def main() -> int:
         return master.main()
     except ElasticError as error:
         print(f"master  error: {error}", file=sys.stderr, flush=True)
-        return master._end("failed", error.code or EXIT_ERROR, str(error))
+        return master._end("failed", error.code, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        detail = traceback.format_exc()
+        return master._end("failed", EXIT_ERROR, f"{type(error).__name__}: {error}", detail)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ makes the result independent, bit for bit, of the order of arrival. One fragment
 is held twice.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,13 +19,31 @@ import torch
 from elastic.layout import Layout
 
 
-@dataclass
 class Outer:
-    """What the master holds per fragment: float32 parameters and outer momentum, flat."""
+    """What the master holds, per fragment and flat: float32 parameters and outer momentum."""
 
-    layout: Layout
-    params: list[torch.Tensor]
-    momentum: list[torch.Tensor]
+    def __init__(
+        self, layout: Layout, params: list[torch.Tensor], momentum: list[torch.Tensor], mu: float
+    ):
+        self.layout, self.params, self.momentum = layout, params, momentum
+        # fused: the same bits as the plain loop, without a temporary copy of the model
+        self._sgd = torch.optim.SGD(params, momentum=mu, nesterov=mu > 0, fused=True)
+        if mu > 0:
+            for param, buffer in zip(params, momentum, strict=True):
+                self._sgd.state[param]["momentum_buffer"] = buffer
+
+    def step(self, means: list[torch.Tensor], lr: float) -> None:
+        """Apply the outer optimizer to every fragment, in place. Consumes `means`."""
+        self._sgd.param_groups[0]["lr"] = lr
+        for param, mean in zip(self.params, means, strict=True):
+            param.grad = mean
+        self._sgd.step()
+        self._sgd.zero_grad(set_to_none=True)
+
+    def products(self, index: int, mean: torch.Tensor) -> tuple[float, float, float]:
+        """b·g, |b|², |g|² of a fragment, before the step: what `cosine` needs."""
+        momentum = self.momentum[index]
+        return (momentum @ mean).item(), norm(momentum) ** 2, norm(mean) ** 2
 
 
 @dataclass(frozen=True)
@@ -36,35 +55,25 @@ class Term:
     anchor: torch.Tensor | None = None  # the late delta's base parameters; None: not late
 
 
+def cosine(products: Iterable[tuple[float, float, float]]) -> float:
+    """cos(b, g) over all fragments: do rounds agree? 0 at the first."""
+    dot, momentum, mean = map(sum, zip(*products, strict=True))
+    return dot / math.sqrt(momentum * mean) if momentum and mean else 0.0
+
+
 def norm(delta: torch.Tensor) -> float:
     """Euclidean norm of one fragment; inf or nan if any element is not finite."""
     return torch.linalg.vector_norm(delta).item()
 
 
-def mean_delta(params: torch.Tensor, terms: Iterable[Term], reanchor: float) -> torch.Tensor:
-    """The fragment's g. `params` is the current Theta; `reanchor` is kappa."""
-    mean = torch.zeros_like(params)
+def mean_delta(
+    params: torch.Tensor, terms: Iterable[Term], reanchor: float, mean: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The fragment's g, in `mean` if given. `params` is the current Theta; `reanchor` is kappa."""
+    mean = torch.zeros_like(params) if mean is None else mean.zero_()
     for term in terms:
         mean.add_(term.delta, alpha=term.share)
         if term.anchor is not None:
             mean.add_(params, alpha=term.share * reanchor)
             mean.add_(term.anchor.float(), alpha=-term.share * reanchor)
     return mean
-
-
-def outer_step(outer: Outer, index: int, mean: torch.Tensor, lr: float, momentum: float) -> None:
-    """Apply the outer optimizer to one fragment, in place."""
-    params = outer.params[index]
-    params.grad = mean
-    sgd = torch.optim.SGD([params], lr=lr, momentum=momentum, nesterov=momentum > 0)
-    if momentum > 0:
-        sgd.state[params]["momentum_buffer"] = outer.momentum[index]
-    sgd.step()
-    params.grad = None
-
-
-def cosine(outer: Outer, means: list[torch.Tensor]) -> float:
-    """cos(g, b) over the whole model, before the step: how far rounds agree (0 at the first)."""
-    dot = sum((b @ g).item() for b, g in zip(outer.momentum, means, strict=True))
-    sizes = [sum(norm(x) ** 2 for x in xs) ** 0.5 for xs in (outer.momentum, means)]
-    return dot / (sizes[0] * sizes[1]) if all(sizes) else 0.0

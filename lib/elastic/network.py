@@ -10,6 +10,7 @@ import struct
 
 from elastic.errors import ElasticError
 
+ELSEWHERE = "192.0.2.1"  # RFC 5737: documentation, never a real host
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -19,7 +20,10 @@ def bind_address(wanted: str, node_address: str) -> str:
     Raises ElasticError naming the interfaces there are.
     """
     if wanted == "auto":
-        return resolve(node_address)
+        address = resolve(node_address)
+        # Debian's /etc/hosts gives a machine's own name a loopback address.
+        named = not node_address.startswith("127.") and node_address != "localhost"
+        return routed() if named and address.startswith("127.") else address
     if wanted in interfaces():
         return interfaces()[wanted]
     try:
@@ -56,6 +60,19 @@ def resolve(host: str) -> str:
             f"this node's name {host!r} has no IPv4 address: {error}",
             "set redis.bind to an address or an interface in etc/site.toml",
         ) from None
+
+
+def routed() -> str:
+    """The address that packets to other machines come from. Raises ElasticError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ELSEWHERE, 9))  # sends nothing
+        except OSError as error:
+            raise ElasticError(
+                f"no route from this node to others: {error.strerror}",
+                "set redis.bind to an address or an interface in etc/site.toml",
+            ) from None
+        return probe.getsockname()[0]
 
 
 def free_port(address: str) -> int:

@@ -10,8 +10,8 @@ Invariants, whatever the world looks like:
 A job that was taken away (preempted, timed out, killed, its node lost) is replaced at once. A crash
 waits `backoff_s`, doubling; `max_failures` crashes of one slot in a row end the run, unless another
 worker has been training all the while: then the fault is that slot's, and it goes on backing off. A
-node is avoided while jobs crash on it and work elsewhere, and those crashes do not count. A job in
-a broken hold is cancelled, and replaced with the same backing off.
+node is avoided while workers crash on it and work elsewhere, and those crashes do not count. A job
+in a broken hold is cancelled, and replaced with the same backing off.
 """
 
 from collections import defaultdict
@@ -76,10 +76,11 @@ def plan(world: World, now: float) -> list[Action]:
 
 
 def bad_nodes(memory: Memory, now: float) -> tuple[str, ...]:
-    """Nodes on which two or more jobs crashed lately while jobs elsewhere worked."""
+    """Nodes on which two or more workers crashed lately while workers elsewhere worked."""
     crashes: dict[str, list[Ended]] = defaultdict(list)
     for end in memory.ended:
-        if end.crashed and end.node and now - end.at < RECENT_S:
+        is_recent = now - end.at < RECENT_S
+        if end.crashed and end.role == WORKER and end.node and is_recent:
             crashes[end.node].append(end)
     bad = [
         node
@@ -91,7 +92,8 @@ def bad_nodes(memory: Memory, now: float) -> tuple[str, ...]:
 
 def _works_elsewhere(memory: Memory, node: str, since: float) -> bool:
     witnesses = [job.node for job in _training_since(memory, since)]
-    witnesses += [end.node for end in memory.ended if end.worked and end.at > since]
+    ended = (end for end in memory.ended if end.role == WORKER)
+    witnesses += [end.node for end in ended if end.worked and end.at > since]
     return any(witness not in ("", node) for witness in witnesses)
 
 
@@ -105,7 +107,8 @@ def _chains(memory: Memory, blamed: Sequence[str]) -> dict[Place, list[Ended]]:
     chains: dict[Place, list[Ended]] = defaultdict(list)
     complete: set[Place] = set()
     for end in reversed(memory.ended):
-        counts = end.outcome == "held" or (end.crashed and end.node not in blamed)
+        is_nodes_fault = end.role == WORKER and end.node in blamed
+        counts = end.outcome == "held" or (end.crashed and not is_nodes_fault)
         if counts and end.place not in complete:
             chains[end.place].append(end)
         if end.worked:
@@ -142,7 +145,8 @@ def _close(jobs: Sequence[JobSeen], why: str, closing_s: float, now: float) -> I
 
 
 def _cancel(world: World, now: float) -> Iterator[Action]:
-    """Jobs that are held for good, second in their place, or too many; each at most once."""
+    """Jobs that are held for good, second in their place, or too many; each at most once.
+    A job in a state that is not understood is left alone."""
     places: dict[Place, list[JobSeen]] = defaultdict(list)
     for job in world.memory.jobs:
         if job.queued and job.broken_hold and not job.leaving(now):
@@ -150,20 +154,25 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
         elif not job.leaving(now):
             places[job.place].append(job)
     workers = []
-    for jobs in places.values():
+    for place, jobs in places.items():
         first, *others = sorted(jobs, key=_seniority)
-        workers += [first] if first.role == WORKER else []
-        for job in others:
-            if job.queued or job.started:  # of an unknown state: hands off
-                yield _cancelled(job, f"job {first.job_id} has its place")
-    workers.sort(key=lambda job: (job.queued, job.slot))
-    while workers and (len(workers) > world.slots or _too_high(workers[-1], world.slots)):
-        yield _cancelled(workers.pop(), f"the run has {world.slots} slots now")
+        surplus = [job for job in others if job.queued or job.started]
+        for job in surplus:
+            yield _cancelled(job, f"job {first.job_id} has its place")
+        if place[0] == WORKER:
+            workers += [job for job in jobs if job not in surplus]
+    yield from _shrink(workers, world.slots)
 
 
-def _too_high(job: JobSeen, slots: int) -> bool:
-    """Queued for a slot that is no more. A worker at work there goes only if there are too many."""
-    return job.queued and job.slot >= slots
+def _shrink(workers: Sequence[JobSeen], slots: int) -> Iterator[Action]:
+    """Queued for a slot that is no more, then the highest of too many, queued ones first. A worker
+    at work in a slot that is no more is only one of many."""
+    too_many = len(workers) - slots
+    known = [job for job in workers if job.queued or job.started]
+    for job in sorted(known, key=lambda job: (not job.queued, -job.slot)):
+        if too_many > 0 or (job.queued and job.slot >= slots):
+            yield _cancelled(job, f"the run has {slots} slots now")
+            too_many -= 1
 
 
 def _seniority(job: JobSeen) -> tuple:
@@ -207,7 +216,8 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
         if wait:
             yield Action(WAIT, *place, wait)
             continue
-        yield Action(SUBMIT, *place, _occasion(last.get(place)), exclude=blamed)
+        exclude = blamed if is_worker else ()
+        yield Action(SUBMIT, *place, _occasion(last.get(place)), exclude=exclude)
         workers, pending = workers + is_worker, pending + 1
 
 

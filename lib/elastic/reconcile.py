@@ -13,6 +13,7 @@ been said is kept there too: a pass in which nothing changes says nothing, as cr
 import contextlib
 import fcntl
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -59,11 +60,6 @@ class PassReport:
 
     def to_json(self) -> dict:
         return asdict(self)
-
-
-def waiting(run: RunDir) -> list[str]:
-    """Why the last pass left slots of `run` empty, one line each."""
-    return _load(run, 0.0).waiting
 
 
 def run_pass(
@@ -138,7 +134,6 @@ class _Notes:
 
     memory: Memory
     said: tuple[str, ...] = ()
-    waiting: list[str] = field(default_factory=list)
     settled: str = ""  # why a run is over of which no job is left
 
 
@@ -150,7 +145,7 @@ def _load(run: RunDir, now: float) -> _Notes:
         for name, kind in (("jobs", JobSeen), ("ended", Ended), ("unsure", UnsureSubmission)):
             memory[name] = tuple(kind(**row) for row in memory.get(name, ()))
         said = tuple(found.get("said", ()))
-        return _Notes(Memory(**memory), said, found.get("waiting", []), found.get("settled", ""))
+        return _Notes(Memory(**memory), said, found.get("settled", ""))
     except (ElasticError, TypeError, AttributeError):
         return _Notes(Memory(born=now))
 
@@ -176,6 +171,7 @@ class _Pass:
 
     def __init__(self, run: RunDir, now: float, dry_run: bool):
         self.run, self.now, self.dry_run = run, now, dry_run
+        self._began = time.monotonic()
         self.config = run.config()
         self.report = RunReport(run.name)
         self.notes = _load(run, now)
@@ -228,6 +224,10 @@ class _Pass:
         if not self.dry_run and (not path.exists() or path.read_bytes() != data):
             write_atomic(path, data)
 
+    def _clock(self) -> float:
+        """`now` as it has become: a scheduler may take its time."""
+        return self.now + time.monotonic() - self._began
+
     # ---- the verbs: each returns whether to go on with the plan
 
     def _submit(self, action: Action, scheduler: Scheduler) -> bool:
@@ -246,7 +246,7 @@ class _Pass:
             self.memory = before
             self._not_taken(action, refusal)
             return False
-        job = JobSeen(job_id, *place, "PENDING", submitted_at=self.now)
+        job = JobSeen(job_id, *place, "PENDING", submitted_at=self._clock())
         self.memory = replace(before, jobs=(*before.jobs, job))
         self._tell(replace(action, job_id=job_id))
         return True
@@ -257,13 +257,14 @@ class _Pass:
         if is_final and not any(job.started for job in self.memory.jobs):
             self._fail(reason, refusal.hint)
             return  # else what works goes on
-        until = self.now + (REFUSED_S if is_final else LATER_S)
+        until = self._clock() + (REFUSED_S if is_final else LATER_S)
         self.memory = replace(self.memory, later_until=until, later_reason=reason)
 
     def _cancel(self, action: Action, scheduler: Scheduler) -> bool:
         scheduler.cancel(action.job_id, now=action.now)
         key = (action.job_id, action.role, action.slot)
-        jobs = (replace(j, cancelled_at=self.now) if j.key == key else j for j in self.memory.jobs)
+        at = self._clock()
+        jobs = (replace(j, cancelled_at=at) if j.key == key else j for j in self.memory.jobs)
         self.memory = replace(self.memory, jobs=tuple(jobs))
         self._tell(action)
         return True
@@ -280,7 +281,7 @@ class _Pass:
 
     def _note_unsure(self, place: tuple[str, int], duration_s: float) -> None:
         others = (u for u in self.memory.unsure if u.place != place)
-        this = UnsureSubmission(*place, self.now + duration_s)
+        this = UnsureSubmission(*place, self._clock() + duration_s)
         self.memory = replace(self.memory, unsure=(*others, this))
 
     # ---- words
@@ -302,7 +303,7 @@ class _Pass:
             self.report.waiting.append(text)
             if reason not in self.notes.said:
                 self._say(text)
-        self.notes = replace(self.notes, said=tuple(groups), waiting=self.report.waiting)
+        self.notes = replace(self.notes, said=tuple(groups))
 
     def _say(self, line: str) -> None:
         self.report.lines.append(line)

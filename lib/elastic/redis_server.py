@@ -43,9 +43,11 @@ def find(configured: str = "") -> str:
 
 def version(path: str) -> tuple[int, ...]:
     """(major, minor) from `redis-server --version`; (0,) if it says something else."""
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
-    _, _, rest = answer.stdout.partition("v=")
-    parts = rest.split(".")[:2]
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return (0,)
+    parts = answer.stdout.partition("v=")[2].split(".")[:2]
     return tuple(int(part) for part in parts) if all(p.isdigit() for p in parts) else (0,)
 
 

@@ -49,6 +49,7 @@ class Header:
     fragments: tuple[Fragment, ...]
     inner: str = ""  # where the inner optimizer state came from, for the record
     seconds: float = 0.0  # from the start of the round to the delivery, on the worker's clock
+    stall_s: float = 0.0  # from the last inner step on the base before to the first on this one
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -62,27 +63,29 @@ class Header:
         """Check every field's type and sign. Raises ValueError naming what is wrong."""
         if not isinstance(data, dict):
             raise ValueError("a header is a table")
-        kinds = {"samples": list, "fragments": list, "loss": float, "first_loss": float}
+        kinds = {"samples": list, "fragments": list}
+        kinds |= dict.fromkeys(("loss", "first_loss", "seconds", "stall_s"), float)
         kinds |= dict.fromkeys(("run", "job_id", "layout", "codec", "inner"), str)
         kinds |= dict.fromkeys(("slot", "attempt", "base", "steps", "tokens"), int)
-        fields = {"inner": "", **data}
-        seconds = float(fields.pop("seconds", 0.0))
+        fields = {"inner": "", "seconds": 0.0, "stall_s": 0.0, **data}
         if set(fields) != set(kinds):
             raise ValueError(f"fields differ: {sorted(set(fields) ^ set(kinds))}")
         for name, kind in kinds.items():
             value = fields[name]
-            if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-                continue
+            if kind is float and type(value) is int and abs(value) < 2**62:
+                value = fields[name] = float(value)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
             if kind is int and not 0 <= value < 2**62:
+                raise ValueError(f"{name} is {value}")
+            if name in ("seconds", "stall_s") and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}")
         samples = tuple(_range(each) for each in fields.pop("samples"))
         fragments = fields.pop("fragments")
         if len(fragments) > MAX_FRAGMENTS:
             raise ValueError(f"{len(fragments)} fragments")
         parsed = tuple(_fragment(each) for each in fragments)
-        return cls(**fields, samples=samples, fragments=parsed, seconds=seconds)
+        return cls(**fields, samples=samples, fragments=parsed)
 
 
 def _range(each: object) -> Range:
@@ -209,18 +212,24 @@ def decide(view: View, patience: Patience, now: float) -> tuple[Move, str]:
         return Move.CLOSE, f"all {len(view.expected)} live workers delivered"
     if view.called is not None:
         if now - view.called >= patience.last_call_s:
-            return Move.CLOSE, f"last call is over, without slots {missing}"
-        return Move.WAIT, f"last call: waiting for slots {missing}"
+            return Move.CLOSE, f"last call is over, without slots {_some(missing)}"
+        return Move.WAIT, f"last call: waiting for slots {_some(missing)}"
     if all(view.expected[slot] > view.opened for slot in missing):
-        return Move.CALL, f"only workers that joined late are still at it: slots {missing}"
+        return Move.CALL, f"only workers that joined late are still at it: slots {_some(missing)}"
     enough = max(1, math.ceil(patience.quorum * len(view.expected)))
     answered = len(view.expected) - len(missing)
     if answered < enough or not view.durations_s:
-        return Move.WAIT, f"waiting for slots {missing}"
+        return Move.WAIT, f"waiting for slots {_some(missing)}"
     wait_s = deadline_s(view.durations_s, patience)
     if now - view.opened >= wait_s:
-        return Move.CALL, f"slots {missing} took longer than {wait_s:.1f} s"
-    return Move.WAIT, f"waiting for slots {missing}, at most {wait_s:.1f} s"
+        return Move.CALL, f"slots {_some(missing)} took longer than {wait_s:.1f} s"
+    return Move.WAIT, f"waiting for slots {_some(missing)}, at most {wait_s:.1f} s"
+
+
+def _some(slots: list[int]) -> str:
+    """A list of slots short enough for a log line."""
+    shown = ", ".join(map(str, slots[:8]))
+    return shown if len(slots) <= 8 else f"{shown} and {len(slots) - 8} more"
 
 
 # ---- how much does each delta weigh? ------------------------------------------------------------

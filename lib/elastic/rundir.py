@@ -16,6 +16,7 @@ Rules: bytes before pointer, one winner per name (durable.py), exact paths. Only
 read by reconcile and status alone, is ever listed.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -75,9 +76,12 @@ class RunDir:
         if run.path.exists() or link.is_symlink():
             where = run.path if run.path.exists() else os.readlink(link)
             raise UsageError(f"run name taken: {run.name!r} is {where}", "choose another --name")
+        made = False
         try:
+            run.path.mkdir(parents=True)  # one of several who try at once
+            made = True
             for folder in FOLDERS:
-                (run.path / folder).mkdir(parents=True)
+                (run.path / folder).mkdir()
             write_atomic(run.path / "run.toml", config.to_toml().encode())
             write_atomic(run.path / "environment.json", to_json(environment), PRIVATE)
             write_atomic(run.path / "secret", secrets.token_hex(24).encode(), PRIVATE)
@@ -85,7 +89,8 @@ class RunDir:
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(run.path)
         except OSError as error:
-            shutil.rmtree(run.path, ignore_errors=True)
+            if made:
+                shutil.rmtree(run.path, ignore_errors=True)
             raise ElasticError(
                 f"cannot make the run directory {run.path}: {error.strerror}",
                 "set ELASTIC_RUNS to a writable folder on the shared filesystem",
@@ -182,7 +187,9 @@ class RunDir:
     # ---- what happened
 
     def event(self, kind: str, **fields) -> None:
-        append_line(self.path / "events.jsonl", {"time": time.time(), "kind": kind, **fields})
+        """Note what happened. A full disk loses the note, and nothing else."""
+        with contextlib.suppress(OSError):
+            append_line(self.path / "events.jsonl", {"time": time.time(), "kind": kind, **fields})
 
     def events(self, last: int | None = None) -> list[dict]:
         """The newest `last` events (all of them for None), oldest first."""
@@ -236,7 +243,8 @@ class RunDir:
         """Commit a version whose files are all durable. False if another master was first."""
         if not create_once(self.commit_path(record["version"]), to_json(record)):
             return False
-        write_atomic(self.path / "newest.json", to_json({"version": record["version"]}))
+        with contextlib.suppress(OSError):  # it is committed; this is only the hint
+            write_atomic(self.path / "newest.json", to_json({"version": record["version"]}))
         return True
 
     def free_bytes(self) -> int:
@@ -279,7 +287,7 @@ def registered() -> list[RunDir]:
 def find(name_or_path: str) -> RunDir:
     """The run of that name or directory. UsageError names the runs there are."""
     for path in (configuration.registry_dir() / "runs" / name_or_path, Path(name_or_path)):
-        if "\0" not in name_or_path and (path / "control.json").exists():
+        if os.path.exists(path / "control.json"):  # False for a name that no path can have
             return RunDir(path.resolve())
     names = ", ".join(run.name for run in registered()) or "none"
     raise UsageError(f"no such run: {name_or_path!r}", f"runs: {names}")

@@ -1,25 +1,23 @@
 """A private multi-node Slurm on one machine: for trying things, for demos, and for the tests.
 
-A sandbox is a folder: configuration, munge key, spool and logs. Every daemon is a child of one
-small process, the keeper. It is the subreaper of all that runs in the sandbox: whatever loses its
+A sandbox is a folder (configuration, key, spool, logs) and its daemons. Every daemon has a keeper
+as its parent: a tiny process that is the subreaper of all below it, so that whatever loses its
 parent (a stepd, the orphans of a killed job, a daemon that a job started) becomes the keeper's
-child. So the processes of a sandbox are the keeper's descendants, and `down` leaves none of them.
-Should the keeper itself be killed, the daemons are known by a variable in their environment.
+child. Keepers and daemons carry a variable in their environment; they and their descendants are
+the processes of the sandbox, those under the keeper of a slurmd are the processes of that node.
+So `down` leaves nothing, and `kill-node` kills what a lost machine would.
 
 Nodes n1..nN have pretended GPUs and are in the partitions `preempt` and `high`; c1 has many CPUs
 and is `cpu`, where masters run and nothing is preempted. No root is needed; an ordinary user's
-sandbox runs that user's jobs only. Nothing in /etc/slurm is read or written: all is in etc/sandbox.
+sandbox runs that user's jobs only. What Slurm reads is in etc/sandbox; /etc/slurm is not touched.
 """
 
 import contextlib
-import ctypes
 import functools
-import json
 import os
 import pwd
 import random
 import re
-import select
 import shlex
 import shutil
 import socket
@@ -39,25 +37,29 @@ from elastic import config
 from elastic.errors import ElasticError, UsageError
 from elastic.sched_slurm import slurm_command
 
-MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the daemons' environment: the folder of their sandbox
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
+_MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME
 _PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _NO_DRIVER = 240  # a major device number from the range for local use
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
-_PACKAGES = {
-    "munged": "munge",
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "sbatch": "slurm-client",
-}
-_ACCOUNTING_PACKAGES = {
-    "slurmdbd": "slurmdbd",
-    "mariadbd": "mariadb-server",
-    "mariadb-install-db": "mariadb-server",
-}
+_PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
+_PACKAGES |= {"sbatch": "slurm-client", "setsid": "util-linux"}
+_MORE_PACKAGES = dict.fromkeys(("mariadbd", "mariadb-install-db"), "mariadb-server")
+_MORE_PACKAGES |= {"slurmdbd": "slurmdbd"}
+
+_KEEPER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
+try:
+    while True:
+        os.wait()
+except ChildProcessError:  # nothing is left below
+    pass
+"""
+
 Where = str | tuple[str, int]  # a socket: its path, or its address and port
 
 
@@ -72,12 +74,9 @@ class Shape:
     settings: tuple[str, ...] = ()
 
     @property
-    def gpu_nodes(self) -> list[str]:
-        return [f"n{number}" for number in range(1, self.nodes + 1)]
-
-    @property
-    def all_nodes(self) -> list[str]:
-        return [*self.gpu_nodes, "c1"]
+    def names(self) -> list[str]:
+        """The nodes: those with GPUs, then the one of the CPU partition."""
+        return [*(f"n{number}" for number in range(1, self.nodes + 1)), "c1"]
 
 
 class Sandbox:
@@ -87,13 +86,9 @@ class Sandbox:
         self.path = path
         self.conf = path / "slurm.conf"
 
-    # ---- use
-
     def environment(self) -> dict[str, str]:
         """The variables that lead Slurm's client commands to this sandbox."""
-        path = config.env("PATH", "/usr/bin:/bin")
-        more = "" if shutil.which("sbatch", path=path) else f":{Path(programs()['sbatch']).parent}"
-        return {"SLURM_CONF": str(self.conf)} | ({"PATH": path + more} if more else {})
+        return {"SLURM_CONF": str(self.conf)}
 
     def run(self, *argv: str) -> str:
         """What a Slurm client command says in this sandbox; ElasticError if it fails."""
@@ -104,10 +99,9 @@ class Sandbox:
         return answer.stdout
 
     def env(self) -> str:
-        """Print the variables that lead Slurm's commands to it, for eval."""
+        """Print what leads Slurm's commands to it, for eval."""
         self._check_up()
-        variables = self.environment().items()
-        return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables)
+        return "\n".join(f"export {name}={value}" for name, value in self.environment().items())
 
     def status(self) -> str:
         """Show nodes and jobs."""
@@ -120,8 +114,6 @@ class Sandbox:
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
         return {node for node, state in map(str.split, lines) if state == "idle"}
 
-    # ---- faults
-
     def preempt(self, nodes: int, seconds: float) -> str:
         """Take whole nodes with a job of high priority; print its id."""
         options = ("--parsable", "--job-name=preemptor", "--output=/dev/null", "--chdir=/")
@@ -131,23 +123,21 @@ class Sandbox:
     def kill_node(self, node: str) -> None:
         """Kill a node's slurmd and all that runs there, as if the power went."""
         self._check_node(node)
-        _kill_all(lambda: self._on_node(node))
+        _kill_all(lambda: self.members(node))
 
     def revive_node(self, node: str) -> None:
         """Start a killed node again; its jobs are gone."""
         self._check_node(node)
-        if self._on_node(node):
+        if self.members(node):
             raise UsageError(f"node is up already: {node}")
         self._start(node, programs()["slurmd"], "-D", "-N", node)
 
     def hang_controller(self, seconds: float) -> None:
-        """Have slurmctld answer nobody for a while; returns at once."""
+        """Have slurmctld answer nobody for a while; return at once."""
         self._check_up()
-        pid = int(_read(self.path / "pid/slurmctld"))
+        pid = int(_read(self.path / "slurmctld.pid"))
         self._start("resume", "/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}")
         os.kill(pid, SIGSTOP)
-
-    # ---- up and down
 
     def up(self, shape: Shape) -> None:
         """Start everything and wait until all nodes are idle; a failure leaves nothing behind."""
@@ -156,7 +146,6 @@ class Sandbox:
             raise UsageError(f"a sandbox is up in {self.path}", "elastic-sandbox down")
         self._make_folders(shape)
         try:
-            self._start_keeper()
             self._start_daemons(found, shape)
         except BaseException:
             self.down()
@@ -164,8 +153,6 @@ class Sandbox:
 
     def down(self) -> None:
         """Kill all its processes, jobs included, and remove its files."""
-        keeper = self._keeper()  # last, or orphans would escape
-        _kill_all(lambda: self.members() - {keeper})
         _kill_all(self.members)
         shutil.rmtree(self.path, ignore_errors=True)
         if self.path.exists():
@@ -174,27 +161,22 @@ class Sandbox:
             with contextlib.suppress(OSError):  # not empty: others are in it
                 self.path.parent.rmdir()
 
-    def members(self) -> set[int]:
-        """The processes of this sandbox: the daemons, the jobs, and what those left behind."""
-        daemon, conf = f"\0{MEMBER}={self.path}\0", f"\0SLURM_CONF={self.conf}\0"
-        environs = {pid: _environ(pid) for pid in _parents()}
-        return _with_descendants(
-            {
-                pid
-                for pid, environ in environs.items()
-                if daemon in environ or (conf in environ and "\0SLURM_JOB_ID=" in environ)
-            }
-        )
+    def members(self, name: str = "") -> set[int]:
+        """The processes of this sandbox, or of one daemon in it: jobs and orphans included."""
+        part = f"{name}\0" if name else ""
+        daemon, conf = f"\0{_MEMBER}={self.path}:{part}", f"\0SLURM_CONF={self.conf}\0"
+        job = f"\0SLURMD_NODENAME={part}"
+        log = f"{self.path}/log/" + (f"{name}.log" if name else "")
 
-    def _on_node(self, node: str) -> set[int]:
-        log = str(self.path / f"log/{node}.log")  # slurmd and its stepds hold it open
-        mark = f"\0SLURMD_NODENAME={node}\0"
-        members = self.members()
-        found = {pid for pid in members if mark in _environ(pid) or log in _open_files(pid)}
-        return _with_descendants(found)
+        def is_root(pid: int) -> bool:
+            environ = _environ(pid)  # a stepd overwrites its own
+            ours = daemon in environ or (conf in environ and job in environ)
+            return ours or any(file.startswith(log) for file in _files_of_stepd(pid))
+
+        return _with_descendants({pid for pid in _parents() if is_root(pid)})
 
     def _check_up(self) -> None:
-        if self._keeper() is None:
+        if not self.members("slurmctld"):
             raise UsageError(f"no sandbox is up in {self.path}", "elastic-sandbox up")
 
     def _check_node(self, node: str) -> None:
@@ -202,8 +184,6 @@ class Sandbox:
         nodes = sorted(path.name for path in (self.path / "spool").iterdir())
         if node not in nodes:
             raise UsageError(f"no such node: {node!r}", f"one of {', '.join(nodes)}")
-
-    # ---- starting
 
     def _make_folders(self, shape: Shape) -> None:
         if not re.fullmatch(r"/[\w./+-]+", str(self.path)) or len(str(self.path)) > _PATH_BYTES:
@@ -213,60 +193,14 @@ class Sandbox:
         self.path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
         if self.path.parent == default_folder() and self.path.parent.stat().st_uid != os.getuid():
             raise ElasticError(f"{self.path.parent} is another user's", "use --dir")
-        spool = [f"spool/{node}" for node in shape.all_nodes]
-        for part in ["", "log", "state", "pid", "dev", "spool", *spool]:
+        spool = [f"spool/{node}" for node in shape.names]
+        for part in ["", "log", "state", "dev", "spool", *spool]:
             (self.path / part).mkdir()
             (self.path / part).chmod(0o711)  # munge and other users' jobs go through here
 
-    def _start_keeper(self) -> None:
-        os.mkfifo(self.path / "keeper.fifo", 0o600)
-        command = [sys.executable, "-P", "-m", "elastic.sandbox", "keep", str(self.path)]
-        quiet = ["sh", "-c", 'exec "$@" >log/keeper.out 2>&1', "sh"]
-        self._run_program("setsid", "--fork", *quiet, *command)
-        self._await(lambda: self._keeper() is not None, "keeper")
-
-    def _run_program(self, *argv: str) -> None:
-        """Run a program that is no client of Slurm, as a member of the sandbox."""
-        given = config.clean_environment() | {
-            MEMBER: str(self.path),
-            "SLURM_CONF": str(self.conf),
-            "PYTHONPATH": str(config.elastic_home() / "lib"),
-            "MYSQL_UNIX_PORT": f"{self.path}/mariadb.socket",  # where slurmdbd looks for MariaDB
-        }
-        done = subprocess.run(argv, env=given, cwd=self.path, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise ElasticError(f"{argv[0]} failed: {done.stdout}{done.stderr}".strip())
-
-    def _keeper(self) -> int | None:
-        pid = _read(self.path / "pid/keeper")
-        mark = f"\0{MEMBER}={self.path}\0"
-        return int(pid) if pid and mark in _environ(int(pid)) else None
-
-    def _start(self, name: str, *argv: str, ready: Where | None = None) -> None:
-        """Have the keeper start a command, with its output in log/NAME.out; wait for its socket."""
-        record = self.path / "pid" / name
-        record.unlink(missing_ok=True)
-        with open(self.path / "keeper.fifo", "w") as fifo:  # a line is too short to be torn
-            fifo.write(json.dumps({"name": name, "argv": argv}) + "\n")
-        self._await(record.exists, name)
-        self._await(lambda: ready is None or _listens(ready), name)
-
-    def _await(self, condition: Callable[[], bool], name: str) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not condition():
-            pid = _read(self.path / "pid" / name)
-            if time.monotonic() > deadline or (pid and int(pid) not in _parents()):
-                raise ElasticError(f"the sandbox did not start: no {name}\n{self._last_words()}")
-            time.sleep(0.02)
-
-    def _last_words(self) -> str:
-        logs = sorted((self.path / "log").iterdir())
-        lines = [(log.name, line) for log in logs for line in _read(log).decode().splitlines()[-3:]]
-        return "\n".join(f"  {name}: {line}" for name, line in lines)
-
     def _start_daemons(self, found: dict[str, str], shape: Shape) -> None:
-        address, ports = _loopback_address(), _free_ports(len(shape.all_nodes) + 2)
-        _write_configuration(self.path, shape, address, ports)
+        ports = _free_ports(len(shape.names) + 2)
+        address = _write_configuration(self.path, shape, ports)
         munge = f"{self.path}/munge"
         own = [f"--{what}-file={munge}.{what}" for what in ("key", "pid", "log", "seed")]
         # --force: it refuses a folder that some other user cannot enter.
@@ -275,59 +209,91 @@ class Sandbox:
         if shape.accounting:
             self._start_accounting(found, (address, ports[1]))
         self._start("slurmctld", found["slurmctld"], "-D", ready=(address, ports[0]))
-        for node in shape.all_nodes:
+        for node in shape.names:
             self._start(node, found["slurmd"], "-D", "-N", node)
-        self._await(lambda: self.idle_nodes() == set(shape.all_nodes), "idle nodes")
+        self._await(lambda: self.idle_nodes() == set(shape.names), "all nodes to be idle")
 
     def _start_accounting(self, found: dict[str, str], where: Where) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
-        common = ["--no-defaults", f"--datadir={data}", f"--user={_user()}"]
-        self._run_program(found["mariadb-install-db"], *common, "--skip-test-db")
+        common = ["--no-defaults", f"--datadir={data}", "--user=root"]
+        self._start("install", found["mariadb-install-db"], *common, "--skip-test-db")
+        self._await(lambda: not self.members("install"), "MariaDB's tables")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
         self._start("mariadbd", found["mariadbd"], *common, *options, *small, ready=database)
         self._start("slurmdbd", found["slurmdbd"], "-D", ready=where)
 
+    def _start(self, name: str, *argv: str, ready: Where | None = None) -> None:
+        """Start a command below a keeper, with its output in log/NAME.out; wait for its socket."""
+        given = config.clean_environment() | {
+            _MEMBER: f"{self.path}:{name}",
+            "SLURM_CONF": str(self.conf),
+            "MYSQL_UNIX_PORT": f"{self.path}/mariadb.socket",  # where slurmdbd looks for MariaDB
+        }
+        keeper = ["setsid", "--fork", sys.executable, "-ISc", _KEEPER]
+        with open(self.path / f"log/{name}.out", "ab") as out:
+            files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            subprocess.run([*keeper, *argv], env=given, cwd="/", check=True, umask=0o022, **files)
+        if ready:
+            self._await(lambda: _listens(ready), f"{name} to listen", name)
+
+    def _await(self, condition: Callable[[], bool], what: str, name: str = "") -> None:
+        """ElasticError when it takes too long or when the daemon `name` ends before."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not condition():
+            if time.monotonic() > deadline or not self.members(name):
+                logs = self._last_words()
+                raise ElasticError(f"the sandbox did not start: waited for {what}\n{logs}")
+            time.sleep(0.02)
+
+    def _last_words(self) -> str:
+        logs = sorted((self.path / "log").iterdir())
+        lines = [(log.name, line) for log in logs for line in _read(log).splitlines()[-3:]]
+        return "\n".join(f"  {name}: {line}" for name, line in lines)
+
 
 # ---- configuration
 
 
-def _write_configuration(path: Path, shape: Shape, address: str, ports: list[int]) -> None:
-    words = {
-        "DIR": path,
-        "USER": _user(),
-        "HOST": _host(),
-        "ADDRESS": address,
-        "CONTROLLER_PORT": ports[0],
-        "DATABASE_PORT": ports[1],
-        "CPU_PORT": ports[2],
-        "NODE_PORTS": ",".join(map(str, ports[3:])),
-        "NODES": ",".join(shape.gpu_nodes),
-        "GPUS": shape.gpus,
-        "DEVICES": ",".join(_gpu_devices(path / "dev", shape.gpus)),
-        "GRACE": shape.grace_s,
-        "PASSWORD": os.urandom(16).hex(),
-    }
-    # Slurm binds to what the host's name means (LOCAL): right where that is loopback, else fatal.
-    local = address == _host_address()
-    drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not local, "GPU": not shape.gpus}
+def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> str:
+    """Fill the templates of etc/sandbox into the folder; returns the address to listen on."""
+    host = socket.gethostname().split(".")[0]
+    address, is_local = _loopback(host)
+    words = dict(
+        DIR=path, USER=pwd.getpwuid(os.getuid()).pw_name, HOST=host, GRACE=shape.grace_s,
+        ADDRESS=address, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
+        NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
+        GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(path / "dev", shape.gpus)),
+        PASSWORD=os.urandom(16).hex(),
+    )  # fmt: skip
+    drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not is_local, "GPU": not shape.gpus}
     for template in (config.elastic_home() / "etc/sandbox").iterdir():
         text = template.read_text()
         for tag, is_off in drop.items():
-            text = re.sub(rf"^@IF_{tag}@ (.*\n)", "" if is_off else r"\1", text, flags=re.MULTILINE)
+            text = re.sub(rf"(?m)^@IF_{tag}@ (.*\n)", "" if is_off else r"\1", text)
         text = re.sub(r"@([A-Z_]+)@", lambda match: str(words[match[1]]), text)
         for setting in shape.settings if template.name == "slurm.conf" else ():
             key = re.escape(setting.partition("=")[0])
             text = re.sub(rf"(?im)^{key}=.*\n", "", text) + setting + "\n"
-        _write(path / template.name, text.encode(), 0o600 if "Pass" in text else 0o644)
-    _write(path / "munge.key", os.urandom(1024), 0o600)
+        (path / template.name).touch(0o600)
+        (path / template.name).write_text(text)
+        if words["PASSWORD"] not in text:
+            (path / template.name).chmod(0o644)
+    (path / "munge.key").touch(0o600)
+    (path / "munge.key").write_bytes(os.urandom(1024))
+    return address
+
+
+def _loopback(host: str) -> tuple[str, bool]:
+    """A loopback address, and if it is the host's own: only to that can Slurm's daemons bind."""
+    with contextlib.suppress(OSError):
+        if (address := socket.gethostbyname(host)).startswith("127."):
+            return address, True
+    return "127.0.0.1", False
 
 
 def _gpu_devices(folder: Path, count: int) -> list[str]:
-    """Paths of `count` character devices: Slurm takes nothing else for GPUs, but opens none.
-
-    Root makes some that lead nowhere; others borrow what the machine has.
-    """
+    """`count` character devices, all that Slurm takes for GPUs: root makes some, others borrow."""
     made = [folder / f"gpu{number}" for number in range(count)]
     try:
         for number, device in enumerate(made):
@@ -343,33 +309,12 @@ def _gpu_devices(folder: Path, count: int) -> list[str]:
 def _free_ports(count: int) -> list[int]:
     ports = []
     for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
+        with contextlib.suppress(OSError):
+            socket.create_server(("", port)).close()
             ports.append(port)
         if len(ports) == count:
-            return ports
-    raise ElasticError(f"fewer than {count} TCP ports are free in {_PORTS}")
-
-
-def _host() -> str:
-    return socket.gethostname().split(".")[0]
-
-
-def _host_address() -> str:
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(_host())
-    return ""
-
-
-def _loopback_address() -> str:
-    return _host_address() if _host_address().startswith("127.") else "127.0.0.1"
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        raise ElasticError(f"uid {os.getuid()} has no name", "Slurm needs a passwd entry") from None
+            break
+    return ports
 
 
 # ---- programs, processes, files
@@ -377,11 +322,10 @@ def _user() -> str:
 
 def programs(accounting: bool = False) -> dict[str, str]:
     """Where each needed program is; ElasticError with the packages that bring the missing ones."""
-    packages = _PACKAGES | (_ACCOUNTING_PACKAGES if accounting else {})
+    packages = _PACKAGES | (_MORE_PACKAGES if accounting else {})
     path = f"{config.env('PATH', '/bin')}:{_DAEMON_PATH}"
     found = {name: shutil.which(name, path=path) for name in packages}
-    missing = [name for name, where in found.items() if where is None]
-    if missing:
+    if missing := [name for name, where in found.items() if where is None]:
         names = " ".join(sorted({packages[name] for name in missing}))
         raise ElasticError(f"Command not found: {', '.join(missing)}", f"apt-get install {names}")
     return found
@@ -397,8 +341,8 @@ def _parents() -> dict[int, int]:
     """Every live process and its parent; a zombie has ended."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        fields = _read(folder / "stat").rpartition(b")")[2].split()
-        if fields and fields[0] not in (b"Z", b"X"):
+        fields = _read(folder / "stat").rpartition(")")[2].split()
+        if fields and fields[0] not in "ZX":
             found[int(folder.name)] = int(fields[1])
     return found
 
@@ -418,12 +362,12 @@ def _with_descendants(roots: set[int]) -> set[int]:
 
 def _kill_all(find: Callable[[], set[int]]) -> None:
     """SIGKILL what `find` returns. They are stopped first, so that none can fork and get away."""
+    deadline = time.monotonic() + END_TIMEOUT_S
     stopped: set[int] = set()
     while more := find() - stopped:
         _send(more, SIGSTOP)
         stopped |= more
     _send(stopped, SIGKILL)
-    deadline = time.monotonic() + END_TIMEOUT_S
     while left := stopped & _parents().keys():
         if time.monotonic() > deadline:
             raise ElasticError(f"cannot kill processes {sorted(left)}", "are they another user's?")
@@ -436,54 +380,25 @@ def _send(pids: set[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _open_files(pid: int) -> list[str]:
-    found = []
-    for link in Path(f"/proc/{pid}/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(link))
-    return found
-
-
 def _environ(pid: int) -> str:
-    return "\0" + _read(Path(f"/proc/{pid}/environ")).decode(errors="replace")
+    return "\0" + _read(Path(f"/proc/{pid}/environ"))
 
 
-def _read(path: Path) -> bytes:
-    """The file's content; empty where it cannot be read."""
+def _files_of_stepd(pid: int) -> set[str]:
+    """What the process has open if it is a slurmstepd: its node's log, above all."""
+    if _read(Path(f"/proc/{pid}/comm")) != "slurmstepd\n":
+        return set()
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        return {os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return set()
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where it cannot be read."""
     try:
-        return path.read_bytes()
+        return path.read_text(errors="replace")
     except OSError:
-        return b""
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
-        file.write(content)
-
-
-# ---- the keeper
-
-
-def _keep(path: Path) -> None:
-    """Parent of all daemons and of every orphan; starts what the FIFO asks for; never returns."""
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    fifo = os.open(path / "keeper.fifo", os.O_RDWR)
-    os.umask(0o022)
-    _write(path / "pid/keeper", str(os.getpid()).encode(), 0o644)
-    while True:
-        if select.select([fifo], [], [], 0.2)[0]:
-            for line in os.read(fifo, 65536).splitlines():
-                _spawn(path, **json.loads(line))
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-
-
-def _spawn(path: Path, name: str, argv: list[str]) -> None:
-    pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    with open(path / f"log/{name}.out", "ab") as log:
-        child = subprocess.Popen(argv, cwd="/", stdout=log, start_new_session=True, **pipes)
-    (path / "pid" / name).write_text(str(child.pid))
+        return ""
 
 
 # ---- command line
@@ -496,15 +411,7 @@ def default_folder() -> Path:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """A private multi-node Slurm on this machine.
-
-    \b
-    Example:
-      elastic-sandbox up --nodes 4 --gpus 2
-      eval "$(elastic-sandbox env)"
-      elastic-sandbox preempt --nodes 2 --seconds 30
-      elastic-sandbox down
-    """
+    """A private multi-node Slurm here: elastic-sandbox up && eval "$(elastic-sandbox env)"."""
 
 
 def _command(method: Callable[..., str | None], *parameters: Callable) -> None:
@@ -516,9 +423,9 @@ def _command(method: Callable[..., str | None], *parameters: Callable) -> None:
         if said:
             click.echo(said)
 
-    name = click.option("--name", default="default", show_default=True, help="Which sandbox.")
-    folder = click.option("--dir", "folder", type=Path, help="Folder of sandboxes.")
-    for parameter in (folder, name, *reversed(parameters)):
+    call = click.option("--dir", "folder", type=Path, help="Folder of sandboxes.")(call)
+    call = click.option("--name", default="default", show_default=True, help="Which one.")(call)
+    for parameter in reversed(parameters):
         call = parameter(call)
     cli.command(method.__name__.strip("_").replace("_", "-"))(call)
 
@@ -553,9 +460,6 @@ _command(Sandbox.down)
 
 
 def main() -> None:
-    """The command; or the keeper, which `up` starts as `keep FOLDER`."""
-    if sys.argv[1:2] == ["keep"]:
-        _keep(Path(sys.argv[2]))
     try:
         cli(prog_name="elastic-sandbox")
     except ElasticError as error:

@@ -37,9 +37,10 @@ _SQUEUE = (
     "--noheader",
     f"--format={_FIELD.join(_COLUMNS)}{_RECORD}",
 )
+_TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
 
 # A user's settings for these commands would filter their answers or change their form.
-_CLIENT_SETTINGS = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
+_CLIENT_SETTINGS = ("SLURM", "SBATCH_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 
 # What sbatch says when it does not know whether the controller took the job.
 _NO_ANSWER = re.compile(
@@ -52,20 +53,25 @@ _FOREVER = re.compile(
     r"Access/permission denied|not permitted|\w+Per(Job|Node)\b|MaxWall|TimeLimit|more processors",
     re.IGNORECASE | re.MULTILINE,
 )
+_GONE = re.compile("Invalid job id|already completing or completed")
 _NOT_NOW = re.compile(
     "MaxSubmitJob|inactive or drain|not available now|try again|temporarily|munge", re.IGNORECASE
 )
 
 
 class SlurmScheduler:
-    """This user's jobs on the cluster that PATH and SLURM_CONF lead to."""
+    """This user's jobs on the cluster that PATH and SLURM_CONF lead to.
 
-    def __init__(self, settings: Config | None = None):
-        """The settings of a job come with its JobSpec; `settings` itself is not needed."""
+    They are taken from `environment` (a run's, where a crontab has none), else from this process.
+    """
+
+    def __init__(self, settings: Config, environment: Mapping[str, str] | None = None):
+        self._environment = environment  # the settings of a job come with its JobSpec
 
     def jobs(self) -> list[Job]:
         """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not say."""
-        return parse_squeue(_ask(_SQUEUE))
+        answer = slurm_command(_SQUEUE, environment=self._environment)
+        return parse_squeue(_checked("squeue", answer).stdout)
 
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
@@ -81,12 +87,12 @@ class SlurmScheduler:
 
     def cancel(self, job_id: str, now: bool = False) -> None:
         """Give a running job notice, drop a pending one; `now`: end it. May be repeated."""
-        if now:
-            _ask(("scancel", job_id))
-            return
-        _ask(("scancel", "--state=PENDING", job_id))
-        # Without --batch or --full only the steps hear it: the shell and srun must live to report.
-        _ask(("scancel", "--state=RUNNING", "--signal=TERM", job_id))
+        # Without --batch or --full a signal is for the steps: shell and srun must live to report.
+        ways = [()] if now else [("--state=PENDING",), ("--state=RUNNING", "--signal=TERM")]
+        for options in ways:
+            answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
+            if not _GONE.search(answer.stderr):
+                _checked("scancel", answer)
 
 
 def node_address() -> str:
@@ -94,7 +100,8 @@ def node_address() -> str:
     node = config.env("SLURMD_NODENAME")
     if not node:
         return ""
-    match = re.search(r"\bNodeAddr=(\S+)", _ask(("scontrol", "--oneliner", "show", "node", node)))
+    answer = _checked("scontrol", slurm_command(("scontrol", "--oneliner", "show", "node", node)))
+    match = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
     return match[1] if match else ""
 
 
@@ -118,7 +125,7 @@ def slurm_command(
     try:
         return subprocess.run(
             [program, *argv[1:]],
-            env=command_environment(given),
+            env=command_environment(given) | _TIMES.get(argv[0], {}),
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -130,33 +137,29 @@ def slurm_command(
 
 
 def command_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """`given` without Slurm's settings but SLURM_CONF, and with times as epoch seconds."""
-    kept = {
+    """`given` without Slurm's settings but SLURM_CONF: they leak from jobs, and shape answers."""
+    return {
         name: value
         for name, value in given.items()
         if name == "SLURM_CONF" or not name.startswith(_CLIENT_SETTINGS)
     }
-    return kept | {"SLURM_TIME_FORMAT": "%s"}
 
 
 def parse_squeue(text: str) -> list[Job]:
     """The elastic jobs in squeue's answer. TryAgain if the answer is damaged or cut short."""
     *records, rest = text.split(_RECORD)
-    jobs = []
-    for fields in [record.removeprefix("\n").split(_FIELD) for record in records]:
-        if len(fields) != len(_COLUMNS):
-            raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
-        job_id, state, submitted, started, node, reason, name, comment = fields
-        # A site's submit plugin may rename a job; its comment then still says whose it is.
-        token = next((text for text in (name, comment) if parse_job_name(text)), None)
-        if token:
-            # A pending job's start is the scheduler's guess.
-            start_time = None if state == "PENDING" else _epoch(started)
-            jobs.append(
-                Job(job_id, token, state, reason, _epoch(submitted) or 0.0, start_time, node)
-            )
     if rest.strip():
-        raise TryAgain(f"squeue: answer cut short at {rest!r}")
+        raise TryAgain(f"squeue: the answer is cut short at {rest!r}")
+    jobs = []
+    for record in records:
+        job_id, state, submitted, started, node, reason, *names = _fields(record)
+        # A site's submit plugin may rename a job; its comment then still says whose it is.
+        name = next((name for name in names if parse_job_name(name)), None)
+        if name:
+            # A pending job's start is only a forecast.
+            start_time = None if state == "PENDING" else _epoch(started)
+            times = (_epoch(submitted) or 0.0, start_time)
+            jobs.append(Job(job_id, name, state, reason, *times, node))
     return jobs
 
 
@@ -199,12 +202,21 @@ def refusal(code: int, stderr: str) -> ElasticError:
     return RetryLater(what)
 
 
-def _ask(argv: Sequence[str]) -> str:
-    answer = slurm_command(argv)
+def _checked(
+    command: str, answer: subprocess.CompletedProcess[str]
+) -> subprocess.CompletedProcess[str]:
     if answer.returncode != 0:
         said = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
-        raise TryAgain(f"{argv[0]} failed: {said[-1]}", "is slurmctld up, and SLURM_CONF right?")
-    return answer.stdout
+        hint = "is slurmctld up, and SLURM_CONF right?"
+        raise TryAgain(f"{command} failed: {said[-1]}", hint)
+    return answer
+
+
+def _fields(record: str) -> list[str]:
+    fields = record.removeprefix("\n").split(_FIELD)
+    if len(fields) < len(_COLUMNS):  # more: someone has a separator in a name; not one of ours
+        raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
+    return fields
 
 
 def _epoch(text: str) -> float | None:

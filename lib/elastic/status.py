@@ -10,7 +10,7 @@ through a dry reconcile pass, tells what that pass would do next. Nothing is cha
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic import membership, reconcile
@@ -104,20 +104,25 @@ def judge(run: RunDir, seen: dict, trouble: str) -> tuple[str, str]:
     if run.control().state == "stopped":
         return "stopped", f"stopped by elastic-stop{leaving}"
     state = "running" if workers else "waiting"
-    if trouble:
-        return state, f"the scheduler does not answer: {trouble}"
-    pending = [job for job in jobs if job["state"] == "PENDING"]
-    queue = f"; {len(pending)} jobs wait ({pending[0]['reason'] or 'PENDING'})" if pending else ""
+    return state, "; ".join(filter(None, _reasons(seen, trouble)))
+
+
+def _reasons(seen: dict, trouble: str) -> Iterator[str]:
+    """What holds a run that is not over, the most telling first."""
+    workers, least = seen["workers"], seen["min"]
     if silence := seen["master"].get("trouble"):
-        return state, f"the master is not reachable{_since(seen['newest'])}: {silence}{queue}"
-    if not workers:
-        return state, f"no worker is there{queue or ': no job is queued or running'}"
+        yield f"the master is not reachable{_since(seen['newest'])}: {silence}"
+    else:
+        short = f", fewer than the {least} wanted" if len(workers) < least else ""
+        yield f"{len(workers)} workers{short}" if workers else "no worker is there"
+        yield seen["master"].get("reason", "")
     stalled = [str(worker["slot"]) for worker in workers if worker["state"] == "stalled"]
-    if stalled:
-        return state, f"slots {', '.join(stalled)} beat but do not advance{queue}"
-    short = f", fewer than the {seen['min']} wanted" if len(workers) < seen["min"] else ""
-    now = seen["master"].get("reason", "")
-    return state, f"{len(workers)} workers{short}{f'; {now}' if now else ''}{queue}"
+    yield f"slots {', '.join(stalled)} beat but do not advance" if stalled else ""
+    pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
+    yield f"{len(pending)} jobs wait ({pending[0]['reason'] or 'PENDING'})" if pending else ""
+    yield f"the scheduler does not answer: {trouble}" if trouble else ""
+    if not (workers or seen["jobs"] or trouble):
+        yield "no job is queued or running"
 
 
 def _since(newest: dict) -> str:
@@ -133,12 +138,12 @@ def _next(run: RunDir, jobs: Listing, now: float) -> str:
     if report.unknown:
         return "nothing, until the scheduler answers"
     if not report.runs:
-        return "nothing"
+        return "; ".join(report.errors) or "nothing"
     one = report.runs[0]
     words = [f"{each.verb} {each.role} {each.slot} ({each.reason})" for each in one.actions]
     if len(words) > 3:
         words[3:] = [f"{len(words) - 3} more"]
-    return "; ".join([*words, *one.waiting]) or one.error or "nothing: all is as wanted"
+    return "; ".join([*words, *one.waiting]) or "nothing: all is as wanted"
 
 
 # ---- who

@@ -49,6 +49,14 @@ redis.call('PUBLISH', KEYS[3], 'join ' .. ARGV[4])
 return 1
 """
 
+# Raise slots' newest attempts; one that is higher here stays.
+RAISE = """
+for i = 1, #ARGV, 2 do
+  local newest = tonumber(redis.call('HGET', KEYS[1], ARGV[i]) or '0')
+  if newest < tonumber(ARGV[i + 1]) then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+end
+"""
+
 # Renew a lease and note progress. -1: fenced by a higher attempt. 0: unknown here, claim again.
 BEAT = """
 local newest = redis.call('HGET', KEYS[2], ARGV[1])
@@ -133,6 +141,7 @@ class Store:
         self._redis, self.where = client, where
         self._prefix = f"elastic:{run_name}:"
         self._claim = client.register_script(CLAIM)
+        self._raise = client.register_script(RAISE)
         self._beat = client.register_script(BEAT)
         self._release = client.register_script(RELEASE)
         self._offer = client.register_script(OFFER)
@@ -222,8 +231,7 @@ class Store:
     @reaches_redis
     def set_attempts(self, attempts: dict[int, int]) -> None:
         """Tell a new server what the run directory knows, so that it fences what is older."""
-        if attempts:
-            self._redis.hset(self._key("attempts"), mapping=attempts)
+        self._raise([self._key("attempts")], _flat(attempts))
 
     # ---- deltas and versions
 

@@ -2,7 +2,8 @@
 
 Checked: space and permission below the run root, the task's module (looked for, not imported: it
 may need what only a compute node has), a redis-server, a scheduler that answers, and no jobs left
-over from an earlier run of that name. What remains is a run directory and the scheduler's word.
+over from an earlier run of that name. The last word is the scheduler's: if it refuses the jobs, the
+run is undone again.
 """
 
 import importlib.machinery
@@ -17,7 +18,9 @@ from elastic import redis_server
 from elastic.config import Config
 from elastic.errors import ElasticError, UsageError
 from elastic.rundir import Control, RunDir
-from elastic.sched import open_scheduler, parse_job_name
+from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name
+
+UNDO_S = 30.0  # how long the jobs of a run that is undone may take to go
 
 
 def check(config: Config, root: Path) -> None:
@@ -26,13 +29,12 @@ def check(config: Config, root: Path) -> None:
     _check_task(config)
     if not config.redis.url:
         redis_server.find(config.redis.server)
-    for job in open_scheduler(config.run.scheduler, config).jobs():
-        name = parse_job_name(job.name)
-        if name and name[0] == config.run.name and not job.ended:
-            raise UsageError(
-                f"a job of another run {config.run.name!r} is still there: {job.job_id}",
-                "choose another --name, or wait until it is gone",
-            )
+    name = config.run.name
+    if jobs := jobs_of(name, open_scheduler(config.run.scheduler, config)):
+        raise UsageError(
+            f"a job of another run {name!r} is still there: {jobs[0].job_id}",
+            "choose another --name, or wait until it is gone",
+        )
 
 
 def start(config: Config, root: Path) -> RunDir:
@@ -42,6 +44,26 @@ def start(config: Config, root: Path) -> RunDir:
     run = RunDir.create(root, config, control, configuration.clean_environment())
     run.event("submit", min=limits.min, max=limits.max, scheduler=config.run.scheduler)
     return run
+
+
+def undo(run: RunDir) -> None:
+    """Remove a run that the scheduler refused: its jobs, its directory, its name."""
+    scheduler = open_scheduler(run.config().run.scheduler, run.config())
+    deadline = time.monotonic() + UNDO_S
+    while jobs := jobs_of(run.name, scheduler):
+        if time.monotonic() > deadline:
+            return  # the directory stays, and says why the run failed
+        for job in jobs:
+            scheduler.cancel(job.job_id, now=True)
+        time.sleep(0.5)
+    shutil.rmtree(run.path)
+    (configuration.registry_dir() / "runs" / run.name).unlink(missing_ok=True)
+
+
+def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:
+    """The jobs of the run of that name that have not ended. Raises TryAgain."""
+    named = [(parse_job_name(job.name), job) for job in scheduler.jobs() if not job.ended]
+    return [job for name, job in named if name and name[0] == run]
 
 
 def _check_root(root: Path, config: Config) -> None:

@@ -19,6 +19,8 @@ class FileTransport:
         try:
             temporary.write_bytes(data)
             os.replace(temporary, path)
+        except FileNotFoundError:  # `drop` has removed the folder in between
+            return self.put(name, data)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

@@ -13,12 +13,14 @@ whoever reads the commit next (`settle`), which names the writer.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from elastic.durable import read_json, sync_directory, to_json, write_atomic
@@ -37,7 +39,6 @@ class Draft:
         self.run, self.version, self.writer = run, version, writer
         self.folder = _draft_path(run, version, writer)
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
 
     def write_fragment(
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
@@ -59,21 +60,24 @@ class Draft:
         files = [*files, self._entry(manifest)]
         sync_directory(self.folder.parent)
         record = {"version": self.version, "writer": self.writer, **record, "files": files}
-        won = self.run.link_commit(record)
-        if won:
-            settle(self.run, record)
-        else:
-            self.discard()
-        return won
+        # A link may be made and its answer lost: the name in the commit decides.
+        if self.run.link_commit(record) or self.run.commit(self.version)["writer"] == self.writer:
+            with contextlib.suppress(OSError):  # then whoever reads it does it
+                settle(self.run, record)
+            return True
+        self.discard()
+        return False
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> dict:
         path = self.folder / name
-        save_file(tensors, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(tensors, path)
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            os.fchmod(descriptor, 0o644)  # safetensors makes it private
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -94,10 +98,20 @@ def settle(run: RunDir, commit: dict) -> None:
 
 
 def remove_drafts(run: RunDir, newest: dict) -> None:
-    """Remove what dead masters left half written; `newest` is the newest commit."""
+    """Settle the newest version and remove what lost the race for those before it.
+
+    Drafts of later versions stay: their writer may be alive, and just about to link one.
+    """
     settle(run, newest)
-    for folder in (run.path / "versions").glob(".*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    _remove_drafts_below(run, newest["version"])
+
+
+def _remove_drafts_below(run: RunDir, version: int) -> None:
+    for folder in (run.path / "versions").glob(".[0-9]*.*"):
+        number = int(folder.name[1:].partition(".")[0])
+        if number < version:
+            settle(run, run.commit(number))
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _draft_path(run: RunDir, version: int, writer: str) -> Path:
@@ -105,9 +119,7 @@ def _draft_path(run: RunDir, version: int, writer: str) -> Path:
 
 
 def read_layout(run: RunDir, version: int) -> Layout:
-    manifest = read_json(run.version_path(version) / "manifest.json")
-    if manifest is None:
-        raise ElasticError(f"version {version} of run {run.name} has no manifest.json")
+    manifest = read_json(verified(run, run.commit(version), "manifest.json"))
     return Layout.from_json(manifest["layout"])
 
 
@@ -117,15 +129,15 @@ def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.
     return _flat(layout, index, tensors, "")
 
 
-def read_outer(run: RunDir, commit: dict) -> Outer:
-    """The master's state as of a commit."""
+def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:
+    """The master's state as of a commit, with outer momentum `mu`."""
     layout = read_layout(run, commit["version"])
     params, momentum = [], []
     for index in range(len(layout.fragments)):
         tensors = load_file(verified(run, commit, f"outer-{index:02d}.safetensors"))
         params.append(_flat(layout, index, tensors, "param/"))
         momentum.append(_flat(layout, index, tensors, "momentum/"))
-    return Outer(layout, params, momentum)
+    return Outer(layout, params, momentum, mu)
 
 
 def verified(run: RunDir, commit: dict, name: str) -> Path:
@@ -157,9 +169,12 @@ def split(layout: Layout, index: int, flat: torch.Tensor) -> dict[str, torch.Ten
 def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
     """Remove the tensors of versions that are neither among the last `keep` nor an Mth one.
 
-    The commit records stay: they are the ledger. Returns the versions removed.
+    With them go drafts and deltas that nobody came back for. The commit records stay: they are the
+    ledger. Returns the versions removed.
     """
     removed = []
+    _remove_drafts_below(run, newest - keep + 1)
+    shutil.rmtree(run.path / "deltas" / f"{newest - keep:06d}", ignore_errors=True)
     for version in range(newest - keep, -1, -1):
         folder = run.version_path(version)
         if keep_every and version % keep_every == 0:
@@ -169,6 +184,14 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
         shutil.rmtree(folder, ignore_errors=True)
         removed.append(version)
     return removed
+
+
+def save_tensors(tensors: dict, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; a full disk is an OSError here as everywhere else."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from None
 
 
 def checksum(path: Path) -> str:

@@ -60,7 +60,7 @@ def run_view(seen: dict) -> RenderableType:
     if seen["jobs"]:
         parts += ["", _jobs_table(seen["jobs"])]
     if seen["events"]:
-        parts += ["", *(Text(event_line(event)) for event in seen["events"][-8:])]
+        parts += ["", *map(_event_text, seen["events"][-8:])]
     return Group(*parts)
 
 
@@ -113,6 +113,10 @@ def _jobs_table(jobs: Sequence[dict]) -> Table:
     return table
 
 
+def _event_text(event: dict) -> Text:
+    return Text(event_line(event), no_wrap=True, overflow="ellipsis")
+
+
 def event_line(event: dict) -> str:
     """One event as one line: time, kind, then its fields."""
     clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
@@ -136,7 +140,7 @@ def audit_view(run: str, report: dict) -> RenderableType:
         parts.append(table)
         parts.append(
             f"{report['commits']} versions, {report['deltas']} deltas, {report['tokens']:,} tokens,"
-            f" {report['master_epochs']} master epochs, {report['files']} files"
+            f" {report['masters']} masters, {report['files']} files"
         )
     parts += [Text(f"wrong: {problem}", style="red") for problem in report["problems"]]
     state = "finished" if report.get("finished") else "not finished"

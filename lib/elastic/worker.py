@@ -7,12 +7,15 @@ the node.
 
 import contextlib
 import math
+import os
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from elastic.config import Config, env
 from elastic.errors import EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN, ElasticError, Fenced
@@ -65,6 +68,8 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
             loss = task.loss(model, to_device(batch, device))
         (loss * sgd.loss_scale).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip or math.inf)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()  # every rank must decide the same
         if math.isfinite(norm):
             optimizer.step()
             sgd.step(loss.detach(), tokens)
@@ -98,7 +103,9 @@ def choose_device(config: Config) -> torch.device:
 
 def join_group(place: Place, device: torch.device) -> Group:
     if place.world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # Rank 0 may wait for the master for days, and the others for it; the agent sees a hang.
+        kind = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(kind, timeout=timedelta(days=30))
     return Group(place.rank, place.world, device)
 
 
@@ -146,4 +153,7 @@ def to_device(batch, device: torch.device):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is delivered and saved; taking torch apart takes seconds

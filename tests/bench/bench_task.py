@@ -1,0 +1,32 @@
+"""A task of any size with next to no arithmetic: what is left of a round is moving bytes."""
+
+import torch
+from torch import nn
+
+
+class Flat:
+    """`parameters` frozen float32 parameters in `tensors` tensors, and a small head that trains."""
+
+    def __init__(self, table: dict):
+        self.table = table
+
+    def model(self) -> nn.Module:
+        return _Model(self.table["parameters"], self.table.get("tensors", 8))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([model.head], lr=1e-3)
+
+    def dataset(self) -> list:
+        return [torch.tensor([float(i % 7)]) for i in range(100_000)]
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return ((model.head.sum() - batch) ** 2).mean()
+
+
+class _Model(nn.Module):
+    def __init__(self, parameters: int, tensors: int):
+        super().__init__()
+        size = parameters // tensors
+        body = [nn.Parameter(torch.full((size,), 0.5), requires_grad=False) for _ in range(tensors)]
+        self.body = nn.ParameterList(body)
+        self.head = nn.Parameter(torch.zeros(16))

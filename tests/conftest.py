@@ -1,0 +1,139 @@
+"""Fixtures for all tests: an empty home, a run directory, a Redis server, a store of one's own.
+
+Nothing here outlives the tests: the server dies with this process, however it ends.
+"""
+
+import contextlib
+import os
+import subprocess
+import uuid
+from dataclasses import dataclass
+
+import pytest
+import redis
+from helpers import wait_until
+from hypothesis import settings
+
+from elastic import config as configuration
+from elastic.network import free_port
+from elastic.rundir import Control, Endpoint, RunDir
+from elastic.signals import die_with_parent
+from elastic.store import Store
+
+settings.register_profile("elastic", deadline=None, print_blob=True)
+settings.load_profile("elastic")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Where ELASTIC_FORBID_SKIPS is set, a skipped test is a failed one."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("ELASTIC_FORBID_SKIPS"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and ELASTIC_FORBID_SKIPS is set: {report.longrepr}"
+    return report
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty registry, runs root and site: nothing of the user's is read or written."""
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / "registry"))
+    monkeypatch.setenv("ELASTIC_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("ELASTIC_SITE", os.devnull)
+    return tmp_path
+
+
+@pytest.fixture
+def make_config(home):
+    """make_config("key=value", ..., name=...) -> a resolved Config on the local scheduler."""
+
+    def make(*overrides: str, name: str = "run-a") -> configuration.Config:
+        path = home / f"{name}.toml"
+        path.write_text('[run]\nscheduler = "local"\n[train]\nepochs = 1\n')
+        return configuration.load(path, overrides)
+
+    return make
+
+
+@pytest.fixture
+def make_run(home, make_config):
+    """make_run("key=value", ..., name=...) -> a fresh run directory."""
+
+    def make(*overrides: str, name: str = "run-a") -> RunDir:
+        config = make_config(*overrides, name=name)
+        return RunDir.create(home / "runs", config, Control("local", "running", 1, 4), {"A": "b"})
+
+    return make
+
+
+@pytest.fixture
+def run(make_run) -> RunDir:
+    return make_run()
+
+
+@dataclass
+class Server:
+    """A redis-server that tests share, and where it is."""
+
+    endpoint: Endpoint
+    password: str
+    process: subprocess.Popen
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(self.endpoint.host, self.endpoint.port, password=self.password)
+
+
+def start_redis(folder, *options: str) -> Server:
+    """A redis-server on a free loopback port, with a password; the caller kills its process."""
+    password = uuid.uuid4().hex
+    for _ in range(5):  # the port may be taken between finding it and using it
+        port = free_port("127.0.0.1")
+        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "",
+                   "--requirepass", password, "--dir", str(folder), *options]  # fmt: skip
+        with open(folder / "redis.log", "ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=die_with_parent,
+            )  # fmt: skip
+        server = Server(Endpoint("127.0.0.1", port, 1), password, process)
+
+        def answers(server=server):
+            if server.process.poll() is not None:
+                return "ended"
+            with contextlib.suppress(redis.RedisError):
+                return server.client().ping()
+
+        if wait_until(answers, 20, "redis-server answers") is True:
+            return server
+    raise AssertionError(f"redis-server does not start: {(folder / 'redis.log').read_text()}")
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory):
+    """One real server for the session."""
+    server = start_redis(tmp_path_factory.mktemp("redis"))
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture
+def make_store(redis_server):
+    """make_store(name) -> a Store on the session's server; by default under a name of its own."""
+    stores = []
+    unique = f"run-{uuid.uuid4().hex[:12]}"
+
+    def make(name: str = unique) -> Store:
+        stores.append(Store.connect(redis_server.endpoint, redis_server.password, name))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(make_store) -> Store:
+    return make_store()

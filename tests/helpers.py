@@ -1,0 +1,40 @@
+"""What tests share: waiting with a deadline, a small run, and processes that always end."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> object:
+    """Poll until `condition()` is true and return its value; fail naming `what` otherwise."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.05)
+    return value
+
+
+def environment(home: Path, **extra: str) -> dict[str, str]:
+    """A clean environment whose runs and registry are below `home`."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    return kept | {
+        "ELASTIC_HOME_DIR": str(home / "registry"),
+        "ELASTIC_RUNS": str(home / "runs"),
+        "ELASTIC_SITE": os.devnull,
+        "ELASTIC_PYTHON": sys.executable,
+        **extra,
+    }
+
+
+def elastic(command: str, *args: object, env: dict[str, str], timeout_s: float = 60):
+    """Run bin/elastic-COMMAND to its end."""
+    return subprocess.run(
+        [str(ROOT / "bin" / f"elastic-{command}"), *map(str, args)],
+        env=env, capture_output=True, text=True, timeout=timeout_s,
+    )  # fmt: skip

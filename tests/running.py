@@ -1,0 +1,250 @@
+"""A run on the local scheduler, with a registry and a run root of its own, that always ends.
+
+    with running(tmp_path, max=2, samples=2000) as run:
+        run.until(lambda: run.version >= 3, 30, "three versions")
+        run.kill("trainer", 0)
+        run.finish()
+
+`until` calls the reconcile pass as cron would. At the end everything that carries the run's folder
+in its environment is killed, whatever the test did.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, elastic, environment
+
+from elastic import reconcile
+from elastic.audit import audit
+from elastic.membership import Slot
+from elastic.rundir import RunDir
+from elastic.sched import Job, parse_job_name
+from elastic.sched_local import LocalScheduler
+from elastic.store import Store
+from elastic.transport import checksum
+
+TESTS = Path(__file__).resolve().parent
+PASS_S = 0.3  # between two passes of reconcile
+SETTINGS = {
+    "run.task": "tiny_task:Tiny",
+    "run.scheduler": "local",
+    "elastic.backoff": "0.2s",
+    "elastic.reconcile_interval": "5s",
+    "train.batch_size": 4,
+    "train.threads": 1,
+    "train.epochs": 1,
+    "train.learning_rate": 0.01,
+    "local_sgd.inner_steps": 5,
+    "local_sgd.min_deadline": "1s",
+    "local_sgd.last_call": "1s",
+    "checkpoint.min_free": "1mb",
+    "health.heartbeat": "0.2s",
+    "health.lease": "3s",
+    "local_scheduler.grace": "8s",
+}
+
+
+class Running:
+    """A submitted run and what a test does to it."""
+
+    def __init__(self, home: Path, run: RunDir, pace: Path):
+        self.home, self.run, self.config = home, run, run.config()
+        self.scheduler = LocalScheduler(self.config, home / "registry" / "local")
+        self._pace = pace
+        self._next_pass = 0.0
+        self._commits: dict[int, bytes] = {}
+
+    # ---- what there is
+
+    @property
+    def version(self) -> int:
+        return self.run.newest_version()
+
+    def events(self, kind: str = "") -> list[dict]:
+        return [event for event in self.run.events() if kind in ("", event["kind"])]
+
+    def commits(self) -> list[dict]:
+        return list(self.run.commits())
+
+    @contextlib.contextmanager
+    def store(self) -> Iterator[Store]:
+        store = Store.open(self.run, timeout_s=5)
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def slots(self) -> dict[int, Slot]:
+        with self.store() as store:
+            return store.slots()
+
+    def jobs(self) -> dict[tuple[str, int], Job]:
+        """(role, slot) -> its running job."""
+        running = [job for job in self.scheduler.jobs() if job.state == "RUNNING"]
+        return {parse_job_name(job.name)[1:]: job for job in running}
+
+    def pids(self, kind: str) -> list[int]:
+        """The processes of a kind: trainer, agent, master or redis."""
+        words = {"trainer": "elastic.worker", "agent": "elastic.agent",
+                 "master": "elastic.master", "redis": "redis-server"}[kind]  # fmt: skip
+        return [pid for pid in members(self.home) if words in command_line(pid)]
+
+    def trainer_of(self, slot: int) -> int:
+        return self.slots()[slot].pid
+
+    # ---- what happens to it
+
+    def pace(self, seconds: float) -> None:
+        """From now on an inner step takes so long."""
+        self._pace.write_text(str(seconds))
+
+    def reconcile(self) -> None:
+        """One pass, if it is time for one."""
+        if time.monotonic() >= self._next_pass:
+            report = reconcile.run_pass([self.run], time.time())
+            assert not report.errors, report.errors
+            self._next_pass = time.monotonic() + PASS_S
+
+    def until(self, condition: Callable[[], object], timeout_s: float, what: str) -> object:
+        """Reconcile until `condition()` is true; its value."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.reconcile()
+            if value := condition():
+                return value
+            if failed := self.run.failed():
+                pytest.fail(f"the run failed, waiting for: {what}\n{failed}\n{self.story()}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"not within {timeout_s} s: {what}\n{self.story()}")
+            time.sleep(0.02)
+
+    def versions(self, more: int = 2, timeout_s: float = 40) -> None:
+        """Wait for so many further versions."""
+        goal = self.version + more
+        self.until(lambda: self.version >= goal, timeout_s, f"version {goal}")
+
+    def kill(self, kind: str, number: int = signal.SIGKILL) -> int:
+        """Signal the first process of that kind; its pid."""
+        pid = self.until(lambda: self.pids(kind), 30, f"a process of kind {kind}")[0]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        return pid
+
+    def witness(self) -> None:
+        """Remember every commit; none seen before may have changed."""
+        for path in sorted((self.run.path / "commits").glob("[0-9]*.json")):
+            body = path.read_bytes()
+            assert self._commits.setdefault(int(path.stem), body) == body, path
+
+    def finish(self, timeout_s: float = 60) -> dict:
+        """Let the run end; the audit's report, which must be clean."""
+        self.pace(0)
+        self.until(lambda: self.run.done() and not self.jobs(), timeout_s, "the end of the run")
+        return self.audit()
+
+    def audit(self) -> dict:
+        self.witness()
+        report = audit(self.run.path, self.config.checkpoint.keep, _checksum)
+        assert report["problems"] == []
+        if self.run.done() and self.config.train.epochs:
+            samples = self.run.commit(0)["dataset_samples"] * self.config.train.epochs
+            assert report["committed"] == samples
+        return report
+
+    def story(self) -> str:
+        """The last events and log lines, for a test that fails."""
+        parts = [json.dumps(event) for event in self.run.events(last=60)]
+        for path in sorted((self.run.path / "logs").glob("*.log")):
+            parts += [f"---- {path.name}", *path.read_text(errors="replace").splitlines()[-25:]]
+        return "\n".join(parts)
+
+
+@contextlib.contextmanager
+def running(home: Path, settings: dict | None = None, **task) -> Iterator[Running]:
+    """Submit a run of tiny_task; `settings` are configuration keys, `task` the [task] table."""
+    pace = home / "pace"
+    pace.write_text(str(task.pop("step_s", 0.02)))
+    settings = {**SETTINGS, **{f"task.{key}": value for key, value in task.items()},
+                "task.pace": str(pace), **(settings or {})}  # fmt: skip
+    config = home / "tiny.toml"
+    config.write_text("".join(f"{line}\n" for line in toml(settings)))
+    before = os.environ.copy()
+    os.environ.update(env := environment(home, PYTHONPATH=str(TESTS)))
+    try:
+        done = elastic("submit", config, "--name", "tiny", "--parsable", env=env)
+        assert done.returncode == 0, done.stderr
+        yield Running(home, RunDir(home / "runs" / "tiny"), pace)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        kill_all(home)
+
+
+def toml(settings: dict) -> Iterator[str]:
+    """Lines of a file that sets "section.key" to values."""
+    for section in dict.fromkeys(key.partition(".")[0] for key in settings):
+        yield f"[{section}]"
+        for key, value in settings.items():
+            if key.partition(".")[0] == section:
+                yield f"{key.partition('.')[2]} = {json.dumps(value)}"
+
+
+def second_master(run: Running) -> subprocess.Popen:
+    """A master beside the one that reconcile started."""
+    return subprocess.Popen(
+        [str(ROOT / "bin" / "elastic-master"), str(run.run.path)],
+        env={**environment(run.home, PYTHONPATH=str(TESTS)), "ELASTIC_JOB_ID": "by-hand"},
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+# ---- processes
+
+
+def members(home: Path) -> list[int]:
+    """Processes that carry `home` in their environment, and their descendants; not this one."""
+    mark, parents, owned = str(home).encode(), {}, set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
+            if stat[0] not in "ZX":
+                parents[int(name)] = int(stat[1])
+                if mark in Path("/proc", name, "environ").read_bytes():
+                    owned.add(int(name))
+        except OSError:  # it has just ended
+            continue
+    grown = True
+    while grown:
+        children = {pid for pid, parent in parents.items() if parent in owned} - owned
+        grown = bool(children)
+        owned |= children
+    return sorted(owned - {os.getpid()})
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def kill_all(home: Path) -> None:
+    """End every process that belongs to `home`, those included that are being started."""
+    deadline = time.monotonic() + 20
+    while pids := members(home):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert time.monotonic() < deadline, f"cannot be killed: {pids}"
+        time.sleep(0.05)
+
+
+def _checksum(path: Path) -> str:
+    return checksum(memoryview(path.read_bytes()))

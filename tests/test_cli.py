@@ -1,0 +1,347 @@
+"""The commands as people and cron meet them: help, errors, exit codes, and what they leave behind.
+
+pytest tests/test_cli.py
+"""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from helpers import ROOT, elastic, environment, wait_until
+
+COMMANDS = [
+    "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "evaluate", "config",
+]  # fmt: skip
+
+
+@pytest.fixture
+def env(tmp_path):
+    """An environment whose runs end with the test, however it ends."""
+    env = environment(tmp_path)
+    yield env
+    for link in (tmp_path / "registry" / "runs").glob("*"):
+        elastic("stop", link.name, "--now", "--wait", env=env)
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A run that trains nothing: its command only sleeps, its jobs are processes."""
+    return write_config(tmp_path / "quiet.toml")
+
+
+def write_config(path: Path, **changes: str) -> Path:
+    sections = {
+        "run": 'scheduler = "local"\ncommand = ["sleep", "600"]',
+        "elastic": "min = 1\nmax = 2",
+        "train": "max_tokens = 1000",
+        "checkpoint": 'min_free = "1mb"',
+        "local_scheduler": 'grace = "1s"',
+        **changes,
+    }
+    path.write_text("\n".join(f"[{name}]\n{keys}\n" for name, keys in sections.items()))
+    return path
+
+
+def left_behind(tmp_path: Path) -> list[Path]:
+    """Run directories and registered names."""
+    return [*(tmp_path / "runs").glob("*"), *(tmp_path / "registry" / "runs").glob("*")]
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_fits_80_columns_and_has_an_example(command, env):
+    answer = elastic(command, "--help", env={**env, "COLUMNS": "200"})
+    assert answer.returncode == 0
+    lines = answer.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    example = lines[lines.index("  Example:") + 1 :]
+    assert example
+    assert all(line.startswith(f"    elastic {command}") for line in example)
+
+
+def test_every_option_and_command_says_what_it_does():
+    from elastic.cli import elastic as group
+
+    for name, command in group.commands.items():
+        assert command.help, name
+        for option in command.params:
+            assert isinstance(option, click.Argument) or option.help, (name, option.name)
+
+
+def test_the_list_of_commands_fits_one_screen_and_cuts_nothing_off(env):
+    answer = subprocess.run([ROOT / "bin/elastic"], env=env, capture_output=True, text=True)
+    text = answer.stdout + answer.stderr
+    assert len(text.splitlines()) <= 24
+    listed = text.split("Commands:")[1].splitlines()[1:]
+    assert [line.split()[0] for line in listed] == COMMANDS
+    assert not any(line.endswith("...") for line in listed)
+
+
+def test_every_command_has_its_program_in_bin():
+    names = {path.name.removeprefix("elastic-") for path in (ROOT / "bin").glob("elastic-*")}
+    assert set(COMMANDS) | {"agent", "master", "sandbox"} <= names
+    assert all(os.access(path, os.X_OK) for path in (ROOT / "bin").iterdir())
+
+
+def test_the_programs_work_through_symbolic_links(env, tmp_path):
+    (tmp_path / "bin").mkdir()
+    link = tmp_path / "bin" / "elastic-status"
+    link.symlink_to(ROOT / "bin" / "elastic-status")
+    answer = subprocess.run([link], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "no runs" in answer.stdout
+
+
+def test_a_python_that_is_too_old_or_bare_gets_one_error_with_the_way_out(env, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    answer = elastic("status", env={**env, "ELASTIC_PYTHON": str(python)})
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("error: no Python >= 3.11")
+    assert "venv" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["elastic.cli", "elastic.status", "elastic.reconcile", "elastic.agent"]
+)
+def test_what_runs_under_cron_and_on_login_nodes_never_loads_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    path = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
+    assert subprocess.run([sys.executable, "-c", code], env=path).returncode == 0
+
+
+def test_no_command_but_evaluate_loads_torch(config, env):
+    (Path(env["ELASTIC_HOME_DIR"]).parent / "torch.py").write_text("raise SystemExit('torch!')")
+    env = {**env, "PYTHONPATH": env["ELASTIC_HOME_DIR"] + "/.."}
+    for command in (
+        ["submit", config, "--name", "a"], ["status"], ["status", "a"], ["status", "a", "--json"],
+        ["reconcile"], ["scale", "a", "--max", "1"], ["config", config], ["stop", "a", "--now"],
+    ):  # fmt: skip
+        answer = elastic(*command, env=env)
+        assert answer.returncode == 0, (command, answer.stderr)
+    answer = elastic("audit", "a", env=env)
+    assert "no version is committed" in answer.stdout
+    assert answer.returncode == 1
+
+
+# ---- a run's life
+
+
+def test_a_run_is_submitted_resized_stopped_and_started_again(config, env):
+    answer = elastic("submit", config, "--name", "life", "--parsable", env=env)
+    assert (answer.stdout, answer.stderr) == ("life\n", "")
+    assert slots(env) == [0, 1]
+    assert elastic("scale", "life", "--max", 1, env=env).returncode == 0
+    wait_until(lambda: slots(env) == [0], 15, "the second worker leaves")
+    assert "life stops" in elastic("stop", "life", env=env).stdout
+    assert status_of(env)["state"] == "stopped"
+    assert "is stopped" in elastic("stop", "life", "--now", "--wait", env=env).stdout
+    assert status_of(env)["jobs"] == []
+    again = elastic("scale", "life", "--min", 2, "--max", 2, env=env)
+    assert "starts again" in again.stdout
+    assert slots(env) == [0, 1]
+
+
+def status_of(env: dict, run: str = "life") -> dict:
+    answer = elastic("status", run, "--json", env=env)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    return json.loads(answer.stdout)
+
+
+def slots(env: dict) -> list[int]:
+    return sorted(job["slot"] for job in status_of(env)["jobs"] if job["role"] == "worker")
+
+
+def test_status_json_has_every_field_of_its_contract(config, env):
+    elastic("submit", config, "--name", "life", "--max", 1, env=env)
+    seen = status_of(env)
+    contract = "run mode state reason next version tokens loss min max workers jobs events"
+    assert set(contract.split()) <= set(seen)
+    assert (seen["run"], seen["mode"], seen["min"], seen["max"]) == ("life", "local", 1, 1)
+    assert {"job_id", "role", "slot", "state", "reason"} <= set(seen["jobs"][0])
+    assert {"time", "kind"} <= set(seen["events"][0])
+    assert seen["reason"]
+    workers = wait_until(lambda: status_of(env)["workers"], 30, "a worker registers")
+    fields = "slot attempt job_id node pid state version step tokens_per_s last_beat_s"
+    assert set(fields.split()) <= set(workers[0])
+
+
+def test_a_second_pass_does_nothing_and_says_nothing(config, env):
+    elastic("submit", config, env=env)
+    before = status_of(env, "quiet")["jobs"]
+    answer = elastic("reconcile", env=env)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+    assert [job["job_id"] for job in status_of(env, "quiet")["jobs"]] == [
+        job["job_id"] for job in before
+    ]
+
+
+def test_a_dry_run_starts_nothing(config, env, tmp_path):
+    answer = elastic("submit", config, "--dry-run", env=env)
+    assert answer.returncode == 0
+    assert "would start run quiet on 1..2 GPUs" in answer.stdout
+    assert left_behind(tmp_path) == []
+
+
+def test_the_command_line_overrides_the_file(config, env, tmp_path):
+    options = ("--min", 2, "--max", 3, "--set", "train.batch_size=5")
+    elastic("submit", config, *options, env=env)
+    text = (tmp_path / "runs" / "quiet" / "run.toml").read_text()
+    assert "batch_size = 5  # command line" in text
+    assert "max = 3  # command line" in text
+
+
+def test_a_run_that_is_done_ends_submit_wait_with_code_0_and_cannot_be_scaled(env, tmp_path):
+    (tmp_path / "short.sh").write_text("""echo '{"version": 0}' > "${ELASTIC_RUN_DIR}/DONE"\n""")
+    run = f'scheduler = "local"\ncommand = ["sh", "{tmp_path}/short.sh"]'
+    config = write_config(tmp_path / "short.toml", run=run, elastic="max = 1")
+    answer = elastic("submit", config, "--wait", env=env)
+    assert answer.returncode == 0, answer.stderr
+    answer = elastic("scale", "short", "--max", 2, env=env)
+    assert (answer.returncode, answer.stderr.split(":")[0]) == (2, "error")
+
+
+def test_logs_are_printed_by_slot(config, env):
+    elastic("submit", config, "--max", 1, env=env)
+    wait_until(
+        lambda: "slot 0 attempt 1" in elastic("logs", "quiet", "0", env=env).stdout,
+        30, "the agent says that it starts",
+    )  # fmt: skip
+    assert elastic("logs", "quiet", "7", env=env).returncode == 1
+    assert elastic("logs", "quiet", "seven", env=env).returncode == 2
+
+
+# ---- bad input: one clear error, the right code, nothing left behind
+
+BAD = {
+    "a run name with a space": (["--name", "a b"], 2, "run.name"),
+    "a run name with a semicolon": (["--name", "a;b"], 2, "run.name"),
+    "a run name with a quote": (["--name", "a'b"], 2, "run.name"),
+    "a run name that climbs": (["--name", "../x"], 2, "run.name"),
+    "min above max": (["--min", "3", "--max", "2"], 2, "elastic.min (3) is above elastic.max (2)"),
+    "an unknown key": (["--set", "local_sgd.iner_steps=5"], 2, "inner_steps"),
+    "an unknown section": (["--set", "locl.steps=5"], 2, "unknown section"),
+    "a setting without a value": (["--set", "train.epochs"], 2, "section.key=value"),
+    "no inner steps": (["--set", "local_sgd.inner_steps=0"], 2, "inner_steps"),
+    "a mode that is not there": (["--mode", "sync"], 2, "sync"),
+    "a scheduler that is not there": (["--scheduler", "pbs"], 2, "run.scheduler"),
+    "slurm without a partition": (["--scheduler", "slurm"], 2, "slurm.partition"),
+    "a task that is no class": (["--set", "run.task=nowhere"], 2, "package.module:Class"),
+    "a task that does not exist": (
+        ["--set", "run.task=no.such:Task", "--set", "run.command=[]"], 1, "no module no.such",
+    ),
+    "no redis-server": (["--set", "redis.server=/no/redis-server"], 1, "no redis-server"),
+    "a full disk": (["--set", "checkpoint.min_free=900tb"], 1, "checkpoint.min_free"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_error_and_leaves_nothing(case, config, env, tmp_path):
+    options, code, words = BAD[case]
+    answer = elastic("submit", config, *options, env=env)
+    assert answer.returncode == code
+    assert answer.stderr.startswith("error: ")
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == ""
+    assert left_behind(tmp_path) == []
+
+
+def test_a_malformed_or_absent_file_is_named(env, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("[run\nname = 3")
+    for file in (path, tmp_path / "absent.toml"):
+        answer = elastic("submit", file, env=env)
+        assert answer.returncode == 2
+        assert file.name in answer.stderr
+
+
+def test_a_run_root_that_cannot_be_written_is_named(config, env, tmp_path):
+    (tmp_path / "file").write_text("")
+    answer = elastic("submit", config, env={**env, "ELASTIC_RUNS": str(tmp_path / "file")})
+    assert answer.returncode == 1
+    assert "cannot write to" in answer.stderr
+    assert "ELASTIC_RUNS" in answer.stderr
+
+
+def test_a_name_can_be_taken_only_once(config, env):
+    assert elastic("submit", config, env=env).returncode == 0
+    answer = elastic("submit", config, env=env)
+    assert answer.returncode == 2
+    assert "quiet" in answer.stderr
+
+
+def test_an_unknown_run_lists_those_there_are(config, env):
+    elastic("submit", config, env=env)
+    for command in ("status", "scale", "stop", "logs", "audit", "evaluate", "reconcile"):
+        answer = elastic(command, "nobody", env=env)
+        assert answer.returncode == 2
+        assert "quiet" in answer.stderr
+
+
+def test_limits_that_make_no_sense_change_nothing(config, env):
+    elastic("submit", config, env=env)
+    for limits in (["--min", 3], ["--max", 0], ["--min", 2, "--max", 1], ["--min", 0]):
+        assert elastic("scale", "quiet", *limits, env=env).returncode == 2
+    assert (status_of(env, "quiet")["min"], status_of(env, "quiet")["max"]) == (1, 2)
+
+
+# ---- a scheduler that is silent or refuses
+
+
+def fake_slurm(folder: Path, **scripts: str) -> str:
+    """A PATH on which Slurm's commands are these shell scripts."""
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(stat.S_IRWXU)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+ON_SLURM = ("--scheduler", "slurm", "--set", "slurm.partition=p")
+
+
+def test_a_silent_scheduler_means_try_again_and_leaves_nothing(config, env, tmp_path):
+    path = fake_slurm(tmp_path / "slurm", squeue="echo 'slurm_load_jobs error' >&2; exit 1")
+    answer = elastic("submit", config, *ON_SLURM, env={**env, "PATH": path})
+    assert answer.returncode == 75
+    assert "squeue" in answer.stderr
+    assert left_behind(tmp_path) == []
+
+
+def test_a_job_that_is_refused_undoes_the_run(config, env, tmp_path):
+    refusal = "sbatch: error: invalid partition specified: p"
+    path = fake_slurm(
+        tmp_path / "slurm",
+        squeue="exit 0",
+        scancel="exit 0",
+        sbatch=f"echo '{refusal}' >&2; exit 1",
+    )
+    answer = elastic("submit", config, *ON_SLURM, env={**env, "PATH": path})
+    assert answer.returncode == 1
+    assert "invalid partition" in answer.stderr
+    assert left_behind(tmp_path) == []
+
+
+# ---- configuration
+
+
+def test_config_prints_values_with_unit_and_origin(config, env):
+    rows = json.loads(
+        elastic("config", config, "--set", "train.epochs=0", "--json", env=env).stdout
+    )
+    by_key = {row["key"]: row for row in rows}
+    assert by_key["train.epochs"]["origin"] == "command line"
+    assert by_key["elastic.max"]["origin"].endswith("quiet.toml:7")
+    assert by_key["health.lease"]["origin"] == "default"
+    assert by_key["elastic.max"]["unit"] == "GPUs"
+    assert "elastic.max" in elastic("config", config, env=env).stdout

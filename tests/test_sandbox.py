@@ -1,0 +1,238 @@
+"""The private Slurm itself: up, faults, down without a trace; as root and as an ordinary user."""
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from elastic import sandbox
+from elastic.errors import ElasticError, UsageError
+from elastic.sandbox import Sandbox, Shape
+from helpers import ROOT, wait_until
+
+pytest_plugins = ["slurm_sandbox"]
+pytestmark = pytest.mark.slurm
+
+COMMAND = str(ROOT / "bin/elastic-sandbox")
+BARE = {"PATH": "/usr/bin:/bin", "ELASTIC_PYTHON": sys.executable}  # what cron gives
+# A job whose orphans nothing in Slurm finds: no parent, no session, no environment.
+ORPHANS = "srun sh -c '(setsid sleep {0} &); (setsid env -i sleep {0} &); sleep {0}'"
+
+
+def elastic_sandbox(*args: object, **options) -> str:
+    done = subprocess.run(
+        [COMMAND, *map(str, args)], env=BARE, capture_output=True, text=True, timeout=60, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def sleepers(seconds: str) -> list[str]:
+    """The command lines of live `sleep SECONDS`."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return [line.decode() for line in lines if line == f"sleep\0{seconds}\0".encode()]
+
+
+def run_orphans(box: Sandbox, node: str, job: str = ORPHANS) -> str:
+    """Have a job on the node start three sleepers, two of them orphans; returns their seconds."""
+    seconds = f"987.{os.getpid()}{time.monotonic_ns() % 1_000_000}"
+    where = ("--partition=preempt", f"--nodelist={node}", "--output=/dev/null", "--chdir=/")
+    box.run("sbatch", *where, f"--wrap={job.format(seconds)}")
+    wait_until(lambda: len(sleepers(seconds)) == 3, 20, "the job's sleepers")
+    return seconds
+
+
+def state(box: Sandbox, node: str) -> str:
+    return box.run("sinfo", "--noheader", "--partition=high", f"--nodes={node}", "--format=%T")
+
+
+def test_the_partitions_are_as_promised(slurm):
+    preempt = slurm.run("scontrol", "show", "partition", "preempt")
+    assert "PreemptMode=REQUEUE" in preempt
+    assert "GraceTime=2" in preempt
+    assert "Nodes=n[1-4]" in preempt
+    assert "Nodes=n[1-4]" in slurm.run("scontrol", "show", "partition", "high")
+    assert "Nodes=c1" in slurm.run("scontrol", "show", "partition", "cpu")
+    assert slurm.run("sinfo", "--noheader", "--nodes=n1", "--format=%P").startswith("preempt*")
+
+
+def test_jobs_get_distinct_gpus(slurm, tmp_path):
+    show = "--wrap=srun sh -c 'echo $CUDA_VISIBLE_DEVICES; sleep 2'"
+    outputs = [tmp_path / f"{number}.out" for number in (1, 2)]
+    for output in outputs:
+        slurm.run("sbatch", "--nodelist=n1", "--gres=gpu:1", f"--output={output}", "-D/", show)
+    wait_until(lambda: all(o.exists() and o.read_text() for o in outputs), 20, "both jobs run")
+    assert {output.read_text().split()[0] for output in outputs} == {"0", "1"}
+
+
+def test_its_daemons_listen_on_loopback_only_where_the_host_has_such_an_address(slurm):
+    if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+        pytest.skip("this host's name means no loopback address; Slurm then listens on all")
+    conf = slurm.conf.read_text()
+    port = int(conf.partition("SlurmctldPort=")[2].split()[0])
+    listeners = Path("/proc/net/tcp").read_text().splitlines()
+    assert [line.split()[1] for line in listeners if f":{port:04X} 00000000:0000" in line] == [
+        f"0100007F:{port:04X}"
+    ]
+
+
+def test_from_the_command_line_and_a_bare_environment():
+    name = f"cli-{os.getpid()}"
+    try:
+        assert "elastic-sandbox env" in elastic_sandbox("up", "--nodes", 1, "--name", name)
+        assert "up already" not in elastic_sandbox("status", "--name", name)
+        exports = elastic_sandbox("env", "--name", name)
+        shell = f"{exports}\nsinfo --noheader --partition=preempt --format='%D %T %G'"
+        done = subprocess.run(["sh", "-c", shell], env=BARE, capture_output=True, text=True)
+        assert done.stdout.strip() == "1 idle gpu:2"
+        again = subprocess.run(
+            [COMMAND, "up", "--name", name], env=BARE, capture_output=True, text=True
+        )
+        assert (again.returncode, again.stderr.partition("\n")[0]) == (
+            2, f"error: a sandbox is up in {sandbox.default_folder() / name}",
+        )  # fmt: skip
+    finally:
+        elastic_sandbox("down", "--name", name)
+    assert not (sandbox.default_folder() / name).exists()
+    elastic_sandbox("down", "--name", name)  # again: nothing to do
+
+
+def test_two_at_once_are_apart_and_down_leaves_no_process_and_no_file(new_sandbox):
+    one, two = new_sandbox(nodes=1, gpus=1), new_sandbox(nodes=2, gpus=0)
+    assert (one.idle_nodes(), two.idle_nodes()) == ({"n1", "c1"}, {"n1", "n2", "c1"})
+    seconds = run_orphans(one, "n1")
+    one.down()
+    assert sleepers(seconds) == []
+    assert one.members() == set()
+    assert not one.path.exists()
+    assert two.idle_nodes() == {"n1", "n2", "c1"}
+
+
+def test_a_killed_node_loses_everything_on_it_goes_down_and_comes_back(new_sandbox):
+    box = new_sandbox(nodes=2)
+    lost, kept = run_orphans(box, "n1"), run_orphans(box, "n2")
+    box.kill_node("n1")
+    assert sleepers(lost) == []
+    assert len(sleepers(kept)) == 3
+    wait_until(lambda: state(box, "n1").startswith("down"), 40, "Slurm notices")
+    box.revive_node("n1")
+    wait_until(lambda: "n1" in box.idle_nodes(), 20, "the node is back")
+    for name, fault in (("n1", box.revive_node), ("n3", box.kill_node)):
+        with pytest.raises(UsageError, match=name):
+            fault(name)
+    box.kill_node("n2")
+    box.down()
+    assert sleepers(kept) == []
+
+
+def test_preempt_takes_nodes_from_the_jobs_on_them(slurm):
+    job = ("--partition=preempt", "--nodes=4", "--exclusive", "--no-requeue", "-D/", "-o/dev/null")
+    victim = slurm.run("sbatch", "--parsable", *job, "--wrap=srun sleep 60").strip()
+    wait_until(lambda: slurm.idle_nodes() == {"c1"}, 20, "the job runs")
+    slurm.preempt(nodes=1, seconds=1)
+    ask = ("squeue", "--noheader", "--states=all", f"--jobs={victim}", "--format=%T")
+    wait_until(lambda: slurm.run(*ask).strip() not in ("RUNNING", "COMPLETING"), 30, "it loses")
+    wait_until(lambda: len(slurm.idle_nodes()) == 5, 30, "the nodes are free again")
+
+
+def test_a_start_that_fails_shows_the_log_and_leaves_nothing(new_sandbox):
+    with pytest.raises(ElasticError, match="(?s)did not start.*slurmctld.*select/nonsense"):
+        new_sandbox(nodes=1, settings=("SelectType=select/nonsense",))
+
+
+def test_down_clears_what_a_killed_up_left(tmp_path):
+    folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
+    args = [COMMAND, "up", "--dir", str(folder), "--name", "x"]
+    box = Sandbox(folder / "x")
+    try:
+        starting = subprocess.Popen(args, env=BARE, start_new_session=True)
+        wait_until(lambda: (box.path / "slurmctld.pid").exists(), 30, "slurmctld starts")
+        os.killpg(starting.pid, signal.SIGKILL)
+        starting.wait()
+        assert box.members()
+    finally:
+        box.down()
+    assert box.members() == set()
+    folder.rmdir()
+
+
+def test_down_finds_the_daemons_and_jobs_of_killed_keepers(new_sandbox):
+    box = new_sandbox(nodes=1)
+    seconds = run_orphans(box, "n1", "srun sh -c '(setsid sleep {0} &); sleep {0} & sleep {0}'")
+    for pid in box.members():
+        if b"PR_SET_CHILD_SUBREAPER" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    box.down()
+    assert sleepers(seconds) == []
+    assert box.members() == set()
+
+
+def test_accounting_brings_sacct(new_sandbox):
+    box = new_sandbox(nodes=1, accounting=True)
+    box.run("sbatch", "--wait", "--job-name=counted", "--output=/dev/null", "-D/", "--wrap=true")
+    ask = ("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobName,State")
+    wait_until(lambda: box.run(*ask) == "counted|COMPLETED\n", 20, "sacct knows the job")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_an_ordinary_user_can_have_one(tmp_path):
+    nobody = pwd.getpwnam("nobody")
+    become = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
+    if subprocess.run([*become, sys.executable, "-c", "import click"]).returncode != 0:
+        pytest.skip(f"nobody may not run {sys.executable}")
+    folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
+    shutil.chown(folder, nobody.pw_uid, nobody.pw_gid)
+    place = f"--dir {folder} --name x"
+    script = f"""set -e
+    {COMMAND} up --nodes 1 {place}
+    trap '{COMMAND} down {place}' EXIT
+    eval "$({COMMAND} env {place})"
+    cd {folder}
+    show='id -un; srun printenv CUDA_VISIBLE_DEVICES'
+    sbatch --wait --gres=gpu:2 --output=out --wrap="$show"
+    cat out; rm out
+    """
+    try:
+        done = subprocess.run(
+            [*become, "bash", "-c", script], env=BARE, capture_output=True, text=True, timeout=60
+        )
+    finally:
+        Sandbox(folder / "x").down()
+        shutil.rmtree(folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["nobody", "0,1"]
+
+
+def test_missing_programs_are_named_with_their_packages(monkeypatch, tmp_path):
+    (tmp_path / "sbatch").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sandbox, "_DAEMON_PATH", "/nonexistent")
+    with pytest.raises(ElasticError, match="Command not found: munged, slurmctld, slurmd") as error:
+        sandbox.programs()
+    assert error.value.hint == "apt-get install munge slurmctld slurmd util-linux"
+    with pytest.raises(ElasticError) as error:
+        sandbox.programs(accounting=True)
+    assert "mariadb-server" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["with blank", "quote'", "x" * 100])
+def test_a_folder_that_slurm_cannot_take_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match="unfit folder"):
+        Sandbox(Path("/tmp") / name).up(Shape())
+    assert not (Path("/tmp") / name).exists()
+
+
+def test_every_help_fits_80_columns():
+    for command in ("", "up", "env", "status", "preempt", "kill-node", "hang-controller", "down"):
+        said = CliRunner().invoke(sandbox.cli, [*command.split(), "--help"])
+        assert (said.exit_code, max(map(len, said.output.splitlines())) <= 80) == (0, True)

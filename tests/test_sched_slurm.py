@@ -1,0 +1,429 @@
+"""The Slurm back end: its pure parts on literal text, and its three verbs on a private Slurm."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic import config, sched_slurm
+from elastic.errors import ElasticError, TryAgain
+from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure
+from elastic.sched_slurm import SlurmScheduler, parse_squeue, refusal, sbatch_argv, slurm_command
+from helpers import ROOT, wait_until
+
+pytest_plugins = ["slurm_sandbox"]
+
+# squeue --me --states=all, 22.05.8: a worker runs, one waits, one was preempted, the master was
+# cancelled and had been renamed by the site; others' jobs with a newline, a separator, and a name
+# that only looks like one of ours.
+SQUEUE = """\
+41|RUNNING|1795257556|1795257557|n1|None|elastic:big/worker/3|elastic:big/worker/3;
+42|PENDING|1795257558|1795259999||Nodes required are DOWN, DRAINED|elastic:big/worker/4|(null);
+22|PENDING|1795257762|N/A||None|a b"
+ d|x|y;
+23|RUNNING|1795257762|1795257763|c1|None|elastic:big/worker|(null);
+40|PREEMPTED|1795257500|1795257501|n2|None|elastic:big/worker/5|elastic:big/worker/5;
+39|CANCELLED|1795257490|1795257491|c1|None|renamed by site|elastic:big/master/0;
+""".replace("|", "\x1f").replace(";", "\x1e")
+
+
+def test_squeue_answer_becomes_the_elastic_jobs_in_it():
+    assert parse_squeue(SQUEUE) == [
+        Job("41", "elastic:big/worker/3", "RUNNING", "None", 1795257556.0, 1795257557.0, "n1"),
+        Job("42", "elastic:big/worker/4", "PENDING",
+            "Nodes required are DOWN, DRAINED", 1795257558.0, None, ""),
+        Job("40", "elastic:big/worker/5", "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2"),
+        Job("39", "elastic:big/master/0", "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1"),
+    ]  # fmt: skip
+    assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, True]
+
+
+def test_no_jobs_is_an_answer():
+    assert parse_squeue("") == []
+
+
+@pytest.mark.parametrize("length", range(1, 80, 7))
+def test_an_answer_that_is_cut_short_is_no_answer(length):
+    with pytest.raises(TryAgain, match="squeue"):
+        parse_squeue(SQUEUE[:length])
+
+
+def test_a_record_with_too_few_fields_is_no_answer():
+    with pytest.raises(TryAgain, match="3 fields"):
+        parse_squeue("41\x1fRUNNING\x1f1795257556\x1e\n")
+
+
+SLURM_TOML = """
+[run]
+scheduler = "slurm"
+[slurm]
+partition = "gpu"
+master_partition = "cpu"
+account = "lab"
+qos = "low"
+time = "1-00:00:00"
+master_time = "7-00:00:00"
+gpus_per_worker = 4
+gres = "gpu:a100"
+cpus_per_gpu = 8
+mem_per_gpu = "60G"
+master_cpus = 3
+signal = "B:USR2@60"
+options = ["--constraint=nvlink", "--nice=100"]
+master_options = ["--nice=1"]
+exclude = "n[7-9]"
+[elastic]
+max = 4
+[train]
+epochs = 1
+"""
+
+
+MINIMAL_TOML = """
+[run]
+scheduler = "slurm"
+[slurm]
+partition = "gpu"
+[train]
+epochs = 1
+"""
+
+
+def make_spec(folder: Path, toml: str, role: str = "worker", slot: int = 7, **fields) -> JobSpec:
+    file = folder / "big.toml"
+    file.write_text(toml)
+    settings = config.load(file, site=Path(os.devnull))
+    environment = {"PATH": os.environ["PATH"], "SLURM_NTASKS": "99", "SBATCH_PARTITION": "nosuch"}
+    fields = {"run_dir": Path("/runs/big"), "environment": environment} | fields
+    return JobSpec(run="big", role=role, slot=slot, config=settings, **fields)
+
+
+def test_sbatch_command_of_a_worker_with_every_option(tmp_path):
+    spec = make_spec(tmp_path, SLURM_TOML, run_dir=Path("/runs/5% off/big"), exclude=("n1", "n2"))
+    assert sbatch_argv(spec, Path("/opt/elastic"), "/opt/venv/bin/python") == [
+        "sbatch", "--parsable",
+        "--job-name=elastic:big/worker/7", "--comment=elastic:big/worker/7",
+        "--no-requeue", "--dependency=singleton", "--export=ALL",
+        "--chdir=/runs/5% off/big", "--open-mode=append",
+        "--output=/runs/5%% off/big/logs/worker-0007.log",
+        "--nodes=1", "--ntasks=1", "--partition=gpu", "--account=lab", "--qos=low",
+        "--time=1-00:00:00", "--gres=gpu:a100:4", "--cpus-per-task=32", "--mem=240G",
+        "--signal=USR2@60", "--exclude=n[7-9],n1,n2", "--constraint=nvlink", "--nice=100",
+        "/opt/elastic/sbatch/worker.sbatch",
+        "/opt/elastic", "/opt/venv/bin/python", "/runs/5% off/big", "7",
+    ]  # fmt: skip
+
+
+def test_sbatch_command_of_a_master_asks_for_no_gpus(tmp_path):
+    spec = make_spec(tmp_path, SLURM_TOML, role="master", slot=0)
+    assert sbatch_argv(spec, Path("/opt/elastic"), "python3")[7:] == [
+        "--chdir=/runs/big", "--open-mode=append", "--output=/runs/big/logs/master.log",
+        "--nodes=1", "--ntasks=1", "--partition=cpu", "--account=lab", "--qos=low",
+        "--time=7-00:00:00", "--cpus-per-task=3", "--signal=USR2@60", "--exclude=n[7-9]",
+        "--nice=1", "/opt/elastic/sbatch/master.sbatch",
+        "/opt/elastic", "python3", "/runs/big", "0",
+    ]  # fmt: skip
+
+
+def test_options_that_are_not_set_are_not_passed(tmp_path):
+    spec = make_spec(
+        tmp_path, "[run]\nscheduler = 'slurm'\n[slurm]\npartition = 'gpu'\n[train]\nepochs = 1\n"
+    )
+    assert sbatch_argv(spec, Path("/opt/elastic"), "python3")[10:-5] == [
+        "--nodes=1", "--ntasks=1", "--partition=gpu", "--gres=gpu:1",
+    ]  # fmt: skip
+
+
+POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+
+
+@pytest.mark.parametrize(
+    ("expected", "first", "last"),
+    [
+        (Refused, "invalid partition specified: x", "Invalid partition name specified"),
+        (Refused, "", "Invalid account or account/partition combination specified"),
+        (Refused, "", "Invalid qos specification"),
+        (Refused, "", "Requested node configuration is not available"),
+        (Refused, "", "Invalid generic resource (gres) specification"),
+        (Refused, "QOSMaxGRESPerJob", POLICY),
+        (RetryLater, "QOSMaxSubmitJobPerUserLimit", POLICY),
+        (RetryLater, "AssocMaxSubmitJobLimit", POLICY),
+        (RetryLater, "", "Required partition not available (inactive or drain)"),
+        (RetryLater, "", "Requested partition configuration not available now"),
+        (RetryLater, "", "The moon is full"),
+        (Unsure, "", "Socket timed out on send/recv operation"),
+        (Unsure, "", "Unable to contact slurm controller (connect failure)"),
+        (Unsure, "", "Unexpected message received"),
+    ],
+)
+def test_a_failed_submission_is_final_or_for_later_or_unsure(expected, first, last):
+    lines = [f"sbatch: error: {first}"] if first else []
+    lines += [f"sbatch: error: Batch job submission failed: {last}", ""]
+    error = refusal(1, "\n".join(lines))
+    assert type(error) is expected
+    assert last in error.what
+    assert first in error.what
+
+
+def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():
+    assert type(refusal(255, "sbatch: error: Invalid --time specification")) is Refused
+    assert type(refusal(1, "sbatch: error: Unable to open file /x/worker.sbatch")) is Refused
+    assert type(refusal(0, "")) is Unsure
+
+
+def test_commands_lose_what_leaks_from_jobs_and_shapes_answers():
+    kept = {"SLURM_CONF": "/x", "PATH": "/bin", "A": "b"}
+    lost = ("SLURM_NTASKS", "SLURMD_NODENAME", "SBATCH_PARTITION", "SQUEUE_FORMAT", "SCANCEL_STATE")
+    assert sched_slurm.command_environment(kept | dict.fromkeys(lost, "1")) == kept
+
+
+def fake_command(folder: Path, name: str, script: str) -> dict[str, str]:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_a_command_that_hangs_is_try_again_after_its_timeout(tmp_path):
+    before = time.monotonic()
+    with pytest.raises(TryAgain, match="squeue gave no answer in 0.3 s"):
+        slurm_command(["squeue"], 0.3, fake_command(tmp_path, "squeue", "exec sleep 30"))
+    assert time.monotonic() - before < 5
+
+
+def test_a_missing_command_is_named():
+    with pytest.raises(ElasticError, match="Command not found: squeue"):
+        slurm_command(["squeue"], environment={"PATH": "/nonexistent"})
+
+
+def test_a_failed_squeue_is_try_again_not_an_empty_queue(tmp_path):
+    said = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
+    scheduler = SlurmScheduler(None, fake_command(tmp_path, "squeue", said))
+    with pytest.raises(TryAgain, match="Unable to contact"):
+        scheduler.jobs()
+
+
+def test_an_sbatch_that_answers_nothing_usable_leaves_it_unsure(tmp_path):
+    spec = make_spec(tmp_path, SLURM_TOML, environment=fake_command(tmp_path, "sbatch", "echo ok"))
+    with pytest.raises(Unsure):
+        SlurmScheduler(None).submit(spec)
+
+
+# ---- on a private Slurm
+
+# The agent says who it is and what it hears; it leaves with the code found in the file `leave`.
+AGENT = """#!/bin/sh
+said="$1/agent-$2"
+gpus="$CUDA_VISIBLE_DEVICES"
+echo "start job=$ELASTIC_JOB_ID home=$ELASTIC_HOME gpus=$gpus tasks=$SLURM_NTASKS" >>"$said"
+trap 'echo TERM >>"$said"; exit 5' TERM
+while :; do
+    [ -e "$1/leave" ] && exit "$(cat "$1/leave")"
+    sleep 0.1
+done
+"""
+TOML = """
+[run]
+scheduler = "slurm"
+[slurm]
+partition = "preempt"
+master_partition = "cpu"
+gpus_per_worker = 2
+cpus_per_gpu = 2
+[elastic]
+max = 8
+[train]
+epochs = 1
+"""
+
+
+class Stage:
+    """A run directory, an installation with a pretended agent, and the scheduler under test."""
+
+    def __init__(self, folder: Path, box):
+        self.box = box
+        self.run_dir = folder / 'it\'s 100% "mine"; really'
+        (self.run_dir / "logs").mkdir(parents=True)
+        self.home = folder / "home"
+        (self.home / "bin").mkdir(parents=True)
+        shutil.copytree(ROOT / "sbatch", self.home / "sbatch")
+        (self.home / "bin/elastic-agent").write_text(AGENT)
+        (self.home / "bin/elastic-agent").chmod(0o755)
+        (self.home / "bin/elastic-master").write_text(AGENT.replace("$2", "master"))
+        (self.home / "bin/elastic-master").chmod(0o755)
+        self.scheduler = SlurmScheduler(None)
+        self.folder = folder
+
+    def submit(self, toml: str = TOML, **fields) -> str:
+        environment = dict(os.environ) | {"SLURM_NTASKS": "99", "SLURM_CPUS_PER_TASK": "7"}
+        fields = {"run_dir": self.run_dir, "environment": environment} | fields
+        return self.scheduler.submit(make_spec(self.folder, toml, **fields))
+
+    def job(self, job_id: str) -> Job:
+        return next(job for job in self.scheduler.jobs() if job.job_id == job_id)
+
+    def said(self, who: object = 7) -> str:
+        path = self.run_dir / f"agent-{who}"
+        return path.read_text() if path.exists() else ""
+
+    def started(self, job_id: str) -> None:
+        wait_until(lambda: f"job={job_id} " in self.said(), 20, f"agent of job {job_id} starts")
+
+    def ended(self, job_id: str) -> Job:
+        wait_until(lambda: self.job(job_id).ended, 20, f"job {job_id} ends")
+        return self.job(job_id)
+
+    def exit_code(self, job_id: str) -> str:
+        return self.box.run("scontrol", "show", "job", job_id).partition("ExitCode=")[2].split()[0]
+
+
+@pytest.fixture
+def stage(slurm_here, tmp_path, monkeypatch):
+    stage = Stage(tmp_path, slurm_here)
+    monkeypatch.setattr(config, "elastic_home", lambda: stage.home)
+    yield stage
+    slurm_here.run("scancel", f"--user={os.getuid()}")
+    everywhere = {"n1", "n2", "n3", "n4", "c1"}
+    wait_until(lambda: slurm_here.idle_nodes() == everywhere, 30, "the sandbox is idle again")
+
+
+@pytest.mark.slurm
+def test_a_job_runs_the_agent_as_a_step_and_ends_with_its_code(stage):
+    before = time.time()
+    job_id = stage.submit()
+    stage.started(job_id)
+    job = stage.job(job_id)
+    assert (job.name, job.state, job.ended) == ("elastic:big/worker/7", "RUNNING", False)
+    assert job.node in ("n1", "n2", "n3", "n4")
+    assert before - 2 < job.submit_time <= job.start_time < time.time() + 2
+    assert stage.said() == f"start job={job_id} home={stage.home} gpus=0,1 tasks=1\n"
+
+    twin = stage.submit()
+    wait_until(lambda: stage.job(twin).reason == "Dependency", 10, "the second of a name waits")
+    assert stage.job(twin).start_time is None
+    stage.scheduler.cancel(twin)
+    assert stage.ended(twin).state == "CANCELLED"
+
+    stage.box.run("scancel", "--batch", "--signal=TERM", job_id)  # the shell survives a TERM
+    time.sleep(0.5)
+    (stage.run_dir / "leave").write_text("93")
+    assert stage.ended(job_id).state == "FAILED"
+    assert stage.exit_code(job_id) == "93:0"
+    assert "Exited with exit code 93" in (stage.run_dir / "logs/worker-0007.log").read_text()
+
+
+@pytest.mark.slurm
+def test_a_master_runs_in_its_own_partition_without_gpus(stage):
+    job_id = stage.submit(role="master", slot=0)
+    wait_until(lambda: stage.said("master"), 20, "the master starts")
+    assert stage.said("master") == f"start job={job_id} home={stage.home} gpus= tasks=1\n"
+    assert stage.job(job_id).node == "c1"
+    (stage.run_dir / "leave").write_text("0")
+    assert stage.ended(job_id).state == "COMPLETED"
+
+
+@pytest.mark.slurm
+def test_cancel_gives_notice_to_the_agent_whose_code_comes_through(stage):
+    job_id = stage.submit()
+    stage.started(job_id)
+    stage.scheduler.cancel(job_id)
+    assert stage.ended(job_id).state == "FAILED"
+    assert (stage.said().count("TERM"), stage.exit_code(job_id)) == (1, "5:0")
+    for now in (False, True):
+        stage.scheduler.cancel(job_id, now=now)  # gone already: no error
+        stage.scheduler.cancel("999999", now=now)
+
+
+@pytest.mark.slurm
+def test_cancel_now_ends_the_job_and_the_agent_still_hears_it(stage):
+    job_id = stage.submit()
+    stage.started(job_id)
+    stage.scheduler.cancel(job_id, now=True)
+    assert stage.ended(job_id).state == "CANCELLED"
+    wait_until(lambda: "TERM" in stage.said(), 5, "the agent hears TERM")
+
+
+@pytest.mark.slurm
+def test_a_preempted_agent_has_notice_and_leaves_with_its_own_code(stage):
+    job_id = stage.submit()
+    stage.started(job_id)
+    stage.box.preempt(nodes=4, seconds=1)
+    assert stage.ended(job_id).state == "FAILED"  # an ordinary end to Slurm: it left by itself
+    assert (stage.said().count("TERM"), stage.exit_code(job_id)) == (1, "5:0")
+
+
+@pytest.mark.slurm
+def test_a_job_that_does_not_leave_in_its_notice_ends_preempted_and_is_not_requeued(stage):
+    agent = stage.home / "bin/elastic-agent"
+    agent.write_text(AGENT.replace("; exit 5'", "'"))
+    job_id = stage.submit()
+    stage.started(job_id)
+    stage.box.preempt(nodes=4, seconds=1)
+    wait_until(lambda: stage.job(job_id).ended, 30, "the job is killed")
+    assert stage.job(job_id).state == "PREEMPTED"
+    assert "TERM" in stage.said()
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("change", ['partition = "preempt"|partition = "nosuch"',
+                                    "gpus_per_worker = 2|gpus_per_worker = 3",
+                                    'cpus_per_gpu = 2|time = "soon"'])  # fmt: skip
+def test_what_slurm_can_never_run_is_refused_and_does_not_wait(stage, change):
+    with pytest.raises(Refused, match="sbatch: "):
+        stage.submit(TOML.replace(*change.split("|")), slot=6)
+    # Some refusals leave a record of a job that ended where it began (FAILED, BadConstraints).
+    assert all(job.ended for job in stage.scheduler.jobs() if job.name.endswith("/6"))
+
+
+@pytest.mark.slurm
+def test_a_closed_partition_is_for_later(stage):
+    stage.box.run("scontrol", "update", "PartitionName=preempt", "State=DRAIN")
+    try:
+        with pytest.raises(RetryLater):
+            stage.submit()
+    finally:
+        stage.box.run("scontrol", "update", "PartitionName=preempt", "State=UP")
+
+
+@pytest.mark.slurm
+def test_while_the_controller_hangs_nothing_is_known_and_the_job_may_exist_afterwards(stage):
+    stage.box.hang_controller(8)
+    with pytest.raises(TryAgain, match="timed out"):
+        stage.scheduler.jobs()
+    with pytest.raises(Unsure, match="timed out"):
+        stage.submit()
+    with pytest.raises(TryAgain):
+        stage.scheduler.cancel("1", now=True)
+
+    def ghost() -> list[Job]:
+        try:
+            return [job for job in stage.scheduler.jobs() if job.name == "elastic:big/worker/7"]
+        except TryAgain:
+            return []
+
+    assert len(wait_until(ghost, 20, "the job that sbatch had given up on")) >= 1
+
+
+@pytest.mark.slurm
+def test_the_address_of_a_node_is_slurms_own(stage, monkeypatch):
+    assert sched_slurm.node_address() == ""
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert sched_slurm.node_address().startswith("127.")
+
+
+@pytest.mark.slurm
+def test_a_bare_environment_finds_slurm_by_that_of_the_run(stage, monkeypatch):
+    job_id, run_environment = stage.submit(), dict(os.environ)
+    with monkeypatch.context() as bare:
+        bare.delenv("SLURM_CONF")
+        bare.setenv("PATH", "/nonexistent")
+        assert job_id in [job.job_id for job in SlurmScheduler(None, run_environment).jobs()]
+
+
+@pytest.mark.parametrize("script", ["worker", "master"])
+def test_batch_scripts_pass_shellcheck(script):
+    if not shutil.which("shellcheck"):
+        pytest.skip("no shellcheck (apt-get install shellcheck)")
+    subprocess.run(["shellcheck", ROOT / f"sbatch/{script}.sbatch"], check=True)

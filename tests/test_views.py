@@ -1,0 +1,133 @@
+"""What people see: everything fits 80 columns, is plain without a terminal, and leaves nothing out.
+
+pytest tests/test_views.py
+"""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from elastic import views
+
+WORKER = {
+    "slot": 7, "attempt": 2, "job_id": "4711", "node": "node0123.cluster", "pid": 1, "version": 3,
+    "state": "training", "step": 40, "tokens_per_s": 12345.6, "loss": 2.5, "last_beat_s": 1.2,
+}  # fmt: skip
+SEEN = {
+    "run": "demo", "path": "/runs/demo", "mode": "local", "state": "running", "detail": "",
+    "reason": "2 workers, fewer than the 4 wanted; 3 jobs wait (Resources)", "next": "nothing",
+    "version": 12, "tokens": 1234567, "tokens_goal": 5000000, "loss": 2.3456, "tokens_per_s": 999.9,
+    "goodput": 0.93, "min": 4, "max": 8, "workers": [WORKER, {**WORKER, "state": "stalled"}],
+    "jobs": [{"job_id": "9", "role": "worker", "slot": 3, "state": "PENDING", "reason": "[Prio]"}],
+    "events": [{"time": 0.0, "kind": "lost", "slot": 1, "reason": "x" * 200}],
+}  # fmt: skip
+EMPTY = {
+    **SEEN, "state": "waiting", "version": None, "tokens": 0, "tokens_goal": None, "loss": None,
+    "tokens_per_s": None, "goodput": None, "workers": [], "jobs": [], "events": [],
+}  # fmt: skip
+ON_RECORD = {**WORKER, "pid": None, "version": None, "loss": None, "last_beat_s": None,
+             "state": "unknown"}  # fmt: skip
+
+
+def plain(renderable) -> str:
+    """What a pipe gets."""
+    file = io.StringIO()
+    Console(file=file, width=80, highlight=False).print(renderable)
+    text = file.getvalue()
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    return text
+
+
+def test_a_run_shows_progress_workers_jobs_reasons_and_events():
+    text = plain(views.run_view(SEEN))
+    for words in ("version 12", "1.23M tokens of 5M", "loss 2.346", "goodput 93%", "1k tokens/s",
+                  "1 alive of 4..8", "fewer than the 4 wanted", "4711", "node0123.cluster",
+                  "stalled", "12.3k", "PENDING", "[Prio]", "lost", "slot=1"):  # fmt: skip
+        assert words in text
+
+
+def test_a_run_about_which_little_is_known_is_shown_all_the_same():
+    assert "version - · 0 tokens · loss -" in plain(views.run_view(EMPTY))
+    assert "unknown" in plain(views.run_view({**SEEN, "workers": [ON_RECORD]}))
+
+
+def test_a_failed_run_shows_the_last_log_lines():
+    text = plain(views.run_view({**SEEN, "state": "failed", "detail": "ValueError: [no] such"}))
+    assert "ValueError: [no] such" in text
+
+
+def test_the_list_of_runs_has_a_line_for_each():
+    text = plain(views.runs_table([SEEN, {**EMPTY, "run": "other"}]))
+    assert "demo" in text
+    assert "1 of 4..8" in text
+    assert "other" in text
+    assert "no runs" in plain(views.runs_table([]))
+
+
+def test_markup_in_names_and_reasons_is_printed_as_it_is():
+    assert "[red]x[/red]" in plain(views.run_view({**SEEN, "reason": "[red]x[/red]"}))
+
+
+def test_an_audit_says_what_is_wrong_and_its_verdict():
+    counts = {"committed": 90, "repeated": 1, "missing": 0, "open": 2, "not_reached": 8}
+    report = {
+        "commits": 3, "deltas": 5, "tokens": 1000, "masters": 1, "files": 6, "finished": False,
+        "epochs": [{"epoch": 0, **counts}], "problems": ["epoch 0: 1 samples [twice]"],
+    }  # fmt: skip
+    text = plain(views.audit_view("demo", report))
+    assert "wrong: epoch 0: 1 samples [twice]" in text
+    assert "audit of demo (not finished): WRONG" in text
+    assert "audit of demo (finished): ok" in plain(
+        views.audit_view("demo", {**report, "finished": True, "problems": []})
+    )
+    assert "WRONG" in plain(views.audit_view("x", {"epochs": [], "problems": ["none"]}))
+
+
+def test_a_terminal_gets_colour():
+    file = io.StringIO()
+    Console(file=file, width=80, force_terminal=True).print(views.run_view(SEEN))
+    assert "\x1b[" in file.getvalue()
+
+
+# ---- the loss curve
+
+
+def dots(curve: str) -> list[str]:
+    """The lines of the drawing without labels and axis."""
+    return [line[10:] for line in curve.splitlines()[:-2]]
+
+
+def test_a_falling_curve_starts_at_the_top_left_and_ends_at_the_bottom_right():
+    lines = dots(views.loss_curve([(x, 5 * math.exp(-x / 20)) for x in range(100)]))
+    assert lines[0][0] != "\u2800"
+    assert lines[0][-1] == "\u2800"
+    assert lines[-1][-1] != "\u2800"
+    assert lines[-1][0] == "\u2800"
+
+
+def test_a_curve_has_its_range_on_the_axes_and_fits_80_columns():
+    curve = views.loss_curve([(1000, 4.25), (2000, 3.5), (2_500_000, 1.125)])
+    assert max(map(len, curve.splitlines())) <= 80
+    for words in ("4.250", "1.125", "1k", "2.5M"):
+        assert words in curve
+
+
+@pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, float("nan")), (2, 1.0)]])
+def test_too_few_points_are_no_curve(points):
+    assert "no curve" in views.loss_curve(points)
+
+
+def test_a_flat_curve_and_points_at_one_place_are_drawn():
+    assert views.loss_curve([(1, 2.0), (2, 2.0)])
+    assert views.loss_curve([(1, 2.0), (1, 3.0)])
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (950, "950"), (999.7, "1k"), (12345, "12.3k"), (7.89e9, "7.89G"), (None, "-")],
+)
+def test_counts_are_short(number, text):
+    assert views.si(number) == text

@@ -1,0 +1,66 @@
+"""A task that trains in seconds: a small network learns a fixed linear function of 8 numbers.
+
+The [task] table can make it slow (`pace`: a file holding seconds per inner step, so that a test can
+change them while the run goes on) and make it fail: `raise_at_step` (of each attempt),
+`nan_sample` (its loss is not a number).
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+WIDTH = 8
+
+
+class Samples(Dataset):
+    """Sample i is drawn with seed i: the same everywhere."""
+
+    def __init__(self, count: int, nan_sample: int):
+        self._count, self._nan_sample = count, nan_sample
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        x = torch.randn(WIDTH, generator=draw)
+        y = (x * torch.arange(1, WIDTH + 1) / WIDTH).sum()
+        return x, y * torch.nan if index == self._nan_sample else y
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, 16), nn.Linear(16, 16)])
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).squeeze(-1)
+
+
+class Tiny:
+    def __init__(self, config: dict):
+        self._pace = Path(config["pace"]) if "pace" in config else None
+        self._samples = Samples(config.get("samples", 2000), config.get("nan_sample", -1))
+        self._raise_at_step = config.get("raise_at_step", 0)
+        self._steps = 0
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def dataset(self) -> Dataset:
+        return self._samples
+
+    def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        self._steps += 1
+        if self._steps == self._raise_at_step:
+            raise RuntimeError(f"planted: step {self._steps}")
+        if self._pace:
+            time.sleep(float(self._pace.read_text() or 0))
+        x, y = batch
+        return nn.functional.mse_loss(model(x), y)

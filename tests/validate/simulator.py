@@ -1,0 +1,348 @@
+"""Local SGD in one process, without a clock: what a run's commits say, done again.
+
+    commits of a run ──▶ Simulator.replay ──▶ the parameters of every version, bit for bit
+    commits made up  ──▶ Simulator.replay ──▶ what that participation would have led to
+
+A trace is a list of commits. Of each delta it needs slot, attempt, base, steps, the samples in the
+order they were trained, and where the inner state came from; everything else follows. The worker's
+training loop, replica, codec, shuffle and schedule, and the merging, are the product's own. The
+life of a worker and of the master are not: they are stated here a second time, as the algorithm
+has them, so that a run and its replay agree only if the processes did nothing else.
+
+A fault is a subclass that overrides one of the small methods `base`, `factor`, `delta`, `refuse`,
+`share` and `step`. A delta whose inner state depends on work that no commit shows cannot be
+replayed: `Untold`.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.data import default_collate
+
+from elastic import merge, rounds
+from elastic.codec import codec
+from elastic.config import Config
+from elastic.group import Group
+from elastic.layout import Layout
+from elastic.replica import Replica, shapes
+from elastic.rounds import Running
+from elastic.rundir import RunDir
+from elastic.schedule import learning_rate, tokens_at
+from elastic.shuffle import Shuffle
+from elastic.tasks import count_tokens, default_optimizer
+from elastic.versions import read_outer
+from elastic.worker import train
+
+CPU = torch.device("cpu")
+RAMPED = " with a ramp"  # how a delta's `inner` ends where the learning rate rose from nothing
+ORIGIN = re.compile(r"(own|donor slot (?P<donor>\d+)) of version (?P<version>\d+)")
+
+Key = tuple[int, int, int]  # slot, attempt, base
+
+
+class Untold(Exception):
+    """The trace does not say what a delta was made from."""
+
+
+@dataclass
+class Inner:
+    """A worker's inner state between rounds."""
+
+    state: list[dict]  # of the inner optimizer, per parameter; empty: fresh
+    rng: torch.Tensor
+    ramp: int = 0  # inner steps still to go
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What `rounds.shares` reads of a header, and the decoded fragments."""
+
+    slot: int
+    attempt: int
+    base: int
+    steps: int
+    tokens: int
+    fragments: list[torch.Tensor] = field(repr=False)
+    norm: float
+
+    @property
+    def key(self) -> Key:
+        return (self.slot, self.attempt, self.base)
+
+
+@dataclass
+class Version:
+    """What workers see of a version."""
+
+    published: list[torch.Tensor]  # bf16 fragments
+    tokens: int
+    workers: int
+
+
+@dataclass
+class Start:
+    """Version 0: what a run is before its first round."""
+
+    params: list[torch.Tensor]  # float32 fragments
+    tokens: int = 0
+    workers: int = 1
+    inner: Inner | None = None  # what a delta whose inner state is from the "start" begins with
+
+
+class Script:
+    """Stands in for LocalSGD: hands the worker's own training loop the batches of one delta."""
+
+    group, loss_scale, tokens_per_sample = Group(), 1.0, 1
+
+    def __init__(self, config: Config, batches: list[list[int]], prepare):
+        self.config, self._batches, self._prepare = config, batches, prepare
+        self.steps = self.tokens = self._pending = 0
+
+    def batches(self, dataset) -> Iterator:
+        for indices in self._batches:
+            self._pending = len(indices)
+            self._prepare(self.steps, self.tokens)
+            yield default_collate([dataset[index] for index in indices])
+
+    def step(self, _loss=0.0, tokens: int | None = None) -> None:
+        self.steps += 1
+        self.tokens += self._pending * self.tokens_per_sample if tokens is None else tokens
+
+    skip = step
+
+
+class Simulator:
+    """The global parameters, and the inner state of everybody who trained them."""
+
+    def __init__(self, task, config: Config, start: Start, samples: int, total_tokens: int):
+        self.task, self.config, self.samples = task, config, samples
+        self.total_tokens, self.start = total_tokens, start
+        self.model = seeded_model(task, config)
+        layout = Layout.of(shapes(self.model), config.local_sgd.fragment_bytes)
+        self.replica = Replica(self.model, layout)
+        make = getattr(task, "optimizer", None)
+        self.optimizer = make(self.model) if make else default_optimizer(self.model, config.train)
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        params = [param.clone() for param in start.params]
+        momentum = [torch.zeros_like(param) for param in params]
+        self.outer = merge.Outer(layout, params, momentum, config.local_sgd.outer_momentum)
+        self.running = Running()
+        self._sample_tokens = count_tokens(task, default_collate([task.dataset()[0]]))
+        self.version, self.clipped = 0, 0
+        self.versions = {0: self._publish(start.tokens, start.workers)}
+        self._codec = codec(config.local_sgd.compression)
+        self._shuffles: dict[int, Shuffle] = {}
+        self._inner: dict[Key, Inner] = {}  # after a delta
+        self._trained: dict[Key, Delta] = {}  # and not merged yet
+        self._untrained: dict[Key, dict] = {}
+
+    @classmethod
+    def of(cls, run: RunDir, task) -> "Simulator":
+        """At version 0 of a run."""
+        first, config = run.commit(0), run.config()
+        params = read_outer(run, first, config.local_sgd.outer_momentum).params
+        start = Start(params, first["tokens"], first["workers"])
+        return cls(task, config, start, first["dataset_samples"], first["total_tokens"])
+
+    def replay(self, commits: Iterable[dict]) -> Iterator[int]:
+        """Do again what `commits` (of versions 1, 2 ...) say; yields each version when it is."""
+        commits = list(commits)
+        for commit in commits:
+            self._untrained |= {_key(work): work for work in commit["deltas"]}
+        for commit in commits:
+            self._merge([self._delta(_key(work)) for work in commit["deltas"]])
+            yield self.version
+
+    def validate(self) -> dict[str, float]:
+        """What the task says of the published parameters of the newest version."""
+        self._adopt(self.versions[self.version].published)
+        return self.task.validate(self.model)
+
+    def inner(self, slot: int) -> Inner:
+        """The newest inner state of a slot."""
+        return self._newest(slot, self.version, 0, math.inf)
+
+    # ---- the worker
+
+    def _delta(self, key: Key) -> Delta:
+        """Train the delta, unless another one needed its inner state before."""
+        if key not in self._trained:
+            self._trained[key] = self._train(self._untrained.pop(key))
+        return self._trained.pop(key)
+
+    def _train(self, work: dict) -> Delta:
+        inner = self._inner_before(work)
+        self._adopt(self.base(work))
+        for param, state in zip(self._params(), inner.state, strict=False):
+            self.optimizer.state[param] = state
+        torch.set_rng_state(inner.rng)
+        version = self.versions[work["base"]]
+
+        def prepare(steps: int, tokens: int) -> None:
+            ramp = max(0, inner.ramp - steps)
+            factor = self.factor(version, steps, tokens) * self._ramp(ramp)
+            for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * factor
+
+        script = Script(self.config, self._batches(work), prepare)
+        self.model.train()
+        train(self.task, self.model, self.optimizer, script, CPU)
+        self._remember(work, inner, script.steps)
+        fragments = [self._travel(self.delta(work, i)) for i in range(len(self.outer.params))]
+        norm = sum(merge.norm(fragment) ** 2 for fragment in fragments) ** 0.5
+        if work.get("tokens", script.tokens) != script.tokens:
+            raise Untold(f"{_key(work)}: {script.tokens} tokens, its commit says {work['tokens']}")
+        return Delta(*_key(work), script.steps, script.tokens, fragments, norm)
+
+    def base(self, work: dict) -> list[torch.Tensor]:
+        """The published fragments that the worker starts from."""
+        return self.versions[work["base"]].published
+
+    def factor(self, version: Version, steps: int, tokens: int) -> float:
+        """The learning rate, of its peak, after `steps` of `tokens` on the version."""
+        train, workers = self.config.train, max(1, version.workers)
+        round_samples = self.config.local_sgd.inner_steps * train.batch_size * workers
+        now = tokens_at(version.tokens, tokens, workers, round_samples * self._sample_tokens)
+        return learning_rate(now, self.total_tokens, train) / train.learning_rate
+
+    def delta(self, work: dict, index: int) -> torch.Tensor:
+        """base - local of a fragment, when the round's steps are done."""
+        return self.replica.delta(index)
+
+    def _ramp(self, left: int) -> float:
+        whole = self.config.local_sgd.join_ramp
+        return (whole - left + 1) / whole if left else 1.0
+
+    def _travel(self, delta: torch.Tensor) -> torch.Tensor:
+        return self._codec.decode(torch.frombuffer(self._codec.encode(delta), dtype=torch.uint8))
+
+    def _adopt(self, fragments: list[torch.Tensor]) -> None:
+        for index, fragment in enumerate(fragments):
+            self.replica.adopt(index, fragment)
+
+    def _batches(self, work: dict) -> list[list[int]]:
+        """Dataset indices: full batches, and at most one that is not, the last."""
+        indices = [i for each in work["samples"] for i in self._indices(*each)]
+        size = self.config.train.batch_size
+        batches = [indices[at : at + size] for at in range(0, len(indices), size)]
+        if len(batches) != work["steps"]:
+            raise Untold(f"{_key(work)}: {work['steps']} steps of {len(indices)} samples")
+        return batches
+
+    def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        if epoch not in self._shuffles:
+            self._shuffles[epoch] = Shuffle(self.samples, self.config.run.seed, epoch)
+        return self._shuffles[epoch].indices(start, stop)
+
+    # ---- inner state
+
+    def _inner_before(self, work: dict) -> Inner:
+        """The inner state that the delta's first step found."""
+        slot, attempt, base = _key(work)
+        if before := self._newest(slot, base - 1, attempt, attempt):
+            return copy.deepcopy(before)
+        origin, fresh = work["inner"], Inner([], self._first_rng())
+        if origin == "start":
+            return copy.deepcopy(self.start.inner)
+        if origin.startswith("fresh"):
+            fresh.ramp = self.config.local_sgd.join_ramp if origin.endswith(RAMPED) else 0
+            return fresh
+        found = ORIGIN.fullmatch(origin)
+        donor = int(found["donor"] or slot)
+        last = attempt - 1 if donor == slot else math.inf
+        before = self._newest(donor, int(found["version"]), 0, last)
+        if before is None:
+            raise Untold(f"{_key(work)}: inner state {origin!r}, which no commit shows")
+        return Inner(copy.deepcopy(before.state), before.rng if donor == slot else fresh.rng)
+
+    def _newest(self, slot: int, base: int, low: float, high: float) -> Inner | None:
+        """After the slot's last delta up to `base`, of attempts low ... high; trains it if due."""
+        found = [key for key in (*self._inner, *self._untrained) if key[0] == slot]
+        found = [key for key in found if key[2] <= base and low <= key[1] <= high]
+        if not found:
+            return None
+        key = max(found, key=lambda key: (key[2], key[1]))
+        if key in self._untrained:
+            self._trained[key] = self._train(self._untrained.pop(key))
+        return self._inner[key]
+
+    def _remember(self, work: dict, inner: Inner, steps: int) -> None:
+        state = [self.optimizer.state.pop(param, {}) for param in self._params()]
+        rng, ramp = torch.get_rng_state(), max(0, inner.ramp - steps)
+        self._inner[_key(work)] = Inner(state, rng, ramp)
+
+    def _first_rng(self) -> torch.Tensor:
+        return torch.Generator().manual_seed(self.config.run.seed + 1).get_state()
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    # ---- the master
+
+    def _merge(self, deltas: list[Delta]) -> None:
+        settings = self.config.local_sgd
+        deltas = sorted((d for d in deltas if not self.refuse(d)), key=lambda delta: delta.key)
+        norms = [delta.norm for delta in deltas]
+        shares = rounds.shares(deltas, norms, self.version, settings.clip_norm, self.running)
+        weight = sum(share.weight for share in shares)
+        means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
+        lr = rounds.outer_lr(settings.outer_lr, weight, self.running, settings.thin_rounds)
+        self.step(means, lr)
+        whole = rounds.whole_norms(deltas, norms)
+        self.running = self.running.after(sum(whole) / len(whole), weight)
+        self.clipped += sum(share.clip < 1 for share in shares)
+        tokens = self.versions[self.version].tokens + sum(delta.tokens for delta in deltas)
+        self.version += 1
+        self.versions[self.version] = self._publish(tokens, len({delta.slot for delta in deltas}))
+        self._forget()
+
+    def _mean(self, index: int, deltas: list[Delta], shares: list[rounds.Share]) -> torch.Tensor:
+        anchors = [
+            self.versions[delta.base].published[index] if delta.base < self.version else None
+            for delta in deltas
+        ]
+        terms = [
+            merge.Term(delta.fragments[index], factor, anchor)
+            for delta, factor, anchor in zip(deltas, self.share(shares), anchors, strict=True)
+        ]
+        return merge.mean_delta(self.outer.params[index], terms, self.config.local_sgd.reanchor)
+
+    def refuse(self, delta: Delta) -> bool:
+        """Is the delta not finite?"""
+        return not delta.norm < math.inf
+
+    def share(self, shares: list[rounds.Share]) -> list[float]:
+        """What each delta is multiplied with."""
+        weight = sum(share.weight for share in shares)
+        return [share.weight * share.clip / weight for share in shares]
+
+    def step(self, means: list[torch.Tensor], lr: float) -> None:
+        """The outer step."""
+        self.outer.step(means, lr)
+
+    def _publish(self, tokens: int, workers: int) -> Version:
+        return Version([p.to(torch.bfloat16) for p in self.outer.params], tokens, workers)
+
+    def _forget(self) -> None:
+        """Drop what no later delta can refer to."""
+        settings = self.config.local_sgd
+        oldest = self.version - settings.max_staleness - settings.inner_state_max_age - 1
+        for version in [version for version in self.versions if version < oldest]:
+            del self.versions[version]
+        newest = {key[:1]: key for key in sorted(self._inner, key=lambda key: key[::-1])}
+        for key in [key for key in self._inner if key[2] < oldest and newest[key[:1]] != key]:
+            del self._inner[key]
+
+
+def seeded_model(task, config: Config) -> torch.nn.Module:
+    """The model as every worker makes it."""
+    torch.manual_seed(config.run.seed)
+    return task.model()
+
+
+def _key(work: dict) -> Key:
+    return (work["slot"], work["attempt"], work["base"])
