@@ -21,14 +21,17 @@ help:  ## This list
 
 venv: $(READY)  ## Make .venv with what requirements.txt pins (TORCH=site: keep the site's torch)
 
-# The last line marks the venv as whole; one that broke off half-way is made again.
+# The last line marks the venv as whole; one that broke off half-way, or whose Python is gone (an
+# upgrade, a moved folder), is made again.
+$(shell test -x $(VENV)/bin/python || rm -f $(READY))
 $(READY): requirements.txt
 	@test -n '$(PYTHON)' || { echo 'error: no Python >= 3.11; set PYTHON=' >&2; exit 1; }
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV)
 	grep -vE '$(if $(filter site,$(TORCH)),^(torch|numpy)==,^$$)' requirements.txt > $(VENV)/wanted.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r $(VENV)/wanted.txt
-	$(VENV)/bin/python -c 'import torch, numpy, safetensors, xxhash, redis, click, rich'
+	$(VENV)/bin/python -c 'import torch, numpy, safetensors, xxhash, redis, click, rich' || \
+	    { echo 'error: TORCH=site needs a PYTHON that has torch and numpy' >&2; exit 1; }
 	touch $@
 
 demo: $(READY)  ## Two minutes of training on this machine while its workers are killed
@@ -52,8 +55,8 @@ bench: $(READY)  ## Stall of a round, memory, load of the master; writes build/b
 validate: $(READY)  ## Local mode against a synchronous baseline at equal tokens (minutes)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig
 
-gpu-check: $(READY)  ## The demo with its workers on this machine's GPUs, in bf16
-	bin/elastic demo --gpu
+gpu-check: $(READY)  ## What runs only where there is a GPU
+	$(VENV)/bin/python tests/gpu_check.py
 
 # PREFIX is a folder of its own; link PREFIX/bin/elastic* into a PATH. A site file stays as it is.
 install:  ## Copy bin, lib, sbatch and etc into PREFIX
@@ -70,5 +73,5 @@ uninstall:  ## Remove exactly what install copied (an edited site file stays)
 	for f in $(PROGRAMS) $(filter-out etc/site.toml,$(DATA)); do \
 	    rm -f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
 	rm -rf $(DESTDIR)$(PREFIX)/lib/elastic/__pycache__
-	for d in bin lib/elastic lib sbatch etc/sandbox etc .; do \
+	for d in bin lib/elastic lib sbatch etc/sandbox etc ""; do \
 	    rmdir --ignore-fail-on-non-empty $(DESTDIR)$(PREFIX)/$$d 2>/dev/null || true; done

@@ -170,6 +170,13 @@ def test_files_of_kept_versions_must_be_there_and_whole(ledger):
     assert "has 5 bytes, not 10" in ledger.problems(keep=2)
 
 
+def test_a_version_whose_writer_died_before_the_last_rename_is_whole(ledger):
+    ledger.commit([delta([[0, 0, 10]])], writer="epoch2")
+    folder = ledger.path / "versions" / "000001"
+    folder.rename(folder.with_name(".000001.epoch2"))
+    assert ledger.problems() == ""
+
+
 def test_an_altered_file_is_found_by_its_checksum(ledger):
     assert ledger.problems(checksum=lambda _path: "aa") == ""
     assert "does not have its checksum" in ledger.problems(checksum=lambda _path: "bb")

@@ -345,3 +345,21 @@ def test_config_prints_values_with_unit_and_origin(config, env):
     assert by_key["health.lease"]["origin"] == "default"
     assert by_key["elastic.max"]["unit"] == "GPUs"
     assert "elastic.max" in elastic("config", config, env=env).stdout
+
+
+# ---- documentation
+
+
+def test_the_readme_names_every_file_and_command():
+    text = (ROOT / "README.md").read_text()
+    folders = ("bin/elastic*", "sbatch/*.sbatch", "etc/*.*", "lib/elastic/*.py")
+    names = {path.name for pattern in folders for path in ROOT.glob(pattern)}
+    assert [name for name in sorted(names) if f"{name} " not in text] == []
+    assert [name for name in COMMANDS if f"`elastic-{name}" not in text] == []
+
+
+def test_every_make_target_is_described():
+    answer = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
+    described = {line.split()[0] for line in answer.stdout.split("\n\n")[0].splitlines()}
+    phony = next(line for line in (ROOT / "Makefile").read_text().splitlines() if ".PHONY" in line)
+    assert described == set(phony.split()[1:])

@@ -79,6 +79,8 @@ TestRanges.settings = settings(max_examples=60, stateful_step_count=25)
 
 OWNERS = [(0, 1), (0, 2), (1, 1), (2, 1)]
 owners = st.sampled_from(OWNERS)
+likely = st.builds(lambda e, start, more: (e, start, start + more),
+                   st.integers(0, 1), st.integers(0, 20), st.integers(1, 6))  # fmt: skip
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -108,7 +110,7 @@ class LedgerMachine(RuleBasedStateMachine):
         mine = Ranges(self.workers[owner])
         self.offer(owner, mine.take(part), base)
 
-    @rule(owner=owners, ranges=st.lists(spans, min_size=1, max_size=2))
+    @rule(owner=owners, ranges=st.lists(spans | likely, min_size=1, max_size=2))
     def offer_anything(self, owner, ranges):
         self.offer(owner, ranges, 0)
 

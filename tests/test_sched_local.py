@@ -16,12 +16,12 @@ from pathlib import Path
 from signal import SIGKILL
 
 import pytest
-from helpers import ROOT, wait_until
 
 from elastic import sched_local
 from elastic.config import load
 from elastic.sched import JobSpec, parse_job_name
 from elastic.sched_local import LocalScheduler
+from helpers import ROOT, wait_until
 
 PATIENT = 'trap "echo notice >> told; exit 0" TERM; while :; do sleep 0.05; done'
 DEAF = 'trap "" TERM; sleep 1000 & setsid sleep 1000 & while :; do sleep 0.05; done'
@@ -170,13 +170,15 @@ def test_the_number_of_gpus_can_change_and_ends_no_job(make_site):
     assert site.state(c) == "PENDING"
 
 
-def test_gpus_of_the_machine_are_shared_out(site, monkeypatch):
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: map(Path, ["/dev/nvidia0"]))
-    assert sched_local._least_used([], 1) == [0]
-    names = [f"/dev/nvidia{i}" for i in (2, 0, 1)]
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: map(Path, names))
-    assert sched_local._least_used([0, 1, 0], 2) == [2, 1]
-    assert sched_local._least_used([], 0) == []
+@pytest.mark.parametrize(
+    ("here", "in_use", "count", "mine"),
+    [((), [], 1, []), ((0,), [0], 1, [0]), ((2, 0, 1), [0, 1, 0], 2, [2, 1]), ((0, 1), [], 0, [])],
+)
+def test_gpus_of_the_machine_are_shared_out(monkeypatch, here, in_use, count, mine):
+    names = [Path(f"/dev/nvidia{number}") for number in here]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", lambda self, pattern: names)
+        assert sched_local._least_used(in_use, count) == mine
 
 
 # ---- ends

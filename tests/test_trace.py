@@ -3,60 +3,124 @@ participation, bit for bit. The strongest test of all: one wrong weight, learnin
 state or random number, anywhere in worker, transport or master, and the parameters differ.
 """
 
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from running import Running, running
 from validate.noisy_task import Noisy
-from validate.simulator import Simulator
+from validate.simulator import Simulator, Version
 
 from elastic.rundir import RunDir
 from elastic.versions import read_outer
 
+STEPS = 16
+HEARD_S = 0.6  # what was said is heard by then: by the master of a worker, by a worker of a notice
 SETTINGS = {
     "run.task": "validate.noisy_task:Noisy",
     "run.seed": 3,
     "elastic.min": 1,
     "elastic.max": 2,
     "train.schedule": "cosine",
-    "local_sgd.inner_steps": 8,
-    "local_sgd.join_ramp": 12,
-    "local_sgd.inner_state_every": 0,  # only on notice: until then a worker that joins is fresh
+    "local_sgd.inner_steps": STEPS,
+    "local_sgd.join_ramp": 20,
+    "local_sgd.inner_state_every": 0,  # only on notice: before that, who joins finds none
     "local_sgd.inner_state_max_age": 1000,
-    "local_sgd.min_deadline": "30s",
-    "local_sgd.fragment": "1kb",  # several
+    "local_sgd.min_deadline": "2s",
+    "local_sgd.last_call": "4s",
+    "local_sgd.fragment": "1kb",  # several of them
     "checkpoint.keep": 1000,
+    "health.stall_after": "5m",
 }
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> RunDir:
-    """A run in which workers join, one is preempted with notice, and one is killed."""
-    with running(tmp_path_factory.mktemp("trace"), SETTINGS, samples=10**6, step_s=0.1) as run:
-        run.versions(more=2)
-        grow(run, 3)  # nobody has saved an inner state yet
-        preempt(run, 0)  # and its replacement finds its own
-        grow(run, 4)  # takes the donor's
-        run.kill("trainer")
-        run.versions(more=2)
+    """A run whose workers join, are preempted with notice, killed, and late."""
+    home = tmp_path_factory.mktemp("trace")
+    gate = home / "gate"
+    with running(home, SETTINGS, samples=10**6, step_s=0.1, gate=str(gate)) as run:
+        run.until(lambda: run.version >= 2 and len(run.slots()) == 2, 60, "two workers at work")
+        with joining(run, gate, slot=2, attempt=1):
+            run.run.set_control(max=3)
+        preempt(run, gate, slot=0)
+        with joining(run, gate, slot=1, attempt=2):
+            os.kill(run.trainer_of(1), 9)
+        leave_late(run, gate, slot=2)
     return run.run
 
 
-def grow(run: Running, workers: int) -> None:
-    run.run.set_control(max=workers)
-    slot = workers - 1
-    run.until(lambda: contributes(run, slot, attempt=1), 40, f"slot {slot} contributes")
+@contextlib.contextmanager
+def standstill(run: Running, gate: Path) -> Iterator[None]:
+    """Every worker is in the first part of a round, and cannot move on."""
+
+    def all_train() -> bool:
+        gate.touch()
+        time.sleep(HEARD_S)
+        place = {(slot.state, slot.version, slot.step < STEPS // 2) for slot in run.slots().values()}
+        if place == {("training", run.version, True)}:
+            return True
+        gate.unlink()
+        time.sleep(0.1)
+        return False
+
+    run.until(all_train, 60, "a standstill")
+    yield
+    gate.unlink()
 
 
-def preempt(run: Running, slot: int) -> None:
-    """With notice, in the middle of a round."""
-    run.until(lambda: 2 <= run.slots()[slot].step <= 5, 30, "the middle of a round")
+@contextlib.contextmanager
+def joining(run: Running, gate: Path, slot: int, attempt: int) -> Iterator[None]:
+    """A worker joins a round while nobody moves, so that none of its work is superseded."""
+
+    def has_joined() -> bool:
+        worker = run.slots().get(slot)
+        return worker and (worker.attempt, worker.state) == (attempt, "training")
+
+    with standstill(run, gate):
+        yield
+        run.until(has_joined, 60, f"attempt {attempt} of slot {slot}")
+    run.until(lambda: deltas(run.run, slot, attempt), 60, f"slot {slot} contributes")
+
+
+def preempt(run: Running, gate: Path, slot: int) -> None:
+    """With notice, in the middle of a round; and its replacement joins."""
+    with standstill(run, gate):
+        notice(run, slot)
+    run.until(lambda: slot not in run.slots() or run.slots()[slot].attempt == 2, 60, "it leaves")
+    with joining(run, gate, slot, attempt=2):
+        pass
+
+
+def leave_late(run: Running, gate: Path, slot: int) -> None:
+    """The others go on without a worker; then it is preempted, and delivers after all."""
+    mine = gate.with_name(f"{gate.name}-{slot}")
+    with standstill(run, gate):
+        mine.touch()
+        version = run.version
+    run.until(lambda: run.version > version, 60, "a version without it")
+    notice(run, slot)
+    mine.unlink()
+    run.until(lambda: version in deltas(run.run, slot, 1), 60, "its delta is merged")
+
+
+def notice(run: Running, slot: int) -> None:
     run.scheduler.preempt(run.jobs()["worker", slot].job_id)
-    run.until(lambda: contributes(run, slot, attempt=2), 40, f"slot {slot} is back")
+    time.sleep(HEARD_S)
 
 
-def contributes(run: Running, slot: int, attempt: int) -> bool:
-    deltas = [delta for commit in run.commits() for delta in commit["deltas"]]
-    return any((d["slot"], d["attempt"]) == (slot, attempt) for d in deltas)
+def deltas(run: RunDir, slot: int, attempt: int) -> list[int]:
+    """The bases of what an attempt has contributed."""
+    found = [delta for commit in run.commits() for delta in commit["deltas"]]
+    return [d["base"] for d in found if (d["slot"], d["attempt"]) == (slot, attempt)]
+
+
+# ---- the replay
 
 
 @pytest.fixture(autouse=True)
@@ -70,23 +134,74 @@ def _one_thread():
 def differs(run: RunDir, kind: type[Simulator] = Simulator) -> int:
     """The first version in which the replay's parameters or momentum are not the run's; 0: none."""
     config = run.config()
-    simulator = kind.of(run, Noisy(config.task | {"pace": ""}))
-    commits = [run.commit(version) for version in range(1, run.newest_version() + 1)]
-    for version in simulator.replay(commits):
+    simulator = kind.of(run, Noisy({}))
+    for version in simulator.replay(list(run.commits())[1:]):
         outer = read_outer(run, run.commit(version), config.local_sgd.outer_momentum)
-        pairs = zip(
-            [*simulator.outer.params, *simulator.outer.momentum],
-            [*outer.params, *outer.momentum],
-            strict=True,
-        )
-        if not all(torch.equal(mine, its) for mine, its in pairs):
+        mine = [*simulator.outer.params, *simulator.outer.momentum]
+        theirs = [*outer.params, *outer.momentum]
+        if not all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)):
             return version
     return 0
 
 
-def test_the_simulator_ends_in_exactly_the_parameters_of_the_processes(recorded):
-    deltas = [delta for commit in recorded.commits() for delta in commit["deltas"]]
-    origins = {delta["inner"].split(" of ")[0] for delta in deltas}
-    assert {"fresh", "fresh with a ramp", "own", "donor slot 0"} <= origins
-    assert len({delta["tokens"] for delta in deltas}) > 1  # some were partial
+def test_the_recorded_run_has_everything_that_can_happen_to_a_worker(recorded):
+    every = [(commit, delta) for commit in recorded.commits() for delta in commit["deltas"]]
+    origins = {delta["inner"].split(" of ")[0] for _, delta in every}
+    assert origins == {"fresh", "fresh with a ramp", "own", "donor slot 0 attempt 1"}
+    assert len({delta["tokens"] for _, delta in every}) > 1, "a partial delta"
+    assert any(delta["base"] < commit["version"] - 1 for commit, delta in every), "a late delta"
+    assert not [event for event in recorded.events() if event["kind"] == "reject"]
+
+
+def test_the_processes_end_in_exactly_the_parameters_of_the_simulator(recorded):
+    assert recorded.newest_version() > 5
     assert differs(recorded) == 0
+
+
+# ---- and it would notice
+
+
+class Unweighted(Simulator):
+    def share(self, shares):
+        return [share.clip / len(shares) for share in shares]
+
+
+class WithoutMomentum(Simulator):
+    def step(self, means, lr):
+        for param, mean in zip(self.outer.params, means, strict=True):
+            param.sub_(mean, alpha=lr)
+
+
+class LearningRateByLocalSteps(Simulator):
+    def factor(self, version, steps, tokens):
+        return super().factor(Version([], 64 * steps, version.workers), steps, tokens)
+
+
+class NeverRamped(Simulator):
+    def inner_before(self, work):
+        return replace(super().inner_before(work), ramp=0)
+
+
+class RandomNumbersNotInherited(Simulator):
+    def inner_before(self, work):
+        return replace(super().inner_before(work), rng=self.first_rng())
+
+
+class BaseRelativeWhenLate(Simulator):
+    def anchor(self, delta, index):
+        return None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Unweighted,
+        WithoutMomentum,
+        LearningRateByLocalSteps,
+        NeverRamped,
+        RandomNumbersNotInherited,
+        BaseRelativeWhenLate,
+    ],
+)
+def test_a_simulator_that_is_wrong_in_one_thing_ends_elsewhere(recorded, wrong):
+    assert differs(recorded, wrong) > 0

@@ -158,11 +158,14 @@ def check_files(
     """Number of files of kept versions, and those that are absent or altered."""
     count, problems = 0, []
     for commit in commits:
-        version_dir = run_dir / "versions" / f"{commit['version']:06d}"
-        if commit["version"] <= commits[-1]["version"] - keep and not version_dir.exists():
+        version, folder = commit["version"], run_dir / "versions"
+        kept = folder / f"{version:06d}"
+        if not kept.exists() and version <= commits[-1]["version"] - keep:
             continue  # pruned
+        if not kept.exists():  # its writer died between the commit and the folder's last name
+            kept = folder / f".{version:06d}.{commit.get('writer')}"
         for file in commit["files"]:
-            path, count = run_dir / file["path"], count + 1
+            path, count = kept / Path(file["path"]).name, count + 1
             if not path.is_file():
                 problems.append(f"{file['path']} is missing")
             elif path.stat().st_size != file["bytes"]:

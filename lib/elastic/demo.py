@@ -5,8 +5,7 @@ trainer, add a worker, preempt a job with notice, kill the master. It ends with 
 audit, the validation loss, and what each fault cost. Exit 0 means that all of it held.
 
 Everything lives under ./build/demo (run, registry, logs), nothing under ~/.elastic. With --slurm
-(make demo-slurm) the jobs are those of a private Slurm on this machine, with --gpu (make gpu-check)
-the workers use its GPUs. Ctrl-C ends all of it.
+(make demo-slurm) the jobs are those of a private Slurm on this machine. Ctrl-C ends all of it.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from elastic import config as configuration
 from elastic import sandbox, signals, submission, views
 from elastic.audit import audit
 from elastic.cli import validate, xxh3
-from elastic.errors import EXIT_USAGE, ElasticError, TryAgain
+from elastic.errors import EXIT_OK, EXIT_USAGE, ElasticError, TryAgain
 from elastic.membership import Slot
 from elastic.reconcile import run_pass
 from elastic.rundir import RunDir, registered
@@ -45,7 +44,6 @@ SETTINGS = [
     "elastic.max=4",
     "checkpoint.keep_every=1000000",  # version 0 stays, to compare with
 ]
-ON_GPU = ["train.device=cuda", "train.precision=bf16"]
 ON_SLURM = ["run.scheduler=slurm", "slurm.partition=preempt", "slurm.master_partition=cpu"]
 TOLD = ("submit", "join", "end", "lost", "preempt", "restart", "master", "redis-lost", "reject",
         "leave", "scale", "fail", "done")  # fmt: skip
@@ -106,8 +104,8 @@ def _succeeds(delta: dict, hit: Slot) -> bool:
 class Demo:
     """The run, whoever plays cron, and the record of what was done to it."""
 
-    def __init__(self, box: sandbox.Sandbox | None, on_gpu: bool, notice: signals.Notice):
-        self.box, self.on_gpu, self.notice = box, on_gpu, notice
+    def __init__(self, box: sandbox.Sandbox | None, notice: signals.Notice):
+        self.box, self.notice = box, notice
         self.on_slurm = box is not None
         self.began = time.time()
         self.faults: list[Fault] = []
@@ -117,7 +115,7 @@ class Demo:
     # ---- what the story does
 
     def start(self) -> RunDir:
-        settings = [*SETTINGS, *(ON_SLURM if self.box else []), *(ON_GPU if self.on_gpu else [])]
+        settings = [*SETTINGS, *(ON_SLURM if self.on_slurm else [])]
         file = configuration.elastic_home() / "etc" / "demo.toml"
         self.config = configuration.load(file, settings)
         submission.check(self.config, configuration.runs_root())
@@ -250,7 +248,7 @@ def prepare(place: Path, on_slurm: bool) -> None:
     os.set_inheritable(lock, True)  # held until the demo ends
     environment = configuration.environment()
     environment |= {"ELASTIC_HOME_DIR": str(place / "home"), "ELASTIC_RUNS": str(place / "runs")}
-    environment["ELASTIC_DEMO"] = str(place)
+    environment |= {"ELASTIC_SITE": os.devnull, "ELASTIC_DEMO": str(place)}
     if on_slurm:
         box = sandbox_of(place)
         box.down()  # what a killed demo may have left
@@ -274,7 +272,7 @@ def perform(place: Path, options: list[str]) -> int:
         end_all_jobs()
         for folder in ("home", "runs"):
             shutil.rmtree(place / folder, ignore_errors=True)
-        return 0 if story(Demo(box, "--gpu" in options, notice)) else 1
+        return 0 if story(Demo(box, notice)) else 1
     except KeyboardInterrupt:
         print("\ninterrupted: ending its jobs", file=sys.stderr)
         return 130
@@ -286,13 +284,15 @@ def perform(place: Path, options: list[str]) -> int:
 
 def main() -> int:
     options, place = sys.argv[1:], configuration.env("ELASTIC_DEMO")
-    if not set(options) <= {"--slurm", "--gpu"}:
-        print("usage: elastic demo [--slurm] [--gpu]\n\n" + __doc__, file=sys.stderr)
-        return 0 if {"-h", "--help"} & set(options) else EXIT_USAGE
+    if not set(options) <= {"--slurm"}:
+        print("usage: elastic demo [--slurm]\n\n" + __doc__, end="")
+        return EXIT_OK if {"-h", "--help"} & set(options) else EXIT_USAGE
     try:
         if not place:
             prepare(Path.cwd() / "build" / "demo", "--slurm" in options)
         return perform(Path(place), options)
+    except KeyboardInterrupt:  # while the sandbox starts; it cleans up behind itself
+        return 130
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code

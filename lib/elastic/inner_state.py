@@ -71,7 +71,8 @@ def choose(
     if not donors:
         return None, "fresh"
     donor = max(donors, key=lambda pointer: (pointer["version"], -pointer["slot"]))
-    return donor, f"donor slot {donor['slot']} of version {donor['version']}"
+    whose = f"donor slot {donor['slot']} attempt {donor['attempt']}"
+    return donor, f"{whose} of version {donor['version']}"
 
 
 def load(

@@ -40,6 +40,7 @@ from elastic.sched_slurm import slurm_command
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 10.0
 _MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME
+_ADDRESS = "127.0.0.1"
 _PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _NO_DRIVER = 240  # a major device number from the range for local use
@@ -59,8 +60,6 @@ try:
 except ChildProcessError:  # nothing is left below
     pass
 """
-
-Where = str | tuple[str, int]  # a socket: its path, or its address and port
 
 
 @dataclass(frozen=True)
@@ -200,20 +199,20 @@ class Sandbox:
 
     def _start_daemons(self, found: dict[str, str], shape: Shape) -> None:
         ports = _free_ports(len(shape.names) + 2)
-        address = _write_configuration(self.path, shape, ports)
+        _write_configuration(self.path, shape, ports)
         munge = f"{self.path}/munge"
         own = [f"--{what}-file={munge}.{what}" for what in ("key", "pid", "log", "seed")]
         # --force: it refuses a folder that some other user cannot enter.
         daemon = [found["munged"], "--foreground", "--force", f"--socket={munge}.socket"]
         self._start("munged", *daemon, *own, ready=f"{munge}.socket")
         if shape.accounting:
-            self._start_accounting(found, (address, ports[1]))
-        self._start("slurmctld", found["slurmctld"], "-D", ready=(address, ports[0]))
+            self._start_accounting(found, ports[1])
+        self._start("slurmctld", found["slurmctld"], "-D", ready=ports[0])
         for node in shape.names:
             self._start(node, found["slurmd"], "-D", "-N", node)
         self._await(lambda: self.idle_nodes() == set(shape.names), "all nodes to be idle")
 
-    def _start_accounting(self, found: dict[str, str], where: Where) -> None:
+    def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
         common = ["--no-defaults", f"--datadir={data}", "--user=root"]
         self._start("install", found["mariadb-install-db"], *common, "--skip-test-db")
@@ -221,9 +220,9 @@ class Sandbox:
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
         self._start("mariadbd", found["mariadbd"], *common, *options, *small, ready=database)
-        self._start("slurmdbd", found["slurmdbd"], "-D", ready=where)
+        self._start("slurmdbd", found["slurmdbd"], "-D", ready=port)
 
-    def _start(self, name: str, *argv: str, ready: Where | None = None) -> None:
+    def _start(self, name: str, *argv: str, ready: str | int | None = None) -> None:
         """Start a command below a keeper, with its output in log/NAME.out; wait for its socket."""
         given = config.clean_environment() | {
             _MEMBER: f"{self.path}:{name}",
@@ -255,13 +254,15 @@ class Sandbox:
 # ---- configuration
 
 
-def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> str:
-    """Fill the templates of etc/sandbox into the folder; returns the address to listen on."""
+def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
+    """Fill the templates of etc/sandbox into the folder."""
     host = socket.gethostname().split(".")[0]
-    address, is_local = _loopback(host)
+    is_local = False
+    with contextlib.suppress(OSError):
+        is_local = socket.gethostbyname(host) == _ADDRESS
     words = dict(
         DIR=path, USER=pwd.getpwuid(os.getuid()).pw_name, HOST=host, GRACE=shape.grace_s,
-        ADDRESS=address, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
+        ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(path / "dev", shape.gpus)),
         PASSWORD=os.urandom(16).hex(),
@@ -281,15 +282,6 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> str:
             (path / template.name).chmod(0o644)
     (path / "munge.key").touch(0o600)
     (path / "munge.key").write_bytes(os.urandom(1024))
-    return address
-
-
-def _loopback(host: str) -> tuple[str, bool]:
-    """A loopback address, and if it is the host's own: only to that can Slurm's daemons bind."""
-    with contextlib.suppress(OSError):
-        if (address := socket.gethostbyname(host)).startswith("127."):
-            return address, True
-    return "127.0.0.1", False
 
 
 def _gpu_devices(folder: Path, count: int) -> list[str]:
@@ -331,10 +323,11 @@ def programs(accounting: bool = False) -> dict[str, str]:
     return found
 
 
-def _listens(where: Where) -> bool:
+def _listens(where: str | int) -> bool:
+    """If someone accepts connections at a socket's path or at a port."""
     family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(where) == 0
+        return probe.connect_ex(where if isinstance(where, str) else (_ADDRESS, where)) == 0
 
 
 def _parents() -> dict[int, int]:
@@ -433,7 +426,7 @@ def _command(method: Callable[..., str | None], *parameters: Callable) -> None:
 def _up(sandbox: Sandbox, **shape: Any) -> str:
     """Start it and wait until its nodes are idle."""
     sandbox.up(Shape(**shape))
-    return f'up in {sandbox.path}; to use it: eval "$(elastic-sandbox env)"'
+    return f"up; to use it:\n{sandbox.env()}"
 
 
 def _number(flag: str, default: float, least: float, what: str) -> Callable:

@@ -196,7 +196,7 @@ def churning(inner: str) -> Callable[[int, int], Crew]:
 
 
 ARMS = {
-    "dp": Arm(alone, (*PLAIN, "train.batch_size=16"), rounds=False),
+    "dp": Arm(alone, (*PLAIN, "train.batch_size=8"), rounds=False),
     "base": Arm(all_four),
     "quarter": Arm(alone, PLAIN, share=1 / WORKERS, rounds=False),
     "plain": Arm(all_four, PLAIN),

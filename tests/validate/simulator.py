@@ -9,8 +9,7 @@ training loop, replica, codec, shuffle and schedule, and the merging, are the pr
 life of a worker and of the master are not: they are stated here a second time, as the algorithm
 has them, so that a run and its replay agree only if the processes did nothing else.
 
-A fault is a subclass that overrides one of the small methods `base`, `factor`, `delta`, `refuse`,
-`share` and `step`. A delta whose inner state depends on work that no commit shows cannot be
+A fault is a subclass that overrides one of the small methods without an underscore. A delta whose inner state depends on work that no commit shows cannot be
 replayed: `Untold`.
 """
 
@@ -39,7 +38,9 @@ from elastic.worker import train
 
 CPU = torch.device("cpu")
 RAMPED = " with a ramp"  # how a delta's `inner` ends where the learning rate rose from nothing
-ORIGIN = re.compile(r"(own|donor slot (?P<donor>\d+)) of version (?P<version>\d+)")
+ORIGIN = re.compile(
+    r"(own|donor slot (?P<donor>\d+))( attempt (?P<attempt>\d+))? of version (?P<version>\d+)"
+)
 
 Key = tuple[int, int, int]  # slot, attempt, base
 
@@ -175,7 +176,7 @@ class Simulator:
         return self._trained.pop(key)
 
     def _train(self, work: dict) -> Delta:
-        inner = self._inner_before(work)
+        inner = self.inner_before(work)
         self._adopt(self.base(work))
         for param, state in zip(self._params(), inner.state, strict=False):
             self.optimizer.state[param] = state
@@ -240,12 +241,12 @@ class Simulator:
 
     # ---- inner state
 
-    def _inner_before(self, work: dict) -> Inner:
+    def inner_before(self, work: dict) -> Inner:
         """The inner state that the delta's first step found."""
         slot, attempt, base = _key(work)
         if before := self._newest(slot, base - 1, attempt, attempt):
             return copy.deepcopy(before)
-        origin, fresh = work["inner"], Inner([], self._first_rng())
+        origin, fresh = work["inner"], Inner([], self.first_rng())
         if origin == "start":
             return copy.deepcopy(self.start.inner)
         if origin.startswith("fresh"):
@@ -253,7 +254,7 @@ class Simulator:
             return fresh
         found = ORIGIN.fullmatch(origin)
         donor = int(found["donor"] or slot)
-        last = attempt - 1 if donor == slot else math.inf
+        last = float(found["attempt"] or (attempt - 1 if donor == slot else math.inf))
         before = self._newest(donor, int(found["version"]), 0, last)
         if before is None:
             raise Untold(f"{_key(work)}: inner state {origin!r}, which no commit shows")
@@ -275,7 +276,7 @@ class Simulator:
         rng, ramp = torch.get_rng_state(), max(0, inner.ramp - steps)
         self._inner[_key(work)] = Inner(state, rng, ramp)
 
-    def _first_rng(self) -> torch.Tensor:
+    def first_rng(self) -> torch.Tensor:
         return torch.Generator().manual_seed(self.config.run.seed + 1).get_state()
 
     def _params(self) -> list[torch.Tensor]:
@@ -301,15 +302,16 @@ class Simulator:
         self._forget()
 
     def _mean(self, index: int, deltas: list[Delta], shares: list[rounds.Share]) -> torch.Tensor:
-        anchors = [
-            self.versions[delta.base].published[index] if delta.base < self.version else None
-            for delta in deltas
-        ]
         terms = [
-            merge.Term(delta.fragments[index], factor, anchor)
-            for delta, factor, anchor in zip(deltas, self.share(shares), anchors, strict=True)
+            merge.Term(delta.fragments[index], factor, self.anchor(delta, index))
+            for delta, factor in zip(deltas, self.share(shares), strict=True)
         ]
         return merge.mean_delta(self.outer.params[index], terms, self.config.local_sgd.reanchor)
+
+    def anchor(self, delta: Delta, index: int) -> torch.Tensor | None:
+        """What a late delta's worker started from."""
+        late = delta.base < self.version
+        return self.versions[delta.base].published[index] if late else None
 
     def refuse(self, delta: Delta) -> bool:
         """Is the delta not finite?"""

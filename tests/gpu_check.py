@@ -1,0 +1,87 @@
+"""What runs only where there is a GPU: `make gpu-check`. On a machine without one it says so.
+
+    one GPU     the demo run on CUDA in bf16: base parameters pinned on the host, loss falls, audit
+    two GPUs    the same with slurm.gpus_per_worker = 2: FSDP2 over NCCL inside the worker
+
+Prints one line per check with its figures. Exit 1 if one of them fails.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from helpers import ROOT, elastic, environment
+
+sys.path.insert(0, str(ROOT / "lib"))
+from elastic.layout import Layout  # noqa: E402
+from elastic.replica import Replica, shapes  # noqa: E402
+from elastic.tasks import ByteText  # noqa: E402
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("gpu-check: skipped, torch sees no CUDA device here")
+        return 0
+    gpus = torch.cuda.device_count()
+    print(f"gpu-check: {gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+    check_pinned()
+    check_run("one GPU, bf16", gpus_per_worker=1)
+    if gpus > 1:
+        check_run("two GPUs, FSDP2 over NCCL", gpus_per_worker=2)
+    else:
+        print("two GPUs, FSDP2 over NCCL: skipped, this machine has one GPU")
+    return 0
+
+
+def check_pinned() -> None:
+    """A delta made on the GPU is the difference of what was adopted and what was trained."""
+    model = ByteText({"context": 64, "dim": 64, "layers": 2, "heads": 2}).model().cuda()
+    layout = Layout.of(shapes(model), 1 << 20)
+    replica = Replica(model, layout)
+    for index, numel in enumerate(layout.numels):
+        replica.adopt(index, torch.randn(numel).bfloat16())
+    assert all(base.is_pinned() for base in replica._base.values())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.25)
+    for index in range(len(layout.fragments)):
+        assert torch.allclose(replica.delta(index), torch.tensor(0.25), atol=1e-5)
+    print("base pinned, delta from the GPU exact: ok")
+
+
+def check_run(what: str, gpus_per_worker: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        env = environment(Path(folder))
+        settings = ["train.device=cuda", "train.precision=bf16", "task.samples=24000",
+                    f"slurm.gpus_per_worker={gpus_per_worker}"]  # fmt: skip
+        options = [part for setting in settings for part in ("--set", setting)]
+        size = ("--min", gpus_per_worker, "--max", gpus_per_worker)
+        began = time.monotonic()
+        submitted = elastic(
+            "submit", ROOT / "etc/demo.toml", "--name", "gpu", *size, *options, "--wait",
+            env=env, timeout_s=540,
+        )  # fmt: skip
+        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+        seconds = time.monotonic() - began
+        audit = elastic("audit", "gpu", env=env)
+        assert audit.returncode == 0, audit.stdout
+        answer = elastic("evaluate", "gpu", "--json", env=env, timeout_s=120)
+        loss = json.loads(answer.stdout)["validation_loss"]
+        assert loss < 3.0, f"validation loss {loss} nats per byte"
+        commits = sorted((Path(folder) / "runs/gpu/commits").glob("*.json"))
+        rows = [json.loads(path.read_text()) for path in commits]
+        stalls = sorted(d["stall_s"] for row in rows for d in row["deltas"] if d["stall_s"])
+        tokens = rows[-1]["tokens"] / (rows[-1]["time"] - rows[0]["time"])
+        print(f"{what}: ok; {len(rows) - 1} versions in {seconds:.0f} s, {tokens:.0f} tokens/s, "
+              f"median stall {stalls[len(stalls) // 2]:.3f} s, loss {loss:.3f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONPATH", str(ROOT / "lib"))
+    subprocess.run(["nvidia-smi", "-L"], check=False) if torch.cuda.is_available() else None
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The demos end well by themselves: all samples once, loss below the bound, nothing left running.
+
+pytest tests/test_demo.py
+"""
+
+import os
+import subprocess
+
+import pytest
+from helpers import ROOT, environment
+
+
+def play(folder, *options: str) -> str:
+    """Run the demo in `folder`; its output, if it ended well."""
+    answer = subprocess.run(
+        [ROOT / "bin" / "elastic", "demo", *options], cwd=folder, env=environment(folder),
+        capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def processes_of(folder) -> list[str]:
+    """Command lines of processes whose environment leads to the demo in `folder`."""
+    found = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                if os.fsencode(folder / "build" / "demo") in file.read():
+                    found.append(open(f"/proc/{entry}/cmdline").read().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--slurm",), marks=pytest.mark.slurm)], ids=["local", "slurm"]
+)
+def test_the_demo_survives_all_it_does_and_leaves_nothing_running(options, tmp_path):
+    told = play(tmp_path, *options)
+    assert "audit of demo (finished): ok" in told
+    assert "to be below 2.6: ok" in told
+    for fault in ("SIGKILL of a trainer", "preemption with notice", "SIGKILL of the master"):
+        assert f"## {fault}" in told
+    assert processes_of(tmp_path) == []

@@ -1,0 +1,398 @@
+"""Rounds: each rule of judge and decide with its reason, weights against numbers worked out by hand.
+
+    pytest tests/test_rounds.py
+
+`decide` is asked with a stepped clock; nothing here sleeps or reads one.
+"""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elastic import membership, rounds
+from elastic.rounds import Facts, Fragment, Header, Move, Patience, Running, Share, Verdict, View
+
+HEADER = Header(
+    run="a", slot=1, attempt=2, job_id="17", base=7, layout="abc", codec="none", steps=20,
+    tokens=640, samples=((0, 0, 32),), loss=2.5, first_loss=2.6,
+    fragments=(Fragment(400, "00ff"), Fragment(80, "11ee")),
+)  # fmt: skip
+DATA = json.loads(json.dumps(HEADER.to_json()))
+FACTS = Facts(
+    run="a", version=7, layout="abc", codec="none", fragment_bytes=(400, 80), max_staleness=2,
+    attempts={1: 2}, judged=frozenset(),
+)  # fmt: skip
+
+
+def header(slot=1, **changes):
+    return replace(HEADER, slot=slot, **changes)
+
+
+# ---- judge --------------------------------------------------------------------------------------
+
+
+def test_a_whole_delta_on_this_version_is_accepted():
+    assert rounds.judge(HEADER, FACTS, "") == (Verdict.ACCEPT, "640 tokens in 20 steps")
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_delta_that_is_late_by_up_to_max_staleness_is_accepted(late):
+    verdict, _ = rounds.judge(HEADER, replace(FACTS, version=7 + late), "")
+    assert verdict is Verdict.ACCEPT
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_what_an_earlier_attempt_delivered_before_it_left_counts(attempt):
+    """The store refuses offers of a fenced attempt; what it took before that is good work."""
+    verdict, _ = rounds.judge(header(attempt=attempt), FACTS, "")
+    assert verdict is Verdict.ACCEPT
+
+
+REJECTIONS = [
+    (header(run="b"), FACTS, "", "other-run: it is a delta of run 'b'"),
+    (HEADER, replace(FACTS, judged=frozenset({(1, 2, 7)})), "", "duplicate: slot 1"),
+    (header(base=8), FACTS, "", "future: based on version 8"),
+    (header(base=4), FACTS, "", "stale: based on version 4, 3 behind"),
+    (header(base=6), replace(FACTS, max_staleness=0), "", "stale: based on version 6, 1 behind"),
+    (header(attempt=3), FACTS, "", "fenced: attempt 3 never claimed slot 1"),
+    (header(slot=9), FACTS, "", "fenced: attempt 2 never claimed slot 9"),
+    (header(layout="xyz"), FACTS, "", "shape: layout xyz, not abc"),
+    (header(codec="bf16"), FACTS, "", "shape: codec bf16, not none"),
+    (HEADER, replace(FACTS, fragment_bytes=(400, 84)), "", "shape: the fragments' sizes"),
+    (header(fragments=HEADER.fragments[:1]), FACTS, "", "shape: the fragments' sizes"),
+    (header(loss=math.nan), FACTS, "", "non-finite: the loss is nan"),
+    (header(loss=-math.inf), FACTS, "", "non-finite: the loss is -inf"),
+    (HEADER, FACTS, "samples already committed", "samples: samples already committed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("bad", "facts", "refused", "reason"), REJECTIONS, ids=[case[3] for case in REJECTIONS]
+)
+def test_a_delta_is_rejected_with_its_reason(bad, facts, refused, reason):
+    verdict, said = rounds.judge(bad, facts, refused)
+    assert verdict is Verdict.REJECT
+    assert said.startswith(reason)
+
+
+@pytest.mark.parametrize("nothing", [{"tokens": 0}, {"steps": 0}, {"steps": 0, "fragments": ()}])
+def test_a_worker_without_steps_has_answered_and_gives_nothing(nothing):
+    assert rounds.judge(header(**nothing), FACTS, "")[0] is Verdict.PASS
+
+
+def test_a_worker_without_steps_is_still_judged_by_where_it_stands():
+    assert rounds.judge(header(tokens=0, run="b"), FACTS, "")[0] is Verdict.REJECT
+    assert rounds.judge(header(tokens=0, base=1), FACTS, "")[0] is Verdict.REJECT
+
+
+def test_of_two_deltas_of_an_attempt_the_newer_counts():
+    old, new, other, before = header(base=6), header(), header(slot=0, base=6), header(attempt=1)
+    kept, dropped = rounds.supersede([new, old, other, before])
+    assert kept == [other, before, new]
+    assert dropped == [old]
+
+
+# ---- headers from outside -----------------------------------------------------------------------
+
+
+def test_a_header_survives_the_journey():
+    assert Header.from_json(DATA) == HEADER
+
+
+def test_what_an_older_worker_does_not_say_has_a_default():
+    data = dict(DATA)
+    for name in ("inner", "seconds", "stall_s"):
+        del data[name]
+    assert Header.from_json(data) == HEADER
+
+
+MALFORMED = [
+    ("slot", -1), ("slot", True), ("slot", 1.0), ("slot", "1"), ("slot", None), ("slot", 2**62),
+    ("tokens", -1), ("base", [7]), ("run", 5), ("loss", "2"), ("loss", None), ("loss", True),
+    ("loss", 10**400), ("seconds", -1.0), ("seconds", math.nan), ("seconds", math.inf),
+    ("stall_s", -0.5), ("samples", {}), ("samples", [[0, 1]]), ("samples", [[0, 1, "2"]]),
+    ("samples", [[0, -1, 2]]), ("samples", [[0, 1.0, 2]]), ("samples", [5]), ("fragments", 3),
+    ("fragments", 3), ("fragments", [{"bytes": 4}]), ("fragments", [{"bytes": 4, "xxh3": 5}]),
+    ("fragments", [{"bytes": True, "xxh3": ""}]), ("surprise", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), MALFORMED)
+def test_a_malformed_field_is_named(name, value):
+    with pytest.raises(ValueError, match=r"\S"):
+        Header.from_json({**DATA, name: value})
+
+
+@pytest.mark.parametrize("name", ["run", "slot", "samples", "loss"])
+def test_a_missing_field_is_named(name):
+    data = dict(DATA)
+    del data[name]
+    with pytest.raises(ValueError, match=name):
+        Header.from_json(data)
+
+
+def test_more_fragments_than_any_model_has_are_refused():
+    many = [{"bytes": 0, "xxh3": ""}] * (rounds.MAX_FRAGMENTS + 1)
+    with pytest.raises(ValueError, match="100001 fragments"):
+        Header.from_json({**DATA, "fragments": many})
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+changes = st.dictionaries(st.sampled_from([*DATA, "surprise"]), anything, max_size=3)
+
+
+@given(anything | changes.map(lambda change: {**DATA, **change}))
+@example({**DATA, "loss": 10**400})
+def test_whatever_comes_is_refused_with_words_or_can_be_judged(data):
+    text = json.dumps(data)
+    try:
+        parsed = Header.from_json(json.loads(text))
+    except ValueError as error:
+        assert str(error)
+        return
+    verdict, reason = rounds.judge(parsed, FACTS, "")
+    assert isinstance(verdict, Verdict)
+    assert reason
+    if not math.isnan(parsed.loss) and not math.isnan(parsed.first_loss):
+        assert Header.from_json(json.loads(json.dumps(parsed.to_json()))) == parsed
+
+
+# ---- decide -------------------------------------------------------------------------------------
+
+PATIENCE = Patience(quorum=0.5, deadline_k=4.0, min_deadline_s=5.0, last_call_s=10.0)
+
+
+def view(expected=(0, 1, 2, 3), answered=(), accepted=None, **changes):
+    """A round opened at 100; expected workers joined at 50 unless `joined` says otherwise."""
+    joined = changes.pop("joined", {})
+    return View(
+        opened=100.0, called=changes.pop("called", None),
+        expected={slot: joined.get(slot, 50.0) for slot in expected},
+        answered=frozenset(answered),
+        accepted=len(answered) if accepted is None else accepted,
+        preparing=changes.pop("preparing", 0), durations_s=changes.pop("durations_s", ()),
+    )  # fmt: skip
+
+
+def decide(seen, now, patience=PATIENCE):
+    return rounds.decide(seen, patience, now)
+
+
+def test_with_no_worker_the_round_stays_open_for_ever():
+    assert decide(view(expected=()), 1e9) == (Move.WAIT, "no worker")
+
+
+def test_with_no_delta_the_round_stays_open_for_ever():
+    assert decide(view(), 1e9) == (Move.WAIT, "no delta yet")
+    assert decide(view(answered=(0, 1, 2, 3), accepted=0), 1e9) == (Move.WAIT, "no delta yet")
+
+
+def test_one_worker_is_enough():
+    move, reason = decide(view(expected=(2,), answered=(2,)), 100.1)
+    assert (move, reason) == (Move.CLOSE, "all 1 live workers delivered")
+
+
+def test_the_round_closes_when_all_have_delivered():
+    assert decide(view(answered=(0, 1, 2, 3)), 101)[0] is Move.CLOSE
+
+
+def test_a_worker_that_delivered_and_left_is_enough():
+    """A preempted worker's steps count, even if it was the last."""
+    assert decide(view(expected=(), accepted=1), 101)[0] is Move.CLOSE
+
+
+def test_a_delta_whose_bytes_are_being_read_is_waited_for():
+    move, reason = decide(view(answered=(0, 1, 2, 3), preparing=1, called=100.0), 1e9)
+    assert (move, reason) == (Move.WAIT, "checking the bytes of a delta")
+
+
+def test_below_the_quorum_there_is_no_deadline():
+    seen = view(answered=(0,), durations_s=(10.0,))
+    move, reason = decide(seen, 1e9)
+    assert (move, reason) == (Move.WAIT, "waiting for slots 1, 2, 3")
+
+
+@pytest.mark.parametrize(
+    ("quorum", "workers", "enough"),
+    [(0.5, 4, 2), (0.5, 5, 3), (0.0, 4, 1), (1.0, 4, 4), (0.25, 4, 1), (0.26, 4, 2)],
+)
+def test_the_quorum_is_a_part_of_the_live_workers_rounded_up(quorum, workers, enough):
+    patience = replace(PATIENCE, quorum=quorum)
+    for answered in range(1, workers):
+        seen = view(range(workers), range(answered), durations_s=(10.0,))
+        assert (decide(seen, 1e9, patience)[0] is Move.CALL) == (answered >= enough)
+
+
+def test_a_slow_worker_gets_a_last_call_and_then_the_round_closes_without_it():
+    """A story with a stepped clock: three took 20, 21 and 22 s, the fourth does not come."""
+    seen = view(answered=(0, 1, 2), durations_s=(20.0, 21.0, 22.0))
+    deadline = 100.0 + 21.0 + 4 * 21 / 20  # the MAD of 1 is less than a twentieth of the median
+    move, reason = decide(seen, deadline - 0.01)
+    assert (move, reason) == (Move.WAIT, "waiting for slots 3, at most 25.2 s")
+    move, reason = decide(seen, deadline)
+    assert (move, reason) == (Move.CALL, "slots 3 took longer than 25.2 s")
+    called = replace(seen, called=126.0)
+    assert decide(called, 135.9) == (Move.WAIT, "last call: waiting for slots 3")
+    move, reason = decide(called, 136.0)
+    assert (move, reason) == (Move.CLOSE, "last call is over, without slots 3")
+    answered = replace(called, answered=frozenset({0, 1, 2, 3}), accepted=4)
+    assert decide(answered, 126.5)[0] is Move.CLOSE
+
+
+def test_a_lost_worker_is_not_waited_for():
+    assert decide(view(expected=(0, 1, 2), answered=(0, 1, 2)), 101)[0] is Move.CLOSE
+
+
+def test_who_joined_in_mid_round_does_not_hold_up_the_others():
+    seen = view(answered=(0, 1, 2), joined={3: 110.0}, durations_s=(20.0,))
+    move, reason = decide(seen, 120.0)
+    assert move is Move.CALL
+    assert reason == "only workers that joined late are still at it: slots 3"
+    assert decide(replace(seen, called=120.0), 129.9)[0] is Move.WAIT
+    assert decide(replace(seen, called=120.0), 130.0)[0] is Move.CLOSE
+
+
+def test_who_joined_before_the_round_opened_is_waited_for():
+    seen = view(answered=(0, 1, 2), joined={3: 100.0})
+    assert decide(seen, 120.0)[0] is Move.WAIT
+
+
+def test_a_joiner_beside_a_slow_worker_changes_nothing():
+    seen = view(answered=(0, 1), joined={3: 110.0}, durations_s=(20.0, 20.0))
+    assert decide(seen, 111.0)[0] is Move.WAIT
+    assert decide(seen, 124.0)[0] is Move.CALL
+
+
+def test_a_reason_stays_short_when_many_are_missing():
+    _, reason = decide(view(range(1000), (0,)), 101.0)
+    assert reason == "waiting for slots 1, 2, 3, 4, 5, 6, 7, 8 and 991 more"
+
+
+def test_the_deadline_adapts_to_how_long_workers_take():
+    assert rounds.deadline_s((20.0, 20.0, 20.0), PATIENCE) == 20 + 4 * 1.0  # 5 % of the median
+    assert rounds.deadline_s((10.0, 20.0, 40.0), PATIENCE) == 20 + 4 * 10.0  # MAD 10
+    assert rounds.deadline_s((0.1, 0.1), PATIENCE) == 5.0  # min_deadline
+    assert rounds.deadline_s((20.0,), replace(PATIENCE, deadline_k=0.0)) == 20.0
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+NEVER = Running()
+
+
+def shares(headers, norms, clip=2.0, running=NEVER):
+    return rounds.shares(headers, norms, version=7, clip_norm=clip, running=running)
+
+
+def test_weights_are_tokens_and_a_late_delta_weighs_less():
+    headers = [header(0, tokens=100), header(1, tokens=300, base=6), header(2, tokens=30, base=5)]
+    assert shares(headers, [1, 1, 1]) == [Share(100, 1.0), Share(240, 1.0), Share(20, 1.0)]
+
+
+def test_an_outlier_is_clipped_to_twice_the_median():
+    headers = [header(slot) for slot in range(5)]
+    clips = [share.clip for share in shares(headers, [1.0, 2.0, 3.0, 4.0, 60.0])]
+    assert clips == [1.0, 1.0, 1.0, 1.0, 0.1]  # 2 x 3 / 60
+
+
+def test_partial_deltas_do_not_set_the_norm_that_others_are_clipped_to():
+    """Three short deltas of tiny norm beside three whole ones: nobody is an outlier."""
+    headers = [header(s, steps=20 if s < 3 else 9) for s in range(6)]
+    clips = [share.clip for share in shares(headers, [3.0, 3.0, 3.0, 0.5, 0.5, 0.5])]
+    assert clips == [1.0] * 6
+    assert rounds.whole_norms(headers, [1, 2, 3, 4, 5, 6]) == [1, 2, 3]
+    half = [header(0, steps=20), header(1, steps=10)]
+    assert rounds.whole_norms(half, [1, 2]) == [1, 2]
+
+
+def test_few_deltas_are_clipped_against_the_running_mean():
+    headers = [header(0), header(1)]
+    assert [s.clip for s in shares(headers, [1.0, 8.0], running=Running(norm=2.0))] == [1.0, 0.5]
+    assert [s.clip for s in shares(headers, [1.0, 8.0])] == [1.0, 1.0]  # no mean yet
+
+
+def test_clipping_can_be_switched_off_and_a_zero_delta_is_no_error():
+    headers = [header(slot) for slot in range(3)]
+    assert [s.clip for s in shares(headers, [1.0, 1.0, 90.0], clip=0.0)] == [1.0, 1.0, 1.0]
+    assert [s.clip for s in shares(headers, [0.0, 0.0, 0.0])] == [1.0, 1.0, 1.0]
+
+
+def test_running_means_start_at_the_first_value_and_move_by_a_twentieth():
+    first = Running().after(norm=4.0, weight=100.0)
+    assert first == Running(4.0, 100.0)
+    assert first.after(norm=8.0, weight=0.0) == Running(4.2, 95.0)
+
+
+def test_a_thin_round_steps_less_and_a_thick_one_no_more():
+    running = Running(norm=1.0, weight=400.0)
+    assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=True) == pytest.approx(0.35)
+    assert rounds.outer_lr(0.7, 400.0, running, thin_rounds=True) == 0.7
+    assert rounds.outer_lr(0.7, 1600.0, running, thin_rounds=True) == 0.7
+    assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=False) == 0.7
+    assert rounds.outer_lr(0.7, 100.0, NEVER, thin_rounds=True) == 0.7
+
+
+def test_a_lone_worker_gets_the_full_step_back_within_its_horizon():
+    running = Running(weight=800.0)
+    for _ in range(3 * rounds.MEMORY_ROUNDS):
+        running = running.after(norm=1.0, weight=100.0)
+    assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=True) > 0.55
+    assert rounds.outer_lr(0.7, 100.0, Running(weight=800.0), thin_rounds=True) < 0.25
+
+
+def test_the_outer_gain_is_that_of_rounds_that_agree():
+    assert rounds.outer_gain(0.7, 0.9, 0.0) == pytest.approx(0.7 * 1.9)
+    assert rounds.outer_gain(0.7, 0.9, 0.75) == pytest.approx(0.7 * (1 + 0.9 / 0.325))  # 2.64
+    assert rounds.outer_gain(1.0, 0.0, 1.0) == 1.0
+    assert rounds.outer_gain(0.7, 0.9, 1.0) < 0.7 * (1 + 0.9 / 0.1)  # stays finite
+
+
+# ---- who is there -------------------------------------------------------------------------------
+
+SLOT = {
+    "slot": "3", "attempt": "2", "job_id": "17", "node": "n1", "pid": "99", "state": "training",
+    "version": "7", "step": "12", "steps_total": "212", "tokens_per_s": "81.5", "loss": "2.5",
+    "beat": "1000.5", "moved": "990.25", "joined": "500.0",
+}  # fmt: skip
+
+
+def slot(**changes):
+    return replace(membership.Slot.from_fields(SLOT), **changes)
+
+
+def test_a_slots_record_is_read_with_its_types():
+    read = slot()
+    assert (read.slot, read.step, read.loss, read.moved) == (3, 12, 2.5, 990.25)
+    with pytest.raises(KeyError):
+        membership.Slot.from_fields({k: v for k, v in SLOT.items() if k != "joined"})
+    with pytest.raises(ValueError, match="x"):
+        membership.Slot.from_fields({**SLOT, "step": "x"})
+
+
+@pytest.mark.parametrize(
+    ("state", "quiet_s", "seen"),
+    [
+        ("training", 60.0, "training"),
+        ("training", 60.1, "stalled"),
+        ("delivering", 61.0, "stalled"),
+        ("waiting", 1e6, "waiting"),  # for the others: that is no fault of its own
+        ("loading", 1e6, "loading"),
+    ],
+)
+def test_a_worker_that_beats_and_does_not_move_is_stalled(state, quiet_s, seen):
+    assert membership.state(slot(state=state), 990.25 + quiet_s, 60.0) == seen
+
+
+def test_a_round_waits_for_workers_that_will_deliver_and_for_no_others():
+    slots = [slot(slot=0), slot(slot=1, state="loading"), slot(slot=2, moved=10.0),
+             slot(slot=3, state="waiting"), slot(slot=4, state="delivering")]  # fmt: skip
+    assert sorted(membership.expected(slots, 1000.0, 60.0)) == [0, 3, 4]
