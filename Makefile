@@ -35,10 +35,10 @@ $(READY): requirements.txt
 	touch $@
 
 demo: $(READY)  ## Two minutes of training on this machine while its workers are killed
-	bin/elastic demo
+	bin/elastic-demo
 
 demo-slurm: $(READY)  ## The same on a private Slurm of several nodes
-	bin/elastic demo --slurm
+	bin/elastic-demo --slurm
 
 test: $(READY)  ## All tests; PYTEST_ARGS='-k name' for some
 	$(VENV)/bin/pytest -n 2 --dist loadfile $(PYTEST_ARGS)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import pytest
 import redis
-from helpers import wait_until
 from hypothesis import settings
 
 from elastic import config as configuration
@@ -19,6 +18,7 @@ from elastic.network import free_port
 from elastic.rundir import Control, Endpoint, RunDir
 from elastic.signals import die_with_parent
 from elastic.store import Store
+from helpers import wait_until
 
 settings.register_profile("elastic", deadline=None, print_blob=True)
 settings.load_profile("elastic")
@@ -28,7 +28,8 @@ settings.load_profile("elastic")
 def pytest_runtest_makereport(item, call):
     """Where ELASTIC_FORBID_SKIPS is set, a skipped test is a failed one."""
     report = yield
-    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("ELASTIC_FORBID_SKIPS"):
+    skipped = report.skipped and not hasattr(report, "wasxfail")
+    if skipped and os.environ.get("ELASTIC_FORBID_SKIPS"):
         report.outcome = "failed"
         report.longrepr = f"skipped, and ELASTIC_FORBID_SKIPS is set: {report.longrepr}"
     return report

@@ -23,6 +23,8 @@ from helpers import ROOT, elastic, environment
 
 from elastic import reconcile
 from elastic.audit import audit
+from elastic.durable import write_atomic
+from elastic.errors import TryAgain
 from elastic.membership import Slot
 from elastic.rundir import RunDir
 from elastic.sched import Job, parse_job_name
@@ -82,8 +84,12 @@ class Running:
             store.close()
 
     def slots(self) -> dict[int, Slot]:
-        with self.store() as store:
-            return store.slots()
+        """Slots whose lease is valid; none while no master can be asked."""
+        try:
+            with self.store() as store:
+                return store.slots()
+        except TryAgain:
+            return {}
 
     def jobs(self) -> dict[tuple[str, int], Job]:
         """(role, slot) -> its running job."""
@@ -101,9 +107,15 @@ class Running:
 
     # ---- what happens to it
 
-    def pace(self, seconds: float) -> None:
-        """From now on an inner step takes so long."""
-        self._pace.write_text(str(seconds))
+    def pace(self, step_s: float, slot: int | None = None) -> None:
+        """From now on an inner step takes so long (of one slot, or of all the others)."""
+        path = self._pace if slot is None else self._pace.with_name(f"{self._pace.name}.{slot}")
+        write_atomic(path, str(step_s).encode())
+
+    def even_pace(self) -> None:
+        """No slot has a pace of its own any more."""
+        for path in self._pace.parent.glob(f"{self._pace.name}.*"):
+            path.unlink()
 
     def reconcile(self) -> None:
         """One pass, if it is time for one."""
@@ -130,6 +142,21 @@ class Running:
         goal = self.version + more
         self.until(lambda: self.version >= goal, timeout_s, f"version {goal}")
 
+    def workers(self, count: int = 2) -> None:
+        """Wait until so many workers train."""
+        def are_there() -> bool:
+            return [slot.state for slot in self.slots().values()].count("training") == count
+
+        self.until(are_there, 60, f"{count} workers train")
+
+    def ended(self, job_id: str, timeout_s: float = 40) -> dict:
+        """Wait for a job's exit record."""
+        def record() -> dict | None:
+            found = self.run.ending(job_id) or {}
+            return found if found.get("state") == "ended" else None
+
+        return self.until(record, timeout_s, f"the exit record of job {job_id}")
+
     def kill(self, kind: str, number: int = signal.SIGKILL) -> int:
         """Signal the first process of that kind; its pid."""
         pid = self.until(lambda: self.pids(kind), 30, f"a process of kind {kind}")[0]
@@ -146,6 +173,7 @@ class Running:
     def finish(self, timeout_s: float = 60) -> dict:
         """Let the run end; the audit's report, which must be clean."""
         self.pace(0)
+        self.even_pace()
         self.until(lambda: self.run.done() and not self.jobs(), timeout_s, "the end of the run")
         return self.audit()
 

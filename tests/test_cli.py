@@ -87,7 +87,7 @@ def test_the_list_of_commands_fits_one_screen_and_cuts_nothing_off(env):
 
 def test_every_command_has_its_program_in_bin():
     names = {path.name.removeprefix("elastic-") for path in (ROOT / "bin").glob("elastic-*")}
-    assert set(COMMANDS) | {"agent", "master", "sandbox"} <= names
+    assert set(COMMANDS) | {"agent", "master", "sandbox", "demo"} <= names
     assert all(os.access(path, os.X_OK) for path in (ROOT / "bin").iterdir())
 
 

@@ -3,33 +3,32 @@
 pytest tests/test_demo.py
 """
 
-import os
+import contextlib
 import subprocess
+from pathlib import Path
 
 import pytest
+
 from helpers import ROOT, environment
 
 
-def play(folder, *options: str) -> str:
+def play(folder: Path, *options: str) -> str:
     """Run the demo in `folder`; its output, if it ended well."""
     answer = subprocess.run(
-        [ROOT / "bin" / "elastic", "demo", *options], cwd=folder, env=environment(folder),
+        [ROOT / "bin" / "elastic-demo", *options], cwd=folder, env=environment(folder),
         capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
 
 
-def processes_of(folder) -> list[str]:
+def processes_of(folder: Path) -> list[str]:
     """Command lines of processes whose environment leads to the demo in `folder`."""
     found = []
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{entry}/environ", "rb") as file:
-                if os.fsencode(folder / "build" / "demo") in file.read():
-                    found.append(open(f"/proc/{entry}/cmdline").read().replace("\0", " "))
-        except OSError:
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if bytes(folder / "build" / "demo") in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
     return found
 
 

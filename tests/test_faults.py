@@ -1,14 +1,14 @@
 """Processes are killed, stopped and told to go, at many moments: nothing committed is lost.
 
-    pytest tests/test_faults.py
-
-Every test ends with a complete run whose audit is clean.
+Most tests share one run and leave it as they found it: two workers, training. It has to end
+complete, with a clean audit.
 """
 
 import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,17 +58,29 @@ def test_any_process_may_be_killed_at_any_moment(tmp_path: Path, seed: int, tran
         assert report["masters"] >= 3
 
 
-def test_a_flushed_redis_costs_no_process_and_no_commit(tmp_path: Path):
-    draw = random.Random(4)
-    with running(tmp_path, TWO, samples=4000) as run:
-        run.until(lambda: len(run.slots()) == 2 and run.version >= 2, 60, "two workers")
-        trainers = set(run.pids("trainer"))
-        for _ in range(8):
-            moment(draw, run)
-            flush(run)
-            run.versions(1)
-        assert set(run.pids("trainer")) == trainers
-        assert run.finish()["masters"] == 1
+# ---- one run, many faults -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Iterator[Running]:
+    settings = {
+        **TWO, "local_sgd.inner_steps": 10, "local_sgd.min_deadline": "20s",
+        "local_sgd.inner_state_max_age": 1000, "health.stall_after": "2s",
+    }  # fmt: skip
+    with running(tmp_path_factory.mktemp("shared"), settings, samples=8000) as run:
+        yield run
+        run.finish()
+
+
+@pytest.fixture
+def run(shared: Running) -> Iterator[Running]:
+    """The shared run with both workers in training."""
+    shared.even_pace()
+    shared.workers(2)
+    shared.versions(1)
+    shared.witness()
+    yield shared
+    shared.witness()
 
 
 def flush(run: Running) -> None:
@@ -76,150 +88,159 @@ def flush(run: Running) -> None:
         store._redis.flushall()
 
 
-def test_an_old_attempt_that_comes_back_after_a_flush_does_not_stop_the_run(tmp_path: Path):
+def deltas_after(run: Running, version: int) -> list[dict]:
+    commits = [run.run.commit(number) for number in range(version + 1, run.version + 1)]
+    return [delta for commit in commits for delta in commit["deltas"]]
+
+
+def test_a_flushed_redis_costs_no_process_and_no_commit(run: Running):
+    draw, trainers, epoch = random.Random(4), set(run.pids("trainer")), run.run.newest_epoch()
+    for _ in range(6):
+        moment(draw, run)
+        flush(run)
+        run.versions(1)
+    assert set(run.pids("trainer")) == trainers
+    assert run.run.newest_epoch() == epoch
+
+
+def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Running):
+    pid = run.trainer_of(0)
+    os.kill(pid, signal.SIGSTOP)
+
+    def states() -> dict[int, str]:
+        return {w["slot"]: w["state"] for w in status.observe(run.run)["workers"]}
+
+    run.until(lambda: states().get(0) == "stalled", 30, "slot 0 is seen as stalled")
+    run.versions(3)
+    assert {delta["slot"] for delta in run.run.commit(run.version)["deltas"]} == {1}
+    os.kill(pid, signal.SIGCONT)
+    before = run.version
+    run.until(lambda: any(d["slot"] == 0 for d in deltas_after(run, before)), 30, "slot 0 trains")
+    assert run.trainer_of(0) == pid
+
+
+def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(run: Running):
+    other = run.trainer_of(1)
+    run.pace(0.3, slot=0)
+    run.until(lambda: 2 <= run.slots()[0].step <= 5, 30, "slot 0 is in the middle of a round")
+    slot, job = run.slots()[0], run.jobs()["worker", 0]
+    run.scheduler.preempt(job.job_id)
+    record = run.ended(job.job_id)
+    assert (record["outcome"], record["code"]) == ("yielded", 0)
+    run.until(lambda: run.version > slot.version, 60, "the round closes")
+    delta = next(d for d in run.run.commit(slot.version + 1)["deltas"] if d["slot"] == 0)
+    assert slot.step <= delta["steps"] < 10
+    assert delta["tokens"] == delta["steps"] * 4
+    assert [event["slot"] for event in run.events("preempt")] == [0]
+
+    def heir() -> dict | None:
+        deltas = deltas_after(run, slot.version)
+        return next((d for d in deltas if d["slot"] == 0 and d["attempt"] > slot.attempt), None)
+
+    run.even_pace()
+    assert run.until(heir, 60, "the next attempt")["inner"] == f"own of version {slot.version}"
+    assert run.trainer_of(1) == other
+
+
+def test_a_worker_told_to_go_while_it_waits_leaves_at_once_and_its_delta_counts(run: Running):
+    run.pace(0.8, slot=1)
+    run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
+    slot, job = run.slots()[0], run.jobs()["worker", 0]
+    run.scheduler.preempt(job.job_id)
+    assert run.ended(job.job_id)["outcome"] == "yielded"
+    run.until(lambda: run.version > slot.version, 60, "the round closes")
+    owners = {(d["slot"], d["attempt"]) for d in deltas_after(run, slot.version)}
+    assert (0, slot.attempt) in owners
+
+
+def test_a_worker_told_to_go_while_it_loads_is_no_crash(run: Running):
+    run.kill("trainer")
+    trainer = run.until(lambda: _loading(run), 30, "a trainer that loads")
+    job = run.jobs()["worker", trainer]
+    run.scheduler.preempt(job.job_id)
+    record = run.ended(job.job_id)
+    assert record["outcome"] == "yielded", record
+
+
+def _loading(run: Running) -> int | None:
+    return next((n for n, slot in run.slots().items() if slot.state == "loading"), None)
+
+
+def test_workers_that_wait_for_a_version_get_it_from_the_next_master(run: Running):
+    run.pace(0.8, slot=1)
+    run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
+    slot, trainers = run.slots()[0], set(run.pids("trainer"))
+    run.kill("master")
+    run.until(lambda: run.version > slot.version, 60, "the round closes")
+    commit = run.run.commit(slot.version + 1)
+    mine = [d for d in commit["deltas"] if (d["slot"], d["attempt"]) == (0, slot.attempt)]
+    assert [delta["steps"] for delta in mine] == [10]
+    assert set(run.pids("trainer")) == trainers
+
+
+def test_of_two_masters_the_older_is_fenced_and_every_version_is_committed_once(run: Running):
+    older, trainers = run.jobs()["master", 0].job_id, set(run.pids("trainer"))
+    second = second_master(run)
+    assert run.ended(older)["outcome"] == "fenced"
+    run.versions(2)
+    assert set(run.pids("trainer")) == trainers
+    run.until(lambda: second.poll() is not None, 60, "the one that was started by hand is fenced")
+    run.versions(1)
+
+
+def test_an_old_attempt_that_comes_back_after_a_flush_does_not_stop_the_run(run: Running):
     """It may claim the slot in the moment before the master says again which attempt is newest."""
-    with running(tmp_path, TWO, samples=2000) as run:
-        run.until(lambda: run.version >= 2, 60, "two versions")
-        run.until(lambda: 1 in run.slots(), 60, "slot 1")
-        job = run.jobs()["worker", 1]
-        run.run.claim_attempt(1, {"job_id": "old"})
-        run.run.claim_attempt(1, {"job_id": "new"})
-        with run.store() as store:
-            assert store.claim(1, 3, {"state": "loading"}, 1.0)
-            run.until(lambda: run.run.ending(job.job_id)["state"] == "ended", 30, "1 is fenced")
-            assert run.run.ending(job.job_id)["outcome"] == "fenced"
-            store._redis.flushall()
-            store.claim(1, 2, {"state": "loading"}, 1.0)
-        run.finish()
-
-
-# ---- masters ------------------------------------------------------------------------------------
-
-
-def test_of_two_masters_the_older_is_fenced_and_every_version_is_committed_once(tmp_path: Path):
-    with running(tmp_path, TWO, samples=4000) as run:
-        run.until(lambda: run.version >= 2, 60, "two versions")
-        first = run.jobs()["master", 0].job_id
-        trainers = set(run.pids("trainer"))
-        second = second_master(run)
-        run.until(lambda: run.run.ending(first)["state"] == "ended", 30, "the older one left")
-        assert run.run.ending(first)["outcome"] == "fenced"
-        run.versions(2)
-        run.witness()
-        assert trainers <= set(run.pids("trainer"))
-        assert run.finish()["masters"] >= 2
-        second.wait(30)
-
-
-def test_workers_that_wait_for_a_version_get_it_from_the_next_master(tmp_path: Path):
-    """All have delivered, one is slow, and the master goes: what was offered is offered again."""
-    settings = {**TWO, "local_sgd.min_deadline": "60s", "local_sgd.inner_steps": 5}
-    with running(tmp_path, settings, samples=400) as run:
-        run.until(lambda: run.version >= 2 and len(run.slots()) == 2, 60, "two workers")
-        slow = run.trainer_of(1)
-        os.kill(slow, signal.SIGSTOP)
-        run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
-        version, steps = run.version, run.slots()[0].steps_total
-        run.kill("master")
-        run.until(lambda: len(run.run.events()) and run.run.newest_epoch() == 2, 30, "a new master")
-        run.until(lambda: run.slots().get(0), 30, "slot 0 is back")
-        os.kill(slow, signal.SIGCONT)
+    run.run.claim_attempt(2, {"job_id": "old"})
+    run.run.claim_attempt(2, {"job_id": "new"})
+    fields = {"job_id": "", "node": "", "pid": 0, "state": "loading", "version": -1, "step": 0,
+              "steps_total": 0, "loss": 0, "tokens_per_s": 0}  # fmt: skip
+    with run.store() as store:
+        assert store.claim(2, 2, fields, 0.5)
         run.versions(1)
-        delta = next(d for d in run.run.commit(version + 1)["deltas"] if d["slot"] == 0)
-        assert delta["steps"] == 5
-        assert steps <= run.slots()[0].steps_total
-        run.finish()
+        store._redis.flushall()
+        store.claim(2, 1, fields, 0.5)
+        run.until(lambda: store.attempts().get(2) == 2, 30, "the old attempt is fenced again")
+    run.versions(3)
 
 
-# ---- stalled, told to go, gone ------------------------------------------------------------------
+def test_a_run_without_workers_waits_and_goes_on_with_one(run: Running):
+    run.scheduler.set_capacity(0)
+    for place, job in run.jobs().items():
+        if place[0] == "worker":
+            run.scheduler.kill(job.job_id)
+    run.until(lambda: not run.slots(), 30, "both leases run out")
+    assert status.observe(run.run)["state"] == "waiting"
+    run.scheduler.set_capacity(1)
+    run.versions(2)
+    assert len(run.slots()) == 1
+    run.scheduler.set_capacity(2)
 
 
-def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(tmp_path: Path):
-    with running(tmp_path, {**TWO, "health.stall_after": "1s"}, samples=3000) as run:
-        run.until(lambda: len(run.slots()) == 2 and run.version >= 1, 60, "two workers")
-        pid = run.trainer_of(0)
-        os.kill(pid, signal.SIGSTOP)
-
-        def states() -> dict[int, str]:
-            return {w["slot"]: w["state"] for w in status.observe(run.run)["workers"]}
-
-        run.until(lambda: states().get(0) == "stalled", 30, "slot 0 is seen as stalled")
-        run.versions(3)
-        assert {d["slot"] for d in run.run.commit(run.version)["deltas"]} == {1}
-        os.kill(pid, signal.SIGCONT)
-        before = run.version
-
-        def is_back() -> bool:
-            news = [run.run.commit(v) for v in range(before + 1, run.version + 1)]
-            return any(delta["slot"] == 0 for commit in news for delta in commit["deltas"])
-
-        run.until(is_back, 30, "slot 0 trains again")
-        assert run.trainer_of(0) == pid
-        run.finish()
+def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Running):
+    run.pace(0.2)
+    run.until(lambda: all(slot.step >= 2 for slot in run.slots().values()), 30, "some steps")
+    workers = run.slots()
+    stopped = elastic("stop", "tiny", "--wait", env=environment(run.home))
+    assert stopped.returncode == 0, stopped.stderr
+    assert not run.jobs()
+    assert not members(run.home)
+    for number, slot in workers.items():
+        deltas = [d for d in deltas_after(run, -1)
+                  if (d["slot"], d["attempt"]) == (number, slot.attempt)]  # fmt: skip
+        steps = run.run.ending(slot.job_id)["steps"]
+        assert sum(delta["steps"] for delta in deltas) == steps >= slot.steps_total
+    run.pace(0.02)
+    scaled = elastic("scale", "tiny", "--max", 2, env=environment(run.home))
+    assert scaled.returncode == 0, scaled.stderr
+    run.versions(1)
 
 
-def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(tmp_path: Path):
-    settings = {**TWO, "local_sgd.inner_steps": 40, "local_sgd.min_deadline": "30s"}
-    with running(tmp_path, settings, samples=3000, step_s=0.05) as run:
-        run.until(lambda: run.version >= 1 and len(run.slots()) == 2, 60, "two workers")
-        other = run.trainer_of(1)
-        run.until(lambda: 5 <= run.slots()[0].step <= 25, 30, "slot 0 is in the middle of a round")
-        slot, job = run.slots()[0], run.jobs()["worker", 0]
-        run.scheduler.preempt(job.job_id)
-        record = run.until(lambda: _ended(run, job.job_id), 30, "its exit record")
-        assert (record["outcome"], record["code"]) == ("yielded", 0)
-        assert record["steps"] >= slot.steps_total
-        run.until(lambda: run.version > slot.version, 60, "the round closes")
-        delta = next(d for d in run.run.commit(slot.version + 1)["deltas"] if d["slot"] == 0)
-        assert slot.step <= delta["steps"] < 40
-        assert delta["tokens"] == delta["steps"] * 4
-        assert any(event["slot"] == 0 for event in run.events("preempt"))
-
-        def heir() -> dict | None:
-            deltas = [d for commit in run.commits() for d in commit["deltas"]]
-            return next((d for d in deltas if (d["slot"], d["attempt"]) == (0, 2)), None)
-
-        run.pace(0.01)
-        assert run.until(heir, 60, "the next attempt")["inner"] == f"own of version {slot.version}"
-        assert run.trainer_of(1) == other
-        run.finish()
-
-
-def _ended(run: Running, job_id: str) -> dict | None:
-    record = run.run.ending(job_id) or {}
-    return record if record.get("state") == "ended" else None
-
-
-def test_a_worker_told_to_go_while_it_loads_is_no_crash(tmp_path: Path):
-    with running(tmp_path, {**TWO, "elastic.max": 1}, samples=200) as run:
-        run.until(lambda: run.pids("trainer"), 30, "a trainer")
-        job = run.jobs()["worker", 0]
-        run.scheduler.preempt(job.job_id)
-        record = run.until(lambda: _ended(run, job.job_id), 30, "its exit record")
-        assert record["outcome"] == "yielded", record
-        run.finish()
-
-
-def test_a_worker_told_to_go_while_it_waits_leaves_at_once_and_its_delta_counts(tmp_path: Path):
-    with running(tmp_path, {**TWO, "local_sgd.min_deadline": "60s"}, samples=400) as run:
-        run.until(lambda: run.version >= 1 and len(run.slots()) == 2, 60, "two workers")
-        slow = run.trainer_of(1)
-        os.kill(slow, signal.SIGSTOP)
-        run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
-        version, job = run.version, run.jobs()["worker", 0]
-        run.scheduler.preempt(job.job_id)
-        record = run.until(lambda: _ended(run, job.job_id), 30, "its exit record")
-        assert record["outcome"] == "yielded"
-        os.kill(slow, signal.SIGCONT)
-        run.versions(1)
-        owners = {(d["slot"], d["attempt"]) for d in run.run.commit(version + 1)["deltas"]}
-        assert (0, 1) in owners
-        run.finish()
+# ---- runs of their own --------------------------------------------------------------------------
 
 
 def test_the_last_samples_come_back_from_a_lost_worker_to_those_that_are_dry(tmp_path: Path):
     with running(tmp_path, {**TWO, "health.stall_after": "1s"}, samples=300) as run:
-        run.until(lambda: run.version >= 1 and len(run.slots()) == 2, 60, "two workers")
+        run.workers(2)
         os.kill(run.trainer_of(1), signal.SIGSTOP)
         run.until(lambda: _quiet(run), 60, "slot 0 has nothing left to train")
         assert not run.run.done()
@@ -237,7 +258,7 @@ def _quiet(run: Running, seconds: float = 1.5) -> bool:
 def test_a_worker_may_join_during_the_last_call(tmp_path: Path):
     settings = {**TWO, "elastic.max": 3, "local_sgd.last_call": "20s", "local_scheduler.gpus": 2}
     with running(tmp_path, settings, samples=800) as run:
-        run.until(lambda: run.version >= 2 and len(run.slots()) == 2, 60, "two workers")
+        run.workers(2)
         slow = run.trainer_of(1)
         os.kill(slow, signal.SIGSTOP)
         run.until(lambda: _called(run), 30, "the last call")
@@ -253,40 +274,3 @@ def _called(run: Running) -> bool:
     with run.store() as store:
         master = store.master()
     return master.get("call") == master.get("version")
-
-
-def test_a_run_without_workers_waits_and_goes_on_with_one(tmp_path: Path):
-    with running(tmp_path, TWO, samples=1000) as run:
-        run.until(lambda: run.version >= 2 and len(run.slots()) == 2, 60, "two workers")
-        run.scheduler.set_capacity(0)
-        for place, job in run.jobs().items():
-            if place[0] == "worker":
-                run.scheduler.kill(job.job_id)
-        run.until(lambda: not run.slots(), 30, "both leases run out")
-        version = run.version
-        assert status.observe(run.run)["state"] == "waiting"
-        run.scheduler.set_capacity(1)
-        run.until(lambda: run.version > version, 60, "one worker goes on alone")
-        run.finish()
-
-
-# ---- stop, scale --------------------------------------------------------------------------------
-
-
-def test_a_stopped_run_keeps_what_its_workers_had_and_goes_on_when_scaled(tmp_path: Path):
-    with running(tmp_path, {**TWO, "local_sgd.inner_steps": 40}, samples=1500) as run:
-        env = environment(tmp_path)
-        run.until(lambda: run.version >= 1 and len(run.slots()) == 2, 60, "two workers")
-        run.until(lambda: all(s.step >= 3 for s in run.slots().values()), 30, "some steps")
-        version, slots = run.version, run.slots()
-        stopped = elastic("stop", "tiny", "--wait", env=env)
-        assert stopped.returncode == 0, stopped.stderr
-        assert not run.jobs()
-        assert not members(tmp_path)
-        assert run.version == version + 1
-        deltas = {d["slot"]: d["steps"] for d in run.run.commit(run.version)["deltas"]}
-        assert all(deltas[n] >= slots[n].step for n in slots)
-        assert elastic("scale", "tiny", "--max", 1, env=env).returncode == 0
-        run.versions(1)
-        assert set(run.slots()) == {0}
-        run.finish()

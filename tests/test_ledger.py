@@ -72,7 +72,7 @@ class RangesMachine(RuleBasedStateMachine):
 
 
 TestRanges = RangesMachine.TestCase
-TestRanges.settings = settings(max_examples=60, stateful_step_count=25)
+TestRanges.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 # ---- the ledger ---------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=120, stateful_step_count=40)
+TestLedger.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 2**32))

@@ -36,7 +36,7 @@ class Answers:
         self.silent = False
         self.on_submit = self.on_cancel = lambda *_: None
 
-    def open(self, kind, config):
+    def open(self, *_):
         return self
 
     def jobs(self):
@@ -421,7 +421,7 @@ from elastic import sched_local
 from elastic.reconcile import run_pass
 from elastic.rundir import RunDir
 run, home, state = map(Path, sys.argv[1:4])
-def scheduler(kind, config):
+def scheduler(kind, config, environment):
     return sched_local.LocalScheduler(config, state, home)
 print("ready", flush=True)
 while True:

@@ -1,4 +1,4 @@
-"""Rounds: each rule of judge and decide with its reason, weights against numbers worked out by hand.
+"""Rounds: each rule of judge and decide with its reason; weights against numbers by hand.
 
     pytest tests/test_rounds.py
 
@@ -152,12 +152,11 @@ changes = st.dictionaries(st.sampled_from([*DATA, "surprise"]), anything, max_si
 
 @given(anything | changes.map(lambda change: {**DATA, **change}))
 @example({**DATA, "loss": 10**400})
-def test_whatever_comes_is_refused_with_words_or_can_be_judged(data):
+def test_whatever_comes_is_refused_or_can_be_judged(data):
     text = json.dumps(data)
     try:
         parsed = Header.from_json(json.loads(text))
-    except ValueError as error:
-        assert str(error)
+    except ValueError:
         return
     verdict, reason = rounds.judge(parsed, FACTS, "")
     assert isinstance(verdict, Verdict)
@@ -305,10 +304,10 @@ def test_an_outlier_is_clipped_to_twice_the_median():
 
 
 def test_partial_deltas_do_not_set_the_norm_that_others_are_clipped_to():
-    """Three short deltas of tiny norm beside three whole ones: nobody is an outlier."""
+    """Three short deltas of tiny norm beside three whole ones, one of which is an outlier."""
     headers = [header(s, steps=20 if s < 3 else 9) for s in range(6)]
-    clips = [share.clip for share in shares(headers, [3.0, 3.0, 3.0, 0.5, 0.5, 0.5])]
-    assert clips == [1.0] * 6
+    clips = [share.clip for share in shares(headers, [3.0, 3.0, 9.0, 0.1, 0.1, 0.1])]
+    assert clips == [1.0, 1.0, 2 / 3, 1.0, 1.0, 1.0]
     assert rounds.whole_norms(headers, [1, 2, 3, 4, 5, 6]) == [1, 2, 3]
     half = [header(0, steps=20), header(1, steps=10)]
     assert rounds.whole_norms(half, [1, 2]) == [1, 2]

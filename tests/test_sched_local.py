@@ -248,7 +248,7 @@ def test_what_outlives_the_first_process_of_a_job_is_killed_by_the_next_caller(s
     site.script("setsid --fork sleep 1000; exit 3")
     job_id = site.submit()
     wait_until(lambda: site.state(job_id) == "ENDED", 10, "its end")
-    wait_until(lambda: not site.alive(), 5, "the orphan's end")
+    wait_until(lambda: site.states() and not site.alive(), 5, "the orphan's end")
 
 
 def test_a_pid_that_now_belongs_to_another_process_is_not_the_job(site):

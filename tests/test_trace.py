@@ -92,7 +92,7 @@ def preempt(run: Running, gate: Path, slot: int) -> None:
     """With notice, in the middle of a round; and its replacement joins."""
     with standstill(run, gate):
         notice(run, slot)
-    run.until(lambda: slot not in run.slots() or run.slots()[slot].attempt == 2, 60, "it leaves")
+    run.until(lambda: run.run.latest_attempt(slot) == 2, 60, "its replacement")
     with joining(run, gate, slot, attempt=2):
         pass
 

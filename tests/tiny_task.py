@@ -1,10 +1,11 @@
 """A task that trains in seconds: a small network learns a fixed linear function of 8 numbers.
 
-The [task] table can make it slow (`pace`: a file holding seconds per inner step, so that a test can
-change them while the run goes on) and make it fail: `raise_at_step` (of each attempt),
-`nan_sample` (its loss is not a number).
+The [task] table can make it slow (`pace`: a file holding seconds per inner step, which a test may
+change while the run goes on; `pace.SLOT` is for one slot) and make it fail: `raise_at_step` (of each
+attempt), `nan_sample` (its loss is not a number).
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -45,7 +46,8 @@ class Net(nn.Module):
 
 class Tiny:
     def __init__(self, config: dict):
-        self._pace = Path(config["pace"]) if "pace" in config else None
+        paces = [f"{config['pace']}.{os.environ.get('ELASTIC_SLOT')}", config["pace"]]
+        self._paces = [Path(path) for path in paces]
         self._samples = Samples(config.get("samples", 2000), config.get("nan_sample", -1))
         self._raise_at_step = config.get("raise_at_step", 0)
         self._steps = 0
@@ -60,7 +62,6 @@ class Tiny:
         self._steps += 1
         if self._steps == self._raise_at_step:
             raise RuntimeError(f"planted: step {self._steps}")
-        if self._pace:
-            time.sleep(float(self._pace.read_text() or 0))
+        time.sleep(next(float(path.read_text()) for path in self._paces if path.exists()))
         x, y = batch
         return nn.functional.mse_loss(model(x), y)

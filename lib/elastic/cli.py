@@ -31,7 +31,7 @@ from elastic.errors import (
     UsageError,
 )
 from elastic.rundir import RunDir
-from elastic.sched import open_scheduler
+from elastic.sched import scheduler_of
 from elastic.submission import jobs_of
 
 JITTER_S = 20.0  # spread the cron passes of many users over this time
@@ -299,9 +299,10 @@ def stop(run: str, now: bool, wait_for_it: bool):
     run go on.
     """
     found = rundir.find(run)
-    found.set_control(state="stopped")
-    found.event("stop", now=now)
-    scheduler = open_scheduler(found.config().run.scheduler, found.config())
+    if not found.done():
+        found.set_control(state="stopped")
+        found.event("stop", now=now)
+    scheduler = scheduler_of(found)
     if now:
         for job in jobs_of(found.name, scheduler):
             scheduler.cancel(job.job_id, now=True)
@@ -309,7 +310,8 @@ def stop(run: str, now: bool, wait_for_it: bool):
     while wait_for_it and jobs_of(found.name, scheduler):
         time.sleep(WAIT_S)
         one_pass([found])
-    click.echo(f"run {found.name} {'is stopped' if wait_for_it else 'stops'}")
+    state = "is done" if found.done() else "is stopped" if wait_for_it else "stops"
+    click.echo(f"run {found.name} {state}")
 
 
 # ---- audit, evaluate, config --------------------------------------------------------------------
@@ -356,6 +358,10 @@ def evaluate(run: str, version: int | None, as_json: bool):
     if commit is None:
         wanted = "no version" if version is None else f"no version {version}"
         raise UsageError(f"{wanted} of {found.name} is committed", f"elastic-status {found.name}")
+    kept = sorted(int(path.name) for path in (found.path / "versions").glob("[0-9]*"))
+    if commit["version"] not in kept:
+        hint = f"there are versions {', '.join(map(str, kept))}; see checkpoint.keep_every"
+        raise UsageError(f"version {version} is no longer on disk", hint)
     scores = {"version": commit["version"], **validate(found, commit)}
     if as_json:
         echo_json(scores)

@@ -4,18 +4,14 @@
 trainer, add a worker, preempt a job with notice, kill the master. It ends with the loss curve, the
 audit, the validation loss, and what each fault cost. Exit 0 means that all of it held.
 
-Everything lives under ./build/demo (run, registry, logs), nothing under ~/.elastic. With --slurm
-(make demo-slurm) the jobs are those of a private Slurm on this machine. Ctrl-C ends all of it.
+bin/elastic-demo sets the stage (folders, for --slurm a private Slurm) and clears it, at Ctrl-C too.
 """
 
 import contextlib
-import fcntl
 import os
-import shutil
 import signal
 import sys
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
@@ -23,16 +19,16 @@ from pathlib import Path
 from statistics import median
 
 from elastic import config as configuration
-from elastic import sandbox, signals, submission, views
+from elastic import signals, submission, views
 from elastic.audit import audit
 from elastic.cli import validate, xxh3
-from elastic.errors import EXIT_OK, EXIT_USAGE, ElasticError, TryAgain
+from elastic.errors import ElasticError, TryAgain
 from elastic.membership import Slot
 from elastic.reconcile import run_pass
-from elastic.rundir import RunDir, registered
+from elastic.rundir import RunDir
+from elastic.sandbox import Sandbox
 from elastic.sched import open_scheduler
 from elastic.store import Store
-from elastic.submission import jobs_of
 
 BOUND = 2.6  # nats per held-out byte; untrained 5.55, knowing how frequent each byte is 3.36
 AT_STAKE = 10  # inner steps a victim has done in its round
@@ -104,9 +100,8 @@ def _succeeds(delta: dict, hit: Slot) -> bool:
 class Demo:
     """The run, whoever plays cron, and the record of what was done to it."""
 
-    def __init__(self, box: sandbox.Sandbox | None, notice: signals.Notice):
-        self.box, self.notice = box, notice
-        self.on_slurm = box is not None
+    def __init__(self, on_slurm: bool, notice: signals.Notice):
+        self.on_slurm, self.notice = on_slurm, notice
         self.began = time.time()
         self.faults: list[Fault] = []
         self._told = 0
@@ -152,8 +147,8 @@ class Demo:
         return []
 
     def preempt(self, job_id: str) -> None:
-        if self.box:  # a job of higher priority takes a node; Slurm chooses whose
-            self.box.preempt(nodes=1, seconds=10)
+        if self.on_slurm:  # a job of higher priority takes a node; Slurm chooses whose
+            Sandbox(Path(configuration.env("SLURM_CONF")).parent).preempt(nodes=1, seconds=10)
         else:
             self.scheduler.preempt(job_id)
 
@@ -207,11 +202,8 @@ class Demo:
         report = audit(self.run.path, self.config.checkpoint.keep, xxh3)
         views.console().print(views.audit_view(self.run.name, report))
         first, last = (validate(self.run, c)["validation_loss"] for c in (commits[0], commits[-1]))
-        print(
-            f"validation loss: version 0 {first:.3f}, version {len(commits) - 1} {last:.3f}, ",
-            end="",
-        )
-        print(f"to be below {BOUND}: {'ok' if last < BOUND else 'WRONG'}\n")
+        verdict = f"to be below {BOUND}: {'ok' if last < BOUND else 'WRONG'}"
+        print(f"validation loss: version 0 {first:.3f}, at the end {last:.3f}, {verdict}\n")
         pauses = [b["time"] - a["time"] for a, b in zip(commits, commits[1:], strict=False)]
         print(f"what the faults cost (a round usually takes {median(pauses):.1f} s)\n")
         print(f"{'':24}{'steps lost':>12}{'next commit after':>20}{'all back after':>18}")
@@ -222,76 +214,11 @@ class Demo:
         return not report["problems"] and last < BOUND
 
 
-# ---- the stage
-
-
-def end_all_jobs() -> None:
-    """Stop every run of this registry and wait until no job is left."""
-    for run in registered():
-        config = run.config()
-        scheduler = open_scheduler(config.run.scheduler, config)
-        run.set_control(state="stopped")
-        for job in jobs_of(run.name, scheduler):
-            scheduler.cancel(job.job_id, now=True)
-        while jobs_of(run.name, scheduler):
-            time.sleep(0.2)
-
-
-def prepare(place: Path, on_slurm: bool) -> None:
-    """Lock ./build/demo, start the sandbox, and become `perform` in an environment of its own."""
-    place.mkdir(parents=True, exist_ok=True)
-    lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ElasticError(f"another demo runs in {place}", "run this one elsewhere") from None
-    os.set_inheritable(lock, True)  # held until the demo ends
-    environment = configuration.environment()
-    environment |= {"ELASTIC_HOME_DIR": str(place / "home"), "ELASTIC_RUNS": str(place / "runs")}
-    environment |= {"ELASTIC_SITE": os.devnull, "ELASTIC_DEMO": str(place)}
-    if on_slurm:
-        box = sandbox_of(place)
-        box.down()  # what a killed demo may have left
-        print("a private Slurm of 5 nodes starts")
-        box.up(sandbox.Shape(nodes=5, gpus=1, grace_s=5))
-        environment |= box.environment()
-    os.execve(
-        sys.executable, [sys.executable, "-P", "-m", "elastic.demo", *sys.argv[1:]], environment
-    )
-
-
-def sandbox_of(place: Path) -> sandbox.Sandbox:
-    return sandbox.Sandbox(sandbox.default_folder() / f"demo-{zlib.crc32(bytes(place)):08x}")
-
-
-def perform(place: Path, options: list[str]) -> int:
-    """Clear the stage, play the story, clear up behind it."""
-    notice = signals.install()
-    box = sandbox_of(place) if "--slurm" in options else None
-    try:
-        end_all_jobs()
-        for folder in ("home", "runs"):
-            shutil.rmtree(place / folder, ignore_errors=True)
-        return 0 if story(Demo(box, notice)) else 1
-    except KeyboardInterrupt:
-        print("\ninterrupted: ending its jobs", file=sys.stderr)
-        return 130
-    finally:
-        end_all_jobs()
-        if box:
-            box.down()
-
-
 def main() -> int:
-    options, place = sys.argv[1:], configuration.env("ELASTIC_DEMO")
-    if not set(options) <= {"--slurm"}:
-        print("usage: elastic demo [--slurm]\n\n" + __doc__, end="")
-        return EXIT_OK if {"-h", "--help"} & set(options) else EXIT_USAGE
     try:
-        if not place:
-            prepare(Path.cwd() / "build" / "demo", "--slurm" in options)
-        return perform(Path(place), options)
-    except KeyboardInterrupt:  # while the sandbox starts; it cleans up behind itself
+        return 0 if story(Demo("--slurm" in sys.argv, signals.install())) else 1
+    except KeyboardInterrupt:
+        print("\ninterrupted: everything ends", file=sys.stderr)
         return 130
     except ElasticError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -90,7 +90,7 @@ class JobSeen:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held."""
+    """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held, refused."""
 
     job_id: str
     role: str
@@ -167,7 +167,7 @@ def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]
     for key, row in rows.items():
         is_new = key not in known and (*key, row.submitted_at) not in told
         if is_new and has_ended(row.state) and row.submitted_at >= memory.born:
-            news.append(row)
+            news.append(replace(row, state="REFUSED") if _was_refused(row) else row)
     return news
 
 
@@ -211,6 +211,11 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
     )
 
 
+def _was_refused(row: JobSeen) -> bool:
+    """Nobody submitted it and it never had a node: what a refused sbatch may leave in the list."""
+    return _word(row.state) == "FAILED" and not row.node
+
+
 def _own(job: JobSeen, record: Mapping | None) -> Mapping:
     """`record` if this very job wrote it: its id may have been another job's before."""
     if not record or (record.get("role"), record.get("slot")) != (job.role, job.slot):
@@ -227,6 +232,8 @@ def _outcome(job: JobSeen, record: Mapping) -> tuple[str, str]:
         return ("held", job.broken_hold) if job.broken_hold else ("cancelled", "cancelled")
     if state in LOST_STATES:
         return "lost", state
+    if state == "REFUSED":
+        return "refused", job.reason
     if state == "OUT_OF_MEMORY":
         return "failed", "killed: out of memory"
     if record:

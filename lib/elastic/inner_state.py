@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from elastic.durable import read_json, to_json, write_atomic
 from elastic.rundir import RunDir
-from elastic.versions import checksum
+from elastic.versions import checksum, save_tensors
 
 RNG = "rng.cpu"
 
@@ -36,7 +35,7 @@ def save(folder: Path, stem: str, optimizer: torch.optim.Optimizer, rank: int) -
                 scalars[f"{index}.{key}"] = value
     path = folder / f"{stem}.{rank}.safetensors"
     temporary = folder / f".{path.name}"
-    save_file(tensors, temporary, metadata={"scalars": json.dumps(scalars)})
+    save_tensors(tensors, temporary, {"scalars": json.dumps(scalars)})
     entry = {"name": path.name, "bytes": temporary.stat().st_size, "xxh3": checksum(temporary)}
     os.replace(temporary, path)
     return entry

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from safetensors import SafetensorError
 from torch.utils.data import Dataset, default_collate
 
 from elastic import inner_state
@@ -422,7 +421,7 @@ class LocalSGD:
                 self.run.slot_path(place.slot), f"inner-{version:06d}.{place.attempt}",
                 self.optimizer, self.group.rank,
             )  # fmt: skip
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             entry = None
             self.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
         entries = self.group.gather(entry)

@@ -26,7 +26,7 @@ class Outer:
         self, layout: Layout, params: list[torch.Tensor], momentum: list[torch.Tensor], mu: float
     ):
         self.layout, self.params, self.momentum = layout, params, momentum
-        # fused: the same bits as the plain loop, without a temporary copy of the model
+        # fused: without a temporary copy of the model
         self._sgd = torch.optim.SGD(params, momentum=mu, nesterov=mu > 0, fused=True)
         if mu > 0:
             for param, buffer in zip(params, momentum, strict=True):

@@ -3,7 +3,8 @@
 Cron, the master and people run the same pass, also at the same time. A run belongs to the pass
 that holds the lock on RUN/reconcile.lock (a later one skips it); the lock is taken before the
 scheduler is asked, so that no pass acts on a view older than another pass's actions. The scheduler
-is asked once for all runs. If it does not answer, that is unknown, and nothing is done.
+is the one that the runs were submitted to (cron's environment leads to none), asked once for all of
+them. If it does not answer, that is unknown, and nothing is done.
 
 RUN/reconcile.json carries history.Memory from pass to pass. Before every submission the pass notes
 that it may happen, so that a pass that dies in the middle of it submits nothing twice. What has
@@ -15,7 +16,7 @@ import fcntl
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from elastic import history, sched
@@ -66,19 +67,21 @@ def run_pass(
     runs: Sequence[RunDir],
     now: float,
     dry_run: bool = False,
-    scheduler: Callable[[str, Config], Scheduler] = sched.open_scheduler,
+    scheduler: Callable[[str, Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
 ) -> PassReport:
     """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing."""
     report = PassReport()
     with contextlib.ExitStack() as locks:
-        passes: dict[str, list[_Pass]] = defaultdict(list)
+        passes: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
         for run in runs:
             with _errors_of(run, report):
                 if not _is_settled(run) and (dry_run or locks.enter_context(_lock(run))):
                     one = _Pass(run, now, dry_run)
-                    passes[one.config.run.scheduler].append(one)
-        for kind, mine in passes.items():
-            _pass_over(mine, scheduler(kind, mine[0].config), report)
+                    passes[sched.cluster_of(one.kind, one.environment)].append(one)
+        for mine in passes.values():
+            first = mine[0]
+            with _errors_of(first.run, report):
+                _pass_over(mine, scheduler(first.kind, first.config, first.environment), report)
     return report
 
 
@@ -172,7 +175,8 @@ class _Pass:
     def __init__(self, run: RunDir, now: float, dry_run: bool):
         self.run, self.now, self.dry_run = run, now, dry_run
         self._began = time.monotonic()
-        self.config = run.config()
+        self.config, self.environment = run.config(), run.environment()
+        self.kind = self.config.run.scheduler
         self.report = RunReport(run.name)
         self.notes = _load(run, now)
         self.memory = self.notes.memory
@@ -234,8 +238,8 @@ class _Pass:
         before, place = self.memory, (action.role, action.slot)
         self._note_unsure(place, DYING_S)
         self.save()
-        where, environment = (self.run.path, self.run.name), self.run.environment()
-        spec = JobSpec(*where, *place, self.config, environment, action.exclude)
+        where = (self.run.path, self.run.name)
+        spec = JobSpec(*where, *place, self.config, self.environment, action.exclude)
         try:
             job_id = scheduler.submit(spec)
         except (Unsure, TryAgain) as silence:

@@ -9,7 +9,6 @@ a word never seen before included, is a job that still exists.
 `jobs` answers completely or raises `TryAgain`: a partial answer is no answer.
 """
 
-import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,11 +20,9 @@ from elastic.history import MASTER, WORKER, has_ended
 
 if TYPE_CHECKING:
     from elastic.config import Config
+    from elastic.rundir import RunDir
 
-BACK_ENDS = {
-    "slurm": ("elastic.sched_slurm", "SlurmScheduler"),
-    "local": ("elastic.sched_local", "LocalScheduler"),
-}
+KINDS = ("slurm", "local")
 _NAME = re.compile(r"elastic:([A-Za-z0-9][A-Za-z0-9._-]{0,62})/([a-z]+)/(0|[1-9][0-9]*)")
 
 
@@ -107,9 +104,30 @@ def parse_job_name(text: str) -> tuple[str, str, int] | None:
     return (match[1], match[2], int(match[3])) if match else None
 
 
-def open_scheduler(kind: str, config: "Config") -> Scheduler:
-    """The scheduler named `kind`. Only the one that is used gets imported."""
-    if kind not in BACK_ENDS:
-        raise UsageError(f"unknown scheduler: {kind!r}", hint=f"one of {', '.join(BACK_ENDS)}")
-    module, name = BACK_ENDS[kind]
-    return getattr(importlib.import_module(module), name)(config)
+def open_scheduler(
+    kind: str, config: "Config", environment: Mapping[str, str] | None = None
+) -> Scheduler:
+    """The scheduler named `kind`, which a run's `environment` leads to (None: this process's).
+
+    Only the one that is used gets imported.
+    """
+    if kind == "slurm":
+        from elastic.sched_slurm import SlurmScheduler
+
+        return SlurmScheduler(config, environment)
+    if kind == "local":
+        from elastic.sched_local import LocalScheduler
+
+        return LocalScheduler(config)
+    raise UsageError(f"unknown scheduler: {kind!r}", hint=f"one of {', '.join(KINDS)}")
+
+
+def scheduler_of(run: "RunDir") -> Scheduler:
+    """The scheduler that a run was submitted to, whoever asks: cron knows of none."""
+    config = run.config()
+    return open_scheduler(config.run.scheduler, config, run.environment())
+
+
+def cluster_of(kind: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Equal for runs that one listing of jobs can serve."""
+    return kind, environment.get("SLURM_CONF", "") if kind == "slurm" else ""

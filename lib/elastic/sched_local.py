@@ -168,7 +168,7 @@ class LocalScheduler:
 
     def _start_pending(self) -> None:
         """Clear up after ended jobs, then start what fits, oldest first."""
-        used, devices, pending, members = 0, [], [], self._members()
+        used, devices, pending, ended = 0, [], [], []
         for job_id in self._ids():
             if not self._path(job_id, "claim").exists():
                 pending.append(job_id)
@@ -176,10 +176,8 @@ class LocalScheduler:
                 used += self._record(job_id)["gpus"]
                 devices += (read_json(self._path(job_id, "devices")) or {}).get("gpus", ())
             else:
-                for pid in members.get(job_id, ()):
-                    _kill(pid)
-                create_once(self._path(job_id, "cause"), b"ENDED")
-                self._forget_if_old(job_id)
+                ended.append(job_id)
+        self._clear_up(ended)
         capacity = (read_json(self.state / "capacity.json") or {}).get("gpus")
         for job_id in pending:
             record = self._record(job_id)
@@ -187,6 +185,14 @@ class LocalScheduler:
             if used + record["gpus"] <= limit or not record["gpus"]:
                 used += record["gpus"]
                 devices += self._start(job_id, record, devices)
+
+    def _clear_up(self, ended: Sequence[str]) -> None:
+        members = self._members() if ended else {}
+        for job_id in ended:
+            for pid in members.get(job_id, ()):
+                _kill(pid)
+            create_once(self._path(job_id, "cause"), b"ENDED")
+            self._forget_if_old(job_id)
 
     def _start(self, job_id: str, record: Mapping, in_use: Sequence[int]) -> list[int]:
         """Start a job's first process; returns the GPUs that are its own."""

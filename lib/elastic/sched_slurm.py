@@ -75,7 +75,7 @@ class SlurmScheduler:
 
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
-        argv = sbatch_argv(spec, config.elastic_home(), _job_python())
+        argv = sbatch_argv(spec, config.elastic_home(), _job_python(spec))
         try:
             answer = slurm_command(argv, environment=spec.environment)
         except TryAgain as silence:
@@ -228,8 +228,9 @@ def _memory(per_gpu: str, gpus: int) -> str:
     return f"{int(amount[0]) * gpus}{per_gpu[amount.end() :]}" if amount and gpus else ""
 
 
-def _job_python() -> str:
-    return config.env("ELASTIC_PYTHON") or sys.executable
+def _job_python(spec: JobSpec) -> str:
+    """The Python that the user chose, also when it is cron that submits."""
+    return spec.environment.get("ELASTIC_PYTHON") or config.env("ELASTIC_PYTHON") or sys.executable
 
 
 def _resources(spec: JobSpec) -> list[str]:

@@ -17,7 +17,7 @@ from elastic import membership, reconcile
 from elastic.config import Config
 from elastic.errors import TryAgain
 from elastic.rundir import RunDir
-from elastic.sched import Job, open_scheduler, parse_job_name
+from elastic.sched import Job, cluster_of, parse_job_name, scheduler_of
 from elastic.store import Store
 
 EVENTS = 20
@@ -39,30 +39,30 @@ class Listing:
         return list(self.listed)
 
 
-def listing(kind: str, config: Config) -> Listing:
-    """Ask the scheduler `kind` once."""
+def listing(run: RunDir) -> Listing:
+    """Ask the run's scheduler once."""
     try:
-        return Listing(open_scheduler(kind, config).jobs())
+        return Listing(scheduler_of(run).jobs())
     except TryAgain as silence:
         return Listing(trouble=silence.what)
 
 
 def observe_all(runs: Sequence[RunDir]) -> list[dict]:
     """`observe` of every run, with one question per scheduler."""
-    listings: dict[str, Listing] = {}
+    listings: dict[tuple[str, str], Listing] = {}
     seen = []
     for run in runs:
-        config = run.config()
-        kind = config.run.scheduler
-        listings.setdefault(kind, listing(kind, config))
-        seen.append(observe(run, listings[kind]))
+        cluster = cluster_of(run.config().run.scheduler, run.environment())
+        if cluster not in listings:
+            listings[cluster] = listing(run)
+        seen.append(observe(run, listings[cluster]))
     return seen
 
 
 def observe(run: RunDir, jobs: Listing | None = None) -> dict:
     """All about one run. Raises ElasticError only if its directory is damaged."""
     config, control, now = run.config(), run.control(), time.time()
-    jobs = jobs or listing(config.run.scheduler, config)
+    jobs = jobs or listing(run)
     mine, commits = _jobs(run, jobs), _newest_commits(run)
     newest = commits[-1] if commits else {}
     workers, master = _workers(run, config, mine)
@@ -134,7 +134,7 @@ def _since(newest: dict) -> str:
 
 def _next(run: RunDir, jobs: Listing, now: float) -> str:
     """What the next reconcile pass would do, and what it waits for."""
-    report = reconcile.run_pass([run], now, True, lambda _kind, _config: jobs)
+    report = reconcile.run_pass([run], now, True, lambda *_: jobs)
     if report.unknown:
         return "nothing, until the scheduler answers"
     if not report.runs:

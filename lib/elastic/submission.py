@@ -18,7 +18,7 @@ from elastic import redis_server
 from elastic.config import Config
 from elastic.errors import ElasticError, UsageError
 from elastic.rundir import Control, RunDir
-from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name
+from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
 
 UNDO_S = 30.0  # how long the jobs of a run that is undone may take to go
 
@@ -48,7 +48,7 @@ def start(config: Config, root: Path) -> RunDir:
 
 def undo(run: RunDir) -> None:
     """Remove a run that the scheduler refused: its jobs, its directory, its name."""
-    scheduler = open_scheduler(run.config().run.scheduler, run.config())
+    scheduler = scheduler_of(run)
     deadline = time.monotonic() + UNDO_S
     while jobs := jobs_of(run.name, scheduler):
         if time.monotonic() > deadline:

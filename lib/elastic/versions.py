@@ -197,7 +197,7 @@ def save_tensors(tensors: dict, path: Path, metadata: dict[str, str] | None = No
 def checksum(path: Path) -> str:
     """xxh3 (128 bit) of a file's bytes."""
     digest = xxhash.xxh3_128()
-    buffer = bytearray(READ_BYTES)
+    buffer = bytearray(min(READ_BYTES, path.stat().st_size + 1))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])

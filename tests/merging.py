@@ -1,0 +1,92 @@
+"""Rounds made by hand: a run directory, deltas as real files, and the master's own averager.
+
+Workers are vectors: the whole model as one flat float32 tensor, in layout order. A worker of
+version v starts from `base(v)` (bf16, as published) and ends wherever a test wants it to be.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from elastic.averaging import Averager, Checked
+from elastic.codec import codec
+from elastic.layout import Layout
+from elastic.rounds import Header
+from elastic.rundir import RunDir
+from elastic.transport import fragment_name
+from elastic.transport_fs import FileTransport
+from elastic.versions import Draft, read_params
+
+SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
+FRAGMENT_BYTES = 64  # three fragments: 12, 5 and 13 elements
+
+
+class Rounds:
+    """The life of a run's versions, one `deliver` and one `close` at a time."""
+
+    def __init__(self, run: RunDir, start: torch.Tensor, shapes=SHAPES, fragment_bytes=64):
+        self.run, self.config = run, run.config()
+        self.layout = Layout.of(shapes, fragment_bytes)
+        self.pool = ThreadPoolExecutor(2)
+        draft = Draft(run, 0, "slot0.1")
+        files = [
+            entry
+            for index, flat in enumerate(self.parts(start))
+            for entry in draft.write_fragment(self.layout, index, flat, torch.zeros_like(flat))
+        ]
+        assert draft.commit(self.layout, files, {"tokens": 0})
+        self.new_master()
+
+    def new_master(self) -> None:
+        """Forget everything but the run directory."""
+        commit = self.run.newest_commit()
+        self.averager = Averager(self.run, self.config, commit, self.pool, None)
+        self.version = commit["version"]
+
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [part.clone() for part in flat.float().split(list(self.layout.numels))]
+
+    def base(self, version: int | None = None) -> torch.Tensor:
+        """What a worker of `version` (default: the newest) starts from, as float32."""
+        commit = self.run.commit(self.version if version is None else version)
+        indices = range(len(self.layout.fragments))
+        return torch.cat([read_params(self.run, commit, self.layout, i).float() for i in indices])
+
+    @property
+    def theta(self) -> torch.Tensor:
+        """The master's float32 parameters."""
+        return torch.cat(self.averager._outer.params)
+
+    @property
+    def momentum(self) -> torch.Tensor:
+        return torch.cat(self.averager._outer.momentum)
+
+    def put(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Header:
+        """Write the delta of a worker that went from its base to `local`; returns its header."""
+        base = changes.get("base", self.version)
+        transport, encode = FileTransport(self.run), codec(self.config.local_sgd.compression).encode
+        attempt = changes.get("attempt", 1)
+        fragments = [
+            transport.put(fragment_name((slot, attempt, base), index), encode(delta))
+            for index, delta in enumerate(self.parts(self.base(base) - local))
+        ]
+        defaults = {
+            "run": self.run.name, "slot": slot, "attempt": attempt, "job_id": "1", "base": base,
+            "layout": self.layout.hash, "codec": self.config.local_sgd.compression, "steps": 10,
+            "tokens": tokens, "samples": (), "loss": 1.0, "first_loss": 1.0,
+            "fragments": tuple(fragments),
+        }  # fmt: skip
+        return Header(**(defaults | changes))
+
+    def deliver(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Checked:
+        """`put`, and the master's look at the bytes."""
+        checked = self.averager.check(self.put(slot, local, tokens, **changes))
+        assert not checked.refused
+        return checked
+
+    def close(self, accepted: list[Checked]) -> dict:
+        """Merge and commit the next version; returns the commit."""
+        record = {"tokens": 0, **self.averager.merge(accepted)}
+        commit = self.averager.commit(1, record, on_full_disk=lambda: None)
+        self.version = commit["version"]
+        return commit
