@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, elastic, environment
 
 from elastic import reconcile
 from elastic.audit import audit
@@ -31,6 +30,7 @@ from elastic.sched import Job, parse_job_name
 from elastic.sched_local import LocalScheduler
 from elastic.store import Store
 from elastic.transport import checksum
+from helpers import ROOT, elastic, environment
 
 TESTS = Path(__file__).resolve().parent
 PASS_S = 0.3  # between two passes of reconcile

@@ -1,7 +1,7 @@
 """Processes are killed, stopped and told to go, at many moments: nothing committed is lost.
 
-Most tests share one run and leave it as they found it: two workers, training. It has to end
-complete, with a clean audit.
+Most tests share one run and leave it as they found it: two workers, training. At the end no sample
+may have been committed twice; runs that have to end complete are further below.
 """
 
 import os
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import elastic, environment
-from running import Running, members, running, second_master
 
 from elastic import status
+from helpers import elastic, environment
+from running import Running, members, running, second_master
 
 TWO = {"elastic.max": 2, "elastic.max_failures": 50}
 
@@ -67,15 +67,17 @@ def shared(tmp_path_factory) -> Iterator[Running]:
         **TWO, "local_sgd.inner_steps": 10, "local_sgd.min_deadline": "20s",
         "local_sgd.inner_state_max_age": 1000, "health.stall_after": "2s",
     }  # fmt: skip
-    with running(tmp_path_factory.mktemp("shared"), settings, samples=8000) as run:
+    with running(tmp_path_factory.mktemp("shared"), settings, samples=1_000_000) as run:
         yield run
-        run.finish()
+        run.audit()
 
 
 @pytest.fixture
 def run(shared: Running) -> Iterator[Running]:
     """The shared run with both workers in training."""
     shared.even_pace()
+    for pid in shared.pids("trainer"):
+        os.kill(pid, signal.SIGCONT)
     shared.workers(2)
     shared.versions(1)
     shared.witness()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import Running, running
-from validate.noisy_task import Noisy
-from validate.simulator import Simulator, Version
 
 from elastic.rundir import RunDir
 from elastic.versions import read_outer
+from running import Running, running
+from validate.noisy_task import Noisy
+from validate.simulator import Simulator, Version
 
 STEPS = 16
 HEARD_S = 0.6  # what was said is heard by then: by the master of a worker, by a worker of a notice
@@ -44,7 +44,7 @@ def recorded(tmp_path_factory) -> RunDir:
     """A run whose workers join, are preempted with notice, killed, and late."""
     home = tmp_path_factory.mktemp("trace")
     gate = home / "gate"
-    with running(home, SETTINGS, samples=10**6, step_s=0.1, gate=str(gate)) as run:
+    with running(home, SETTINGS, samples=10**6, gate=str(gate)) as run:
         run.until(lambda: run.version >= 2 and len(run.slots()) == 2, 60, "two workers at work")
         with joining(run, gate, slot=2, attempt=1):
             run.run.set_control(max=3)
@@ -62,7 +62,9 @@ def standstill(run: Running, gate: Path) -> Iterator[None]:
     def all_train() -> bool:
         gate.touch()
         time.sleep(HEARD_S)
-        place = {(slot.state, slot.version, slot.step < STEPS // 2) for slot in run.slots().values()}
+        place = {
+            (slot.state, slot.version, slot.step < STEPS // 2) for slot in run.slots().values()
+        }
         if place == {("training", run.version, True)}:
             return True
         gate.unlink()

@@ -1,8 +1,8 @@
 """A task that trains in seconds: a small network learns a fixed linear function of 8 numbers.
 
 The [task] table can make it slow (`pace`: a file holding seconds per inner step, which a test may
-change while the run goes on; `pace.SLOT` is for one slot) and make it fail: `raise_at_step` (of each
-attempt), `nan_sample` (its loss is not a number).
+change while the run goes on; `pace.SLOT` is for one slot) and make it fail: `raise_at_step` (of
+every attempt) and `nan_sample` (its loss is not a number).
 """
 
 import os

@@ -140,21 +140,13 @@ def count_epoch(epoch: int, pieces: list[tuple[int, int, int, int]], size: int) 
 
 def check_epoch(epoch: dict) -> list[str]:
     """What is wrong with the counts of one epoch."""
-    wrong = {
-        "repeated": "committed more than once",
-        "missing": "never committed, and the epoch is over",
-        "outside": f"outside 0..{epoch['dataset_samples']}",
-    }
-    return [
-        f"epoch {epoch['epoch']}: {epoch[name]} samples {words}"
-        for name, words in wrong.items()
-        if epoch[name]
-    ]
+    wrong = {"repeated": "committed more than once", "outside": "outside the data set",
+             "missing": "never committed, and the epoch is over"}  # fmt: skip
+    found = [(epoch[name], words) for name, words in wrong.items() if epoch[name]]
+    return [f"epoch {epoch['epoch']}: {count} samples {words}" for count, words in found]
 
 
-def check_files(
-    run_dir: Path, commits: list[dict], keep: int, checksum: Callable[[Path], str] | None
-) -> tuple[int, list[str]]:
+def check_files(run_dir: Path, commits: list[dict], keep: int, checksum) -> tuple[int, list[str]]:
     """Number of files of kept versions, and those that are absent or altered."""
     count, problems = 0, []
     for commit in commits:

@@ -23,13 +23,7 @@ from elastic import __version__, rundir, status, submission, views
 from elastic import config as configuration
 from elastic import reconcile as reconciling
 from elastic.audit import audit as audit_ledger
-from elastic.errors import (
-    EXIT_ERROR,
-    EXIT_OK,
-    EXIT_TRY_AGAIN,
-    ElasticError,
-    UsageError,
-)
+from elastic.errors import EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN, ElasticError, UsageError
 from elastic.rundir import RunDir
 from elastic.sched import scheduler_of
 from elastic.submission import jobs_of
@@ -74,17 +68,10 @@ def command(*examples: str) -> Callable:
     return elastic.command(examples[0].split()[0], epilog=lines, context_settings=SETTINGS)
 
 
-def run_argument(**options) -> Callable:
-    return click.argument("run", **options)
-
-
-def overrides_option() -> Callable:
-    return click.option(
-        "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
-        help="Set any key of the configuration (repeatable).",
-    )  # fmt: skip
-
-
+overrides_option = click.option(
+    "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
+    help="Set any key of the configuration (repeatable).",
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
 
@@ -98,7 +85,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 @click.option("--mode", "run_mode", metavar="local", help="How the workers train together.")
 @click.option("--scheduler", "run_scheduler", metavar="slurm|local", help="Who runs the jobs.")
 @click.option("--name", "run_name", help="Name of the run (default: that of CONFIG).")
-@overrides_option()
+@overrides_option
 @click.option("--dry-run", is_flag=True, help="Check everything, start nothing.")
 @click.option("--parsable", is_flag=True, help="Print the name of the run and nothing else.")
 @click.option("--wait", "wait_for_it", is_flag=True, help="Return when the run has ended.")
@@ -201,7 +188,7 @@ def echo_pass(run: RunDir) -> None:
 
 
 @command("status", "status demo --watch", "status demo --json")
-@run_argument(required=False)
+@click.argument("run", required=False)
 @click.option("--watch", is_flag=True, help="Redraw every 2 s until Ctrl-C.")
 @json_option
 def show_status(run: str | None, watch: bool, as_json: bool):
@@ -216,14 +203,14 @@ def show_status(run: str | None, watch: bool, as_json: bool):
         seen = status.observe_all(found)
         return views.run_view(seen[0]) if run else views.runs_table(seen)
 
-    if as_json:
-        seen = status.observe_all(found)
-        echo_json(seen[0] if run else seen)
-    elif watch:
+    if watch:
         with contextlib.suppress(KeyboardInterrupt), views.live() as show:
             while True:
                 show(view())
                 time.sleep(WATCH_S)
+    elif as_json:
+        seen = status.observe_all(found)
+        echo_json(seen[0] if run else seen)
     else:
         views.console().print(view())
 
@@ -233,7 +220,7 @@ def echo_json(data: object) -> None:
 
 
 @command("logs demo", "logs demo 3 -f", "logs demo master")
-@run_argument()
+@click.argument("run")
 @click.argument("slot", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing what is added.")
 @click.option("-n", "--lines", default=200, show_default=True, help="Lines of each log.")
@@ -261,7 +248,7 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
 
 
 @command("scale demo --max 16", "scale demo --min 4 --max 4")
-@run_argument()
+@click.argument("run")
 @click.option("--min", "fewest", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
 @click.option("--max", "most", type=int, metavar="GPUS", help="Most GPUs to use.")
 def scale(run: str, fewest: int | None, most: int | None):
@@ -289,7 +276,7 @@ def scale(run: str, fewest: int | None, most: int | None):
 
 
 @command("stop demo", "stop demo --now", "stop demo --wait")
-@run_argument()
+@click.argument("run")
 @click.option("--now", is_flag=True, help="Kill the jobs: steps of the open round are lost.")
 @click.option("--wait", "wait_for_it", is_flag=True, help="Return when its jobs are gone.")
 def stop(run: str, now: bool, wait_for_it: bool):
@@ -318,7 +305,7 @@ def stop(run: str, now: bool, wait_for_it: bool):
 
 
 @command("audit demo", "audit demo --files --json")
-@run_argument()
+@click.argument("run")
 @click.option("--files", is_flag=True, help="Check the checksums of all kept files, too.")
 @json_option
 def audit(run: str, files: bool, as_json: bool):
@@ -345,7 +332,7 @@ def xxh3(path: Path) -> str:
 
 
 @command("evaluate demo", "evaluate demo --version 0 --json")
-@run_argument()
+@click.argument("run")
 @click.option("--version", type=int, metavar="V", help="A version still on disk (default: newest).")
 @json_option
 def evaluate(run: str, version: int | None, as_json: bool):
@@ -391,7 +378,7 @@ def validate(run: RunDir, commit: dict) -> dict[str, float]:
 
 @command("config etc/7b.toml", "config etc/7b.toml --set train.epochs=2 --json")
 @click.argument("config", type=click.Path(path_type=Path))
-@overrides_option()
+@overrides_option
 @json_option
 def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
     """Print every value of CONFIG, with unit and origin."""

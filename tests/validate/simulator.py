@@ -9,8 +9,8 @@ training loop, replica, codec, shuffle and schedule, and the merging, are the pr
 life of a worker and of the master are not: they are stated here a second time, as the algorithm
 has them, so that a run and its replay agree only if the processes did nothing else.
 
-A fault is a subclass that overrides one of the small methods without an underscore. A delta whose inner state depends on work that no commit shows cannot be
-replayed: `Untold`.
+A fault is a subclass that overrides one of the small methods without an underscore. A delta whose
+inner state depends on work that no commit shows cannot be replayed: `Untold`.
 """
 
 import copy
@@ -91,7 +91,7 @@ class Start:
     params: list[torch.Tensor]  # float32 fragments
     tokens: int = 0
     workers: int = 1
-    inner: Inner | None = None  # what a delta whose inner state is from the "start" begins with
+    inner: Inner | None = None  # of a worker whose inner state is from the "start"; None: fresh
 
 
 class Script:
@@ -160,7 +160,7 @@ class Simulator:
 
     def validate(self) -> dict[str, float]:
         """What the task says of the published parameters of the newest version."""
-        self._adopt(self.versions[self.version].published)
+        self.adopt(self.versions[self.version].published)
         return self.task.validate(self.model)
 
     def inner(self, slot: int) -> Inner:
@@ -177,7 +177,7 @@ class Simulator:
 
     def _train(self, work: dict) -> Delta:
         inner = self.inner_before(work)
-        self._adopt(self.base(work))
+        self.adopt(self.base(work))
         for param, state in zip(self._params(), inner.state, strict=False):
             self.optimizer.state[param] = state
         torch.set_rng_state(inner.rng)
@@ -221,7 +221,7 @@ class Simulator:
     def _travel(self, delta: torch.Tensor) -> torch.Tensor:
         return self._codec.decode(torch.frombuffer(self._codec.encode(delta), dtype=torch.uint8))
 
-    def _adopt(self, fragments: list[torch.Tensor]) -> None:
+    def adopt(self, fragments: list[torch.Tensor]) -> None:
         for index, fragment in enumerate(fragments):
             self.replica.adopt(index, fragment)
 
@@ -248,7 +248,7 @@ class Simulator:
             return copy.deepcopy(before)
         origin, fresh = work["inner"], Inner([], self.first_rng())
         if origin == "start":
-            return copy.deepcopy(self.start.inner)
+            return copy.deepcopy(self.start.inner) or fresh
         if origin.startswith("fresh"):
             fresh.ramp = self.config.local_sgd.join_ramp if origin.endswith(RAMPED) else 0
             return fresh

@@ -1,0 +1,433 @@
+"""Versions: a commit is whole or it is not there, whoever dies when, and whatever else fails.
+
+    pytest tests/test_versions.py
+
+Processes are really killed: a forked child runs until its nth call into the filesystem and is gone,
+without a `finally`, for every n. Then the next master starts from what is on disk.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from elastic import versions
+from elastic.errors import ElasticError
+from elastic.layout import Layout
+from elastic.versions import Draft, prune, read_layout, read_outer, read_params, remove_drafts
+from merging import Rounds
+
+LAYOUT = Layout.of([("w", (3, 4)), ("b", (5,)), ("s", ())], 52)  # two fragments: 12 and 6
+STEPS = ("link", "rename", "replace", "fsync", "open", "mkdir", "unlink", "rmdir", "fchmod")
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    """The order of calls is what counts here; that the disk obeys is the kernel's business."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def tensors(version):
+    """What version `version` holds in these tests: parameters and momentum, per fragment."""
+    fill = [torch.full((n,), version + 1 / 3) + torch.arange(n) for n in LAYOUT.numels]
+    return fill, [part / 7 for part in fill]
+
+
+def write(run, version, writer="epoch1"):
+    """Write a draft up to the point before its commit."""
+    draft = Draft(run, version, writer)
+    params, momentum = tensors(version)
+    files = []
+    for index in range(len(LAYOUT.fragments)):
+        files += draft.write_fragment(LAYOUT, index, params[index], momentum[index])
+    return draft, files
+
+
+def commit(run, version, writer="epoch1"):
+    draft, files = write(run, version, writer)
+    return draft.commit(LAYOUT, files, {"tokens": 100 * version})
+
+
+def assert_whole(run, version):
+    """The version is committed, and every bit of it can be read."""
+    record = run.commit(version)
+    assert (record["version"], record["tokens"]) == (version, 100 * version)
+    outer = read_outer(run, record, 0.9)
+    assert outer.layout == LAYOUT
+    params, momentum = tensors(version)
+    for index in range(len(LAYOUT.fragments)):
+        assert torch.equal(outer.params[index], params[index])
+        assert torch.equal(outer.momentum[index], momentum[index])
+        published = read_params(run, record, LAYOUT, index)
+        assert torch.equal(published, params[index].bfloat16())
+
+
+def drafts(run):
+    return sorted(path.name for path in (run.path / "versions").glob(".*"))
+
+
+def in_child(action):
+    """Run `action` in a forked process; its exit code is 0 or 1 for True or False, 9 if killed."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        with contextlib.suppress(BaseException):
+            code = 0 if action() else 1
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def at_nth_step(number, act):
+    """From now on the `number`th call of a step calls `act` first. Returns what undoes this."""
+    count, patch = itertools.count(1), pytest.MonkeyPatch()
+
+    def counted(real):
+        def call(*args, **kwargs):
+            if next(count) == number:
+                act()
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in STEPS:
+        patch.setattr(os, name, counted(getattr(os, name)))
+    patch.setattr(versions, "save_file", counted(versions.save_file))
+    return patch
+
+
+# ---- what a version is --------------------------------------------------------------------------
+
+
+def test_a_version_is_safetensors_by_parameter_name_for_anybody_to_load(run):
+    assert commit(run, 0)
+    folder = run.path / "versions/000000"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json", "outer-00.safetensors", "outer-01.safetensors",
+        "params-00.safetensors", "params-01.safetensors",
+    ]  # fmt: skip
+    loaded = load_file(folder / "params-00.safetensors")
+    assert {name: (t.shape, t.dtype) for name, t in loaded.items()} == {
+        "w": ((3, 4), torch.bfloat16)
+    }
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in folder.iterdir())
+    assert read_layout(run, 0) == LAYOUT
+    entries = run.commit(0)["files"]
+    assert {entry["path"] for entry in entries} == {
+        str(path.relative_to(run.path)) for path in folder.iterdir()
+    }
+    for entry in entries:
+        assert (run.path / entry["path"]).stat().st_size == entry["bytes"]
+
+
+def test_bytes_are_durable_before_the_commit_points_to_them(run, monkeypatch):
+    done = []
+    link, rename = os.link, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "link", lambda a, b: (done.append("LINK"), link(a, b)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (done.append("RENAME"), rename(a, b)))
+    draft, files = write(run, 0)
+    names = [path.name for path in draft.folder.iterdir()]
+    draft.commit(LAYOUT, files, {})
+    before = done[: done.index("LINK")]
+    for name in names:
+        assert str(draft.folder / name) in before
+    assert str(draft.folder) in before  # the names in it
+    assert str(draft.folder.parent) in before
+    between = done[done.index("LINK") : done.index("RENAME")]
+    assert str(run.path / "commits") in between
+
+
+# ---- death at every step ------------------------------------------------------------------------
+
+
+def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
+    version, outcomes = 0, []
+    for number in itertools.count(1):
+        records = {v: run.commit_path(v).read_bytes() for v in range(version)}
+        code = in_child(
+            lambda n=number, v=version: at_nth_step(n, lambda: os._exit(9)) and commit(run, v)
+        )
+        assert code in (0, 9)
+        newest = run.newest_commit()
+        assert run.newest_version() in (version - 1, version)
+        outcomes.append(run.newest_version() == version)
+        if newest:
+            remove_drafts(run, newest)
+            assert_whole(run, newest["version"])
+        if not outcomes[-1]:
+            assert commit(run, version, writer=f"epoch{number + 1}")
+        assert_whole(run, version)
+        assert {v: run.commit_path(v).read_bytes() for v in range(version)} == records
+        version += 1
+        if code == 0:
+            break
+    assert number > 30
+    assert outcomes == sorted(outcomes)  # first not committed, from one step on committed
+    assert 2 < sum(outcomes) < number - 15
+    for each in range(version):
+        assert_whole(run, each)
+    remove_drafts(run, run.newest_commit())
+    assert drafts(run) == []
+
+
+def test_a_commit_that_fails_at_any_step_is_tried_again_and_loses_nothing(make_run):
+    """What the master does about a full disk, at every place where it can show."""
+    rounds = Rounds(make_run("local_sgd.fragment=1kb"), torch.zeros(30))
+    for number in itertools.count(1):
+        accepted = [rounds.deliver(0, rounds.base() + 1, 10)]
+        record = {"tokens": 0, **rounds.averager.merge(accepted)}
+        expected, fired = rounds.theta.clone(), []
+
+        def fail(fired=fired):
+            fired.append(1)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch = at_nth_step(number, fail)
+        newest = rounds.averager.commit(1, record, on_full_disk=lambda: None)
+        patch.undo()
+        rounds.new_master()
+        assert rounds.version == newest["version"] == number
+        assert torch.equal(rounds.theta, expected)
+        if not fired:
+            break
+    assert number > 25
+    remove_drafts(rounds.run, rounds.run.newest_commit())
+    assert drafts(rounds.run) == []
+    rounds.pool.shutdown()
+
+
+def test_a_link_whose_answer_was_lost_is_still_the_writers_own(run, monkeypatch):
+    """NFS: the link is made, the client hears of an error, and tries again."""
+    real = os.link
+
+    def link(source, target):
+        real(source, target)
+        raise OSError(errno.EIO, "answer lost")
+
+    monkeypatch.setattr(os, "link", link)
+    assert commit(run, 0)
+    assert_whole(run, 0)
+    draft, files = write(run, 1)
+    run.link_commit({"version": 1, "writer": "epoch1", "files": []})  # its own first try
+    assert draft.commit(LAYOUT, files, {})
+
+
+# ---- two writers --------------------------------------------------------------------------------
+
+
+def test_of_two_that_write_the_same_version_one_wins(run):
+    for version in range(8):
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [
+                pool.submit(in_child, lambda w=w, v=version: commit(run, v, w))
+                for w in ("epoch1", "epoch2")
+            ]
+        assert sorted(job.result() for job in jobs) == [0, 1]
+        assert_whole(run, version)
+        assert drafts(run) == []
+
+
+def test_who_is_late_with_the_same_version_changes_nothing(run):
+    (first, files), (second, more) = write(run, 0, "epoch1"), write(run, 0, "epoch2")
+    assert first.commit(LAYOUT, files, {"tokens": 0})
+    before = run.commit_path(0).read_bytes()
+    assert not second.commit(LAYOUT, more, {"tokens": 999})
+    assert run.commit_path(0).read_bytes() == before
+    assert_whole(run, 0)
+    assert drafts(run) == []
+
+
+def test_a_new_master_does_not_take_the_draft_that_an_old_one_is_about_to_commit(run):
+    commit(run, 0)
+    draft, files = write(run, 1, "epoch1")
+    remove_drafts(run, run.newest_commit())
+    assert draft.commit(LAYOUT, files, {"tokens": 100})
+    assert_whole(run, 1)
+
+
+def test_a_worker_still_writing_version_0_when_another_has_made_it_just_loses(run):
+    slow = Draft(run, 0, "slot1.1")
+    params, momentum = tensors(0)
+    files = slow.write_fragment(LAYOUT, 0, params[0], momentum[0])
+    commit(run, 0, "slot0.1")
+    remove_drafts(run, run.newest_commit())
+    for version in range(1, 6):
+        commit(run, version)
+        prune(run, version, keep=3, keep_every=0)
+    assert drafts(run) == []
+    files += slow.write_fragment(LAYOUT, 1, params[1], momentum[1])
+    assert not slow.commit(LAYOUT, files, {})
+    assert_whole(run, 5)
+    assert drafts(run) == []
+
+
+def test_drafts_of_dead_writers_go_when_their_version_is_history(run):
+    write(run, 1, "epoch1")
+    write(run, 3, "epoch1")
+    (run.path / "versions/.nfs000123abc").write_text("an NFS client's own")
+    for version in range(3):
+        commit(run, version, "epoch2")
+    remove_drafts(run, run.newest_commit())
+    assert drafts(run) == [".000003.epoch1", ".nfs000123abc"]
+    for version in range(3, 5):
+        commit(run, version, "epoch2")
+    prune(run, 4, keep=3, keep_every=0)
+    assert drafts(run) == [".000003.epoch1", ".nfs000123abc"]
+    commit(run, 5, "epoch2")
+    commit(run, 6, "epoch2")
+    prune(run, 6, keep=3, keep_every=0)
+    assert drafts(run) == [".nfs000123abc"]
+
+
+# ---- what is damaged is refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["params-01.safetensors", "outer-00.safetensors", "manifest.json"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "is damaged"),
+        (lambda path: os.truncate(path, 0), "0 bytes"),
+        (lambda path: path.write_bytes(flipped(path.read_bytes())), "is damaged"),
+        (lambda path: path.unlink(), "is gone"),
+    ],
+    ids=["truncated", "empty", "altered", "missing"],
+)
+def test_a_damaged_file_is_refused_with_its_path_and_what_it_should_be(run, name, damage, words):
+    commit(run, 0)
+    path = run.path / "versions/000000" / name
+    entry = next(e for e in run.commit(0)["files"] if e["path"].endswith(name))
+    damage(path)
+    read = read_params if name.startswith("params") else read_outer
+    rest = (LAYOUT, 1) if read is read_params else (0.9,)
+    with pytest.raises(ElasticError, match=words) as caught:
+        read(run, run.commit(0), *rest)
+    assert str(path) in caught.value.what
+    assert caught.value.hint
+    if path.exists():
+        assert f"the commit says {entry['bytes']} bytes, xxh3 {entry['xxh3']}" in caught.value.what
+
+
+def flipped(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def test_a_file_that_the_commit_does_not_name_is_never_read(run):
+    commit(run, 0)
+    with pytest.raises(ElasticError, match="version 0 has no file params-07"):
+        read_params(run, run.commit(0), LAYOUT, 7)
+
+
+# ---- pruning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "kept"),
+    [(3, 0, [9, 10, 11]), (1, 0, [11]), (2, 4, [0, 4, 8, 10, 11]), (20, 0, list(range(12)))],
+)
+def test_the_last_versions_and_every_mth_are_kept_and_every_record(run, keep, every, kept):
+    for version in range(12):
+        commit(run, version)
+        (run.path / f"deltas/{version:06d}").mkdir()
+        prune(run, version, keep, every)
+    assert [v for v in range(12) if run.version_path(v).exists()] == kept
+    assert [record["version"] for record in run.commits()] == list(range(12))
+    for version in kept:
+        assert_whole(run, version)
+    newest = [int(path.name) for path in (run.path / "deltas").iterdir()]
+    assert sorted(newest) == list(range(max(0, 12 - keep), 12))
+
+
+def test_a_smaller_keep_catches_up_and_a_pruned_version_says_so(run):
+    for version in range(6):
+        commit(run, version)
+    assert prune(run, 5, keep=2, keep_every=0) == [3, 2, 1, 0]
+    assert prune(run, 5, keep=2, keep_every=0) == []
+    with pytest.raises(ElasticError, match="is gone"):
+        read_params(run, run.commit(1), LAYOUT, 0)
+
+
+# ---- a full disk --------------------------------------------------------------------------------
+
+
+class Tmpfs:
+    """A real disk of half a megabyte."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def fill(self):
+        with contextlib.suppress(OSError), (self.folder / "filler").open("wb", buffering=0) as file:
+            while file.write(bytes(1024)):
+                pass
+
+    def make_space(self):
+        (self.folder / "filler").unlink(missing_ok=True)
+
+
+class Pretended(Tmpfs):
+    """Where nobody may mount: safetensors says what it says on a full disk."""
+
+    def fill(self):
+        def refuse(*_):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(versions, "save_file", refuse)
+
+    def make_space(self):
+        self.patch.undo()
+
+
+@pytest.fixture
+def small_disk(home):
+    """The runs root of this test, on a disk that can be full."""
+    folder = Path(os.environ["ELASTIC_RUNS"])
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(folder)]
+    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        yield Tmpfs(folder) if mounted else Pretended(folder)
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_delays_a_version_and_loses_nothing(small_disk, make_run):
+    rounds = Rounds(make_run(), torch.zeros(30))
+    commits = [rounds.close([rounds.deliver(0, rounds.base() + 1, 10)])]
+    record = rounds.averager.merge([rounds.deliver(0, rounds.base() + 1, 10)])
+    expected, waits = rounds.theta.clone(), []
+
+    def wait_for_space():
+        waits.append(drafts(rounds.run))
+        assert rounds.run.newest_version() == 1
+        if len(waits) == 3:
+            small_disk.make_space()
+
+    small_disk.fill()
+    commits.append(rounds.averager.commit(1, {"tokens": 0, **record}, wait_for_space))
+    assert waits == [[], [], []]  # what did not fit was removed each time
+    rounds.new_master()
+    assert rounds.version == 2
+    assert torch.equal(rounds.theta, expected)
+    assert all(read_outer(rounds.run, record, 0.9) for record in commits)
+    rounds.pool.shutdown()
+
+
+def test_a_full_disk_is_an_os_error_whoever_writes(run, monkeypatch):
+    def refuse(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(versions, "save_file", refuse)
+    with pytest.raises(OSError, match="No space left on device"):
+        versions.save_tensors({}, run.path / "x", {})
