@@ -105,8 +105,11 @@ def test_a_flushed_redis_costs_no_process_and_no_commit(run: Running):
     assert run.run.newest_epoch() == epoch
 
 
-def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Running):
+@pytest.mark.parametrize("state", ["training", "waiting"])
+def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Running, state: str):
+    run.pace(0.3, slot=1 if state == "waiting" else 0)
     pid = run.trainer_of(0)
+    run.until(lambda: run.slots()[0].state == state, 30, f"slot 0 is {state}")
     os.kill(pid, signal.SIGSTOP)
 
     def states() -> dict[int, str]:
@@ -116,6 +119,7 @@ def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Runn
     run.versions(3)
     assert {delta["slot"] for delta in run.run.commit(run.version)["deltas"]} == {1}
     os.kill(pid, signal.SIGCONT)
+    run.even_pace()
     before = run.version
     run.until(lambda: any(d["slot"] == 0 for d in deltas_after(run, before)), 30, "slot 0 trains")
     assert run.trainer_of(0) == pid
@@ -227,10 +231,12 @@ def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Runni
     assert not run.jobs()
     assert not members(run.home)
     for number, slot in workers.items():
-        deltas = [d for d in deltas_after(run, -1)
-                  if (d["slot"], d["attempt"]) == (number, slot.attempt)]  # fmt: skip
+        mine = {"slot": number, "attempt": slot.attempt}
+        deltas = [d for d in deltas_after(run, -1) if mine.items() <= d.items()]
+        void = [event for event in run.events("reject") if mine.items() <= event.items()]
         steps = run.run.ending(slot.job_id)["steps"]
-        assert sum(delta["steps"] for delta in deltas) == steps >= slot.steps_total
+        assert steps >= slot.steps_total
+        assert sum(delta["steps"] for delta in deltas) == steps or void, (deltas, steps)
     run.pace(0.02)
     scaled = elastic("scale", "tiny", "--max", 2, env=environment(run.home))
     assert scaled.returncode == 0, scaled.stderr

@@ -220,6 +220,23 @@ def test_a_link_whose_answer_was_lost_is_still_the_writers_own(run, monkeypatch)
     assert draft.commit(LAYOUT, files, {})
 
 
+def test_a_committed_version_that_did_not_get_its_name_gets_it_later(run, monkeypatch):
+    commit(run, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        assert commit(run, 1)
+    assert commit(run, 2)
+    assert drafts(run) == [".000001.epoch1"]
+    remove_drafts(run, run.newest_commit())
+    assert drafts(run) == []
+    assert run.version_path(1).exists()
+    assert_whole(run, 1)
+
+
+def failing(*_):
+    raise OSError(errno.EIO, "rename failed")
+
+
 # ---- two writers --------------------------------------------------------------------------------
 
 
@@ -259,6 +276,7 @@ def test_a_worker_still_writing_version_0_when_another_has_made_it_just_loses(ru
     files = slow.write_fragment(LAYOUT, 0, params[0], momentum[0])
     commit(run, 0, "slot0.1")
     remove_drafts(run, run.newest_commit())
+    assert slow.folder.exists()  # its writer lives, and would trip over its absence
     for version in range(1, 6):
         commit(run, version)
         prune(run, version, keep=3, keep_every=0)

@@ -55,6 +55,7 @@ class Trainer:
     tail: deque = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     rest: bytes = b""
     moved: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
 
     def exit_code(self) -> int | None:
         """None while all run; else that of the first rank that failed, or 0."""
@@ -191,20 +192,20 @@ class Agent:
         before = dict(trainer.said)
         for line in lines:
             trainer.said |= json.loads(line)
+            trainer.heard = time.monotonic()
         if any(before.get(key) != trainer.said.get(key) for key in ("state", "step", "version")):
             trainer.moved = time.monotonic()
         if before.get("state") != trainer.said.get("state"):
             self._next_beat = 0.0
 
     def _kill_if_hung(self, trainer: Trainer) -> None:
-        still_s = time.monotonic() - trainer.moved
         if self._store is None:  # without a line to the master there may be nothing to do
-            trainer.moved = time.monotonic()
-        elif trainer.said["state"] in ("training", "delivering") and (
-            still_s > self.config.health.hang_timeout_s
-        ):
+            trainer.moved = trainer.heard = time.monotonic()
+        working = trainer.said["state"] in ("training", "delivering")
+        still_s = time.monotonic() - (trainer.moved if working else trainer.heard)
+        if trainer.said["state"] != "loading" and still_s > self.config.health.hang_timeout_s:
             self.run.event("hang", slot=self.slot, attempt=self.attempt, seconds=round(still_s))
-            trainer.tail.append(f"agent  no inner step for {still_s:.0f} s: killed")
+            trainer.tail.append(f"agent  no sign of life for {still_s:.0f} s: killed")
             trainer.signal(signal.SIGKILL)
         if self.notice and time.time() - self.notice.since > KILL_AFTER_S:
             trainer.signal(signal.SIGKILL)
@@ -230,6 +231,9 @@ class Agent:
 
     def _fields(self, trainer: Trainer) -> dict:
         said = trainer.said
+        silent_s = time.monotonic() - trainer.heard
+        if said["state"] == "waiting" and silent_s > self.config.health.stall_after_s:
+            said = said | {"state": "stalled"}
         return {
             "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id,
             "node": hostname(), "pid": trainer.processes[0].pid, "state": said["state"],

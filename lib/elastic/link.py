@@ -102,6 +102,7 @@ class Link:
         Raises TryAgain when the notice has run out or the run is over while nobody answers.
         """
         while True:
+            self.say()
             try:
                 if self._store is None:
                     self._store = Store.open(self.run)
@@ -191,7 +192,8 @@ class Link:
     # ---- to the agent
 
     def say(self, **progress) -> None:
-        """Report progress to the agent: at once if the state changed, else twice a second."""
+        """Report progress, or just being alive, to the agent: at once if the state changed, else
+        twice a second."""
         new_state = progress.get("state", self._said.get("state")) != self._said.get("state")
         self._said |= progress
         if not new_state and "end" not in progress and time.monotonic() - self._said_at < 0.5:

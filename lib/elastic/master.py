@@ -116,6 +116,8 @@ class Master:
         try:
             self._tick(self._wait())
         except TryAgain as error:
+            if self.notice:
+                return  # a scheduler that ends this job signals its Redis, too
             if self._server and not self._server.alive():
                 self.run.event("redis-lost", epoch=self.epoch, reason=error.what)
                 self._open_redis()
@@ -357,7 +359,7 @@ class Master:
         rule = reason.partition(":")[0]
         self._round.rejected[rule] = self._round.rejected.get(rule, 0) + 1
         self._round.seen.pop((base, name), None)
-        slot, _, attempt = name.partition(":")
+        slot, attempt = (int(n) if n.isdigit() else n for n in name.partition(":")[::2])
         self._store.set_verdict(name, {"base": base, "reason": reason})
         self._store.drop_offers(base, [name])
         self._event("reject", slot=slot, attempt=attempt, base=base, reason=reason)
