@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+
 from helpers import ROOT, elastic, environment
 
 sys.path.insert(0, str(ROOT / "lib"))

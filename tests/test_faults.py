@@ -161,15 +161,14 @@ def test_a_worker_told_to_go_while_it_waits_leaves_at_once_and_its_delta_counts(
 
 def test_a_worker_told_to_go_while_it_loads_is_no_crash(run: Running):
     run.kill("trainer")
-    trainer = run.until(lambda: _loading(run), 30, "a trainer that loads")
-    job = run.jobs()["worker", trainer]
-    run.scheduler.preempt(job.job_id)
-    record = run.ended(job.job_id)
+    job_id = run.until(lambda: _loading(run), 30, "a trainer that loads")
+    run.scheduler.preempt(job_id)
+    record = run.ended(job_id)
     assert record["outcome"] == "yielded", record
 
 
-def _loading(run: Running) -> int | None:
-    return next((n for n, slot in run.slots().items() if slot.state == "loading"), None)
+def _loading(run: Running) -> str | None:
+    return next((slot.job_id for slot in run.slots().values() if slot.state == "loading"), None)
 
 
 def test_workers_that_wait_for_a_version_get_it_from_the_next_master(run: Running):

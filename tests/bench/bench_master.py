@@ -4,8 +4,8 @@
 
 The master, its Redis and the run directory are real. One process plays all workers through the
 same store and transport: it renews every lease each five seconds, asks for samples, delivers a
-tiny delta (64 parameters) and waits for the next version. `player` is that process's own share of the time: a
-round cannot be shorter than it takes to play it.
+tiny delta (64 parameters) and waits for the next version. `player` is that process's own share of
+the time: a round cannot be shorter than it takes to play it.
 
 Predicted before the first measurement: 1,024 workers in 3 s a round, 40 % of one core.
 """
