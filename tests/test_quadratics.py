@@ -136,7 +136,10 @@ def test_planted_wrong_sign_diverges():
 # ---- the rate -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("work", "eta", "mu"), [(0.4, 1.0, 0.0), (0.3, 0.7, 0.0), (0.02, 0.7, 0.5)])
+RATES = [(0.4, 1.0, 0.0), (0.3, 0.7, 0.0), (0.02, 0.7, 0.5)]
+
+
+@pytest.mark.parametrize(("work", "eta", "mu"), RATES)
 def test_the_distance_shrinks_at_the_rate_of_theory(work, eta, mu):
     problem = alike(work, eta=eta, mu=mu)
     measured = rate(train(problem, 20 if mu == 0 else 60), problem.optimum)
@@ -197,7 +200,7 @@ def test_planted_plain_averaging_is_seen_in_the_rate():
 
 STALE = [
     (work, mu, kappa)
-    for work in (0.05, 0.2, 0.4, 0.6, 0.8, 0.99)
+    for work in (0.1, 0.2, 0.4, 0.6, 0.75, 0.99)
     for mu in (0.0, 0.5, 0.9)
     for kappa in (0.0, 0.5, 1.0)
 ]
@@ -209,15 +212,16 @@ def test_late_deltas_are_stable_where_theory_says_so(work, mu, kappa):
     problem = alike(work, mu=mu, late=1, kappa=kappa)
     predicted = spectral_radius(work, 0.7, mu, late=1, kappa=kappa)
     assert abs(predicted - 1) > 0.01, "too close to call"
-    distance = (train(problem, 120)[-1] - problem.optimum).norm().item()
-    assert (distance < 1.0) == (predicted < 1)
+    history = train(problem, 200)
+    first, last = ((history[at] - problem.optimum).norm().item() for at in (0, -1))
+    assert (last < first) == (predicted < 1)
 
 
 def test_base_relative_merging_of_late_deltas_diverges_where_reanchored_ones_converge():
     """The fault that costs most and shows last: at eta 0.7, mu 0.9 and workers that converge."""
     relative, anchored = (alike(0.8, late=1, kappa=kappa) for kappa in (0.0, 1.0))
-    assert rate(train(relative, 60), relative.optimum) > 1.2
-    assert rate(train(anchored, 200), anchored.optimum) < 0.99
+    assert rate(train(relative, 60), relative.optimum) > 1.15
+    assert rate(train(anchored, 20), anchored.optimum) < 0.8
     fresh = alike(0.8, late=0)
     assert rate(train(fresh, 60), fresh.optimum) < 0.97
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import redis
 
-from elastic import redis_server
+from elastic import network, redis_server
 from elastic.errors import ElasticError
 from elastic.network import bind_address, free_port, interfaces
 from helpers import ROOT, wait_until
@@ -55,6 +55,12 @@ def test_it_listens_on_one_address_with_bounded_memory(start):
     assert client.config_get("save")["save"] == ""
 
 
+def test_it_is_not_there_on_other_addresses_of_the_node(start):
+    _, server = start()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", server.endpoint.port), timeout=5)
+
+
 def test_stopping_it_leaves_nothing(start):
     _, server = start()
     server.stop()
@@ -74,6 +80,14 @@ def test_a_taken_port_is_named_with_the_way_out(make_run):
     assert not list(run.path.glob("redis-*"))
 
 
+def test_another_redis_on_the_port_is_not_taken_for_ours(make_run, start):
+    _, other = start()
+    run = make_run(f"redis.port={other.endpoint.port}", name="run-b")
+    with pytest.raises(ElasticError, match=f"did not start on 127.0.0.1:{other.endpoint.port}"):
+        redis_server.start(run, run.config(), "127.0.0.1", epoch=1)
+    assert other.alive()
+
+
 def test_no_redis_server_is_named_with_what_to_install():
     with pytest.raises(ElasticError, match="/nowhere/redis-server") as caught:
         redis_server.find("/nowhere/redis-server")
@@ -87,6 +101,30 @@ def test_too_old_a_server_is_not_taken(tmp_path):
     assert redis_server.version(str(old)) == (5, 0)
     with pytest.raises(ElasticError, match="6.0 or newer"):
         redis_server.find(str(old))
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("#!/bin/sh\necho 'Redis server v=7.0.15 sha=00000000:0'\n", (7, 0)),
+        ("#!/bin/sh\necho 'Valkey server v=8.1.3 sha=00000000:0'\n", (8, 1)),
+        ("#!/bin/sh\necho something else\n", (0,)),
+        ("#!/bin/sh\nexit 3\n", (0,)),
+        ("#!/nowhere/interpreter\n", (0,)),
+        ("no program at all", (0,)),
+    ],
+)
+def test_the_version_is_read_or_the_program_is_none(tmp_path, script, found):
+    program = tmp_path / "redis-server"
+    program.write_text(script)
+    program.chmod(0o755)
+    assert redis_server.version(str(program)) == found
+
+
+def test_without_any_redis_server_all_the_places_are_named(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ElasticError, match="looked for redis-server, valkey-server"):
+        redis_server.find()
 
 
 def test_it_dies_with_the_process_that_started_it(make_run):
@@ -115,3 +153,30 @@ def test_where_to_listen_is_an_address_an_interface_or_how_the_node_is_known():
         bind_address("ib9", "localhost")
     assert "lo (127.0.0.1)" in caught.value.hint
     assert 0 < free_port("127.0.0.1") < 65536
+
+
+def test_a_node_that_calls_itself_loopback_is_reached_by_the_address_it_routes_from(monkeypatch):
+    """Debian's /etc/hosts: 127.0.1.1 node17. Workers on other nodes would connect to themselves."""
+    names = {"node17": "127.0.1.1", "node18": "10.0.0.18"}
+    monkeypatch.setattr(network, "resolve", names.__getitem__)
+    monkeypatch.setattr(network, "routed", lambda: "10.0.0.17")
+    assert bind_address("auto", "node17") == "10.0.0.17"
+    assert bind_address("auto", "node18") == "10.0.0.18"
+
+
+def test_the_address_it_routes_from_is_one_of_its_own(monkeypatch):
+    monkeypatch.setattr(network, "ELSEWHERE", "127.0.0.1")  # where a test machine has no route
+    assert network.routed() in interfaces().values()
+
+
+def test_a_machine_without_a_route_says_so(monkeypatch):
+    monkeypatch.setattr(network, "ELSEWHERE", "255.255.255.255")
+    with pytest.raises(ElasticError, match="no route from this node") as caught:
+        network.routed()
+    assert "redis.bind" in caught.value.hint
+
+
+def test_a_name_that_nobody_knows_is_named_with_the_way_out():
+    with pytest.raises(ElasticError, match="no.such.node.invalid") as caught:
+        bind_address("auto", "no.such.node.invalid")
+    assert "redis.bind" in caught.value.hint

@@ -51,8 +51,8 @@ STORY = {
     "task.samples": 24_000,
     "elastic.reconcile_interval": "10s",
     "local_sgd.inner_steps": STEPS,
-    "local_sgd.min_deadline": "3s",
-    "local_sgd.last_call": "3s",
+    "local_sgd.min_deadline": "30s",
+    "local_sgd.last_call": "10s",
     "health.heartbeat": "0.5s",
     "health.lease": "5s",
 }

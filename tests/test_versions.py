@@ -11,7 +11,6 @@ import errno
 import itertools
 import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,10 @@ from elastic import versions
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.versions import Draft, prune, read_layout, read_outer, read_params, remove_drafts
+from forks import KILLED, at_nth_step, in_children, killed_at
 from merging import Rounds
 
 LAYOUT = Layout.of([("w", (3, 4)), ("b", (5,)), ("s", ())], 52)  # two fragments: 12 and 6
-STEPS = ("link", "rename", "replace", "fsync", "open", "mkdir", "unlink", "rmdir", "fchmod")
 
 
 @pytest.fixture(autouse=True)
@@ -74,33 +73,7 @@ def drafts(run):
     return sorted(path.name for path in (run.path / "versions").glob(".*"))
 
 
-def in_child(action):
-    """Run `action` in a forked process; its exit code is 0 or 1 for True or False, 9 if killed."""
-    child = os.fork()
-    if child == 0:
-        code = 2
-        with contextlib.suppress(BaseException):
-            code = 0 if action() else 1
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def at_nth_step(number, act):
-    """From now on the `number`th call of a step calls `act` first. Returns what undoes this."""
-    count, patch = itertools.count(1), pytest.MonkeyPatch()
-
-    def counted(real):
-        def call(*args, **kwargs):
-            if next(count) == number:
-                act()
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in STEPS:
-        patch.setattr(os, name, counted(getattr(os, name)))
-    patch.setattr(versions, "save_file", counted(versions.save_file))
-    return patch
+SAVE = (versions, "save_file")  # a step like those of `os`
 
 
 # ---- what a version is --------------------------------------------------------------------------
@@ -152,10 +125,8 @@ def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
     version, outcomes = 0, []
     for number in itertools.count(1):
         records = {v: run.commit_path(v).read_bytes() for v in range(version)}
-        code = in_child(
-            lambda n=number, v=version: at_nth_step(n, lambda: os._exit(9)) and commit(run, v)
-        )
-        assert code in (0, 9)
+        code = killed_at(number, lambda v=version: commit(run, v), SAVE)
+        assert code in (0, KILLED)
         newest = run.newest_commit()
         assert run.newest_version() in (version - 1, version)
         outcomes.append(run.newest_version() == version)
@@ -190,7 +161,7 @@ def test_a_commit_that_fails_at_any_step_is_tried_again_and_loses_nothing(make_r
             fired.append(1)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        patch = at_nth_step(number, fail)
+        patch = at_nth_step(number, fail, SAVE)
         newest = rounds.averager.commit(1, record, on_full_disk=lambda: None)
         patch.undo()
         rounds.new_master()
@@ -242,12 +213,8 @@ def failing(*_):
 
 def test_of_two_that_write_the_same_version_one_wins(run):
     for version in range(8):
-        with ThreadPoolExecutor(2) as pool:
-            jobs = [
-                pool.submit(in_child, lambda w=w, v=version: commit(run, v, w))
-                for w in ("epoch1", "epoch2")
-            ]
-        assert sorted(job.result() for job in jobs) == [0, 1]
+        writers = [lambda w=w, v=version: commit(run, v, w) for w in ("epoch1", "epoch2")]
+        assert sorted(in_children(writers)) == [0, 1]
         assert_whole(run, version)
         assert drafts(run) == []
 

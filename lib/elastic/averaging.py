@@ -5,7 +5,7 @@ copies of the model, plus one fragment of one delta at a time. Fragments are ind
 """
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -153,15 +153,15 @@ class Averager:
         return self._commit
 
     def _write(self, draft: Draft) -> list[dict]:
-        outer = self._outer
-
-        def write(index: int) -> list[dict]:
-            return draft.write_fragment(
-                self.layout, index, outer.params[index], outer.momentum[index]
-            )
-
-        parts = self._pool.map(write, range(len(self.layout.fragments)))
-        return [entry for part in parts for entry in part]
+        """Every file of the version, as many at a time as the pool has threads."""
+        outer, layout = self._outer, self.layout
+        writes = []
+        for index, params in enumerate(outer.params):
+            momentum = outer.momentum[index]
+            writes.append(self._pool.submit(draft.write_outer, layout, index, params, momentum))
+            writes.append(self._pool.submit(draft.write_params, layout, index, params))
+        wait(writes)  # also when one fails: the draft is removed then
+        return sorted((write.result() for write in writes), key=lambda entry: entry["path"])
 
     def drop(self, keys: list[tuple[int, int, int]]) -> None:
         """Forget the bytes of deltas that have been dealt with."""

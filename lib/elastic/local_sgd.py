@@ -28,6 +28,7 @@ from elastic.group import Group
 from elastic.layout import Layout
 from elastic.ledger import Range, count
 from elastic.link import Link, Place
+from elastic.merge import norm
 from elastic.replica import Replica, shapes
 from elastic.rounds import Fragment, Header
 from elastic.schedule import learning_rate, tokens_at
@@ -314,8 +315,11 @@ class LocalSGD:
     def _deliver(self) -> None:
         """Send base - local with the steps there are. Collective among the worker's ranks."""
         round_ = self._round
+        self._dry = False
         if self._link:
             self._link.say(state="delivering")
+        if self.group.share(self._is_too_late() if self._link else None):
+            return
         fragments = []
         if round_.steps:
             fragments = self._send_fragments()
@@ -326,7 +330,16 @@ class LocalSGD:
             if round_.steps:
                 self._delivered += 1
                 self._link.say(delivered=self._delivered)
-        self._dry = False
+
+    def _is_too_late(self) -> bool:
+        """Rank 0: would the delta be refused as stale? Then its bytes stay here."""
+        base, behind = self._round.base, self._link.news.version - self._round.base
+        if not self._round.steps or behind <= self.config.local_sgd.max_staleness:
+            return False
+        reason = f"stale: based on version {base}, {behind} behind"
+        self.run.event("reject", slot=self.place.slot, attempt=self.place.attempt, base=base,
+                       reason=reason)  # fmt: skip
+        return True
 
     def _send_fragments(self) -> list | None:
         """Encode and store every fragment; None, and back to the base, if one is not finite."""
@@ -334,7 +347,7 @@ class LocalSGD:
         fragments, finite = [], True
         for index in range(len(self._replica.layout.fragments)):
             delta = self._replica.delta(index)
-            finite = finite and bool(torch.isfinite(delta).all())
+            finite = finite and math.isfinite(norm(delta))
             if self._link and finite:
                 fragments.append(self._put(fragment_name(key, index), self._codec.encode(delta)))
         if self.group.share(finite):

@@ -13,6 +13,7 @@ higher epoch, leaves and changes nothing more.
 import contextlib
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ CONTROL_S = 1.0
 LEAVE_S = 20.0  # workers are given this long to deliver and leave when the run ends
 SPACE_S = 2.0  # between two looks at a full disk
 DURATIONS_KEPT = 64
+MOST_THREADS = 8  # each may hold a fragment of a delta
 AFTER_LEAVE_S = 2.0
 PASS_S = 60.0
 
@@ -76,7 +78,7 @@ class Master:
         self._server: RedisServer | None = None
         self._store: Store | None = None
         self._listener: Listener | None = None
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="delta")
+        self._pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))))
         self._averager: Averager | None = None
         self._ledger: Ledger | None = None
         self._round: Round | None = None
@@ -291,7 +293,7 @@ class Master:
             header = Header.from_json(json.loads(body))
             if (f"{header.slot}:{header.attempt}", header.base) != (name, base):
                 raise ValueError(f"it says {header.key}, and came from {name} for version {base}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self._reject(name, f"malformed: {error}", base)
             return
         owner = (header.slot, header.attempt)
@@ -299,6 +301,8 @@ class Master:
             header, self._facts(), ledger.refusal(owner, header.samples)
         )
         if verdict is Verdict.REJECT:
+            if reason.startswith("stale"):
+                self._averager.drop([header.key])  # nobody else would
             self._reject(name, reason, base)
         elif verdict is Verdict.PASS:
             round_.answered.add(owner)

@@ -107,7 +107,7 @@ def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            store = Store.connect(server.endpoint, run.secret(), run.name)
+            store = Store.connect(server.endpoint, run.secret(), run.name, timeout_s=0.5)
             store.ping()
             store.close()
             # Somebody else's server may answer on a port that ours could not bind.

@@ -50,10 +50,13 @@ class Replica:
         flat = torch.empty(self.layout.numels[index])
         for tensor in self.layout.fragments[index]:
             param = self._params[tensor.name]
-            local = _local(param)
-            shard = self._base[tensor.name].to(local.device, torch.float32).sub_(local.float())
-            whole = _gather_like(param, shard)
-            flat[tensor.start : tensor.start + tensor.numel] = whole.flatten().cpu()
+            local, base = _local(param), self._base[tensor.name]
+            part = flat[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
+            if not isinstance(param, DTensor) and not local.is_cuda:
+                torch.sub(base, local.float(), out=part)
+            else:
+                shard = base.to(local.device, torch.float32).sub_(local.float())
+                part.copy_(_gather_like(param, shard))
         return flat
 
     @torch.no_grad()

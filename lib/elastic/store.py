@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from elastic.errors import Fenced, TryAgain
 from elastic.membership import Slot
@@ -153,7 +155,7 @@ class Store:
         limits = {
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
-            "decode_responses": False,
+            "retry": Retry(NoBackoff(), 1),  # callers know when to try again, and what to do first
         }
         if endpoint.url:
             client = redis.Redis.from_url(endpoint.url, **limits)

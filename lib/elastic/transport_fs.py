@@ -1,6 +1,5 @@
 """Deltas as files: RUN/deltas/BASE/SLOT.ATTEMPT.FRAGMENT. Renamed when whole, not fsynced."""
 
-import contextlib
 import os
 
 from elastic.rounds import Fragment
@@ -19,8 +18,6 @@ class FileTransport:
         try:
             temporary.write_bytes(data)
             os.replace(temporary, path)
-        except FileNotFoundError:  # `drop` has removed the folder in between
-            return self.put(name, data)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -37,12 +34,8 @@ class FileTransport:
         verify(name, fragment, into)
 
     def drop(self, parts: list[tuple[str, int]]) -> None:
-        paths = [self._root / name for name, _ in parts]
-        for path in paths:
-            path.unlink(missing_ok=True)
-        for folder in {path.parent for path in paths}:
-            with contextlib.suppress(OSError):  # not empty: another delta is on its way
-                folder.rmdir()
+        for name, _ in parts:  # the folders go with their versions (versions.prune)
+            (self._root / name).unlink(missing_ok=True)
 
 
 def _fill(file, into: memoryview) -> bool:

@@ -44,14 +44,22 @@ class Draft:
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
     ) -> list[dict]:
         """Write both files of a fragment (flat, float32); returns their entries for the commit."""
+        published = self.write_params(layout, index, params)
+        return [published, self.write_outer(layout, index, params, momentum)]
+
+    def write_params(self, layout: Layout, index: int, params: torch.Tensor) -> dict:
+        """Write what workers pull of a fragment."""
         published = split(layout, index, params.to(torch.bfloat16))
+        return self._write(f"params-{index:02d}.safetensors", published)
+
+    def write_outer(
+        self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
+    ) -> dict:
+        """Write what the next master needs of a fragment."""
         state = {f"param/{name}": part for name, part in split(layout, index, params).items()}
         parts = split(layout, index, momentum)
         state |= {f"momentum/{name}": part for name, part in parts.items()}
-        return [
-            self._write(f"params-{index:02d}.safetensors", published),
-            self._write(f"outer-{index:02d}.safetensors", state),
-        ]
+        return self._write(f"outer-{index:02d}.safetensors", state)
 
     def commit(self, layout: Layout, files: list[dict], record: dict) -> bool:
         """Write the manifest and link the commit. False if another writer was first."""

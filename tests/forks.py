@@ -1,0 +1,57 @@
+"""Real processes for tests, forked and killed: what a `finally` would mend is not mended."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterable
+
+import pytest
+
+STEPS = ("link", "rename", "replace", "fsync", "open", "mkdir", "unlink", "rmdir", "fchmod")
+KILLED = 9
+
+
+def start_child(action: Callable[[], object]) -> int:
+    """Fork; the child's exit code is 0 if `action()` is true, 1 if not, 2 if it raised."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        with contextlib.suppress(BaseException):
+            code = 0 if action() else 1
+        os._exit(code)
+    return child
+
+
+def exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_child(action: Callable[[], object]) -> int:
+    return exit_code(start_child(action))
+
+
+def in_children(actions: Iterable[Callable[[], object]]) -> list[int]:
+    """All at once; their exit codes."""
+    return [exit_code(child) for child in [start_child(action) for action in actions]]
+
+
+def at_nth_step(number: int, act: Callable[[], None], *more: tuple[object, str]):
+    """From now on the `number`th call into the filesystem runs `act` first; .undo() ends that."""
+    count, patch = itertools.count(1), pytest.MonkeyPatch()
+
+    def counted(real):
+        def call(*args, **kwargs):
+            if next(count) == number:
+                act()
+            return real(*args, **kwargs)
+
+        return call
+
+    for owner, name in [*((os, name) for name in STEPS), *more]:
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+    return patch
+
+
+def killed_at(number: int, action: Callable[[], object], *more: tuple[object, str]) -> int:
+    """Run `action` in a child that is gone before its `number`th call into the filesystem."""
+    return in_child(lambda: at_nth_step(number, lambda: os._exit(KILLED), *more) and action())

@@ -1,0 +1,246 @@
+"""Deltas that must not be merged: each is refused with its reason, and the run goes on.
+
+One run with one worker in slot 0. A fake worker in slot 7 offers what a broken one might: it holds
+the lease of its slot, and never trains.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elastic import status
+from elastic.errors import Fenced
+from elastic.rounds import Header
+from elastic.store import Ask, Store
+from elastic.transport import fragment_name
+from elastic.transport_fs import FileTransport
+from elastic.versions import read_layout
+from running import Running, running
+
+SLOT = 7
+LEASE = {"job_id": "fake", "node": "here", "pid": 1, "state": "loading", "version": 0, "step": 0,
+         "steps_total": 0, "loss": 0.0, "tokens_per_s": 0.0}  # fmt: skip
+
+
+class Fake:
+    """A worker of the test's own, and the delta it would deliver."""
+
+    def __init__(self, run: Running, store: Store):
+        self.run, self.store = run, store
+        self.attempt = run.run.claim_attempt(SLOT, {"job_id": "fake"})
+        assert store.claim(SLOT, self.attempt, LEASE, 600.0)
+        self.base = run.version
+        self.sizes = [4 * numel for numel in read_layout(run.run, self.base).numels]
+        self.bytes = [bytes(size) for size in self.sizes]
+
+    def samples(self) -> tuple:
+        """Four samples that the master grants."""
+        ask = Ask(SLOT, self.attempt, 1, 4, ())
+        self.store.ask(ask)
+        return tuple(self.run.until(lambda: self.store.granted(ask, 0.2), 30, "samples"))
+
+    def header(self, **changes) -> dict:
+        """Put the bytes where the master looks for them; the header that announces them."""
+        key = (SLOT, self.attempt, self.base)
+        transport = FileTransport(self.run.run)
+        parts = [transport.put(fragment_name(key, i), memoryview(data))
+                 for i, data in enumerate(self.bytes)]  # fmt: skip
+        whole = Header(
+            run="tiny", slot=SLOT, attempt=self.attempt, job_id="fake", base=self.base,
+            layout=self.run.run.commit(0)["layout"], codec="none", steps=1, tokens=4,
+            samples=self.samples(), loss=0.1, first_loss=0.1, fragments=tuple(parts),
+        )  # fmt: skip
+        return whole.to_json() | changes
+
+    def offer(self, body: dict | str, attempt: int | None = None) -> None:
+        """Announce a delta as the store would, whatever it says."""
+        body = body if isinstance(body, str) else json.dumps(body)
+        name = f"{SLOT}:{attempt or self.attempt}"
+        self.store._redis.hset(self.store._key("offers", self.base), name, body)
+        self.store._redis.publish(self.store._key("wake"), f"offer {SLOT}")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Iterator[Running]:
+    settings = {"local_sgd.inner_steps": 10, "local_sgd.min_deadline": "20s",
+                "local_sgd.max_staleness": 1, "elastic.max_failures": 50}  # fmt: skip
+    with running(tmp_path_factory.mktemp("run"), settings, samples=100_000) as run:
+        yield run
+        run.pace(2)
+        run.audit()
+
+
+@pytest.fixture
+def run(shared: Running) -> Iterator[Running]:
+    shared.pace(0.02)
+    for pid in shared.pids("master") + shared.pids("trainer"):
+        os.kill(pid, signal.SIGCONT)
+    shared.workers(1)
+    trainers = shared.pids("trainer")
+    yield shared
+    shared.versions(1)
+    assert shared.pids("trainer") == trainers
+
+
+@pytest.fixture
+def fake(run: Running) -> Iterator[Fake]:
+    """A fake worker while a slow round goes on."""
+    run.pace(0.15)
+    with run.store() as store:
+        yield Fake(run, store)
+        store.release(SLOT, run.run.latest_attempt(SLOT))
+    run.pace(0.02)
+
+
+def other_bytes(fake: Fake, change: Callable[[bytes], bytes]) -> dict:
+    """A header of good bytes, and then other ones in their place."""
+    header = fake.header()
+    path = fake.run.run.path / "deltas" / fragment_name((SLOT, fake.attempt, fake.base), 0)
+    path.write_bytes(change(path.read_bytes()))
+    return header
+
+
+def not_a_number(fake: Fake) -> dict:
+    fake.bytes[0] = b"\xff" * fake.sizes[0]
+    return fake.header()
+
+
+def too_old(fake: Fake) -> dict:
+    fake.run.until(lambda: fake.run.version >= 3, 30, "version 3")
+    fake.base = fake.run.version - 2
+    return fake.header()
+
+
+def from_the_future(fake: Fake) -> dict:
+    fake.run.versions(1)
+    fake.base = fake.run.version + 1
+    return fake.header()
+
+
+def lost_bytes(fake: Fake) -> dict:
+    header = fake.header()
+    (fake.run.run.path / "deltas" / fragment_name((SLOT, fake.attempt, fake.base), 0)).unlink()
+    return header
+
+
+def wrong_size(fake: Fake) -> dict:
+    fake.bytes[0] += b"\0\0\0\0"
+    return fake.header()
+
+
+REFUSED = {
+    "a stale base": ("stale", too_old),
+    "a base that is not there yet": ("future", from_the_future),
+    "a delta for another run": ("other-run", lambda fake: fake.header(run="another")),
+    "another layout": ("shape", lambda fake: fake.header(layout="0123456789abcdef")),
+    "another codec": ("shape", lambda fake: fake.header(codec="bf16")),
+    "another size": ("shape", wrong_size),
+    "NaN in the bytes": ("non-finite", not_a_number),
+    "NaN as the loss": ("non-finite", lambda fake: fake.header(loss=float("nan"))),
+    "truncated bytes": ("truncated", lambda fake: other_bytes(fake, lambda data: data[:-1])),
+    "altered bytes": ("altered", lambda fake: other_bytes(fake, lambda data: b"\1" + data[1:])),
+    "no bytes": ("unreadable", lost_bytes),
+    "samples of others": ("samples", lambda fake: fake.header(samples=[[0, 0, 4]])),
+    "samples that do not exist": ("samples", lambda fake: fake.header(samples=[[9, 0, 4]])),
+    "no JSON": ("malformed", lambda _: "}{"),
+    "endless JSON": ("malformed", lambda _: "[" * 100_000),
+    "a missing field": ("malformed", lambda _: {"run": "tiny"}),
+    "a field of a wrong type": ("malformed", lambda fake: fake.header(steps="many")),
+    "a name that is not its own": ("malformed", lambda fake: fake.header(slot=0)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_broken_delta_is_refused_with_its_reason(fake: Fake, case: str):
+    rule, make = REFUSED[case]
+    body, run = make(fake), fake.run
+    version = run.version
+    fake.offer(body)
+    event = rejection(run, rule, slot=SLOT, attempt=fake.attempt)
+    assert event["reason"].startswith(f"{rule}: ")
+    assert event in status.observe(run.run)["events"]
+    run.versions(1)
+    committed = [run.run.commit(number) for number in range(version + 1, run.version + 1)]
+    assert sum(commit["rejected"].get(rule, 0) for commit in committed) == 1
+    assert not any(delta["slot"] == SLOT for commit in committed for delta in commit["deltas"])
+
+
+def rejection(run: Running, rule: str, **whose) -> dict:
+    """Wait for the event."""
+
+    def found() -> dict | None:
+        mine = [event for event in run.events("reject") if whose.items() <= event.items()]
+        return next((e for e in mine if e["reason"].startswith(f"{rule}: ")), None)
+
+    return run.until(found, 30, f"a delta is rejected by {rule}")
+
+
+def test_an_attempt_that_never_claimed_the_slot_is_fenced(fake: Fake):
+    body = fake.header(attempt=fake.attempt + 1)
+    fake.offer(body, fake.attempt + 1)
+    event = rejection(fake.run, "fenced", slot=SLOT, attempt=fake.attempt + 1)
+    assert event["reason"].startswith("fenced: ")
+
+
+def test_an_attempt_that_has_been_replaced_can_offer_nothing(fake: Fake):
+    header = fake.header()
+    newer = fake.run.run.claim_attempt(SLOT, {"job_id": "newer"})
+    assert fake.store.claim(SLOT, newer, LEASE, 600.0)
+    with pytest.raises(Fenced, match="an attempt higher than"):
+        fake.store.offer(SLOT, fake.attempt, fake.base, header)
+
+
+def test_the_same_delta_counts_once(fake: Fake):
+    run, header = fake.run, fake.header()
+    fake.offer(header)
+    mine = {"slot": SLOT, "attempt": fake.attempt}
+    run.until(lambda: any(mine.items() <= e.items() for e in run.events("delta")), 30, "accepted")
+    fake.offer(header | {"loss": 0.2})
+    rejection(run, "duplicate", **mine)
+    run.versions(1)
+    deltas = [d for commit in run.commits() for d in commit["deltas"] if mine.items() <= d.items()]
+    assert [(delta["base"], delta["loss"]) for delta in deltas] == [(fake.base, 0.1)]
+
+
+def test_a_delta_that_is_one_version_late_is_merged(fake: Fake):
+    fake.base -= 1
+    fake.offer(fake.header())
+    run, mine = fake.run, {"slot": SLOT, "attempt": fake.attempt, "base": fake.base}
+
+    def merged() -> bool:
+        return any(mine.items() <= d.items() for commit in run.commits() for d in commit["deltas"])
+
+    run.until(merged, 30, "the late delta is in a commit")
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
+    run: Running, flushed: bool
+):
+    """And so it does if Redis forgets the verdict before the worker has read it."""
+    (master,), (trainer,) = run.pids("master"), run.pids("trainer")
+    run.pace(0.2)
+    run.until(lambda: 1 <= run.slots()[0].step <= 5, 30, "the worker is amid a round")
+    os.kill(master, signal.SIGSTOP)
+    slot = run.slots()[0]
+    key = (0, slot.attempt, slot.version)
+    path = run.run.path / "deltas" / fragment_name(key, 0)
+    with run.store() as store:
+        run.until(lambda: store.offered(*key), 30, "the worker delivers")
+        if flushed:
+            os.kill(trainer, signal.SIGSTOP)
+        path.write_bytes(b"\1" + path.read_bytes()[1:])
+        os.kill(master, signal.SIGCONT)
+        rejection(run, "altered", slot=0, base=key[2])
+        if flushed:
+            store._redis.flushall()
+            os.kill(trainer, signal.SIGCONT)
+    run.until(lambda: run.version > key[2], 30, "the round closes all the same")
+    commit = run.run.commit(key[2] + 1)
+    assert commit["rejected"]["altered"] == 1
+    assert [(d["slot"], d["attempt"]) for d in commit["deltas"]] == [key[:2]]
+
+
