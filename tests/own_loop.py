@@ -6,20 +6,21 @@
 import sys
 
 import torch
-from torch import nn
 
 import elastic
 from tiny_task import Net, Tiny
 
 
-def main(pace: str, samples: str) -> None:
+def main(pace: str, samples: str, batches: str = "inf") -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    dataset = Tiny({"pace": pace, "samples": int(samples)}).dataset()
+    task = Tiny({"pace": pace, "samples": int(samples)})
     with elastic.LocalSGD.from_env(model, optimizer) as sgd:
-        for x, y in sgd.batches(dataset):
-            loss = nn.functional.mse_loss(model(x), y)
+        for count, batch in enumerate(sgd.batches(task.dataset())):
+            if count >= float(batches):
+                break
+            loss = task.loss(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -97,9 +97,9 @@ class Running:
         return {parse_job_name(job.name)[1:]: job for job in running}
 
     def pids(self, kind: str) -> list[int]:
-        """The processes of a kind: trainer, agent, master or redis."""
+        """The processes of a kind: trainer, agent, master or redis, or a word of their command."""
         words = {"trainer": "elastic.worker", "agent": "elastic.agent",
-                 "master": "elastic.master", "redis": "redis-server"}[kind]  # fmt: skip
+                 "master": "elastic.master", "redis": "redis-server"}.get(kind, kind)  # fmt: skip
         return [pid for pid in members(self.home) if words in command_line(pid)]
 
     def trainer_of(self, slot: int) -> int:
@@ -136,6 +136,15 @@ class Running:
             if time.monotonic() > deadline:
                 pytest.fail(f"not within {timeout_s} s: {what}\n{self.story()}")
             time.sleep(0.02)
+
+    def until_failed(self, timeout_s: float) -> dict:
+        """Reconcile until the run has failed and its jobs are gone; failed.json."""
+        deadline = time.monotonic() + timeout_s
+        while not self.run.failed() or self.jobs():
+            assert time.monotonic() < deadline, f"it does not fail\n{self.story()}"
+            self.reconcile()
+            time.sleep(0.05)
+        return self.run.failed()
 
     def versions(self, more: int = 2, timeout_s: float = 40) -> None:
         """Wait for so many further versions."""

@@ -29,6 +29,9 @@ def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path
     assert commits[-1]["loss"] < commits[1]["loss"] / 4
 
 
-def test_a_loop_that_breaks_off_is_a_crash_that_says_so(tmp_path: Path):
-    program = "import elastic.local_sgd as l, sys; sys.path.append(sys.argv[1]); " \
-              "import own_loop, torch; own_loop.nn.functional.mse_loss = None; own_loop.main(*sys.argv[2:])"
+def test_a_loop_that_breaks_off_fails_the_run_and_says_so(tmp_path: Path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "pace"), "1200", "3"]
+    settings = {"run.command": command, "elastic.max_failures": 1, "elastic.backoff": "0.1s"}
+    with running(tmp_path, settings) as run:
+        failed = run.until_failed(60)
+    assert "left before the run was over" in failed["reason"]

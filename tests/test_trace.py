@@ -31,6 +31,7 @@ SETTINGS = {
     "local_sgd.join_ramp": 20,
     "local_sgd.inner_state_every": 0,  # only on notice: before that, who joins finds none
     "local_sgd.inner_state_max_age": 1000,
+    "local_sgd.deadline_k": 0,  # a standstill makes rounds long
     "local_sgd.min_deadline": "3s",
     "local_sgd.last_call": "6s",
     "local_sgd.fragment": "1kb",  # several of them

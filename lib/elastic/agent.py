@@ -272,7 +272,8 @@ class Agent:
             "job_id": self.job_id, "role": "worker", "slot": self.slot, "attempt": self.attempt,
             "node": hostname(), "time": time.time(),
         }  # fmt: skip
-        before = self.run.ending(self.job_id) or {"started": time.time()}
+        starts = {"started": time.time()}  # a job id may have been another job's before
+        before = starts if fields["state"] == "started" else self.run.ending(self.job_id) or starts
         self.run.write_ending(self.job_id, {**record, "started": before["started"], **fields})
 
 

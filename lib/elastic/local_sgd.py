@@ -106,7 +106,7 @@ class LocalSGD:
         done = self._round
         done.steps += 1
         done.tokens += done.pending * self.tokens_per_sample if tokens is None else tokens
-        value = float(loss)
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if done.steps == 1:
             done.first_loss = value
         done.loss_sum += value

@@ -255,7 +255,8 @@ class Master:
         if now - self._control_at >= CONTROL_S:
             self._control_at = now
             self._fence()
-            if self.run.control().state == "stopped" and self._state == "running":
+            over = self.run.control().state == "stopped" or self.run.failed()
+            if over and self._state == "running":
                 self._state = "stopping"
                 self._say("the run is being stopped")
                 self._publish_state(wake="stop")
@@ -558,7 +559,8 @@ class Master:
         return code
 
     def _record(self, fields: dict) -> None:
-        before = self.run.ending(self.job_id) or {"started": time.time()}
+        starts = {"started": time.time()}  # a job id may have been another job's before
+        before = starts if fields["state"] == "started" else self.run.ending(self.job_id) or starts
         record = {
             "job_id": self.job_id, "role": "master", "slot": 0, "attempt": self.epoch,
             "node": hostname(), "time": time.time(), "started": before["started"],

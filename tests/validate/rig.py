@@ -100,8 +100,13 @@ def forgetful(steps: int) -> Crew:
 
 
 def late(steps: int) -> Crew:
-    """All deltas are merged one version late."""
-    return lambda version: [(s, 1, max(0, version - 1), steps, "start") for s in range(WORKERS)]
+    """All deltas are merged one version late: the second round trains version 0 once more."""
+
+    def crew(version: int) -> list[Work]:
+        attempt, inner = (2, "own of version 0") if version else (1, "start")
+        return [(s, attempt, max(0, version - 1), steps, inner) for s in range(WORKERS)]
+
+    return crew
 
 
 # ---- arms: participation, settings, and what is wrong with the implementation --------------------
@@ -141,10 +146,10 @@ class HeavyBall(Simulator):
 
 
 class CommitTwice(Simulator):
-    """Every fifth commit is applied again."""
+    """Every third commit is applied again."""
 
     def step(self, means, lr):
-        again = [mean.clone() for mean in means] if self.version % 5 == 4 else []
+        again = [mean.clone() for mean in means] if self.version % 3 == 2 else []
         super().step(means, lr)
         if again:
             super().step(again, lr)
@@ -372,7 +377,7 @@ FAULTS = [
     Fault("plain averaging, no outer momentum", "plain", "base", "R3"),
     Fault("heavy ball instead of Nesterov", "heavy_ball", "base", "R1"),
     Fault("the inner optimizer is reset every round", "adam_reset", "base", "R1"),
-    Fault("every fifth commit is applied twice", "commit_twice", "base", "R1"),
+    Fault("every third commit is applied twice", "commit_twice", "base", "R1"),
     Fault("deltas from the version before", "stale_anchor", "base", "R1"),
     Fault("rounds are applied one round late", "one_late", "base", "R1"),
     Fault("nothing is exchanged", "quarter", "base", "R2"),

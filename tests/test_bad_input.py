@@ -1,0 +1,246 @@
+"""What is wrong is said at once, clearly, and nothing is left behind."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic import status
+from elastic.network import free_port
+from helpers import elastic, environment
+from running import SETTINGS, TESTS, kill_all, members, running, toml
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    kill_all(tmp_path)
+
+
+def submit(home: Path, *arguments: str, text: str = "", env: dict | None = None, **settings):
+    """Submit a file of `text` or `settings` and return the finished command."""
+    config = home / "bad.toml"
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    config.write_text(text or "\n".join(toml(SETTINGS | {"task.pace": "pace"} | named)))
+    env = environment(home, PYTHONPATH=str(TESTS)) | (env or {})
+    return elastic("submit", config, *arguments, env=env)
+
+
+def assert_clean(home: Path, *others: str) -> None:
+    """No process, no registered run, no run directory."""
+    assert members(home) == []
+    assert not list((home / "registry" / "runs").glob("*"))
+    assert not list((home / "runs").glob("*"))
+
+
+WRONG = {
+    "malformed TOML": ({"text": "[run\nname = 'x'"}, 2, ["bad.toml", "line 1"]),
+    "an unknown key": ({"local_sgd__inner_step": 5}, 2, ["inner_step", "inner_steps"]),
+    "an unknown section": ({"text": "[runn]\nname = 'x'"}, 2, ["runn", "run"]),
+    "a wrong type": ({"elastic__max": "many"}, 2, ["elastic.max", "many"]),
+    "min above max": ({"elastic__min": 3, "elastic__max": 2}, 2, ["min", "max"]),
+    "no steps in a round": ({"local_sgd__inner_steps": 0}, 2, ["inner_steps"]),
+    "no partition": ({"run__scheduler": "slurm"}, 2, ["slurm.partition"]),
+    "no redis-server": ({"redis__server": "/nonexistent"}, 1, ["redis-server", "/nonexistent"]),
+    "no such module": ({"run__task": "not_there:Task"}, 1, ["not_there", "PYTHONPATH"]),
+    "no class": ({"run__task": "tiny_task"}, 2, ["run.task", "module:Class"]),
+    "too little space": ({"checkpoint__min_free": "1000000gb"}, 1, ["min_free"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_run_file_is_refused_before_anything_is_made(home: Path, case: str):
+    settings, code, words = WRONG[case]
+    done = submit(home, **settings)
+    assert done.returncode == code, done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert_clean(home)
+
+
+NAMES = ["two words", "a'b", 'a"b', "a;b", "$(a)", "../up", "-x", "a\nb", "x" * 80]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_no_plain_word_is_refused(home: Path, name: str):
+    done = submit(home, f"--name={name}")
+    assert done.returncode == 2, done.stderr
+    assert "run.name" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert_clean(home)
+
+
+def test_a_run_file_in_a_folder_with_spaces_and_quotes_is_no_trouble(home: Path):
+    folder = home / "it's a \"folder\"; really"
+    folder.mkdir()
+    with running(folder, samples=40) as run:
+        run.finish()
+
+
+def test_a_name_that_is_taken_is_refused_and_the_run_that_has_it_is_left_alone(home: Path):
+    with running(home, samples=100) as run:
+        before = (run.run.path / "run.toml").read_bytes()
+        again = submit(home, "--name", "tiny")
+        assert again.returncode == 2
+        assert "tiny" in again.stderr
+        assert (run.run.path / "run.toml").read_bytes() == before
+
+
+def test_a_controller_that_does_not_answer_means_try_again(home: Path):
+    """Client commands that fail as they do without slurm.conf."""
+    commands = home / "commands"
+    commands.mkdir()
+    words = "error: Could not establish a configuration source"
+    for name in ("squeue", "sbatch", "scancel", "scontrol", "sacct"):
+        path = commands / name
+        path.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+        path.chmod(0o755)
+    env = {"PATH": f"{commands}:{os.environ['PATH']}"}
+    done = submit(home, env=env, run__scheduler="slurm", slurm__partition="p")
+    assert done.returncode == 75, (done.returncode, done.stderr)
+    assert "squeue" in done.stderr
+    assert_clean(home)
+
+
+# ---- Redis --------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_fails_the_run_with_the_servers_own_words(home: Path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = {"redis.port": taken.getsockname()[1], "elastic.max_failures": 1}
+        with running(home, settings) as run:
+            failed = run.until_failed(60)
+    assert "redis-server did not start" in failed["reason"]
+    assert "in use" in failed["reason"]
+    assert members(home) == []
+
+
+def test_a_wrong_password_fails_the_run_and_is_not_repeated(home: Path):
+    port = free_port("127.0.0.1")
+    server = subprocess.Popen(
+        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "right",
+         "--save", "", "--dir", str(home)], stdout=subprocess.DEVNULL)  # fmt: skip
+    try:
+        settings = {"redis.url": f"redis://:guessed@127.0.0.1:{port}/0", "elastic.max_failures": 1}
+        with running(home, settings) as run:
+            failed = run.until_failed(60)
+            seen = str(status.observe(run.run)) + run.story()
+    finally:
+        server.kill()
+        server.wait()
+    assert "refused the password" in failed["reason"]
+    assert f"127.0.0.1:{port}" in failed["reason"]
+    assert "guessed" not in seen
+
+
+def test_a_server_that_the_site_provides_serves_as_well(home: Path):
+    port = free_port("127.0.0.1")
+    server = subprocess.Popen(
+        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "right",
+         "--save", "", "--dir", str(home)], stdout=subprocess.DEVNULL)  # fmt: skip
+    try:
+        with running(home, {"redis.url": f"redis://:right@127.0.0.1:{port}/0"}, samples=400) as run:
+            run.until(lambda: run.version >= 2, 60, "two versions")
+            run.kill("master")
+            run.versions(1)
+            run.finish()
+    finally:
+        server.kill()
+        server.wait()
+
+
+# ---- the user's code ----------------------------------------------------------------------------
+
+
+def test_a_task_that_raises_stops_the_run_with_its_traceback(home: Path):
+    settings = {"elastic.max_failures": 2, "elastic.backoff": "0.1s"}
+    with running(home, settings, raise_at_step=3) as run:
+        failed = run.until_failed(120)
+        seen = status.observe(run.run)
+        assert (seen["state"], seen["reason"].startswith(failed["reason"])) == ("failed", True)
+        assert "worker 0 failed 2 times in a row" in seen["reason"]
+        for words in ("RuntimeError: planted: step 3", "tiny_task.py", "Traceback"):
+            assert words in failed["detail"]
+        assert run.jobs() == {}
+        assert members(home) == []
+        run.audit()
+
+
+def test_a_task_that_does_not_import_stops_the_run_and_names_the_line(home: Path):
+    (home / "broken_task.py").write_text("import torch\n\nimport no_such_module_at_all\n")
+    settings = {"run.task": "broken_task:Task", "elastic.max_failures": 1}
+    with running(home, settings) as run:
+        failed = run.until_failed(90)
+    assert "no_such_module_at_all" in failed["detail"]
+    assert "broken_task.py:3" in failed["detail"]
+
+
+def test_a_sample_that_is_not_a_number_is_skipped_and_counted(home: Path):
+    with running(home, samples=400, nan_sample=123) as run:
+        run.finish()
+
+
+# ---- disks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 24 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a tmpfs")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode != 0:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        yield folder
+    finally:
+        kill_all(tmp_path)
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, leave_bytes: int) -> Path:
+    """A file that takes all space but so much."""
+    path, free = disk / "filler", shutil.disk_usage(disk).free
+    path.write_bytes(bytes(max(0, free - leave_bytes)))
+    return path
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("leave_bytes", [500_000, 0], ids=["nearly full", "full"])
+def test_a_full_disk_stops_the_clock_and_not_the_run(small_disk: Path, leave_bytes: int):
+    with running(small_disk, {"elastic.max": 2}, samples=600) as run:
+        run.workers(2)
+        run.versions(1)
+        trainers = run.pids("trainer")
+        filler = fill(small_disk, leave_bytes)
+        waits = "waiting for space on the filesystem of"
+        run.until(lambda: waits in status.observe(run.run)["reason"], 30, "status says why")
+        version = run.version
+        time.sleep(3)
+        assert run.version == version
+        filler.unlink()
+        run.versions(2)
+        assert run.pids("trainer") == trainers
+        run.finish()
+    assert run.events("fail") == []
+
+
+@pytest.mark.root
+def test_a_read_only_run_root_is_refused_before_anything_is_made(small_disk: Path, home: Path):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    done = submit(home, env={"ELASTIC_RUNS": str(small_disk / "runs")})
+    assert done.returncode == 1, done.stderr
+    assert f"cannot write to {small_disk}" in done.stderr
+    assert "ELASTIC_RUNS" in done.stderr
+    assert_clean(home)
