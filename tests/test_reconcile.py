@@ -412,6 +412,22 @@ def test_one_broken_run_does_not_keep_the_others_waiting(make_run, run, slurm, a
     assert report.lines()[:2] == report.errors
 
 
+def test_every_run_is_looked_for_on_the_cluster_it_was_submitted_to(make_run, slurm):
+    """Whatever SLURM_CONF cron has. A cluster that is gone keeps no run of another one waiting."""
+    runs = {name: make_run("run.scheduler=slurm", "slurm.partition=p", name=name) for name in "abc"}
+    for name, cluster in zip(runs, ("gone", "here", "here"), strict=True):
+        (runs[name].path / "environment.json").write_text(json.dumps({"SLURM_CONF": cluster}))
+    clusters = {"gone": Answers(), "here": slurm}
+    clusters["gone"].silent = True
+
+    def scheduler(kind, config, environment):
+        return clusters[environment["SLURM_CONF"]]
+
+    report = run_pass(list(runs.values()), NOW, scheduler=scheduler)
+    assert ([each.run for each in report.runs], slurm.asked) == (["b", "c"], 1)
+    assert (len(did(report)), report.unknown) == (10, "squeue: Socket timed out")
+
+
 # ---- many passes at once, for real
 
 PASSES = """

@@ -142,7 +142,11 @@ def test_it_dies_with_the_process_that_started_it(make_run):
     server = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    wait_until(lambda: not os.path.exists(f"/proc/{server}/exe"), 10, "redis-server is gone")
+    try:
+        wait_until(lambda: not os.path.exists(f"/proc/{server}/exe"), 10, "redis-server is gone")
+    except AssertionError:
+        os.kill(server, signal.SIGKILL)
+        raise
 
 
 def test_where_to_listen_is_an_address_an_interface_or_how_the_node_is_known():

@@ -76,7 +76,7 @@ def test_jobs_get_distinct_gpus(slurm, tmp_path):
 
 def test_its_daemons_listen_on_loopback_only_where_that_is_the_hosts_address(slurm):
     if socket.gethostbyname(socket.gethostname()) != "127.0.0.1":
-        pytest.skip("this host's name does not mean 127.0.0.1; Slurm then listens on all")
+        pytest.skip("this machine's name does not mean 127.0.0.1; Slurm then listens on all")
     conf = slurm.conf.read_text()
     port = int(conf.partition("SlurmctldPort=")[2].split()[0])
     listeners = Path("/proc/net/tcp").read_text().splitlines()

@@ -34,6 +34,7 @@ from elastic.errors import (
     Fenced,
     TryAgain,
 )
+from elastic.link import closing
 from elastic.network import free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
@@ -85,10 +86,9 @@ class Agent:
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self._record({"state": "started"})
-        if self.run.done():
-            return self._end("done", EXIT_OK, "the run is done")
-        if self.run.control().state == "stopped":
-            return self._end("stopped", EXIT_DO_NOT_RESTART, "the run is stopped")
+        if over := closing(self.run):
+            outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
+            return self._end(*outcome, f"the run is {over}")
         while True:
             trainer = self._start()
             code = self._watch(trainer)
@@ -111,8 +111,8 @@ class Agent:
             return "yielded", "notice, and the master could not be reached"
         if code < 0 and self.notice:
             return "yielded", f"notice, and the training process ended with {name_of(code)}"
-        if self.run.done():
-            return "done", "the run is done"
+        if over := closing(self.run):
+            return "done" if over == "done" else "stopped", f"the run is {over}"
         self._crashes = 1 if trainer.said.get("delivered") else self._crashes + 1
         if code == 0:
             return "crashed", "the training process left before the run was over"

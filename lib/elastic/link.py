@@ -23,7 +23,7 @@ from elastic.signals import Notice
 from elastic.store import Ask, Store
 
 POLL_S = 1.0
-RETRY_S = 0.2
+RETRY_S = 0.5
 LEAVING_S = 25.0  # how long a worker that was given notice keeps trying to deliver
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Link:
     def reach(self, action: Callable[[Store], T]) -> T:
         """`action(store)`, again and again until Redis answers.
 
-        Raises TryAgain when the notice has run out or the run is over while nobody answers.
+        Raises TryAgain when the notice has run out, or the run is over, while nobody answers.
         """
         while True:
             self.say()
@@ -112,7 +112,7 @@ class Link:
                     self._store.close()
                 self._store = None
                 since = self._notice.since
-                if (since and time.time() - since > LEAVING_S) or self.run.done():
+                if (since and time.time() - since > LEAVING_S) or closing(self.run):
                     raise
                 self._closed.wait(RETRY_S)
 
@@ -175,9 +175,8 @@ class Link:
                     while not _matters(listener.wait(POLL_S)) and not self._closed.is_set():
                         self._note(store.master())
             except ElasticError:
-                done = self.run.done()
-                if done:
-                    self._note({"state": "done", "version": str(done["version"])})
+                if over := closing(self.run):
+                    self._note({"state": "done" if over == "done" else "stopping", "version": "-1"})
                 self._closed.wait(RETRY_S)
 
     def _note(self, master: dict[str, str]) -> None:
@@ -203,6 +202,15 @@ class Link:
             line = json.dumps(self._said).encode() + b"\n"
             with contextlib.suppress(BrokenPipeError):  # the agent is gone, and so are we soon
                 os.write(self.place.progress_fd, line)
+
+
+def closing(run: RunDir) -> str:
+    """Why nobody needs to wait for a master any more: done, failed, stopped, or ""."""
+    if run.done():
+        return "done"
+    if run.failed():
+        return "failed"
+    return "stopped" if run.control().state == "stopped" else ""
 
 
 def _matters(words: list[str]) -> bool:

@@ -33,6 +33,7 @@ from elastic.errors import (
     TryAgain,
 )
 from elastic.ledger import Ledger
+from elastic.link import closing
 from elastic.membership import Slot, expected
 from elastic.network import bind_address, hostname
 from elastic.redis_server import RedisServer, start
@@ -255,10 +256,9 @@ class Master:
         if now - self._control_at >= CONTROL_S:
             self._control_at = now
             self._fence()
-            over = self.run.control().state == "stopped" or self.run.failed()
-            if over and self._state == "running":
+            if self._state == "running" and (over := closing(self.run)):
                 self._state = "stopping"
-                self._say("the run is being stopped")
+                self._say(f"leaving: the run is {over}")
                 self._publish_state(wake="stop")
         return now
 

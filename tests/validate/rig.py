@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 
 from elastic import config as configuration
 from elastic.config import Config
+from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
 from elastic.tasks import ByteText
@@ -312,10 +313,12 @@ def read_start(tensors: dict[str, torch.Tensor]) -> Start:
 
 
 def run_arm(name: str, seed: int) -> float:
-    """The validation loss of the published parameters, in nats per byte."""
+    """The validation loss of the published parameters, in nats per byte; nan if it got lost."""
     tokens = settings_of(seed).train.max_tokens - WARM_TOKENS
-    simulator = simulate(ARMS[name], seed, warm(seed), tokens)
-    return simulator.validate()["validation_loss"]
+    try:
+        return simulate(ARMS[name], seed, warm(seed), tokens).validate()["validation_loss"]
+    except ElasticError:  # the worker's own guard: its gradients are not finite any more
+        return math.nan
 
 
 # ---- rules and faults ----------------------------------------------------------------------------
