@@ -30,7 +30,7 @@ from elastic.sched import Job, parse_job_name
 from elastic.sched_local import LocalScheduler
 from elastic.store import Store
 from elastic.transport import checksum
-from helpers import ROOT, elastic, environment
+from helpers import PATIENCE, ROOT, elastic, environment
 
 TESTS = Path(__file__).resolve().parent
 PASS_S = 0.3  # between two passes of reconcile
@@ -126,7 +126,7 @@ class Running:
 
     def until(self, condition: Callable[[], object], timeout_s: float, what: str) -> object:
         """Reconcile until `condition()` is true; its value."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE * timeout_s
         while True:
             self.reconcile()
             if value := condition():
@@ -179,7 +179,7 @@ class Running:
             body = path.read_bytes()
             assert self._commits.setdefault(int(path.stem), body) == body, path
 
-    def finish(self, timeout_s: float = 60) -> dict:
+    def finish(self, timeout_s: float = 80) -> dict:
         """Let the run end; the audit's report, which must be clean."""
         self.pace(0)
         self.even_pace()

@@ -385,14 +385,14 @@ def test_an_ordinary_user_trains_with_what_root_installed(users_folder):
     subprocess.run(install, check=True, umask=0o022, stdout=subprocess.DEVNULL)
     shutil.copy(TESTS / "tiny_task.py", home)
     (home / "pace").write_text("0")
-    settings = {**ON_SLURM, "task.samples": 400, "task.pace": str(home / "pace")}
+    settings = {**ON_SLURM, "task.samples": 200, "task.pace": str(home / "pace")}
     (home / "tiny.toml").write_text("\n".join(toml(settings)))
     shutil.chown(home, user.pw_uid, user.pw_gid)
     script = f"""set -e
     PATH={prefix}/bin:$PATH
     elastic-sandbox up --nodes 1 --dir {home} --name x
     eval "$(elastic-sandbox env --dir {home} --name x)"
-    elastic-submit tiny.toml --min 1 --max 2 --wait
+    elastic-submit tiny.toml --min 1 --max 1 --wait
     elastic-audit tiny --files
     """
     environment = {

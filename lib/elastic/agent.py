@@ -252,12 +252,12 @@ class Agent:
     def _end(self, outcome: str, code: int, reason: str, trainer: Trainer | None = None) -> int:
         detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
         steps = trainer.said.get("steps_total", 0) if trainer else 0
+        kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
+        self.run.event(kind, slot=self.slot, attempt=self.attempt, reason=reason, steps=steps)
         self._record(
             {"state": "ended", "outcome": outcome, "code": code, "reason": reason,
              "detail": detail, "steps": steps},
         )  # fmt: skip
-        kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
-        self.run.event(kind, slot=self.slot, attempt=self.attempt, reason=reason, steps=steps)
         print(f"agent  slot {self.slot} {outcome}: {reason}", flush=True)
         with contextlib.suppress(ElasticError):  # the last word: who sees it looks at the record
             if self._store is None and trainer:
@@ -274,7 +274,10 @@ class Agent:
         }  # fmt: skip
         starts = {"started": time.time()}  # a job id may have been another job's before
         before = starts if fields["state"] == "started" else self.run.ending(self.job_id) or starts
-        self.run.write_ending(self.job_id, {**record, "started": before["started"], **fields})
+        try:
+            self.run.write_ending(self.job_id, {**record, "started": before["started"], **fields})
+        except OSError as error:  # a full disk: the work comes first, the job counts as killed
+            print(f"agent  no exit record: {error}", file=sys.stderr, flush=True)
 
 
 def _available(descriptor: int) -> bytes:
