@@ -1,5 +1,6 @@
 """What is wrong is said at once, clearly, and nothing is left behind."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -210,8 +211,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(disk: Path, leave_bytes: int) -> Path:
     """A file that takes all space but so much."""
-    path, free = disk / "filler", shutil.disk_usage(disk).free
-    path.write_bytes(bytes(max(0, free - leave_bytes)))
+    path = disk / "filler"
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while (free := shutil.disk_usage(disk).free) > leave_bytes or not leave_bytes:
+            file.write(bytes(max(1, min(1 << 16, free - leave_bytes))))
     return path
 
 
