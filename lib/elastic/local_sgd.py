@@ -369,6 +369,7 @@ class LocalSGD:
                 if not said:
                     print(f"worker  cannot write {name}, will try on: {error}", flush=True)
                 said = True
+                self._link.say(state="waiting")
                 time.sleep(DRY_S)
 
     def _void_round(self) -> None:

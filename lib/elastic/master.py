@@ -256,6 +256,7 @@ class Master:
         if now - self._control_at >= CONTROL_S:
             self._control_at = now
             self._fence()
+            self._is_short_of_space()
             if self._state == "running" and (over := closing(self.run)):
                 self._state = "stopping"
                 self._say(f"leaving: the run is {over}")
@@ -526,22 +527,25 @@ class Master:
                 f"make space on the filesystem of {self.run.path}, or lower checkpoint.min_free",
             )
 
+    def _is_short_of_space(self) -> bool:
+        short = self.run.free_bytes() < self.config.checkpoint.min_free_bytes
+        self._reason = f"waiting for space on the filesystem of {self.run.path}" if short else ""
+        return short
+
     def _wait_for_space(self, failed: bool = False) -> None:
         """A full disk stops the clock, not the run: go on when there is space again.
 
         `failed`: a write did fail, whatever the filesystem says is free (a quota, say).
         """
-        while failed or self.run.free_bytes() < self.config.checkpoint.min_free_bytes:
+        while self._is_short_of_space() or failed:
+            failed = False
             if self.notice:
                 raise Leaving(f"notice: {self.notice.signal_name}, while {self._reason}")
-            self._reason = f"waiting for space on the filesystem of {self.run.path}"
-            self._say(self._reason)
+            self._say(self._reason or "a write has failed: trying again")
             with contextlib.suppress(TryAgain):
                 self._publish_state()
             time.sleep(SPACE_S)
             self._fence()
-            failed = False
-        self._reason = ""
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
