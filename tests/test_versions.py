@@ -10,6 +10,7 @@ import contextlib
 import errno
 import itertools
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -335,10 +336,31 @@ def test_the_last_versions_and_every_mth_are_kept_and_every_record(run, keep, ev
 def test_a_smaller_keep_catches_up_and_a_pruned_version_says_so(run):
     for version in range(6):
         commit(run, version)
-    assert prune(run, 5, keep=2, keep_every=0) == [3, 2, 1, 0]
+    assert prune(run, 5, keep=2, keep_every=0) == [0, 1, 2, 3]
     assert prune(run, 5, keep=2, keep_every=0) == []
     with pytest.raises(ElasticError, match="is gone"):
         read_params(run, run.commit(1), LAYOUT, 0)
+
+
+def test_pruning_cut_short_leaves_whole_versions_and_is_finished_later(run, monkeypatch):
+    for version in range(5):
+        commit(run, version)
+    rmtree = shutil.rmtree
+
+    def cut_short(folder, **options):
+        if folder.name.endswith("000001"):
+            next(folder.glob("*.safetensors")).unlink()
+            raise KeyboardInterrupt
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        prune(run, 4, keep=2, keep_every=0)
+    for folder in (run.path / "versions").glob("[0-9]*"):
+        assert_whole(run, int(folder.name))
+    monkeypatch.undo()
+    prune(run, 4, keep=2, keep_every=0)
+    assert sorted(path.name for path in (run.path / "versions").iterdir()) == ["000003", "000004"]
 
 
 # ---- a full disk --------------------------------------------------------------------------------

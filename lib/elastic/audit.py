@@ -152,17 +152,26 @@ def check_files(run_dir: Path, commits: list[dict], keep: int, checksum) -> tupl
     for commit in commits:
         version, folder = commit["version"], run_dir / "versions"
         kept = folder / f"{version:06d}"
-        if not kept.exists() and version <= commits[-1]["version"] - keep:
-            continue  # pruned
+        may_be_pruned = version <= commits[-1]["version"] - keep
+        if not kept.exists() and may_be_pruned:
+            continue
         if not kept.exists():  # its writer died between the commit and the folder's last name
             kept = folder / f".{version:06d}.{commit.get('writer')}"
-        for file in commit["files"]:
-            path, count = kept / Path(file["path"]).name, count + 1
-            if not path.is_file():
-                problems.append(f"{file['path']} is missing")
-            elif path.stat().st_size != file["bytes"]:
-                size = path.stat().st_size
-                problems.append(f"{file['path']} has {size} bytes, not {file['bytes']}")
-            elif checksum and checksum(path) != file["xxh3"]:
-                problems.append(f"{file['path']} does not have its checksum")
+        found = [check_file(kept, file, checksum) for file in commit["files"]]
+        if may_be_pruned and not kept.exists():
+            continue  # a master pruned it meanwhile
+        count += len(found)
+        problems += filter(None, found)
     return count, problems
+
+
+def check_file(folder: Path, entry: dict, checksum) -> str:
+    """What is wrong with a committed file; empty: nothing."""
+    path = folder / Path(entry["path"]).name
+    try:
+        size, found = path.stat().st_size, checksum(path) if checksum else entry["xxh3"]
+    except FileNotFoundError:
+        return f"{entry['path']} is missing"
+    if size != entry["bytes"]:
+        return f"{entry['path']} has {size} bytes, not {entry['bytes']}"
+    return "" if found == entry["xxh3"] else f"{entry['path']} does not have its checksum"
