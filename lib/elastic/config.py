@@ -146,7 +146,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("deadline_k", REAL, 4.0, "MADs", "above the median time a worker is late", NATURAL),
     Key("min_deadline", TIME, "5s", "", "a round waits at least so long for the slow"),
     Key("last_call", TIME, "10s", "", "least time given to answer the last call"),
-    Key("fragment", SIZE, "128mb", "", "float32 bytes delivered and averaged as one", POSITIVE),
+    Key("fragment", SIZE, "32mb", "", "float32 bytes delivered and averaged as one", POSITIVE),
     Key("join_ramp", INT, 20, "steps", "of rising learning rate without inner state", NATURAL),
     Key("inner_state_every", INT, 1, "versions", "between its saves; 0: only on notice", NATURAL),
     Key("inner_state_max_age", INT, 3, "versions", "an older one is not adopted", NATURAL),

@@ -7,6 +7,8 @@ stall   seconds from the end of a worker's last inner step to the first one of t
         workers, without the first round.
 copy    in the same run, right after: every worker's delta (float32) and every worker's parameters
         (bf16) copied once by `cp`, as many processes at a time as there are workers.
+commit  likewise: the bytes of a version, written once and fsynced. A version is announced
+        when it is durable, so no round can take less than copy and commit together.
 memory  peak resident size, less that of a process that has only imported torch.
 
 Predicted before the first measurement: stall 2.5 x copy (each delta byte is written once and read
@@ -60,11 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--params", default="1,10,100", help="millions of parameters")
     parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--folder", default=ROOT / "build", help="where the run directory is made")
     options = parser.parse_args()
     idle = idle_bytes()
     for millions in map(int, options.params.split(",")):
         for workers in map(int, options.workers.split(",")):
-            with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 measure(Path(folder), millions * 1_000_000, workers, idle)
 
 
@@ -75,12 +78,15 @@ def measure(folder: Path, parameters: int, workers: int, idle: int) -> None:
         stop(run)
         stall_s = median_stall_s(run)
         copy_s = copy_seconds(folder, parameters, workers)
+        commit_s = commit_seconds(folder, parameters)
     finally:
         kill(folder)
     case = f"{parameters // 1_000_000}M parameters, {workers} workers"
     model = 4 * parameters
     record("round", f"{case}: copy", copy_s, "s")
+    record("round", f"{case}: commit", commit_s, "s", "copy", copy_s)
     record("round", f"{case}: stall", stall_s, "s", "copy", copy_s)
+    record("round", f"{case}: stall", stall_s, "s", "copy + commit", copy_s + commit_s)
     record("round", f"{case}: master", (peaks["master"] - idle) / 1e6, "MB", "model", model / 1e6)
     record("round", f"{case}: worker", (peaks["worker"] - idle) / 1e6, "MB", "model", model / 1e6)
 
@@ -140,6 +146,19 @@ def copy_seconds(folder: Path, parameters: int, workers: int) -> float:
             ]
             for copy in copies:
                 copy.wait()
+        times.append(time.monotonic() - began)
+    return statistics.median(times)
+
+
+def commit_seconds(folder: Path, parameters: int) -> float:
+    """Median of three: ten bytes per parameter, written and fsynced."""
+    times, block = [], os.urandom(1 << 20)
+    for _ in range(3):
+        began = time.monotonic()
+        with (folder / "version").open("wb") as file:
+            for _ in range(10 * parameters >> 20 or 1):
+                file.write(block)
+            os.fsync(file.fileno())
         times.append(time.monotonic() - began)
     return statistics.median(times)
 

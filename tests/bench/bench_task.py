@@ -11,7 +11,7 @@ class Flat:
         self.table = table
 
     def model(self) -> nn.Module:
-        return _Model(self.table["parameters"], self.table.get("tensors", 8))
+        return _Model(self.table["parameters"], self.table.get("tensors", 64))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([model.head], lr=1e-3)
