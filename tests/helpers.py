@@ -1,6 +1,7 @@
 """What tests share: waiting with a deadline, a small run, and processes that always end."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -39,3 +40,12 @@ def elastic(command: str, *args: object, env: dict[str, str], timeout_s: float =
         [str(ROOT / "bin" / f"elastic-{command}"), *map(str, args)],
         env=env, capture_output=True, text=True, timeout=timeout_s,
     )  # fmt: skip
+
+
+def checkout(folder: Path) -> Path:
+    """A clean copy of this source tree, with this venv, in a folder that nobody would name so."""
+    copy = folder / "it's my $HOME; a clone"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "runs", ".*_cache", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    (copy / ".venv").symlink_to(sys.prefix)
+    return copy

@@ -4,20 +4,20 @@ pytest tests/test_demo.py
 """
 
 import contextlib
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, environment
+from helpers import checkout
 
 
-def play(folder: Path, *options: str) -> str:
-    """Run the demo in `folder`; its output, if it ended well."""
+def play(command: list, folder: Path, env: dict[str, str]) -> str:
+    """Run a demo in `folder`; its output, if it ended well."""
     answer = subprocess.run(
-        [ROOT / "bin" / "elastic-demo", *options], cwd=folder, env=environment(folder),
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=900
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
 
@@ -34,12 +34,14 @@ def processes_of(folder: Path) -> list[str]:
 
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("--slurm",), marks=pytest.mark.slurm)], ids=["local", "slurm"]
+    "target", ["demo", pytest.param("demo-slurm", marks=pytest.mark.slurm)]
 )
-def test_the_demo_survives_all_it_does_and_leaves_nothing_running(options, tmp_path):
-    told = play(tmp_path, *options)
+def test_the_demo_survives_all_it_does_and_leaves_nothing_running(target, tmp_path):
+    clone = checkout(tmp_path)
+    env = {name: os.environ[name] for name in ("PATH", "HOME")}
+    told = play(["make", target], clone, env)
     assert "audit of demo (finished): ok" in told
     assert "to be below 2.6: ok" in told
     for fault in ("SIGKILL of a trainer", "preemption with notice", "SIGKILL of the master"):
         assert f"## {fault}" in told
-    assert processes_of(tmp_path) == []
+    assert processes_of(clone) == []

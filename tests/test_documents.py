@@ -1,0 +1,207 @@
+"""README.md and INSTALL.md are true: every command in them is run, by a test here or a named one.
+
+Also what they say about options, error messages, settings and the task protocol.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic import config as configuration
+from elastic import tasks
+from helpers import ROOT, checkout, elastic, environment
+from running import running
+
+README, INSTALL = ROOT / "README.md", ROOT / "INSTALL.md"
+COMMAND = re.compile(r"make\b|bin/e|\.ci/run +#|git |ln |\$EDITOR|\*/2 |[A-Z_]+=\S+ make")
+
+FIRST = "test_the_first_lines_of_the_readme_do_it"
+DEMO = "test_the_demo_survives_all_it_does_and_leaves_nothing_running"
+ADMIN = "test_an_admin_installs_and_uninstalls_by_the_book"
+VENV = "test_a_venv_is_asked_for_what_is_pinned"
+QUICK = "test_some_tests_lint_and_gpu_check_run"
+ALL = "all of them"
+
+# Every command line of both documents (without its comment), and the test that runs it.
+SHOWN_BY = {
+    "bin/elastic-submit 7b.toml --min 8 --max 32": FIRST,
+    "*/2 * * * * bin/elastic-reconcile": FIRST,
+    "make demo": DEMO,
+    "make demo-slurm": DEMO,
+    "git clone … elastic && cd elastic": DEMO,
+    "make install PREFIX=/opt/elastic": ADMIN,
+    "make -C /opt/elastic venv": ADMIN,
+    "$EDITOR /opt/elastic/etc/site.toml": ADMIN,
+    "ln -s /opt/elastic/bin/elastic* /usr/local/bin/": ADMIN,
+    "*/2 * * * * /opt/elastic/bin/elastic-reconcile --jitter": ADMIN,
+    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make venv": VENV,
+    "make venv": VENV,
+    "make test PYTEST_ARGS='-k audit'": QUICK,
+    "make lint": QUICK,
+    "make gpu-check": QUICK,
+    "make test": ALL,
+    ".ci/run": ALL,
+}
+
+
+def blocks(document: Path) -> Iterator[str]:
+    """The indented blocks, with their indentation removed."""
+    for block in re.findall(r"(?:^    .*\n(?:[ \t]*\n(?=    ))*)+", document.read_text(), re.M):
+        yield textwrap.dedent(block)
+
+
+def commands(document: Path) -> list[str]:
+    lines = [line for block in blocks(document) for line in block.splitlines()]
+    return [" ".join(line.split("  #")[0].split()) for line in lines if COMMAND.match(line)]
+
+
+def block(document: Path, words: str) -> str:
+    (found,) = [each for each in blocks(document) if words in each]
+    return found
+
+
+def run(line: str, folder: Path, **environ: str) -> subprocess.CompletedProcess:
+    """A line as somebody types it, with an environment that has little in it."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME")}
+    return subprocess.run(
+        ["bash", "-euc", line], cwd=folder, env=kept | environ, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+
+
+def test_every_command_in_the_documents_has_its_test():
+    documented = {line for document in (README, INSTALL) for line in commands(document)}
+    assert documented == set(SHOWN_BY)
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for line, test in SHOWN_BY.items():
+        assert test == ALL or f"def {test}(" in tests, line
+
+
+def test_the_first_lines_of_the_readme_do_it(tmp_path):
+    folder = checkout(tmp_path)
+    seven = (ROOT / "etc/7b.toml").read_text().replace('"slurm"', '"local"')
+    (folder / "7b.toml").write_text(seven.replace('"200gb"', '"1gb"'))
+    own = {name: str(tmp_path / name) for name in ("ELASTIC_HOME_DIR", "ELASTIC_RUNS")}
+    submit, cron, _ = commands(README)[:3]
+    planned = run(f"{submit} --dry-run", folder, **own)
+    assert planned.returncode == 0, planned.stderr
+    assert "run 7b on 8..32 GPUs" in planned.stdout
+    assert not (tmp_path / "ELASTIC_RUNS").exists()
+    passed = run(cron.removeprefix("*/2 * * * * "), folder, **own)
+    assert (passed.returncode, passed.stderr) == (0, "")
+
+
+def test_an_admin_installs_and_uninstalls_by_the_book(tmp_path):
+    prefix, links = tmp_path / "elastic", tmp_path / "links"
+    links.mkdir()
+
+    def here(line: str) -> str:
+        line = line.removeprefix("*/2 * * * * ").removesuffix(" --jitter")
+        return line.replace("/opt/elastic", str(prefix)).replace("/usr/local/bin", str(links))
+
+    lines = [here(line) for line in commands(INSTALL) if "/opt/elastic" in line]
+    for line in lines:
+        done = run(line, ROOT, EDITOR="grep -q slurm", ELASTIC_HOME_DIR=str(tmp_path))
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        if line.startswith("make install"):  # this venv will do: no second torch to download
+            (prefix / ".venv").symlink_to(sys.prefix)
+            os.utime(prefix / "requirements.txt", (0, 0))
+    answer = run(f"{links}/elastic-config {prefix}/etc/demo.toml", tmp_path)
+    assert "elastic.max" in answer.stdout, answer.stderr
+    (prefix / ".venv").unlink()
+    done = run(here("make uninstall PREFIX=/opt/elastic"), ROOT)
+    assert (done.returncode, prefix.exists()) == (0, False), done.stderr
+
+
+def test_a_venv_is_asked_for_what_is_pinned(tmp_path):
+    """`.ci/run` makes one for real, which takes minutes and a network; pip stands aside here."""
+    folder = checkout(tmp_path)
+    (folder / ".venv").unlink()
+    whole = run("make -n venv PYTHON=/usr/bin/python3", folder)
+    site = run("make -n venv TORCH=site PYTHON=/usr/bin/python3", folder)
+    assert "-r .venv/wanted.txt" in whole.stdout, whole.stderr
+    assert "--system-site-packages" in site.stdout
+    assert "^(torch|numpy)==" in site.stdout
+    pins = [line for line in (ROOT / "requirements.txt").read_text().splitlines()
+            if line and not line.strip().startswith("#")]  # fmt: skip
+    assert [pin for pin in pins if "==" not in pin] == []
+
+
+def test_some_tests_lint_and_gpu_check_run(tmp_path):
+    """In a copy, so that no cache of the checkout is written by two at once."""
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
+    folder = checkout(tmp_path)
+    for line in ("make test PYTEST_ARGS='-k audit'", "make lint", "make gpu-check"):
+        done = run(f"unset MAKEFLAGS; {line}", folder)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| `elastic-(\w+).*", README.read_text(), re.M))
+def test_options_in_the_readme_are_those_of_the_help(row, tmp_path):
+    (line,) = [each for each in README.read_text().splitlines() if f"| `elastic-{row}" in each]
+    answer = elastic(row, "--help", env=environment(tmp_path))
+    assert answer.returncode == 0
+    for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line):
+        assert option in answer.stdout, option
+
+
+def test_the_site_file_in_the_manual_is_understood(tmp_path):
+    site = tmp_path / "site.toml"
+    site.write_text(block(INSTALL, "master_partition"))
+    loaded = configuration.load(ROOT / "etc/125m.toml", [], site)
+    assert (loaded.slurm.account, loaded.redis.bind) == ("project42", "ib0")
+    assert loaded.origin("slurm.account") == f"{site}:4"
+
+
+def test_every_key_and_message_that_the_documents_name_exists():
+    sources = "".join(path.read_text() for path in ROOT.glob("lib/elastic/*.py"))
+    programs = (ROOT / "bin/elastic").read_text()
+    keys = {row[0] for row in configuration.load(ROOT / "etc/demo.toml").explain()}
+    sections = {key.partition(".")[0] for key in keys}
+    for document in (README, INSTALL):
+        text = document.read_text()
+        named = re.findall(r"`([a-z_]+\.[a-z_]+)(?: = [^`]*)?`", text)
+        unknown = [key for key in named if key.split(".")[0] in sections and key not in keys]
+        assert [key for key in unknown if not key.endswith(".py")] == []
+    for message in re.findall(r"^\| `((?:error|failed|cannot)[^`]*)`", INSTALL.read_text(), re.M):
+        start = re.split(r"\d|…", message.removeprefix("error: ").removeprefix("failed: "))[0]
+        assert start in sources + programs, message
+
+
+def test_the_task_in_the_readme_is_the_protocol():
+    (shown,) = ast.parse(block(README, "class Task:")).body
+    source = ast.parse(Path(tasks.__file__).read_text())
+    (protocol,) = [node for node in source.body if getattr(node, "name", "") == "Task"]
+
+    def methods(node: ast.ClassDef) -> dict[str, list[str]]:
+        functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        return {each.name: [arg.arg for arg in each.args.args] for each in functions}
+
+    assert methods(protocol).items() <= methods(shown).items()
+    optional = methods(shown).keys() - methods(protocol).keys() - {"__init__"}
+    assert [name for name in optional if f"`{name}(" not in ast.get_docstring(protocol)] == []
+
+
+def test_the_loop_in_the_readme_trains(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent("""\
+        import sys, torch, elastic
+        from tiny_task import Net, Tiny
+        task = Tiny({"pace": sys.argv[1], "samples": 400})
+        dataset, model = task.dataset(), Net()
+        loss = task.loss
+        inner_optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        """) + block(README, "elastic.LocalSGD.from_env"))  # fmt: skip
+    command = [sys.executable, str(script), str(tmp_path / "pace")]
+    with running(tmp_path, {"run.command": command, "elastic.max": 1}, step_s=0) as started:
+        started.finish()
+        assert started.commits()[-1]["tokens"] == 400
