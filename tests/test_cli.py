@@ -232,7 +232,7 @@ BAD = {
     "an unknown section": (["--set", "locl.steps=5"], 2, "unknown section"),
     "a setting without a value": (["--set", "train.epochs"], 2, "section.key=value"),
     "no inner steps": (["--set", "local_sgd.inner_steps=0"], 2, "inner_steps"),
-    "a mode that is not there": (["--mode", "sync"], 2, "sync"),
+    "a mode that is not there": (["--mode", "async"], 2, "run.mode"),
     "a scheduler that is not there": (["--scheduler", "pbs"], 2, "run.scheduler"),
     "slurm without a partition": (["--scheduler", "slurm"], 2, "slurm.partition"),
     "a task that is no class": (["--set", "run.task=nowhere"], 2, "package.module:Class"),

@@ -194,7 +194,7 @@ def test_every_default_passes_its_own_check():
         ("run.name = 'x; rm -rf'", "run.name: must be letters, digits"),
         ("run.name = '../x'", "run.name: must be letters, digits"),
         ("run.task = 'elastic.tasks'", 'run.task: must be written "package.module:Class"'),
-        ("run.mode = 'async'", 'run.mode: must be "local", is "async"'),
+        ("run.mode = 'async'", 'run.mode: must be "local" or "sync", is "async"'),
         ("run.command = 'python x'", "run.command: expected an array of strings"),
         ("redis.port = 65536", "redis.port: must be between 0 and 65535"),
         ("helth.lease = 3", "unknown section helth, did you mean health?; there are run,"),

@@ -15,11 +15,12 @@ from helpers import ROOT
 
 PACKAGE = ROOT / "lib" / "elastic"
 LAYERS = [
-    ("core", "errors ledger rounds membership shuffle schedule history plan layout"),
+    ("core", "errors ledger rounds membership shuffle schedule history plan layout sizing cadence"),
     ("numerics", "codec merge models tasks replica group"),
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
-              "sched sched_local sched_slurm signals network sandbox versions inner_state"),
-    ("processes", "averaging link local_sgd agent worker master reconcile"),
+              "sched sched_local sched_slurm signals network sandbox versions inner_state "
+              "slurm_info health device checkpoint"),
+    ("processes", "averaging link local_sgd agent worker master trainer launch reconcile"),
     ("people", "submission status audit views cli demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:
@@ -27,7 +28,8 @@ LAYERS = [
 NOT_IN_CORE = {"time", "os", "random", "logging", "torch", "redis", "socket", "subprocess",
                "pathlib"}  # fmt: skip
 ONE_HOME = {"redis": {"store"}, "rich": {"views", "cli"}}
-FAST = ["status", "reconcile", "submission", "cli", "agent", "sandbox", "sched_slurm", "views"]
+FAST = ["status", "reconcile", "submission", "cli", "agent", "launch", "sandbox", "sched_slurm",
+        "views"]
 MOST_CODE_LINES = 8000
 MOST_SHELL_LINES = 1000
 MOST_FUNCTION_LINES = 60

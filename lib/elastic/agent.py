@@ -268,14 +268,9 @@ class Agent:
         return code
 
     def _record(self, fields: dict) -> None:
-        record = {
-            "job_id": self.job_id, "role": "worker", "slot": self.slot, "attempt": self.attempt,
-            "node": hostname(), "time": time.time(),
-        }  # fmt: skip
-        starts = {"started": time.time()}  # a job id may have been another job's before
-        before = starts if fields["state"] == "started" else self.run.ending(self.job_id) or starts
+        who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "node": hostname()}
         try:
-            self.run.write_ending(self.job_id, {**record, "started": before["started"], **fields})
+            self.run.write_ending(self.job_id, {**who, **fields})
         except OSError as error:  # a full disk: the work comes first, the job counts as killed
             print(f"agent  no exit record: {error}", file=sys.stderr, flush=True)
 

@@ -24,6 +24,8 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     The `keep` newest versions must have their files; `checksum` gives a file's xxh3, None skips it.
     """
     commits, problems = read_commits(run_dir / "commits")
+    if not commits and any((run_dir / "checkpoints").glob("step-*.json")):
+        return audit_checkpoints(run_dir, checksum)
     if not commits:
         return {"commits": 0, "epochs": [], "problems": problems or ["no version is committed"]}
     problems += check_sequence(commits)
@@ -46,6 +48,34 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "epochs": epochs,
         "problems": problems + altered,
     }
+
+
+def audit_checkpoints(run_dir: Path, checksum: Callable[[Path], str] | None) -> dict:
+    """`audit` of a run in sync mode, where the newest checkpoint says all that was trained."""
+    paths = sorted((run_dir / "checkpoints").glob("step-*.json"))
+    records = [json.loads(path.read_text()) for path in paths]
+    newest, finished = records[-1], (run_dir / "DONE").exists()
+    extra = newest["extra"]
+    steps = [{**extra, "version": newest["step"]}]
+    epochs = count_epochs(steps, finished)
+    for epoch in epochs:  # batches that were not finite, left out on purpose
+        left_out = [stop - start for number, start, stop in extra["skipped"]
+                    if number == epoch["epoch"]]  # fmt: skip
+        epoch["missing"] -= min(epoch["missing"], sum(left_out))
+    problems = [problem for epoch in epochs for problem in check_epoch(epoch)]
+    for before, after in zip(records, records[1:], strict=False):
+        if after["extra"]["tokens"] < before["extra"]["tokens"]:
+            problems.append(f"step {after['step']} has fewer tokens than step {before['step']}")
+    found = [check_file(run_dir / "checkpoints" / path.stem, entry, checksum)
+             for path, record in zip(paths, records, strict=True)
+             for entry in record["files"]]  # fmt: skip
+    totals = ("committed", "repeated", "missing", "open", "not_reached")
+    return {
+        "commits": len(records), "version": newest["step"], "tokens": extra["tokens"],
+        "deltas": 0, "masters": 0, "finished": finished,
+        **{name: sum(epoch[name] for epoch in epochs) for name in totals},
+        "files": len(found), "epochs": epochs, "problems": problems + [*filter(None, found)],
+    }  # fmt: skip
 
 
 def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:

@@ -82,7 +82,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--min", "elastic_min", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
 @click.option("--max", "elastic_max", type=int, metavar="GPUS", help="Most GPUs to use.")
-@click.option("--mode", "run_mode", metavar="local", help="How the workers train together.")
+@click.option("--mode", "run_mode", metavar="local|sync", help="How the GPUs train together.")
 @click.option("--scheduler", "run_scheduler", metavar="slurm|local", help="Who runs the jobs.")
 @click.option("--name", "run_name", help="Name of the run (default: that of CONFIG).")
 @overrides_option
@@ -96,8 +96,6 @@ def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: 
     first reconcile pass. Everything is checked before anything is made.
     """
     named = {key.replace("_", ".", 1): value for key, value in named.items() if value is not None}
-    if named.get("run.mode", "local") != "local":
-        raise UsageError(f"no mode {named['run.mode']!r} in this installation", "--mode local")
     settings = [f"{key}={value}" for key, value in named.items()]
     resolved = configuration.load(config, [*overrides, *settings])
     root = configuration.runs_root()

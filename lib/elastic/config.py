@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elastic import cadence
 from elastic.errors import UsageError
 
 
@@ -77,6 +78,13 @@ TIME = Kind('a duration ("90s", "5m", "2h" or seconds)', _amount, float, _SECOND
 SIZE = Kind('a size ("64kb", "256mb", "1gb" or bytes)', _amount, round, _BYTES, "_bytes")
 
 
+def _is_interval(value: str) -> bool:
+    try:
+        return value == "auto" or cadence.parse(value)[0] > 0
+    except (ValueError, KeyError, IndexError):
+        return False
+
+
 def _one_of(*choices: str) -> Check:
     return Check(" or ".join(f'"{choice}"' for choice in choices), lambda value: value in choices)
 
@@ -96,13 +104,16 @@ CLASS = Check(
     lambda value: all(map(str.isidentifier, re.split("[.:]", value))) and value.count(":") == 1,
 )
 
+INTERVAL = Check('"auto", "N steps" or a duration ("10m")', _is_interval)
+
 # fmt: off
 KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("name", TEXT, "", "", "of the run; empty: the file's name without .toml", NAME),
     Key("task", TEXT, "elastic.tasks:ByteText", "", "class that gives model, data and loss", CLASS),
     Key("folder", TEXT, "", "", "where the task's module is looked for; empty: beside the file"),
     Key("command", LIST, [], "", "a training loop of one's own instead of the built-in worker"),
-    Key("mode", TEXT, "local", "", "local: a master averages independent jobs", _one_of("local")),
+    Key("mode", TEXT, "local", "", "local: independent jobs, averaged; sync: one job that resizes",
+        _one_of("local", "sync")),
     Key("seed", INT, 0, "", "of the first parameters and of the order of samples", NATURAL),
     Key("scheduler", TEXT, "slurm", "", "local: processes here", _one_of("slurm", "local")),
 ), "elastic": (
@@ -113,7 +124,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("backoff", TIME, "30s", "", "wait after a crash; doubles with every further one"),
     Key("reconcile_interval", TIME, "30s", "", "between the master's own passes", POSITIVE),
 ), "train": (
-    Key("batch_size", INT, 8, "samples", "per inner step and worker", COUNT),
+    Key("batch_size", INT, 8, "samples", "per inner step and worker; sync: most per GPU and pass",
+        COUNT),
     Key("epochs", INT, 0, "epochs", "to train; set this or max_tokens", NATURAL),
     Key("max_tokens", INT, 0, "tokens", "to train; set this or epochs", NATURAL),
     Key("learning_rate", REAL, 3e-4, "", "of the inner optimizer, at its peak", POSITIVE),
@@ -150,7 +162,13 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("join_ramp", INT, 20, "steps", "of rising learning rate without inner state", NATURAL),
     Key("inner_state_every", INT, 1, "versions", "between its saves; 0: only on notice", NATURAL),
     Key("inner_state_max_age", INT, 3, "versions", "an older one is not adopted", NATURAL),
+), "sync": (
+    Key("global_batch_size", INT, 0, "samples", "of a step; 0: train.batch_size times elastic.max",
+        NATURAL),
+    Key("crash_retries", INT, 2, "crashes", "without a new checkpoint before the job gives up",
+        NATURAL),
 ), "checkpoint": (
+    Key("interval", TEXT, "auto", "", 'of checkpoints in sync mode; auto: by their cost', INTERVAL),
     Key("keep", INT, 3, "versions", "the newest ones, that stay on disk", COUNT),
     Key("keep_every", INT, 0, "versions", "every Mth stays for good; 0: none", NATURAL),
     Key("min_free", SIZE, "1gb", "", "disk space needed to start; below it commits wait"),
@@ -159,8 +177,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("lease", TIME, "15s", "", "silent so long: lost; at least two heartbeats", POSITIVE),
     Key("stall_after", TIME, "60s", "", "beating without a step so long: stalled", POSITIVE),
     Key("hang_timeout", TIME, "10m", "", "without a step so long: ended and replaced", POSITIVE),
-    Key("nan_action", TEXT, "skip", "", "on a non-finite loss: skip the batch, or stop the run",
-        _one_of("skip", "stop")),
+    Key("nan_action", TEXT, "skip", "", "on a non-finite gradient; warn and rollback: in sync mode",
+        _one_of("skip", "stop", "warn", "rollback")),
     Key("max_bad_batches", INT, 5, "batches", "skipped in a row fail the worker", COUNT),
 ), "slurm": (
     Key("partition", TEXT, "", "", "of workers; needed when run.scheduler is slurm"),
@@ -170,6 +188,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("time", TEXT, "", "", "limit of a worker, as sbatch takes it; empty: the partition's"),
     Key("master_time", TEXT, "", "", "limit of the master; empty: the partition's"),
     Key("gpus_per_worker", INT, 1, "GPUs", "all on one node", COUNT),
+    Key("gpus_per_node", INT, 1, "GPUs", "that a job in sync mode takes of each node", COUNT),
     Key("gres", TEXT, "gpu", "", "name of the GPUs, with a type where needed: gpu:a100"),
     Key("cpus_per_gpu", INT, 0, "CPUs", "0: the partition's default", NATURAL),
     Key("mem_per_gpu", TEXT, "", "", "as sbatch takes it (64G); empty: the partition's default"),
@@ -209,6 +228,7 @@ class Config:
     elastic: Any
     train: Any
     local_sgd: Any
+    sync: Any
     checkpoint: Any
     health: Any
     slurm: Any
@@ -468,6 +488,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
      "train.warmup_fraction ({}) and train.decay_fraction ({}) are more than the whole run"),
     (("health.heartbeat", "health.lease"), lambda beat, lease: lease >= 2 * beat,
      "health.lease is under two heartbeats: heartbeat {} s, lease {} s"),
+    (("health.nan_action", "run.mode"),
+     lambda action, mode: mode == "sync" or action in ("skip", "stop"),
+     'health.nan_action = {} is for run.mode = "sync"'),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
      "slurm.partition is not set: name it in the site file (etc/site.toml), or set "
      'run.scheduler = "local"'),

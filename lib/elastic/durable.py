@@ -26,6 +26,13 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     sync_directory(path.parent)
 
 
+def replace_quickly(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`, whole for every reader; after a crash it may be lost."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
 def create_once(path: Path, data: bytes, mode: int = 0o644) -> bool:
     """Make `path` with `data` unless the name exists. True for the one process that made it.
 

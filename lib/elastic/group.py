@@ -16,7 +16,7 @@ class Group:
     """`world` ranks; with one, every call is a no-op."""
 
     def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu"):
-        self.rank, self.world, self._device = rank, world, torch.device(device)
+        self.rank, self.world, self.device = rank, world, torch.device(device)
 
     @classmethod
     def here(cls, world: int) -> "Group":
@@ -42,9 +42,9 @@ class Group:
         if self.world == 1:
             return message
         data = json.dumps(message).encode() if self.rank == source else b""
-        size = torch.tensor([len(data)], device=self._device)
+        size = torch.tensor([len(data)], device=self.device)
         dist.broadcast(size, src=source)
-        body = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        body = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         if self.rank == source:
             body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(body, src=source)

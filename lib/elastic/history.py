@@ -18,6 +18,8 @@ from elastic.errors import EXIT_DO_NOT_RESTART
 
 MASTER = "master"
 WORKER = "worker"
+TRAINER = "trainer"  # the one job of a run in sync mode
+ALONE = (MASTER, TRAINER)  # roles of which a run has one
 
 LOST_STATES = frozenset({"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED", "TIMEOUT"})
 ENDED_STATES = LOST_STATES | {"CANCELLED", "COMPLETED", "ENDED", "FAILED", "OUT_OF_MEMORY"}
@@ -59,6 +61,7 @@ class JobSeen:
     started_at: float | None = None
     node: str = ""
     cancelled_at: float | None = None  # when reconcile asked it to leave
+    over: bool = False  # its ranks have left for good: a successor may be queued behind it
 
     @property
     def place(self) -> tuple[str, int]:
@@ -141,8 +144,8 @@ class Memory:
 
 
 def place(role: str, slot: int) -> tuple[str, int]:
-    """What at most one job may occupy: a worker's slot, or the run's one master."""
-    return (role, 0 if role == MASTER else slot)
+    """What at most one job may occupy: a worker's slot, or the run's one master or trainer."""
+    return (role, 0 if role in ALONE else slot)
 
 
 def enter(memory: Memory, closing: str, now: float) -> Memory:
@@ -209,6 +212,11 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
         worked=age_s >= WORKED_S or (did_some and outcome in ("done", "stopped", "yielded")),
         final=outcome == "failed" and record.get("code") == EXIT_DO_NOT_RESTART,
     )
+
+
+def is_over(job: JobSeen, record: Mapping) -> bool:
+    """Has this very job written that it has ended?"""
+    return _own(job, record).get("state") == "ended"
 
 
 def _was_refused(row: JobSeen) -> bool:

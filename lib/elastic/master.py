@@ -563,14 +563,9 @@ class Master:
         return code
 
     def _record(self, fields: dict) -> None:
-        starts = {"started": time.time()}  # a job id may have been another job's before
-        before = starts if fields["state"] == "started" else self.run.ending(self.job_id) or starts
-        record = {
-            "job_id": self.job_id, "role": "master", "slot": 0, "attempt": self.epoch,
-            "node": hostname(), "time": time.time(), "started": before["started"],
-            "steps": self._commit.get("version", 0),
-        }  # fmt: skip
-        self.run.write_ending(self.job_id, record | fields)
+        steps = self._commit.get("version", 0)
+        who = {"role": "master", "slot": 0, "attempt": self.epoch, "node": hostname()}
+        self.run.write_ending(self.job_id, {**who, "steps": steps, **fields})
 
     def _event(self, kind: str, **fields) -> None:
         self.run.event(kind, **fields)

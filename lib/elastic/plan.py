@@ -2,7 +2,8 @@
 
 Invariants, whatever the world looks like:
 - a job that exists, in whatever state, occupies its slot; so does a submission that is unsure;
-- at most one job per slot and one master; of several the one furthest along stays;
+- at most one job per slot, one master or, in sync mode, one trainer; of several the one furthest
+  along stays; a trainer whose ranks have left for good makes room for its successor at once;
 - worker jobs <= slots, queued jobs <= max_pending (only a missing master may exceed it);
 - nothing is submitted for a run that is done, failed or stopped;
 - in the world that carrying out a plan leads to, the next plan does nothing.
@@ -18,11 +19,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastic.history import MASTER, RECENT_S, WORKER, Ended, JobSeen, Memory
+from elastic.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, JobSeen, Memory
 
 SUBMIT, CANCEL, FAIL, WAIT = "submit", "cancel", "fail", "wait"
 
-LEAVE_S = {WORKER: 60.0, MASTER: 120.0}  # time to leave by themselves; the master leaves last
+# Time to leave by themselves: the master leaves last, a trainer saves a checkpoint first.
+LEAVE_S = {WORKER: 60.0, MASTER: 120.0, TRAINER: 300.0}
 MAX_BACKOFF_S = 3600.0
 MAX_EXCLUDED = 8  # nodes; more than that is not the nodes' fault
 
@@ -39,11 +41,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class World:
-    """All that a plan may depend on. `slots` is max // gpus_per_worker."""
+    """All that a plan may depend on. `slots` is max // gpus_per_worker; 0 in sync mode."""
 
     slots: int
     memory: Memory
     limits: Limits = field(default_factory=Limits)
+    mode: str = "local"
+
+    @property
+    def places(self) -> list[Place]:
+        """Where jobs should be, the most important first."""
+        if self.mode == "sync":
+            return [(TRAINER, 0)]
+        return [(MASTER, 0), *((WORKER, slot) for slot in range(self.slots))]
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ def _hopeless(world: World, chain: Sequence[Ended]) -> str:
     if not crashes:
         return ""
     last, first = crashes[0], crashes[-1]
-    who = MASTER if last.role == MASTER else f"{last.role} {last.slot}"
+    who = last.role if last.role in ALONE else f"{last.role} {last.slot}"
     if last.final:
         return f"{who} asked not to be started again: {last.reason}"
     if len(crashes) < world.limits.max_failures:
@@ -151,7 +161,7 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
     for job in world.memory.jobs:
         if job.queued and job.broken_hold and not job.leaving(now):
             yield _cancelled(job, f"held: {job.reason}")
-        elif not job.leaving(now):
+        elif not (job.leaving(now) or job.over):
             places[job.place].append(job)
     workers = []
     for place, jobs in places.items():
@@ -197,13 +207,13 @@ def _held(memory: Memory) -> Iterator[Action]:
 def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> Iterator[Action]:
     """The master first, then the lowest free slots, as far as the limits allow."""
     memory, limits = world.memory, world.limits
-    taken = {job.place for job in memory.jobs}
+    taken = {job.place for job in memory.jobs if not job.over}
     unsure = {submission.place for submission in memory.unsure} - taken
     workers = sum(job.role == WORKER for job in memory.jobs)
     workers += sum(role == WORKER for role, _ in unsure)
     pending = sum(job.queued for job in memory.jobs) + len(unsure)
     last = {end.place: end for end in memory.ended}
-    for place in [(MASTER, 0), *((WORKER, slot) for slot in range(world.slots))]:
+    for place in world.places:
         is_worker = place[0] == WORKER
         if place in taken or (is_worker and workers >= world.slots and place not in unsure):
             continue
@@ -217,7 +227,9 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
             yield Action(WAIT, *place, wait)
             continue
         exclude = blamed if is_worker else ()
-        yield Action(SUBMIT, *place, _occasion(last.get(place)), exclude=exclude)
+        leaves = next((job.job_id for job in memory.jobs if job.place == place), "")
+        reason = f"job {leaves} is about to leave" if leaves else _occasion(last.get(place))
+        yield Action(SUBMIT, *place, reason, exclude=exclude)
         workers, pending = workers + is_worker, pending + 1
 
 

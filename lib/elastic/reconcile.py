@@ -23,7 +23,7 @@ from elastic import history, sched
 from elastic.config import Config
 from elastic.durable import read_json, to_json, write_atomic
 from elastic.errors import ElasticError, TryAgain
-from elastic.history import Ended, JobSeen, Memory, UnsureSubmission
+from elastic.history import TRAINER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
@@ -184,12 +184,14 @@ class _Pass:
         self.limits = Limits(elastic.max_pending, elastic.max_failures, elastic.backoff_s)
 
     def world(self) -> World:
-        gpus_per_worker = max(1, self.config.slurm.gpus_per_worker)
-        return World(self.run.control().max // gpus_per_worker, self.memory, self.limits)
+        control = self.run.control()
+        slots = control.max // max(1, self.config.slurm.gpus_per_worker)
+        slots = slots if control.mode == "local" else 0
+        return World(slots, self.memory, self.limits, control.mode)
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes readable."""
-        listed = [row for job in jobs if (row := _seen(job, self.run.name))]
+        listed = [row for job in jobs if (row := _seen(job, self.run))]
         memory = history.enter(self.memory, _closing(self.run), self.now)
         news = history.gone(memory, listed, self.now)
         endings = [history.ending(job, self.run.ending(job.job_id), self.now) for job in news]
@@ -239,7 +241,9 @@ class _Pass:
         self._note_unsure(place, DYING_S)
         self.save()
         where = (self.run.path, self.run.name)
-        spec = JobSpec(*where, *place, self.config, self.environment, action.exclude)
+        given = (self.config, self.environment, action.exclude)
+        control = self.run.control()
+        spec = JobSpec(*where, *place, *given, limits=(control.min, control.max))
         try:
             job_id = scheduler.submit(spec)
         except (Unsure, TryAgain) as silence:
@@ -317,10 +321,14 @@ class _Pass:
             self.run.event(kind, **fields)
 
 
-def _seen(job: Job, run: str) -> JobSeen | None:
+def _seen(job: Job, run: RunDir) -> JobSeen | None:
     """`job` if it belongs to `run`."""
     name = sched.parse_job_name(job.name)
-    if name is None or name[0] != run:
+    if name is None or name[0] != run.name:
         return None
     times = {"submitted_at": job.submit_time, "started_at": job.start_time}
-    return JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node, **times)
+    seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node, **times)
+    if name[1] == TRAINER and seen.started:
+        record = run.ending(job.job_id) or {}
+        seen = replace(seen, over=history.is_over(seen, record))
+    return seen

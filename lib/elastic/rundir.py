@@ -28,7 +28,14 @@ from pathlib import Path
 
 from elastic import config as configuration
 from elastic.config import Config
-from elastic.durable import append_line, create_once, read_json, to_json, write_atomic
+from elastic.durable import (
+    append_line,
+    create_once,
+    read_json,
+    replace_quickly,
+    to_json,
+    write_atomic,
+)
 from elastic.errors import ElasticError, UsageError
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
@@ -175,7 +182,11 @@ class RunDir:
 
     def write_ending(self, job_id: str, record: dict) -> None:
         """Say what became of a job: first that it started, then how it ended."""
-        write_atomic(self.path / "exit" / f"{job_id}.json", to_json(record))
+        now = time.time()
+        before = {} if record["state"] == "started" else self.ending(job_id) or {}
+        times = {"time": now, "started": before.get("started", now)}  # ids come back: start anew
+        data = to_json({"job_id": job_id, **times, **record})
+        write_atomic(self.path / "exit" / f"{job_id}.json", data)
 
     def ending(self, job_id: str) -> dict | None:
         return read_json(self.path / "exit" / f"{job_id}.json")
@@ -183,6 +194,16 @@ class RunDir:
     def endings(self) -> list[dict]:
         paths = sorted((self.path / "exit").glob("[!.]*.json"))
         return [record for path in paths if (record := read_json(path))]
+
+    # ---- sync mode
+
+    def write_progress(self, progress: dict) -> None:
+        """How far the ranks are, for status: a hint, lost with the next one."""
+        with contextlib.suppress(OSError):
+            replace_quickly(self.path / "progress.json", to_json(progress))
+
+    def progress(self) -> dict | None:
+        return read_json(self.path / "progress.json")
 
     # ---- what happened
 

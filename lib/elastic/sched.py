@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from elastic.errors import ElasticError, UsageError
-from elastic.history import MASTER, WORKER, has_ended
+from elastic.history import TRAINER, WORKER, has_ended
 
 if TYPE_CHECKING:
     from elastic.config import Config
@@ -66,19 +66,28 @@ class JobSpec:
     config: "Config"
     environment: Mapping[str, str] = field(repr=False)  # may hold secrets: never printed
     exclude: tuple[str, ...] = ()
+    limits: tuple[int, int] = (0, 0)  # of a trainer: fewest and most GPUs
 
     @property
     def name(self) -> str:
         return job_name(self.run, self.role, self.slot)
 
     @property
+    def gpu_range(self) -> tuple[int, int]:
+        """The fewest and the most GPUs that it takes."""
+        if self.role == TRAINER:
+            return self.limits
+        count = self.config.slurm.gpus_per_worker if self.role == WORKER else 0
+        return count, count
+
+    @property
     def gpus(self) -> int:
-        return self.config.slurm.gpus_per_worker if self.role == WORKER else 0
+        return self.gpu_range[1]
 
     def command(self, home: Path) -> list[str]:
         """The command that the job runs, with `home` the root of the installation."""
-        if self.role == MASTER:
-            return [str(home / "bin/elastic-master"), str(self.run_dir)]
+        if self.role != WORKER:
+            return [str(home / f"bin/elastic-{self.role}"), str(self.run_dir)]
         return [str(home / "bin/elastic-agent"), str(self.run_dir), str(self.slot)]
 
 

@@ -89,6 +89,7 @@ class LocalScheduler:
                 "folder": str(spec.run_dir),
                 "log": str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)),
                 "gpus": spec.gpus,
+                "least_gpus": spec.gpu_range[0],
                 "capacity": spec.config.local_scheduler.gpus,
                 "submit_time": time.time(),
             }
@@ -168,13 +169,16 @@ class LocalScheduler:
 
     def _start_pending(self) -> None:
         """Clear up after ended jobs, then start what fits, oldest first."""
-        used, devices, pending, ended = 0, [], [], []
+        used, devices, pending, ended = 0, [], [], []  # used: GPUs, devices: their numbers
+        names = set()  # of running jobs: one of each name at a time, as Slurm's singleton has it
         for job_id in self._ids():
             if not self._path(job_id, "claim").exists():
                 pending.append(job_id)
             elif self._leader(job_id):
-                used += self._record(job_id)["gpus"]
-                devices += (read_json(self._path(job_id, "devices")) or {}).get("gpus", ())
+                names.add(self._record(job_id)["name"])
+                given = read_json(self._path(job_id, "devices")) or {}
+                used += given.get("count", 0)
+                devices += given.get("gpus", ())
             else:
                 ended.append(job_id)
         self._clear_up(ended)
@@ -182,9 +186,11 @@ class LocalScheduler:
         for job_id in pending:
             record = self._record(job_id)
             limit = capacity if capacity is not None else record["capacity"] or sys.maxsize
-            if used + record["gpus"] <= limit or not record["gpus"]:
-                used += record["gpus"]
-                devices += self._start(job_id, record, devices)
+            count = min(record["gpus"], max(0, limit - used))
+            if count >= record["least_gpus"] and record["name"] not in names:
+                names.add(record["name"])
+                used += count
+                devices += self._start(job_id, record, count, devices)
 
     def _clear_up(self, ended: Sequence[str]) -> None:
         members = self._members() if ended else {}
@@ -194,17 +200,21 @@ class LocalScheduler:
             create_once(self._path(job_id, "cause"), b"ENDED")
             self._forget_if_old(job_id)
 
-    def _start(self, job_id: str, record: Mapping, in_use: Sequence[int]) -> list[int]:
-        """Start a job's first process; returns the GPUs that are its own."""
-        devices = _least_used(in_use, record["gpus"])
+    def _start(
+        self, job_id: str, record: Mapping, count: int, in_use: Sequence[int]
+    ) -> list[int]:
+        """Start a job's first process on `count` GPUs; returns those of them that are real."""
+        devices = _least_used(in_use, count)
         environment = {
             **record["environment"],
             "ELASTIC_JOB_ID": job_id,
+            "ELASTIC_GPUS": str(count),
             "ELASTIC_HOME_DIR": str(configuration.registry_dir()),
             MARK: f"{self.state}:{job_id}",
         }
+        given = {"count": count, "gpus": devices}
+        write_atomic(self._path(job_id, "devices"), to_json(given))
         if devices:
-            write_atomic(self._path(job_id, "devices"), to_json({"gpus": devices}))
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         claim = self._path(job_id, "claim")
         try:

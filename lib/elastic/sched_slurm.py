@@ -18,10 +18,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elastic import config
+from elastic import config, sizing
 from elastic.config import Config
 from elastic.errors import ElasticError, TryAgain
-from elastic.plan import MASTER
+from elastic.history import MASTER, TRAINER
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
@@ -95,14 +95,32 @@ class SlurmScheduler:
                 _checked("scancel", answer)
 
 
+def signal_steps(job_id: str) -> None:
+    """Notice to the steps of a running job, and to nothing else of it."""
+    slurm_command(("scancel", "--signal=TERM", job_id))
+
+
+def step_argv(nodes: int, per_node: int, command: Sequence[str]) -> list[str]:
+    """The command line that starts `per_node` tasks on each node of this job."""
+    return [
+        "srun", f"--nodes={nodes}", f"--ntasks={nodes * per_node}",
+        f"--ntasks-per-node={per_node}", "--mpi=none", "--kill-on-bad-exit=1", *command,
+    ]  # fmt: skip
+
+
 def node_address() -> str:
     """What Slurm calls the node of this job (NodeAddr: an address or a name); "" outside of one."""
     node = config.env("SLURMD_NODENAME")
     if not node:
         return ""
-    answer = _checked("scontrol", slurm_command(("scontrol", "--oneliner", "show", "node", node)))
-    match = re.search(r"\bNodeAddr=(\S+)", answer.stdout)
+    match = re.search(r"\bNodeAddr=(\S+)", show("node", node))
     return match[1] if match else ""
+
+
+def show(kind: str, name: str) -> str:
+    """What scontrol shows of a node, job or partition, on one line. TryAgain if it does not say."""
+    answer = slurm_command(("scontrol", "--oneliner", "show", kind, name))
+    return _checked("scontrol", answer).stdout
 
 
 def slurm_command(
@@ -233,11 +251,22 @@ def _job_python(spec: JobSpec) -> str:
     return spec.environment.get("ELASTIC_PYTHON") or config.env("ELASTIC_PYTHON") or sys.executable
 
 
+def _size(spec: JobSpec) -> list[str]:
+    """A range of nodes for a trainer: Slurm takes what is free at every start. With a number of
+    tasks it would take the fewest: the layout is for srun, inside the job."""
+    if spec.role != TRAINER:
+        return ["--nodes=1", "--ntasks=1"]
+    least, most = sizing.nodes(*spec.gpu_range, spec.config.slurm.gpus_per_node)
+    return [f"--nodes={least}-{most}"]
+
+
 def _resources(spec: JobSpec) -> list[str]:
     slurm = spec.config.slurm
-    is_master = spec.role == MASTER
-    gpus = spec.gpus
+    is_master, is_trainer = spec.role == MASTER, spec.role == TRAINER
+    gpus = slurm.gpus_per_node if is_trainer else spec.gpus  # per node
     cpus = slurm.master_cpus if is_master else slurm.cpus_per_gpu * gpus
+    if is_trainer:
+        cpus = cpus or gpus  # srun starts so many ranks on a node
     wanted = {
         "partition": slurm.master_partition if is_master else slurm.partition,
         "account": slurm.account,
@@ -252,8 +281,7 @@ def _resources(spec: JobSpec) -> list[str]:
     }
     options = [f"--{name}={value}" for name, value in wanted.items() if value]
     return [
-        "--nodes=1",
-        "--ntasks=1",
+        *_size(spec),
         *options,
         *(slurm.master_options if is_master else slurm.options),
     ]

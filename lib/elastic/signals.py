@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -46,6 +47,21 @@ def install() -> Notice:
     for number in NOTICES:
         signal.signal(number, notice.arrived)
     return notice
+
+
+def ignore_notices() -> None:
+    """For a child whose parent gets the notice too: it passes by. The parent's TERM still ends it.
+
+    Ignored signals would not do: at exit multiprocessing sends TERM to its children and then waits.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while signal.sigwaitinfo(NOTICES).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def die_with_parent() -> None:

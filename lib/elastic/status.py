@@ -65,7 +65,8 @@ def observe(run: RunDir, jobs: Listing | None = None) -> dict:
     jobs = jobs or listing(run)
     mine, commits = _jobs(run, jobs), _newest_commits(run)
     newest = commits[-1] if commits else {}
-    workers, master = _workers(run, config, mine)
+    is_sync = control.mode == "sync"
+    workers, master = _ranks(run, mine) if is_sync else _workers(run, config, mine)
     seen = {"jobs": mine, "workers": workers, "master": master, "newest": newest}
     state, reason = judge(run, {**seen, "min": control.min}, jobs.trouble)
     return {
@@ -81,12 +82,23 @@ def observe(run: RunDir, jobs: Listing | None = None) -> dict:
         "tokens_goal": (run.commit(0) or {}).get("total_tokens"),
         "loss": newest.get("loss"),
         "tokens_per_s": _speed(commits, now if state == "running" else 0.0),
+        **(_progress(run) if is_sync else {}),
         "goodput": _goodput(run, commits),
         "min": control.min,
         "max": control.max,
         "workers": workers,
         "jobs": mine,
         "events": run.events(last=EVENTS),
+    }
+
+
+def _progress(run: RunDir) -> dict:
+    """In sync mode: how far rank 0 was when it last said so; a version is a step."""
+    progress = run.progress() or {}
+    names = {"version": "step", "tokens": "tokens", "tokens_goal": "total_tokens",
+             "loss": "loss", "tokens_per_s": "tokens_per_s"}  # fmt: skip
+    return {name: progress.get(field) for name, field in names.items()} | {
+        "tokens": progress.get("tokens", 0)
     }
 
 
@@ -176,6 +188,22 @@ def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict],
         master = {"trouble": f"Redis at {store.where} knows no master"}
     stall_after_s = config.health.stall_after_s
     return [_worker(slots[n], now, stall_after_s) for n in sorted(slots)], master
+
+
+def _ranks(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
+    """One row per GPU of the trainer that runs now, from what its rank 0 wrote last."""
+    progress = run.progress() or {}
+    running = {job["job_id"]: job for job in jobs if job["state"] == "RUNNING"}
+    job = running.get(progress.get("job_id"))
+    if job is None:
+        return [], {}
+    beat_s = round(max(0.0, time.time() - progress["time"]), 3)
+    world = progress["world"]
+    row = {"attempt": progress["attempt"], "job_id": job["job_id"], "node": job["node"],
+           "pid": None, "version": progress["step"], "step": progress["step"],
+           "tokens_per_s": progress["tokens_per_s"] / world, "loss": progress["loss"],
+           "state": "training", "last_beat_s": beat_s}  # fmt: skip
+    return [{"slot": rank, **row} for rank in range(world)], {"reason": progress["cadence"]}
 
 
 def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:

@@ -27,7 +27,7 @@ def check(config: Config, root: Path) -> None:
     """Raise ElasticError saying what would stop the run from starting; make nothing."""
     _check_root(root, config)
     _check_task(config)
-    if not config.redis.url:
+    if config.run.mode == "local" and not config.redis.url:
         redis_server.find(config.redis.server)
     name = config.run.name
     if jobs := jobs_of(name, open_scheduler(config.run.scheduler, config)):

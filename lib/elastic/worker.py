@@ -5,9 +5,7 @@ the run says so; with several ranks (`slurm.gpus_per_worker`) the model is shard
 the node.
 """
 
-import contextlib
 import math
-import os
 import sys
 import traceback
 from datetime import timedelta
@@ -17,9 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from elastic.config import Config, env
+from elastic.device import (
+    build_model,
+    choose_device,
+    join_group,
+    leave,
+    precision,
+    to_device,
+)
 from elastic.errors import EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN, ElasticError, Fenced
-from elastic.group import Group
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
 from elastic.signals import install
@@ -32,7 +36,8 @@ def main() -> int:
     config = place.run.config()
     try:
         device = choose_device(config)
-        group = join_group(place, device)
+        # Rank 0 may wait for the master for days, and the others for it; the agent sees a hang.
+        group = join_group(place.rank, place.world, device, timedelta(days=30))
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         model = build_model(task, config, device, group)
         make = getattr(task, "optimizer", None)
@@ -86,74 +91,5 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def choose_device(config: Config) -> torch.device:
-    """This rank's device. Raises ElasticError if the run wants CUDA and there is none."""
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-    wanted = config.train.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ElasticError(
-            'train.device = "cuda", and this node has no usable GPU', "nvidia-smi shows why"
-        )
-    torch.cuda.set_device(int(env("LOCAL_RANK", "0")))
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def join_group(place: Place, device: torch.device) -> Group:
-    if place.world > 1:
-        # Rank 0 may wait for the master for days, and the others for it; the agent sees a hang.
-        kind = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(kind, timeout=timedelta(days=30))
-    return Group(place.rank, place.world, device)
-
-
-def build_model(task, config: Config, device: torch.device, group: Group) -> torch.nn.Module:
-    """The task's model, the same parameters for the same seed, on the device, sharded."""
-    torch.manual_seed(config.run.seed)
-    model = task.model().to(device)
-    torch.manual_seed(config.run.seed + 1 + group.rank)
-    if group.world > 1:
-        shard(model, config, device)
-    if config.train.compile:
-        model.compile()
-    return model
-
-
-def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
-    """FSDP2, one unit per layer (`model.layers`, where the model has them) and one for the rest."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    low = torch.bfloat16 if config.train.precision == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    for layer in getattr(model, "layers", []):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def precision(name: str, device: torch.device):
-    """A context manager for the forward pass: bf16 autocast, or nothing."""
-    if name == "bf16":
-        return lambda: torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext
-
-
-def to_device(batch, device: torch.device):
-    """A collated batch (tensors in lists and tables) on the device."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [to_device(value, device) for value in batch]
-    return batch
-
-
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # everything is delivered and saved; taking torch apart takes seconds
+    leave(main())

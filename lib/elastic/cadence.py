@@ -1,0 +1,50 @@
+"""How often to save a checkpoint. Pure: measured costs and the run's own history come in.
+
+A checkpoint every T seconds costs save_s / T of the time, and an interruption without notice
+costs T / 2 on average. The sum is least at T = sqrt(2 save_s mtbi) (Young, CACM 17(9), 1974; Daly's
+higher terms, FGCS 22, 2006, matter only where save_s comes near mtbi). mtbi, the mean time between
+interruptions, is what this run has seen, with one imagined interruption in PRIOR_S: so a run that
+has seen none does not stop saving, and one bad first hour does not rule for weeks.
+"""
+
+import math
+from collections.abc import Sequence
+
+PRIOR_S = 4 * 3600.0
+LEAST_SAVES = 10.0  # an interval is at least so many save times: never more than 10 % overhead
+LEAST_S, MOST_S = 5.0, 3600.0
+
+
+def mean_time_between(lasted_s: Sequence[float], interruptions: int) -> float:
+    """Seconds between interruptions, over jobs that lasted so long."""
+    return (sum(lasted_s) + PRIOR_S) / (interruptions + 1)
+
+
+def interval(save_s: float, mtbi_s: float) -> tuple[float, str]:
+    """Seconds between checkpoints, and why."""
+    best_s = math.sqrt(2 * save_s * mtbi_s)
+    chosen_s = min(max(best_s, LEAST_S, LEAST_SAVES * save_s), MOST_S)
+    return chosen_s, (
+        f"every {chosen_s:.0f} s: a save stalls {save_s:.2g} s, "
+        f"an interruption comes every {mtbi_s / 60:.0f} min"
+    )
+
+
+def is_due(setting: str, steps: int, seconds: float, auto_s: float) -> bool:
+    """Is a checkpoint due, so many steps and seconds after the last one?
+
+    `setting` is `checkpoint.interval`: "auto", "500 steps" or "10m".
+    """
+    if setting == "auto":
+        return seconds >= auto_s
+    number, unit = parse(setting)
+    return steps >= number if unit == "steps" else seconds >= number
+
+
+def parse(setting: str) -> tuple[float, str]:
+    """(500, "steps") or (600, "s"). ValueError if it is neither."""
+    text = setting.strip()
+    if text.endswith("steps"):
+        return float(int(text.removesuffix("steps"))), "steps"
+    units = {"s": 1, "m": 60, "h": 3600}
+    return float(text[:-1]) * units[text[-1]], "s"

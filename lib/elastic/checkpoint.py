@@ -1,0 +1,413 @@
+"""Checkpoints of the sync mode: model and optimizer, resharded when the number of ranks changes.
+
+    checkpoints/.step-00000100.WRITER/   being written; WRITER is one attempt of one job
+    checkpoints/step-00000100/           torch.distributed.checkpoint's files (DCP), and extra.json
+    checkpoints/step-00000100.json       made last, by link(): its existence is the commit
+
+The rules are those of versions.py: a draft of one's own, everything fsynced, the link, the rename;
+a crash before the rename is mended by whoever reads next (`_settle`). Every rank writes, and takes
+the checksum of, its own file; rank 0 commits; what came of it is the same on every rank. A step
+that does not verify is skipped with a reason, and stays until its like is saved again or newer
+ones push it out.
+
+DCP's .metadata, and the few values in its files that are no tensors, are pickles: nothing of a
+checkpoint is read before its sizes and checksums are those in the commit record. DCP also pickles
+the messages between the ranks of a job; they go through a gloo group of their own, so that
+writing in the background never meets a collective of the training.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.checkpoint.api import CheckpointException
+
+from elastic.durable import create_once, read_json, sync_directory, to_json, write_atomic
+from elastic.errors import ElasticError
+from elastic.group import Group
+from elastic.rundir import RunDir
+from elastic.versions import checksum
+
+SLOWEST = timedelta(days=1)  # for a write: filesystems get stuck; hangs are found elsewhere
+OF_RANK_0 = [".metadata", "extra.json"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was loaded."""
+
+    step: int
+    extra: dict  # as it was given to save()
+    path: Path
+    world: int  # ranks that wrote it
+
+
+@dataclass
+class _Flight:
+    """A checkpoint being written."""
+
+    step: int
+    extra: bytes
+    writer: "_Writer"
+    since: float
+    waited_s: float = 0.0  # training, for the copy
+    future: Future | None = None
+
+
+class Checkpoints:
+    """The checkpoints of a run, for all ranks of a trainer: every method is called by each of them.
+
+    `save_s`: seconds that the last one took to its commit; `stall_s`: the part of them in which
+    training waited. Both are rank 0's, so that all ranks decide the same by them.
+    """
+
+    def __init__(self, run: RunDir, group: Group, writer: str, keep: int = 2):
+        self.save_s = self.stall_s = 0.0
+        self._run, self._group, self._writer, self._keep = run, group, writer, keep
+        self._flight: _Flight | None = None
+        self._skipped: set[int] = set()
+        several = group.world > 1
+        ranks = dist.new_group(backend="gloo", timeout=SLOWEST) if several else None
+        self._how = {"process_group": ranks, "no_dist": not several}
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+    def save(self, step: int, model, optimizer, extra: dict) -> None:
+        """Write and commit a checkpoint, unless this step has one.
+
+        On a failure every rank raises: OSError if the disk refused. What was committed stays, and
+        nothing else does. The end of one that began before is waited for; its failure is not told.
+        """
+        with contextlib.suppress(OSError, ElasticError):
+            self.finish()
+        if flight := self._open(step, extra):
+            state = _state(model, optimizer)
+            flight.waited_s = time.monotonic() - flight.since
+            self._close(flight, lambda: dcp.save(state, storage_writer=flight.writer, **self._how))
+
+    def begin(self, step: int, model, optimizer, extra: dict) -> None:
+        """Copy the state to the host and write it in the background, unless this step has one.
+
+        finish() comes first: if that raises, nothing new has begun.
+        """
+        self.finish()
+        if flight := self._open(step, extra):
+            state = _state(model, optimizer)
+            flight.future = dcp.async_save(state, storage_writer=flight.writer, **self._how)
+            flight.waited_s = time.monotonic() - flight.since
+            self._flight = flight
+
+    def poll(self) -> bool:
+        """Commit what began if all ranks have written it; true if so. Raises like save()."""
+        flight = self._flight
+        # Rank 0's ends when every rank has written and taken its checksum: DCP counts them in.
+        if flight is None or not self._group.share(flight.future.done()):
+            return False
+        return self.finish() is not None
+
+    def finish(self) -> int | None:
+        """Wait for what began, commit it, and return its step, if any. Raises like save()."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        self._close(flight, flight.future.result)
+        return flight.step
+
+    def load(self, model, optimizer) -> tuple[Saved | None, list[str]]:
+        """Load the newest checkpoint that verifies, if any; why each newer one was skipped.
+
+        ElasticError if it is whole and does not fit the model.
+        """
+        with contextlib.suppress(OSError, ElasticError):
+            self.finish()
+        reasons = []
+        for step in self._group.share(_found(self._run) if self._group.leads else None):
+            record, reason = self._verify(step)
+            if not reason:
+                return self._read(record, model, optimizer), reasons
+            reasons.append(f"step {step}: {reason}")
+            self._skipped.add(step)
+        return None, reasons
+
+    # ---- writing
+
+    def _open(self, step: int, extra: dict) -> _Flight | None:
+        """A draft, for all ranks at the same time; None if the step is committed."""
+        since, extra_json = time.monotonic(), to_json(extra)
+        draft, committed = _draft_path(self._run, step, self._writer), None
+        if self._group.leads:
+            committed = _record_path(self._run, step).exists() and step not in self._skipped
+            if not committed:
+                shutil.rmtree(draft, ignore_errors=True)
+        if self._group.share(committed):
+            return None
+        return _Flight(step, extra_json, _Writer(draft, extra_json), since)
+
+    def _close(self, flight: _Flight, write: Callable[[], object]) -> None:
+        """Let the write end, commit, and raise on every rank what failed on any."""
+        since, failure = time.monotonic(), _attempt(write)
+        told = self._group.gather({"failure": failure, "files": flight.writer.files})
+        if self._group.leads:
+            failure = next((one["failure"] for one in told if one["failure"]), None)
+            files = [entry for one in told for entry in one["files"]]
+            failure = failure or _attempt(lambda: self._commit(flight, files))
+            if failure:
+                shutil.rmtree(flight.writer.path, ignore_errors=True)
+            else:
+                _prune(self._run, flight.step, self._keep, self._skipped)
+        now = time.monotonic()
+        seconds = [now - flight.since, flight.waited_s + now - since]
+        failure, seconds = self._group.share([failure, seconds])
+        if failure:
+            what = f"the checkpoint of step {flight.step} was not saved: {failure['what']}"
+            if failure["errno"]:
+                raise OSError(failure["errno"], what)
+            raise ElasticError(what, "the last one that was committed is untouched")
+        self.save_s, self.stall_s = seconds
+
+    def _commit(self, flight: _Flight, files: list[dict]) -> None:
+        """Rank 0: link the record. Another writer of this step may have been first: as good."""
+        final = _final_path(self._run, flight.step).relative_to(self._run.path)
+        record = {
+            "step": flight.step, "writer": self._writer, "time": time.time(),
+            "world": self._group.world, "extra": json.loads(flight.extra),
+            "files": [{**entry, "path": str(final / entry["path"])} for entry in files],
+        }  # fmt: skip
+        sync_directory(flight.writer.path.parent)
+        if flight.step in self._skipped:
+            _remove(self._run, flight.step)
+            self._skipped.discard(flight.step)
+        if create_once(_record_path(self._run, flight.step), to_json(record)):
+            with contextlib.suppress(OSError):  # then whoever reads it does it
+                _settle(self._run, record)
+        else:
+            shutil.rmtree(flight.writer.path, ignore_errors=True)
+
+    # ---- reading
+
+    def _verify(self, step: int) -> tuple[dict, str]:
+        """The record, and what is wrong with it or a file, else "". The ranks share the work."""
+        record, reason = _read_record(self._run, step) if self._group.leads else (None, "")
+        if record:
+            with contextlib.suppress(OSError):  # then its files are found missing
+                _settle(self._run, record)
+        record, reason = self._group.share([record, reason])
+        if not reason:
+            own = record["files"][self._group.rank :: self._group.world]
+            reasons = (_damage(_final_path(self._run, step), entry) for entry in own)
+            told = self._group.gather(next(filter(None, reasons), ""))
+            reason = next(filter(None, told), "")
+        return record, reason
+
+    def _read(self, record: dict, model, optimizer) -> Saved:
+        path = _final_path(self._run, record["step"])
+        optimizer.zero_grad()
+        optimizer.state.clear()  # get_state_dict fills it for every parameter, as places to read to
+        model_state, optimizer_state = states.get_state_dict(model, optimizer)
+        reader = dcp.FileSystemReader(path)
+        held = _prefixes(reader.read_metadata().state_dict_metadata)
+        optimizer_state["state"] = {
+            name: values for name, values in optimizer_state["state"].items()
+            if f"optimizer.state.{name}" in held
+        }  # fmt: skip
+        state = {"model": model_state, "optimizer": optimizer_state}
+        try:
+            dcp.load(state, storage_reader=reader, **self._how)
+        except CheckpointException as error:
+            what = f"the checkpoint {path} cannot be loaded: {_describe(error)['what']}"
+            raise ElasticError(what, "is the model still that of the run?") from None
+        states.set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
+            options=states.StateDictOptions(strict=False),  # what never trained has no moments
+        )  # fmt: skip
+        return Saved(record["step"], read_json(path / "extra.json"), path, record["world"])
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer of files (all fsynced), which also keeps the size and checksum of each.
+
+    A failure in here is one of DCP's steps, and reaches all ranks like every other.
+    """
+
+    def __init__(self, folder: Path, extra: bytes):
+        super().__init__(folder)
+        self.files: list[dict] = []
+        self._extra = extra
+
+    def write_data(self, plan, planner):
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:  # torch.save, about a position in the file
+            refused = error.__context__
+            if isinstance(refused, OSError):
+                raise OSError(refused.errno, refused.strerror, str(self.path)) from None
+            raise
+        sync_directory(self.path)
+        self._note(_rank_file(self.rank))
+        return written
+
+    def finish(self, metadata, results) -> None:  # rank 0
+        super().finish(metadata, results)
+        write_atomic(self.path / "extra.json", self._extra)
+        for name in OF_RANK_0:
+            self._note(name)
+
+    def _note(self, name: str) -> None:
+        path = self.path / name
+        self.files.append({"path": name, "bytes": path.stat().st_size, "xxh3": checksum(path)})
+
+
+def _state(model, optimizer) -> dict:
+    """What is saved. An optimizer that never stepped has no state, and is left without."""
+    stepped = bool(optimizer.state)
+    model_state, optimizer_state = states.get_state_dict(model, optimizer)
+    if not stepped:  # get_state_dict made some up
+        optimizer.state.clear()
+        optimizer_state["state"] = {}
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _prefixes(names) -> set[str]:
+    """All that stands before a dot in any of the names."""
+    return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+
+
+def _attempt(action: Callable[[], object]) -> dict | None:
+    """Run; what went wrong, as a message for the other ranks, or None."""
+    try:
+        action()
+    except (CheckpointException, OSError, RuntimeError) as error:
+        return _describe(error)
+    return None
+
+
+def _describe(error: BaseException) -> dict:
+    if not isinstance(error, CheckpointException):
+        return {"what": str(error), "errno": getattr(error, "errno", None)}
+    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    refused = [rank for rank, cause in causes.items() if isinstance(cause, OSError)]
+    rank = min(refused or causes)
+    return {"what": f"rank {rank}: {causes[rank]}", "errno": getattr(causes[rank], "errno", None)}
+
+
+# ---- the files ----------------------------------------------------------------------------------
+
+
+def steps(run: RunDir) -> list[int]:
+    """Steps whose checkpoint is committed, newest first."""
+    return [step for step in _found(run) if _record_path(run, step).exists()]
+
+
+def _found(run: RunDir) -> list[int]:
+    """Steps that have a commit record or a folder, newest first."""
+    names = (re.fullmatch(r"step-(\d+)(\.json)?", name) for name in os.listdir(_folder(run)))
+    return sorted({int(name[1]) for name in names if name}, reverse=True)
+
+
+def _read_record(run: RunDir, step: int) -> tuple[dict | None, str]:
+    """A commit record, if it can be relied on; what is wrong with it, else ""."""
+    path = _record_path(run, step)
+    try:
+        record = read_json(path)
+        if record is None:
+            return None, f"there is no commit record: {path}"
+        named = {Path(entry["path"]).name for entry in record["files"]}
+        wanted = {*OF_RANK_0, *map(_rank_file, range(record["world"]))}
+        if record["step"] != step or named != wanted:
+            raise ValueError(f"it names step {record['step']} and {sorted(named)}")
+    except ElasticError as error:
+        return None, error.what
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        return None, f"damaged commit record: {path}: {error!r}"
+    return record, ""
+
+
+def _rank_file(rank: int) -> str:
+    """DCP's name for what a rank wrote."""
+    return f"__{rank}_0.distcp"
+
+
+def _damage(folder: Path, entry: dict) -> str:
+    path = folder / Path(entry["path"]).name
+    try:
+        size, found = path.stat().st_size, checksum(path)
+    except OSError as error:
+        return f"committed file cannot be read: {path}: {error.strerror}"
+    if (size, found) == (entry.get("bytes"), entry.get("xxh3")):
+        return ""
+    return (
+        f"committed file is damaged: {path}: {size} bytes, xxh3 {found}; "
+        f"the commit says {entry.get('bytes')} bytes, xxh3 {entry.get('xxh3')}"
+    )
+
+
+def _settle(run: RunDir, record: dict) -> None:
+    """Give a committed folder its name, if its writer did not live to do it."""
+    final = _final_path(run, record["step"])
+    if not final.exists():
+        with contextlib.suppress(FileNotFoundError):  # another process was faster, or it is gone
+            os.rename(_draft_path(run, record["step"], record["writer"]), final)
+
+
+def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
+    """Remove what is older than `newest` and not among the last `keep` that are sound."""
+    folder = _folder(run)
+    sound = [step for step in steps(run) if step <= newest and step not in skipped]
+    with contextlib.suppress(OSError):  # the commit stands; the next one tries again
+        for path in folder.glob(".step-[0-9]*"):  # drafts, and records on their way
+            step = int(re.match(r"\.step-(\d+)", path.name)[1])
+            record, _ = _read_record(run, step)
+            if record:
+                _settle(run, record)  # a committed one may still be without its name
+            if step < newest and (record or not _record_path(run, step).exists()):
+                _discard(path)
+        for path in folder.glob(".pruned.*"):
+            _discard(path)
+        for step in _found(run):
+            if step < newest and step not in sound[:keep]:
+                _remove(run, step)
+                skipped.discard(step)
+
+
+def _remove(run: RunDir, step: int) -> None:
+    final = _final_path(run, step)
+    gone = final.with_name(f".pruned.{final.name}")
+    _discard(gone)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(final, gone)  # first: a folder with a step's name is always whole
+    _record_path(run, step).unlink(missing_ok=True)
+    _discard(gone)
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _folder(run: RunDir) -> Path:
+    return run.path / "checkpoints"
+
+
+def _final_path(run: RunDir, step: int) -> Path:
+    return _folder(run) / f"step-{step:08d}"
+
+
+def _record_path(run: RunDir, step: int) -> Path:
+    return _folder(run) / f"step-{step:08d}.json"
+
+
+def _draft_path(run: RunDir, step: int, writer: str) -> Path:
+    return _folder(run) / f".step-{step:08d}.{writer}"

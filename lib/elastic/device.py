@@ -1,0 +1,90 @@
+"""How a model runs here: on which device, in which precision, sharded over which ranks.
+
+Used by both modes: within a worker's node, and over all ranks of a synchronous job. With several
+ranks the model is sharded by FSDP2, one unit per layer.
+"""
+
+import contextlib
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastic.config import Config, env
+from elastic.errors import ElasticError
+from elastic.group import Group
+
+
+def choose_device(config: Config) -> torch.device:
+    """This rank's device. Raises ElasticError if the run wants CUDA and there is none."""
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    wanted = config.train.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ElasticError(
+            'train.device = "cuda", and this node has no usable GPU', "nvidia-smi shows why"
+        )
+    torch.cuda.set_device(int(env("LOCAL_RANK", "0")))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def join_group(rank: int, world: int, device: torch.device, timeout: timedelta) -> Group:
+    """The ranks of this job; MASTER_ADDR and MASTER_PORT say where they meet."""
+    if world > 1:
+        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(kind, rank=rank, world_size=world, timeout=timeout)
+    return Group(rank, world, device)
+
+
+def build_model(task, config: Config, device: torch.device, group: Group) -> torch.nn.Module:
+    """The task's model, the same parameters for the same seed, on the device, sharded."""
+    torch.manual_seed(config.run.seed)
+    model = task.model().to(device)
+    torch.manual_seed(config.run.seed + 1 + group.rank)
+    if group.world > 1:
+        shard(model, config, device)
+    if config.train.compile:
+        model.compile()
+    return model
+
+
+def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
+    """FSDP2, one unit per layer (`model.layers`, where the model has them) and one for the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    low = torch.bfloat16 if config.train.precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    for layer in getattr(model, "layers", []):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def precision(name: str, device: torch.device):
+    """A context manager for the forward pass: bf16 autocast, or nothing."""
+    if name == "bf16":
+        return lambda: torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext
+
+
+def to_device(batch, device: torch.device):
+    """A collated batch (tensors in lists and tables) on the device."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [to_device(value, device) for value in batch]
+    return batch
+
+
+def leave(code: int) -> None:
+    """End this process at once: all is delivered and saved; taking torch apart takes seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

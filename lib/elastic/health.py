@@ -1,0 +1,254 @@
+"""Ranks that agree, bad steps, silent ranks, hangs, sick GPUs.
+
+Ranks must do the same in the same step, or the next collective never ends. What one rank alone can
+see (a notice, a gradient that is not finite) therefore goes through Agreement, one small all_reduce
+a step. `check_nccl_health` asks the store who is there before it tries a collective: that names who
+is gone, and leaves nothing behind that cannot end. HangDetector counts the time that this process
+ran, not the clock: a suspended job has not hung. It cannot act while C code holds the GIL.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import importlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from elastic.errors import EXIT_TRY_AGAIN, ElasticError
+from elastic.group import Group
+from elastic.signals import Notice, die_with_parent, ignore_notices, install
+
+ACTIONS = ("warn", "skip", "rollback", "stop")
+KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL, where there is no GraceTime
+NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
+POLL_S = 0.02
+FOREIGN_SHARE = 0.2  # of a GPU's memory that a process may hold outside of torch's allocator
+
+
+class Agreement:
+    """The largest of what the ranks say, on all of them; every rank names the same flags."""
+
+    def __init__(self, group: Group):
+        self.group = group
+
+    def agree(self, **flags: bool | float) -> dict[str, bool | float]:
+        """One all_reduce(MAX), none with one rank. A NaN counts as infinite."""
+        if self.group.world == 1:
+            return dict(flags)
+        names = sorted(flags)
+        mine = [math.inf if math.isnan(flags[name]) else float(flags[name]) for name in names]
+        largest = torch.tensor(mine, dtype=torch.float64, device=self.group.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        found = zip(names, largest.tolist(), strict=True)
+        return {name: type(flags[name])(value) for name, value in found}
+
+
+def verdict(action: str, bad: bool, bad_in_a_row: int, max_bad: int) -> tuple[str, str]:
+    """Either "ok" or the action ("warn": step all the same, "skip", "rollback", "stop"); and why.
+
+    `bad_in_a_row` counts this step; more than `max_bad` are "stop", whatever the action.
+    """
+    if not bad:
+        return "ok", "loss and gradient are finite"
+    if action != "stop" and bad_in_a_row > max_bad:
+        return "stop", f"{bad_in_a_row} bad steps in a row, more than {max_bad}"
+    return action, f"bad step {bad_in_a_row} in a row, {max_bad} are allowed"
+
+
+class NaNDetector:
+    """Judges steps alike on all ranks. `reason` says why the last verdict is not "ok"."""
+
+    def __init__(self, action: str, group: Group, max_bad: int):
+        if action not in ACTIONS:
+            raise ElasticError(f"no such action: {action!r}", f"one of {', '.join(ACTIONS)}")
+        self.action, self.max_bad = action, max_bad
+        self.agreement = Agreement(group)
+        self.bad_in_a_row = self.total = 0
+        self.reason = ""
+
+    def check(self, loss: torch.Tensor | float, norm: torch.Tensor | float) -> str:
+        """The verdict on this step, after one all_reduce: see `verdict`."""
+        bad = not (finite(loss) and finite(norm))
+        return self.judge(self.agreement.agree(bad=bad)["bad"], f"loss {loss}, norm {norm}")
+
+    def judge(self, bad: bool, seen: str = "") -> str:
+        """`check` for a caller whose own `agree` has carried the flag, beside others."""
+        self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
+        self.total += bool(bad)
+        decision, reason = verdict(self.action, bad, self.bad_in_a_row, self.max_bad)
+        self.reason = f"{reason} (this rank: {seen})" if seen else reason
+        return decision
+
+
+def finite(value: torch.Tensor | float) -> bool:
+    """Waits for the GPU; with a DTensor (FSDP2's norm) all ranks must call it."""
+    return math.isfinite(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def check_nccl_health(group: Group, timeout_s: float) -> str:
+    """Empty if all ranks of the default group answer and a collective ends, else what does not.
+
+    All ranks call it at the same point. After a sentence the group is of no more use: leave.
+    """
+    if group.world == 1:
+        return ""
+    said: list[str] = []
+    deadline = time.monotonic() + timeout_s
+
+    def ask() -> None:
+        try:
+            said.append(_roll_call(group, deadline) or _ping(group, deadline))
+        except RuntimeError as error:  # what torch.distributed raises when a peer is gone
+            said.append(f"the group is broken: {str(error).splitlines()[0]}")
+
+    # A store whose host is stopped never answers, nor does NCCL while it connects.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s + 10 * POLL_S)
+    silence = "no answer from the store (kept by rank 0 or torchrun), or from NCCL's start"
+    problem = said[0] if said else silence
+    return f"{problem} (within {timeout_s:g} s)" if problem else ""
+
+
+def _roll_call(group: Group, deadline: float) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"elastic/roll-call/{group.rank}", 1)
+    missing = list(range(group.world))
+    while missing := [r for r in missing if store.add(f"elastic/roll-call/{r}", 0) < number]:
+        if time.monotonic() > deadline:
+            return f"no answer from rank(s) {', '.join(map(str, missing))} of {group.world}"
+        time.sleep(POLL_S)
+    return ""
+
+
+def _ping(group: Group, deadline: float) -> str:
+    ones = torch.ones(1, device=group.device)
+    work = dist.all_reduce(ones, async_op=True)
+    while not work.is_completed():  # NCCL's wait(timeout) does not wait
+        if time.monotonic() > deadline:
+            return "all ranks are there, but an all_reduce does not end: is it the network?"
+        time.sleep(POLL_S)
+    work.wait()  # raises if it failed
+    total = ones.item()
+    return "" if total == group.world else f"an all_reduce of {group.world} ones gave {total:g}"
+
+
+def check_gpu_health(device: torch.device | str) -> list[str]:
+    """What is wrong with the device, a sentence each; on the CPU only the arithmetic is tried."""
+    device = torch.device(device)
+    problems = []
+    try:
+        problems += _wrong_arithmetic(device)
+        if device.type == "cuda":
+            problems += _taken_memory(device) + _worn_memory(device)
+    except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
+        problems.append(f"{device} cannot be used: {str(error).splitlines()[0]}")
+    return problems
+
+
+def _wrong_arithmetic(device: torch.device) -> list[str]:
+    numbers = torch.arange(256 * 256).reshape(256, 256) % 5 - 2  # exact in every precision
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        product = numbers.float().to(device) @ numbers.T.float().to(device)
+    wrong = int((product.cpu() != (numbers @ numbers.T).float()).sum())
+    return [f"{device} computes wrongly: {wrong} of 65536 products of a matmul"] if wrong else []
+
+
+def _taken_memory(device: torch.device) -> list[str]:
+    free, total = torch.cuda.mem_get_info(device)
+    foreign = total - free - torch.cuda.memory_reserved(device)
+    sizes = f"{foreign / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    taken = foreign > FOREIGN_SHARE * total
+    return [f"{device}: others hold {sizes} of its memory, see nvidia-smi"] if taken else []
+
+
+def _worn_memory(device: torch.device) -> list[str]:
+    """What NVML counts: ECC errors, and the row remaps that Xid 63 and 64 stand for."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        kind, since_boot = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        errors = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since_boot)
+        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
+    except Exception:  # no NVML, no ECC, a MIG slice: nothing is known
+        return []
+    found = [f"{errors} uncorrected memory errors (ECC)"] if errors else []
+    found += ["a memory row waits to be remapped (Xid 63): reset the GPU"] if pending else []
+    found += ["a memory row cannot be remapped (Xid 64): replace the GPU"] if failed else []
+    return [f"{device}: {problem}" for problem in found]
+
+
+_leave = functools.partial(os._exit, EXIT_TRY_AGAIN)  # waits for nothing; the job is replaced
+
+
+class HangDetector(contextlib.AbstractContextManager):
+    """A thread that prints all stacks and calls `on_hang` when no `tick` comes for `timeout_s`."""
+
+    def __init__(self, timeout_s: float, on_hang: Callable[[], object] = _leave):
+        self.timeout_s, self.on_hang = timeout_s, on_hang
+        self._ticks = self._pauses = 0
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="hang detector", daemon=True).start()
+
+    def tick(self) -> None:
+        self._ticks += 1
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """For what takes long and is known to: an evaluation, a compilation."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._ticks += 1
+            self._pauses -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        beat_s = self.timeout_s / 20
+        seen, silent_s = self._ticks, 0.0
+        while silent_s < self.timeout_s:
+            if self._closed.wait(beat_s):
+                return
+            moved = self._ticks != seen or self._pauses
+            seen, silent_s = self._ticks, 0.0 if moved else silent_s + beat_s
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        said = f"rank {rank}: no step for {self.timeout_s:g} s; all threads:"
+        print(said, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        self.on_hang()
+
+
+class ShutdownHandler(contextlib.AbstractContextManager):
+    """True after a notice; `grace_s` as slurm_info.grace_time_s says. The handlers stay."""
+
+    def __init__(self, grace_s: float | None = None, notice: Notice | None = None):
+        self.notice = install() if notice is None else notice
+        self.window_s = (grace_s or KILL_WAIT_S) - NOTICE_MARGIN_S
+
+    def __bool__(self) -> bool:
+        return bool(self.notice)
+
+    def deadline_s(self, now: float) -> float:
+        """Until the kill; infinite before a notice."""
+        return math.inf if self.notice.since is None else self.notice.since + self.window_s - now
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def shield_workers(worker_id: int = 0) -> None:
+    """A DataLoader's `worker_init_fn`: a notice is for the parent, with which the worker goes."""
+    ignore_notices()
+    die_with_parent()

@@ -1,0 +1,203 @@
+"""The launcher of a synchronous job: starts the ranks, starts them again, and says how it ended.
+
+    python -m elastic.launch RUNDIR      (bin/elastic-trainer, the command of a trainer job)
+
+It claims an attempt, which fences older jobs of the run, and starts one `elastic.trainer` per GPU:
+on this machine as child processes, in a Slurm job through one `srun`. A notice goes to the ranks
+(Slurm itself sends it to the step); they save and leave. When ranks crash they are started again
+here, from the newest checkpoint, without going back to the queue, as long as a new checkpoint was
+committed in between or `sync.crash_retries` allow. The last act is a reconcile pass, so that a
+successor is in the queue before this job is gone. No torch in this process.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+from elastic.config import elastic_home, env, environment
+from elastic.errors import EXIT_DO_NOT_RESTART, EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN
+from elastic.link import closing
+from elastic.network import bind_address, free_port, hostname
+from elastic.rundir import RunDir
+from elastic.signals import Notice, die_with_parent, install, name_of
+
+TAIL_LINES = 40
+KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
+POLL_S = 0.1
+PASS_S = 60.0
+OUTCOMES = {EXIT_OK: "done", EXIT_TRY_AGAIN: "yielded", EXIT_DO_NOT_RESTART: "stopped"}
+
+
+class Launcher:
+    def __init__(self, run: RunDir, notice: Notice):
+        self.run, self.notice, self.config = run, notice, run.config()
+        self.job_id = env("ELASTIC_JOB_ID") or f"pid-{os.getpid()}"
+        self.attempt = 0
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._crashes = 0
+
+    # ---- the program
+
+    def main(self) -> int:
+        """Train until the run is over, a notice has been obeyed, or nothing helps."""
+        self._record({"state": "started"})
+        if over := closing(self.run):
+            outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
+            return self._end(*outcome, f"the run is {over}")
+        while True:
+            before = self._newest_checkpoint()
+            code = self._train()
+            outcome, reason = self._judge(code)
+            if outcome != "crashed":
+                return self._end(outcome, self._exit_code(outcome), reason)
+            progressed = self._newest_checkpoint() > before
+            self._crashes = 1 if progressed else self._crashes + 1
+            if self._crashes > self.config.sync.crash_retries or self.notice:
+                return self._end("failed", EXIT_ERROR, reason)
+            self.run.event("restart", attempt=self.attempt, job_id=self.job_id, reason=reason)
+
+    def _judge(self, code: int) -> tuple[str, str]:
+        """What the end of the ranks means: (done | yielded | stopped | fenced | crashed, why)."""
+        if code == EXIT_OK and self.run.done():
+            return "done", "run done"
+        if code == EXIT_DO_NOT_RESTART and self.run.latest_attempt(0) > self.attempt:
+            return "fenced", f"a higher attempt than {self.attempt} has the run"
+        if code == EXIT_TRY_AGAIN and self.notice:
+            return "yielded", f"notice: {self.notice.signal_name}"
+        if code == EXIT_TRY_AGAIN:
+            return "yielded", "the ranks left on a notice"
+        if over := closing(self.run):
+            return ("done" if over == "done" else "stopped"), f"the run is {over}"
+        if code < 0 and self.notice:
+            return "yielded", f"notice, and the ranks ended with {name_of(code)}"
+        return "crashed", f"the ranks ended with {name_of(code)}"
+
+    def _exit_code(self, outcome: str) -> int:
+        return {"yielded": EXIT_OK, "done": EXIT_OK}.get(outcome, EXIT_DO_NOT_RESTART)
+
+    def _newest_checkpoint(self) -> str:
+        """Its name; names sort by step. Small, and this job alone writes it."""
+        found = (self.run.path / "checkpoints").glob("step-*.json")
+        return max((path.name for path in found), default="")
+
+    # ---- the ranks
+
+    def _train(self) -> int:
+        """Start the ranks and wait for their end; the exit status of the first that failed."""
+        record = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid()}
+        self.attempt = self.run.claim_attempt(0, {**record, "time": time.time()})
+        self._tail.clear()
+        processes = self._start_in_slurm() if env("SLURM_JOB_ID") else self._start_here()
+        readers = [threading.Thread(target=self._copy, args=[p.stderr]) for p in processes]
+        for reader in readers:
+            reader.start()
+        code = self._wait(processes)
+        for reader in readers:
+            reader.join()
+        return code
+
+    def _shared(self, address: str) -> dict[str, str]:
+        """What every rank finds in its environment; they meet at `address`, on this node."""
+        return {"ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
+                "ELASTIC_RUN_DIR": str(self.run.path),
+                "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}  # fmt: skip
+
+    def _start_here(self) -> list[subprocess.Popen]:
+        world = int(env("ELASTIC_GPUS", "1"))
+        shared = {**self._shared("127.0.0.1"), "WORLD_SIZE": str(world)}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+        return [self._spawn(self._rank_command(), {**shared, **each}) for each in own]
+
+    def _start_in_slurm(self) -> list[subprocess.Popen]:
+        from elastic.sched_slurm import node_address, step_argv
+
+        address = bind_address("auto", node_address())
+        nodes, per_node = int(env("SLURM_JOB_NUM_NODES", "1")), self.config.slurm.gpus_per_node
+        rank = [str(elastic_home() / "bin" / "elastic-rank"), *self._rank_command()]
+        return [self._spawn(step_argv(nodes, per_node, rank), self._shared(address))]
+
+    def _rank_command(self) -> list[str]:
+        return [sys.executable, "-P", "-m", "elastic.trainer", str(self.run.path)]
+
+    def _spawn(self, command: list[str], extra: dict[str, str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            command, env=environment() | extra, stdin=subprocess.DEVNULL, stdout=sys.stdout,
+            stderr=subprocess.PIPE, text=True, errors="replace", preexec_fn=die_with_parent,
+        )  # fmt: skip
+
+    def _copy(self, stream) -> None:
+        for line in stream:
+            print(line, end="", file=sys.stderr, flush=True)
+            self._tail.append(line.rstrip("\n"))
+
+    def _wait(self, processes: list[subprocess.Popen]) -> int:
+        """Until all have left, or one has crashed: the others cannot go on without it."""
+        told = False
+        while True:
+            codes = [process.poll() for process in processes]
+            crashed = [code for code in codes if code not in (None, *OUTCOMES)]
+            if crashed or None not in codes:
+                break
+            if self.notice and not told:
+                told = True
+                self._tell(processes)
+            if self.notice and time.time() - self.notice.since > KILL_AFTER_S:
+                crashed = [-signal.SIGKILL]
+                break
+            time.sleep(POLL_S)
+        for process in processes:
+            process.kill()  # no effect on one that has ended
+            process.wait()
+        return crashed[0] if crashed else max(codes)
+
+    def _tell(self, processes: list[subprocess.Popen]) -> None:
+        """Pass a notice on. Never through srun, which would kill its tasks at once."""
+        if job_id := env("SLURM_JOB_ID"):
+            from elastic.sched_slurm import signal_steps
+
+            signal_steps(job_id)
+            return
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+    # ---- the end
+
+    def _end(self, outcome: str, code: int, reason: str) -> int:
+        detail = "\n".join(self._tail) if outcome == "failed" else ""
+        kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
+        progress = self.run.progress() or {}
+        self.run.event(kind, role="trainer", attempt=self.attempt, reason=reason,
+                       step=progress.get("step", 0))  # fmt: skip
+        self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason,
+                      "detail": detail, "steps": progress.get("step", 0)})  # fmt: skip
+        print(f"trainer  {outcome}: {reason}", flush=True)
+        self._reconcile()
+        return code
+
+    def _reconcile(self) -> None:
+        """Queue the successor now; cron would come later, and without a notice it will."""
+        command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(self.run.path)]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PASS_S)
+
+    def _record(self, fields: dict) -> None:
+        who = {"role": "trainer", "slot": 0, "attempt": self.attempt, "node": hostname()}
+        try:
+            self.run.write_ending(self.job_id, {**who, **fields})
+        except OSError as error:
+            print(f"trainer  no exit record: {error}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    return Launcher(RunDir(Path(sys.argv[1])), install()).main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

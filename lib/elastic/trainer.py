@@ -1,0 +1,387 @@
+"""A rank of a synchronous job: `python -m elastic.trainer RUNDIR`, one process per GPU.
+
+    restore   the newest checkpoint that verifies, resharded to the ranks there are
+    step      the next global batch (sizing.py), shared by all ranks; one agreement at its end
+    save      when due (cadence.py), in the background; at a notice at once
+
+All that a step depends on, its samples, its learning rate, its random numbers, follows from the
+state that checkpoints carry, so a run that comes back at another size goes on with the same steps.
+The ranks agree once per step, in one reduction of five numbers: the loss, the tokens, and whether
+anybody wants to stop or rank 0 wants to save. Rank 0 alone writes: metrics.jsonl (a line per step),
+progress.json (for status), DONE.
+
+Exit status: 0 the run is done; 75 a notice was obeyed; 93 the run is stopped, or this attempt is
+fenced; anything else is a crash, and the launcher knows what to do about it.
+"""
+
+import functools
+import json
+import math
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
+
+from elastic import cadence
+from elastic.checkpoint import Checkpoints
+from elastic.config import env
+from elastic.device import build_model, choose_device, join_group, leave, precision, to_device
+from elastic.errors import (
+    EXIT_DO_NOT_RESTART,
+    EXIT_ERROR,
+    EXIT_OK,
+    EXIT_TRY_AGAIN,
+    ElasticError,
+    Fenced,
+)
+from elastic.group import Group
+from elastic.health import HangDetector, verdict
+from elastic.rundir import RunDir
+from elastic.schedule import learning_rate
+from elastic.shuffle import Shuffle
+from elastic.signals import Notice, install
+from elastic.sizing import Stream, passes
+from elastic.tasks import count_tokens, default_optimizer, load_task
+
+PROGRESS_S = 1.0
+CONTROL_S = 2.0
+GO_ON, NOTICE, STOPPED = 0.0, 1.0, 2.0  # what a rank wants; the largest wins
+
+
+@dataclass
+class State:
+    """Where the run is; travels with every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    cursor: int = 0  # position in the stream
+    skipped: list[list[int]] = field(default_factory=list)  # [start, stop) never to be trained
+
+
+class Trainer:
+    def __init__(self, run: RunDir, notice: Notice, group: Group, device: torch.device):
+        self.run, self.notice, self.group, self.device = run, notice, group, device
+        self.config, self.state = run.config(), State()
+        self.attempt, self.job_id = int(env("ELASTIC_ATTEMPT", "1")), env("ELASTIC_JOB_ID", "")
+        self.task = load_task(self.config.run.task, self.config.task, Path(self.config.run.folder))
+        self.dataset = self.task.dataset()
+        self.model = build_model(self.task, self.config, device, group)
+        make = getattr(self.task, "optimizer", None)
+        self.optimizer = make(self.model) if make else default_optimizer(self.model, self.train)
+        self.checkpoints = Checkpoints(run, group, f"attempt{self.attempt}", self.keep)
+        self._autocast = precision(self.train.precision, device)
+        self._peaks = [each["lr"] for each in self.optimizer.param_groups]
+        self._sample_tokens = count_tokens(self.task, default_collate([self.dataset[0]]))
+        self._stream = Stream(len(self.dataset), self.train.epochs)
+        self._orders: dict[int, Shuffle] = {}
+        self._saved_step, self._saved_at = 0, time.monotonic()
+        self._auto_s, self._bad_in_a_row = cadence.LEAST_S, 0
+        self._control_at = self._progress_at = 0.0
+        self._rate = (time.monotonic(), 0)
+
+    @property
+    def train(self):
+        return self.config.train
+
+    @property
+    def keep(self) -> int:
+        return max(2, self.config.checkpoint.keep)
+
+    @property
+    def batch_size(self) -> int:
+        return self.config.sync.global_batch_size or (
+            self.train.batch_size * self.config.elastic.max
+        )
+
+    @property
+    def total_tokens(self) -> int:
+        return self.train.max_tokens or self._stream.end * self._sample_tokens
+
+    # ---- the program
+
+    def main(self) -> int:
+        """Train to the end of the run, or until a notice; returns the exit status."""
+        self._restore()
+        self.model.train()
+        timeout_s = self.config.health.hang_timeout_s
+        with HangDetector(timeout_s, functools.partial(leave, EXIT_ERROR)) as hangs:
+            while batch := self._next_batch():
+                wish = self._step(batch)
+                hangs.tick()
+                if wish != GO_ON:
+                    return self._leave(wish)
+            self._save()
+        if self.group.leads:
+            reached = {"version": self.state.step, "tokens": self.state.tokens}
+            self.run.mark_done({**reached, "time": time.time()})
+            self.run.event("done", **reached)
+        return EXIT_OK
+
+    def _restore(self) -> None:
+        found, refused = self.checkpoints.load(self.model, self.optimizer)
+        if found:
+            self.state = State(**found.extra["state"])
+        where = f"step {self.state.step} from {found.path.name}" if found else "the beginning"
+        self._saved_step, self._saved_at = self.state.step, time.monotonic()
+        self._say(f"{self.group.world} ranks, attempt {self.attempt}: goes on at {where}")
+        for reason in refused if self.group.leads else ():
+            self._say(f"checkpoint not used: {reason}")
+            self.run.event("checkpoint-refused", reason=reason)
+        if self.group.leads:
+            self._choose_cadence()
+            self.run.event("restore", step=self.state.step, world=self.group.world,
+                           attempt=self.attempt, job_id=self.job_id)  # fmt: skip
+
+    def _leave(self, wish: float) -> int:
+        self._save()
+        self._say(f"leaves at step {self.state.step}: {'notice' if wish == NOTICE else 'stopped'}")
+        return EXIT_TRY_AGAIN if wish == NOTICE else EXIT_DO_NOT_RESTART
+
+    # ---- a step
+
+    def _next_batch(self) -> range:
+        """The next global batch, past what is to be skipped; empty at the end of the run."""
+        state = self.state
+        if self.train.max_tokens and state.tokens >= self.train.max_tokens:
+            return range(0)
+        for start, stop in sorted(state.skipped):
+            if start <= state.cursor < stop:
+                state.cursor = stop
+        return self._stream.batch(state.cursor, self.batch_size)
+
+    def _step(self, batch: range) -> float:
+        """Train one global batch; returns what the ranks want to do now."""
+        began = time.monotonic()
+        self._prepare_step()
+        loss_sum, tokens = self._backward(batch)
+        loss, tokens, wish, due = self._agree(loss_sum, tokens)
+        self._rescale(len(batch) * self._sample_tokens / tokens)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.train.grad_clip or math.inf
+        )
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        norm = norm.item()  # every rank has the same
+        if self._guard(batch, loss, norm):
+            self.optimizer.step()
+            self.state.step += 1
+            self.state.tokens += int(tokens)
+            self.state.cursor = batch.stop
+            self._log(batch, loss, norm, time.monotonic() - began)
+        self.optimizer.zero_grad(set_to_none=True)
+        if wish == GO_ON:
+            self._save_if_due(due)
+        return wish
+
+    def _prepare_step(self) -> None:
+        """Learning rate and random numbers: functions of where the run is, not of how it came."""
+        factor = learning_rate(self.state.tokens, self.total_tokens, self.train)
+        for param_group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            param_group["lr"] = peak * factor / self.train.learning_rate
+        torch.manual_seed((self.config.run.seed << 40) + (self.state.step << 12) + self.group.rank)
+
+    def _backward(self, batch: range) -> tuple[torch.Tensor, int]:
+        """Gradients of the mean over the batch, if all its samples have as many tokens as sample 0.
+
+        FSDP takes the mean over ranks, hence the factor `world`.
+        """
+        world, expected = self.group.world, len(batch) * self._sample_tokens
+        loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        for part in passes(batch, self.group.rank, world, self.train.batch_size):
+            data = self._load(part or batch[:1])
+            count = count_tokens(self.task, data) if part else 0
+            with self._autocast():
+                loss = self.task.loss(self.model, to_device(data, self.device))
+            (loss * (world * count / expected)).backward()
+            loss_sum += loss.detach().double() * count
+            tokens += count
+        return loss_sum, tokens
+
+    def _load(self, positions: range):
+        return default_collate([self.dataset[self._index(position)] for position in positions])
+
+    def _index(self, position: int) -> int:
+        epoch, place = self._stream.place(position)
+        if epoch not in self._orders:
+            self._orders = {epoch: Shuffle(len(self.dataset), self.config.run.seed, epoch)}
+        return self._orders[epoch][place]
+
+    def _agree(self, loss_sum: torch.Tensor, tokens: int) -> tuple[float, float, float, bool]:
+        """Mean loss and tokens of the batch, what is wanted, and is a checkpoint due: on all ranks.
+
+        A wish is written in two numbers, so that one sum serves: how many ranks have it.
+        """
+        wish = self._wish()
+        mine = [float(tokens), wish == NOTICE, wish == STOPPED, self._is_due()]
+        numbers = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        numbers = torch.cat([loss_sum.view(1), numbers])
+        if self.group.world > 1:
+            dist.all_reduce(numbers)
+        loss, tokens, notice, stopped, due = numbers.tolist()
+        wish = STOPPED if stopped else NOTICE if notice else GO_ON
+        return loss / tokens, tokens, wish, due > 0
+
+    def _wish(self) -> float:
+        if self.notice:
+            return NOTICE
+        now = time.monotonic()
+        if self.group.leads and now - self._control_at >= CONTROL_S:
+            self._control_at = now
+            if self.run.latest_attempt(0) > self.attempt:
+                raise Fenced(f"attempt {self.attempt}: a later one has taken over")
+            if self.run.control().state == "stopped":
+                return STOPPED
+        return GO_ON
+
+    @torch.no_grad()
+    def _rescale(self, factor: float) -> None:
+        """Mend gradients where samples differ in tokens; mostly the factor is 1."""
+        if factor != 1.0:
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, factor)
+
+    def _guard(self, batch: range, loss: float, norm: float) -> bool:
+        """May the step be taken? Else the batch is skipped, rolled back, or the run ends."""
+        bad = not (math.isfinite(loss) and math.isfinite(norm))
+        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+        if not bad:
+            return True
+        health = self.config.health
+        said, why = verdict(health.nan_action, bad, self._bad_in_a_row, health.max_bad_batches)
+        reason = f"step {self.state.step}: loss {loss:g}, gradient norm {norm:g}: {said}: {why}"
+        self._say(reason)
+        if self.group.leads:
+            self.run.event("not-finite", step=self.state.step, action=said, reason=reason)
+        if said == "warn":
+            return True
+        if said == "stop":
+            raise ElasticError(reason, "lower train.learning_rate, or look at the data")
+        if said == "rollback":
+            self._roll_back(batch)
+        else:
+            self.state.skipped.append([batch.start, batch.stop])
+        return False
+
+    def _roll_back(self, batch: range) -> None:
+        """Go on from the newest checkpoint, and past this batch when it comes round again."""
+        skipped = [*self.state.skipped, [batch.start, batch.stop]]
+        found, _ = self.checkpoints.load(self.model, self.optimizer)
+        if found:
+            self.state = State(**found.extra["state"])
+            self._say(f"rolled back to step {found.step}")
+        else:  # the bad step was not taken: leaving it out is as good
+            self._say("no checkpoint to roll back to yet: the batch is left out")
+        self.state.skipped = skipped
+
+    # ---- checkpoints
+
+    def _is_due(self) -> bool:
+        """Rank 0: is it time for a checkpoint?"""
+        steps = self.state.step + 1 - self._saved_step
+        seconds = time.monotonic() - self._saved_at
+        setting = self.config.checkpoint.interval
+        return self.group.leads and cadence.is_due(setting, steps, seconds, self._auto_s)
+
+    def _save_if_due(self, due: bool) -> None:
+        """Start a checkpoint in the background; commit the one before as soon as it is written."""
+        try:
+            if self.checkpoints.poll():
+                self._choose_cadence()
+            if due:
+                self._mark_saved()
+                self.checkpoints.begin(*self._checkpoint())
+        except OSError as error:
+            self._not_saved(error)
+
+    def _save(self) -> None:
+        """Save now and wait for it; nothing to do if this very step is saved."""
+        try:
+            self.checkpoints.save(*self._checkpoint())
+            self._mark_saved()
+        except OSError as error:
+            self._not_saved(error)
+
+    def _checkpoint(self) -> tuple:
+        """Step, model, optimizer, and what its record says: the state, and proof for the audit."""
+        extra = {
+            "state": asdict(self.state), "tokens": self.state.tokens,
+            "samples": self._stream.ranges(0, self.state.cursor, self.state.skipped),
+            "skipped": [span for gap in self.state.skipped for span in self._stream.ranges(*gap)],
+            "dataset_samples": len(self.dataset), "epochs": self.train.epochs,
+        }  # fmt: skip
+        return self.state.step, self.model, self.optimizer, extra
+
+    def _mark_saved(self) -> None:
+        self._saved_step, self._saved_at = self.state.step, time.monotonic()
+
+    def _not_saved(self, error: OSError) -> None:
+        self._say(f"checkpoint of step {self.state.step} not saved: {error}")
+        if self.group.leads:
+            self.run.event("checkpoint-failed", step=self.state.step, reason=str(error))
+
+    def _choose_cadence(self) -> None:
+        if not self.group.leads:
+            return
+        ends = [end for end in self.run.endings() if end.get("role") == "trainer"]
+        lasted = [end["time"] - end["started"] for end in ends if "started" in end]
+        broken = sum(end.get("outcome") in (None, "yielded", "failed") for end in ends)
+        mtbi_s = cadence.mean_time_between(lasted, max(0, broken - 1))  # this job is no end
+        self._auto_s, self._cadence = cadence.interval(self.checkpoints.stall_s, mtbi_s)
+
+    # ---- words
+
+    def _log(self, batch: range, loss: float, norm: float, seconds: float) -> None:
+        if not self.group.leads:
+            return
+        state, now = self.state, time.monotonic()
+        line = {
+            "step": state.step, "time": round(time.time(), 3), "loss": loss, "norm": norm,
+            "tokens": state.tokens, "samples": [batch.start, batch.stop],
+            "world": self.group.world, "seconds": round(seconds, 4), "attempt": self.attempt,
+        }  # fmt: skip
+        with (self.run.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if now - self._progress_at >= PROGRESS_S:
+            self._progress_at = now
+            before, counted = self._rate
+            speed = (state.tokens - counted) / max(now - before, 1e-9) if counted else 0.0
+            self._rate = (now, state.tokens)
+            progress = {**line, "job_id": self.job_id, "tokens_per_s": round(speed, 1),
+                        "checkpoint_step": self._saved_step, "cadence": self._cadence,
+                        "total_tokens": self.total_tokens}  # fmt: skip
+            self.run.write_progress(progress)
+
+    def _say(self, text: str) -> None:
+        if self.group.leads:
+            print(f"trainer  {text}", flush=True)
+
+
+def main() -> int:
+    notice, run = install(), RunDir(Path(sys.argv[1]))
+    config = run.config()
+    rank, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
+    try:
+        device = choose_device(config)
+        timeout = timedelta(seconds=config.health.hang_timeout_s)
+        group = join_group(rank, world, device, timeout)
+        return Trainer(run, notice, group, device).main()
+    except Fenced as error:
+        print(f"trainer  {error}", file=sys.stderr, flush=True)
+        return EXIT_DO_NOT_RESTART
+    except ElasticError as error:
+        print(f"trainer  error: {error}", file=sys.stderr, flush=True)
+        return EXIT_TRY_AGAIN if notice else EXIT_ERROR
+    except Exception:
+        traceback.print_exc()
+        return EXIT_TRY_AGAIN if notice else EXIT_ERROR
+
+
+if __name__ == "__main__":
+    leave(main())

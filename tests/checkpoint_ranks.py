@@ -1,0 +1,178 @@
+"""Ranks that write and read checkpoints: `python checkpoint_ranks.py write|read RUN`, over gloo.
+
+Started once per rank by test_checkpoint.py, which also uses the model here in one process.
+"""
+
+import errno
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from elastic.checkpoint import Checkpoints, steps
+from elastic.group import Group
+from elastic.rundir import RunDir
+
+
+class Net(nn.Module):
+    """What is awkward to save: odd sizes, tied, frozen and untrained parameters, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 5), nn.Linear(5, 7, bias=False)])
+        self.head = nn.Linear(7, 2)
+        self.table = nn.Embedding(2, 7)
+        self.table.weight = self.head.weight
+        self.untrained = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = x + self.table(torch.zeros(len(x), dtype=torch.long))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def make(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    """A model of its own, sharded where there are several ranks, and AdamW."""
+    torch.manual_seed(seed)
+    net = Net()
+    if dist.is_initialized():
+        for layer in net.layers:
+            fully_shard(layer)
+        fully_shard(net)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def train(net: Net, optimizer: torch.optim.Optimizer, number: int = 1) -> None:
+    for _ in range(number):
+        net(torch.randn(4, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every parameter, buffer and moment, whole, by name."""
+    found = dict(net.state_dict())
+    for name, param in net.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found.items()}
+    return {key: value.detach().clone() for key, value in whole.items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def note(run: RunDir, step: int, state: dict[str, torch.Tensor]) -> None:
+    """Keep, beside the run, what a checkpoint has to hold."""
+    if dist.get_rank() == 0:
+        save_file(state, run.path / f"expected-{step}")
+    dist.barrier()
+
+
+def noted(run: RunDir, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run.path / f"expected-{step}")
+
+
+@contextmanager
+def full_disk(rank: int):
+    """torch.save says on this rank what it says where there is no space."""
+    real = torch.save
+
+    def refuse(*_):
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904 (as torch does)
+
+    if dist.get_rank() == rank:
+        torch.save = refuse
+    try:
+        yield
+    finally:
+        torch.save = real
+
+
+def write(run: RunDir, group: Group) -> None:
+    checkpoints = Checkpoints(run, group, "job1", keep=9)
+    net, optimizer = make(seed=1)
+    saved, reasons = checkpoints.load(net, optimizer)
+    assert (saved.step, saved.extra, saved.world, reasons) == (1, {"tokens": 10}, 1, [])
+    assert_equal(everything(net, optimizer), noted(run, 1))
+
+    train(net, optimizer)
+    note(run, 2, everything(net, optimizer))
+    checkpoints.save(2, net, optimizer, {"tokens": 20})
+    assert 0 < checkpoints.stall_s <= checkpoints.save_s
+
+    train(net, optimizer)
+    note(run, 3, everything(net, optimizer))
+    checkpoints.begin(3, net, optimizer, {"tokens": 30})
+    train(net, optimizer)  # while it is being written
+    while not checkpoints.poll():
+        train(net, optimizer)
+    assert steps(run) == [3, 2, 1]
+    assert not checkpoints.poll()
+    assert checkpoints.finish() is None
+
+    note(run, 4, everything(net, optimizer))
+    checkpoints.begin(4, net, optimizer, {"tokens": 40})
+    train(net, optimizer)
+    with full_disk(rank=1):
+        refused(lambda: checkpoints.save(5, net, optimizer, {}))  # on both ranks; it finished 4
+        checkpoints.begin(5, net, optimizer, {})
+        refused(checkpoints.finish)
+    assert steps(run) == [4, 3, 2, 1]
+    assert not list((run.path / "checkpoints").glob(".*"))
+    note(run, 5, everything(net, optimizer))
+    checkpoints.begin(5, net, optimizer, {"tokens": 50})
+    assert checkpoints.finish() == 5
+    seconds = [checkpoints.save_s, checkpoints.stall_s]
+    assert group.gather(seconds) == [seconds] * group.world
+
+
+def refused(action) -> None:
+    with pytest.raises(OSError, match="step 5 was not saved: rank 1: .*No space left") as caught:
+        action()
+    assert caught.value.errno == errno.ENOSPC
+
+
+def read(run: RunDir, group: Group) -> None:
+    checkpoints = Checkpoints(run, group, "job2", keep=9)
+    net, optimizer = make(seed=2)
+    train(net, optimizer, 2)
+    saved, reasons = checkpoints.load(net, optimizer)
+    assert group.gather(reasons) == [reasons] * group.world
+    assert [reason.split(":")[0] for reason in reasons] == ["step 5", "step 4"]
+    assert "__1_0.distcp" in reasons[0]
+    assert (saved.step, saved.extra, saved.world) == (3, {"tokens": 30}, 2)
+    assert_equal(everything(net, optimizer), noted(run, 3))
+    train(net, optimizer)
+    note(run, 5, everything(net, optimizer))
+    checkpoints.save(5, net, optimizer, {"tokens": 55})  # in place of the damaged one
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = Group(dist.get_rank(), dist.get_world_size())
+    {"write": write, "read": read}[sys.argv[1]](RunDir(Path(sys.argv[2])), group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

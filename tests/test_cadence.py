@@ -1,0 +1,49 @@
+"""How often to save: Young's interval from what was measured, within bounds, and said in words."""
+
+import pytest
+
+from elastic.cadence import LEAST_S, MOST_S, interval, is_due, mean_time_between, parse
+
+
+@pytest.mark.parametrize(("save_s", "mtbi_s"), [(2.0, 7200.0), (10.0, 3600.0), (1.0, 600.0)])
+def test_no_other_interval_loses_less(save_s, mtbi_s):
+    def lost(interval_s):
+        return save_s / interval_s + interval_s / 2 / mtbi_s
+
+    best_s, _ = interval(save_s, mtbi_s)
+    assert all(lost(best_s) <= lost(best_s * factor) for factor in (0.5, 0.9, 1.1, 2.0))
+
+
+def test_saves_that_are_dear_or_cheap_stay_within_bounds():
+    assert interval(60.0, 300.0)[0] == 600.0  # never more than a tenth of the time
+    assert interval(1e-4, 60.0)[0] == LEAST_S
+    assert interval(100.0, 1e9)[0] == MOST_S
+
+
+def test_the_reason_names_cost_and_rate():
+    assert interval(2.0, 7200.0)[1] == (
+        "every 170 s: a save stalls 2 s, an interruption comes every 120 min"
+    )
+
+
+def test_interruptions_shorten_the_mean_and_none_leaves_a_guess():
+    quiet = mean_time_between([], 0)
+    assert mean_time_between([3600.0] * 6, 6) < quiet < mean_time_between([86400.0], 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "parsed"),
+    [("500 steps", (500.0, "steps")), ("10m", (600.0, "s")), ("90s", (90.0, "s")),
+     ("2h", (7200.0, "s"))],
+)  # fmt: skip
+def test_a_fixed_interval_is_steps_or_time(setting, parsed):
+    assert parse(setting) == parsed
+
+
+def test_due_by_steps_by_time_and_by_what_was_measured():
+    assert is_due("3 steps", 3, 0.0, 99.0)
+    assert not is_due("3 steps", 2, 1e9, 99.0)
+    assert is_due("1m", 0, 60.0, 99.0)
+    assert not is_due("1m", 10**9, 59.0, 0.0)
+    assert is_due("auto", 1, 99.0, 99.0)
+    assert not is_due("auto", 10**9, 98.0, 99.0)

@@ -1,0 +1,251 @@
+"""What Slurm says about a job: environments and answers as Slurm writes them, and resume paths."""
+
+import time
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import ElasticError
+from elastic.slurm_info import (
+    SLURMInfo,
+    SlurmInfo,
+    check_layout,
+    end_time,
+    expand_hostlist,
+    get_slurm_info,
+    grace_time_s,
+    log_job_info,
+    notice_s,
+    resolve_resume_path,
+    resume_order,
+    time_left_s,
+    with_end_time,
+)
+
+INFO = SlurmInfo("4711", 2, ("n1", "n2"), "n2", 4, (4, 4), "gpu", "lab", 1_790_000_000.0)
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_RESTART_COUNT": "2",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURMD_NODENAME": "n2",
+    "SLURM_GPUS_ON_NODE": "4",
+    "SLURM_TASKS_PER_NODE": "1(x4)",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_CLUSTER_NAME": "lab",
+    "SLURM_JOB_END_TIME": "1790000000",
+}
+PARTITIONS = """\
+PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES \
+QoS=N/A DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=5 Hidden=NO
+PartitionName=lower AllowGroups=ALL DefaultTime=NONE GraceTime=00:02:10 Hidden=NO
+PartitionName=bare AllowGroups=ALL
+PartitionName=high AllowGroups=ALL DefaultTime=NONE ExclusiveUser=NO GraceTime=0 Hidden=NO
+"""
+JOB = (
+    "JobId=7 JobName=wrap UserId=root(0) JobState=RUNNING Reason=None RunTime=00:00:01 "
+    "SubmitTime=2026-08-03T10:00:00 StartTime=2026-08-03T10:00:00 EndTime=2026-08-03T11:00:00 "
+    "PreemptTime=None Partition=low AllocNode:Sid=lab:1 NodeList=n1"
+)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch):
+    """job(NAME=value, ...): the environment of a job, and nothing else of Slurm."""
+
+    def set_environment(**variables: str) -> None:
+        for name in STEP:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    monkeypatch.delenv("SLURM_STEP_GPUS", raising=False)
+    monkeypatch.delenv("SLURM_JOB_GPUS", raising=False)
+    set_environment()
+    return set_environment
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """scontrol(script): a command of this name that runs it."""
+
+    def write(script: str) -> None:
+        path = tmp_path / "scontrol"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return write
+
+
+def test_outside_of_slurm_there_is_no_job(job):
+    assert get_slurm_info() is None
+
+
+def test_a_step_sees_its_own_nodes_and_tasks(job):
+    job(**STEP)
+    assert get_slurm_info() == INFO
+    assert SLURMInfo is SlurmInfo
+
+
+def test_a_batch_shell_sees_the_job(job):
+    job(**{name: value for name, value in STEP.items() if "STEP" not in name})
+    info = get_slurm_info()
+    assert info.nodes == ("n1", "n2", "n3", "n4")
+    assert info.tasks_per_node == (1, 1, 1, 1)
+
+
+def test_a_bare_srun_and_an_old_slurm_say_less(job):
+    job(SLURM_JOB_ID="7", SLURM_STEP_GPUS="0,2-3")
+    assert get_slurm_info() == SlurmInfo("7", gpus_on_node=3)
+
+
+def test_time_left_is_unknown_without_an_end_time():
+    assert time_left_s(INFO, 1_790_000_000.0 - 90) == 90
+    assert time_left_s(replace(INFO, end_time=None), 0) is None
+
+
+def test_the_end_time_is_local_time_or_unknown():
+    assert end_time(JOB) == datetime(2026, 8, 3, 11).timestamp()
+    assert end_time(JOB.replace("2026-08-03T11:00:00", "Unknown")) is None
+    assert end_time("") is None
+
+
+@pytest.mark.parametrize(
+    ("partition", "seconds"),
+    [("low", 5), ("lower", 130), ("high", 0), ("bare", None), ("lo", None), ("l.w", None)],
+)
+def test_the_notice_is_the_grace_time_of_the_jobs_partition(partition: str, seconds: float | None):
+    assert notice_s(PARTITIONS, JOB.replace("low", partition)) == seconds
+
+
+def test_the_notice_of_a_single_partition_needs_no_job():
+    assert notice_s(PARTITIONS.splitlines()[1]) == 130
+    assert notice_s("") is None
+
+
+def test_slurm_is_asked_for_what_the_environment_does_not_hold(scontrol):
+    partition = 'partition) echo "PartitionName=$4 GraceTime=7";;'
+    scontrol(f'case "$3" in job) echo "{JOB}";; {partition} esac')
+    assert with_end_time(replace(INFO, end_time=None)).end_time == end_time(JOB)
+    assert with_end_time(INFO) is INFO
+    assert grace_time_s("low") == 7
+
+
+@pytest.mark.parametrize("answer", ["echo 'Invalid job id' >&2; exit 1", "echo", "kill $$"])
+def test_what_slurm_does_not_say_stays_unknown(scontrol, answer: str):
+    scontrol(answer)
+    unknown = replace(INFO, end_time=None)
+    assert with_end_time(unknown) == unknown
+    assert grace_time_s("low") is None
+
+
+def test_a_machine_without_slurm_knows_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert grace_time_s("low") is None
+
+
+def test_the_banner_holds_job_size_time_and_nccl(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    lines = []
+    log_job_info(replace(INFO, end_time=time.time() + 3601), lines.append)
+    assert lines == [
+        "job 4711, restarts 2: 2 nodes x 4 GPUs, partition gpu, time left 60 min, NCCL_DEBUG WARN"
+    ]
+    monkeypatch.delenv("NCCL_DEBUG")
+    log_job_info(replace(INFO, end_time=None), lines.append)
+    assert "time left unknown, NCCL_DEBUG not set" in lines[1]
+
+
+def test_a_layout_is_right_with_one_task_per_gpu_on_every_node():
+    assert check_layout(INFO, 4) == ""
+    said = check_layout(replace(INFO, tasks_per_node=(4, 1)), 4)
+    assert "4,1 tasks per node, 4 GPUs per node" in said
+    assert "srun --nodes=2 --ntasks-per-node=4" in said
+    assert check_layout(replace(INFO, tasks_per_node=(4,)), 4) != ""
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", ""),
+        ("n1", "n1"),
+        ("n[1-3,7],m4", "n1 n2 n3 n7 m4"),
+        ("n[08-11]", "n08 n09 n10 n11"),
+        ("r[1-2]n[01-02]-ib", "r1n01-ib r1n02-ib r2n01-ib r2n02-ib"),
+        ("gpu-a[3],gpu-b,c[001-002,010]", "gpu-a3 gpu-b c001 c002 c010"),
+        ("n[99-101]", "n99 n100 n101"),
+    ],
+)
+def test_a_host_list_is_expanded_in_its_order(text: str, hosts: str):
+    assert expand_hostlist(text) == hosts.split()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["n", "gpu-", "r2c"]), st.integers(1, 4),
+                       st.lists(st.tuples(st.integers(0, 120), st.integers(0, 9)), min_size=1)))
+)  # fmt: skip
+def test_every_range_gives_its_numbers_at_its_width(groups):
+    parts, hosts = [], []
+    for prefix, width, spans in groups:
+        ranges = [(f"{low:0{width}d}", low, low + more) for low, more in spans]
+        parts.append(f"{prefix}[{','.join(f'{low}-{high}' for low, _, high in ranges)}]")
+        hosts += [f"{prefix}{number:0{len(text)}d}"
+                  for text, low, high in ranges for number in range(low, high + 1)]  # fmt: skip
+    assert expand_hostlist(",".join(parts)) == hosts
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n1-3]", "n[]", "n[a-b]", "n[1-2[3]]", "n[1-2-3]"])
+def test_a_damaged_host_list_is_an_error(text: str):
+    with pytest.raises(ElasticError, match="not a Slurm host list"):
+        expand_hostlist(text)
+
+
+def test_the_newest_checkpoint_is_the_highest_step_whatever_its_name():
+    assert resume_order(["step_9.pt", "step_100.pt", "step_20.pt"])[0] == "step_100.pt"
+    assert resume_order(["checkpoint-200", "checkpoint-1000"])[0] == "checkpoint-1000"
+    assert resume_order(["epoch3.pt", "epoch10.pt"])[0] == "epoch10.pt"
+    names = ["epoch=3-step=1200.ckpt", "epoch=4-step=900.ckpt"]
+    assert resume_order(names)[0] == names[0]
+    assert resume_order(["0100.pt", "000200"])[0] == "000200"
+    assert resume_order(["step_5.optimizer.pt", "step_5.pt"])[0] == "step_5.pt"
+
+
+def test_names_without_a_step_and_temporary_ones_are_no_checkpoints():
+    temporary = ["step_9.pt.tmp", ".step_9.pt", "step_9.pt.partial", "tmp-checkpoint-9",
+                 "step_9.tmp.4711", "step_9.pt~"]  # fmt: skip
+    others = ["events.out.tfevents.1712", "llama2.yaml", "train_2026-08-03.log", "2026-08-03.log"]
+    assert resume_order([*temporary, *others]) == []
+
+
+def test_latest_is_preferred_and_followed(tmp_path: Path):
+    for name in ("step_1.pt", "step_2.pt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert resolve_resume_path(tmp_path) == tmp_path / "step_2.pt"
+    (tmp_path / "latest").symlink_to("step_1.pt")
+    assert resolve_resume_path(tmp_path) == tmp_path / "step_1.pt"
+    (tmp_path / "step_1.pt").unlink()
+    assert resolve_resume_path(tmp_path) == tmp_path / "step_2.pt"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_text("step_1")  # a note, as some frameworks leave it
+    assert resolve_resume_path(tmp_path) == tmp_path / "step_2.pt"
+
+
+def test_what_was_not_written_to_its_end_is_passed_over(tmp_path: Path):
+    assert resolve_resume_path(tmp_path) is None
+    assert resolve_resume_path(tmp_path / "missing") is None
+    (tmp_path / "step_4.pt").write_bytes(b"")
+    (tmp_path / "checkpoint-3").mkdir()
+    shards = tmp_path / "step-2"
+    shards.mkdir()
+    (shards / "__0_0.distcp").write_bytes(b"x")
+    assert resolve_resume_path(tmp_path) is None
+    (shards / ".metadata").write_bytes(b"x")
+    assert resolve_resume_path(tmp_path) == shards
+
+

@@ -1,0 +1,221 @@
+"""Sync mode on the local scheduler: one job that loses its GPUs and goes on as if it never had.
+
+pytest tests/test_sync.py
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.durable import read_json
+from elastic.shuffle import Shuffle
+from helpers import elastic, environment
+from running import Running, members, running
+
+BATCH = 10
+SYNC = {
+    "run.mode": "sync",
+    "elastic.min": 1,
+    "elastic.max": 2,
+    "elastic.backoff": "0.2s",
+    "sync.global_batch_size": BATCH,
+    "train.batch_size": 2,
+    "checkpoint.interval": "20 steps",
+    "health.hang_timeout": "60s",
+    "local_scheduler.gpus": 4,
+}
+
+
+@contextlib.contextmanager
+def synchronous(home: Path, settings: dict | None = None, **task) -> Iterator[Running]:
+    with running(home, {**SYNC, **(settings or {})}, **{"samples": 600, **task}) as run:
+        yield run
+
+
+def steps(run: Running) -> list[dict]:
+    """What rank 0 wrote of every step that was taken, in the order of writing."""
+    path = run.run.path / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def step(run: Running) -> int:
+    return max((line["step"] for line in steps(run)), default=0)
+
+
+def further(run: Running, count: int, timeout_s: float = 60) -> None:
+    """Wait for steps beyond the newest."""
+    goal = step(run) + count
+    run.until(lambda: step(run) >= goal, timeout_s, f"step {goal}")
+
+
+def resize(run: Running, gpus: int) -> None:
+    """Take the job away with notice; from now on there are so many GPUs."""
+    job = run.jobs()["trainer", 0]
+    run.scheduler.set_capacity(gpus)
+    run.scheduler.preempt(job.job_id)
+    assert run.ended(job.job_id)["outcome"] == "yielded"
+    run.until(lambda: steps(run)[-1]["world"] == gpus, 60, f"{gpus} ranks train")
+
+
+def finish(run: Running) -> list[dict]:
+    """Let the run end; its steps. The audit must be clean."""
+    run.pace(0)
+    run.until(lambda: run.run.done() and not run.jobs(), 90, "the end of the run")
+    report = elastic("audit", run.run.path, "--json", env=environment(run.home))
+    assert (report.returncode, json.loads(report.stdout)["problems"]) == (0, []), report.stdout
+    assert not [pid for pid in members(run.home) if pid != os.getpid()]
+    return steps(run)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[dict]:
+    """The steps of a run that nothing happens to, on one GPU."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    with synchronous(home, {"elastic.max": 1}, step_s=0) as run:
+        return finish(run)
+
+
+def assert_same_run(found: list[dict], wanted: list[dict]) -> None:
+    """The same samples in the same steps, each trained once, with the same losses."""
+    assert [(line["step"], line["samples"]) for line in found] == [
+        (line["step"], line["samples"]) for line in wanted
+    ]
+    for one, other in zip(found, wanted, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4), one
+
+
+def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_path, undisturbed):
+    with synchronous(tmp_path, {"elastic.max": 3, "local_scheduler.gpus": 2}, step_s=0.1) as run:
+        further(run, 5)
+        for gpus in (1, 3):
+            resize(run, gpus)
+            further(run, 4)
+        lines = finish(run)
+    assert_same_run(lines, undisturbed)  # notice: no step is lost, none repeated
+    worlds = [line["world"] for line in lines]
+    changes = [now for now, then in zip(worlds, [0, *worlds], strict=False) if now != then]
+    assert changes == [2, 1, 3]
+
+
+def test_without_a_notice_at_most_one_checkpoint_interval_is_repeated(tmp_path, undisturbed):
+    with synchronous(tmp_path, step_s=0.02) as run:
+        further(run, 25)
+        run.scheduler.kill(run.jobs()["trainer", 0].job_id)
+        further(run, 3)
+        lines = finish(run)
+    last = {line["step"]: line for line in lines}
+    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+    assert len(lines) - len(last) <= 20 + 20  # an interval, and what was being written
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
+    settings = {"health.hang_timeout": "5s"}
+    with synchronous(tmp_path, settings, step_s=0.02) as run:
+        further(run, 25)
+        job = run.jobs()["trainer", 0]
+        run.kill("elastic.trainer", how)
+        run.until(lambda: run.events("restart"), 60, "the ranks are started again")
+        further(run, 3)
+        assert run.jobs()["trainer", 0].job_id == job.job_id
+        lines = finish(run)
+    last = {line["step"]: line for line in lines}
+    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["altered", "removed"])
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed, damage):
+    with synchronous(tmp_path, step_s=0.03) as run:
+        run.until(lambda: step(run) >= 45, 60, "two checkpoints")
+        job = run.jobs()["trainer", 0]
+        run.scheduler.set_capacity(0)
+        run.scheduler.preempt(job.job_id)
+        run.ended(job.job_id)
+        newest = sorted((run.run.path / "checkpoints").glob("step-*/"))[-1]
+        victim = next(newest.glob("*.distcp"))
+        if damage == "removed":
+            victim.unlink()
+        else:
+            data = bytearray(victim.read_bytes())
+            data[len(data) // 2] ^= 1
+            victim.write_bytes(data)
+        before = len(steps(run))
+        run.scheduler.set_capacity(2)
+        run.until(lambda: len(steps(run)) > before, 60, "it goes on")
+        (refused,) = run.events("checkpoint-refused")
+        assert victim.name in refused["reason"]
+        lines = finish(run)
+    last = {line["step"]: line for line in lines}
+    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+
+
+BAD_STEP = 13  # trains the sample that is not a number
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback", "stop", "warn"])
+def test_a_batch_that_is_not_finite_is_dealt_with_as_the_run_says(tmp_path, action):
+    bad = Shuffle(300, 0, 0)[BAD_STEP * BATCH + 3]
+    settings = {"health.nan_action": action, "elastic.max_failures": 1, "sync.crash_retries": 0,
+                "checkpoint.interval": "5 steps"}  # fmt: skip
+    with synchronous(tmp_path, settings, samples=300, nan_sample=bad, step_s=0.02) as run:
+        if action in ("stop", "warn"):
+            failed = run.until_failed(120)
+            events = run.events("not-finite")
+        else:
+            lines, events = finish(run), run.events("not-finite")
+    assert (events[0]["step"], events[0]["action"]) == (BAD_STEP, action)
+    if action == "stop":
+        assert f"step {BAD_STEP}: loss nan" in failed["detail"]
+        assert len(events) == 1
+    elif action == "warn":  # the step is taken, and all that follow are lost: the run is stopped
+        assert [event["action"] for event in events] == ["warn"] * 5 + ["stop"]
+    else:
+        last = {line["step"]: tuple(line["samples"]) for line in lines}
+        left_out = (BAD_STEP * BATCH, (BAD_STEP + 1) * BATCH)
+        wanted = [(at, at + BATCH) for at in range(0, 300, BATCH) if at != left_out[0]]
+        assert [last[number] for number in sorted(last)] == wanted
+        assert (len(lines) > len(last)) == (action == "rollback")  # steps 11 to 13 again
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
+    with synchronous(tmp_path, step_s=0.03) as run:
+        run.until(lambda: step(run) >= 5, 60, "the first steps")
+        folder = run.run.path / "checkpoints"
+        folder.rename(tmp_path / "away")
+        folder.write_text("no folder: every write fails")
+        run.until(lambda: run.events("checkpoint-failed"), 60, "a checkpoint that fails")
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        lines = finish(run)
+    assert [line["step"] for line in lines] == list(range(1, 61))
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
+    with synchronous(tmp_path, step_s=0.05) as run:
+        further(run, 5)
+        assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
+        run.until(lambda: not run.jobs(), 60, "the job leaves")
+        reached = step(run)
+        time.sleep(0.5)
+        run.reconcile()
+        assert (run.jobs(), step(run)) == ({}, reached)
+        assert elastic("scale", run.run.path, env=environment(run.home)).returncode == 0
+        lines = finish(run)
+    assert_same_run(lines, undisturbed)
+
+
+def test_status_says_how_many_gpus_train_and_when_it_saves(tmp_path):
+    with synchronous(tmp_path, step_s=0.05) as run:
+        further(run, 5)
+        run.until(lambda: read_json(run.run.path / "progress.json"), 20, "progress")
+        answer = elastic("status", run.run.path, "--json", env=environment(run.home))
+        seen = json.loads(answer.stdout)
+    assert (seen["mode"], seen["state"], len(seen["workers"])) == ("sync", "running", 2)
+    assert "a save stalls" in seen["reason"]
+    assert seen["tokens_goal"] == 600

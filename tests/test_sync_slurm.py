@@ -1,0 +1,156 @@
+"""Sync mode on a private Slurm: resized by all that happens there, it is the run undisturbed.
+
+pytest tests/test_sync_slurm.py
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import TryAgain
+from elastic.rundir import RunDir
+from elastic.sandbox import Sandbox
+from elastic.sched import Job
+from elastic.sched_slurm import SlurmScheduler
+from helpers import ROOT, elastic
+from running import SETTINGS, TESTS, toml
+
+pytest_plugins = ["slurm_sandbox"]
+pytestmark = pytest.mark.slurm
+
+PATIENCE_S = 240.0
+BATCH = 12
+STORY = {
+    **SETTINGS,
+    "run.mode": "sync",
+    "run.scheduler": "slurm",
+    "slurm.partition": "preempt",
+    "slurm.gpus_per_node": 1,
+    "sync.global_batch_size": BATCH,
+    "train.batch_size": 4,
+    "checkpoint.interval": "10 steps",
+    "task.samples": 100 * BATCH + 5,
+    "health.hang_timeout": "120s",
+}
+
+
+class Cluster:
+    """A run on a sandbox of four nodes, and the cron that looks after it."""
+
+    def __init__(self, box: Sandbox, home: Path):
+        self.box, self.home = box, home
+        self.run = RunDir(home / "runs" / "story")
+        self.pace = home / "pace"
+        self._cron = {"HOME": str(home), "PATH": "/usr/bin:/bin", "ELASTIC_PYTHON": sys.executable}
+        self._asks = SlurmScheduler(None, {**os.environ, **box.environment()})
+
+    def submit(self, least: int, most: int) -> None:
+        self.pace.write_text("0.1")
+        shutil.copy(TESTS / "tiny_task.py", self.home)
+        settings = {**STORY, "task.pace": str(self.pace)}
+        (self.home / "story.toml").write_text("".join(f"{line}\n" for line in toml(settings)))
+        environment = {
+            **self._cron, **self.box.environment(), "PATH": os.environ["PATH"],
+            "ELASTIC_RUNS": str(self.run.path.parent), "ELASTIC_SITE": os.devnull,
+        }  # fmt: skip
+        limits = ("--min", least, "--max", most, "--parsable")
+        done = elastic("submit", self.home / "story.toml", *limits, env=environment)
+        assert (done.returncode, done.stdout) == (0, "story\n"), done.stderr
+
+    def jobs(self) -> list[Job]:
+        return [job for job in self._asks.jobs() if not job.ended]
+
+    def running(self) -> Job | None:
+        return next((job for job in self.jobs() if job.state == "RUNNING"), None)
+
+    def steps(self) -> list[dict]:
+        path = self.run.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until(self, condition, what: str) -> object:
+        """Let time pass, with its cron, until `condition()` is true; its value."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            command = [ROOT / "bin" / "elastic-reconcile"]
+            code = subprocess.run(command, env=self._cron, cwd="/", capture_output=True).returncode
+            assert code in (0, 75)
+            try:
+                if value := condition():
+                    return value
+            except TryAgain:
+                continue
+            if self.run.failed() or time.monotonic() > deadline:
+                logs = [path.read_text() for path in (self.run.path / "logs").glob("*")]
+                events = [json.dumps(event) for event in self.run.events()]
+                pytest.fail("\n".join([f"not: {what}", *events, *logs, self.box.status()]))
+            time.sleep(0.5)
+
+    def trains_on(self, gpus: int) -> None:
+        """Wait for steps of so many ranks."""
+        before = len(self.steps())
+
+        def found() -> bool:
+            return [line["world"] for line in self.steps()[before:]].count(gpus) >= 4
+
+        self.until(found, f"training on {gpus} GPUs")
+
+    def outcomes(self) -> list[str]:
+        return [event["outcome"] for event in self.run.events() if event["kind"] == "end"]
+
+
+@pytest.mark.timeout(900)
+def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbox, tmp_path):
+    calm = ("MessageTimeout=5", "MinJobAge=3600")
+    cluster = Cluster(new_sandbox(nodes=4, gpus=1, grace_s=20, settings=calm), tmp_path)
+    cluster.submit(1, 4)
+    cluster.trains_on(4)
+    two = cluster.box.preempt(2, 3600)  # the whole job goes, with notice
+    cluster.trains_on(2)
+    node = cluster.running().node.split(",")[0].replace("[", "").split("-")[0]
+    cluster.box.run("scancel", two)
+    cluster.box.kill_node(node)  # without notice
+    cluster.trains_on(3)
+    cluster.box.preempt(2, 3600)
+    cluster.trains_on(1)
+    assert cluster.outcomes().count("yielded") == 2
+    cluster.box.run("scancel", "--partition=high")
+    cluster.box.revive_node(node)
+    cluster.until(lambda: len(cluster.box.idle_nodes()) == 4, "three nodes are idle, and c1")
+    cluster.box.run("scancel", "--state=RUNNING", "--signal=TERM", cluster.running().job_id)
+    cluster.trains_on(4)
+    cluster.pace.write_text("0")
+    cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
+
+    lines = cluster.steps()
+    last = {line["step"]: line for line in lines}
+    positions = [position for n in sorted(last) for position in last[n]["samples"]]
+    count = STORY["task.samples"]
+    starts = list(range(0, count, BATCH))
+    assert positions == [p for at in starts for p in (at, min(at + BATCH, count))]
+    assert len(lines) - len(last) <= 2 * 10  # one node died without notice: no more than that
+    attempts = [line["attempt"] for line in lines]
+    assert attempts == sorted(attempts)
+    report = elastic("audit", cluster.run.path, "--json", env={**os.environ})
+    assert json.loads(report.stdout)["problems"] == []
+    losses_like_undisturbed(last, tmp_path)
+
+
+def losses_like_undisturbed(found: dict[int, dict], home: Path) -> None:
+    """The same run on one GPU of this machine, where nothing happens."""
+    from running import running
+
+    home = home / "undisturbed"
+    home.mkdir()
+    settings = {**STORY, "run.scheduler": "local", "elastic.max": 1}
+    with running(home, settings, step_s=0, samples=STORY["task.samples"]) as run:
+        run.until(lambda: run.run.done() and not run.jobs(), 120, "the end of the run")
+        lines = (run.run.path / "metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        assert found[line["step"]]["samples"] == line["samples"]
+        assert found[line["step"]]["loss"] == pytest.approx(line["loss"], rel=1e-4), line
