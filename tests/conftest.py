@@ -39,6 +39,17 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+LONGEST = ("test_demo", "test_faults", "test_slurm_story", "test_sync", "test_sync_slurm",
+           "test_trace", "test_multi_rank", "test_own_loop", "test_command", "test_checkpoint",
+           "test_documents")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first: none of them is left for the end, when the others are idle."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """An empty registry, runs root and site: nothing of the user's is read or written."""

@@ -15,7 +15,8 @@ from helpers import ROOT
 
 PACKAGE = ROOT / "lib" / "elastic"
 LAYERS = [
-    ("core", "errors ledger rounds membership shuffle schedule history plan layout sizing cadence"),
+    ("core", "errors ledger rounds membership shuffle schedule history plan layout sizing cadence "
+             "command"),
     ("numerics", "codec merge models tasks replica group"),
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
               "sched sched_local sched_slurm signals network sandbox versions inner_state "

@@ -129,8 +129,7 @@ def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
     assert_same_run([last[number] for number in sorted(last)], undisturbed)
 
 
-@pytest.mark.parametrize("damage", ["altered", "removed"])
-def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed, damage):
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed):
     with synchronous(tmp_path, step_s=0.03) as run:
         run.until(lambda: step(run) >= 45, 60, "two checkpoints")
         job = run.jobs()["trainer", 0]
@@ -139,12 +138,9 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed, 
         run.ended(job.job_id)
         newest = sorted((run.run.path / "checkpoints").glob("step-*/"))[-1]
         victim = next(newest.glob("*.distcp"))
-        if damage == "removed":
-            victim.unlink()
-        else:
-            data = bytearray(victim.read_bytes())
-            data[len(data) // 2] ^= 1
-            victim.write_bytes(data)
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
         before = len(steps(run))
         run.scheduler.set_capacity(2)
         run.until(lambda: len(steps(run)) > before, 60, "it goes on")

@@ -99,6 +99,7 @@ NAME = Check(
     "letters, digits, '.', '_' and '-', at most 63, a letter or digit first",
     lambda value: re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?", value) is not None,
 )
+SIGNAL = Check("TERM, INT, USR1 or USR2", lambda value: value in ("TERM", "INT", "USR1", "USR2"))
 CLASS = Check(
     'written "package.module:Class"',
     lambda value: all(map(str.isidentifier, re.split("[.:]", value))) and value.count(":") == 1,
@@ -111,7 +112,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("name", TEXT, "", "", "of the run; empty: the file's name without .toml", NAME),
     Key("task", TEXT, "elastic.tasks:ByteText", "", "class that gives model, data and loss", CLASS),
     Key("folder", TEXT, "", "", "where the task's module is looked for; empty: beside the file"),
-    Key("command", LIST, [], "", "a training loop of one's own instead of the built-in worker"),
+    Key("command", LIST, [], "", "a training loop of one's own instead of the built-in one; in "
+        "sync mode any program, with {resume}, {checkpoints} and the like"),
     Key("mode", TEXT, "local", "", "local: independent jobs, averaged; sync: one job that resizes",
         _one_of("local", "sync")),
     Key("seed", INT, 0, "", "of the first parameters and of the order of samples", NATURAL),
@@ -165,6 +167,9 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
 ), "sync": (
     Key("global_batch_size", INT, 0, "samples", "of a step; 0: train.batch_size times elastic.max",
         NATURAL),
+    Key("checkpoints", TEXT, "", "", "where run.command saves; empty: RUN/checkpoints"),
+    Key("notice_signal", TEXT, "TERM", "", "what run.command gets as the notice", SIGNAL),
+    Key("ranks_per_node", INT, 0, "", "of run.command; 0: one per GPU; 1: for torchrun", NATURAL),
     Key("crash_retries", INT, 2, "crashes", "without a new checkpoint before the job gives up",
         NATURAL),
 ), "checkpoint": (

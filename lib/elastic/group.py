@@ -12,6 +12,11 @@ import torch.distributed as dist
 from elastic.errors import ElasticError
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Is it a DTensor, as FSDP2 makes them? To import that class would take a second."""
+    return hasattr(tensor, "full_tensor")
+
+
 class Group:
     """`world` ranks; with one, every call is a no-op."""
 

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from elastic.errors import EXIT_TRY_AGAIN, ElasticError
-from elastic.group import Group
+from elastic.group import Group, is_sharded
 from elastic.signals import Notice, die_with_parent, ignore_notices, install
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
@@ -90,7 +89,7 @@ class NaNDetector:
 
 def finite(value: torch.Tensor | float) -> bool:
     """Waits for the GPU; with a DTensor (FSDP2's norm) all ranks must call it."""
-    return math.isfinite(value.full_tensor() if isinstance(value, DTensor) else value)
+    return math.isfinite(value.full_tensor() if is_sharded(value) else value)
 
 
 def check_nccl_health(group: Group, timeout_s: float) -> str:

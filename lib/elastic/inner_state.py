@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor
 
 from elastic.durable import read_json, to_json, write_atomic
+from elastic.group import is_sharded
 from elastic.rundir import RunDir
 from elastic.versions import checksum, save_tensors
 
@@ -29,7 +29,7 @@ def save(folder: Path, stem: str, optimizer: torch.optim.Optimizer, rank: int) -
     for index, param in enumerate(_params(optimizer)):
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor):
-                local = value.to_local() if isinstance(value, DTensor) else value
+                local = value.to_local() if is_sharded(value) else value
                 tensors[f"{index}.{key}"] = local.contiguous()
             else:
                 scalars[f"{index}.{key}"] = value
@@ -122,10 +122,10 @@ def _restore(optimizer: torch.optim.Optimizer, tensors: dict, scalars: dict) -> 
 
 
 def _placed_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return value.to(param.device)
     local = value.to(param.to_local().device)
-    return DTensor.from_local(
+    return type(param.data).from_local(
         local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
     )
 

@@ -20,12 +20,14 @@ import time
 from collections import deque
 from pathlib import Path
 
+from elastic.command import expand
 from elastic.config import elastic_home, env, environment
 from elastic.errors import EXIT_DO_NOT_RESTART, EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN
 from elastic.link import closing
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
+from elastic.slurm_info import resolve_resume_path
 
 TAIL_LINES = 40
 KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
@@ -64,6 +66,9 @@ class Launcher:
 
     def _judge(self, code: int) -> tuple[str, str]:
         """What the end of the ranks means: (done | yielded | stopped | fenced | crashed, why)."""
+        if code == EXIT_OK and self.config.run.command and not self.run.done():
+            self.run.mark_done({"reason": "run.command has ended", "time": time.time()})
+            self.run.event("done", reason="run.command has ended")
         if code == EXIT_OK and self.run.done():
             return "done", "run done"
         if code == EXIT_DO_NOT_RESTART and self.run.latest_attempt(0) > self.attempt:
@@ -81,10 +86,16 @@ class Launcher:
     def _exit_code(self, outcome: str) -> int:
         return {"yielded": EXIT_OK, "done": EXIT_OK}.get(outcome, EXIT_DO_NOT_RESTART)
 
-    def _newest_checkpoint(self) -> str:
-        """Its name; names sort by step. Small, and this job alone writes it."""
-        found = (self.run.path / "checkpoints").glob("step-*.json")
-        return max((path.name for path in found), default="")
+    def _newest_checkpoint(self) -> tuple[int, str]:
+        """When it was written, and its name: what it was not before is progress."""
+        newest = resolve_resume_path(self._checkpoints())
+        return (newest.stat().st_mtime_ns, str(newest)) if newest else (0, "")
+
+    def _checkpoints(self) -> Path:
+        """Where they are; a relative path is one below the run file's folder."""
+        settings = self.config
+        own = settings.sync.checkpoints if settings.run.command else ""
+        return Path(settings.run.folder, own) if own else self.run.path / "checkpoints"
 
     # ---- the ranks
 
@@ -110,25 +121,51 @@ class Launcher:
 
     def _start_here(self) -> list[subprocess.Popen]:
         world = int(env("ELASTIC_GPUS", "1"))
-        shared = {**self._shared("127.0.0.1"), "WORLD_SIZE": str(world)}
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-        return [self._spawn(self._rank_command(), {**shared, **each}) for each in own]
+        address, per_node = "127.0.0.1", self.config.sync.ranks_per_node
+        ranks = per_node if self.config.run.command and per_node else world
+        layout = {"nodes": 1, "gpus_per_node": world, "gpus": world}
+        shared = {**self._shared(address), "WORLD_SIZE": str(ranks)}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        command = self._rank_command(layout, shared)
+        if self.config.run.command:
+            command = [_rank_program(), *command]
+        return [self._spawn(command, {**shared, **each}) for each in own]
 
     def _start_in_slurm(self) -> list[subprocess.Popen]:
         from elastic.sched_slurm import node_address, step_argv
 
         address = bind_address("auto", node_address())
-        nodes, per_node = int(env("SLURM_JOB_NUM_NODES", "1")), self.config.slurm.gpus_per_node
-        rank = [str(elastic_home() / "bin" / "elastic-rank"), *self._rank_command()]
-        return [self._spawn(step_argv(nodes, per_node, rank), self._shared(address))]
+        nodes, gpus = int(env("SLURM_JOB_NUM_NODES", "1")), self.config.slurm.gpus_per_node
+        per_node = self.config.sync.ranks_per_node if self.config.run.command else 0
+        layout = {"nodes": nodes, "gpus_per_node": gpus, "gpus": nodes * gpus}
+        shared = self._shared(address)
+        command = [_rank_program(), *self._rank_command(layout, shared)]
+        return [self._spawn(step_argv(nodes, per_node or gpus, command), shared)]
 
-    def _rank_command(self) -> list[str]:
-        return [sys.executable, "-P", "-m", "elastic.trainer", str(self.run.path)]
+    def _rank_command(self, layout: dict[str, int], shared: dict[str, str]) -> list[str]:
+        """What every rank runs; adds what a program of the user's may read to `shared`."""
+        if not self.config.run.command:
+            return [sys.executable, "-P", "-m", "elastic.trainer", str(self.run.path)]
+        checkpoints = self._checkpoints()
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        values = {
+            "resume": str(resolve_resume_path(checkpoints) or ""), "checkpoints": str(checkpoints),
+            "run": str(self.run.path), "attempt": str(self.attempt),
+            "master_addr": shared["MASTER_ADDR"], "master_port": shared["MASTER_PORT"],
+            **{name: str(count) for name, count in layout.items()},
+        }  # fmt: skip
+        shared |= {f"ELASTIC_{name.upper()}": value for name, value in values.items()}
+        shared["ELASTIC_NOTICE_SIGNAL"] = self.config.sync.notice_signal
+        self.run.event("restore", resume=values["resume"], world=layout["gpus"],
+                       attempt=self.attempt, job_id=self.job_id)  # fmt: skip
+        return expand(self.config.run.command, values)
 
     def _spawn(self, command: list[str], extra: dict[str, str]) -> subprocess.Popen:
         return subprocess.Popen(
             command, env=environment() | extra, stdin=subprocess.DEVNULL, stdout=sys.stdout,
+            cwd=self.config.run.folder if self.config.run.command else None,
             stderr=subprocess.PIPE, text=True, errors="replace", preexec_fn=die_with_parent,
+            process_group=0,  # so that a program's own children go with it
         )  # fmt: skip
 
     def _copy(self, stream) -> None:
@@ -152,7 +189,8 @@ class Launcher:
                 break
             time.sleep(POLL_S)
         for process in processes:
-            process.kill()  # no effect on one that has ended
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return crashed[0] if crashed else max(codes)
 
@@ -193,6 +231,10 @@ class Launcher:
             self.run.write_ending(self.job_id, {**who, **fields})
         except OSError as error:
             print(f"trainer  no exit record: {error}", file=sys.stderr, flush=True)
+
+
+def _rank_program() -> str:
+    return str(elastic_home() / "bin" / "elastic-rank")
 
 
 def main() -> int:

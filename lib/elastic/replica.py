@@ -7,8 +7,8 @@ biases the delta, and a delta is made one fragment at a time.
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from elastic.group import is_sharded
 from elastic.layout import Layout
 
 
@@ -52,7 +52,7 @@ class Replica:
             param = self._params[tensor.name]
             local, base = _local(param), self._base[tensor.name]
             part = flat[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
-            if not isinstance(param, DTensor) and not local.is_cuda:
+            if not is_sharded(param) and not local.is_cuda:
                 torch.sub(base, local.float(), out=part)
             else:
                 shard = base.to(local.device, torch.float32).sub_(local.float())
@@ -65,19 +65,21 @@ class Replica:
         parts = []
         for tensor in self.layout.fragments[index]:
             param = self._params[tensor.name]
-            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            whole = param.full_tensor() if is_sharded(param) else param
             parts.append(whole.detach().float().flatten().cpu())
         return torch.cat(parts)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param.data
+    return param.to_local() if is_sharded(param) else param.data
 
 
 def _shard_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of `whole`; nothing is communicated."""
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     mesh = param.device_mesh
     placed = distribute_tensor(
         whole.to(_local(param).device), mesh, param.placements, src_data_rank=None
@@ -86,9 +88,9 @@ def _shard_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_like(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return shard
-    placed = DTensor.from_local(
+    placed = type(param.data).from_local(
         shard, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
     )
     return placed.full_tensor()

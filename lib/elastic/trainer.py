@@ -26,7 +26,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 from elastic import cadence
@@ -41,7 +40,7 @@ from elastic.errors import (
     ElasticError,
     Fenced,
 )
-from elastic.group import Group
+from elastic.group import Group, is_sharded
 from elastic.health import HangDetector, verdict
 from elastic.rundir import RunDir
 from elastic.schedule import learning_rate
@@ -166,7 +165,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.train.grad_clip or math.inf
         )
-        if isinstance(norm, DTensor):
+        if is_sharded(norm):
             norm = norm.full_tensor()
         norm = norm.item()  # every rank has the same
         if self._guard(batch, loss, norm):

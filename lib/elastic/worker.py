@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from elastic.device import (
     build_model,
@@ -24,6 +23,7 @@ from elastic.device import (
     to_device,
 )
 from elastic.errors import EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN, ElasticError, Fenced
+from elastic.group import is_sharded
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
 from elastic.signals import install
@@ -73,7 +73,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
             loss = task.loss(model, to_device(batch, device))
         (loss * sgd.loss_scale).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip or math.inf)
-        if isinstance(norm, DTensor):
+        if is_sharded(norm):
             norm = norm.full_tensor()  # every rank must decide the same
         if math.isfinite(norm):
             optimizer.step()
