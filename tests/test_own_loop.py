@@ -14,6 +14,7 @@ def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path
     with running(tmp_path, settings) as run:
         run.workers(2)
         run.versions(2)
+        run.pace(1.0)  # the other one is not to finish the run meanwhile
         (first, *_) = run.pids("own_loop")
         run.kill("own_loop")
         run.until(lambda: len(run.pids("own_loop")) == 2, 30, "the killed one is started again")

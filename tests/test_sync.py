@@ -22,7 +22,7 @@ BATCH = 10
 SYNC = {
     "run.mode": "sync",
     "elastic.min": 1,
-    "elastic.max": 2,
+    "elastic.max": 1,
     "elastic.backoff": "0.2s",
     "sync.global_batch_size": BATCH,
     "train.batch_size": 2,
@@ -30,6 +30,9 @@ SYNC = {
     "health.hang_timeout": "60s",
     "local_scheduler.gpus": 4,
 }
+
+
+TWO = {"elastic.max": 2}
 
 
 @contextlib.contextmanager
@@ -104,7 +107,7 @@ def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_pat
 
 
 def test_without_a_notice_at_most_one_checkpoint_interval_is_repeated(tmp_path, undisturbed):
-    with synchronous(tmp_path, step_s=0.02) as run:
+    with synchronous(tmp_path, TWO, step_s=0.02) as run:
         further(run, 25)
         run.scheduler.kill(run.jobs()["trainer", 0].job_id)
         further(run, 3)
@@ -116,7 +119,7 @@ def test_without_a_notice_at_most_one_checkpoint_interval_is_repeated(tmp_path, 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
 def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
-    settings = {"health.hang_timeout": "5s"}
+    settings = {**TWO, "health.hang_timeout": "5s"}
     with synchronous(tmp_path, settings, step_s=0.02) as run:
         further(run, 25)
         job = run.jobs()["trainer", 0]
@@ -142,7 +145,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed):
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
         before = len(steps(run))
-        run.scheduler.set_capacity(2)
+        run.scheduler.set_capacity(1)
         run.until(lambda: len(steps(run)) > before, 60, "it goes on")
         (refused,) = run.events("checkpoint-refused")
         assert victim.name in refused["reason"]
@@ -158,7 +161,8 @@ BAD_STEP = 13  # trains the sample that is not a number
 def test_a_batch_that_is_not_finite_is_dealt_with_as_the_run_says(tmp_path, action):
     bad = Shuffle(300, 0, 0)[BAD_STEP * BATCH + 3]
     settings = {"health.nan_action": action, "elastic.max_failures": 1, "sync.crash_retries": 0,
-                "checkpoint.interval": "5 steps"}  # fmt: skip
+                "checkpoint.interval": "5 steps",
+                "elastic.max": 2 if action == "rollback" else 1}  # fmt: skip
     with synchronous(tmp_path, settings, samples=300, nan_sample=bad, step_s=0.02) as run:
         if action in ("stop", "warn"):
             failed = run.until_failed(120)
@@ -207,7 +211,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
 
 
 def test_status_says_how_many_gpus_train_and_when_it_saves(tmp_path):
-    with synchronous(tmp_path, step_s=0.05) as run:
+    with synchronous(tmp_path, TWO, step_s=0.05) as run:
         further(run, 5)
         run.until(lambda: read_json(run.run.path / "progress.json"), 20, "progress")
         answer = elastic("status", run.run.path, "--json", env=environment(run.home))

@@ -81,6 +81,7 @@ class Master:
         self._listener: Listener | None = None
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))))
         self._averager: Averager | None = None
+        self._cleaning: Future | None = None
         self._ledger: Ledger | None = None
         self._round: Round | None = None
         self._commit: dict = {}
@@ -499,9 +500,15 @@ class Master:
                 names.setdefault(base, []).append(name)
             for base, group in names.items():
                 self._store.drop_offers(base, group)
-            self._averager.drop(list(before.judged))
+        # Gigabytes take their time to go, and workers wait for samples by now.
+        drop = (self._averager, list(before.judged))
+        self._cleaning = self._pool.submit(self._clean_up, commit["version"], *drop)
+
+    def _clean_up(self, version: int, averager: Averager, merged: list) -> None:
+        with contextlib.suppress(TryAgain):
+            averager.drop(merged)
         keep = max(self.config.checkpoint.keep, self.config.local_sgd.max_staleness + 1)
-        prune(self.run, commit["version"], keep, self.config.checkpoint.keep_every)
+        prune(self.run, version, keep, self.config.checkpoint.keep_every)
 
     # ---- the end
 
@@ -548,6 +555,8 @@ class Master:
             self._fence()
 
     def _close(self) -> None:
+        if self._cleaning:
+            wait([self._cleaning])
         self._pool.shutdown(wait=True, cancel_futures=True)
         with contextlib.suppress(TryAgain):
             if self._store and self._state == "over":

@@ -203,7 +203,7 @@ class RunDir:
             replace_quickly(self.path / "progress.json", to_json(progress))
 
     def progress(self) -> dict | None:
-        return read_json(self.path / "progress.json")
+        return _hint(self.path / "progress.json")
 
     # ---- what happened
 
@@ -243,8 +243,7 @@ class RunDir:
 
     def newest_version(self) -> int:
         """Number of the newest commit, -1 if there is none. `newest` is a hint; names decide."""
-        hint = read_json(self.path / "newest.json") or {"version": -1}
-        version = hint["version"]
+        version = (_hint(self.path / "newest.json") or {"version": -1})["version"]
         while self.commit_path(version + 1).exists():
             version += 1
         return version
@@ -265,11 +264,18 @@ class RunDir:
         if not create_once(self.commit_path(record["version"]), to_json(record)):
             return False
         with contextlib.suppress(OSError):  # it is committed; this is only the hint
-            write_atomic(self.path / "newest.json", to_json({"version": record["version"]}))
+            replace_quickly(self.path / "newest.json", to_json({"version": record["version"]}))
         return True
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.path).free
+
+
+def _hint(path: Path) -> dict | None:
+    """The table in a file that was not synced: a crash may have left nothing of it."""
+    with contextlib.suppress(ElasticError):
+        return read_json(path)
+    return None
 
 
 def _number_path(folder: Path, number: int) -> Path:
