@@ -238,9 +238,11 @@ class Sandbox:
 
     def _await(self, condition: Callable[[], bool], what: str, name: str = "") -> None:
         """ElasticError when it takes too long or when the daemon `name` ends before."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline, unseen = time.monotonic() + START_TIMEOUT_S, 0
         while not condition():
-            if time.monotonic() > deadline or not self.members(name):
+            # In the middle of an exec a process has no environment to be known by: look again.
+            unseen = 0 if self.members(name) else unseen + 1
+            if time.monotonic() > deadline or unseen > 3:
                 logs = self._last_words()
                 raise ElasticError(f"the sandbox did not start: waited for {what}\n{logs}")
             time.sleep(0.02)

@@ -14,14 +14,15 @@ Exit status: 0 the run is done; 75 a notice was obeyed; 93 the run is stopped, o
 fenced; anything else is a crash, and the launcher knows what to do about it.
 """
 
+import contextlib
 import functools
-import json
 import math
 import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from elastic import cadence
 from elastic.checkpoint import Checkpoints
 from elastic.config import env
 from elastic.device import build_model, choose_device, join_group, leave, precision, to_device
+from elastic.durable import append_line
 from elastic.errors import (
     EXIT_DO_NOT_RESTART,
     EXIT_ERROR,
@@ -184,7 +186,8 @@ class Trainer:
         factor = learning_rate(self.state.tokens, self.total_tokens, self.train)
         for param_group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             param_group["lr"] = peak * factor / self.train.learning_rate
-        torch.manual_seed((self.config.run.seed << 40) + (self.state.step << 12) + self.group.rank)
+        place = f"{self.config.run.seed}/{self.state.step}/{self.group.rank}"
+        torch.manual_seed(int.from_bytes(blake2b(place.encode(), digest_size=7).digest()))
 
     def _backward(self, batch: range) -> tuple[torch.Tensor, int]:
         """Gradients of the mean over the batch, if all its samples have as many tokens as sample 0.
@@ -345,8 +348,8 @@ class Trainer:
             "tokens": state.tokens, "samples": [batch.start, batch.stop],
             "world": self.group.world, "seconds": round(seconds, 4), "attempt": self.attempt,
         }  # fmt: skip
-        with (self.run.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with contextlib.suppress(OSError):  # a full disk loses the line, and nothing else
+            append_line(self.run.path / "metrics.jsonl", line)
         if now - self._progress_at >= PROGRESS_S:
             self._progress_at = now
             before, counted = self._rate
