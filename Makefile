@@ -29,7 +29,7 @@ $(READY): requirements.txt
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV)
 	grep -vE '$(if $(filter site,$(TORCH)),^(torch|numpy)==,^$$)' requirements.txt > $(VENV)/wanted.txt
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r $(VENV)/wanted.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/wanted.txt
 	$(VENV)/bin/python -c 'import torch, numpy, safetensors, xxhash, redis, click, rich' || \
 	    { echo 'error: TORCH=site needs a PYTHON that has torch and numpy' >&2; exit 1; }
 	touch $@
