@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from elastic import history
 from elastic.history import Ended, JobSeen, Memory, UnsureSubmission, has_ended
 from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Limits, World, bad_nodes, plan
+from elastic.sizing import Growth
 
 NOW = 100_000.0
 NODES = ("n1", "n2", "n3")
@@ -101,7 +102,7 @@ def random_end(rng, job_id):
 
 
 def place_of(thing):
-    return (thing.role, 0 if thing.role == "master" else thing.slot)
+    return (thing.role, 0 if thing.role in ("master", "trainer") else thing.slot)
 
 
 def verbs(actions, *wanted):
@@ -474,6 +475,71 @@ def test_a_crash_of_a_job_that_was_told_to_go_is_no_crash():
     assert history.ending(job, ended("failed"), NOW).outcome == "cancelled"
 
 
+# ---- sync mode: a trainer, its successor, growth, the other mode
+
+
+def trainer(job_id="1", state="RUNNING", **more):
+    times = {"submitted_at": NOW - 900, "started_at": NOW - 900}
+    return JobSeen(job_id, "trainer", 0, state, **times, **more)
+
+
+def sync_world(*jobs, ended=(), growth=None):
+    return World(0, Memory(0.0, jobs=jobs, ended=ended, mode="sync"), mode="sync", growth=growth)
+
+
+def test_behind_a_trainer_at_work_one_successor_waits_in_the_queue():
+    (action,) = plan(sync_world(trainer()), NOW)
+    assert (action.verb, action.reason) == (SUBMIT, "to follow job 1 at once")
+    assert plan(sync_world(trainer(), trainer("2", "PENDING")), NOW) == []
+    (action,) = plan(sync_world(trainer(), trainer("2", "PENDING"), trainer("3", "PENDING")), NOW)
+    assert (action.verb, action.job_id) == (CANCEL, "3")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "CONFIGURING", "A_STATE_OF_2031", "COMPLETING"])
+def test_nothing_follows_a_trainer_that_may_not_have_begun_or_is_just_leaving(state):
+    assert len(plan(sync_world(trainer(state=state)), NOW)) == (state == "CONFIGURING")
+
+
+def test_the_successor_of_a_trainer_that_failed_waits_as_after_any_crash():
+    failed = trainer(over="failed")
+    (stop,) = plan(sync_world(failed, trainer("2", "PENDING")), NOW)
+    assert (stop.verb, stop.job_id, stop.reason) == (CANCEL, "2", "job 1 has failed")
+    (wait,) = plan(sync_world(failed), NOW)
+    assert (wait.verb, wait.reason) == (WAIT, "job 1 has failed, and is leaving")
+    crash = Ended("1", "trainer", 0, "failed", NOW - 1, reason="out of luck")
+    (wait,) = plan(sync_world(ended=(crash,)), NOW)
+    assert wait.reason == "waits 30 s after failure 1: out of luck"
+    (again,) = plan(sync_world(ended=(crash,)), NOW + 30)
+    assert again.verb == SUBMIT
+
+
+def test_a_trainer_grows_once_where_it_pays_and_its_successor_is_there():
+    growth = Growth(2, 4, {2: 100.0, 4: 190.0}, restart_s=60, horizon_s=3600, least_age_s=600)
+    pair = (trainer(), trainer("2", "PENDING"))
+    (action,) = plan(sync_world(*pair, growth=growth), NOW)
+    assert (action.verb, action.job_id, action.now) == (CANCEL, "1", False)
+    assert "2 to 4 GPUs are 1.90 times as fast for 3600 s" in action.reason
+    assert plan(sync_world(*pair, growth=replace(growth, speeds={2: 100, 4: 102})), NOW) == []
+    assert plan(sync_world(*pair, growth=replace(growth, horizon_s=100)), NOW) == []
+    assert plan(sync_world(*pair, growth=replace(growth, more=2)), NOW) == []
+    assert plan(sync_world(*pair, growth=replace(growth, least_age_s=901)), NOW) == []
+    told = (replace(pair[0], cancelled_at=NOW - 5), pair[1])
+    assert plan(sync_world(*told, growth=growth), NOW) == []
+    (action,) = plan(sync_world(trainer(), growth=growth), NOW)
+    assert action.verb == SUBMIT  # first the successor
+
+
+def test_a_run_that_changes_its_mode_waits_for_the_other_modes_jobs():
+    jobs = (JobSeen("5", "master", 0, "RUNNING"), JobSeen("6", "worker", 1, "PENDING"))
+    memory = Memory(0.0, jobs=jobs, mode="sync", mode_since=NOW - 10)
+    stop, wait = plan(World(0, memory, mode="sync"), NOW)
+    assert (stop.verb, stop.job_id) == (CANCEL, "6")
+    assert stop.reason == "the run is going on in sync mode"
+    assert (wait.verb, wait.role) == (WAIT, "trainer")
+    late = plan(World(0, replace(memory, mode_since=NOW - 200), mode="sync"), NOW)
+    assert {action.job_id for action in verbs(late, CANCEL)} == {"5", "6"}
+
+
 # ---- a cluster that does everything wrong
 
 
@@ -494,6 +560,7 @@ class Cluster:
     next_id: int = 1
     calm: bool = False
     closing: str = ""
+    mode: str = "local"
 
     def live(self):
         return [row for row in self.rows.values() if not has_ended(row.state)]
@@ -548,7 +615,7 @@ class Cluster:
                 self.rows[row.job_id] = replace(row, state="COMPLETED")
             elif row.state not in QUEUED + STARTED:
                 self.rows[row.job_id] = replace(row, state="RUNNING", started_at=self.now)
-            elif row.state in QUEUED and (row.role == "master" or busy < self.gpus):
+            elif row.state in QUEUED and self.may_start(row, busy):
                 self.rows[row.job_id] = replace(
                     row, state="RUNNING", started_at=self.now, node=self.rng.choice(self.nodes)
                 )
@@ -565,16 +632,22 @@ class Cluster:
             elif chance > 0.88:
                 self.rows[row.job_id] = replace(row, state="A_STATE_OF_2031")
 
+    def may_start(self, row, busy):
+        if row.role == "trainer":  # singleton
+            others = (other for other in self.live() if other.role == "trainer")
+            return not any(other.state not in (*QUEUED, "COMPLETING") for other in others)
+        return row.role == "master" or busy < self.gpus
+
     def one_pass(self):
         """Reconcile, unless the controller does not answer."""
         if not self.calm and self.rng.random() < 0.1:
             return []
         listed = list(self.rows.values())
-        memory = history.enter(self.memory, self.closing, self.now)
+        memory = history.enter(self.memory, self.closing, self.now, self.mode)
         news = history.gone(memory, listed, self.now)
         ends = [history.ending(job, self.records.get(job.job_id), self.now) for job in news]
         self.memory = history.learn(memory, listed, ends, self.now, keep=4)
-        actions = plan(World(self.slots, self.memory, self.limits), self.now)
+        actions = plan(World(self.slots, self.memory, self.limits, self.mode), self.now)
         for action in actions:
             if action.verb == SUBMIT:
                 self.submit(action)
@@ -596,24 +669,35 @@ def test_hours_of_trouble_never_make_two_jobs_for_a_place_and_end_well(seed):
     for _ in range(rng.randrange(20, 90)):
         if rng.random() < 0.1:
             cluster.slots = rng.randrange(0, 6)
+        if rng.random() < 0.05:
+            cluster.mode = rng.choice(("local", "sync"))
         cluster.gpus = rng.randrange(0, 5)
         before = Counter(place_of(row) for row in cluster.live())
         actions = cluster.step()
         for action in verbs(actions, SUBMIT):
             occupied = [row for row in cluster.live() if place_of(row) == place_of(action)]
+            if action.role == "trainer":  # it may follow the one at work
+                occupied = [row for row in occupied if row.state in QUEUED]
             assert len(occupied) <= 1, "a job was submitted beside another"
+            assert (action.role == "trainer") == (cluster.mode == "sync")
+            known = {job.role == "trainer" for job in cluster.memory.jobs}
+            assert len(known) <= 1, "a job was submitted beside one of the other mode"
         workers = [row for row in cluster.live() if row.role == "worker"]
         grown = len(workers) > sum(n for (role, _), n in before.items() if role == "worker")
         arrived = len([a for a in verbs(actions, SUBMIT) if a.role == "worker"])
         assert not (grown and arrived) or len(workers) <= cluster.slots
-    cluster.calm, cluster.slots, cluster.gpus = True, 3, 9
+    cluster.calm, cluster.slots, cluster.gpus, wanted = True, 3, 9, cluster.mode
     for _ in range(250):
         actions = cluster.step()
     assert verbs(actions, SUBMIT, CANCEL) == []
     running = sorted(place_of(row) for row in cluster.live() if row.state == "RUNNING")
-    assert len(running) == len(cluster.live()) == 4
-    assert len(set(running)) == 4
-    assert running[0] == ("master", 0)
+    if wanted == "sync":
+        assert running == [("trainer", 0)]
+        assert sorted(row.state for row in cluster.live()) == ["PENDING", "RUNNING"]
+    else:
+        assert len(running) == len(cluster.live()) == 4
+        assert len(set(running)) == 4
+        assert running[0] == ("master", 0)
     cluster.closing = "done"
     for _ in range(20):
         cluster.step()

@@ -44,7 +44,8 @@ def synchronous(home: Path, settings: dict | None = None, **task) -> Iterator[Ru
 def steps(run: Running) -> list[dict]:
     """What rank 0 wrote of every step that was taken, in the order of writing."""
     path = run.run.path / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # The last line may be on its way.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def step(run: Running) -> int:

@@ -71,7 +71,8 @@ class Cluster:
 
     def steps(self) -> list[dict]:
         path = self.run.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be cut
+        return [json.loads(line) for line in lines]
 
     def until(self, condition, what: str) -> object:
         """Let time pass, with its cron, until `condition()` is true; its value."""

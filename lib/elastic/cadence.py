@@ -8,7 +8,7 @@ has seen none does not stop saving, and one bad first hour does not rule for wee
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 PRIOR_S = 4 * 3600.0
 LEAST_SAVES = 10.0  # an interval is at least so many save times: never more than 10 % overhead
@@ -18,6 +18,14 @@ LEAST_S, MOST_S = 5.0, 3600.0
 def mean_time_between(lasted_s: Sequence[float], interruptions: int) -> float:
     """Seconds between interruptions, over jobs that lasted so long."""
     return (sum(lasted_s) + PRIOR_S) / (interruptions + 1)
+
+
+def observed_mtbi_s(endings: Sequence[Mapping]) -> float:
+    """`mean_time_between` over the trainer jobs of a run, of which the last may be at work."""
+    ends = [end for end in endings if end.get("role") == "trainer" and "started" in end]
+    lasted_s = [end["time"] - end["started"] for end in ends]
+    broken = sum(end.get("outcome") in (None, "yielded", "failed") for end in ends)
+    return mean_time_between(lasted_s, max(0, broken - 1))
 
 
 def interval(save_s: float, mtbi_s: float) -> tuple[float, str]:

@@ -170,6 +170,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("checkpoints", TEXT, "", "", "where run.command saves; empty: RUN/checkpoints"),
     Key("notice_signal", TEXT, "TERM", "", "what run.command gets as the notice", SIGNAL),
     Key("ranks_per_node", INT, 0, "", "of run.command; 0: one per GPU; 1: for torchrun", NATURAL),
+    Key("grow_after", TIME, "10m", "", "least age of a job that is restarted to use more GPUs"),
     Key("crash_retries", INT, 2, "crashes", "without a new checkpoint before the job gives up",
         NATURAL),
 ), "checkpoint": (

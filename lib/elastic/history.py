@@ -61,7 +61,7 @@ class JobSeen:
     started_at: float | None = None
     node: str = ""
     cancelled_at: float | None = None  # when reconcile asked it to leave
-    over: bool = False  # its ranks have left for good: a successor may be queued behind it
+    over: str = ""  # the outcome it has written: its ranks have left, whatever the state says
 
     @property
     def place(self) -> tuple[str, int]:
@@ -141,6 +141,8 @@ class Memory:
     closing_since: float = 0.0
     later_until: float = 0.0  # until then the scheduler takes no more jobs of this run …
     later_reason: str = ""  # … for this reason
+    mode: str = ""
+    mode_since: float = 0.0
 
 
 def place(role: str, slot: int) -> tuple[str, int]:
@@ -148,8 +150,10 @@ def place(role: str, slot: int) -> tuple[str, int]:
     return (role, 0 if role in ALONE else slot)
 
 
-def enter(memory: Memory, closing: str, now: float) -> Memory:
+def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:
     """Note what the run is wanted to do. One that is started again starts with a clean record."""
+    if mode not in ("", memory.mode):
+        memory = replace(memory, mode=mode, mode_since=now)
     if closing == memory.closing:
         return memory
     memory = replace(memory, closing=closing, closing_since=now)
@@ -183,7 +187,8 @@ def learn(
     rows = {row.key for row in listed}
     jobs = [_joined(row, known.get(row.key)) for row in listed if not has_ended(row.state)]
     jobs += [j for j in memory.jobs if j.key not in rows and now - j.submitted_at < SETTLE_S]
-    arrived = {job.place for job in jobs if job.key not in known} | {e.place for e in endings}
+    came = (each for each in (*jobs, *endings) if (each.job_id, each.role, each.slot) not in known)
+    arrived = {each.place for each in came}
     unsure = tuple(u for u in memory.unsure if u.until > now and u.place not in arrived)
     kept: list[Ended] = []
     count: dict[tuple[str, int], int] = defaultdict(int)
@@ -214,9 +219,10 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
     )
 
 
-def is_over(job: JobSeen, record: Mapping) -> bool:
-    """Has this very job written that it has ended?"""
-    return _own(job, record).get("state") == "ended"
+def said_at_end(job: JobSeen, record: Mapping) -> str:
+    """The outcome that this very job has written, or "" if it has not ended."""
+    own = _own(job, record)
+    return str(own.get("outcome", "ended")) if own.get("state") == "ended" else ""
 
 
 def _was_refused(row: JobSeen) -> bool:

@@ -40,7 +40,7 @@ class Launcher:
     def __init__(self, run: RunDir, notice: Notice):
         self.run, self.notice, self.config = run, notice, run.config()
         self.job_id = env("ELASTIC_JOB_ID") or f"pid-{os.getpid()}"
-        self.attempt = 0
+        self.attempt = self.gpus = 0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._crashes = 0
 
@@ -116,6 +116,7 @@ class Launcher:
     def _shared(self, address: str) -> dict[str, str]:
         """What every rank finds in its environment; they meet at `address`, on this node."""
         return {"ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
+                "ELASTIC_STARTED": str(time.time()),
                 "ELASTIC_RUN_DIR": str(self.run.path),
                 "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}  # fmt: skip
 
@@ -123,7 +124,7 @@ class Launcher:
         world = int(env("ELASTIC_GPUS", "1"))
         address, per_node = "127.0.0.1", self.config.sync.ranks_per_node
         ranks = per_node if self.config.run.command and per_node else world
-        layout = {"nodes": 1, "gpus_per_node": world, "gpus": world}
+        layout = self._layout(1, world)
         shared = {**self._shared(address), "WORLD_SIZE": str(ranks)}
         own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         command = self._rank_command(layout, shared)
@@ -137,10 +138,16 @@ class Launcher:
         address = bind_address("auto", node_address())
         nodes, gpus = int(env("SLURM_JOB_NUM_NODES", "1")), self.config.slurm.gpus_per_node
         per_node = self.config.sync.ranks_per_node if self.config.run.command else 0
-        layout = {"nodes": nodes, "gpus_per_node": gpus, "gpus": nodes * gpus}
+        layout = self._layout(nodes, gpus)
         shared = self._shared(address)
         command = [_rank_program(), *self._rank_command(layout, shared)]
         return [self._spawn(step_argv(nodes, per_node or gpus, command), shared)]
+
+    def _layout(self, nodes: int, gpus_per_node: int) -> dict[str, int]:
+        """What there is; said in the job's record, by which reconcile sees what more would give."""
+        self.gpus = nodes * gpus_per_node
+        self._record({"state": "training"})
+        return {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": self.gpus}
 
     def _rank_command(self, layout: dict[str, int], shared: dict[str, str]) -> list[str]:
         """What every rank runs; adds what a program of the user's may read to `shared`."""
@@ -214,19 +221,26 @@ class Launcher:
         self.run.event(kind, role="trainer", attempt=self.attempt, reason=reason,
                        step=progress.get("step", 0))  # fmt: skip
         self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason,
-                      "detail": detail, "steps": progress.get("step", 0)})  # fmt: skip
+                      "detail": detail, "steps": progress.get("step", 0),
+                      **self._measured(progress)})  # fmt: skip
         print(f"trainer  {outcome}: {reason}", flush=True)
         self._reconcile()
         return code
 
+    def _measured(self, progress: dict) -> dict:
+        """What this job's ranks have measured, for the decisions about later ones."""
+        names = ("tokens_per_s", "startup_s") if progress.get("job_id") == self.job_id else ()
+        return {name: progress[name] for name in names if progress.get(name)}
+
     def _reconcile(self) -> None:
-        """Queue the successor now; cron would come later, and without a notice it will."""
+        """See to the successor now, or to the end of the run; cron would come later."""
         command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(self.run.path)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PASS_S)
 
     def _record(self, fields: dict) -> None:
-        who = {"role": "trainer", "slot": 0, "attempt": self.attempt, "node": hostname()}
+        who = {"role": "trainer", "slot": 0, "attempt": self.attempt, "node": hostname(),
+               "gpus": self.gpus}  # fmt: skip
         try:
             self.run.write_ending(self.job_id, {**who, **fields})
         except OSError as error:

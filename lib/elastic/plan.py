@@ -3,7 +3,9 @@
 Invariants, whatever the world looks like:
 - a job that exists, in whatever state, occupies its slot; so does a submission that is unsure;
 - at most one job per slot, one master or, in sync mode, one trainer; of several the one furthest
-  along stays; a trainer whose ranks have left for good makes room for its successor at once;
+  along stays. Behind a trainer at work one successor waits in the queue, held back by Slurm's
+  `singleton`: it starts within a second of the other's end, whoever ended it and however;
+- nothing starts in one mode while a job of the other mode is there;
 - worker jobs <= slots, queued jobs <= max_pending (only a missing master may exceed it);
 - nothing is submitted for a run that is done, failed or stopped;
 - in the world that carrying out a plan leads to, the next plan does nothing.
@@ -20,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, JobSeen, Memory
+from elastic.sizing import Growth
 
 SUBMIT, CANCEL, FAIL, WAIT = "submit", "cancel", "fail", "wait"
 
@@ -47,6 +50,11 @@ class World:
     memory: Memory
     limits: Limits = field(default_factory=Limits)
     mode: str = "local"
+    growth: Growth | None = None  # sync mode: what a restart now might gain
+
+    def own(self, role: str) -> bool:
+        """Is this a role of the run's mode?"""
+        return (role == TRAINER) == (self.mode == "sync")
 
     @property
     def places(self) -> list[Place]:
@@ -79,7 +87,14 @@ def plan(world: World, now: float) -> list[Action]:
         if reason := _hopeless(world, chain):
             failure = Action(FAIL, *place, reason, detail=chain[0].detail)
             return [failure, *_close(memory.jobs, "failed", 0.0, now)]
-    return [*_cancel(world, now), *_held(memory), *_fill(world, chains, blamed, now)]
+    return [
+        *_close([job for job in memory.jobs if not world.own(job.role)],
+                f"going on in {world.mode} mode", now - memory.mode_since, now),
+        *_cancel(world, now),
+        *_grow(world, now),
+        *_held(memory),
+        *_fill(world, chains, blamed, now),
+    ]  # fmt: skip
 
 
 # ---- what went wrong, and whose fault it is
@@ -154,24 +169,46 @@ def _close(jobs: Sequence[JobSeen], why: str, closing_s: float, now: float) -> I
             yield _cancelled(job, f"the run is {why}")
 
 
+def _grow(world: World, now: float) -> Iterator[Action]:
+    """A voluntary restart, with notice, where more GPUs are free than it costs."""
+    jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
+    started = [job for job in jobs if job.started and job.cancelled_at is None]
+    if world.growth and len(started) == 1 and any(job.queued for job in jobs):
+        pays, reason = world.growth.pays(now - (started[0].started_at or now))
+        if pays:
+            yield _cancelled(started[0], reason)
+
+
 def _cancel(world: World, now: float) -> Iterator[Action]:
     """Jobs that are held for good, second in their place, or too many; each at most once.
     A job in a state that is not understood is left alone."""
     places: dict[Place, list[JobSeen]] = defaultdict(list)
-    for job in world.memory.jobs:
+    for job in filter(lambda job: world.own(job.role), world.memory.jobs):
         if job.queued and job.broken_hold and not job.leaving(now):
             yield _cancelled(job, f"held: {job.reason}")
         elif not (job.leaving(now) or job.over):
             places[job.place].append(job)
     workers = []
     for place, jobs in places.items():
+        if failed := _failing(world.memory, place):
+            yield from (_cancelled(job, f"job {failed} has failed") for job in jobs if job.queued)
+            continue
         first, *others = sorted(jobs, key=_seniority)
         surplus = [job for job in others if job.queued or job.started]
+        if place[0] == TRAINER and first.started:
+            successor = next((job for job in surplus if job.queued), None)
+            surplus = [job for job in surplus if job is not successor]
         for job in surplus:
             yield _cancelled(job, f"job {first.job_id} has its place")
         if place[0] == WORKER:
             workers += [job for job in jobs if job not in surplus]
     yield from _shrink(workers, world.slots)
+
+
+def _failing(memory: Memory, place: Place) -> str:
+    """The job in this place that has failed, and is still listed: what follows has to wait."""
+    failed = (job.job_id for job in memory.jobs if job.place == place and job.over == "failed")
+    return next(failed, "")
 
 
 def _shrink(workers: Sequence[JobSeen], slots: int) -> Iterator[Action]:
@@ -207,18 +244,23 @@ def _held(memory: Memory) -> Iterator[Action]:
 def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> Iterator[Action]:
     """The master first, then the lowest free slots, as far as the limits allow."""
     memory, limits = world.memory, world.limits
-    taken = {job.place for job in memory.jobs if not job.over}
+    taken = {job.place for job in memory.jobs if not (job.over or _may_be_followed(job))}
     unsure = {submission.place for submission in memory.unsure} - taken
     workers = sum(job.role == WORKER for job in memory.jobs)
     workers += sum(role == WORKER for role, _ in unsure)
     pending = sum(job.queued for job in memory.jobs) + len(unsure)
     last = {end.place: end for end in memory.ended}
+    foreign = [job.job_id for job in memory.jobs if not world.own(job.role)]
     for place in world.places:
         is_worker = place[0] == WORKER
         if place in taken or (is_worker and workers >= world.slots and place not in unsure):
             continue
         wait = "a job may have been submitted already" if place in unsure else ""
         wait = wait or _backing_off(chains.get(place, ()), limits, now)
+        if foreign:
+            wait = f"the other mode's job {foreign[0]} is still there"
+        elif failed := _failing(memory, place):
+            wait = f"job {failed} has failed, and is leaving"
         if not wait and now < memory.later_until:
             wait = memory.later_reason
         if not wait and is_worker and pending >= limits.max_pending:
@@ -227,10 +269,15 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
             yield Action(WAIT, *place, wait)
             continue
         exclude = blamed if is_worker else ()
-        leaves = next((job.job_id for job in memory.jobs if job.place == place), "")
-        reason = f"job {leaves} is about to leave" if leaves else _occasion(last.get(place))
+        ahead = next((job.job_id for job in memory.jobs if job.place == place), "")
+        reason = f"to follow job {ahead} at once" if ahead else _occasion(last.get(place))
         yield Action(SUBMIT, *place, reason, exclude=exclude)
         workers, pending = workers + is_worker, pending + 1
+
+
+def _may_be_followed(job: JobSeen) -> bool:
+    """A trainer at work, or told to leave: its successor can be in the queue already."""
+    return job.role == TRAINER and (job.started or job.cancelled_at is not None)
 
 
 def _backing_off(chain: Sequence[Ended], limits: Limits, now: float) -> str:

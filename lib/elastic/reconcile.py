@@ -14,12 +14,13 @@ been said is kept there too: a pass in which nothing changes says nothing, as cr
 import contextlib
 import fcntl
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from elastic import history, sched
+from elastic import cadence, history, sched
 from elastic.config import Config
 from elastic.durable import read_json, to_json, write_atomic
 from elastic.errors import ElasticError, TryAgain
@@ -27,11 +28,13 @@ from elastic.history import TRAINER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
+from elastic.sizing import Growth
 
 DYING_S = 30.0  # how long a submission may still turn up whose pass was killed
 UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes
 LATER_S = 60.0  # between tries when a submit limit is reached
 REFUSED_S = 600.0  # … when a job is refused while others of the run go on
+RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 
 
 @dataclass
@@ -183,16 +186,38 @@ class _Pass:
         elastic = self.config.elastic
         self.limits = Limits(elastic.max_pending, elastic.max_failures, elastic.backoff_s)
 
-    def world(self) -> World:
+    def world(self, scheduler: Scheduler) -> World:
         control = self.run.control()
+        if control.mode == "sync":
+            growth = self._growth(scheduler, control.max)
+            return World(0, self.memory, self.limits, "sync", growth)
         slots = control.max // max(1, self.config.slurm.gpus_per_worker)
-        slots = slots if control.mode == "local" else 0
-        return World(slots, self.memory, self.limits, control.mode)
+        return World(slots, self.memory, self.limits)
+
+    def _growth(self, scheduler: Scheduler, most: int) -> Growth | None:
+        """What a restart of the trainer would gain; None if it is not the time to ask."""
+        working = (job for job in self.memory.jobs if job.role == TRAINER and job.started)
+        job = next((job for job in working if not job.over), None)
+        least_age_s = self.config.sync.grow_after_s
+        if job is None or self.now - (job.started_at or self.now) < least_age_s:
+            return None
+        endings = self.run.endings()
+        gpus = next((end.get("gpus", 0) for end in endings if end["job_id"] == job.job_id), 0)
+        if not 0 < gpus < most:
+            return None
+        more = gpus + scheduler.spare_gpus(self._spec(TRAINER, 0), most - gpus)
+        seen = [end for end in (*endings, self.run.progress() or {}) if end.get("tokens_per_s")]
+        speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"] for end in seen}
+        restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
+        restart_s = statistics.median(restarts) if restarts else RESTART_S
+        horizon_s = cadence.observed_mtbi_s(endings)
+        return Growth(gpus, more, speeds, restart_s, horizon_s, least_age_s)
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes readable."""
         listed = [row for job in jobs if (row := _seen(job, self.run))]
-        memory = history.enter(self.memory, _closing(self.run), self.now)
+        mode = self.run.control().mode
+        memory = history.enter(self.memory, _closing(self.run), self.now, mode)
         news = history.gone(memory, listed, self.now)
         endings = [history.ending(job, self.run.ending(job.job_id), self.now) for job in news]
         keep = self.limits.max_failures + 1
@@ -203,7 +228,7 @@ class _Pass:
 
     def act(self, scheduler: Scheduler) -> None:
         """Plan, and carry the plan out as far as the scheduler goes along."""
-        planned = plan(self.world(), self.now)
+        planned = plan(self.world(scheduler), self.now)
         self._tell_waiting([action for action in planned if action.verb == WAIT])
         verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit}
         for action in planned:
@@ -240,12 +265,8 @@ class _Pass:
         before, place = self.memory, (action.role, action.slot)
         self._note_unsure(place, DYING_S)
         self.save()
-        where = (self.run.path, self.run.name)
-        given = (self.config, self.environment, action.exclude)
-        control = self.run.control()
-        spec = JobSpec(*where, *place, *given, limits=(control.min, control.max))
         try:
-            job_id = scheduler.submit(spec)
+            job_id = scheduler.submit(self._spec(*place, action.exclude))
         except (Unsure, TryAgain) as silence:
             self._note_unsure(place, UNSURE_S)
             self._say(f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}")
@@ -258,6 +279,11 @@ class _Pass:
         self.memory = replace(before, jobs=(*before.jobs, job))
         self._tell(replace(action, job_id=job_id))
         return True
+
+    def _spec(self, role: str, slot: int, exclude: tuple[str, ...] = ()) -> JobSpec:
+        control, run = self.run.control(), self.run
+        return JobSpec(run.path, run.name, role, slot, self.config, self.environment, exclude,
+                       limits=(control.min, control.max))  # fmt: skip
 
     def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
         is_final = isinstance(refusal, Refused)
@@ -330,5 +356,5 @@ def _seen(job: Job, run: RunDir) -> JobSeen | None:
     seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node, **times)
     if name[1] == TRAINER and seen.started:
         record = run.ending(job.job_id) or {}
-        seen = replace(seen, over=history.is_over(seen, record))
+        seen = replace(seen, over=history.said_at_end(seen, record))
     return seen

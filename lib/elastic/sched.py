@@ -102,6 +102,10 @@ class Scheduler(Protocol):
         """Ask the job to leave (`now`: kill it). A job that is gone already is no error.
         Raises TryAgain."""
 
+    def spare_gpus(self, spec: JobSpec, most: int) -> int:
+        """How many more GPUs, at most `most`, a job like this would have if it started anew now.
+        Raises TryAgain."""
+
 
 def job_name(run: str, role: str, slot: int) -> str:
     return f"elastic:{run}/{role}/{slot}"

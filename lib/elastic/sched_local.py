@@ -121,6 +121,12 @@ class LocalScheduler:
                 _kill(pid)
             time.sleep(POLL_S)
 
+    def spare_gpus(self, spec: JobSpec, most: int) -> int:
+        """GPUs, at most `most`, that nobody uses."""
+        with self._locked():
+            used = sum(given.get("count", 0) for given in self._given().values())
+            return max(0, min(most, self._limit(spec.config.local_scheduler.gpus) - used))
+
     def set_capacity(self, gpus: int) -> None:
         """From now on `gpus` GPUs, whatever the runs' configurations say. Ends no job."""
         write_atomic(self.state / "capacity.json", to_json({"gpus": gpus}))
@@ -169,28 +175,29 @@ class LocalScheduler:
 
     def _start_pending(self) -> None:
         """Clear up after ended jobs, then start what fits, oldest first."""
-        used, devices, pending, ended = 0, [], [], []  # used: GPUs, devices: their numbers
-        names = set()  # of running jobs: one of each name at a time, as Slurm's singleton has it
-        for job_id in self._ids():
-            if not self._path(job_id, "claim").exists():
-                pending.append(job_id)
-            elif self._leader(job_id):
-                names.add(self._record(job_id)["name"])
-                given = read_json(self._path(job_id, "devices")) or {}
-                used += given.get("count", 0)
-                devices += given.get("gpus", ())
-            else:
-                ended.append(job_id)
-        self._clear_up(ended)
-        capacity = (read_json(self.state / "capacity.json") or {}).get("gpus")
+        running, everything = self._given(), self._ids()
+        pending = [each for each in everything if not self._path(each, "claim").exists()]
+        self._clear_up([each for each in everything if each not in {*running, *pending}])
+        # One of each name at a time, as Slurm's singleton has it.
+        names = {self._record(job_id)["name"] for job_id in running}
+        used = sum(given.get("count", 0) for given in running.values())
+        devices = [gpu for given in running.values() for gpu in given.get("gpus", ())]
         for job_id in pending:
             record = self._record(job_id)
-            limit = capacity if capacity is not None else record["capacity"] or sys.maxsize
-            count = min(record["gpus"], max(0, limit - used))
+            count = min(record["gpus"], max(0, self._limit(record["capacity"]) - used))
             if count >= record["least_gpus"] and record["name"] not in names:
                 names.add(record["name"])
                 used += count
                 devices += self._start(job_id, record, count, devices)
+
+    def _given(self) -> dict[str, dict]:
+        """Running jobs, and what each was given: `count` GPUs, and the numbers of real ones."""
+        running = filter(self._leader, self._ids())
+        return {each: read_json(self._path(each, "devices")) or {} for each in running}
+
+    def _limit(self, configured: int) -> int:
+        capacity = (read_json(self.state / "capacity.json") or {}).get("gpus")
+        return capacity if capacity is not None else configured or sys.maxsize
 
     def _clear_up(self, ended: Sequence[str]) -> None:
         members = self._members() if ended else {}

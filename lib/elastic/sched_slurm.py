@@ -15,7 +15,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from elastic import config, sizing
@@ -25,6 +28,7 @@ from elastic.history import MASTER, TRAINER
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
+AT_ONCE_S = 30.0
 COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questions are asked twice
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
@@ -93,6 +97,23 @@ class SlurmScheduler:
             answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
             if not _GONE.search(answer.stderr):
                 _checked("scancel", answer)
+
+
+    def spare_gpus(self, spec: JobSpec, most: int) -> int:
+        """Whole idle nodes, if Slurm would start a job like this on them at once."""
+        per_node = spec.config.slurm.gpus_per_node
+        argv = ("sinfo", "--noheader", f"--partition={spec.config.slurm.partition}",
+                "--states=idle", "--format=%D")  # fmt: skip
+        idle = _checked("sinfo", slurm_command(argv, environment=self._environment)).stdout
+        nodes = min(sum(map(int, idle.split())), most // per_node)
+        if not nodes:
+            return 0
+        trial = replace(spec, limits=(nodes * per_node,) * 2)
+        argv = ("sbatch", "--test-only", *_resources(trial), str(_template(spec)))
+        said = slurm_command(argv, environment=spec.environment).stderr
+        start = re.search(r"to start at (\S+)", said)
+        now = start and datetime.fromisoformat(start[1]).timestamp() - time.time() < AT_ONCE_S
+        return nodes * per_node if now else 0
 
 
 def signal_steps(job_id: str) -> None:
@@ -183,7 +204,6 @@ def parse_squeue(text: str) -> list[Job]:
 
 def sbatch_argv(spec: JobSpec, home: Path, python: str) -> list[str]:
     """The sbatch command line of a job; `home`: the installation, `python`: what runs it there."""
-    template = home / "sbatch" / f"{spec.role}.sbatch"
     log = str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)).replace("%", "%%")
     return [
         "sbatch",
@@ -197,12 +217,16 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str) -> list[str]:
         "--open-mode=append",
         f"--output={log}",
         *_resources(spec),
-        str(template),
+        str(_template(spec, home)),
         str(home),
         python,
         str(spec.run_dir),
         str(spec.slot),
     ]
+
+
+def _template(spec: JobSpec, home: Path | None = None) -> Path:
+    return (home or config.elastic_home()) / "sbatch" / f"{spec.role}.sbatch"
 
 
 def refusal(code: int, stderr: str) -> ElasticError:

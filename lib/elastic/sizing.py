@@ -1,4 +1,5 @@
-"""How many GPUs a synchronous job asks for, and how its ranks share a step. Pure.
+"""How many GPUs a synchronous job asks for, when more are worth a restart, and how its ranks share
+a step. Pure.
 
 The run has one stream of samples: the shuffled epochs, one after the other. Step s trains the
 global batch, the next `global_batch_size` positions of the stream, whatever the number of ranks:
@@ -10,7 +11,7 @@ each pass is a collective: a rank that has fewer samples than passes makes one o
 counts nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Range = tuple[int, int, int]  # epoch, first position, one past the last position
@@ -78,3 +79,31 @@ def nodes(least_gpus: int, most_gpus: int, gpus_per_node: int) -> tuple[int, int
     """The range of whole nodes for a range of GPUs; (1, …) where a node has more than wanted."""
     most = max(1, most_gpus // gpus_per_node)
     return min(most, max(1, -(-least_gpus // gpus_per_node))), most
+
+
+WORTH = 2.0  # a restart must gain so many times what it costs
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a job on `gpus` GPUs would win by a restart on `more`. Speeds were measured, by GPUs."""
+
+    gpus: int
+    more: int
+    speeds: Mapping[int, float]  # tokens per second
+    restart_s: float  # from the last step to the first on the new GPUs
+    horizon_s: float  # how long the new size is likely to last
+    least_age_s: float  # not twice in a row quickly
+
+    def pays(self, age_s: float) -> tuple[bool, str]:
+        """Is it worth it for a job of this age; and why. An unknown size is taken as linear."""
+        if self.more <= self.gpus:
+            return False, f"no more than {self.gpus} GPUs are to be had"
+        if age_s < self.least_age_s:
+            return False, f"it started {age_s:.0f} s ago: not yet"
+        now, then = self.speeds.get(self.gpus), self.speeds.get(self.more)
+        gain = then / now if now and then else self.more / self.gpus
+        won_s, cost_s = self.horizon_s * (gain - 1), self.restart_s * gain
+        words = f"{self.gpus} to {self.more} GPUs are {gain:.2f} times as fast"
+        for_s = f"for {self.horizon_s:.0f} s, a restart takes {self.restart_s:.0f} s"
+        return won_s > WORTH * cost_s, f"{words} {for_s}"

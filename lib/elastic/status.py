@@ -38,6 +38,9 @@ class Listing:
             raise TryAgain(self.trouble)
         return list(self.listed)
 
+    def spare_gpus(self, *_) -> int:
+        return 0
+
 
 def listing(run: RunDir) -> Listing:
     """Ask the run's scheduler once."""

@@ -86,6 +86,7 @@ class Trainer:
         self._auto_s, self._bad_in_a_row = cadence.LEAST_S, 0
         self._control_at = self._progress_at = 0.0
         self._rate = (time.monotonic(), 0)
+        self._startup_s = 0.0  # from the launcher's start of the ranks to the first step's end
 
     @property
     def train(self):
@@ -331,10 +332,7 @@ class Trainer:
     def _choose_cadence(self) -> None:
         if not self.group.leads:
             return
-        ends = [end for end in self.run.endings() if end.get("role") == "trainer"]
-        lasted = [end["time"] - end["started"] for end in ends if "started" in end]
-        broken = sum(end.get("outcome") in (None, "yielded", "failed") for end in ends)
-        mtbi_s = cadence.mean_time_between(lasted, max(0, broken - 1))  # this job is no end
+        mtbi_s = cadence.observed_mtbi_s(self.run.endings())
         self._auto_s, self._cadence = cadence.interval(self.checkpoints.stall_s, mtbi_s)
 
     # ---- words
@@ -343,6 +341,8 @@ class Trainer:
         if not self.group.leads:
             return
         state, now = self.state, time.monotonic()
+        started = float(env("ELASTIC_STARTED", "0")) or time.time()
+        self._startup_s = self._startup_s or time.time() - started
         line = {
             "step": state.step, "time": round(time.time(), 3), "loss": loss, "norm": norm,
             "tokens": state.tokens, "samples": [batch.start, batch.stop],
@@ -356,6 +356,7 @@ class Trainer:
             speed = (state.tokens - counted) / max(now - before, 1e-9) if counted else 0.0
             self._rate = (now, state.tokens)
             progress = {**line, "job_id": self.job_id, "tokens_per_s": round(speed, 1),
+                        "startup_s": round(self._startup_s, 3),
                         "checkpoint_step": self._saved_step, "cadence": self._cadence,
                         "total_tokens": self.total_tokens}  # fmt: skip
             self.run.write_progress(progress)
