@@ -143,6 +143,8 @@ class Launcher:
         code = self._wait(processes)
         for reader in readers:
             reader.join()
+        if code == EXIT_TRY_AGAIN and not self.notice and self._bad_exit_at < math.inf:
+            return EXIT_ERROR  # srun told the others to leave when a rank had crashed
         return code
 
     def _shared(self, address: str) -> dict[str, str]:
@@ -240,10 +242,6 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if crashed and env("SLURM_JOB_ID"):  # what srun has left behind
-            from elastic.sched_slurm import signal_steps
-
-            signal_steps(self.job_id, "KILL")
         return crashed[0] if crashed else max(codes)
 
     def _tell(self, processes: list[subprocess.Popen]) -> None:
