@@ -44,13 +44,18 @@ elastic::line() {
 
 # ---- the interface
 
+# Not everybody's PATH has the folder where it is.
+elastic::ip() {
+    PATH="${PATH}:/usr/sbin:/sbin" ip -o "$@" 2>/dev/null
+}
+
 # REPLY becomes its name; on failure, what is wrong.
 elastic::interface() {
     local addresses address="${MASTER_ADDR:-}" name=""
     REPLY="no interface is chosen: MASTER_ADDR is not set"
     [[ -n "${address}" ]] || return 1
     REPLY="no interface is chosen: no answer from \`ip\` (package iproute2)"
-    addresses="$(ip -o -4 addr show up 2>/dev/null)" || return 1
+    addresses="$(elastic::ip -4 addr show up)" || return 1
     if [[ ! "${address}" =~ ^[0-9.]+$ ]]; then
         elastic::resolve "${address}" || address="${MASTER_ADDR}, which has no IPv4 address"
         address="${REPLY:-${address}}"
@@ -76,7 +81,7 @@ elastic::carries() {
 }
 
 elastic::routes() {
-    REPLY="$(ip -o route get "$1" 2>/dev/null)" || true
+    REPLY="$(elastic::ip route get "$1")" || true
     [[ "${REPLY}" =~ \ dev\ ([^ ]+) ]] && REPLY="${BASH_REMATCH[1]}" || REPLY=""
 }
 

@@ -186,9 +186,8 @@ def test_what_is_not_found_stays_unset_with_one_line_that_says_the_way_out(node)
 
 
 def test_this_machine_can_say_it_of_itself():
-    done = subprocess.run(
-        [RANK, "env"], env=given(MASTER_ADDR="127.0.0.1"), capture_output=True, text=True
-    )
+    env = given(MASTER_ADDR="127.0.0.1", PATH="/usr/bin:/bin")  # an ordinary user's, on Debian
+    done = subprocess.run([RANK, "env"], env=env, capture_output=True, text=True)
     assert "GLOO_SOCKET_IFNAME=lo\n" in done.stdout
     assert done.stderr == ""
 
@@ -243,8 +242,9 @@ def test_a_notice_to_every_process_leaves_time_for_the_last_words(tmp_path):
         rank = rank_of(run, "trap '' USR1; " + script)
         assert rank.stdout.readline() == "up\n"
         os.killpg(rank.pid, number)  # as Slurm does it to a step
-        assert rank.communicate() == ("saved\n", "gone\n")
-        assert rank.returncode == 75
+        out, err = rank.communicate()
+        assert (rank.returncode, out) == (75, "saved\n")
+        assert err.endswith("gone\n")  # its `sleep` may have been killed, too: Terminated
         assert {"up", "saved", "gone"} < set(log_of(run, 0))
 
 
@@ -264,6 +264,14 @@ def test_a_log_that_cannot_be_written_costs_the_rank_nothing(tmp_path):
     out, err = rank.communicate()
     assert (rank.returncode, out) == (0, "out\n")
     assert "rank 1 has no log of its own" in err
+
+
+def test_the_logs_of_ranks_are_no_logs_of_jobs(make_run):
+    run = make_run()
+    rank_of(run.path, "echo rank").communicate()
+    run.log_path("trainer", 0).write_text("job\n")
+    done = elastic("logs", run.path, env=environment(run.path))
+    assert (done.returncode, "job" in done.stdout, "rank" in done.stdout) == (0, True, False)
 
 
 def test_as_many_ranks_as_gpus_or_it_does_not_start(tmp_path):
