@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic.sandbox import Sandbox
 from helpers import ROOT, wait_until
 
 pytest_plugins = ["slurm_sandbox"]
-pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm_here")]
+pytestmark = pytest.mark.slurm
 
 PRINT = [sys.executable, str(ROOT / "tests" / "print_ranks.py")]
 
@@ -22,11 +23,10 @@ PRINT = [sys.executable, str(ROOT / "tests" / "print_ranks.py")]
 class Folder:
     """Where a user submits from; the installation is elsewhere."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, box: Sandbox):
         self.path = path
-        kept = ("PATH", "HOME", "SLURM_CONF")
-        self.env = {name: os.environ[name] for name in kept if name in os.environ}
-        self.env |= {"ELASTIC_HOME": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        self.env |= {"ELASTIC_HOME": str(ROOT), "OMP_NUM_THREADS": "1", **box.environment()}
 
     def run(self, *argv: object, **extra: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -63,15 +63,17 @@ class Folder:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
+def folder(tmp_path: Path, slurm: Sandbox) -> Folder:
+    return Folder(tmp_path, slurm)
 
 
 def said(text: str, name: str) -> list[int]:
     return sorted(int(number) for number in re.findall(rf"\b{name}=(\d+)", text))
 
 
-def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(folder, slurm):
+def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(tmp_path, new_sandbox):
+    slurm = new_sandbox(nodes=2, grace_s=120)  # who leaves does so in time
+    folder = Folder(tmp_path, slurm)
     job = folder.submit("multi-node", "--nodes=2", "--gres=gpu:2", command=[*PRINT, "stay"])
     wait_until(lambda: "total=4" in folder.log(job), 60, "the ranks have met")
     wait_until(lambda: all("total" in log for log in folder.ranks(job)), 5, "all say so")
@@ -87,10 +89,10 @@ def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(folder, 
     one = folder.attach(job, "printenv", "WORLD_SIZE", NODES="1", RANKS_PER_NODE="1")
     assert (one.returncode, one.stdout) == (0, "1\n")
 
-    preemptor = slurm.preempt(4, 3600)  # of four nodes
+    preemptor = slurm.preempt(2, 3600)
+    wait_until(lambda: "a notice was obeyed" in folder.log(job), 60, "the ranks leave")
     wait_until(lambda: folder.of_job(job, "Restarts") == "1", 30, "it is in the queue again")
     slurm.run("scancel", preemptor)
-    assert "a notice was obeyed" in folder.log(job)
     assert sorted(re.findall(r"rank (\d) saves", folder.log(job))) == ["0", "1", "2", "3"]
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_until(lambda: folder.log(job).count("total=4") == 2, 60, "the ranks have met again")
