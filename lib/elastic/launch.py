@@ -30,7 +30,13 @@ from elastic.link import closing
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
-from elastic.slurm_info import get_slurm_info, grace_time_s, resolve_resume_path
+from elastic.slurm_info import (
+    get_slurm_info,
+    grace_time_s,
+    log_job_info,
+    resolve_resume_path,
+    with_end_time,
+)
 
 TAIL_LINES = 40
 KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
@@ -59,6 +65,8 @@ class Launcher:
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self._record({"state": "started"})
+        if info := get_slurm_info():
+            log_job_info(with_end_time(info), lambda said: print(f"trainer  {said}", flush=True))
         if over := closing(self.run):
             outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
             return self._end(*outcome, f"the run is {over}")
