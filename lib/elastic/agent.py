@@ -42,6 +42,8 @@ from elastic.store import Store
 
 TAIL_LINES = 40
 KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
+SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
+          "tokens_per_s": 0.0}  # fmt: skip  # what a trainer says that has said nothing yet
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 
 
@@ -49,10 +51,9 @@ CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in betwee
 class Trainer:
     """The training processes of one attempt."""
 
-    attempt: int
     processes: list[subprocess.Popen]
     progress: int  # read end of the progress pipe
-    said: dict = field(default_factory=lambda: {"state": "loading"})
+    said: dict = field(default_factory=SILENT.copy)
     tail: deque = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     rest: bytes = b""
     moved: float = field(default_factory=time.monotonic)
@@ -147,7 +148,7 @@ class Agent:
                 )
             )  # fmt: skip
         os.close(writer)
-        return Trainer(self.attempt, processes, reader)
+        return Trainer(processes, reader)
 
     def _watch(self, trainer: Trainer) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""
@@ -236,10 +237,8 @@ class Agent:
             said = said | {"state": "stalled"}
         return {
             "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id,
-            "node": hostname(), "pid": trainer.processes[0].pid, "state": said["state"],
-            "version": said.get("version", -1), "step": said.get("step", 0),
-            "steps_total": said.get("steps_total", 0), "loss": said.get("loss", 0.0),
-            "tokens_per_s": said.get("tokens_per_s", 0.0),
+            "node": hostname(), "pid": trainer.processes[0].pid,
+            **{name: said[name] for name in SILENT},
         }  # fmt: skip
 
     def _drop_store(self) -> None:
@@ -251,7 +250,7 @@ class Agent:
 
     def _end(self, outcome: str, code: int, reason: str, trainer: Trainer | None = None) -> int:
         detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
-        steps = trainer.said.get("steps_total", 0) if trainer else 0
+        steps = trainer.said["steps_total"] if trainer else 0
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         self.run.event(kind, slot=self.slot, attempt=self.attempt, reason=reason, steps=steps)
         self._record(
