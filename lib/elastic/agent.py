@@ -44,6 +44,7 @@ TAIL_LINES = 40
 KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
           "tokens_per_s": 0.0}  # fmt: skip  # what a trainer says that has said nothing yet
+EXIT_CODES = {"stopped": EXIT_DO_NOT_RESTART, "failed": EXIT_ERROR}
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 
 
@@ -88,17 +89,14 @@ class Agent:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self._record({"state": "started"})
         if over := closing(self.run):
-            outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
-            return self._end(*outcome, f"the run is {over}")
+            return self._end("done" if over == "done" else "stopped", f"the run is {over}")
         while True:
             trainer = self._start()
-            code = self._watch(trainer)
-            outcome, reason = self._judge(trainer, code)
+            outcome, reason = self._judge(trainer, self._watch(trainer))
             if outcome != "crashed":
-                exit_code = EXIT_DO_NOT_RESTART if outcome == "stopped" else EXIT_OK
-                return self._end(outcome, exit_code, reason, trainer)
+                return self._end(outcome, reason, trainer)
             if self._crashes > CRASHES_IN_PLACE or self.notice:
-                return self._end("failed", EXIT_ERROR, reason, trainer)
+                return self._end("failed", reason, trainer)
             self.run.event("restart", slot=self.slot, attempt=self.attempt, reason=reason)
 
     def _judge(self, trainer: Trainer, code: int) -> tuple[str, str]:
@@ -248,7 +246,8 @@ class Agent:
 
     # ---- the record
 
-    def _end(self, outcome: str, code: int, reason: str, trainer: Trainer | None = None) -> int:
+    def _end(self, outcome: str, reason: str, trainer: Trainer | None = None) -> int:
+        code = EXIT_CODES.get(outcome, EXIT_OK)
         detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
         steps = trainer.said["steps_total"] if trainer else 0
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
@@ -291,8 +290,7 @@ def main() -> int:
         return agent.main()
     except Exception as error:
         traceback.print_exc()
-        code = getattr(error, "code", EXIT_ERROR)
-        return agent._end("failed", code, f"{type(error).__name__}: {error}")
+        return agent._end("failed", f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
