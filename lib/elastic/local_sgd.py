@@ -237,7 +237,8 @@ class LocalSGD:
         verdict = link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
         if verdict and verdict["base"] == round_.base and round_.steps:
             print(f"worker  delta rejected: {verdict['reason']}", flush=True)
-            return self._start_over()
+            self._void_round("were rejected")  # the samples are others' by now
+            return True
         if not offered and link.refresh().version <= round_.base and not link.news.over:
             self._redeliver()
         if round_.steps or self._round_is_over():
@@ -248,13 +249,9 @@ class LocalSGD:
         round_.answered = not self._queue
         return not round_.answered
 
-    def _start_over(self) -> bool:
-        """This round's steps are void: train from the base again, on other samples."""
+    def _void_round(self, what: str) -> None:
+        """This round's steps are void: train from the base again."""
         self._round = _Round(base=self._round.base)
-        self._count_bad_round("were rejected")
-        return True
-
-    def _count_bad_round(self, what: str) -> None:
         self._bad_rounds += 1
         if self._bad_rounds > self.config.health.max_bad_batches:
             raise ElasticError(
@@ -353,7 +350,7 @@ class LocalSGD:
                 fragments.append(self._put(fragment_name(key, index), self._codec.encode(delta)))
         if self.group.share(finite):
             return fragments
-        self._void_round()
+        self._drop_delta()
         return None
 
     def _put(self, name: str, data: memoryview) -> Fragment:
@@ -373,7 +370,7 @@ class LocalSGD:
                 self._link.say(state="waiting")
                 time.sleep(DRY_S)
 
-    def _void_round(self) -> None:
+    def _drop_delta(self) -> None:
         """A delta that is not finite is never sent: back to the base, and its samples again."""
         if self._link:
             reason = "non-finite: its own delta"
@@ -381,8 +378,7 @@ class LocalSGD:
             self._queue = self._round.samples + self._queue
         self._replica.restore()
         self.optimizer.state.clear()
-        self._round = _Round(base=self._round.base)
-        self._count_bad_round("were not finite")
+        self._void_round("were not finite")
 
     def _header(self, fragments: list) -> Header:
         place, done = self.place, self._round
