@@ -54,15 +54,12 @@ def create_once(path: Path, data: bytes) -> bool:
 def append_line(path: Path, record: dict) -> None:
     """Append `record` as one JSON line."""
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
+    with path.open("a+b", buffering=0) as file:
         with contextlib.suppress(OSError):  # a filesystem without locks: O_APPEND has to do
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        size = os.fstat(descriptor).st_size
-        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"  # by a disk that was full
-        os.write(descriptor, b"\n" * bool(torn) + line)
-    finally:
-        os.close(descriptor)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        size = os.fstat(file.fileno()).st_size
+        torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a disk that was full
+        file.write(b"\n" * bool(torn) + line)
 
 
 def read_json(path: Path) -> dict | None:

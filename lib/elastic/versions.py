@@ -82,12 +82,9 @@ class Draft:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, path)
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fchmod(descriptor, 0o644)  # safetensors makes it private
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        path.chmod(0o644)  # safetensors makes it private
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
         return self._entry(path)
 
     def _entry(self, path: Path) -> dict:
