@@ -47,8 +47,3 @@ def codec(name: str) -> Codec:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return memoryview(tensor.contiguous().view(torch.uint8).numpy())
-
-
-def buffer(size_bytes: int) -> torch.Tensor:
-    """Uninitialised memory to read bytes into."""
-    return torch.empty(size_bytes, dtype=torch.uint8)
