@@ -42,10 +42,11 @@ from elastic.store import Store
 
 TAIL_LINES = 40
 KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
-SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
-          "tokens_per_s": 0.0}  # fmt: skip  # what a trainer says that has said nothing yet
-EXIT_CODES = {"stopped": EXIT_DO_NOT_RESTART, "failed": EXIT_ERROR}
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
+EXIT_CODES = {"stopped": EXIT_DO_NOT_RESTART, "failed": EXIT_ERROR}
+# What a trainer reports that has not spoken yet.
+SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
+          "tokens_per_s": 0.0}  # fmt: skip
 
 
 @dataclass
