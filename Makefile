@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
 DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/*) Makefile requirements.txt
 
-.PHONY: help venv demo demo-slurm test lint bench validate gpu-check install uninstall
+.PHONY: help venv demo demo-slurm test lint bench validate matrix gpu-check install uninstall
 .DELETE_ON_ERROR:
 
 help:  ## This list
@@ -51,9 +51,13 @@ bench: $(READY)  ## Stall of a round, memory, load of the master; writes build/b
 	rm -f build/bench.jsonl
 	$(VENV)/bin/python tests/bench/bench_round.py
 	$(VENV)/bin/python tests/bench/bench_master.py
+	$(VENV)/bin/python tests/bench/bench_restart.py
 
 validate: $(READY)  ## Local mode against a synchronous baseline at equal tokens (minutes)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig
+
+matrix: $(READY)  ## What a preemption costs, for all 72 ways to announce it (minutes)
+	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/pytest -s tests/test_notice_matrix.py
 
 gpu-check: $(READY)  ## What runs only where there is a GPU
 	$(VENV)/bin/python tests/gpu_check.py

@@ -10,15 +10,21 @@ import time
 from pathlib import Path
 
 EVERY = 40
-folder, pace = Path(sys.argv[1]), Path(sys.argv[2])
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(True))
-step = int(Path(sys.argv[3]).stem.partition("_")[2]) if len(sys.argv) > 3 else 0
-with (folder.parent / "steps.log").open("a") as log:
-    while not told:
-        step += 1
-        print(step, file=log, flush=True)
-        time.sleep(float(pace.read_text()))
-        if told or step % EVERY == 0:
-            (folder / "tmp").write_text("state")
-            os.replace(folder / "tmp", folder / f"step_{step}.pt")
+
+
+def main(folder: Path, pace: Path, resume: str = "step_0.pt") -> None:
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    step = int(Path(resume).stem.partition("_")[2])
+    with (folder.parent / "steps.log").open("a") as log:
+        while not told:
+            step += 1
+            print(step, file=log, flush=True)
+            time.sleep(float(pace.read_text()))
+            if told or step % EVERY == 0:
+                (folder / "tmp").write_text("state")
+                os.replace(folder / "tmp", folder / f"step_{step}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

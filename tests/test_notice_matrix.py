@@ -168,7 +168,8 @@ class Site:
         """Let time pass, with its cron, until `condition()` is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            subprocess.run([ROOT / "bin" / "elastic-reconcile"], env=self.cron, cwd="/")
+            cron = {"env": self.cron, "cwd": "/", "stdout": subprocess.DEVNULL}
+            subprocess.run([ROOT / "bin" / "elastic-reconcile"], **cron)
             if time.monotonic() > deadline:
                 logs = [log.read_text()[-2000:] for log in self.home.glob("runs/*/logs/*.log")]
                 pytest.fail("\n".join([f"not: {what}", *logs, self.box.status()]))

@@ -141,6 +141,7 @@ class Trainer:
         return EXIT_OK
 
     def _restore(self) -> None:
+        began = time.time()
         found, refused = self.checkpoints.load(self.model, self.optimizer)
         if found:
             self.state = State(**found.extra["state"])
@@ -153,7 +154,8 @@ class Trainer:
         if self.group.leads:
             self._choose_cadence()
             self.run.event("restore", step=self.state.step, world=self.group.world,
-                           attempt=self.attempt, job_id=self.job_id)  # fmt: skip
+                           attempt=self.attempt, job_id=self.job_id,
+                           load_s=round(time.time() - began, 3))  # fmt: skip
 
     def _leave(self, wish: float) -> int:
         left_s, needed_s = self.shutdown.deadline_s(time.time()), self.checkpoints.save_s

@@ -1,5 +1,7 @@
 """A task of any size with next to no arithmetic: what is left of a round is moving bytes."""
 
+import time
+
 import torch
 from torch import nn
 
@@ -21,6 +23,22 @@ class Flat:
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return ((model.head.sum() - batch) ** 2).mean()
+
+
+class Paced(Flat):
+    """All parameters train, and a step waits: what a GPU would need the time for."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.requires_grad_(True)
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters())
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.table["step_s"])
+        return sum(param.square().mean() for param in model.parameters()) + batch.sum() * 0
 
 
 class _Model(nn.Module):

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 import torch
-from bench_task import Flat
+from bench_task import Paced
 
 folder, step_s, every = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-model = Flat({}).model()
-optimizer = torch.optim.AdamW(model.parameters())
+task = Paced({"parameters": 1_000_000, "step_s": step_s})
+model = task.model()
+optimizer = task.optimizer(model)
 path, step = folder / "latest.pt", 0
 if path.exists():
     saved = torch.load(path)
@@ -20,8 +21,7 @@ if path.exists():
 with (folder / "steps.log").open("a") as log:
     while True:
         step += 1
-        time.sleep(step_s)
-        model(torch.zeros(1)).backward()
+        task.loss(model, torch.zeros(1)).backward()
         optimizer.step()
         optimizer.zero_grad()
         print(step, time.time(), file=log, flush=True)
