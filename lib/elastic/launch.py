@@ -23,7 +23,6 @@ from pathlib import Path
 from elastic.command import expand
 from elastic.config import elastic_home, env, environment
 from elastic.errors import EXIT_DO_NOT_RESTART, EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN
-from elastic.link import closing
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
@@ -49,7 +48,7 @@ class Launcher:
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self._record({"state": "started"})
-        if over := closing(self.run):
+        if over := self.run.closing("sync"):
             outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
             return self._end(*outcome, f"the run is {over}")
         while True:
@@ -77,7 +76,10 @@ class Launcher:
             return "yielded", f"notice: {self.notice.signal_name}"
         if code == EXIT_TRY_AGAIN:
             return "yielded", "the ranks left on a notice"
-        if over := closing(self.run):
+        over = self.run.closing("sync")
+        if not over and code == EXIT_DO_NOT_RESTART and not self.config.run.command:
+            over = "going on in sync mode again"
+        if over:
             return ("done" if over == "done" else "stopped"), f"the run is {over}"
         if code < 0 and self.notice:
             return "yielded", f"notice, and the ranks ended with {name_of(code)}"
