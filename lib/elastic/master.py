@@ -211,12 +211,13 @@ class Master:
     def _take_over_from_sync(self, commit: dict) -> dict:
         """The newest version, which is the newest checkpoint if sync mode went on from `commit`."""
         self._fence()
-        try:
-            newest, refused = handover.to_local(self.run, commit, self.epoch)
-        except OSError as error:
-            self.run.event("disk", reason=f"checkpoint not taken over: {error.strerror}")
-            self._wait_for_space(failed=True)
-            return self._take_over_from_sync(commit)
+        while True:
+            try:
+                newest, refused = handover.to_local(self.run, commit, self.epoch)
+                break
+            except OSError as error:
+                self.run.event("disk", reason=f"checkpoint not taken over: {error.strerror}")
+                self._wait_for_space(failed=True)
         for reason in refused:
             self.run.event("checkpoint-refused", reason=reason)
         if newest["version"] > commit["version"]:

@@ -129,6 +129,7 @@ class Trainer:
                     return self._leave(wish)
             self._save()
         if self.group.leads:
+            self._fence()
             reached = {"version": self.state.step, "tokens": self.state.tokens}
             self.run.mark_done({**reached, "time": time.time()})
             self.run.event("done", **reached)
@@ -157,9 +158,10 @@ class Trainer:
     def _find_base(self) -> tuple[dict, list]:
         """Rank 0: the state at the newest version, and the samples that are committed by then.
 
-        No master commits another one: this claims the next master epoch, and so fences them.
+        No master commits another one: trainers claim an epoch, too, and so fence each other.
         """
-        self.run.claim_epoch({"job_id": self.job_id, "trainer": self.attempt, "time": time.time()})
+        who = {"job_id": self.job_id, "attempt": self.attempt, "time": time.time()}
+        self._epoch = self.run.claim_epoch(who)
         newest = self.run.newest_commit() or {"version": 0, "tokens": 0}
         commits = itertools.islice(self.run.commits(), newest["version"] + 1)
         samples = Ranges(tuple(each) for commit in commits for each in commit["samples"])
@@ -273,11 +275,15 @@ class Trainer:
         now = time.monotonic()
         if self.group.leads and now - self._control_at >= CONTROL_S:
             self._control_at = now
-            if self.run.latest_attempt(0) > self.attempt:
-                raise Fenced(f"attempt {self.attempt}: a later one has taken over")
+            self._fence()
             if self.run.closing("sync"):
                 return STOPPED
         return GO_ON
+
+    def _fence(self) -> None:
+        later = self.run.latest_attempt(0) > self.attempt
+        if later or self.run.newest_epoch() > self._epoch:
+            raise Fenced(f"attempt {self.attempt}: a later one, or a master, has taken over")
 
     @torch.no_grad()
     def _rescale(self, factor: float) -> None:
