@@ -167,7 +167,8 @@ def damage(path: Path, entry: dict) -> str:
     try:
         size, found = path.stat().st_size, checksum(path)
     except OSError as error:
-        return f"committed file cannot be read: {path}: {error.strerror}"
+        why = "it is gone" if isinstance(error, FileNotFoundError) else error.strerror
+        return f"committed file cannot be read: {path}: {why}"
     if (size, found) == (entry.get("bytes"), entry.get("xxh3")):
         return ""
     return (
