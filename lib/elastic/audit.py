@@ -71,9 +71,10 @@ def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
     """The records of the checkpoints of sync mode on top of version `base`, in order."""
     records = []
     for path in sorted((run_dir / "checkpoints").glob("step-*.json")):
-        with contextlib.suppress(FileNotFoundError):  # a trainer pruned it meanwhile
+        with contextlib.suppress(FileNotFoundError, ValueError):  # pruned meanwhile, or not ours
             records.append(json.loads(path.read_text()))
-    return [record for record in records if record["extra"].get("base_version", 0) == base]
+    ours = (record for record in records if "extra" in record)
+    return [record for record in ours if record["extra"].get("base_version", 0) == base]
 
 
 def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:
