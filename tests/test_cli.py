@@ -193,7 +193,7 @@ def test_a_dry_run_starts_nothing(config, env, tmp_path):
 
 
 def test_the_command_line_overrides_the_file(config, env, tmp_path):
-    options = ("--min", 2, "--max", 3, "--set", "train.batch_size=5")
+    options = ("--min", 2, "--max", 3, "--train.batch_size=5")
     elastic("submit", config, *options, env=env)
     text = (tmp_path / "runs" / "quiet" / "run.toml").read_text()
     assert "batch_size = 5  # command line" in text
@@ -229,6 +229,7 @@ BAD = {
     "a run name that climbs": (["--name", "../x"], 2, "run.name"),
     "min above max": (["--min", "3", "--max", "2"], 2, "elastic.min (3) is above elastic.max (2)"),
     "an unknown key": (["--set", "local_sgd.iner_steps=5"], 2, "inner_steps"),
+    "an unknown key, shorter": (["--local_sgd.iner_steps=5"], 2, "inner_steps"),
     "an unknown section": (["--set", "locl.steps=5"], 2, "unknown section"),
     "a setting without a value": (["--set", "train.epochs"], 2, "section.key=value"),
     "no inner steps": (["--set", "local_sgd.inner_steps=0"], 2, "inner_steps"),

@@ -197,6 +197,35 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 61))
 
 
+def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do(
+    tmp_path, undisturbed
+):
+    """The scheduler says 1 s (which is no time at all, with the margin), and gives more."""
+    with synchronous(tmp_path, {"local_scheduler.grace": "1s"}, step_s=0.03) as run:
+        run.until(lambda: step(run) >= 25, 60, "a checkpoint")
+        run.scheduler.preempt(run.jobs()["trainer", 0].job_id, grace_s=20)
+        run.until(lambda: run.events("preempt"), 30, "the ranks leave")
+        further(run, 2)
+        lines = finish(run)
+        log = run.run.log_path("trainer", 0).read_text()
+    assert "s are left, and the last took" in log
+    last = {line["step"]: line for line in lines}
+    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+    assert 0 < len(lines) - len(last) <= 20 + 20
+
+
+def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):
+    settings = {**TWO, "train.max_steps": 30, "train.profile": "5:8",
+                "health.liveness_interval": "0.1s"}  # fmt: skip
+    with synchronous(tmp_path, settings, step_s=0.02) as run:
+        lines = finish(run)
+        log = run.run.log_path("trainer", 0).read_text()
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    trace = json.loads((run.run.path / "profile" / "steps-5-8.json").read_text())
+    assert any("AdamW.step" in str(event.get("name")) for event in trace["traceEvents"])
+    assert "profile of steps 5 to 8" in log
+
+
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
     with synchronous(tmp_path, step_s=0.05) as run:
         further(run, 5)

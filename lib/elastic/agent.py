@@ -41,6 +41,7 @@ from elastic.store import Store
 
 TAIL_LINES = 40
 KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
+ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 
 
@@ -205,6 +206,8 @@ class Agent:
         if trainer.said["state"] != "loading" and still_s > self.config.health.hang_timeout_s:
             self.run.event("hang", slot=self.slot, attempt=self.attempt, seconds=round(still_s))
             trainer.tail.append(f"agent  no sign of life for {still_s:.0f} s: killed")
+            trainer.signal(signal.SIGABRT)  # prints its stacks
+            time.sleep(ABORT_S)
             trainer.signal(signal.SIGKILL)
         if self.notice and time.time() - self.notice.since > KILL_AFTER_S:
             trainer.signal(signal.SIGKILL)

@@ -134,7 +134,8 @@ def coverage(spans: list[list[int]]) -> list[tuple[int, int, int, int]]:
 
 def count_epochs(commits: list[dict], finished: bool) -> list[dict]:
     """What is committed, repeated, missing, open and not reached in every epoch begun or owed."""
-    size, owed = commits[0]["dataset_samples"], commits[0]["epochs"] if finished else 0
+    size, epochs = commits[0]["dataset_samples"], commits[-1].get("epochs", commits[0]["epochs"])
+    owed = epochs if finished else 0
     pieces = coverage([span for commit in commits for span in commit["samples"]])
     begun: dict[int, int] = {}  # epoch -> the version that first has samples of it
     for commit in commits:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -62,15 +63,16 @@ def elastic():
     """
 
 
-def command(*examples: str) -> Callable:
+def command(*examples: str, cls: type[click.Command] | None = None) -> Callable:
     """A command of the group, with its examples below the help."""
     lines = "\n".join(["\b", "Example:", *(f"  elastic {example}" for example in examples)])
-    return elastic.command(examples[0].split()[0], epilog=lines, context_settings=SETTINGS)
+    name = examples[0].split()[0]
+    return elastic.command(name, cls=cls, epilog=lines, context_settings=SETTINGS)
 
 
 overrides_option = click.option(
     "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
-    help="Set any key of the configuration (repeatable).",
+    help="Set any key of the configuration (repeatable; submit also takes --SEC.KEY=VALUE).",
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
@@ -78,7 +80,17 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 # ---- submit -------------------------------------------------------------------------------------
 
 
-@command("submit 7b.toml --min 8 --max 32", "submit etc/demo.toml --set train.epochs=2 --wait")
+class Overridable(click.Command):
+    """Takes --SEC.KEY=VALUE for --set SEC.KEY=VALUE."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        keys = re.compile(r"--[a-z_]+\.[a-z_0-9]+=", re.ASCII)
+        args = [f"--set={arg[2:]}" if keys.match(arg) else arg for arg in args]
+        return super().parse_args(ctx, args)
+
+
+@command("submit 7b.toml --min 8 --max 32", "submit etc/demo.toml --train.epochs=2 --wait",
+         cls=Overridable)  # fmt: skip
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--min", "elastic_min", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
 @click.option("--max", "elastic_max", type=int, metavar="GPUS", help="Most GPUs to use.")

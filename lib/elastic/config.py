@@ -105,6 +105,7 @@ CLASS = Check(
     lambda value: all(map(str.isidentifier, re.split("[.:]", value))) and value.count(":") == 1,
 )
 
+WINDOW = Check('written "FIRST:LAST"', lambda value: re.fullmatch(r"(\d+:\d+)?", value) is not None)
 INTERVAL = Check('"auto", "N steps" or a duration ("10m")', _is_interval)
 
 # fmt: off
@@ -130,6 +131,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         COUNT),
     Key("epochs", INT, 0, "epochs", "to train; set this or max_tokens", NATURAL),
     Key("max_tokens", INT, 0, "tokens", "to train; set this or epochs", NATURAL),
+    Key("max_steps", INT, 0, "steps", "to train at most, in sync mode; 0: no limit", NATURAL),
     Key("learning_rate", REAL, 3e-4, "", "of the inner optimizer, at its peak", POSITIVE),
     Key("schedule", TEXT, "wsd", "", "of the learning rate over tokens; wsd: warm up, hold, decay",
         _one_of("wsd", "cosine", "constant")),
@@ -144,6 +146,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("device", TEXT, "auto", "", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda")),
     Key("threads", INT, 0, "threads", "of torch on the CPU; 0: torch decides", NATURAL),
     Key("compile", BOOL, False, "", "torch.compile the model"),
+    Key("profile", TEXT, "", "", 'steps traced on rank 0 in sync mode, "100:110"; empty: none',
+        WINDOW),
 ), "local_sgd": (
     Key("inner_steps", INT, 200, "steps", "K: inner steps of a worker in one round", COUNT),
     Key("outer_lr", REAL, 0.7, "", "of the outer optimizer, SGD with Nesterov momentum", POSITIVE),
@@ -183,6 +187,9 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("lease", TIME, "15s", "", "silent so long: lost; at least two heartbeats", POSITIVE),
     Key("stall_after", TIME, "60s", "", "beating without a step so long: stalled", POSITIVE),
     Key("hang_timeout", TIME, "10m", "", "without a step so long: ended and replaced", POSITIVE),
+    Key("liveness_interval", TIME, "10m", "", "sync mode: between checks of ranks and GPUs",
+        POSITIVE),
+    Key("liveness_timeout", TIME, "60s", "", "for all ranks to answer such a check", POSITIVE),
     Key("nan_action", TEXT, "skip", "", "on a non-finite gradient; warn and rollback: in sync mode",
         _one_of("skip", "stop", "warn", "rollback")),
     Key("max_bad_batches", INT, 5, "batches", "skipped in a row fail the worker", COUNT),

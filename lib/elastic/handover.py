@@ -19,7 +19,8 @@ from elastic.replica import Replica
 from elastic.rundir import RunDir
 from elastic.versions import Draft, read_exactly, read_layout
 
-COMMITTED = ("tokens", "samples", "deltas", "loss", "dataset_samples", "epochs", "total_tokens")
+TRAINED = ("tokens", "samples", "deltas", "loss")
+CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
 
 
 def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
@@ -46,8 +47,8 @@ def to_local(run: RunDir, commit: dict, epoch: int) -> tuple[dict, list[str]]:
         params = read_params(run, saved, tensors)
         files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
     draft.commit(layout, files, {
-        "master_epoch": epoch, "time": time.time(), "layout": layout.hash, "workers": 1,
-        "step": saved["step"], "running": commit.get("running", {}),
-        **{name: saved["extra"][name] for name in COMMITTED},
+        "master_epoch": epoch, "time": time.time(), "workers": 1, "step": saved["step"],
+        "running": commit.get("running", {}), **{name: commit[name] for name in CARRIED},
+        **{name: saved["extra"][name] for name in TRAINED},
     })  # fmt: skip
     return run.newest_commit(), refused

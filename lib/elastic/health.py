@@ -29,6 +29,7 @@ ACTIONS = ("warn", "skip", "rollback", "stop")
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL, where there is no GraceTime
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 POLL_S = 0.02
+UNFIT = ("cannot be used", "computes wrongly")
 FOREIGN_SHARE = 0.2  # of a GPU's memory that a process may hold outside of torch's allocator
 
 
@@ -151,6 +152,15 @@ def check_gpu_health(device: torch.device | str) -> list[str]:
     except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
         problems.append(f"{device} cannot be used: {str(error).splitlines()[0]}")
     return problems
+
+
+def require_gpu(device: torch.device, say: Callable[[str], object]) -> None:
+    """Say what `check_gpu_health` finds; ElasticError if the device is not fit to compute on."""
+    problems = check_gpu_health(device)
+    for problem in problems:
+        say(problem)
+    if any(sign in problem for problem in problems for sign in UNFIT):
+        raise ElasticError("; ".join(problems), "keep away from the node: slurm.exclude")
 
 
 def _wrong_arithmetic(device: torch.device) -> list[str]:

@@ -5,13 +5,15 @@
 It claims an attempt, which fences older jobs of the run, and starts one `elastic.trainer` per GPU:
 on this machine as child processes, in a Slurm job through one `srun`. A notice goes to the ranks
 (Slurm itself sends it to the step); they save and leave. When ranks crash they are started again
-here, from the newest checkpoint, without going back to the queue, as long as a new checkpoint was
-committed in between or `sync.crash_retries` allow. The last act is a reconcile pass, so that a
-successor is in the queue before this job is gone. No torch in this process.
+here, from the newest checkpoint, without going back to the queue: on the nodes that still answer,
+if those are enough, and as long as a new checkpoint was committed in between or
+`sync.crash_retries` allow. The last act is a reconcile pass. No torch in this process.
 """
 
 import contextlib
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,18 +22,23 @@ import time
 from collections import deque
 from pathlib import Path
 
+from elastic import sizing
 from elastic.command import expand
 from elastic.config import elastic_home, env, environment
 from elastic.errors import EXIT_DO_NOT_RESTART, EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
-from elastic.slurm_info import resolve_resume_path
+from elastic.slurm_info import get_slurm_info, grace_time_s, resolve_resume_path
 
 TAIL_LINES = 40
 KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
+LINGER_S = 10.0  # for srun to return after a rank crashed; where a node is gone it takes minutes
 POLL_S = 0.1
 PASS_S = 60.0
+BAD_EXIT = re.compile(
+    r"srun: error: \S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93))"
+)
 OUTCOMES = {EXIT_OK: "done", EXIT_TRY_AGAIN: "yielded", EXIT_DO_NOT_RESTART: "stopped"}
 
 
@@ -42,6 +49,9 @@ class Launcher:
         self.attempt = self.gpus = 0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._crashes = 0
+        self._bad_exit_at = math.inf  # when srun said that a rank had crashed
+        info = get_slurm_info()
+        self._nodes = list(info.nodes) if info else [hostname()]
 
     # ---- the program
 
@@ -59,9 +69,30 @@ class Launcher:
                 return self._end(outcome, self._exit_code(outcome), reason)
             progressed = self._newest_checkpoint() > before
             self._crashes = 1 if progressed else self._crashes + 1
+            if self._lost_nodes():
+                if len(self._nodes) < self._least_nodes():
+                    reason = f"only {len(self._nodes)} nodes still answer"
+                    return self._end("yielded", EXIT_OK, reason)
+                self._crashes = 0
             if self._crashes > self.config.sync.crash_retries or self.notice:
                 return self._end("failed", EXIT_ERROR, reason)
             self.run.event("restart", attempt=self.attempt, job_id=self.job_id, reason=reason)
+
+    def _lost_nodes(self) -> list[str]:
+        """Go on without those nodes of the job that no longer answer; which these are."""
+        if len(self._nodes) < 2:
+            return []
+        from elastic.sched_slurm import answering
+
+        before, self._nodes = self._nodes, answering(self._nodes)
+        lost = [node for node in before if node not in self._nodes]
+        if lost:
+            self.run.event("nodes-lost", nodes=lost, left=len(self._nodes), job_id=self.job_id)
+        return lost
+
+    def _least_nodes(self) -> int:
+        control = self.run.control()
+        return sizing.nodes(control.min, control.max, self.config.slurm.gpus_per_node)[0]
 
     def _judge(self, code: int) -> tuple[str, str]:
         """What the end of the ranks means: (done | yielded | stopped | fenced | crashed, why)."""
@@ -106,6 +137,7 @@ class Launcher:
         record = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid()}
         self.attempt = self.run.claim_attempt(0, {**record, "time": time.time()})
         self._tail.clear()
+        self._bad_exit_at = math.inf
         processes = self._start_in_slurm() if env("SLURM_JOB_ID") else self._start_here()
         readers = [threading.Thread(target=self._copy, args=[p.stderr]) for p in processes]
         for reader in readers:
@@ -118,9 +150,15 @@ class Launcher:
     def _shared(self, address: str) -> dict[str, str]:
         """What every rank finds in its environment; they meet at `address`, on this node."""
         return {"ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
-                "ELASTIC_STARTED": str(time.time()),
+                "ELASTIC_STARTED": str(time.time()), "ELASTIC_GRACE_S": str(self._grace_s() or ""),
                 "ELASTIC_RUN_DIR": str(self.run.path),
                 "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}  # fmt: skip
+
+    def _grace_s(self) -> float | None:
+        """The notice that a preemption gives here."""
+        if info := get_slurm_info():
+            return grace_time_s(info.partition)
+        return self.config.local_scheduler.grace_s
 
     def _start_here(self) -> list[subprocess.Popen]:
         world = int(env("ELASTIC_GPUS", "1"))
@@ -138,12 +176,12 @@ class Launcher:
         from elastic.sched_slurm import node_address, step_argv
 
         address = bind_address("auto", node_address())
-        nodes, gpus = int(env("SLURM_JOB_NUM_NODES", "1")), self.config.slurm.gpus_per_node
+        gpus = self.config.slurm.gpus_per_node
         per_node = self.config.sync.ranks_per_node if self.config.run.command else 0
-        layout = self._layout(nodes, gpus)
+        layout = self._layout(len(self._nodes), gpus)
         shared = self._shared(address)
         command = [_rank_program(), *self._rank_command(layout, shared)]
-        return [self._spawn(step_argv(nodes, per_node or gpus, command), shared)]
+        return [self._spawn(step_argv(self._nodes, per_node or gpus, command), shared)]
 
     def _layout(self, nodes: int, gpus_per_node: int) -> dict[str, int]:
         """What there is; said in the job's record, by which reconcile sees what more would give."""
@@ -181,6 +219,8 @@ class Launcher:
         for line in stream:
             print(line, end="", file=sys.stderr, flush=True)
             self._tail.append(line.rstrip("\n"))
+            if BAD_EXIT.match(line):
+                self._bad_exit_at = min(self._bad_exit_at, time.monotonic())
 
     def _wait(self, processes: list[subprocess.Popen]) -> int:
         """Until all have left, or one has crashed: the others cannot go on without it."""
@@ -193,7 +233,8 @@ class Launcher:
             if self.notice and not told:
                 told = True
                 self._tell(processes)
-            if self.notice and time.time() - self.notice.since > KILL_AFTER_S:
+            late = self.notice and time.time() - self.notice.since > KILL_AFTER_S
+            if late or time.monotonic() - self._bad_exit_at > LINGER_S:
                 crashed = [-signal.SIGKILL]
                 break
             time.sleep(POLL_S)
@@ -201,6 +242,10 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if crashed and env("SLURM_JOB_ID"):  # what srun has left behind
+            from elastic.sched_slurm import signal_steps
+
+            signal_steps(self.job_id, "KILL")
         return crashed[0] if crashed else max(codes)
 
     def _tell(self, processes: list[subprocess.Popen]) -> None:

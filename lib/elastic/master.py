@@ -486,8 +486,7 @@ class Master:
             for h in [checked.header]
         ]  # fmt: skip
         tokens = sum(delta["tokens"] for delta in deltas)
-        carried = {name: self._commit[name] for name in
-                   ("layout", "dataset_samples", "epochs", "total_tokens")}  # fmt: skip
+        carried = {name: self._commit[name] for name in handover.CARRIED}
         return {
             "master_epoch": self.epoch, "time": time.time(),
             "tokens": self._commit["tokens"] + tokens,

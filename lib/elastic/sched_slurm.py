@@ -11,6 +11,7 @@ reconcile alone: jobs are `--no-requeue`, and `singleton` keeps two of one name 
 Parsing, classifying and building the command line are pure functions.
 """
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -116,17 +117,37 @@ class SlurmScheduler:
         return nodes * per_node if now else 0
 
 
-def signal_steps(job_id: str) -> None:
-    """Notice to the steps of a running job, and to nothing else of it."""
-    slurm_command(("scancel", "--signal=TERM", job_id))
+def signal_steps(job_id: str, name: str = "TERM") -> None:
+    """Notice (or KILL) to the steps of a running job, and to nothing else of it."""
+    slurm_command(("scancel", f"--signal={name}", job_id))
 
 
-def step_argv(nodes: int, per_node: int, command: Sequence[str]) -> list[str]:
-    """The command line that starts `per_node` tasks on each node of this job."""
+def step_argv(nodes: Sequence[str], per_node: int, command: Sequence[str]) -> list[str]:
+    """The command line that starts `per_node` tasks on each of these nodes of this job.
+
+    It may overlap: a step that had a node that is gone holds its GPUs until Slurm has noticed.
+    """
     return [
-        "srun", f"--nodes={nodes}", f"--ntasks={nodes * per_node}",
-        f"--ntasks-per-node={per_node}", "--mpi=none", "--kill-on-bad-exit=1", *command,
+        "srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
+        f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}", "--mpi=none",
+        "--overlap", "--no-kill", "--kill-on-bad-exit=1", *command,
     ]  # fmt: skip
+
+
+def answering(nodes: Sequence[str]) -> list[str]:
+    """Those of this job's nodes that can start a step now; Slurm itself may take minutes to see."""
+    argv = ["srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--overlap", "--gres=none"]
+    quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    started = time.monotonic()
+    probes = [subprocess.Popen([*argv, f"--nodelist={n}", "true"], **quiet) for n in nodes]
+    found = []
+    for node, probe in zip(nodes, probes, strict=True):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            left_s = started + COMMAND_TIMEOUT_S - time.monotonic()
+            if probe.wait(max(0.0, left_s)) == 0:
+                found.append(node)
+        probe.kill()
+    return found
 
 
 def node_address() -> str:
@@ -277,11 +298,12 @@ def _job_python(spec: JobSpec) -> str:
 
 def _size(spec: JobSpec) -> list[str]:
     """A range of nodes for a trainer: Slurm takes what is free at every start. With a number of
-    tasks it would take the fewest: the layout is for srun, inside the job."""
+    tasks it would take the fewest: the layout is for srun, inside the job. A job that loses a node
+    goes on with the others."""
     if spec.role != TRAINER:
         return ["--nodes=1", "--ntasks=1"]
     least, most = sizing.nodes(*spec.gpu_range, spec.config.slurm.gpus_per_node)
-    return [f"--nodes={least}-{most}"]
+    return [f"--nodes={least}-{most}", "--no-kill"]
 
 
 def _resources(spec: JobSpec) -> list[str]:

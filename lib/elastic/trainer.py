@@ -3,19 +3,20 @@
     restore   the newest checkpoint that verifies, resharded to the ranks there are; if none is on
               top of the newest version (handover.py), that version
     step      the next global batch (sizing.py), shared by all ranks; one agreement at its end
-    save      when due (cadence.py), in the background; at a notice at once
+    save      when due (cadence.py), in the background; at a notice at once, if there is time
 
 All that a step depends on, its samples, its learning rate, its random numbers, follows from the
 state that checkpoints carry, so a run that comes back at another size goes on with the same steps.
-The ranks agree once per step, in one reduction of five numbers: the loss, the tokens, and whether
-anybody wants to stop or rank 0 wants to save. Rank 0 alone writes: metrics.jsonl (a line per step),
-progress.json (for status), DONE.
+The ranks agree once per step, in one reduction of six numbers: the loss, the tokens, and whether
+anybody wants to stop, or rank 0 wants to save or to look after everybody's health. Rank 0 alone
+writes: metrics.jsonl (a line per step), progress.json (for status), DONE.
 
 Exit status: 0 the run is done; 75 a notice was obeyed; 93 the run is stopped, or this attempt is
 fenced; anything else is a crash, and the launcher knows what to do about it.
 """
 
 import contextlib
+import faulthandler
 import functools
 import itertools
 import math
@@ -45,7 +46,13 @@ from elastic.errors import (
     Fenced,
 )
 from elastic.group import Group, is_sharded
-from elastic.health import HangDetector, verdict
+from elastic.health import (
+    HangDetector,
+    NaNDetector,
+    ShutdownHandler,
+    check_nccl_health,
+    require_gpu,
+)
 from elastic.ledger import Ledger, Ranges
 from elastic.rundir import RunDir
 from elastic.schedule import learning_rate
@@ -91,7 +98,11 @@ class Trainer:
         self._committed: list = []  # ranges, by the versions up to the base
         self._trained, self._skipped = Ranges(), Ranges()  # on top of it
         self._saved_step, self._saved_at = 0, time.monotonic()
-        self._auto_s, self._bad_in_a_row = cadence.LEAST_S, 0
+        self._auto_s, self._checked_at = cadence.LEAST_S, time.monotonic()
+        health = self.config.health
+        self.nans = NaNDetector(health.nan_action, group, health.max_bad_batches)
+        self.shutdown = ShutdownHandler(float(env("ELASTIC_GRACE_S") or 0), notice)
+        self._profiler = None
         self._control_at = self._progress_at = 0.0
         self._rate = (time.monotonic(), 0)
         self._startup_s = 0.0  # from the launcher's start of the ranks to the first step's end
@@ -112,7 +123,9 @@ class Trainer:
 
     @property
     def total_tokens(self) -> int:
-        return self.train.max_tokens or self.train.epochs * len(self.dataset) * self._sample_tokens
+        samples, steps = self.train.epochs * len(self.dataset), self.train.max_steps
+        tokens = self.train.max_tokens or samples * self._sample_tokens
+        return min(tokens, steps * self.batch_size * self._sample_tokens) if steps else tokens
 
     # ---- the program
 
@@ -181,7 +194,11 @@ class Trainer:
         self._ledger = Ledger(len(self.dataset), self.train.epochs, over)
 
     def _leave(self, wish: float) -> int:
-        self._save()
+        left_s, needed_s = self.shutdown.deadline_s(time.time()), self.checkpoints.save_s
+        if self.group.share(left_s >= needed_s):
+            self._save()
+        else:
+            self._say(f"no checkpoint: {left_s:.1f} s are left, and the last took {needed_s:.1f} s")
         self._say(f"leaves at step {self.state.step}: {'notice' if wish == NOTICE else 'stopped'}")
         return EXIT_TRY_AGAIN if wish == NOTICE else EXIT_DO_NOT_RESTART
 
@@ -192,15 +209,18 @@ class Trainer:
         state = self.state
         if self.train.max_tokens and state.tokens >= self.train.max_tokens:
             return Ranges()
+        if self.train.max_steps and state.step >= self.train.max_steps:
+            return Ranges()
         self._ledger.grant(RANKS, self.batch_size)
         return self._ledger.held.pop(RANKS)
 
     def _step(self, batch: Ranges) -> float:
         """Train one global batch; returns what the ranks want to do now."""
         began = time.monotonic()
+        self._profile()
         self._prepare_step()
         loss_sum, tokens = self._backward(batch)
-        loss, tokens, wish, due = self._agree(loss_sum, tokens)
+        loss, tokens, wish, due, check = self._agree(loss_sum, tokens)
         self._rescale(len(batch) * self._sample_tokens / tokens)
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.train.grad_clip or math.inf
@@ -218,6 +238,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if wish == GO_ON:
             self._save_if_due(due)
+        if check:
+            self._check_health()
         return wish
 
     def _prepare_step(self) -> None:
@@ -254,20 +276,22 @@ class Trainer:
     def _load(self, places: list[tuple[int, int]]):
         return default_collate([self.dataset[self._order.index(*place)] for place in places])
 
-    def _agree(self, loss_sum: torch.Tensor, tokens: int) -> tuple[float, float, float, bool]:
-        """Mean loss and tokens of the batch, what is wanted, and is a checkpoint due: on all ranks.
+    def _agree(self, loss_sum: torch.Tensor, tokens: int) -> tuple:
+        """Mean loss and tokens of the batch, what is wanted, and is a checkpoint or a check due.
 
-        A wish is written in two numbers, so that one sum serves: how many ranks have it.
+        The same on all ranks. A wish is two numbers, so that one sum serves: how many have it.
         """
         wish = self._wish()
+        check = time.monotonic() - self._checked_at > self.config.health.liveness_interval_s
         mine = [float(tokens), wish == NOTICE, wish == STOPPED, self._is_due()]
+        mine.append(self.group.leads and check)
         numbers = torch.tensor(mine, dtype=torch.float64, device=self.device)
         numbers = torch.cat([loss_sum.view(1), numbers])
         if self.group.world > 1:
             dist.all_reduce(numbers)
-        loss, tokens, notice, stopped, due = numbers.tolist()
+        loss, tokens, notice, stopped, due, check = numbers.tolist()
         wish = STOPPED if stopped else NOTICE if notice else GO_ON
-        return loss / tokens, tokens, wish, due > 0
+        return loss / tokens, tokens, wish, due > 0, check > 0
 
     def _wish(self) -> float:
         if self.notice:
@@ -295,12 +319,11 @@ class Trainer:
     def _guard(self, batch: Ranges, loss: float, norm: float) -> bool:
         """May the step be taken? Else the batch is skipped, rolled back, or the run ends."""
         bad = not (math.isfinite(loss) and math.isfinite(norm))
-        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
-        if not bad:
+        said = self.nans.judge(bad)
+        if said == "ok":
             return True
-        health = self.config.health
-        said, why = verdict(health.nan_action, bad, self._bad_in_a_row, health.max_bad_batches)
-        reason = f"step {self.state.step}: loss {loss:g}, gradient norm {norm:g}: {said}: {why}"
+        seen = f"step {self.state.step}: loss {loss:g}, gradient norm {norm:g}"
+        reason = f"{seen}: {said}: {self.nans.reason}"
         self._say(reason)
         if self.group.leads:
             self.run.event("not-finite", step=self.state.step, action=said, reason=reason)
@@ -326,6 +349,34 @@ class Trainer:
             self._say("no checkpoint to roll back to yet: the batch is left out")
         self._skipped.add(skipped)
         self._open_ledger()
+
+    # ---- looking after the ranks
+
+    def _check_health(self) -> None:
+        """Does everybody answer, and does the GPU still compute? All ranks, at the same step."""
+        self._checked_at = time.monotonic()
+        if problem := check_nccl_health(self.group, self.config.health.liveness_timeout_s):
+            raise ElasticError(f"rank {self.group.rank}: {problem}", "the log of that rank")
+        require_gpu(self.device, self._warn)
+
+    def _warn(self, problem: str) -> None:
+        print(f"trainer  rank {self.group.rank}: {problem}", file=sys.stderr, flush=True)
+
+    def _profile(self) -> None:
+        """Trace rank 0 through the steps of train.profile, into RUN/profile."""
+        if not (self.train.profile and self.group.leads):
+            return
+        first, last = map(int, self.train.profile.split(":"))
+        if self.state.step == first and not self._profiler:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        elif self._profiler and self.state.step == last:
+            self._profiler.stop()
+            path = self.run.path / "profile" / f"steps-{first}-{last}.json"
+            path.parent.mkdir(exist_ok=True)
+            self._profiler.export_chrome_trace(str(path))
+            self._profiler = None
+            self._say(f"profile of steps {first} to {last}: {path}")
 
     # ---- checkpoints
 
@@ -367,7 +418,7 @@ class Trainer:
             "state": asdict(state), "base_version": state.base_version, "tokens": state.tokens,
             "loss": state.loss, "samples": samples, "deltas": [delta],
             "skipped": list(self._skipped), "dataset_samples": len(self.dataset),
-            "epochs": self.train.epochs, "total_tokens": self.total_tokens,
+            "epochs": 0 if self.train.max_steps else self.train.epochs,
         }  # fmt: skip
         return self.state.step, self.model, self.optimizer, extra
 
@@ -424,8 +475,10 @@ def main() -> int:
     notice, run = install(), RunDir(Path(sys.argv[1]))
     config = run.config()
     rank, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
+    faulthandler.enable()
     try:
         device = choose_device(config)
+        require_gpu(device, lambda problem: print(f"trainer  rank {rank}: {problem}", flush=True))
         timeout = timedelta(seconds=config.health.hang_timeout_s)
         group = join_group(rank, world, device, timeout)
         return Trainer(run, notice, group, device).main()

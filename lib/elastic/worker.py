@@ -5,6 +5,7 @@ the run says so; with several ranks (`slurm.gpus_per_worker`) the model is shard
 the node.
 """
 
+import faulthandler
 import math
 import sys
 import traceback
@@ -24,6 +25,7 @@ from elastic.device import (
 )
 from elastic.errors import EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN, ElasticError, Fenced
 from elastic.group import is_sharded
+from elastic.health import NaNDetector, require_gpu
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
 from elastic.signals import install
@@ -31,11 +33,13 @@ from elastic.tasks import count_tokens, default_optimizer, load_task
 
 
 def main() -> int:
+    faulthandler.enable()  # the agent asks for the stacks of one that hangs
     notice = install()
     place = Place.from_env()
     config = place.run.config()
     try:
         device = choose_device(config)
+        require_gpu(device, lambda problem: print(f"worker  {problem}", file=sys.stderr))
         # Rank 0 may wait for the master for days, and the others for it; the agent sees a hang.
         group = join_group(place.rank, place.world, device, timedelta(days=30))
         task = load_task(config.run.task, config.task, Path(config.run.folder))
@@ -66,7 +70,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
     sample = torch.utils.data.default_collate([dataset[0]])
     sgd.tokens_per_sample = count_tokens(task, sample)
     autocast = precision(settings.precision, device)
-    bad_in_a_row = 0
+    nans = NaNDetector(health.nan_action, sgd.group, health.max_bad_batches)
     for batch in sgd.batches(dataset):
         tokens = count_tokens(task, batch) if sgd.group.world == 1 else None
         with autocast():
@@ -75,19 +79,17 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip or math.inf)
         if is_sharded(norm):
             norm = norm.full_tensor()  # every rank must decide the same
-        if math.isfinite(norm):
+        said = nans.judge(not math.isfinite(norm))
+        if said == "ok":
             optimizer.step()
             sgd.step(loss.detach(), tokens)
-            bad_in_a_row = 0
-        else:
-            bad_in_a_row += 1
-            if health.nan_action == "stop" or bad_in_a_row > health.max_bad_batches:
-                raise ElasticError(
-                    f"{bad_in_a_row} batches in a row gave a gradient that is not finite "
-                    f"(loss {loss.item():g})",
-                    "lower train.learning_rate, or look at the data",
-                )
+        elif said == "skip":
             sgd.skip()
+        else:
+            raise ElasticError(
+                f"the gradient is not finite (loss {loss.item():g}): {nans.reason}",
+                "lower train.learning_rate, or look at the data",
+            )
         optimizer.zero_grad(set_to_none=True)
 
 
