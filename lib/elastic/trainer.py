@@ -23,6 +23,7 @@ import math
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -53,7 +54,7 @@ from elastic.health import (
     check_nccl_health,
     require_gpu,
 )
-from elastic.ledger import Ledger, Ranges
+from elastic.ledger import Ledger, Range, Ranges
 from elastic.rundir import RunDir
 from elastic.schedule import learning_rate
 from elastic.shuffle import Order
@@ -95,8 +96,6 @@ class Trainer:
         self._peaks = [each["lr"] for each in self.optimizer.param_groups]
         self._sample_tokens = count_tokens(self.task, default_collate([self.dataset[0]]))
         self._order = Order(len(self.dataset), self.config.run.seed)
-        self._committed: list = []  # ranges, by the versions up to the base
-        self._trained, self._skipped = Ranges(), Ranges()  # on top of it
         self._saved_step, self._saved_at = 0, time.monotonic()
         self._auto_s, self._checked_at = cadence.LEAST_S, time.monotonic()
         health = self.config.health
@@ -150,7 +149,7 @@ class Trainer:
 
     def _restore(self) -> None:
         base = self._find_base() if self.group.leads else None
-        self._base, self._committed = self.group.share(base)
+        self._base, self._committed = self.group.share(base)  # samples of all versions up to it
         version = self._base["base_version"]
         found, refused = self.checkpoints.load(self.model, self.optimizer, version)
         self._set_state(found)
@@ -182,14 +181,12 @@ class Trainer:
         base = {"base_version": newest["version"], "base_step": step, "base_tokens": tokens}
         return {"step": step, "tokens": tokens, **base}, list(samples)
 
-    def _set_state(self, found: Saved | None) -> None:
-        """Go on from a checkpoint, or from the base version."""
+    def _set_state(self, found: Saved | None, skipped: Iterable[Range] = ()) -> None:
+        """Go on from a checkpoint, or from the base version, and leave out what is `skipped`."""
         extra = found.extra if found else {"state": self._base, "samples": [], "skipped": []}
         self.state = State(**extra["state"])
-        self._trained, self._skipped = Ranges(extra["samples"]), Ranges(extra["skipped"])
-        self._open_ledger()
-
-    def _open_ledger(self) -> None:
+        self._trained = Ranges(extra["samples"])
+        self._skipped = Ranges([*extra["skipped"], *skipped])
         over = [*self._committed, *self._trained, *self._skipped]
         self._ledger = Ledger(len(self.dataset), self.train.epochs, over)
 
@@ -339,16 +336,14 @@ class Trainer:
 
     def _roll_back(self, batch: Ranges) -> None:
         """Go on from the newest checkpoint, and past this batch when it comes round again."""
-        skipped = [*self._skipped, *batch]
+        self._skipped.add(batch)
         version = self.state.base_version
         found, _ = self.checkpoints.load(self.model, self.optimizer, version)
         if found:
-            self._set_state(found)
+            self._set_state(found, self._skipped)
             self._say(f"rolled back to step {found.step}")
         else:  # the bad step was not taken: leaving it out is as good
             self._say("no checkpoint to roll back to yet: the batch is left out")
-        self._skipped.add(skipped)
-        self._open_ledger()
 
     # ---- looking after the ranks
 
