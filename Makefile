@@ -62,7 +62,8 @@ gpu-check: $(READY)  ## What runs only where there is a GPU
 install:  ## Copy bin, lib, sbatch and etc into PREFIX
 	for f in $(PROGRAMS); do install -D -m 0755 $$f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
 	for f in $(filter-out etc/site.toml,$(DATA)); do \
-	    install -D -m 0644 $$f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
+	    mode=0644; test ! -x $$f || mode=0755; \
+	    install -D -m $$mode $$f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
 	test -e $(DESTDIR)$(PREFIX)/etc/site.toml || \
 	    install -D -m 0644 etc/site.toml $(DESTDIR)$(PREFIX)/etc/site.toml
 	@echo 'next: make -C $(PREFIX) venv'

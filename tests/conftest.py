@@ -41,7 +41,7 @@ def pytest_runtest_makereport(item, call):
 
 LONGEST = ("test_demo", "test_faults", "test_slurm_story", "test_sync", "test_sync_slurm",
            "test_trace", "test_multi_rank", "test_own_loop", "test_command", "test_checkpoint",
-           "test_documents")  # fmt: skip
+           "test_documents", "test_templates")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -21,7 +21,8 @@ from helpers import ROOT, checkout, elastic, environment
 from running import running
 
 README, INSTALL = ROOT / "README.md", ROOT / "INSTALL.md"
-COMMAND = re.compile(r"make\b|bin/e|\.ci/run +#|git |ln |\$EDITOR|\*/2 |[A-Z_]+=\S+ make")
+COMMAND = re.compile(r"make\b|bin/e|\.ci/run +#|git |ln |\$EDITOR|\*/2 |[A-Z_]+=\S+ make|"
+                     r"(\w+=\S+ )?sbatch -|sbatch/i")
 
 FIRST = "test_the_first_lines_of_the_readme_do_it"
 DEMO = "test_the_demo_survives_all_it_does_and_leaves_nothing_running"
@@ -29,6 +30,8 @@ ADMIN = "test_an_admin_installs_and_uninstalls_by_the_book"
 VENV = "test_a_venv_is_asked_for_what_is_pinned"
 QUICK = "test_some_tests_lint_and_gpu_check_run"
 MODES = "test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on"
+NODES = "test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled"
+NODE = "test_one_node_trains_under_srun_and_under_torchrun"
 ALL = "all of them"
 
 # Every command line of both documents (without its comment), and the test that runs it.
@@ -49,6 +52,9 @@ SHOWN_BY = {
     "make test PYTEST_ARGS='-k audit'": QUICK,
     "make lint": QUICK,
     "make gpu-check": QUICK,
+    "sbatch --nodes=4 --gres=gpu:8 -c 64 sbatch/multi-node.sbatch python train.py": NODES,
+    "LAUNCHER=torchrun sbatch --gres=gpu:8 sbatch/single-node.sbatch python train.py": NODE,
+    "sbatch/interactive.sh 4711 python train.py": NODES,
     "make test": ALL,
     ".ci/run": ALL,
 }

@@ -107,6 +107,19 @@ def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_pat
     assert changes == [2, 1, 3]
 
 
+def test_a_run_grows_by_itself_when_gpus_become_free(tmp_path, undisturbed):
+    settings = {"elastic.max": 3, "local_scheduler.gpus": 1, "sync.grow_after": "1s"}
+    with synchronous(tmp_path, settings, step_s=0.1) as run:
+        further(run, 5)
+        assert not run.events("cancel")
+        run.scheduler.set_capacity(2)
+        run.until(lambda: steps(run)[-1]["world"] == 2, 60, "two ranks train")
+        (grown,) = run.events("cancel")
+        lines = finish(run)
+    assert "1 to 2 GPUs are 2.00 times as fast" in grown["reason"]
+    assert_same_run(lines, undisturbed)
+
+
 def test_without_a_notice_at_most_one_checkpoint_interval_is_repeated(tmp_path, undisturbed):
     with synchronous(tmp_path, TWO, step_s=0.02) as run:
         further(run, 25)

@@ -15,6 +15,10 @@ import torch.distributed as dist
 from elastic.config import Config, env
 from elastic.errors import ElasticError
 from elastic.group import Group
+from elastic.health import check_nccl_health
+from elastic.peers import meet
+
+PING_S = 600.0  # NCCL may take minutes to start where there are many nodes
 
 
 def choose_device(config: Config) -> torch.device:
@@ -33,11 +37,20 @@ def choose_device(config: Config) -> torch.device:
 
 
 def join_group(rank: int, world: int, device: torch.device, timeout: timedelta) -> Group:
-    """The ranks of this job; MASTER_ADDR and MASTER_PORT say where they meet."""
+    """The ranks of this job, which have met at MASTER_ADDR:MASTER_PORT and added up their ones.
+
+    Raises ElasticError naming the ranks or nodes that are missing, or that do not reach each other.
+    """
+    group = Group(rank, world, device)
     if world > 1:
+        store = meet(rank, world, timeout)
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(kind, rank=rank, world_size=world, timeout=timeout)
-    return Group(rank, world, device)
+        dist.init_process_group(
+            kind, store=store, rank=rank, world_size=world, timeout=timeout
+        )
+        if problem := check_nccl_health(group, min(PING_S, timeout.total_seconds())):
+            raise ElasticError(problem, "NCCL_DEBUG=INFO says more, in the logs of the ranks")
+    return group
 
 
 def build_model(task, config: Config, device: torch.device, group: Group) -> torch.nn.Module:

@@ -29,7 +29,13 @@ from elastic.errors import EXIT_DO_NOT_RESTART, EXIT_ERROR, EXIT_OK, EXIT_TRY_AG
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
-from elastic.slurm_info import get_slurm_info, grace_time_s, resolve_resume_path
+from elastic.slurm_info import (
+    get_slurm_info,
+    grace_time_s,
+    log_job_info,
+    resolve_resume_path,
+    with_end_time,
+)
 
 TAIL_LINES = 40
 KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
@@ -58,6 +64,8 @@ class Launcher:
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self._record({"state": "started"})
+        if info := get_slurm_info():
+            log_job_info(with_end_time(info), lambda said: print(f"trainer  {said}", flush=True))
         if over := self.run.closing("sync"):
             outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
             return self._end(*outcome, f"the run is {over}")
@@ -145,6 +153,8 @@ class Launcher:
         code = self._wait(processes)
         for reader in readers:
             reader.join()
+        if code == EXIT_TRY_AGAIN and not self.notice and self._bad_exit_at < math.inf:
+            return EXIT_ERROR  # srun told the others to leave when a rank had crashed
         return code
 
     def _shared(self, address: str) -> dict[str, str]:
@@ -242,10 +252,6 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if crashed and env("SLURM_JOB_ID"):  # what srun has left behind
-            from elastic.sched_slurm import signal_steps
-
-            signal_steps(self.job_id, "KILL")
         return crashed[0] if crashed else max(codes)
 
     def _tell(self, processes: list[subprocess.Popen]) -> None:

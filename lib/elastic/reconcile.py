@@ -191,19 +191,21 @@ class _Pass:
         working = (job for job in self.memory.jobs if job.role == TRAINER and job.started)
         job = next((job for job in working if not job.over), None)
         least_age_s = self.config.sync.grow_after_s
-        if job is None or self.now - (job.started_at or self.now) < least_age_s:
+        if job is None or job.started_at is None:
             return None
         endings = self.run.endings()
         gpus = next((end.get("gpus", 0) for end in endings if end["job_id"] == job.job_id), 0)
         if not 0 < gpus < most:
             return None
-        more = gpus + scheduler.spare_gpus(self._spec(TRAINER, 0), most - gpus)
         seen = [end for end in (*endings, self.run.progress() or {}) if end.get("tokens_per_s")]
         speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"] for end in seen}
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
         restart_s = statistics.median(restarts) if restarts else RESTART_S
         horizon_s = cadence.observed_mtbi_s(endings)
-        return Growth(gpus, more, speeds, restart_s, horizon_s, least_age_s)
+        best = Growth(gpus, most, speeds, restart_s, horizon_s, least_age_s)
+        if not best.pays(self.now - job.started_at)[0]:
+            return None
+        return replace(best, more=gpus + scheduler.spare_gpus(self._spec(TRAINER, 0), most - gpus))
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes readable."""

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from elastic import config, sizing
@@ -29,7 +28,6 @@ from elastic.history import MASTER, TRAINER
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
-AT_ONCE_S = 30.0
 COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questions are asked twice
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
@@ -45,7 +43,9 @@ _SQUEUE = (
 _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
 
 # A user's settings for these commands would filter their answers or change their form.
-_CLIENT_SETTINGS = ("SLURM", "SBATCH_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
+_CLIENT_SETTINGS = (
+    "SLURM", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_"
+)  # fmt: skip
 
 # What sbatch says when it does not know whether the controller took the job.
 _NO_ANSWER = re.compile(
@@ -101,7 +101,10 @@ class SlurmScheduler:
 
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
-        """Whole idle nodes, if Slurm would start a job like this on them at once."""
+        """Idle nodes, as far as Slurm really gives them: they are taken for a moment, and let go.
+
+        `sbatch --test-only` would do, but takes any pending job for one that comes first.
+        """
         per_node = spec.config.slurm.gpus_per_node
         argv = ("sinfo", "--noheader", f"--partition={spec.config.slurm.partition}",
                 "--states=idle", "--format=%D")  # fmt: skip
@@ -109,17 +112,16 @@ class SlurmScheduler:
         nodes = min(sum(map(int, idle.split())), most // per_node)
         if not nodes:
             return 0
-        trial = replace(spec, limits=(nodes * per_node,) * 2)
-        argv = ("sbatch", "--test-only", *_resources(trial), str(_template(spec)))
-        said = slurm_command(argv, environment=spec.environment).stderr
-        start = re.search(r"to start at (\S+)", said)
-        now = start and datetime.fromisoformat(start[1]).timestamp() - time.time() < AT_ONCE_S
-        return nodes * per_node if now else 0
+        trial = _resources(replace(spec, limits=(per_node, nodes * per_node)))
+        argv = ("salloc", "--immediate=5", "--quiet", "--job-name=elastic-probe", *trial,
+                "printenv", "SLURM_JOB_NUM_NODES")  # fmt: skip
+        granted = slurm_command(argv, environment=spec.environment).stdout.strip()
+        return int(granted) * per_node if granted.isdigit() else 0
 
 
-def signal_steps(job_id: str, name: str = "TERM") -> None:
-    """Notice (or KILL) to the steps of a running job, and to nothing else of it."""
-    slurm_command(("scancel", f"--signal={name}", job_id))
+def signal_steps(job_id: str) -> None:
+    """Notice to the steps of a running job, and to nothing else of it. (KILL would end the job.)"""
+    slurm_command(("scancel", "--signal=TERM", job_id))
 
 
 def step_argv(nodes: Sequence[str], per_node: int, command: Sequence[str]) -> list[str]:
@@ -238,16 +240,12 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str) -> list[str]:
         "--open-mode=append",
         f"--output={log}",
         *_resources(spec),
-        str(_template(spec, home)),
+        str(home / "sbatch" / f"{spec.role}.sbatch"),
         str(home),
         python,
         str(spec.run_dir),
         str(spec.slot),
     ]
-
-
-def _template(spec: JobSpec, home: Path | None = None) -> Path:
-    return (home or config.elastic_home()) / "sbatch" / f"{spec.role}.sbatch"
 
 
 def refusal(code: int, stderr: str) -> ElasticError:

@@ -60,6 +60,7 @@ from elastic.schedule import learning_rate
 from elastic.shuffle import Order
 from elastic.signals import Notice, install
 from elastic.sizing import passes
+from elastic.slurm_info import check_layout, get_slurm_info
 from elastic.tasks import count_tokens, default_optimizer, load_task
 
 PROGRESS_S = 1.0
@@ -472,6 +473,9 @@ def main() -> int:
     rank, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
     faulthandler.enable()
     try:
+        info = get_slurm_info()
+        if info and (problem := check_layout(info, config.slurm.gpus_per_node)):
+            raise ElasticError(problem)
         device = choose_device(config)
         require_gpu(device, lambda problem: print(f"trainer  rank {rank}: {problem}", flush=True))
         timeout = timedelta(seconds=config.health.hang_timeout_s)

@@ -1,0 +1,53 @@
+# shellcheck shell=bash
+# What single-node.sbatch and multi-node.sbatch share: the layout, the step, the notice. Sourced.
+# shellcheck source=/dev/null
+source "${ELASTIC_HOME}/sbatch/network.sh"
+
+# What the ranks find in their environment. Rank logs go to ELASTIC_RUN_DIR, of which a restart keeps all.
+elastic::environment() {
+    unset SLURM_EXPORT_ENV # else srun starts the ranks without PATH at sites that set SBATCH_EXPORT=NONE
+    export ELASTIC_JOB_ID="${SLURM_JOB_ID}" ELASTIC_ATTEMPT="$((${SLURM_RESTART_COUNT:-0} + 1))"
+    export ELASTIC_RUN_DIR="${ELASTIC_RUN_DIR:-${SLURM_SUBMIT_DIR}/runs/${SLURM_JOB_NAME}-${SLURM_JOB_ID}}"
+    export MASTER_ADDR="${MASTER_ADDR:-$(elastic::master_addr "${SLURM_JOB_NODELIST}")}"
+    export MASTER_PORT="${MASTER_PORT:-$(elastic::master_port "${SLURM_JOB_ID}" "${MASTER_ADDR}")}"
+}
+
+# REPLY: one rank per GPU, or one where there are none. elastic-rank checks the same on every node.
+elastic::ranks_per_node() {
+    local gpus="${SLURM_GPUS_ON_NODE:-0}"
+    REPLY="${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}}"
+    if ((gpus > 0 && REPLY != gpus)); then
+        echo "error: ${REPLY} tasks per node, ${gpus} GPUs per node" >&2
+        echo "  hint: one rank per GPU: --ntasks-per-node=${gpus}, or without it" >&2
+        exit 2
+    fi
+    export ELASTIC_RANKS_PER_NODE="${REPLY}"
+}
+
+# elastic::step RANKS_PER_NODE COMMAND...: run it on all nodes, and end with its exit status.
+#
+# Slurm gives its notice to the step; what this shell gets itself (--signal=B:USR1@…, the final TERM)
+# goes there by scancel, never to srun, which would kill the ranks at once. A rank that left on a
+# notice ended with 75: the job then goes back to the queue, unless this shell has had a TERM, too. That
+# means that Slurm ends the job: a preempted one is requeued anyway, a cancelled one must not be.
+elastic::step() {
+    local told="" passed="" step code cpus="$((SLURM_CPUS_ON_NODE / $1))"
+    trap 'told=TERM' TERM
+    trap 'told="${told:-USR1}"' USR1
+    srun --nodes="${SLURM_JOB_NUM_NODES}" --ntasks="$((SLURM_JOB_NUM_NODES * $1))" \
+        --ntasks-per-node="$1" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > 0 ? cpus : 1))}" \
+        --mpi=none --kill-on-bad-exit=1 "${ELASTIC_HOME}/bin/elastic-rank" "${@:2}" &
+    step="$!"
+    while :; do
+        code=0
+        wait "${step}" || code="$?"
+        kill -0 "${step}" 2>/dev/null || break
+        [[ -z "${told}" || -n "${passed}" ]] || scancel --signal=TERM "${SLURM_JOB_ID}" 2>/dev/null || true
+        passed="${told}"
+    done
+    if [[ "${code}" == 75 && "${told}" != TERM && "${ELASTIC_REQUEUE:-1}" == 1 ]]; then
+        echo "a notice was obeyed: back to the queue"
+        scontrol requeue "${SLURM_JOB_ID}" || echo "not requeued: submit it again" >&2
+    fi
+    exit "${code}"
+}
