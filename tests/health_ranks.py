@@ -3,6 +3,7 @@
 Each waits for a line on stdin where the test has to do something to it first.
 """
 
+import functools
 import json
 import os
 import signal
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+from elastic.errors import EXIT_TRY_AGAIN  # noqa: E402
 from elastic.group import Group  # noqa: E402
 from elastic.health import (  # noqa: E402
-    Agreement,
     HangDetector,
     NaNDetector,
     ShutdownHandler,
@@ -43,9 +44,6 @@ def ranks() -> None:
     losses = [1.0, float("nan"), float("inf")] if group.rank == 1 else [1.0, 1.0, 1.0]
     say([detector.check(torch.tensor(loss), 1.0) for loss in losses])
     say(detector.reason)
-    flags = {"stop": group.rank == 0, "none": False, "time": float(group.rank)}
-    order = sorted(flags, reverse=group.rank == 1)  # as differently written calls would
-    say(Agreement(group).agree(**{name: flags[name] for name in order}))
     say(check_nccl_health(group, 30))
     wait()
     before = time.monotonic()
@@ -56,17 +54,15 @@ def ranks() -> None:
 
 
 def hang() -> None:
-    """Steps, a long pause, then a step that never comes."""
+    """Steps, then one that never comes."""
 
     def the_step_that_hangs() -> None:
         threading.Event().wait()
 
-    with HangDetector(0.6) as detector:
+    with HangDetector(0.6, functools.partial(os._exit, EXIT_TRY_AGAIN)) as detector:
         for _ in range(4):
             time.sleep(0.25)
             detector.tick()
-        with detector.pause():
-            time.sleep(0.9)
         wait()  # stopped here for longer than the limit
         detector.tick()
         say("alive")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.codec import CODECS, as_bytes, buffer, codec
+from elastic.codec import CODECS, as_bytes, codec
 from elastic.errors import UsageError
 from elastic.layout import Layout
 from elastic.versions import split
@@ -24,7 +24,7 @@ def journey(name, values):
     chosen = codec(name)
     encoded = chosen.encode(values)
     assert len(encoded) == chosen.size_bytes(values.numel())
-    received = buffer(len(encoded))
+    received = torch.empty(len(encoded), dtype=torch.uint8)
     as_bytes(received)[:] = encoded
     return chosen.decode(received)
 

@@ -73,7 +73,7 @@ def test_origins_are_found_in_dotted_quoted_and_inline_writing(write):
     + [(" 3 S ", 3), ("7", 7), (7, 7), (0.5, 0.5), (0, 0)],
 )
 def test_a_duration_is_text_with_a_unit_or_a_number_of_seconds(written, seconds):
-    assert config.parse_duration_s(written) == seconds
+    assert config.parse(config.TIME, written) == seconds
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_a_duration_is_text_with_a_unit_or_a_number_of_seconds(written, seconds)
     [("64kb", 65536), ("256mb", 1 << 28), ("1.5gb", 3 << 29), ("2TB", 2 << 40), ("7b", 7), (7, 7)],
 )
 def test_a_size_counts_in_powers_of_1024(written, size):
-    assert config.parse_bytes(written) == size
+    assert config.parse(config.SIZE, written) == size
 
 
 @pytest.mark.parametrize("wrong", ["", "s", "5 parsecs", "-5s", "1_0s", "nan", -1, True, [], "5mb"])
 def test_what_is_no_duration_is_refused_with_the_value(wrong):
     with pytest.raises(UsageError, match="expected a duration") as caught:
-        config.parse_duration_s(wrong)
+        config.parse(config.TIME, wrong)
     assert config.toml_value(wrong) in str(caught.value)
 
 
@@ -148,8 +148,8 @@ def test_any_value_survives_being_written_as_toml(value):
 
 @given(st.floats(0, 1e9), st.integers(0, 2**53))
 def test_durations_and_sizes_survive_being_written(seconds, size):
-    assert config.parse_duration_s(config._written(config.TIME, seconds)) == seconds
-    assert config.parse_bytes(config._written(config.SIZE, size)) == size
+    assert config.parse(config.TIME, config._written(config.TIME, seconds)) == seconds
+    assert config.parse(config.SIZE, config._written(config.SIZE, size)) == size
 
 
 def test_every_key_can_be_explained_with_value_unit_default_origin_and_meaning(write):

@@ -19,34 +19,27 @@ from elastic.slurm_info import (
     get_slurm_info,
     grace_time_s,
     log_job_info,
-    notice_s,
     resolve_resume_path,
     resume_order,
-    time_left_s,
     with_end_time,
 )
 
-INFO = SlurmInfo("4711", 2, ("n1", "n2"), "n2", 4, (4, 4), "gpu", "lab", 1_790_000_000.0)
+INFO = SlurmInfo("4711", 2, ("n1", "n2"), 4, (4, 4), "gpu", 1_790_000_000.0)
 STEP = {
     "SLURM_JOB_ID": "4711",
     "SLURM_RESTART_COUNT": "2",
     "SLURM_JOB_NODELIST": "n[1-4]",
     "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURMD_NODENAME": "n2",
     "SLURM_GPUS_ON_NODE": "4",
     "SLURM_TASKS_PER_NODE": "1(x4)",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_JOB_PARTITION": "gpu",
-    "SLURM_CLUSTER_NAME": "lab",
     "SLURM_JOB_END_TIME": "1790000000",
 }
-PARTITIONS = """\
-PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES \
-QoS=N/A DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=5 Hidden=NO
-PartitionName=lower AllowGroups=ALL DefaultTime=NONE GraceTime=00:02:10 Hidden=NO
-PartitionName=bare AllowGroups=ALL
-PartitionName=high AllowGroups=ALL DefaultTime=NONE ExclusiveUser=NO GraceTime=0 Hidden=NO
-"""
+PARTITION = (
+    "PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES "
+    "QoS=N/A DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime={} Hidden=NO"
+)
 JOB = (
     "JobId=7 JobName=wrap UserId=root(0) JobState=RUNNING Reason=None RunTime=00:00:01 "
     "SubmitTime=2026-08-03T10:00:00 StartTime=2026-08-03T10:00:00 EndTime=2026-08-03T11:00:00 "
@@ -105,28 +98,17 @@ def test_a_bare_srun_and_an_old_slurm_say_less(job):
     assert get_slurm_info() == SlurmInfo("7", gpus_on_node=3)
 
 
-def test_time_left_is_unknown_without_an_end_time():
-    assert time_left_s(INFO, 1_790_000_000.0 - 90) == 90
-    assert time_left_s(replace(INFO, end_time=None), 0) is None
-
-
 def test_the_end_time_is_local_time_or_unknown():
     assert end_time(JOB) == datetime(2026, 8, 3, 11).timestamp()
     assert end_time(JOB.replace("2026-08-03T11:00:00", "Unknown")) is None
     assert end_time("") is None
 
 
-@pytest.mark.parametrize(
-    ("partition", "seconds"),
-    [("low", 5), ("lower", 130), ("high", 0), ("bare", None), ("lo", None), ("l.w", None)],
-)
-def test_the_notice_is_the_grace_time_of_the_jobs_partition(partition: str, seconds: float | None):
-    assert notice_s(PARTITIONS, JOB.replace("low", partition)) == seconds
-
-
-def test_the_notice_of_a_single_partition_needs_no_job():
-    assert notice_s(PARTITIONS.splitlines()[1]) == 130
-    assert notice_s("") is None
+@pytest.mark.parametrize(("said", "seconds"), [("5", 5), ("00:02:10", 130), ("0", 0), ("", None)])
+def test_the_notice_is_the_grace_time_of_the_partition(scontrol, said, seconds: float | None):
+    scontrol(f'[ "$4" = low ] && echo "{PARTITION.format(said)}"')
+    assert grace_time_s("low") == seconds
+    assert grace_time_s("high") is None
 
 
 def test_slurm_is_asked_for_what_the_environment_does_not_hold(scontrol):

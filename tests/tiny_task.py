@@ -41,7 +41,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.head(x).squeeze(-1)
+        return self.head(x).squeeze(-1).clone()  # FSDP warns of views
 
 
 class Tiny:

@@ -43,16 +43,19 @@ TAIL_LINES = 40
 KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
 ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
+EXIT_CODES = {"stopped": EXIT_DO_NOT_RESTART, "failed": EXIT_ERROR}
+# What a trainer reports that has not spoken yet.
+SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
+          "tokens_per_s": 0.0}  # fmt: skip
 
 
 @dataclass
 class Trainer:
     """The training processes of one attempt."""
 
-    attempt: int
     processes: list[subprocess.Popen]
     progress: int  # read end of the progress pipe
-    said: dict = field(default_factory=lambda: {"state": "loading"})
+    said: dict = field(default_factory=SILENT.copy)
     tail: deque = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     rest: bytes = b""
     moved: float = field(default_factory=time.monotonic)
@@ -87,17 +90,14 @@ class Agent:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self._record({"state": "started"})
         if over := self.run.closing("local"):
-            outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
-            return self._end(*outcome, f"the run is {over}")
+            return self._end("done" if over == "done" else "stopped", f"the run is {over}")
         while True:
             trainer = self._start()
-            code = self._watch(trainer)
-            outcome, reason = self._judge(trainer, code)
+            outcome, reason = self._judge(trainer, self._watch(trainer))
             if outcome != "crashed":
-                exit_code = EXIT_DO_NOT_RESTART if outcome == "stopped" else EXIT_OK
-                return self._end(outcome, exit_code, reason, trainer)
+                return self._end(outcome, reason, trainer)
             if self._crashes > CRASHES_IN_PLACE or self.notice:
-                return self._end("failed", EXIT_ERROR, reason, trainer)
+                return self._end("failed", reason, trainer)
             self.run.event("restart", slot=self.slot, attempt=self.attempt, reason=reason)
 
     def _judge(self, trainer: Trainer, code: int) -> tuple[str, str]:
@@ -147,7 +147,7 @@ class Agent:
                 )
             )  # fmt: skip
         os.close(writer)
-        return Trainer(self.attempt, processes, reader)
+        return Trainer(processes, reader)
 
     def _watch(self, trainer: Trainer) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""
@@ -238,10 +238,8 @@ class Agent:
             said = said | {"state": "stalled"}
         return {
             "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id,
-            "node": hostname(), "pid": trainer.processes[0].pid, "state": said["state"],
-            "version": said.get("version", -1), "step": said.get("step", 0),
-            "steps_total": said.get("steps_total", 0), "loss": said.get("loss", 0.0),
-            "tokens_per_s": said.get("tokens_per_s", 0.0),
+            "node": hostname(), "pid": trainer.processes[0].pid,
+            **{name: said[name] for name in SILENT},
         }  # fmt: skip
 
     def _drop_store(self) -> None:
@@ -251,9 +249,10 @@ class Agent:
 
     # ---- the record
 
-    def _end(self, outcome: str, code: int, reason: str, trainer: Trainer | None = None) -> int:
+    def _end(self, outcome: str, reason: str, trainer: Trainer | None = None) -> int:
+        code = EXIT_CODES.get(outcome, EXIT_OK)
         detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
-        steps = trainer.said.get("steps_total", 0) if trainer else 0
+        steps = trainer.said["steps_total"] if trainer else 0
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         self.run.event(kind, slot=self.slot, attempt=self.attempt, reason=reason, steps=steps)
         self._record(
@@ -294,8 +293,7 @@ def main() -> int:
         return agent.main()
     except Exception as error:
         traceback.print_exc()
-        code = getattr(error, "code", EXIT_ERROR)
-        return agent._end("failed", code, f"{type(error).__name__}: {error}")
+        return agent._end("failed", f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic import merge, rounds
-from elastic.codec import as_bytes, buffer, codec
+from elastic.codec import as_bytes, codec
 from elastic.config import Config
 from elastic.errors import ElasticError
 from elastic.rounds import Header, Running
@@ -78,7 +78,7 @@ class Averager:
         """A fragment of a delta, in this thread's buffer: valid until its next read."""
         fragment = header.fragments[index]
         if not hasattr(self._buffers, "data"):
-            self._buffers.data = buffer(max(self.fragment_bytes))
+            self._buffers.data = torch.empty(max(self.fragment_bytes), dtype=torch.uint8)
         data = self._buffers.data[: fragment.bytes]
         self._transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
         return self._codec.decode(data)

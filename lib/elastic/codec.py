@@ -7,26 +7,12 @@ refuse a header before it allocates anything. Bytes are little-endian, elements 
     bf16   bfloat16, round to nearest even, 2n bytes
 """
 
-from typing import Protocol
-
 import torch
 
 from elastic.errors import UsageError
 
 
-class Codec(Protocol):
-    name: str
-
-    def size_bytes(self, numel: int) -> int: ...
-
-    def encode(self, delta: torch.Tensor) -> memoryview:
-        """Bytes of a 1-D float32 tensor on the CPU; may share its memory."""
-
-    def decode(self, data: torch.Tensor) -> torch.Tensor:
-        """1-D float32 tensor from a 1-D uint8 one; may share its memory."""
-
-
-class Dense:
+class Codec:
     """Every element, in one floating-point type."""
 
     def __init__(self, name: str, dtype: torch.dtype):
@@ -36,15 +22,17 @@ class Dense:
         return numel * self.dtype.itemsize
 
     def encode(self, delta: torch.Tensor) -> memoryview:
+        """Bytes of a 1-D float32 tensor on the CPU; may share its memory."""
         return as_bytes(delta.to(self.dtype))
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
+        """1-D float32 tensor from a 1-D uint8 one; may share its memory."""
         return data.view(self.dtype).float()
 
 
-CODECS: dict[str, Codec] = {
-    "none": Dense("none", torch.float32),
-    "bf16": Dense("bf16", torch.bfloat16),
+CODECS = {
+    "none": Codec("none", torch.float32),
+    "bf16": Codec("bf16", torch.bfloat16),
 }
 
 
@@ -59,8 +47,3 @@ def codec(name: str) -> Codec:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return memoryview(tensor.contiguous().view(torch.uint8).numpy())
-
-
-def buffer(size_bytes: int) -> torch.Tensor:
-    """Uninitialised memory to read bytes into."""
-    return torch.empty(size_bytes, dtype=torch.uint8)

@@ -288,16 +288,6 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) ->
     return _resolve([*below, _read(Path(path)), _override_layer(overrides)], Path(path))
 
 
-def parse_duration_s(value: str | float) -> float:
-    """Seconds of "500ms", "90s", "5m", "2h", "1d" or a plain number."""
-    return _parse(TIME, value)
-
-
-def parse_bytes(value: str | float) -> int:
-    """Bytes of "64kb", "256mb", "1gb", "2tb" (powers of 1024) or a plain number."""
-    return _parse(SIZE, value)
-
-
 def reference() -> str:
     """The text of etc/keys.toml: every key once, commented out, with its default and meaning."""
     lines = ["# Every key of a run's file and of the site file, with default, unit and meaning.",
@@ -312,7 +302,8 @@ def reference() -> str:
     return "\n".join([*lines, "", "[task]", "# free-form: handed to the class that run.task names"])
 
 
-def _parse(kind: Kind, value: Any) -> Any:
+def parse(kind: Kind, value: Any) -> Any:
+    """`value`, as TOML has it, as the kind of key has it inside. UsageError: it is none."""
     number = value
     if kind.units and isinstance(value, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?) *([a-z]*)", value.strip().lower())
@@ -326,7 +317,7 @@ def _parse(kind: Kind, value: Any) -> Any:
 
 
 def _written(kind: Kind, value: Any) -> Any:
-    """The opposite of `_parse`, in the largest unit that divides the value."""
+    """The opposite of `parse`, in the largest unit that divides the value."""
     for unit, size in kind.units.items():
         if value and size >= 1 and value % size == 0:
             return f"{value // size:.0f}{unit}"
@@ -405,7 +396,7 @@ def _override_value(text: str, is_text: bool) -> Any:
 
 
 def _resolve(layers: Sequence[_Layer], path: Path) -> Config:
-    values = {s: {_field(k): _parse(k.kind, k.default) for k in keys} for s, keys in KEYS.items()}
+    values = {s: {_field(k): parse(k.kind, k.default) for k in keys} for s, keys in KEYS.items()}
     task: dict[str, Any] = {}
     origins: dict[str, str] = {}
     problems: list[tuple[str, str]] = []  # (the key in question, what is wrong with it)
@@ -444,7 +435,7 @@ def _take(section: str, table: dict, places: Mapping, fields: dict) -> Iterator[
 
 
 def _checked(key: Key, value: Any) -> Any:
-    parsed = _parse(key.kind, value)
+    parsed = parse(key.kind, value)
     if key.check and not key.check.holds(parsed):
         raise UsageError(f"must be {key.check.text}, is {toml_value(value)}")
     return parsed
@@ -535,11 +526,6 @@ def clean_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name == "SLURM_CONF" or not (name.startswith(dropped) or name in _OF_A_SHELL)
     }
-
-
-def home_dir() -> Path:
-    """The user's home directory."""
-    return Path.home()
 
 
 def elastic_home() -> Path:

@@ -28,18 +28,17 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 def replace_quickly(path: Path, data: bytes) -> None:
     """Replace `path` with `data`, whole for every reader; after a crash it may be lost."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    with _temporary(path, data, synced=False) as temporary:
+        os.replace(temporary, path)
 
 
-def create_once(path: Path, data: bytes, mode: int = 0o644) -> bool:
+def create_once(path: Path, data: bytes) -> bool:
     """Make `path` with `data` unless the name exists. True for the one process that made it.
 
     An NFS server may carry out a link and lose its answer: whether the temporary name now has two
     links decides, not the error.
     """
-    with _temporary(path, data, mode) as temporary:
+    with _temporary(path, data) as temporary:
         try:
             os.link(temporary, path)
         except OSError as error:
@@ -52,18 +51,15 @@ def create_once(path: Path, data: bytes, mode: int = 0o644) -> bool:
     return True
 
 
-def append_line(path: Path, record: dict, mode: int = 0o644) -> None:
+def append_line(path: Path, record: dict) -> None:
     """Append `record` as one JSON line."""
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
-    try:
+    with path.open("a+b", buffering=0) as file:
         with contextlib.suppress(OSError):  # a filesystem without locks: O_APPEND has to do
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        size = os.fstat(descriptor).st_size
-        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"  # by a disk that was full
-        os.write(descriptor, b"\n" * bool(torn) + line)
-    finally:
-        os.close(descriptor)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        size = os.fstat(file.fileno()).st_size
+        torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a disk that was full
+        file.write(b"\n" * bool(torn) + line)
 
 
 def read_json(path: Path) -> dict | None:
@@ -94,14 +90,15 @@ def sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(path: Path, data: bytes, mode: int) -> Iterator[Path]:
+def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
         yield temporary
     finally:
         with contextlib.suppress(OSError):  # gone, or left behind: no reason to fail

@@ -1,27 +1,25 @@
 """Ranks that agree, bad steps, silent ranks, hangs, sick GPUs.
 
-Ranks must do the same in the same step, or the next collective never ends. What one rank alone can
-see (a notice, a gradient that is not finite) therefore goes through Agreement, one small all_reduce
-a step. `check_nccl_health` asks the store who is there before it tries a collective: that names who
-is gone, and leaves nothing behind that cannot end. HangDetector counts the time that this process
-ran, not the clock: a suspended job has not hung. It cannot act while C code holds the GIL.
+Ranks must do the same in the same step, or the next collective never ends: a gradient that is not
+finite for one of them is bad for all, by one small all_reduce a step. `check_nccl_health` asks the
+store who is there before it tries a collective: that names who is gone, and leaves nothing behind
+that cannot end. HangDetector counts the time that this process ran, not the clock: a suspended job
+has not hung. It cannot act while C code holds the GIL.
 """
 
 import contextlib
 import faulthandler
-import functools
 import importlib
 import math
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from elastic.errors import EXIT_TRY_AGAIN, ElasticError
+from elastic.errors import ElasticError
 from elastic.group import Group, is_sharded
 from elastic.signals import Notice, die_with_parent, ignore_notices, install
 
@@ -31,24 +29,6 @@ NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 POLL_S = 0.02
 UNFIT = ("cannot be used", "computes wrongly")
 FOREIGN_SHARE = 0.2  # of a GPU's memory that a process may hold outside of torch's allocator
-
-
-class Agreement:
-    """The largest of what the ranks say, on all of them; every rank names the same flags."""
-
-    def __init__(self, group: Group):
-        self.group = group
-
-    def agree(self, **flags: bool | float) -> dict[str, bool | float]:
-        """One all_reduce(MAX), none with one rank. A NaN counts as infinite."""
-        if self.group.world == 1:
-            return dict(flags)
-        names = sorted(flags)
-        mine = [math.inf if math.isnan(flags[name]) else float(flags[name]) for name in names]
-        largest = torch.tensor(mine, dtype=torch.float64, device=self.group.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        found = zip(names, largest.tolist(), strict=True)
-        return {name: type(flags[name])(value) for name, value in found}
 
 
 def verdict(action: str, bad: bool, bad_in_a_row: int, max_bad: int) -> tuple[str, str]:
@@ -69,28 +49,26 @@ class NaNDetector:
     def __init__(self, action: str, group: Group, max_bad: int):
         if action not in ACTIONS:
             raise ElasticError(f"no such action: {action!r}", f"one of {', '.join(ACTIONS)}")
-        self.action, self.max_bad = action, max_bad
-        self.agreement = Agreement(group)
+        self.action, self.group, self.max_bad = action, group, max_bad
         self.bad_in_a_row = self.total = 0
         self.reason = ""
 
     def check(self, loss: torch.Tensor | float, norm: torch.Tensor | float) -> str:
         """The verdict on this step, after one all_reduce: see `verdict`."""
-        bad = not (finite(loss) and finite(norm))
-        return self.judge(self.agreement.agree(bad=bad)["bad"], f"loss {loss}, norm {norm}")
+        norm = norm.full_tensor() if is_sharded(norm) else norm
+        is_good = math.isfinite(loss) and math.isfinite(norm)
+        bad = torch.tensor(not is_good, dtype=torch.int32, device=self.group.device)
+        if self.group.world > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return self.judge(bool(bad), f"loss {loss}, norm {norm}")
 
     def judge(self, bad: bool, seen: str = "") -> str:
-        """`check` for a caller whose own `agree` has carried the flag, beside others."""
+        """`check` for a caller that has agreed with the other ranks already."""
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
         self.total += bool(bad)
         decision, reason = verdict(self.action, bad, self.bad_in_a_row, self.max_bad)
         self.reason = f"{reason} (this rank: {seen})" if seen else reason
         return decision
-
-
-def finite(value: torch.Tensor | float) -> bool:
-    """Waits for the GPU; with a DTensor (FSDP2's norm) all ranks must call it."""
-    return math.isfinite(value.full_tensor() if is_sharded(value) else value)
 
 
 def check_nccl_health(group: Group, timeout_s: float) -> str:
@@ -197,30 +175,17 @@ def _worn_memory(device: torch.device) -> list[str]:
     return [f"{device}: {problem}" for problem in found]
 
 
-_leave = functools.partial(os._exit, EXIT_TRY_AGAIN)  # waits for nothing; the job is replaced
-
-
 class HangDetector(contextlib.AbstractContextManager):
     """A thread that prints all stacks and calls `on_hang` when no `tick` comes for `timeout_s`."""
 
-    def __init__(self, timeout_s: float, on_hang: Callable[[], object] = _leave):
+    def __init__(self, timeout_s: float, on_hang: Callable[[], object]):
         self.timeout_s, self.on_hang = timeout_s, on_hang
-        self._ticks = self._pauses = 0
+        self._ticks = 0
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="hang detector", daemon=True).start()
 
     def tick(self) -> None:
         self._ticks += 1
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """For what takes long and is known to: an evaluation, a compilation."""
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._ticks += 1
-            self._pauses -= 1
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
@@ -231,8 +196,8 @@ class HangDetector(contextlib.AbstractContextManager):
         while silent_s < self.timeout_s:
             if self._closed.wait(beat_s):
                 return
-            moved = self._ticks != seen or self._pauses
-            seen, silent_s = self._ticks, 0.0 if moved else silent_s + beat_s
+            silent_s = 0.0 if self._ticks != seen else silent_s + beat_s
+            seen = self._ticks
         rank = dist.get_rank() if dist.is_initialized() else 0
         said = f"rank {rank}: no step for {self.timeout_s:g} s; all threads:"
         print(said, file=sys.stderr, flush=True)
@@ -240,8 +205,8 @@ class HangDetector(contextlib.AbstractContextManager):
         self.on_hang()
 
 
-class ShutdownHandler(contextlib.AbstractContextManager):
-    """True after a notice; `grace_s` as slurm_info.grace_time_s says. The handlers stay."""
+class ShutdownHandler:
+    """True after a notice; `grace_s` as slurm_info.grace_time_s says."""
 
     def __init__(self, grace_s: float | None = None, notice: Notice | None = None):
         self.notice = install() if notice is None else notice
@@ -253,8 +218,6 @@ class ShutdownHandler(contextlib.AbstractContextManager):
     def deadline_s(self, now: float) -> float:
         """Until the kill; infinite before a notice."""
         return math.inf if self.notice.since is None else self.notice.since + self.window_s - now
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def shield_workers(worker_id: int = 0) -> None:

@@ -99,31 +99,24 @@ def load(
 
 def _restore(optimizer: torch.optim.Optimizer, tensors: dict, scalars: dict) -> str:
     params = _params(optimizer)
-    on_device = [
-        group.get("fused") or group.get("capturable")  # then AdamW counts its steps on the GPU
-        for group in optimizer.param_groups for _ in group["params"]
-    ]  # fmt: skip
-    states: list[dict] = [{} for _ in params]
+    states: dict[int, dict] = {index: {} for index in range(len(params))}
     for name, value in {**tensors, **scalars}.items():
         index, _, key = name.partition(".")
-        if int(index) >= len(params):
+        if int(index) not in states:
             return "it is another optimizer's"
+        param = params[int(index)]
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            value = _sharded_like(param, value)
+            if value.shape != param.shape:
+                return "it is another model's"
         states[int(index)][key] = value
-    for param, state, scalars_too in zip(params, states, on_device, strict=True):
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 0 and scalars_too:
-                state[key] = value.to(param.device)
-            elif isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[key] = _placed_like(param, value)
-                if state[key].shape != param.shape:
-                    return "it is another model's"
-        optimizer.state[param] = state
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
     return ""
 
 
-def _placed_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not is_sharded(param):
-        return value.to(param.device)
+        return value
     local = value.to(param.to_local().device)
     return type(param.data).from_local(
         local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()

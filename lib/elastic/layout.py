@@ -30,7 +30,7 @@ class Layout:
     fragments: tuple[tuple[Tensor, ...], ...]
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], fragment_bytes: int) -> "Layout":
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], fragment_bytes: float) -> "Layout":
         """Pack parameters in order; 4 bytes each."""
         fragments: list[list[Tensor]] = []
         size = 0
@@ -57,11 +57,4 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: list) -> "Layout":
-        fragments = []
-        for fragment in data:
-            tensors, start = [], 0
-            for name, shape in fragment:
-                tensors.append(Tensor(name, tuple(shape), start))
-                start += tensors[-1].numel
-            fragments.append(tuple(tensors))
-        return cls(tuple(fragments))
+        return cls(tuple(cls.of(fragment, math.inf).fragments[0] for fragment in data))

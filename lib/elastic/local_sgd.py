@@ -58,7 +58,6 @@ class LocalSGD:
         self._dry = False
         self._told_epoch = -1  # the master epoch that knows what we hold
         self._bad_rounds = self._delivered = 0
-        self._rate = _Rate()
         self._last_step_at = 0.0
 
     @classmethod
@@ -107,13 +106,15 @@ class LocalSGD:
         done.steps += 1
         done.tokens += done.pending * self.tokens_per_sample if tokens is None else tokens
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        now = time.monotonic()
         if done.steps == 1:
-            done.first_loss = value
+            done.first_loss, done.first_step = value, (done.tokens, now)
         done.loss_sum += value
         self._steps_total += 1
         self._ramp = max(0, self._ramp - 1)
         if self._link:
-            rate = self._rate.at(done.tokens, time.monotonic())
+            tokens, since = done.first_step
+            rate = (done.tokens - tokens) / max(now - since, 1e-9)
             self._link.say(
                 state="training", version=done.base, step=done.steps, loss=value,
                 steps_total=self._steps_total, tokens_per_s=round(rate, 1),
@@ -141,8 +142,8 @@ class LocalSGD:
                 f"this machine's data set has {len(dataset)} samples, the run's has {samples}",
                 "every worker must see the same data: the same files, the same Python",
             )
-        found = [[t.name, list(t.shape)] for fragment in layout.fragments for t in fragment]
-        mine = [[name, list(shape)] for name, shape in shapes(self.model)]
+        found = [(t.name, t.shape) for fragment in layout.fragments for t in fragment]
+        mine = shapes(self.model)
         if found != mine:
             raise ElasticError(
                 f"this model is not the run's: {len(mine)} parameters, the run has {len(found)}",
@@ -236,7 +237,8 @@ class LocalSGD:
         verdict = link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
         if verdict and verdict["base"] == round_.base and round_.steps:
             print(f"worker  delta rejected: {verdict['reason']}", flush=True)
-            return self._start_over()
+            self._void_round("were rejected")  # the samples are others' by now
+            return True
         if not offered and link.refresh().version <= round_.base and not link.news.over:
             self._redeliver()
         if round_.steps or self._round_is_over():
@@ -247,13 +249,9 @@ class LocalSGD:
         round_.answered = not self._queue
         return not round_.answered
 
-    def _start_over(self) -> bool:
-        """This round's steps are void: train from the base again, on other samples."""
+    def _void_round(self, what: str) -> None:
+        """This round's steps are void: train from the base again."""
         self._round = _Round(base=self._round.base)
-        self._count_bad_round("were rejected")
-        return True
-
-    def _count_bad_round(self, what: str) -> None:
         self._bad_rounds += 1
         if self._bad_rounds > self.config.health.max_bad_batches:
             raise ElasticError(
@@ -352,7 +350,7 @@ class LocalSGD:
                 fragments.append(self._put(fragment_name(key, index), self._codec.encode(delta)))
         if self.group.share(finite):
             return fragments
-        self._void_round()
+        self._drop_delta()
         return None
 
     def _put(self, name: str, data: memoryview) -> Fragment:
@@ -372,7 +370,7 @@ class LocalSGD:
                 self._link.say(state="waiting")
                 time.sleep(DRY_S)
 
-    def _void_round(self) -> None:
+    def _drop_delta(self) -> None:
         """A delta that is not finite is never sent: back to the base, and its samples again."""
         if self._link:
             reason = "non-finite: its own delta"
@@ -380,8 +378,7 @@ class LocalSGD:
             self._queue = self._round.samples + self._queue
         self._replica.restore()
         self.optimizer.state.clear()
-        self._round = _Round(base=self._round.base)
-        self._count_bad_round("were not finite")
+        self._void_round("were not finite")
 
     def _header(self, fragments: list) -> Header:
         place, done = self.place, self._round
@@ -456,6 +453,7 @@ class _Round:
         self.samples: list[Range] = []
         self.loss_sum = 0.0
         self.first_loss = self.stall_s = 0.0
+        self.first_step = (0, 0.0)  # tokens and time at its end
         self.answered = False
         self.header: Header | None = None
         self.started = time.monotonic()
@@ -463,19 +461,6 @@ class _Round:
     @property
     def mean_loss(self) -> float:
         return self.loss_sum / self.steps if self.steps else 0.0
-
-
-class _Rate:
-    """Tokens per second since the round's first step."""
-
-    def __init__(self):
-        self._tokens, self._since = 0, math.nan
-
-    def at(self, tokens: int, now: float) -> float:
-        if tokens <= self._tokens or math.isnan(self._since):
-            self._tokens, self._since = tokens, now
-            return 0.0
-        return (tokens - self._tokens) / max(now - self._since, 1e-9)
 
 
 def _take(queue: list[Range], want: int) -> list[Range]:
@@ -500,4 +485,3 @@ def _joined(ranges: list[Range]) -> list[Range]:
         else:
             joined.append((epoch, start, stop))
     return joined
-

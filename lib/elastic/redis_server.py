@@ -121,19 +121,14 @@ def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
 
 
 def _settings(run: RunDir, config: Config, address: str, port: int) -> str:
+    """What is not as Redis has it by default."""
     lines = {
         "bind": address,
         "port": port,
         "requirepass": run.secret(),
-        "protected-mode": "yes",
         "maxmemory": config.redis.maxmemory_bytes,
         "maxmemory-policy": "noeviction",
         "save": '""',
-        "appendonly": "no",
-        "daemonize": "no",
-        "tcp-backlog": 511,
-        "timeout": 0,
         "loglevel": "warning",
-        "maxclients": 10000,
     }
     return "".join(f"{key} {value}\n" for key, value in lines.items())

@@ -20,6 +20,7 @@ from elastic.ledger import Range
 MAX_FRAGMENTS = 100_000
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
 MEMORY_ROUNDS = 20  # horizon of the running means
+NOTHING = "no steps to give"
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,7 @@ class Header:
         """Check every field's type and sign. Raises ValueError naming what is wrong."""
         if not isinstance(data, dict):
             raise ValueError("a header is a table")
-        kinds = {"samples": list, "fragments": list}
-        kinds |= dict.fromkeys(("loss", "first_loss", "seconds", "stall_s"), float)
-        kinds |= dict.fromkeys(("run", "job_id", "layout", "codec", "inner"), str)
-        kinds |= dict.fromkeys(("slot", "attempt", "base", "steps", "tokens"), int)
+        kinds = cls.__annotations__ | {"samples": list, "fragments": list}
         fields = {"inner": "", "seconds": 0.0, "stall_s": 0.0, **data}
         if set(fields) != set(kinds):
             raise ValueError(f"fields differ: {sorted(set(fields) ^ set(kinds))}")
@@ -130,36 +128,26 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
 
     `samples_refused` is the ledger's answer for the header's samples; empty if it has none.
     """
+    base, behind = header.base, facts.version - header.base
+    attempt, claimed = header.attempt, facts.attempts.get(header.slot, 0)
     sizes = tuple(fragment.bytes for fragment in header.fragments)
     rules = [
         (header.run != facts.run, f"other-run: it is a delta of run {header.run!r}"),
         (header.key in facts.judged, f"duplicate: slot {header.slot} delivered it before"),
-        (header.base > facts.version, f"future: based on version {header.base}"),
-        (
-            facts.version - header.base > facts.max_staleness,
-            f"stale: based on version {header.base}, {facts.version - header.base} behind",
-        ),
-        (
-            header.attempt > facts.attempts.get(header.slot, 0),
-            f"fenced: attempt {header.attempt} never claimed slot {header.slot}",
-        ),
-    ]
-    for broken, reason in rules:
-        if broken:
-            return Verdict.REJECT, reason
-    if header.tokens == 0 or header.steps == 0:
-        return Verdict.PASS, "no steps to give"
-    rules = [
+        (behind < 0, f"future: based on version {base}"),
+        (behind > facts.max_staleness, f"stale: based on version {base}, {behind} behind"),
+        (attempt > claimed, f"fenced: attempt {attempt} never claimed slot {header.slot}"),
+        (header.tokens == 0 or header.steps == 0, NOTHING),
         (header.layout != facts.layout, f"shape: layout {header.layout}, not {facts.layout}"),
         (header.codec != facts.codec, f"shape: codec {header.codec}, not {facts.codec}"),
         (sizes != facts.fragment_bytes, "shape: the fragments' sizes are not the model's"),
         (not math.isfinite(header.loss), f"non-finite: the loss is {header.loss}"),
         (bool(samples_refused), f"samples: {samples_refused}"),
     ]
-    for broken, reason in rules:
-        if broken:
-            return Verdict.REJECT, reason
-    return Verdict.ACCEPT, f"{header.tokens} tokens in {header.steps} steps"
+    broken = next((reason for is_broken, reason in rules if is_broken), "")
+    if not broken:
+        return Verdict.ACCEPT, f"{header.tokens} tokens in {header.steps} steps"
+    return Verdict.PASS if broken is NOTHING else Verdict.REJECT, broken
 
 
 # ---- wait, call, or close? ----------------------------------------------------------------------

@@ -21,7 +21,6 @@ import re
 import shlex
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -43,7 +42,6 @@ _MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons:
 _ADDRESS = "127.0.0.1"
 _PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
-_NO_DRIVER = 240  # a major device number from the range for local use
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
 _PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
 _PACKAGES |= {"sbatch": "slurm-client", "setsid": "util-linux"}
@@ -193,7 +191,7 @@ class Sandbox:
         if self.path.parent == default_folder() and self.path.parent.stat().st_uid != os.getuid():
             raise ElasticError(f"{self.path.parent} is another user's", "use --dir")
         spool = [f"spool/{node}" for node in shape.names]
-        for part in ["", "log", "state", "dev", "spool", *spool]:
+        for part in ["", "log", "state", "spool", *spool]:
             (self.path / part).mkdir()
             (self.path / part).chmod(0o711)  # munge and other users' jobs go through here
 
@@ -266,7 +264,7 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
         DIR=path, USER=pwd.getpwuid(os.getuid()).pw_name, HOST=host, GRACE=shape.grace_s,
         ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
-        GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(path / "dev", shape.gpus)),
+        GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
         PASSWORD=os.urandom(16).hex(),
     )  # fmt: skip
     drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not is_local, "GPU": not shape.gpus}
@@ -286,15 +284,9 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
     (path / "munge.key").write_bytes(os.urandom(1024))
 
 
-def _gpu_devices(folder: Path, count: int) -> list[str]:
-    """`count` character devices, all that Slurm takes for GPUs: root makes some, others borrow."""
-    made = [folder / f"gpu{number}" for number in range(count)]
-    try:
-        for number, device in enumerate(made):
-            os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(_NO_DRIVER, number))
-        return [str(device) for device in made]
-    except PermissionError:
-        found = sorted(str(path) for path in Path("/dev").rglob("*") if path.is_char_device())
+def _gpu_devices(count: int) -> list[str]:
+    """`count` character devices of this machine, which is all that Slurm takes for GPUs."""
+    found = sorted(str(path) for path in Path("/dev").rglob("*") if path.is_char_device())
     if len(found) < count:
         raise ElasticError(f"/dev has {len(found)} character devices, not {count}", "see --gpus")
     return sorted(found, key=lambda name: not name.startswith("/dev/tty"))[:count]

@@ -30,11 +30,9 @@ class SlurmInfo:
     job_id: str
     restart_count: int = 0
     nodes: tuple[str, ...] = ()
-    node: str = ""
     gpus_on_node: int = 0
     tasks_per_node: tuple[int, ...] = ()
     partition: str = ""
-    cluster: str = ""
     end_time: float | None = None
 
 
@@ -53,11 +51,9 @@ def get_slurm_info() -> SlurmInfo | None:
         job_id=job_id,
         restart_count=int(env("SLURM_RESTART_COUNT", "0")),
         nodes=tuple(expand_hostlist(_either("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))),
-        node=env("SLURMD_NODENAME", ""),
         gpus_on_node=int(env("SLURM_GPUS_ON_NODE") or len(_numbers(gpus))),
         tasks_per_node=tuple(count for count, times in tasks for _ in range(times)),
         partition=env("SLURM_JOB_PARTITION", ""),
-        cluster=env("SLURM_CLUSTER_NAME", ""),
         end_time=float(until) if until.isdigit() else None,
     )
 
@@ -67,11 +63,6 @@ def with_end_time(info: SlurmInfo) -> SlurmInfo:
     return info if info.end_time else replace(info, end_time=end_time(_ask("job", info.job_id)))
 
 
-def time_left_s(info: SlurmInfo, now: float) -> float | None:
-    """Until the time limit; None if there is none or it is not known (see `with_end_time`)."""
-    return None if info.end_time is None else info.end_time - now
-
-
 def end_time(job_text: str) -> float | None:
     """EndTime in what `scontrol show job` printed (local time), in seconds since the epoch."""
     found = re.search(r"\bEndTime=(\d{4}-\S+)", job_text)  # or Unknown
@@ -79,27 +70,15 @@ def end_time(job_text: str) -> float | None:
 
 
 def grace_time_s(partition: str) -> float | None:
-    """The notice before a preemption in `partition`, asked of Slurm; see `notice_s`."""
-    return notice_s(_ask("partition", partition))
-
-
-def notice_s(partition_text: str, job_text: str = "") -> float | None:
-    """GraceTime in what `scontrol show partition` printed; 0: only KillWait, None: not said.
-
-    Of several partitions it is the one that `job_text` (`scontrol show job`) names.
-    """
-    mine = re.search(r"\bPartition=(\S+)", job_text)
-    name = re.escape(mine[1]) if mine else r"\S+"
-    found = re.search(rf"PartitionName={name}\s(?:(?!PartitionName=).)*?\bGraceTime=([\d:]+)",
-                      partition_text, re.DOTALL)  # fmt: skip
+    """The notice before a preemption in `partition`, asked of Slurm; 0: only KillWait."""
+    found = re.search(r"\bGraceTime=([\d:]+)", _ask("partition", partition))
     parts = reversed(found[1].split(":")) if found else []
     return float(sum(int(part) * 60**i for i, part in enumerate(parts))) if found else None
 
 
 def log_job_info(info: SlurmInfo, say: Callable[[str], object] = print) -> None:
     """One line: job, restarts, nodes and GPUs, partition, time left, NCCL_DEBUG."""
-    left_s = time_left_s(info, time.time())
-    left = "unknown" if left_s is None else f"{left_s / 60:.0f} min"
+    left = f"{(info.end_time - time.time()) / 60:.0f} min" if info.end_time else "unknown"
     size = f"{len(info.nodes)} nodes x {info.gpus_on_node} GPUs, partition {info.partition}"
     job = f"job {info.job_id}, restarts {info.restart_count}"
     say(f"{job}: {size}, time left {left}, NCCL_DEBUG {env('NCCL_DEBUG', 'not set')}")

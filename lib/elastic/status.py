@@ -9,6 +9,7 @@ through a dry reconcile pass, tells what that pass would do next. Nothing is cha
              stopped   by elastic-stop
 """
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -181,15 +182,10 @@ def _jobs(run: RunDir, jobs: Listing) -> list[dict]:
 def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict], dict]:
     """The workers and the master's own words; both from Redis, if that answers."""
     try:
-        store = Store.open(run, NOT_REACHED_S)
+        with contextlib.closing(Store.open(run, NOT_REACHED_S)) as store:
+            now, slots, master = store.now(), store.slots(), store.master()
     except TryAgain as silence:
         return _workers_on_record(run, jobs), {"trouble": silence.what}
-    try:
-        now, slots, master = store.now(), store.slots(), store.master()
-    except TryAgain as silence:
-        return _workers_on_record(run, jobs), {"trouble": silence.what}
-    finally:
-        store.close()
     if not master:
         master = {"trouble": f"Redis at {store.where} knows no master"}
     stall_after_s = config.health.stall_after_s

@@ -22,6 +22,7 @@ and made in one step are the few Lua scripts below.
 """
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -37,17 +38,27 @@ from elastic.rundir import Endpoint, RunDir
 EVENTS_KEPT = 1000
 GRANT_KEPT_MS = 60_000
 
-# Take a slot's lease for an attempt. 0: a higher attempt has it.
-CLAIM = """
-local newest = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0')
-if newest > tonumber(ARGV[2]) then return 0 end
+NOW = """
 local t = redis.call('TIME')
 local now = t[1] .. '.' .. string.format('%06d', t[2])
+"""
+
+# Whether the attempt ARGV[2] holds slot ARGV[1]. -1: fenced. 0: unknown here, claim again.
+HELD = """
+local newest = redis.call('HGET', KEYS[2], ARGV[1])
+if newest and tonumber(newest) > tonumber(ARGV[2]) then return -1 end
+if newest ~= ARGV[2] then return 0 end
+"""
+
+# Take a slot's lease for an attempt. 0: a higher attempt has it.
+CLAIM = f"""{NOW}
+local newest = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0')
+if newest > tonumber(ARGV[2]) then return 0 end
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'beat', now, 'moved', now, 'joined', now, unpack(ARGV, 5))
+redis.call('HSET', KEYS[1], 'beat', now, 'moved', now, 'joined', now, unpack(ARGV, 4))
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
-redis.call('PUBLISH', KEYS[3], 'join ' .. ARGV[4])
+redis.call('PUBLISH', KEYS[3], 'join ' .. ARGV[1])
 return 1
 """
 
@@ -59,13 +70,9 @@ for i = 1, #ARGV, 2 do
 end
 """
 
-# Renew a lease and note progress. -1: fenced by a higher attempt. 0: unknown here, claim again.
-BEAT = """
-local newest = redis.call('HGET', KEYS[2], ARGV[1])
-if newest and tonumber(newest) > tonumber(ARGV[2]) then return {-1} end
-if newest ~= ARGV[2] or redis.call('EXISTS', KEYS[1]) == 0 then return {0} end
-local t = redis.call('TIME')
-local now = t[1] .. '.' .. string.format('%06d', t[2])
+# Renew a lease and note progress.
+BEAT = f"""{NOW}{HELD}
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 local before = redis.call('HMGET', KEYS[1], 'state', 'step', 'version')
 redis.call('HSET', KEYS[1], 'beat', now, unpack(ARGV, 4))
 local after = redis.call('HMGET', KEYS[1], 'state', 'step', 'version')
@@ -73,7 +80,7 @@ if before[1] ~= after[1] or before[2] ~= after[2] or before[3] ~= after[3] then
   redis.call('HSET', KEYS[1], 'moved', now)
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
-return {1}
+return 1
 """
 
 # Give a lease up, if it is still this attempt's.
@@ -85,31 +92,32 @@ redis.call('PUBLISH', KEYS[4], 'leave ' .. ARGV[1])
 return 1
 """
 
-# Offer a delta, if the attempt holds its slot. -1: fenced. 0: unknown here, claim again.
-OFFER = """
-local newest = redis.call('HGET', KEYS[2], ARGV[1])
-if newest and tonumber(newest) > tonumber(ARGV[2]) then return -1 end
-if newest ~= ARGV[2] then return 0 end
+# Offer a delta.
+OFFER = f"""{HELD}
 redis.call('HSET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], ARGV[3])
 redis.call('PUBLISH', KEYS[3], 'offer ' .. ARGV[1])
 return 1
 """
 
 # Be the master with this epoch, if no higher one is. Also every later change of the master's hash.
-MASTER = """
+MASTER = f"""{NOW}
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
 if epoch > tonumber(ARGV[1]) then return 0 end
-local t = redis.call('TIME')
-local now = t[1] .. '.' .. string.format('%06d', t[2])
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'beat', now, unpack(ARGV, 3))
 if ARGV[2] ~= '' then redis.call('PUBLISH', KEYS[2], ARGV[2]) end
 return 1
 """
 
 
-def reaches_redis(method: Callable) -> Callable:
-    """Turn every failure to get an answer into TryAgain that names the server."""
+def reaches_redis(cls: type) -> type:
+    """Have every public method turn a failure to get an answer into TryAgain."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(cls, name, _or_try_again(method))
+    return cls
 
+
+def _or_try_again(method: Callable) -> Callable:
     @functools.wraps(method)
     def wrapper(self, *args, **kwargs):
         try:
@@ -136,6 +144,7 @@ class Ask:
     held: tuple[tuple[int, int, int], ...]
 
 
+@reaches_redis
 class Store:
     """One run's keys on one server."""
 
@@ -179,11 +188,16 @@ class Store:
     def _key(self, *parts: object) -> str:
         return self._prefix + ":".join(str(part) for part in parts)
 
-    @reaches_redis
+    def _tables(self, kind: str, numbers: list[int]) -> dict[int, dict[bytes, bytes]]:
+        """Number -> the hash kind:NUMBER, all asked for at once."""
+        pipe = self._redis.pipeline(transaction=False)
+        for number in numbers:
+            pipe.hgetall(self._key(kind, number))
+        return dict(zip(numbers, pipe.execute(), strict=True))
+
     def ping(self) -> None:
         self._redis.ping()
 
-    @reaches_redis
     def now(self) -> float:
         """Redis TIME in seconds: the one clock that decisions compare."""
         seconds, micros = self._redis.time()
@@ -191,82 +205,58 @@ class Store:
 
     # ---- slots
 
-    @reaches_redis
     def claim(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
         """Take the slot's lease. False if a higher attempt has claimed it."""
         keys = [self._key("slot", slot), self._key("attempts"), self._key("ctl")]
-        head = [slot, attempt, int(lease_s * 1000), slot]
+        head = [slot, attempt, int(lease_s * 1000)]
         return bool(self._claim(keys, head + _flat({"slot": slot, "attempt": attempt, **fields})))
 
-    @reaches_redis
     def beat(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
         """Renew the lease. False: this server does not know it, claim again. Raises Fenced."""
         keys = [self._key("slot", slot), self._key("attempts")]
         head = [slot, attempt, int(lease_s * 1000)]
-        (answer,) = self._beat(keys, head + _flat(fields))
-        if answer < 0:
-            raise Fenced(f"slot {slot}: an attempt higher than {attempt} has claimed it")
-        return answer == 1
+        return _held(self._beat(keys, head + _flat(fields)), slot, attempt)
 
-    @reaches_redis
     def release(self, slot: int, attempt: int) -> None:
         """Give the lease up; nothing happens if a higher attempt has it."""
         keys = [self._key("slot", slot), self._key("attempts"), self._key("ctl")]
         keys.append(self._key("wake"))
         self._release(keys, [slot, attempt])
 
-    @reaches_redis
     def slots(self) -> dict[int, Slot]:
         """Every slot whose lease is valid."""
         numbers = sorted(int(name) for name in self._redis.hkeys(self._key("attempts")))
-        pipe = self._redis.pipeline(transaction=False)
-        for number in numbers:
-            pipe.hgetall(self._key("slot", number))
-        found = zip(numbers, pipe.execute(), strict=True)
+        found = self._tables("slot", numbers).items()
         return {number: Slot.from_fields(_text(fields)) for number, fields in found if fields}
 
-    @reaches_redis
     def attempts(self) -> dict[int, int]:
         """Slot -> the newest attempt that claimed it."""
         return {int(k): int(v) for k, v in self._redis.hgetall(self._key("attempts")).items()}
 
-    @reaches_redis
     def set_attempts(self, attempts: dict[int, int]) -> None:
         """Tell a new server what the run directory knows, so that it fences what is older."""
         self._raise([self._key("attempts")], _flat(attempts))
 
     # ---- deltas and versions
 
-    @reaches_redis
     def offer(self, slot: int, attempt: int, base: int, header: dict) -> bool:
         """Announce a delta. False: this server does not know the lease. Raises Fenced."""
         keys = [self._key("offers", base), self._key("attempts"), self._key("wake")]
-        answer = self._offer(keys, [slot, attempt, json.dumps(header)])
-        if answer < 0:
-            raise Fenced(f"slot {slot}: an attempt higher than {attempt} has claimed it")
-        return answer == 1
+        return _held(self._offer(keys, [slot, attempt, json.dumps(header)]), slot, attempt)
 
-    @reaches_redis
     def offers(self, bases: Iterable[int]) -> dict[int, dict[str, bytes]]:
         """Base version -> {"slot:attempt": header as JSON}."""
-        bases = list(bases)
-        pipe = self._redis.pipeline(transaction=False)
-        for base in bases:
-            pipe.hgetall(self._key("offers", base))
-        found = zip(bases, pipe.execute(), strict=True)
+        found = self._tables("offers", list(bases)).items()
         return {base: {k.decode(): v for k, v in table.items()} for base, table in found}
 
-    @reaches_redis
     def offered(self, slot: int, attempt: int, base: int) -> bool:
         """Is the offer still known? A flushed or new server has forgotten it."""
         return bool(self._redis.hexists(self._key("offers", base), f"{slot}:{attempt}"))
 
-    @reaches_redis
     def set_verdict(self, name: str, verdict: dict) -> None:
         """Say why the newest delta of "slot:attempt" is not merged."""
         self._redis.hset(self._key("verdicts"), name, json.dumps(verdict))
 
-    @reaches_redis
     def take_verdict(self, slot: int, attempt: int) -> dict | None:
         """The verdict on this attempt, if there is one; it is told once."""
         name = f"{slot}:{attempt}"
@@ -274,34 +264,29 @@ class Store:
         body, _ = pipe.hget(self._key("verdicts"), name).hdel(self._key("verdicts"), name).execute()
         return json.loads(body) if body else None
 
-    @reaches_redis
     def drop_offers(self, base: int, names: Iterable[str]) -> None:
         """Forget offers by name ("slot:attempt"); one that came meanwhile stays."""
         names = list(names)
         if names:
             self._redis.hdel(self._key("offers", base), *names)
 
-    @reaches_redis
     def set_master(self, epoch: int, fields: dict, wake: str = "") -> None:
         """Change the master's hash and announce `wake`. Raises Fenced under a higher epoch."""
         keys = [self._key("master"), self._key("ctl")]
         if not self._master(keys, [epoch, wake, *_flat(fields)]):
             raise Fenced(f"master epoch {epoch}: a higher one has taken over")
 
-    @reaches_redis
     def master(self) -> dict[str, str]:
         return _text(self._redis.hgetall(self._key("master")))
 
     # ---- samples
 
-    @reaches_redis
     def ask(self, ask: Ask) -> None:
         """Ask for samples, or (want 0) say which ones are held."""
         body = json.dumps([ask.sequence, ask.want, ask.held])
         self._redis.hset(self._key("asks"), f"{ask.slot}:{ask.attempt}", body)
         self._redis.publish(self._key("wake"), f"ask {ask.slot}")
 
-    @reaches_redis
     def take_asks(self) -> list[Ask]:
         """All waiting requests, removed. One that gets lost is asked again by its worker."""
         pipe = self._redis.pipeline(transaction=True)
@@ -314,7 +299,6 @@ class Store:
             asks.append(Ask(int(slot), int(attempt), sequence, want, ranges))
         return asks
 
-    @reaches_redis
     def grant(self, grants: dict[tuple[int, int], tuple[int, list]]) -> None:
         """(slot, attempt) -> (sequence of the ask, ranges)."""
         pipe = self._redis.pipeline(transaction=False)
@@ -323,7 +307,6 @@ class Store:
             pipe.rpush(key, json.dumps(answer)).pexpire(key, GRANT_KEPT_MS)
         pipe.execute()
 
-    @reaches_redis
     def granted(self, ask: Ask, timeout_s: float) -> list | None:
         """The ranges granted to `ask`, or None if no answer came within `timeout_s`."""
         answer = self._redis.blpop(self._key("grant", ask.slot, ask.attempt), timeout_s)
@@ -334,39 +317,31 @@ class Store:
 
     # ---- inner state, bytes, events, wake-ups
 
-    @reaches_redis
     def set_inner(self, slot: int, pointer: dict) -> None:
         self._redis.hset(self._key("inner"), str(slot), json.dumps(pointer))
 
-    @reaches_redis
     def inner(self) -> dict[int, dict]:
         found = self._redis.hgetall(self._key("inner"))
         return {int(slot): json.loads(body) for slot, body in found.items()}
 
-    @reaches_redis
     def put_bytes(self, name: str, data: bytes, keep_s: float) -> None:
         self._redis.set(self._key("delta", name), data, px=int(keep_s * 1000))
 
-    @reaches_redis
     def get_bytes(self, name: str) -> bytes | None:
         return self._redis.get(self._key("delta", name))
 
-    @reaches_redis
     def drop_bytes(self, names: list[str]) -> None:
         if names:
             self._redis.unlink(*(self._key("delta", name) for name in names))
 
-    @reaches_redis
     def memory_bytes(self) -> tuple[int, int]:
         """(used, allowed; 0 = no limit)."""
         info = self._redis.info("memory")
         return info["used_memory"], info.get("maxmemory", 0)
 
-    @reaches_redis
     def add_event(self, record: dict) -> None:
         self._redis.xadd(self._key("events"), {"json": json.dumps(record)}, maxlen=EVENTS_KEPT)
 
-    @reaches_redis
     def announce(self, wake: str) -> None:
         self._redis.publish(self._key("ctl"), wake)
 
@@ -376,6 +351,7 @@ class Store:
         return Listener(pubsub, self._key(channel), self.where)
 
 
+@reaches_redis
 class Listener:
     """Wake-ups of one channel. Losing one costs a poll interval, nothing else."""
 
@@ -383,7 +359,6 @@ class Listener:
         self._pubsub, self._channel, self.where = pubsub, channel, where
         self._subscribed = False
 
-    @reaches_redis
     def wait(self, timeout_s: float) -> list[str]:
         """The wake-ups that came within `timeout_s`; returns at the first, with all behind it."""
         if not self._subscribed:
@@ -398,6 +373,13 @@ class Listener:
 
     def close(self) -> None:
         self._pubsub.close()
+
+
+def _held(answer: int, slot: int, attempt: int) -> bool:
+    """What HELD answered."""
+    if answer < 0:
+        raise Fenced(f"slot {slot}: an attempt higher than {attempt} has claimed it")
+    return answer == 1
 
 
 def _flat(fields: dict) -> list:

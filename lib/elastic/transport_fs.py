@@ -2,6 +2,7 @@
 
 import os
 
+from elastic.durable import replace_quickly
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
 from elastic.transport import Damaged, checksum, verify
@@ -14,20 +15,14 @@ class FileTransport:
     def put(self, name: str, data: memoryview) -> Fragment:
         path = self._root / name
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_quickly(path, data)
         return Fragment(len(data), checksum(data))
 
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
         try:
-            with (self._root / name).open("rb", buffering=0) as file:
+            with (self._root / name).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size != fragment.bytes or not _fill(file, into):
+                if size != fragment.bytes or file.readinto(into) != size:
                     raise Damaged(f"truncated: {name} has {size} of {fragment.bytes} bytes")
         except OSError as error:
             raise Damaged(f"unreadable: {name}: {error.strerror}") from None
@@ -36,14 +31,3 @@ class FileTransport:
     def drop(self, parts: list[tuple[str, int]]) -> None:
         for name, _ in parts:  # the folders go with their versions (versions.prune)
             (self._root / name).unlink(missing_ok=True)
-
-
-def _fill(file, into: memoryview) -> bool:
-    """Read until `into` is full. False if the file ended first."""
-    filled = 0
-    while filled < len(into):
-        count = file.readinto(into[filled:])
-        if not count:
-            return False
-        filled += count
-    return True

@@ -14,6 +14,7 @@ whoever reads the commit next (`settle`), which names the writer.
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -28,8 +29,6 @@ from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.merge import Outer
 from elastic.rundir import RunDir
-
-READ_BYTES = 1 << 24
 
 
 class Draft:
@@ -83,12 +82,9 @@ class Draft:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, path)
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fchmod(descriptor, 0o644)  # safetensors makes it private
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        path.chmod(0o644)  # safetensors makes it private
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
         return self._entry(path)
 
     def _entry(self, path: Path) -> dict:
@@ -217,12 +213,8 @@ def save_tensors(tensors: dict, path: Path, metadata: dict[str, str] | None = No
 
 def checksum(path: Path) -> str:
     """xxh3 (128 bit) of a file's bytes."""
-    digest = xxhash.xxh3_128()
-    buffer = bytearray(min(READ_BYTES, path.stat().st_size + 1))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _flat(layout: Layout, index: int, tensors: dict[str, torch.Tensor], prefix: str):

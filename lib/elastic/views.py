@@ -4,6 +4,7 @@ Text fits 80 columns; colour and width come from the terminal, and where there i
 cron mail) the same words come plain. Nothing here reads a file, asks Redis or decides anything.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ STATE_STYLES = {
     "waiting": "yellow", "stalled": "yellow", "stopped": "yellow", "loading": "cyan",
     "failed": "red", "WRONG": "red",
 }  # fmt: skip
+LOSS, BEAT = "{:.3f}", "{:.0f}s"
 
 
 def console() -> Console:
@@ -45,7 +47,7 @@ def runs_table(observations: Sequence[dict]) -> RenderableType:
         limits = f"{len(_alive(seen))} of {seen['min']}..{seen['max']}"
         table.add_row(
             escape(seen["run"]), _state(seen["state"]), _number(seen["version"]),
-            si(seen["tokens"]), _loss(seen["loss"]), limits, escape(seen["reason"]),
+            si(seen["tokens"]), _number(seen["loss"], LOSS), limits, escape(seen["reason"]),
         )  # fmt: skip
     return table
 
@@ -60,7 +62,8 @@ def run_view(seen: dict) -> RenderableType:
     if seen["jobs"]:
         parts += ["", _jobs_table(seen["jobs"])]
     if seen["events"]:
-        parts += ["", *map(_event_text, seen["events"][-8:])]
+        lines = map(event_line, seen["events"][-8:])
+        parts += ["", *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines)]
     return Group(*parts)
 
 
@@ -71,7 +74,7 @@ def _summary(seen: dict) -> RenderableType:
     goal = f" of {si(seen['tokens_goal'])}" if seen.get("tokens_goal") else ""
     numbers = (
         f"version {_number(seen['version'])} · {si(seen['tokens'])} tokens{goal}"
-        f" · loss {_loss(seen['loss'])}"
+        f" · loss {_number(seen['loss'], LOSS)}"
     )
     speed = f"{len(_alive(seen))} alive of {seen['min']}..{seen['max']} wanted"
     if seen.get("tokens_per_s"):
@@ -98,7 +101,7 @@ def _workers_table(workers: Sequence[dict]) -> Table:
         table.add_row(
             str(worker["slot"]), str(worker["attempt"]), escape(str(worker["job_id"])),
             escape(worker["node"]), _state(worker["state"]), _number(worker["version"]),
-            str(worker["step"]), si(worker["tokens_per_s"]), _seconds(worker["last_beat_s"]),
+            str(worker["step"]), si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
         )  # fmt: skip
     return table
 
@@ -111,10 +114,6 @@ def _jobs_table(jobs: Sequence[dict]) -> Table:
             escape(str(job["job_id"])), job["role"], str(job["slot"]), job["state"], escape(reason)
         )
     return table
-
-
-def _event_text(event: dict) -> Text:
-    return Text(event_line(event), no_wrap=True, overflow="ellipsis")
 
 
 def event_line(event: dict) -> str:
@@ -163,16 +162,17 @@ def config_view(rows: Sequence[tuple]) -> RenderableType:
 
 def loss_curve(points: Sequence[tuple[float, float]], width: int = 64, height: int = 12) -> str:
     """A curve through (x, y), x ascending, drawn in braille dots; y labelled at the left edge."""
-    points = [(x, y) for x, y in points if y == y and abs(y) != float("inf")]
+    import numpy
+
+    points = [(x, y) for x, y in points if math.isfinite(y)]
     if len(points) < 2:
         return "(no curve: fewer than two points)"
     xs, ys = zip(*points, strict=True)
     low, high = min(ys), max(ys)
     columns, rows = 2 * width, 4 * height
     cells = [[0] * width for _ in range(height)]
-    for column in range(columns):
-        x = xs[0] + (xs[-1] - xs[0]) * column / (columns - 1)
-        y = _interpolate(points, x)
+    drawn = numpy.interp(numpy.linspace(xs[0], xs[-1], columns), xs, ys)
+    for column, y in enumerate(drawn):
         row = round((high - y) / ((high - low) or 1) * (rows - 1))
         cells[row // 4][column // 2] |= _BRAILLE[column % 2][row % 4]
     lines = ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
@@ -182,13 +182,6 @@ def loss_curve(points: Sequence[tuple[float, float]], width: int = 64, height: i
 
 
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row of a cell
-
-
-def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-        if x0 <= x <= x1 and x1 > x0:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
 
 
 def si(number: float | None) -> str:
@@ -218,16 +211,8 @@ def _state(state: str) -> str:
     return f"[{style}]{state}[/{style}]" if style else escape(state)
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}s"
+def _number(value: float | None, form: str = "{}") -> str:
+    return "-" if value is None else form.format(value)
 
 
 def _brief(value: object) -> str:
