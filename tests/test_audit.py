@@ -40,6 +40,18 @@ class Ledger:
         }  # fmt: skip
         (self.path / "commits" / f"{self.version:06d}.json").write_text(json.dumps(record))
 
+    def save(self, step: int, base: int, tokens: int, samples: list, skipped: list = ()) -> None:
+        """A checkpoint of sync mode on top of version `base`."""
+        folder = self.path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "extra.json").write_bytes(b"x" * 10)
+        gained = {**delta(samples), "tokens": tokens - self.tokens}
+        extra = {"base_version": base, "tokens": tokens, "samples": samples, "deltas": [gained],
+                 "skipped": skipped, "dataset_samples": SAMPLES, "epochs": 1}  # fmt: skip
+        file = {"path": f"checkpoints/{folder.name}/extra.json", "bytes": 10, "xxh3": "aa"}
+        record = {"step": step, "extra": extra, "files": [file]}
+        folder.with_suffix(".json").write_text(json.dumps(record))
+
     def finish(self) -> None:
         (self.path / "DONE").write_text("{}")
 
@@ -180,6 +192,41 @@ def test_a_version_whose_writer_died_before_the_last_rename_is_whole(ledger):
 def test_an_altered_file_is_found_by_its_checksum(ledger):
     assert ledger.problems(checksum=lambda _path: "aa") == ""
     assert "does not have its checksum" in ledger.problems(checksum=lambda _path: "bb")
+
+
+def test_a_checkpoint_counts_on_top_of_the_newest_version_alone(tmp_path):
+    ledger = Ledger(tmp_path / "run", epochs=1)
+    ledger.commit([delta([[0, 0, 40]])])
+    ledger.save(1, 0, 240, [[0, 0, 30]])  # overtaken by version 1
+    ledger.save(2, 1, 400, [[0, 40, 50]])
+    ledger.save(3, 1, 800, [[0, 40, 90], [0, 95, SAMPLES]], skipped=[[0, 90, 95]])
+    ledger.finish()
+    report = audit(ledger.path)
+    assert (report["problems"], report["version"], report["tokens"]) == ([], 1, 800)
+    assert (report["committed"], report["missing"], report["repeated"]) == (SAMPLES - 5, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("base", "samples", "tokens", "problem"),
+    [
+        (1, [[0, 39, SAMPLES]], 800, "epoch 0: 1 samples committed more than once"),
+        (1, [[0, 40, 99]], 800, "epoch 0: 1 samples never committed"),
+        (0, [[0, 40, SAMPLES]], 800, "epoch 0: 60 samples never committed"),
+    ],
+)
+def test_what_is_wrong_across_the_modes_is_found(tmp_path, base, samples, tokens, problem):
+    ledger = Ledger(tmp_path / "run", epochs=1)
+    ledger.commit([delta([[0, 0, 40]])])
+    ledger.save(1, base, tokens, samples)
+    ledger.finish()
+    assert problem in ledger.problems()
+
+
+def test_a_file_of_a_checkpoint_that_counts_must_be_there(ledger):
+    ledger.save(1, 0, 800, [[0, 0, 100]])
+    assert ledger.problems() == ""
+    (ledger.path / "checkpoints/step-00000001/extra.json").unlink()
+    assert "step-00000001/extra.json is missing" in ledger.problems()
 
 
 def test_coverage_does_not_depend_on_how_it_is_written():

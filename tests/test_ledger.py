@@ -314,3 +314,23 @@ def test_nonsense_that_is_said_to_be_held_changes_nothing(nonsense):
 def test_an_empty_data_set_grants_nothing():
     assert Ledger(0, 0).grant((0, 1), 5) == []
     assert Ledger(0, 1).complete
+
+
+@given(
+    st.integers(1, 30), st.integers(0, 3), st.integers(1, 70),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 29), st.integers(1, 30))),
+)  # fmt: skip
+def test_one_owner_is_handed_all_that_is_free_in_order(samples, epochs, size, over):
+    """As the trainer takes its global batches, on top of what others have committed."""
+    over = [(epoch, start, min(stop, samples)) for epoch, start, stop in over
+            if epoch < (epochs or 3)]  # fmt: skip
+    ledger, seen = Ledger(samples, epochs, over), []
+    while batch := positions(ledger.grant((0, 0), size)):
+        seen += batch
+        assert len(batch) == size or ledger.grant((0, 0), size) == []
+        if not epochs and seen[-1][0] >= 3:
+            break
+    taken = set(positions(over))
+    whole = [(epoch, at) for epoch in range(epochs or 99) for at in range(samples)]
+    free = [place for place in whole if place not in taken]
+    assert seen == (free if epochs else free[: len(seen)])

@@ -6,7 +6,7 @@ pytest tests/test_sizing.py
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sizing import Stream, nodes, passes, share
+from elastic.sizing import nodes, passes, share
 
 sizes, worlds, micro = st.integers(0, 200), st.integers(1, 40), st.integers(1, 9)
 
@@ -37,37 +37,6 @@ def test_no_pass_is_made_that_no_rank_needs(size, world, most):
 
 def test_a_batch_smaller_than_the_ranks_leaves_some_idle():
     assert [list(passes(range(2), rank, 3, 4)[0]) for rank in range(3)] == [[0], [1], []]
-
-
-@given(st.integers(1, 50), st.integers(0, 4), st.integers(1, 70))
-def test_the_stream_is_every_position_of_every_epoch_once(samples, epochs, size):
-    stream, cursor, seen = Stream(samples, epochs), 0, []
-    while batch := stream.batch(cursor, size):
-        seen += [stream.place(position) for position in batch]
-        cursor = batch.stop
-        if not epochs and len(seen) > 100:
-            break
-    whole = [(epoch, at) for epoch in range(epochs) for at in range(samples)]
-    assert seen == whole if epochs else seen[: 2 * samples] == [
-        (epoch, at) for epoch in range(2) for at in range(samples)
-    ][: len(seen)]
-
-
-@given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 200))
-def test_ranges_are_the_positions_epoch_by_epoch(samples, start, count):
-    stream = Stream(samples)
-    ranges = stream.ranges(start, start + count)
-    unrolled = [(epoch, at) for epoch, first, stop in ranges for at in range(first, stop)]
-    assert unrolled == [stream.place(position) for position in range(start, start + count)]
-    assert len({epoch for epoch, _, _ in ranges}) == len(ranges)
-
-
-@given(st.integers(1, 50), st.integers(0, 150), st.sets(st.integers(0, 160)))
-def test_ranges_leave_out_what_was_skipped(samples, stop, holes):
-    stream, gaps = Stream(samples), [[hole, hole + 1] for hole in holes]
-    ranges = stream.ranges(0, stop, gaps)
-    unrolled = [(epoch, at) for epoch, first, last in ranges for at in range(first, last)]
-    assert unrolled == [stream.place(p) for p in range(stop) if p not in holes]
 
 
 def test_gpus_become_whole_nodes_that_are_no_more_than_allowed():

@@ -34,7 +34,6 @@ from elastic.errors import (
     Fenced,
     TryAgain,
 )
-from elastic.link import closing
 from elastic.network import free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
@@ -90,7 +89,7 @@ class Agent:
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self._record({"state": "started"})
-        if over := closing(self.run):
+        if over := self.run.closing("local"):
             return self._end("done" if over == "done" else "stopped", f"the run is {over}")
         while True:
             trainer = self._start()
@@ -112,7 +111,7 @@ class Agent:
             return "yielded", "notice, and the master could not be reached"
         if code < 0 and self.notice:
             return "yielded", f"notice, and the training process ended with {name_of(code)}"
-        if over := closing(self.run):
+        if over := self.run.closing("local"):
             return "done" if over == "done" else "stopped", f"the run is {over}"
         self._crashes = 1 if trainer.said.get("delivered") else self._crashes + 1
         if code == 0:

@@ -1,4 +1,5 @@
-"""Proof of the ledger from the commit records alone: `RUN/commits/*.json` and the files they name.
+"""Proof of the ledger from the commit records alone: `RUN/commits/*.json` and the files they name,
+and the newest checkpoint on top of the newest version.
 
 Checked: versions follow each other without a gap, and no earlier master epoch follows a later one;
 tokens and sample ranges of a commit are those of its deltas; no sample of an epoch is committed
@@ -11,6 +12,7 @@ versions since the next epoch began. Until then it is `open` below the highest c
 scheduler, and nothing is written.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,58 +26,55 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     The `keep` newest versions must have their files; `checksum` gives a file's xxh3, None skips it.
     """
     commits, problems = read_commits(run_dir / "commits")
-    if not commits and any((run_dir / "checkpoints").glob("step-*.json")):
-        return audit_checkpoints(run_dir, checksum)
-    if not commits:
+    newest = commits[-1]["version"] if commits else 0
+    saved = read_checkpoints(run_dir, newest)
+    if not (commits or saved):
         return {"commits": 0, "epochs": [], "problems": problems or ["no version is committed"]}
+    # The newest checkpoint says all that was trained since the newest version.
+    trained = [*commits, *({**record["extra"], "version": newest + 1} for record in saved[-1:])]
     problems += check_sequence(commits)
-    for before, after in zip(commits, commits[1:], strict=False):
+    for before, after in zip(trained, trained[1:], strict=False):
         problems += check_sums(before, after)
+    for before, after in zip(saved, saved[1:], strict=False):
+        if after["extra"]["tokens"] < before["extra"]["tokens"]:
+            problems.append(f"step {after['step']} has fewer tokens than step {before['step']}")
     finished = (run_dir / "DONE").exists()
-    epochs = count_epochs(commits, finished)
+    epochs = count_epochs(trained, finished)
+    forgive(epochs, trained[-1].get("skipped", []))
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
     files, altered = check_files(run_dir, commits, keep, checksum)
+    found = [check_file(run_dir / "checkpoints" / f"step-{record['step']:08d}", entry, checksum)
+             for record in saved for entry in record["files"]]  # fmt: skip
     totals = ("committed", "repeated", "missing", "open", "not_reached")
     return {
-        "commits": len(commits),
-        "version": commits[-1]["version"],
-        "tokens": commits[-1]["tokens"],
+        "commits": len(commits) or len(saved),
+        "version": newest if commits else saved[-1]["step"],
+        "tokens": trained[-1]["tokens"],
         "deltas": sum(len(commit.get("deltas", ())) for commit in commits),
         "masters": len({commit["master_epoch"] for commit in commits[1:]}),
         "finished": finished,
         **{name: sum(epoch[name] for epoch in epochs) for name in totals},
-        "files": files,
+        "files": files + len(found),
         "epochs": epochs,
-        "problems": problems + altered,
+        "problems": problems + altered + [*filter(None, found)],
     }
 
 
-def audit_checkpoints(run_dir: Path, checksum: Callable[[Path], str] | None) -> dict:
-    """`audit` of a run in sync mode, where the newest checkpoint says all that was trained."""
-    paths = sorted((run_dir / "checkpoints").glob("step-*.json"))
-    records = [json.loads(path.read_text()) for path in paths]
-    newest, finished = records[-1], (run_dir / "DONE").exists()
-    extra = newest["extra"]
-    steps = [{**extra, "version": newest["step"]}]
-    epochs = count_epochs(steps, finished)
-    for epoch in epochs:  # batches that were not finite, left out on purpose
-        left_out = [stop - start for number, start, stop in extra["skipped"]
-                    if number == epoch["epoch"]]  # fmt: skip
-        epoch["missing"] -= min(epoch["missing"], sum(left_out))
-    problems = [problem for epoch in epochs for problem in check_epoch(epoch)]
-    for before, after in zip(records, records[1:], strict=False):
-        if after["extra"]["tokens"] < before["extra"]["tokens"]:
-            problems.append(f"step {after['step']} has fewer tokens than step {before['step']}")
-    found = [check_file(run_dir / "checkpoints" / path.stem, entry, checksum)
-             for path, record in zip(paths, records, strict=True)
-             for entry in record["files"]]  # fmt: skip
-    totals = ("committed", "repeated", "missing", "open", "not_reached")
-    return {
-        "commits": len(records), "version": newest["step"], "tokens": extra["tokens"],
-        "deltas": 0, "masters": 0, "finished": finished,
-        **{name: sum(epoch[name] for epoch in epochs) for name in totals},
-        "files": len(found), "epochs": epochs, "problems": problems + [*filter(None, found)],
-    }  # fmt: skip
+def forgive(epochs: list[dict], skipped: list[list[int]]) -> None:
+    """Batches that were not finite are left out on purpose, and not missing."""
+    for epoch in epochs:
+        left_out = sum(stop - start for number, start, stop in skipped if number == epoch["epoch"])
+        epoch["missing"] -= min(epoch["missing"], left_out)
+
+
+def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
+    """The records of the checkpoints of sync mode on top of version `base`, in order."""
+    records = []
+    for path in sorted((run_dir / "checkpoints").glob("step-*.json")):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # pruned meanwhile, or not ours
+            records.append(json.loads(path.read_text()))
+    ours = (record for record in records if "extra" in record)
+    return [record for record in ours if record["extra"].get("base_version", 0) == base]
 
 
 def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:
@@ -95,7 +94,7 @@ def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:
 def check_sequence(commits: list[dict]) -> list[str]:
     """Versions are 0, 1, 2 …, and master epochs never fall."""
     problems = []
-    if commits[0]["version"] != 0:
+    if commits and commits[0]["version"] != 0:
         problems.append(f"the first commit is version {commits[0]['version']}, not 0")
     for before, after in zip(commits, commits[1:], strict=False):
         if after["version"] != before["version"] + 1:
@@ -135,7 +134,8 @@ def coverage(spans: list[list[int]]) -> list[tuple[int, int, int, int]]:
 
 def count_epochs(commits: list[dict], finished: bool) -> list[dict]:
     """What is committed, repeated, missing, open and not reached in every epoch begun or owed."""
-    size, owed = commits[0]["dataset_samples"], commits[0]["epochs"] if finished else 0
+    size, epochs = commits[0]["dataset_samples"], commits[-1].get("epochs", commits[0]["epochs"])
+    owed = epochs if finished else 0
     pieces = coverage([span for commit in commits for span in commit["samples"]])
     begun: dict[int, int] = {}  # epoch -> the version that first has samples of it
     for commit in commits:

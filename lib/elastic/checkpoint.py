@@ -23,12 +23,13 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
@@ -37,8 +38,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from elastic.durable import create_once, read_json, sync_directory, to_json, write_atomic
 from elastic.errors import ElasticError
 from elastic.group import Group
+from elastic.layout import Tensor
 from elastic.rundir import RunDir
-from elastic.versions import checksum
+from elastic.versions import checksum, damage
 
 SLOWEST = timedelta(days=1)  # for a write: filesystems get stuck; hangs are found elsewhere
 OF_RANK_0 = [".metadata", "extra.json"]
@@ -124,18 +126,24 @@ class Checkpoints:
         self._close(flight, flight.future.result)
         return flight.step
 
-    def load(self, model, optimizer) -> tuple[Saved | None, list[str]]:
-        """Load the newest checkpoint that verifies, if any; why each newer one was skipped.
+    def load(self, model, optimizer, base: int = 0) -> tuple[Saved | None, list[str]]:
+        """Load the `newest` checkpoint, if any; why each newer one was skipped.
 
         ElasticError if it is whole and does not fit the model.
         """
+        record, reasons = self.newest(base)
+        return self._read(record, model, optimizer) if record else None, reasons
+
+    def newest(self, base: int = 0) -> tuple[dict | None, list[str]]:
+        """The record of the newest checkpoint on top of version `base` that verifies, if any; why
+        each newer one was skipped."""
         with contextlib.suppress(OSError, ElasticError):
             self.finish()
         reasons = []
-        for step in self._group.share(_found(self._run) if self._group.leads else None):
+        for step in self._group.share(_on_top_of(self._run, base) if self._group.leads else None):
             record, reason = self._verify(step)
             if not reason:
-                return self._read(record, model, optimizer), reasons
+                return record, reasons
             reasons.append(f"step {step}: {reason}")
             self._skipped.add(step)
         return None, reasons
@@ -205,7 +213,8 @@ class Checkpoints:
         record, reason = self._group.share([record, reason])
         if not reason:
             own = record["files"][self._group.rank :: self._group.world]
-            reasons = (_damage(_final_path(self._run, step), entry) for entry in own)
+            folder = _final_path(self._run, step)
+            reasons = (damage(folder / Path(entry["path"]).name, entry) for entry in own)
             told = self._group.gather(next(filter(None, reasons), ""))
             reason = next(filter(None, told), "")
         return record, reason
@@ -221,17 +230,28 @@ class Checkpoints:
             name: values for name, values in optimizer_state["state"].items()
             if f"optimizer.state.{name}" in held
         }  # fmt: skip
-        state = {"model": model_state, "optimizer": optimizer_state}
-        try:
-            dcp.load(state, storage_reader=reader, **self._how)
-        except CheckpointException as error:
-            what = f"the checkpoint {path} cannot be loaded: {_describe(error)['what']}"
-            raise ElasticError(what, "is the model still that of the run?") from None
+        _fill({"model": model_state, "optimizer": optimizer_state}, reader, self._how)
         states.set_state_dict(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
             options=states.StateDictOptions(strict=False),  # what never trained has no moments
         )  # fmt: skip
         return Saved(record["step"], read_json(path / "extra.json"), path, record["world"])
+
+
+def read_params(run: RunDir, record: dict, tensors: Sequence[Tensor]) -> torch.Tensor:
+    """Parameters out of a checkpoint whose `record` came from `newest`: flat, float32."""
+    found = {tensor.name: torch.empty(tensor.shape) for tensor in tensors}
+    reader = dcp.FileSystemReader(_final_path(run, record["step"]))
+    _fill({"model": found}, reader, {"no_dist": True})
+    return torch.cat([values.flatten() for values in found.values()])
+
+
+def _fill(state: dict, reader: dcp.FileSystemReader, how: dict) -> None:
+    try:
+        dcp.load(state, storage_reader=reader, **how)
+    except CheckpointException as error:
+        what = f"the checkpoint {reader.path} cannot be loaded: {_describe(error)['what']}"
+        raise ElasticError(what, "is the model still that of the run?") from None
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -309,6 +329,14 @@ def steps(run: RunDir) -> list[int]:
     return [step for step in _found(run) if _record_path(run, step).exists()]
 
 
+def _on_top_of(run: RunDir, base: int) -> list[int]:
+    """Steps of the checkpoints on top of version `base`, and of those that do not say, newest
+    first. A version 0 is what sync mode begins with, be it written down or not."""
+    records = {step: _read_record(run, step)[0] for step in _found(run)}
+    bases = {s: each["extra"].get("base_version", 0) for s, each in records.items() if each}
+    return [step for step in records if bases.get(step, base) == base]
+
+
 def _found(run: RunDir) -> list[int]:
     """Steps that have a commit record or a folder, newest first."""
     names = (re.fullmatch(r"step-(\d+)(\.json)?", name) for name in os.listdir(_folder(run)))
@@ -336,20 +364,6 @@ def _read_record(run: RunDir, step: int) -> tuple[dict | None, str]:
 def _rank_file(rank: int) -> str:
     """DCP's name for what a rank wrote."""
     return f"__{rank}_0.distcp"
-
-
-def _damage(folder: Path, entry: dict) -> str:
-    path = folder / Path(entry["path"]).name
-    try:
-        size, found = path.stat().st_size, checksum(path)
-    except OSError as error:
-        return f"committed file cannot be read: {path}: {error.strerror}"
-    if (size, found) == (entry.get("bytes"), entry.get("xxh3")):
-        return ""
-    return (
-        f"committed file is damaged: {path}: {size} bytes, xxh3 {found}; "
-        f"the commit says {entry.get('bytes')} bytes, xxh3 {entry.get('xxh3')}"
-    )
 
 
 def _settle(run: RunDir, record: dict) -> None:

@@ -257,13 +257,15 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
 # ---- scale, stop --------------------------------------------------------------------------------
 
 
-@command("scale demo --max 16", "scale demo --min 4 --max 4")
+@command("scale demo --max 16", "scale demo --min 4 --max 4", "scale demo --mode sync")
 @click.argument("run")
 @click.option("--min", "fewest", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
 @click.option("--max", "most", type=int, metavar="GPUS", help="Most GPUs to use.")
-def scale(run: str, fewest: int | None, most: int | None):
-    """Change how many GPUs RUN may have.
+@click.option("--mode", type=click.Choice(["local", "sync"]), help="How the GPUs train together.")
+def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
+    """Change how many GPUs RUN may have, or how they train together.
 
+    In the other mode it goes on from what is committed when its jobs have left.
     A run that was stopped or has failed starts again.
     """
     found = rundir.find(run)
@@ -274,13 +276,17 @@ def scale(run: str, fewest: int | None, most: int | None):
     most = before.max if most is None else most
     if not 1 <= fewest <= most:
         raise UsageError(f"min {fewest} and max {most}: not 1 <= min <= max", "give both")
+    mode = mode or before.mode
+    if mode != before.mode:
+        submission.check_mode(found, mode)
+        click.echo(f"run {found.name}: {before.mode} mode -> {mode} mode")
     if found.failed():
         click.echo(f"run {found.name} had failed ({found.failed()['reason']}): it tries again")
         found.clear_failed()
     if before.state == "stopped":
         click.echo(f"run {found.name} was stopped: it starts again")
-    found.set_control(state="running", min=fewest, max=most)
-    found.event("scale", min=fewest, max=most)
+    found.set_control(state="running", mode=mode, min=fewest, max=most)
+    found.event("scale", mode=mode, min=fewest, max=most)
     click.echo(f"run {found.name}: {before.min}..{before.max} GPUs -> {fewest}..{most}")
     echo_pass(found)
 

@@ -26,7 +26,6 @@ from elastic import sizing
 from elastic.command import expand
 from elastic.config import elastic_home, env, environment
 from elastic.errors import EXIT_DO_NOT_RESTART, EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN
-from elastic.link import closing
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
@@ -67,7 +66,7 @@ class Launcher:
         self._record({"state": "started"})
         if info := get_slurm_info():
             log_job_info(with_end_time(info), lambda said: print(f"trainer  {said}", flush=True))
-        if over := closing(self.run):
+        if over := self.run.closing("sync"):
             outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
             return self._end(*outcome, f"the run is {over}")
         while True:
@@ -116,7 +115,10 @@ class Launcher:
             return "yielded", f"notice: {self.notice.signal_name}"
         if code == EXIT_TRY_AGAIN:
             return "yielded", "the ranks left on a notice"
-        if over := closing(self.run):
+        over = self.run.closing("sync")
+        if not over and code == EXIT_DO_NOT_RESTART and not self.config.run.command:
+            over = "going on in sync mode again"
+        if over:
             return ("done" if over == "done" else "stopped"), f"the run is {over}"
         if code < 0 and self.notice:
             return "yielded", f"notice, and the ranks ended with {name_of(code)}"

@@ -112,7 +112,7 @@ class Link:
                     self._store.close()
                 self._store = None
                 since = self._notice.since
-                if (since and time.time() - since > LEAVING_S) or closing(self.run):
+                if (since and time.time() - since > LEAVING_S) or self.run.closing("local"):
                     raise
                 self._closed.wait(RETRY_S)
 
@@ -175,7 +175,7 @@ class Link:
                     while not _matters(listener.wait(POLL_S)) and not self._closed.is_set():
                         self._note(store.master())
             except ElasticError:
-                if over := closing(self.run):
+                if over := self.run.closing("local"):
                     self._note({"state": "done" if over == "done" else "stopping", "version": "-1"})
                 self._closed.wait(RETRY_S)
 
@@ -202,15 +202,6 @@ class Link:
             line = json.dumps(self._said).encode() + b"\n"
             with contextlib.suppress(BrokenPipeError):  # the agent is gone, and so are we soon
                 os.write(self.place.progress_fd, line)
-
-
-def closing(run: RunDir) -> str:
-    """Why nobody needs to wait for a master any more: done, failed, stopped, or ""."""
-    if run.done():
-        return "done"
-    if run.failed():
-        return "failed"
-    return "stopped" if run.control().state == "stopped" else ""
 
 
 def _matters(words: list[str]) -> bool:

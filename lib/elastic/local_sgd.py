@@ -32,7 +32,7 @@ from elastic.merge import norm
 from elastic.replica import Replica, shapes
 from elastic.rounds import Fragment, Header
 from elastic.schedule import learning_rate, tokens_at
-from elastic.shuffle import Shuffle
+from elastic.shuffle import Order
 from elastic.signals import Notice, install
 from elastic.transport import fragment_name, open_transport
 from elastic.versions import Draft, read_layout, read_params, settle
@@ -83,7 +83,7 @@ class LocalSGD:
     def batches(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
         """Batches of the worker's samples until the run is over or a notice has come."""
         self._open(dataset)
-        order = _Order(len(dataset), self.config.run.seed)
+        order = Order(len(dataset), self.config.run.seed)
         while self._adopt_newest():
             while positions := self.group.share(self._next_positions() if self._link else None):
                 mine = positions[self.group.rank :: self.group.world]
@@ -461,19 +461,6 @@ class _Round:
     @property
     def mean_loss(self) -> float:
         return self.loss_sum / self.steps if self.steps else 0.0
-
-
-class _Order:
-    """Dataset indices in the shuffled order of each epoch."""
-
-    def __init__(self, size: int, seed: int):
-        self._size, self._seed = size, seed
-        self._shuffles: dict[int, Shuffle] = {}
-
-    def index(self, epoch: int, position: int) -> int:
-        if epoch not in self._shuffles:
-            self._shuffles[epoch] = Shuffle(self._size, self._seed, epoch)
-        return self._shuffles[epoch][position]
 
 
 def _take(queue: list[Range], want: int) -> list[Range]:

@@ -21,7 +21,7 @@ import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from elastic import rounds
+from elastic import handover, rounds
 from elastic.averaging import Averager, Checked
 from elastic.config import Config, elastic_home, env
 from elastic.errors import (
@@ -33,7 +33,6 @@ from elastic.errors import (
     TryAgain,
 )
 from elastic.ledger import Ledger
-from elastic.link import closing
 from elastic.membership import Slot, expected
 from elastic.network import bind_address, hostname
 from elastic.redis_server import RedisServer, start
@@ -98,8 +97,8 @@ class Master:
 
     def main(self) -> int:
         self._record({"state": "started"})
-        if self.run.done():
-            return self._end("done", EXIT_OK, "the run is done")
+        if self.run.closing("local"):
+            return self._end_as_the_run()
         try:
             self._take_over()
             while self._state != "over":
@@ -112,8 +111,7 @@ class Master:
             return self._end("fenced", EXIT_DO_NOT_RESTART, str(error))
         finally:
             self._close()
-        outcome = "done" if self.run.done() else "stopped"
-        return self._end(outcome, EXIT_OK, f"the run is {outcome}")
+        return self._end_as_the_run()
 
     def _step(self) -> None:
         """One turn. A Redis that does not answer is replaced, and the turn tried again."""
@@ -133,7 +131,7 @@ class Master:
         now = self._observe_control()
         slots = self._store.slots()
         self._remember_attempts(slots)
-        if self._round is None:
+        if self._round is None and self._state == "running":
             self._open_run()
         if self._round:
             asks = self._store.take_asks()
@@ -198,16 +196,33 @@ class Master:
         return self._attempts
 
     def _open_run(self) -> None:
-        """Load the newest commit, once a worker has made version 0."""
+        """Load the newest commit, once a worker has made version 0, and what came of sync mode."""
         commit = self.run.newest_commit()
         if commit is None:
             return
         remove_drafts(self.run, commit)
+        commit = self._take_over_from_sync(commit)
         self._averager = Averager(self.run, self.config, commit, self._pool, self._store)
         committed = (each for record in self.run.commits() for each in record["samples"])
         self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], map(tuple, committed))
         self._begin_round(commit)
         self._publish_state(wake=f"version {commit['version']}")
+
+    def _take_over_from_sync(self, commit: dict) -> dict:
+        """The newest version, which is the newest checkpoint if sync mode went on from `commit`."""
+        self._fence()
+        while True:
+            try:
+                newest, refused = handover.to_local(self.run, commit, self.epoch)
+                break
+            except OSError as error:
+                self.run.event("disk", reason=f"checkpoint not taken over: {error.strerror}")
+                self._wait_for_space(failed=True)
+        for reason in refused:
+            self.run.event("checkpoint-refused", reason=reason)
+        if newest["version"] > commit["version"]:
+            self._event("mode", mode="local", version=newest["version"], tokens=newest["tokens"])
+        return newest
 
     def _begin_round(self, commit: dict) -> None:
         """Open the round on top of `commit`, or see that it was the last. Needs no Redis."""
@@ -258,7 +273,7 @@ class Master:
             self._control_at = now
             self._fence()
             self._is_short_of_space()
-            if self._state == "running" and (over := closing(self.run)):
+            if self._state == "running" and (over := self.run.closing("local")):
                 self._state = "stopping"
                 self._say(f"leaving: the run is {over}")
                 self._publish_state(wake="stop")
@@ -471,8 +486,7 @@ class Master:
             for h in [checked.header]
         ]  # fmt: skip
         tokens = sum(delta["tokens"] for delta in deltas)
-        carried = {name: self._commit[name] for name in
-                   ("layout", "dataset_samples", "epochs", "total_tokens")}  # fmt: skip
+        carried = {name: self._commit[name] for name in handover.CARRIED}
         return {
             "master_epoch": self.epoch, "time": time.time(),
             "tokens": self._commit["tokens"] + tokens,
@@ -564,6 +578,10 @@ class Master:
         self._reconcile.close(last=self._state == "over")
         if self._server:
             self._server.stop()
+
+    def _end_as_the_run(self) -> int:
+        outcome = "done" if self.run.done() else "stopped"
+        return self._end(outcome, EXIT_OK, f"the run is {self.run.closing('local') or outcome}")
 
     def _end(self, outcome: str, code: int, reason: str, detail: str = "") -> int:
         said = {"outcome": outcome, "code": code, "reason": reason, "detail": detail}

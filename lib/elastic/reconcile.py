@@ -156,16 +156,8 @@ def _load(run: RunDir, now: float) -> _Notes:
         return _Notes(Memory(born=now))
 
 
-def _closing(run: RunDir) -> str:
-    if run.done():
-        return "done"
-    if run.failed():
-        return "failed"
-    return "stopped" if run.control().state == "stopped" else ""
-
-
 def _is_settled(run: RunDir) -> bool:
-    closing = _closing(run)
+    closing = run.closing()
     return bool(closing) and _load(run, 0.0).settled == closing
 
 
@@ -219,7 +211,7 @@ class _Pass:
         """Bring memory up to date with a listing and the exit records it makes readable."""
         listed = [row for job in jobs if (row := _seen(job, self.run))]
         mode = self.run.control().mode
-        memory = history.enter(self.memory, _closing(self.run), self.now, mode)
+        memory = history.enter(self.memory, self.run.closing(), self.now, mode)
         news = history.gone(memory, listed, self.now)
         endings = [history.ending(job, self.run.ending(job.job_id), self.now) for job in news]
         keep = self.limits.max_failures + 1

@@ -5,6 +5,8 @@ on a GPU), sharded as the parameters are: with FSDP2 each rank holds its own par
 biases the delta, and a delta is made one fragment at a time.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -26,10 +28,7 @@ class Replica:
     @torch.no_grad()
     def adopt(self, index: int, published: torch.Tensor) -> None:
         """Set a fragment's parameters, and its base, to a published fragment (flat, bf16)."""
-        for tensor in self.layout.fragments[index]:
-            param = self._params[tensor.name]
-            whole = published[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
-            shard = _shard_like(param, whole)
+        for tensor, param, shard in self._shards(index, published):
             base = self._base.get(tensor.name)
             if base is None:
                 pinned = _local(param).is_cuda
@@ -37,6 +36,19 @@ class Replica:
                 self._base[tensor.name] = base
             base.copy_(shard)
             _local(param).copy_(base, non_blocking=True)
+
+    @torch.no_grad()
+    def load(self, index: int, values: torch.Tensor) -> None:
+        """Set a fragment's parameters (flat) as exactly as they can hold it; they get no base."""
+        for _, param, shard in self._shards(index, values):
+            _local(param).copy_(shard)
+
+    def _shards(self, index: int, values: torch.Tensor) -> Iterator[tuple]:
+        """Each tensor of a fragment, its parameter, and this rank's part of its values."""
+        for tensor in self.layout.fragments[index]:
+            param = self._params[tensor.name]
+            whole = values[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
+            yield tensor, param, _shard_like(param, whole)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -164,6 +164,17 @@ class RunDir:
 
     # ---- the end
 
+    def closing(self, mode: str = "") -> str:
+        """Why the run does not go on (in this mode): done, failed, stopped, the other mode; ""."""
+        if self.done():
+            return "done"
+        if self.failed():
+            return "failed"
+        control = self.control()
+        if control.state == "stopped":
+            return "stopped"
+        return f"going on in {control.mode} mode" if mode not in ("", control.mode) else ""
+
     def done(self) -> dict | None:
         return read_json(self.path / "DONE")
 

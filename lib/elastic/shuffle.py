@@ -60,3 +60,16 @@ class Shuffle:
             mixed = (left + right_key) * MULTIPLIER & MASK
             right = (right + ((mixed ^ mixed >> 32) * MULTIPLIER >> 24 & MASK)) % columns
         return left * columns + right
+
+
+class Order:
+    """Dataset indices in the shuffled order of each epoch: the same in both modes."""
+
+    def __init__(self, size: int, seed: int):
+        self._size, self._seed = size, seed
+        self._shuffles: dict[int, Shuffle] = {}
+
+    def index(self, epoch: int, position: int) -> int:
+        if epoch not in self._shuffles:
+            self._shuffles[epoch] = Shuffle(self._size, self._seed, epoch)
+        return self._shuffles[epoch][position]

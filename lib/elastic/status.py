@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic import membership, reconcile
+from elastic.audit import read_checkpoints
 from elastic.config import Config
 from elastic.errors import TryAgain
 from elastic.rundir import RunDir
@@ -85,8 +86,8 @@ def observe(run: RunDir, jobs: Listing | None = None) -> dict:
         "tokens": newest.get("tokens", 0),
         "tokens_goal": (run.commit(0) or {}).get("total_tokens"),
         "loss": newest.get("loss"),
-        "tokens_per_s": _speed(commits, now if state == "running" else 0.0),
-        **(_progress(run) if is_sync else {}),
+        "tokens_per_s": _speed(commits, now if state == "running" and not is_sync else 0.0),
+        **_on_top(run, newest.get("version", 0), is_sync),
         "goodput": _goodput(run, commits),
         "min": control.min,
         "max": control.max,
@@ -96,14 +97,16 @@ def observe(run: RunDir, jobs: Listing | None = None) -> dict:
     }
 
 
-def _progress(run: RunDir) -> dict:
-    """In sync mode: how far rank 0 was when it last said so; a version is a step."""
+def _on_top(run: RunDir, version: int, is_sync: bool) -> dict:
+    """What sync mode has trained on top of a version, in words of `observe`; there, a version is a
+    step. In its own time it is what rank 0 said last, else what the newest checkpoint says."""
     progress = run.progress() or {}
-    names = {"version": "step", "tokens": "tokens", "tokens_goal": "total_tokens",
-             "loss": "loss", "tokens_per_s": "tokens_per_s"}  # fmt: skip
-    return {name: progress.get(field) for name, field in names.items()} | {
-        "tokens": progress.get("tokens", 0)
-    }
+    if is_sync and progress.get("base_version") == version:
+        names = {"version": "step", "tokens": "tokens", "tokens_goal": "total_tokens",
+                 "loss": "loss", "tokens_per_s": "tokens_per_s"}  # fmt: skip
+        return {name: progress.get(field) for name, field in names.items()}
+    return {name: record["extra"][name] for record in read_checkpoints(run.path, version)[-1:]
+            for name in ("tokens", "loss")}  # fmt: skip
 
 
 # ---- why

@@ -27,14 +27,25 @@ def check(config: Config, root: Path) -> None:
     """Raise ElasticError saying what would stop the run from starting; make nothing."""
     _check_root(root, config)
     _check_task(config)
-    if config.run.mode == "local" and not config.redis.url:
-        redis_server.find(config.redis.server)
+    _check_redis(config)
     name = config.run.name
     if jobs := jobs_of(name, open_scheduler(config.run.scheduler, config)):
         raise UsageError(
             f"a job of another run {name!r} is still there: {jobs[0].job_id}",
             "choose another --name, or wait until it is gone",
         )
+
+
+def check_mode(run: RunDir, mode: str) -> None:
+    """Raise ElasticError saying why the run cannot go on in `mode`."""
+    settings = [f"run.mode={mode}"]
+    config = configuration.load(run.path / "run.toml", settings, site=Path(os.devnull))
+    if config.run.command:
+        raise UsageError(
+            f"run {run.name} keeps its mode: run.command is a loop for {run.control().mode} mode",
+            "only a run of a task (run.task) can change it",
+        )
+    _check_redis(config)
 
 
 def start(config: Config, root: Path) -> RunDir:
@@ -78,6 +89,11 @@ def _check_root(root: Path, config: Config) -> None:
             f"{there} has {free / 2**30:.2f} GiB free, checkpoint.min_free is {wanted / 2**30:.2f}",
             "make room, or set ELASTIC_RUNS to another filesystem",
         )
+
+
+def _check_redis(config: Config) -> None:
+    if config.run.mode == "local" and not config.redis.url:
+        redis_server.find(config.redis.server)
 
 
 def _check_task(config: Config) -> None:

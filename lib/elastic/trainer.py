@@ -1,6 +1,7 @@
 """A rank of a synchronous job: `python -m elastic.trainer RUNDIR`, one process per GPU.
 
-    restore   the newest checkpoint that verifies, resharded to the ranks there are
+    restore   the newest checkpoint that verifies, resharded to the ranks there are; if none is on
+              top of the newest version (handover.py), that version
     step      the next global batch (sizing.py), shared by all ranks; one agreement at its end
     save      when due (cadence.py), in the background; at a notice at once, if there is time
 
@@ -17,11 +18,13 @@ fenced; anything else is a crash, and the launcher knows what to do about it.
 import contextlib
 import faulthandler
 import functools
+import itertools
 import math
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
@@ -30,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from elastic import cadence
-from elastic.checkpoint import Checkpoints
+from elastic import cadence, handover
+from elastic.checkpoint import Checkpoints, Saved, steps
 from elastic.config import env
 from elastic.device import build_model, choose_device, join_group, leave, precision, to_device
 from elastic.durable import append_line
@@ -51,16 +54,18 @@ from elastic.health import (
     check_nccl_health,
     require_gpu,
 )
+from elastic.ledger import Ledger, Range, Ranges
 from elastic.rundir import RunDir
 from elastic.schedule import learning_rate
-from elastic.shuffle import Shuffle
+from elastic.shuffle import Order
 from elastic.signals import Notice, install
-from elastic.sizing import Stream, passes
+from elastic.sizing import passes
 from elastic.slurm_info import check_layout, get_slurm_info
 from elastic.tasks import count_tokens, default_optimizer, load_task
 
 PROGRESS_S = 1.0
 CONTROL_S = 2.0
+RANKS = (0, 0)  # the only owner in the ledger: a batch is handed to all of them
 GO_ON, NOTICE, STOPPED = 0.0, 1.0, 2.0  # what a rank wants; the largest wins
 
 
@@ -70,8 +75,11 @@ class State:
 
     step: int = 0
     tokens: int = 0
-    cursor: int = 0  # position in the stream
-    skipped: list[list[int]] = field(default_factory=list)  # [start, stop) never to be trained
+    loss: float | None = None  # of the last step
+    # What sync mode began with: a version, and where the run was then.
+    base_version: int = 0
+    base_step: int = 0
+    base_tokens: int = 0
 
 
 class Trainer:
@@ -88,8 +96,7 @@ class Trainer:
         self._autocast = precision(self.train.precision, device)
         self._peaks = [each["lr"] for each in self.optimizer.param_groups]
         self._sample_tokens = count_tokens(self.task, default_collate([self.dataset[0]]))
-        self._stream = Stream(len(self.dataset), self.train.epochs)
-        self._orders: dict[int, Shuffle] = {}
+        self._order = Order(len(self.dataset), self.config.run.seed)
         self._saved_step, self._saved_at = 0, time.monotonic()
         self._auto_s, self._checked_at = cadence.LEAST_S, time.monotonic()
         health = self.config.health
@@ -116,8 +123,8 @@ class Trainer:
 
     @property
     def total_tokens(self) -> int:
-        tokens = self.train.max_tokens or self._stream.end * self._sample_tokens
-        steps = self.train.max_steps
+        samples, steps = self.train.epochs * len(self.dataset), self.train.max_steps
+        tokens = self.train.max_tokens or samples * self._sample_tokens
         return min(tokens, steps * self.batch_size * self._sample_tokens) if steps else tokens
 
     # ---- the program
@@ -135,6 +142,7 @@ class Trainer:
                     return self._leave(wish)
             self._save()
         if self.group.leads:
+            self._fence()
             reached = {"version": self.state.step, "tokens": self.state.tokens}
             self.run.mark_done({**reached, "time": time.time()})
             self.run.event("done", **reached)
@@ -142,10 +150,15 @@ class Trainer:
 
     def _restore(self) -> None:
         began = time.time()
-        found, refused = self.checkpoints.load(self.model, self.optimizer)
-        if found:
-            self.state = State(**found.extra["state"])
-        where = f"step {self.state.step} from {found.path.name}" if found else "the beginning"
+        base = self._find_base() if self.group.leads else None
+        self._base, self._committed = self.group.share(base)  # samples of all versions up to it
+        version = self._base["base_version"]
+        found, refused = self.checkpoints.load(self.model, self.optimizer, version)
+        self._set_state(found)
+        if version and not found:
+            handover.to_sync(self.run, version, self.model)
+        begin = f"version {version}" if version else "the beginning"
+        where = f"step {self.state.step} from {found.path.name}" if found else begin
         self._saved_step, self._saved_at = self.state.step, time.monotonic()
         self._say(f"{self.group.world} ranks, attempt {self.attempt}: goes on at {where}")
         for reason in refused if self.group.leads else ():
@@ -156,6 +169,29 @@ class Trainer:
             self.run.event("restore", step=self.state.step, world=self.group.world,
                            attempt=self.attempt, job_id=self.job_id,
                            load_s=round(time.time() - began, 3))  # fmt: skip
+
+    def _find_base(self) -> tuple[dict, list]:
+        """Rank 0: the state at the newest version, and the samples that are committed by then.
+
+        No master commits another one: trainers claim an epoch, too, and so fence each other.
+        """
+        who = {"job_id": self.job_id, "attempt": self.attempt, "time": time.time()}
+        self._epoch = self.run.claim_epoch(who)
+        newest = self.run.newest_commit() or {"version": 0, "tokens": 0}
+        commits = itertools.islice(self.run.commits(), newest["version"] + 1)
+        samples = Ranges(tuple(each) for commit in commits for each in commit["samples"])
+        step, tokens = max(steps(self.run), default=0), newest["tokens"]
+        base = {"base_version": newest["version"], "base_step": step, "base_tokens": tokens}
+        return {"step": step, "tokens": tokens, **base}, list(samples)
+
+    def _set_state(self, found: Saved | None, skipped: Iterable[Range] = ()) -> None:
+        """Go on from a checkpoint, or from the base version, and leave out what is `skipped`."""
+        extra = found.extra if found else {"state": self._base, "samples": [], "skipped": []}
+        self.state = State(**extra["state"])
+        self._trained = Ranges(extra["samples"])
+        self._skipped = Ranges([*extra["skipped"], *skipped])
+        over = [*self._committed, *self._trained, *self._skipped]
+        self._ledger = Ledger(len(self.dataset), self.train.epochs, over)
 
     def _leave(self, wish: float) -> int:
         left_s, needed_s = self.shutdown.deadline_s(time.time()), self.checkpoints.save_s
@@ -168,19 +204,17 @@ class Trainer:
 
     # ---- a step
 
-    def _next_batch(self) -> range:
-        """The next global batch, past what is to be skipped; empty at the end of the run."""
+    def _next_batch(self) -> Ranges:
+        """The next global batch, the first samples that are free; empty at the end of the run."""
         state = self.state
         if self.train.max_tokens and state.tokens >= self.train.max_tokens:
-            return range(0)
+            return Ranges()
         if self.train.max_steps and state.step >= self.train.max_steps:
-            return range(0)
-        for start, stop in sorted(state.skipped):
-            if start <= state.cursor < stop:
-                state.cursor = stop
-        return self._stream.batch(state.cursor, self.batch_size)
+            return Ranges()
+        self._ledger.grant(RANKS, self.batch_size)
+        return self._ledger.held.pop(RANKS)
 
-    def _step(self, batch: range) -> float:
+    def _step(self, batch: Ranges) -> float:
         """Train one global batch; returns what the ranks want to do now."""
         began = time.monotonic()
         self._profile()
@@ -198,7 +232,8 @@ class Trainer:
             self.optimizer.step()
             self.state.step += 1
             self.state.tokens += int(tokens)
-            self.state.cursor = batch.stop
+            self.state.loss = loss
+            self._trained.add(batch)
             self._log(batch, loss, norm, time.monotonic() - began)
         self.optimizer.zero_grad(set_to_none=True)
         if wish == GO_ON:
@@ -211,19 +246,25 @@ class Trainer:
         """Learning rate and random numbers: functions of where the run is, not of how it came."""
         factor = learning_rate(self.state.tokens, self.total_tokens, self.train)
         for param_group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            param_group["lr"] = peak * factor / self.train.learning_rate
+            param_group["lr"] = peak * factor * self._ramp() / self.train.learning_rate
         place = f"{self.config.run.seed}/{self.state.step}/{self.group.rank}"
         torch.manual_seed(int.from_bytes(blake2b(place.encode(), digest_size=7).digest()))
 
-    def _backward(self, batch: range) -> tuple[torch.Tensor, int]:
+    def _ramp(self) -> float:
+        """Below 1 for the first steps on top of a version: the optimizer knows nothing yet."""
+        done, most = self.state.step - self.state.base_step, self.config.local_sgd.join_ramp
+        return (done + 1) / most if self.state.base_version and done < most else 1.0
+
+    def _backward(self, batch: Ranges) -> tuple[torch.Tensor, int]:
         """Gradients of the mean over the batch, if all its samples have as many tokens as sample 0.
 
         FSDP takes the mean over ranks, hence the factor `world`.
         """
         world, expected = self.group.world, len(batch) * self._sample_tokens
         loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for part in passes(batch, self.group.rank, world, self.train.batch_size):
-            data = self._load(part or batch[:1])
+        places = [(epoch, at) for epoch, start, stop in batch for at in range(start, stop)]
+        for part in passes(places, self.group.rank, world, self.train.batch_size):
+            data = self._load(part or places[:1])
             count = count_tokens(self.task, data) if part else 0
             with self._autocast():
                 loss = self.task.loss(self.model, to_device(data, self.device))
@@ -232,14 +273,8 @@ class Trainer:
             tokens += count
         return loss_sum, tokens
 
-    def _load(self, positions: range):
-        return default_collate([self.dataset[self._index(position)] for position in positions])
-
-    def _index(self, position: int) -> int:
-        epoch, place = self._stream.place(position)
-        if epoch not in self._orders:
-            self._orders = {epoch: Shuffle(len(self.dataset), self.config.run.seed, epoch)}
-        return self._orders[epoch][place]
+    def _load(self, places: list[tuple[int, int]]):
+        return default_collate([self.dataset[self._order.index(*place)] for place in places])
 
     def _agree(self, loss_sum: torch.Tensor, tokens: int) -> tuple:
         """Mean loss and tokens of the batch, what is wanted, and is a checkpoint or a check due.
@@ -264,11 +299,15 @@ class Trainer:
         now = time.monotonic()
         if self.group.leads and now - self._control_at >= CONTROL_S:
             self._control_at = now
-            if self.run.latest_attempt(0) > self.attempt:
-                raise Fenced(f"attempt {self.attempt}: a later one has taken over")
-            if self.run.control().state == "stopped":
+            self._fence()
+            if self.run.closing("sync"):
                 return STOPPED
         return GO_ON
+
+    def _fence(self) -> None:
+        later = self.run.latest_attempt(0) > self.attempt
+        if later or self.run.newest_epoch() > self._epoch:
+            raise Fenced(f"attempt {self.attempt}: a later one, or a master, has taken over")
 
     @torch.no_grad()
     def _rescale(self, factor: float) -> None:
@@ -277,7 +316,7 @@ class Trainer:
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
             torch._foreach_mul_(grads, factor)
 
-    def _guard(self, batch: range, loss: float, norm: float) -> bool:
+    def _guard(self, batch: Ranges, loss: float, norm: float) -> bool:
         """May the step be taken? Else the batch is skipped, rolled back, or the run ends."""
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         said = self.nans.judge(bad)
@@ -295,19 +334,19 @@ class Trainer:
         if said == "rollback":
             self._roll_back(batch)
         else:
-            self.state.skipped.append([batch.start, batch.stop])
+            self._skipped.add(batch)
         return False
 
-    def _roll_back(self, batch: range) -> None:
+    def _roll_back(self, batch: Ranges) -> None:
         """Go on from the newest checkpoint, and past this batch when it comes round again."""
-        skipped = [*self.state.skipped, [batch.start, batch.stop]]
-        found, _ = self.checkpoints.load(self.model, self.optimizer)
+        self._skipped.add(batch)
+        version = self.state.base_version
+        found, _ = self.checkpoints.load(self.model, self.optimizer, version)
         if found:
-            self.state = State(**found.extra["state"])
+            self._set_state(found, self._skipped)
             self._say(f"rolled back to step {found.step}")
         else:  # the bad step was not taken: leaving it out is as good
             self._say("no checkpoint to roll back to yet: the batch is left out")
-        self.state.skipped = skipped
 
     # ---- looking after the ranks
 
@@ -366,12 +405,17 @@ class Trainer:
             self._not_saved(error)
 
     def _checkpoint(self) -> tuple:
-        """Step, model, optimizer, and what its record says: the state, and proof for the audit."""
+        """Step, model, optimizer, and what its record says: the state, and what a commit would."""
+        state, samples = self.state, list(self._trained)
+        delta = {
+            "role": "trainer", "slot": 0, "attempt": self.attempt, "job_id": self.job_id,
+            "steps": state.step - state.base_step, "tokens": state.tokens - state.base_tokens,
+            "loss": state.loss, "samples": samples,
+        }  # fmt: skip
         extra = {
-            "state": asdict(self.state), "tokens": self.state.tokens,
-            "samples": self._stream.ranges(0, self.state.cursor, self.state.skipped),
-            "skipped": [span for gap in self.state.skipped for span in self._stream.ranges(*gap)],
-            "dataset_samples": len(self.dataset),
+            "state": asdict(state), "base_version": state.base_version, "tokens": state.tokens,
+            "loss": state.loss, "samples": samples, "deltas": [delta],
+            "skipped": list(self._skipped), "dataset_samples": len(self.dataset),
             "epochs": 0 if self.train.max_steps else self.train.epochs,
         }  # fmt: skip
         return self.state.step, self.model, self.optimizer, extra
@@ -392,16 +436,19 @@ class Trainer:
 
     # ---- words
 
-    def _log(self, batch: range, loss: float, norm: float, seconds: float) -> None:
+    def _log(self, batch: Ranges, loss: float, norm: float, seconds: float) -> None:
         if not self.group.leads:
             return
         state, now = self.state, time.monotonic()
         started = float(env("ELASTIC_STARTED", "0")) or time.time()
         self._startup_s = self._startup_s or time.time() - started
+        ranges, size = list(batch), len(self.dataset)
+        first, last = ranges[0], ranges[-1]
         line = {
             "step": state.step, "time": round(time.time(), 3), "loss": loss, "norm": norm,
-            "tokens": state.tokens, "samples": [batch.start, batch.stop],
-            "world": self.group.world, "seconds": round(seconds, 4), "attempt": self.attempt,
+            "samples": [first[0] * size + first[1], last[0] * size + last[2]],
+            "tokens": state.tokens, "world": self.group.world, "attempt": self.attempt,
+            "seconds": round(seconds, 4),
         }  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk loses the line, and nothing else
             append_line(self.run.path / "metrics.jsonl", line)
@@ -413,7 +460,8 @@ class Trainer:
             progress = {**line, "job_id": self.job_id, "tokens_per_s": round(speed, 1),
                         "startup_s": round(self._startup_s, 3),
                         "checkpoint_step": self._saved_step, "cadence": self._cadence,
-                        "total_tokens": self.total_tokens}  # fmt: skip
+                        "total_tokens": self.total_tokens,
+                        "base_version": state.base_version}  # fmt: skip
             self.run.write_progress(progress)
 
     def _say(self, text: str) -> None:

@@ -136,12 +136,14 @@ def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.
 def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:
     """The master's state as of a commit, with outer momentum `mu`."""
     layout = read_layout(run, commit["version"])
-    params, momentum = [], []
-    for index in range(len(layout.fragments)):
-        tensors = load_file(verified(run, commit, f"outer-{index:02d}.safetensors"))
-        params.append(_flat(layout, index, tensors, "param/"))
-        momentum.append(_flat(layout, index, tensors, "momentum/"))
-    return Outer(layout, params, momentum, mu)
+    parts = [read_exactly(run, commit, layout, index) for index in range(len(layout.fragments))]
+    return Outer(layout, *map(list, zip(*parts, strict=True)), mu)
+
+
+def read_exactly(run: RunDir, commit: dict, layout: Layout, index: int) -> list[torch.Tensor]:
+    """A fragment's parameters and outer momentum: flat, float32. Raises ElasticError if damaged."""
+    tensors = load_file(verified(run, commit, f"outer-{index:02d}.safetensors"))
+    return [_flat(layout, index, tensors, prefix) for prefix in ("param/", "momentum/")]
 
 
 def verified(run: RunDir, commit: dict, name: str) -> Path:
@@ -149,19 +151,26 @@ def verified(run: RunDir, commit: dict, name: str) -> Path:
     entries = {Path(entry["path"]).name: entry for entry in commit["files"]}
     if name not in entries:
         raise ElasticError(f"version {commit['version']} has no file {name}")
-    path, entry = run.path / entries[name]["path"], entries[name]
+    path = run.path / entries[name]["path"]
     settle(run, commit)
+    if reason := damage(path, entries[name]):
+        raise ElasticError(reason, "restore it from a backup")
+    return path
+
+
+def damage(path: Path, entry: dict) -> str:
+    """What is wrong with a committed file; empty: nothing."""
     try:
         size, found = path.stat().st_size, checksum(path)
-    except FileNotFoundError:
-        raise ElasticError(f"committed file is gone: {path}", "restore it from a backup") from None
-    if (size, found) != (entry["bytes"], entry["xxh3"]):
-        raise ElasticError(
-            f"committed file is damaged: {path}: {size} bytes, xxh3 {found}; "
-            f"the commit says {entry['bytes']} bytes, xxh3 {entry['xxh3']}",
-            "restore it from a backup",
-        )
-    return path
+    except OSError as error:
+        why = "it is gone" if isinstance(error, FileNotFoundError) else error.strerror
+        return f"committed file cannot be read: {path}: {why}"
+    if (size, found) == (entry.get("bytes"), entry.get("xxh3")):
+        return ""
+    return (
+        f"committed file is damaged: {path}: {size} bytes, xxh3 {found}; "
+        f"the commit says {entry.get('bytes')} bytes, xxh3 {entry.get('xxh3')}"
+    )
 
 
 def split(layout: Layout, index: int, flat: torch.Tensor) -> dict[str, torch.Tensor]:

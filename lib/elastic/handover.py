@@ -1,0 +1,54 @@
+"""From one mode to the other: a version is what both begin with.
+
+    local -> sync   the trainer loads the newest version; its checkpoints name it as `base_version`
+    sync -> local   the master makes the newest checkpoint on top of the newest version the next one
+
+So what has been trained is at any time the newest version, and the newest checkpoint on top of it
+if there is one. A checkpoint says of itself what a commit says: tokens, samples, a delta that
+stands for the trainer. It is nothing to anybody once a version follows the one it is based on.
+"""
+
+import time
+
+import torch
+from torch import nn
+
+from elastic.checkpoint import Checkpoints, read_params
+from elastic.group import Group
+from elastic.replica import Replica
+from elastic.rundir import RunDir
+from elastic.versions import Draft, read_exactly, read_layout
+
+TRAINED = ("tokens", "samples", "deltas", "loss")
+CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
+
+
+def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
+    """Load a version's parameters, in float32, into a model that may be sharded."""
+    commit, replica = run.commit(version), Replica(model, read_layout(run, version))
+    for index in range(len(replica.layout.fragments)):
+        params, _momentum = read_exactly(run, commit, replica.layout, index)
+        replica.load(index, params)
+
+
+def to_local(run: RunDir, commit: dict, epoch: int) -> tuple[dict, list[str]]:
+    """Commit the newest checkpoint on top of `commit`, if it trained anything, as the next version.
+
+    Returns the newest commit, and why newer checkpoints were not taken. The outer momentum begins
+    anew: what it remembers was before the checkpoint's steps.
+    """
+    writer = f"epoch{epoch}"
+    saved, refused = Checkpoints(run, Group(), writer).newest(commit["version"])
+    if not saved or not saved["extra"]["samples"]:
+        return commit, refused
+    layout, files = read_layout(run, commit["version"]), []
+    draft = Draft(run, commit["version"] + 1, writer)
+    for index, tensors in enumerate(layout.fragments):
+        params = read_params(run, saved, tensors)
+        files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
+    draft.commit(layout, files, {
+        "master_epoch": epoch, "time": time.time(), "workers": 1, "step": saved["step"],
+        "running": commit.get("running", {}), **{name: commit[name] for name in CARRIED},
+        **{name: saved["extra"][name] for name in TRAINED},
+    })  # fmt: skip
+    return run.newest_commit(), refused
