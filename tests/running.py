@@ -100,7 +100,8 @@ class Running:
         """The processes of a kind: trainer, agent, master or redis, or a word of their command."""
         words = {"trainer": "elastic.worker", "agent": "elastic.agent",
                  "master": "elastic.master", "redis": "redis-server"}.get(kind, kind)  # fmt: skip
-        return [pid for pid in members(self.home) if words in command_line(pid)]
+        found = ((pid, command_line(pid)) for pid in members(self.home))
+        return [pid for pid, line in found if words in line and "elastic-rank" not in line]
 
     def trainer_of(self, slot: int) -> int:
         return self.slots()[slot].pid

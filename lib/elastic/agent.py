@@ -270,10 +270,7 @@ class Agent:
 
     def _record(self, fields: dict) -> None:
         who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "node": hostname()}
-        try:
-            self.run.write_ending(self.job_id, {**who, **fields})
-        except OSError as error:  # a full disk: the work comes first, the job counts as killed
-            print(f"agent  no exit record: {error}", file=sys.stderr, flush=True)
+        self.run.write_ending(self.job_id, {**who, **fields})
 
 
 def _available(descriptor: int) -> bytes:

@@ -35,12 +35,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 
-from elastic.durable import create_once, read_json, sync_directory, to_json, write_atomic
+from elastic.durable import checksum, create_once, read_json, sync_directory, to_json, write_atomic
 from elastic.errors import ElasticError
 from elastic.group import Group
 from elastic.layout import Tensor
 from elastic.rundir import RunDir
-from elastic.versions import checksum, damage
+from elastic.versions import damage
 
 SLOWEST = timedelta(days=1)  # for a write: filesystems get stuck; hangs are found elsewhere
 OF_RANK_0 = [".metadata", "extra.json"]

@@ -8,7 +8,6 @@ run under cron and on login nodes, where seconds and memory count.
 """
 
 import contextlib
-import hashlib
 import json
 import random
 import re
@@ -24,6 +23,7 @@ from elastic import __version__, rundir, status, submission, views
 from elastic import config as configuration
 from elastic import reconcile as reconciling
 from elastic.audit import audit as audit_ledger
+from elastic.durable import checksum
 from elastic.errors import EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN, ElasticError, UsageError
 from elastic.rundir import RunDir
 from elastic.sched import scheduler_of
@@ -331,20 +331,12 @@ def audit(run: str, files: bool, as_json: bool):
     committed twice or never, tokens that do not add up, a file that is gone.
     """
     found = rundir.find(run)
-    report = audit_ledger(found.path, found.config().checkpoint.keep, xxh3 if files else None)
+    report = audit_ledger(found.path, found.config().checkpoint.keep, checksum if files else None)
     if as_json:
         echo_json(report)
     else:
         views.console().print(views.audit_view(found.name, report))
     sys.exit(EXIT_ERROR if report["problems"] else EXIT_OK)
-
-
-def xxh3(path: Path) -> str:
-    """The checksum that commits carry (128 bit)."""
-    import xxhash
-
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 @command("evaluate demo", "evaluate demo --version 0 --json")

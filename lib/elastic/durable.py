@@ -10,11 +10,14 @@ Every reader opens an exact path that somebody announced. Nothing here lists a d
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+import xxhash
 
 from elastic.errors import ElasticError
 
@@ -103,3 +106,9 @@ def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) 
     finally:
         with contextlib.suppress(OSError):  # gone, or left behind: no reason to fail
             temporary.unlink()
+
+
+def checksum(path: Path) -> str:
+    """xxh3 (128 bit) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

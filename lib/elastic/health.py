@@ -31,30 +31,22 @@ UNFIT = ("cannot be used", "computes wrongly")
 FOREIGN_SHARE = 0.2  # of a GPU's memory that a process may hold outside of torch's allocator
 
 
-def verdict(action: str, bad: bool, bad_in_a_row: int, max_bad: int) -> tuple[str, str]:
-    """Either "ok" or the action ("warn": step all the same, "skip", "rollback", "stop"); and why.
-
-    `bad_in_a_row` counts this step; more than `max_bad` are "stop", whatever the action.
-    """
-    if not bad:
-        return "ok", "loss and gradient are finite"
-    if action != "stop" and bad_in_a_row > max_bad:
-        return "stop", f"{bad_in_a_row} bad steps in a row, more than {max_bad}"
-    return action, f"bad step {bad_in_a_row} in a row, {max_bad} are allowed"
-
-
 class NaNDetector:
-    """Judges steps alike on all ranks. `reason` says why the last verdict is not "ok"."""
+    """Judges steps alike on all ranks; `reason` says why the last verdict is not "ok".
+
+    A verdict is "ok" or the action: "warn" (step all the same), "skip", "rollback", "stop". More
+    than `max_bad` bad steps in a row are "stop", whatever the action.
+    """
 
     def __init__(self, action: str, group: Group, max_bad: int):
         if action not in ACTIONS:
             raise ElasticError(f"no such action: {action!r}", f"one of {', '.join(ACTIONS)}")
         self.action, self.group, self.max_bad = action, group, max_bad
-        self.bad_in_a_row = self.total = 0
+        self.bad_in_a_row = 0
         self.reason = ""
 
     def check(self, loss: torch.Tensor | float, norm: torch.Tensor | float) -> str:
-        """The verdict on this step, after one all_reduce: see `verdict`."""
+        """The verdict on this step, after one all_reduce."""
         norm = norm.full_tensor() if is_sharded(norm) else norm
         is_good = math.isfinite(loss) and math.isfinite(norm)
         bad = torch.tensor(not is_good, dtype=torch.int32, device=self.group.device)
@@ -65,10 +57,12 @@ class NaNDetector:
     def judge(self, bad: bool, seen: str = "") -> str:
         """`check` for a caller that has agreed with the other ranks already."""
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
-        self.total += bool(bad)
-        decision, reason = verdict(self.action, bad, self.bad_in_a_row, self.max_bad)
-        self.reason = f"{reason} (this rank: {seen})" if seen else reason
-        return decision
+        if not bad:
+            return "ok"
+        too_many = self.bad_in_a_row > self.max_bad
+        self.reason = f"bad step {self.bad_in_a_row} in a row, {self.max_bad} are allowed"
+        self.reason += f" (this rank: {seen})" if seen else ""
+        return "stop" if too_many else self.action
 
 
 def check_nccl_health(group: Group, timeout_s: float) -> str:

@@ -48,8 +48,15 @@ def has_ended(state: str) -> bool:
     return _word(state) in ENDED_STATES
 
 
+class _Placed:
+    @property
+    def place(self) -> tuple[str, int]:
+        """What at most one job may occupy: a worker's slot, or the one master or trainer."""
+        return (self.role, 0 if self.role in ALONE else self.slot)
+
+
 @dataclass(frozen=True)
-class JobSeen:
+class JobSeen(_Placed):
     """A job as a listing showed it, or as it was submitted a moment ago."""
 
     job_id: str
@@ -62,10 +69,6 @@ class JobSeen:
     node: str = ""
     cancelled_at: float | None = None  # when reconcile asked it to leave
     over: str = ""  # the outcome it has written: its ranks have left, whatever the state says
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return place(self.role, self.slot)
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -92,7 +95,7 @@ class JobSeen:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(_Placed):
     """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held, refused."""
 
     job_id: str
@@ -108,25 +111,17 @@ class Ended:
     final: bool = False  # it asked not to be started again
 
     @property
-    def place(self) -> tuple[str, int]:
-        return place(self.role, self.slot)
-
-    @property
     def crashed(self) -> bool:
         return self.outcome == "failed"
 
 
 @dataclass(frozen=True)
-class UnsureSubmission:
+class UnsureSubmission(_Placed):
     """A submission whose client saw an error, or died: a job may or may not turn up."""
 
     role: str
     slot: int
     until: float
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return place(self.role, self.slot)
 
 
 @dataclass(frozen=True)
@@ -143,11 +138,6 @@ class Memory:
     later_reason: str = ""  # … for this reason
     mode: str = ""
     mode_since: float = 0.0
-
-
-def place(role: str, slot: int) -> tuple[str, int]:
-    """What at most one job may occupy: a worker's slot, or the run's one master or trainer."""
-    return (role, 0 if role in ALONE else slot)
 
 
 def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from elastic.durable import read_json, to_json, write_atomic
+from elastic.durable import checksum, read_json, to_json, write_atomic
 from elastic.group import is_sharded
 from elastic.rundir import RunDir
-from elastic.versions import checksum, save_tensors
+from elastic.versions import save_tensors
 
 RNG = "rng.cpu"
 

@@ -45,7 +45,8 @@ PASS_S = 60.0
 BAD_EXIT = re.compile(
     r"srun: error: \S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93))"
 )
-OUTCOMES = {EXIT_OK: "done", EXIT_TRY_AGAIN: "yielded", EXIT_DO_NOT_RESTART: "stopped"}
+LEFT = (EXIT_OK, EXIT_TRY_AGAIN, EXIT_DO_NOT_RESTART)  # exit codes of ranks that did not crash
+EXIT_CODES = {"stopped": EXIT_DO_NOT_RESTART, "fenced": EXIT_DO_NOT_RESTART, "failed": EXIT_ERROR}
 
 
 class Launcher:
@@ -67,23 +68,21 @@ class Launcher:
         if info := get_slurm_info():
             log_job_info(with_end_time(info), lambda said: print(f"trainer  {said}", flush=True))
         if over := self.run.closing("sync"):
-            outcome = ("done", EXIT_OK) if over == "done" else ("stopped", EXIT_DO_NOT_RESTART)
-            return self._end(*outcome, f"the run is {over}")
+            return self._end("done" if over == "done" else "stopped", f"the run is {over}")
         while True:
             before = self._newest_checkpoint()
-            code = self._train()
-            outcome, reason = self._judge(code)
+            outcome, reason = self._judge(self._train())
             if outcome != "crashed":
-                return self._end(outcome, self._exit_code(outcome), reason)
+                return self._end(outcome, reason)
             progressed = self._newest_checkpoint() > before
             self._crashes = 1 if progressed else self._crashes + 1
             if self._lost_nodes():
                 if len(self._nodes) < self._least_nodes():
                     reason = f"only {len(self._nodes)} nodes still answer"
-                    return self._end("yielded", EXIT_OK, reason)
+                    return self._end("yielded", reason)
                 self._crashes = 0
             if self._crashes > self.config.sync.crash_retries or self.notice:
-                return self._end("failed", EXIT_ERROR, reason)
+                return self._end("failed", reason)
             self.run.event("restart", attempt=self.attempt, job_id=self.job_id, reason=reason)
 
     def _lost_nodes(self) -> list[str]:
@@ -123,9 +122,6 @@ class Launcher:
         if code < 0 and self.notice:
             return "yielded", f"notice, and the ranks ended with {name_of(code)}"
         return "crashed", f"the ranks ended with {name_of(code)}"
-
-    def _exit_code(self, outcome: str) -> int:
-        return {"yielded": EXIT_OK, "done": EXIT_OK}.get(outcome, EXIT_DO_NOT_RESTART)
 
     def _newest_checkpoint(self) -> tuple[int, str]:
         """When it was written, and its name: what it was not before is progress."""
@@ -171,51 +167,45 @@ class Launcher:
         return self.config.local_scheduler.grace_s
 
     def _start_here(self) -> list[subprocess.Popen]:
-        world = int(env("ELASTIC_GPUS", "1"))
-        address, per_node = "127.0.0.1", self.config.sync.ranks_per_node
-        ranks = per_node if self.config.run.command and per_node else world
-        layout = self._layout(1, world)
-        shared = {**self._shared(address), "WORLD_SIZE": str(ranks)}
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        command = self._rank_command(layout, shared)
-        if self.config.run.command:
-            command = [_rank_program(), *command]
+        gpus = int(env("ELASTIC_GPUS", "1"))
+        ranks, shared = self._ranks(gpus), self._shared("127.0.0.1")
+        command = self._rank_command(1, gpus, shared)
+        shared["WORLD_SIZE"] = str(ranks)
+        own = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
         return [self._spawn(command, {**shared, **each}) for each in own]
 
     def _start_in_slurm(self) -> list[subprocess.Popen]:
         from elastic.sched_slurm import node_address, step_argv
 
-        address = bind_address("auto", node_address())
-        gpus = self.config.slurm.gpus_per_node
-        per_node = self.config.sync.ranks_per_node if self.config.run.command else 0
-        layout = self._layout(len(self._nodes), gpus)
-        shared = self._shared(address)
-        command = [_rank_program(), *self._rank_command(layout, shared)]
-        return [self._spawn(step_argv(self._nodes, per_node or gpus, command), shared)]
+        gpus, nodes = self.config.slurm.gpus_per_node, self._nodes
+        shared = self._shared(bind_address("auto", node_address()))
+        command = self._rank_command(len(nodes), gpus, shared)
+        return [self._spawn(step_argv(nodes, self._ranks(gpus), command), shared)]
 
-    def _layout(self, nodes: int, gpus_per_node: int) -> dict[str, int]:
-        """What there is; said in the job's record, by which reconcile sees what more would give."""
-        self.gpus = nodes * gpus_per_node
-        self._record({"state": "training"})
-        return {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": self.gpus}
+    def _ranks(self, gpus: int) -> int:
+        """How many processes a node of so many GPUs gets."""
+        return (self.config.run.command and self.config.sync.ranks_per_node) or gpus
 
-    def _rank_command(self, layout: dict[str, int], shared: dict[str, str]) -> list[str]:
+    def _rank_command(self, nodes: int, gpus_per_node: int, shared: dict[str, str]) -> list[str]:
         """What every rank runs; adds what a program of the user's may read to `shared`."""
+        self.gpus = nodes * gpus_per_node
+        self._record({"state": "training"})  # reconcile compares with what there might be
+        program = str(elastic_home() / "bin" / "elastic-rank")
         if not self.config.run.command:
-            return [sys.executable, "-P", "-m", "elastic.trainer", str(self.run.path)]
+            return [program, sys.executable, "-P", "-m", "elastic.trainer", str(self.run.path)]
         checkpoints = self._checkpoints()
         checkpoints.mkdir(parents=True, exist_ok=True)
         values = {
             "resume": str(resolve_resume_path(checkpoints) or ""), "checkpoints": str(checkpoints),
             "run": str(self.run.path), "attempt": str(self.attempt),
             "master_addr": shared["MASTER_ADDR"], "master_port": shared["MASTER_PORT"],
-            **{name: str(count) for name, count in layout.items()},
+            "nodes": str(nodes), "gpus_per_node": str(gpus_per_node), "gpus": str(self.gpus),
         }  # fmt: skip
         shared |= {f"ELASTIC_{name.upper()}": value for name, value in values.items()}
         shared["ELASTIC_NOTICE_SIGNAL"] = self.config.sync.notice_signal
-        self.run.event("restore", resume=values["resume"], world=layout["gpus"],
+        self.run.event("restore", resume=values["resume"], world=self.gpus,
                        attempt=self.attempt, job_id=self.job_id)  # fmt: skip
-        return expand(self.config.run.command, values)
+        return [program, *expand(self.config.run.command, values)]
 
     def _spawn(self, command: list[str], extra: dict[str, str]) -> subprocess.Popen:
         return subprocess.Popen(
@@ -237,7 +227,7 @@ class Launcher:
         told = False
         while True:
             codes = [process.poll() for process in processes]
-            crashed = [code for code in codes if code not in (None, *OUTCOMES)]
+            crashed = [code for code in codes if code not in (None, *LEFT)]
             if crashed or None not in codes:
                 break
             if self.notice and not told:
@@ -267,7 +257,8 @@ class Launcher:
 
     # ---- the end
 
-    def _end(self, outcome: str, code: int, reason: str) -> int:
+    def _end(self, outcome: str, reason: str) -> int:
+        code = EXIT_CODES.get(outcome, EXIT_OK)
         detail = "\n".join(self._tail) if outcome == "failed" else ""
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         progress = self.run.progress() or {}
@@ -294,14 +285,7 @@ class Launcher:
     def _record(self, fields: dict) -> None:
         who = {"role": "trainer", "slot": 0, "attempt": self.attempt, "node": hostname(),
                "gpus": self.gpus}  # fmt: skip
-        try:
-            self.run.write_ending(self.job_id, {**who, **fields})
-        except OSError as error:
-            print(f"trainer  no exit record: {error}", file=sys.stderr, flush=True)
-
-
-def _rank_program() -> str:
-    return str(elastic_home() / "bin" / "elastic-rank")
+        self.run.write_ending(self.job_id, {**who, **fields})
 
 
 def main() -> int:

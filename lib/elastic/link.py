@@ -129,9 +129,7 @@ class Link:
 
     def ask(self, want: int, held: list[Range], enough: Callable[[], bool]) -> list[Range] | None:
         """Ask for samples, waiting for the answer; None if `enough()` became true first."""
-        self._sequence += 1
-        place = self.place
-        ask = Ask(place.slot, place.attempt, self._sequence, want, tuple(held))
+        ask = self._ask(want, held)
         while not enough():
             self.reach(lambda s: s.ask(ask))
             granted = self.reach(lambda s: s.granted(ask, POLL_S))
@@ -142,10 +140,12 @@ class Link:
 
     def declare(self, held: list[Range]) -> None:
         """Tell the master which samples are still held, wanting none."""
-        self._sequence += 1
-        place = self.place
-        ask = Ask(place.slot, place.attempt, self._sequence, 0, tuple(held))
+        ask = self._ask(0, held)
         self.reach(lambda s: s.ask(ask))
+
+    def _ask(self, want: int, held: list[Range]) -> Ask:
+        self._sequence += 1
+        return Ask(self.place.slot, self.place.attempt, self._sequence, want, tuple(held))
 
     # ---- news
 

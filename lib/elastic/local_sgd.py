@@ -176,15 +176,17 @@ class LocalSGD:
 
     def _adopt_newest(self) -> bool:
         """Wait for a version newer than the last one and load it. False: it is time to leave."""
-        version, outcome = self.group.share(self._wait_for_version() if self._link else None)
+        waited = [*self._wait_for_version(), self._round.steps] if self._link else None
+        version, outcome, steps = self.group.share(waited)
         if outcome:
             self.outcome = outcome
             if outcome != "done" and self._steps_total:
                 self._save_inner()
             return False
         if version == self._round.base:
-            if not self._round.steps:
-                self._replica.restore()  # a no-op unless the last round was void
+            if not steps:  # a no-op unless the last round was void, which rank 0 has found out
+                self._round = self._round if self._link else _Round(base=version)
+                self._replica.restore()
             return True
         commit = self.run.commit(version)
         if trouble := [each for each in self.group.gather(self._load(commit)) if each]:

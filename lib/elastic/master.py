@@ -36,7 +36,7 @@ from elastic.ledger import Ledger
 from elastic.membership import Slot, expected
 from elastic.network import bind_address, hostname
 from elastic.redis_server import RedisServer, start
-from elastic.rounds import Facts, Header, Move, Patience, Verdict
+from elastic.rounds import Facts, Header, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
 from elastic.signals import Notice, install
 from elastic.store import Ask, Listener, Store
@@ -422,9 +422,7 @@ class Master:
         self._store.grant(grants)
 
     def _move(self, slots: dict[int, Slot], now: float) -> None:
-        round_, settings = self._round, self.config.local_sgd
-        patience = Patience(settings.quorum, settings.deadline_k, settings.min_deadline_s,
-                            settings.last_call_s)  # fmt: skip
+        round_ = self._round
         present = expected(list(slots.values()), now, self.config.health.stall_after_s)
         view = rounds.View(
             opened=round_.opened, called=round_.called,
@@ -436,7 +434,7 @@ class Master:
             accepted=len(round_.accepted), preparing=len(round_.checking),
             durations_s=tuple(self._durations),
         )  # fmt: skip
-        move, reason = rounds.decide(view, patience, now)
+        move, reason = rounds.decide(view, self.config.local_sgd, now)
         if not view.preparing:
             self._say(f"round {round_.version}: {reason}")
         if move is Move.CALL:
@@ -450,7 +448,7 @@ class Master:
         """Merge, commit, announce. On a damaged delta the round goes on without it."""
         round_ = self._round
         headers = [checked.header for checked in round_.accepted.values()]
-        for header in rounds.supersede(headers)[1]:
+        for header in rounds.superseded(headers):
             self._withdraw(header.key, "superseded: the slot delivered a newer delta")
         try:
             plan = self._averager.merge(list(round_.accepted.values()))

@@ -172,25 +172,18 @@ class View:
     durations_s: tuple[float, ...]  # how long workers took, this round and recently
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long a round waits (config section local_sgd)."""
-
-    quorum: float
-    deadline_k: float
-    min_deadline_s: float
-    last_call_s: float
-
-
-def deadline_s(durations_s: tuple[float, ...], patience: Patience) -> float:
+def deadline_s(durations_s: tuple[float, ...], settings) -> float:
     """median + k MAD of the workers' times, the MAD no less than a twentieth of the median."""
     middle = median(durations_s)
     spread = max(median(abs(d - middle) for d in durations_s), middle / 20)
-    return max(patience.min_deadline_s, middle + patience.deadline_k * spread)
+    return max(settings.min_deadline_s, middle + settings.deadline_k * spread)
 
 
-def decide(view: View, patience: Patience, now: float) -> tuple[Move, str]:
-    """What to do with the open round, and why. One worker is enough; with none it stays open."""
+def decide(view: View, settings, now: float) -> tuple[Move, str]:
+    """What to do with the open round, and why. One worker is enough; with none it stays open.
+
+    Of `settings` (config section local_sgd) count quorum, deadline_k, min_deadline_s, last_call_s.
+    """
     missing = sorted(set(view.expected) - view.answered)
     if view.preparing:
         return Move.WAIT, "checking the bytes of a delta"
@@ -199,16 +192,16 @@ def decide(view: View, patience: Patience, now: float) -> tuple[Move, str]:
     if not missing:
         return Move.CLOSE, f"all {len(view.expected)} live workers delivered"
     if view.called is not None:
-        if now - view.called >= patience.last_call_s:
+        if now - view.called >= settings.last_call_s:
             return Move.CLOSE, f"last call is over, without slots {_some(missing)}"
         return Move.WAIT, f"last call: waiting for slots {_some(missing)}"
     if all(view.expected[slot] > view.opened for slot in missing):
         return Move.CALL, f"only workers that joined late are still at it: slots {_some(missing)}"
-    enough = max(1, math.ceil(patience.quorum * len(view.expected)))
+    enough = max(1, math.ceil(settings.quorum * len(view.expected)))
     answered = len(view.expected) - len(missing)
     if answered < enough or not view.durations_s:
         return Move.WAIT, f"waiting for slots {_some(missing)}"
-    wait_s = deadline_s(view.durations_s, patience)
+    wait_s = deadline_s(view.durations_s, settings)
     if now - view.opened >= wait_s:
         return Move.CALL, f"slots {_some(missing)} took longer than {wait_s:.1f} s"
     return Move.WAIT, f"waiting for slots {_some(missing)}, at most {wait_s:.1f} s"
@@ -246,15 +239,13 @@ def _blend(mean: float, value: float) -> float:
     return value if mean == 0.0 else mean + (value - mean) / MEMORY_ROUNDS
 
 
-def supersede(headers: list[Header]) -> tuple[list[Header], list[Header]]:
-    """Of one attempt's deltas keep the newest base. Returns (kept in key order, superseded)."""
+def superseded(headers: list[Header]) -> list[Header]:
+    """Those of which the same attempt has delivered one with a newer base."""
     newest: dict[tuple[int, int], int] = {}
     for header in headers:
         owner = (header.slot, header.attempt)
         newest[owner] = max(newest.get(owner, 0), header.base)
-    kept = [h for h in headers if h.base == newest[(h.slot, h.attempt)]]
-    dropped = [h for h in headers if h.base != newest[(h.slot, h.attempt)]]
-    return sorted(kept, key=lambda h: h.key), dropped
+    return [h for h in headers if h.base != newest[(h.slot, h.attempt)]]
 
 
 def shares(

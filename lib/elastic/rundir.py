@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -192,12 +193,18 @@ class RunDir:
         (self.path / "failed.json").unlink(missing_ok=True)
 
     def write_ending(self, job_id: str, record: dict) -> None:
-        """Say what became of a job: first that it started, then how it ended."""
+        """Say what became of a job: first that it started, then how it ended.
+
+        A full disk costs the record, and no more: the job counts as killed.
+        """
         now = time.time()
         before = {} if record["state"] == "started" else self.ending(job_id) or {}
         times = {"time": now, "started": before.get("started", now)}  # ids come back: start anew
         data = to_json({"job_id": job_id, **times, **record})
-        write_atomic(self.path / "exit" / f"{job_id}.json", data)
+        try:
+            write_atomic(self.path / "exit" / f"{job_id}.json", data)
+        except OSError as error:
+            print(f"{record['role']}  no exit record: {error}", file=sys.stderr, flush=True)
 
     def ending(self, job_id: str) -> dict | None:
         return read_json(self.path / "exit" / f"{job_id}.json")

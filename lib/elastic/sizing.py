@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
-def share(batch: Sequence, rank: int, world: int) -> Sequence:
-    """The rank's contiguous part of a global batch."""
-    return _part(batch, rank, world)
+def share(whole: Sequence, index: int, count: int) -> Sequence:
+    """Part `index` of `count` nearly equal contiguous ones, the longer ones first."""
+    size, longer = divmod(len(whole), count)
+    start = index * size + min(index, longer)
+    return whole[start : start + size + (index < longer)]
 
 
 def passes(batch: Sequence, rank: int, world: int, most: int) -> list[Sequence]:
@@ -28,14 +30,7 @@ def passes(batch: Sequence, rank: int, world: int, most: int) -> list[Sequence]:
     largest = -(-len(batch) // world)
     count = max(1, -(-largest // most))
     mine = share(batch, rank, world)
-    return [_part(mine, index, count) for index in range(count)]
-
-
-def _part(whole: Sequence, index: int, count: int) -> Sequence:
-    """Part `index` of `count` nearly equal ones, the longer ones first."""
-    size, longer = divmod(len(whole), count)
-    start = index * size + min(index, longer)
-    return whole[start : start + size + (index < longer)]
+    return [share(mine, index, count) for index in range(count)]
 
 
 def nodes(least_gpus: int, most_gpus: int, gpus_per_node: int) -> tuple[int, int]:

@@ -355,10 +355,7 @@ class Trainer:
         self._checked_at = time.monotonic()
         if problem := check_nccl_health(self.group, self.config.health.liveness_timeout_s):
             raise ElasticError(f"rank {self.group.rank}: {problem}", "the log of that rank")
-        require_gpu(self.device, self._warn)
-
-    def _warn(self, problem: str) -> None:
-        print(f"trainer  rank {self.group.rank}: {problem}", file=sys.stderr, flush=True)
+        require_gpu(self.device, warn)
 
     def _profile(self) -> None:
         """Trace rank 0 through the steps of train.profile, into RUN/profile."""
@@ -469,6 +466,10 @@ class Trainer:
             print(f"trainer  {text}", flush=True)
 
 
+def warn(problem: str) -> None:
+    print(f"trainer  rank {env('RANK', '0')}: {problem}", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     notice, run = install(), RunDir(Path(sys.argv[1]))
     config = run.config()
@@ -479,7 +480,7 @@ def main() -> int:
         if info and (problem := check_layout(info, config.slurm.gpus_per_node)):
             raise ElasticError(problem)
         device = choose_device(config)
-        require_gpu(device, lambda problem: print(f"trainer  rank {rank}: {problem}", flush=True))
+        require_gpu(device, warn)
         timeout = timedelta(seconds=config.health.hang_timeout_s)
         group = join_group(rank, world, device, timeout)
         return Trainer(run, notice, group, device).main()

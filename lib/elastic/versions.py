@@ -14,17 +14,15 @@ whoever reads the commit next (`settle`), which names the writer.
 
 import contextlib
 import errno
-import hashlib
 import os
 import shutil
 from pathlib import Path
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from elastic.durable import read_json, sync_directory, to_json, write_atomic
+from elastic.durable import checksum, read_json, sync_directory, to_json, write_atomic
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.merge import Outer
@@ -209,12 +207,6 @@ def save_tensors(tensors: dict, path: Path, metadata: dict[str, str] | None = No
         save_file(tensors, path, metadata)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from None
-
-
-def checksum(path: Path) -> str:
-    """xxh3 (128 bit) of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _flat(layout: Layout, index: int, tensors: dict[str, torch.Tensor], prefix: str):
