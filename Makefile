@@ -41,7 +41,7 @@ demo-slurm: $(READY)  ## The same on a private Slurm of several nodes
 	bin/elastic-demo --slurm
 
 test: $(READY)  ## All tests; PYTEST_ARGS='-k name' for some
-	$(VENV)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff and shellcheck
 	$(VENV)/bin/ruff check lib tests

@@ -39,9 +39,11 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-LONGEST = ("test_demo", "test_faults", "test_slurm_story", "test_sync", "test_sync_slurm",
-           "test_trace", "test_multi_rank", "test_own_loop", "test_command", "test_checkpoint",
-           "test_documents", "test_templates")  # fmt: skip
+LONGEST = (
+    "test_sync", "test_modes", "test_sync_slurm", "test_faults", "test_demo", "test_bad_input",
+    "test_notice_matrix", "test_slurm_story", "test_multi_rank", "test_command", "test_checkpoint",
+    "test_trace", "test_templates", "test_own_loop", "test_documents", "test_launch_env",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -33,7 +33,8 @@ from elastic.transport import checksum
 from helpers import PATIENCE, ROOT, elastic, environment
 
 TESTS = Path(__file__).resolve().parent
-PASS_S = 0.3  # between two passes of reconcile
+PASS_S = 0.5  # between two passes of reconcile
+LOOK_S = 0.1  # between two looks at a condition: one may ask Redis, or every process there is
 SETTINGS = {
     "run.task": "tiny_task:Tiny",
     "run.scheduler": "local",
@@ -136,7 +137,7 @@ class Running:
                 pytest.fail(f"the run failed, waiting for: {what}\n{failed}\n{self.story()}")
             if time.monotonic() > deadline:
                 pytest.fail(f"not within {timeout_s} s: {what}\n{self.story()}")
-            time.sleep(0.02)
+            time.sleep(LOOK_S)
 
     def until_failed(self, timeout_s: float) -> dict:
         """Reconcile until the run has failed and its jobs are gone; failed.json."""
@@ -144,7 +145,7 @@ class Running:
         while not self.run.failed() or self.jobs():
             assert time.monotonic() < deadline, f"it does not fail\n{self.story()}"
             self.reconcile()
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
         return self.run.failed()
 
     def versions(self, more: int = 2, timeout_s: float = 40) -> None:

@@ -21,7 +21,8 @@ from statistics import median
 from elastic import config as configuration
 from elastic import signals, submission, views
 from elastic.audit import audit
-from elastic.cli import validate, xxh3
+from elastic.cli import validate
+from elastic.durable import checksum
 from elastic.errors import ElasticError, TryAgain
 from elastic.membership import Slot
 from elastic.reconcile import run_pass
@@ -199,7 +200,7 @@ class Demo:
         commits = list(self.run.commits())
         points = [(commit["tokens"], commit["loss"]) for commit in commits[1:]]
         print(f"\ntraining loss (nats per byte) against tokens\n{views.loss_curve(points)}\n")
-        report = audit(self.run.path, self.config.checkpoint.keep, xxh3)
+        report = audit(self.run.path, self.config.checkpoint.keep, checksum)
         views.console().print(views.audit_view(self.run.name, report))
         first, last = (validate(self.run, c)["validation_loss"] for c in (commits[0], commits[-1]))
         verdict = f"to be below {BOUND}: {'ok' if last < BOUND else 'WRONG'}"

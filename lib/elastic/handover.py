@@ -17,10 +17,9 @@ from elastic.checkpoint import Checkpoints, read_params
 from elastic.group import Group
 from elastic.replica import Replica
 from elastic.rundir import RunDir
-from elastic.versions import Draft, read_exactly, read_layout
+from elastic.versions import CARRIED, Draft, read_exactly, read_layout
 
 TRAINED = ("tokens", "samples", "deltas", "loss")
-CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
 
 
 def to_sync(run: RunDir, version: int, model: nn.Module) -> None:

@@ -21,7 +21,7 @@ import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from elastic import handover, rounds
+from elastic import rounds
 from elastic.averaging import Averager, Checked
 from elastic.config import Config, elastic_home, env
 from elastic.errors import (
@@ -40,7 +40,7 @@ from elastic.rounds import Facts, Header, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
 from elastic.signals import Notice, install
 from elastic.store import Ask, Listener, Store
-from elastic.versions import prune, remove_drafts
+from elastic.versions import CARRIED, prune, remove_drafts
 
 TICK_S = 0.5
 CONTROL_S = 1.0
@@ -201,7 +201,8 @@ class Master:
         if commit is None:
             return
         remove_drafts(self.run, commit)
-        commit = self._take_over_from_sync(commit)
+        if any((self.run.path / "checkpoints").glob("step-*.json")):
+            commit = self._take_over_from_sync(commit)
         self._averager = Averager(self.run, self.config, commit, self._pool, self._store)
         committed = (each for record in self.run.commits() for each in record["samples"])
         self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], map(tuple, committed))
@@ -210,6 +211,8 @@ class Master:
 
     def _take_over_from_sync(self, commit: dict) -> dict:
         """The newest version, which is the newest checkpoint if sync mode went on from `commit`."""
+        from elastic import handover  # a second of imports, that most masters have no use for
+
         self._fence()
         while True:
             try:
@@ -484,7 +487,7 @@ class Master:
             for h in [checked.header]
         ]  # fmt: skip
         tokens = sum(delta["tokens"] for delta in deltas)
-        carried = {name: self._commit[name] for name in handover.CARRIED}
+        carried = {name: self._commit[name] for name in CARRIED}
         return {
             "master_epoch": self.epoch, "time": time.time(),
             "tokens": self._commit["tokens"] + tokens,

@@ -62,11 +62,11 @@ def resolve(host: str) -> str:
         ) from None
 
 
-def routed(to: str = ELSEWHERE) -> str:
+def routed(to: str = "") -> str:
     """The address that packets to another machine come from. Raises ElasticError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((to, 9))  # sends nothing
+            probe.connect((to or ELSEWHERE, 9))  # sends nothing
         except OSError as error:
             raise ElasticError(
                 f"no route from this node to others: {error.strerror}",

@@ -28,6 +28,9 @@ from elastic.layout import Layout
 from elastic.merge import Outer
 from elastic.rundir import RunDir
 
+# What each commit takes over from the one before.
+CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
+
 
 class Draft:
     """A version being written; nobody reads it until it is committed."""
