@@ -48,13 +48,14 @@ def epochs(run: Running) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("command", "ranks_per_node"), [(PLAIN, 0), (TORCHRUN, 1)], ids=["plain", "torchrun"]
-)
-def test_an_ordinary_ddp_script_is_preempted_twice_and_finishes(tmp_path, command, ranks_per_node):
+    ("command", "ranks_per_node", "sizes"), [(PLAIN, 0, (1, 2)), (TORCHRUN, 1, (1,))],
+    ids=["plain, twice", "torchrun, once"],
+)  # fmt: skip
+def test_an_ordinary_ddp_script_is_preempted_and_finishes(tmp_path, command, ranks_per_node, sizes):
     settings = {"run.mode": "sync", "run.command": command, "elastic.max": 2,
                 "sync.ranks_per_node": ranks_per_node, "local_scheduler.gpus": 2}  # fmt: skip
     with running(tmp_path, settings) as run:
-        for gpus in (1, 2):
+        for gpus in sizes:
             seen = len(epochs(run))
             run.until(lambda seen=seen: len(epochs(run)) >= seen + 2, 60, "two epochs more")
             job = run.jobs()["trainer", 0]

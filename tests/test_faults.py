@@ -44,11 +44,13 @@ def moment(draw: random.Random, run: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "transport"), [(2, "filesystem"), (3, "redis")]
+    ("seed", "transport", "times"), [(2, "filesystem", 2), (3, "redis", 1)]
 )
-def test_any_process_may_be_killed_at_any_moment(tmp_path: Path, seed: int, transport: str):
+def test_any_process_may_be_killed_at_any_moment(
+    tmp_path: Path, seed: int, transport: str, times: int
+):
     draw = random.Random(seed)
-    victims = ["trainer", "agent", "master", "redis"] * 2
+    victims = ["trainer", "agent", "master", "redis"] * times
     draw.shuffle(victims)
     settings = {**TWO, "local_sgd.transport": transport}
     with running(tmp_path, settings, samples=8000, step_s=0.03) as run:
@@ -62,7 +64,7 @@ def test_any_process_may_be_killed_at_any_moment(tmp_path: Path, seed: int, tran
             run.versions(1)
             assert survivors <= set(run.pids("trainer")), f"{victim} took others with it"
         report = run.finish()
-        assert report["masters"] >= 3
+        assert report["masters"] >= 1 + times
 
 
 # ---- one run, many faults -----------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import elastic
 from elastic import health
 from elastic.errors import EXIT_TRY_AGAIN, ElasticError
 from elastic.group import Group
@@ -163,6 +164,12 @@ def test_an_unknown_action_is_answered_with_the_legal_ones():
     with pytest.raises(ElasticError, match="'ignore'") as caught:
         NaNDetector("ignore", Group(), 3)
     assert "one of warn, skip, rollback, stop" in caught.value.hint
+
+
+def test_what_a_loop_of_ones_own_needs_is_found_in_the_package():
+    names = [name for names in elastic.HOMES.values() for name in names.split()]
+    assert all(callable(getattr(elastic, name)) for name in names)
+    assert elastic.shield_workers is health.shield_workers
 
 
 def test_one_rank_pings_nobody():

@@ -124,21 +124,6 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
         assert losses[-1] < 2 * noise
 
 
-def test_a_run_that_begins_in_sync_mode_ends_there_after_a_while_in_local_mode(tmp_path):
-    with both(tmp_path, "sync") as run:
-        run.until(lambda: step(run) >= 5, 60, "steps")
-        to_local(run)
-        (folded,) = by_trainer(run)
-        assert (folded["version"], folded["step"]) == (1, step(run))
-        assert run.run.commit(0)["tokens"] == 0
-        reached = step(run)
-        to_sync(run)
-        lines = [line for line in steps(run) if line["step"] > reached]
-        assert lines[0]["tokens"] == run.run.newest_commit()["tokens"] + BATCH
-        finish(run)
-        assert len(by_trainer(run)) == 1  # what came after is the newest checkpoint
-
-
 def kill_all_of(run: Running, kind: str) -> None:
     for pid in run.pids(kind):
         with contextlib.suppress(ProcessLookupError):
@@ -165,7 +150,7 @@ def test_a_kill_at_either_switch_loses_and_repeats_nothing(tmp_path, victims):
         finish(run)
 
 
-def test_a_master_killed_while_it_takes_over_does_it_again(tmp_path):
+def test_a_run_may_begin_and_end_in_sync_mode_and_its_master_die_while_it_takes_over(tmp_path):
     with both(tmp_path, "sync") as run:
         run.until(lambda: step(run) >= 5, 60, "steps")
         switch(run, "local")
@@ -177,7 +162,10 @@ def test_a_master_killed_while_it_takes_over_does_it_again(tmp_path):
             kill_all_of(run, "master")
         run.until(lambda: run.version >= 4, 90, "workers train")
         assert [commit["version"] for commit in by_trainer(run)] == [1]
+        assert run.run.commit(0)["tokens"] == 0
+        to_sync(run)
         finish(run)
+        assert len(by_trainer(run)) == 1  # what came after is the newest checkpoint
 
 
 def reached(run: Running, moment: str) -> bool:

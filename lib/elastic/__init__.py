@@ -1,15 +1,21 @@
 """Training on preemptible Slurm partitions without losing work.
 
-A user's own loop needs one name from here: `elastic.LocalSGD`. It is resolved on first use, so that
-`import elastic` (and with it `elastic-status` and the cron pass) never loads torch.
+What a user's own loop may want: `elastic.LocalSGD`, and what keeps ranks alive (health.py,
+slurm_info.py). All is resolved on first use, so that `import elastic` (and with it `elastic-status`
+and the cron pass) never loads torch.
 """
 
+import importlib
+
 __version__ = "0.1.0"
+HOMES = {"local_sgd": "LocalSGD",
+         "slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
+         "health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
+                   "check_gpu_health shield_workers"}  # fmt: skip
 
 
 def __getattr__(name: str):
-    if name == "LocalSGD":
-        from elastic.local_sgd import LocalSGD
-
-        return LocalSGD
+    for module, names in HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"elastic.{module}"), name)
     raise AttributeError(f"module 'elastic' has no attribute {name!r}")

@@ -23,9 +23,8 @@ def mean_time_between(lasted_s: Sequence[float], interruptions: int) -> float:
 def observed_mtbi_s(endings: Sequence[Mapping]) -> float:
     """`mean_time_between` over the trainer jobs of a run, of which the last may be at work."""
     ends = [end for end in endings if end.get("role") == "trainer" and "started" in end]
-    lasted_s = [end["time"] - end["started"] for end in ends]
     broken = sum(end.get("outcome") in (None, "yielded", "failed") for end in ends)
-    return mean_time_between(lasted_s, max(0, broken - 1))
+    return mean_time_between([end["time"] - end["started"] for end in ends], max(0, broken - 1))
 
 
 def interval(save_s: float, mtbi_s: float) -> tuple[float, str]:

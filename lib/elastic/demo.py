@@ -86,16 +86,13 @@ class Fault:
         saved = {(delta["slot"], delta["attempt"], delta["base"]) for _, delta in deltas}
         lost = sum(s.step for s in self.at_stake if (s.slot, s.attempt, s.version) not in saved)
         again = [
-            min((at for at, delta in deltas if _succeeds(delta, slot)), default=inf)
-            for slot in self.at_stake
-        ]
+            # work of the slot begun after it was hit
+            min((at for at, d in deltas if d["slot"] == s.slot and d["base"] > s.version),
+                default=inf)
+            for s in self.at_stake
+        ]  # fmt: skip
         next_s = after[0]["time"] - self.time if after else inf
         return next_s, max(again) - self.time, lost
-
-
-def _succeeds(delta: dict, hit: Slot) -> bool:
-    """The delta is work of the slot begun after it was hit."""
-    return delta["slot"] == hit.slot and delta["base"] > hit.version
 
 
 class Demo:

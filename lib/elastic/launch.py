@@ -22,7 +22,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from elastic import sizing
+from elastic import cadence, sizing
 from elastic.command import expand
 from elastic.config import elastic_home, env, environment
 from elastic.errors import EXIT_DO_NOT_RESTART, EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN
@@ -77,7 +77,8 @@ class Launcher:
             progressed = self._newest_checkpoint() > before
             self._crashes = 1 if progressed else self._crashes + 1
             if self._lost_nodes():
-                if len(self._nodes) < self._least_nodes():
+                control, per_node = self.run.control(), self.config.slurm.gpus_per_node
+                if len(self._nodes) < sizing.nodes(control.min, control.max, per_node)[0]:
                     reason = f"only {len(self._nodes)} nodes still answer"
                     return self._end("yielded", reason)
                 self._crashes = 0
@@ -96,10 +97,6 @@ class Launcher:
         if lost:
             self.run.event("nodes-lost", nodes=lost, left=len(self._nodes), job_id=self.job_id)
         return lost
-
-    def _least_nodes(self) -> int:
-        control = self.run.control()
-        return sizing.nodes(control.min, control.max, self.config.slurm.gpus_per_node)[0]
 
     def _judge(self, code: int) -> tuple[str, str]:
         """What the end of the ranks means: (done | yielded | stopped | fenced | crashed, why)."""
@@ -162,9 +159,8 @@ class Launcher:
 
     def _grace_s(self) -> float | None:
         """The notice that a preemption gives here."""
-        if info := get_slurm_info():
-            return grace_time_s(info.partition)
-        return self.config.local_scheduler.grace_s
+        info = get_slurm_info()
+        return grace_time_s(info.partition) if info else self.config.local_scheduler.grace_s
 
     def _start_here(self) -> list[subprocess.Popen]:
         gpus = int(env("ELASTIC_GPUS", "1"))
@@ -198,6 +194,7 @@ class Launcher:
         values = {
             "resume": str(resolve_resume_path(checkpoints) or ""), "checkpoints": str(checkpoints),
             "run": str(self.run.path), "attempt": str(self.attempt),
+            "mtbi_s": f"{cadence.observed_mtbi_s(self.run.endings()):.0f}",
             "master_addr": shared["MASTER_ADDR"], "master_port": shared["MASTER_PORT"],
             "nodes": str(nodes), "gpus_per_node": str(gpus_per_node), "gpus": str(self.gpus),
         }  # fmt: skip
@@ -262,19 +259,16 @@ class Launcher:
         detail = "\n".join(self._tail) if outcome == "failed" else ""
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         progress = self.run.progress() or {}
+        mine = progress if progress.get("job_id") == self.job_id else {}
+        measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
         self.run.event(kind, role="trainer", attempt=self.attempt, reason=reason,
                        step=progress.get("step", 0))  # fmt: skip
         self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason,
                       "detail": detail, "steps": progress.get("step", 0),
-                      **self._measured(progress)})  # fmt: skip
+                      **measured})  # fmt: skip
         print(f"trainer  {outcome}: {reason}", flush=True)
         self._reconcile()
         return code
-
-    def _measured(self, progress: dict) -> dict:
-        """What this job's ranks have measured, for the decisions about later ones."""
-        names = ("tokens_per_s", "startup_s") if progress.get("job_id") == self.job_id else ()
-        return {name: progress[name] for name in names if progress.get(name)}
 
     def _reconcile(self) -> None:
         """See to the successor now, or to the end of the run; cron would come later."""

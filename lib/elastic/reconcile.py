@@ -200,7 +200,7 @@ class _Pass:
         seen = [end for end in (*endings, self.run.progress() or {}) if end.get("tokens_per_s")]
         speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"] for end in seen}
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
-        restart_s = statistics.median(restarts) if restarts else RESTART_S
+        restart_s = statistics.median(restarts or [RESTART_S])
         horizon_s = cadence.observed_mtbi_s(endings)
         best = Growth(gpus, most, speeds, restart_s, horizon_s, least_age_s)
         if not best.pays(self.now - job.started_at)[0]:

@@ -92,7 +92,8 @@ class Trainer:
         self.model = build_model(self.task, self.config, device, group)
         make = getattr(self.task, "optimizer", None)
         self.optimizer = make(self.model) if make else default_optimizer(self.model, self.train)
-        self.checkpoints = Checkpoints(run, group, f"attempt{self.attempt}", self.keep)
+        keep = max(2, self.config.checkpoint.keep)
+        self.checkpoints = Checkpoints(run, group, f"attempt{self.attempt}", keep)
         self._autocast = precision(self.train.precision, device)
         self._peaks = [each["lr"] for each in self.optimizer.param_groups]
         self._sample_tokens = count_tokens(self.task, default_collate([self.dataset[0]]))
@@ -112,14 +113,9 @@ class Trainer:
         return self.config.train
 
     @property
-    def keep(self) -> int:
-        return max(2, self.config.checkpoint.keep)
-
-    @property
     def batch_size(self) -> int:
-        return self.config.sync.global_batch_size or (
-            self.train.batch_size * self.config.elastic.max
-        )
+        most_ranks = self.config.elastic.max
+        return self.config.sync.global_batch_size or self.train.batch_size * most_ranks
 
     @property
     def total_tokens(self) -> int:
