@@ -1,4 +1,4 @@
-"""Slurm as a scheduler: the only module that runs squeue, sbatch, scancel and scontrol.
+"""Slurm as a scheduler: the only module that runs its commands (squeue, sbatch, srun, …).
 
 Facts that shape it. A question that Slurm does not answer is TryAgain, never "no jobs". One squeue
 with `-t all` asks for everything: jobs that ended stay visible for MinJobAge (300 s on most sites),
