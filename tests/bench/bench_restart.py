@@ -153,7 +153,8 @@ def seconds_to_import_and_read(files: list[Path]) -> float:
 def report(ours: list, events: list[dict], floor_s: float, plain: list) -> None:
     against = "import torch, read checkpoint"
     record("restart", against, floor_s, "s")
-    parts = [split(ours, event) for event in events if event["kind"] == "restore"][1:]
+    restores = [event for event in events if event["kind"] == "restore"]
+    parts = [split(ours, each) for each in restores if each["time"] > ours[0][1]]
     for name in ("Slurm's wait", "start-up", "load", "first step"):
         value = statistics.median(part[name] for part in parts)
         record("restart", f"{name}, median of {len(parts)}", value, "s", against, floor_s)
