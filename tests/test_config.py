@@ -196,6 +196,7 @@ def test_every_default_passes_its_own_check():
         ("run.task = 'elastic.tasks'", 'run.task: must be written "package.module:Class"'),
         ("run.mode = 'async'", 'run.mode: must be "local" or "sync", is "async"'),
         ("run.command = 'python x'", "run.command: expected an array of strings"),
+        ("train.max_steps = 7", 'train.max_steps = 7 is for run.mode = "sync"'),
         ("redis.port = 65536", "redis.port: must be between 0 and 65535"),
         ("helth.lease = 3", "unknown section helth, did you mean health?; there are run,"),
         ("name = 'x'", "unknown section name"),

@@ -492,12 +492,12 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
      "train.warmup_fraction ({}) and train.decay_fraction ({}) are more than the whole run"),
     (("health.heartbeat", "health.lease"), lambda beat, lease: lease >= 2 * beat,
      "health.lease is under two heartbeats: heartbeat {} s, lease {} s"),
-    (("health.nan_action", "run.mode"),
-     lambda action, mode: mode == "sync" or action in ("skip", "stop"),
+    (("health.nan_action", "run.mode"), lambda do, mode: mode == "sync" or do in ("skip", "stop"),
      'health.nan_action = {} is for run.mode = "sync"'),
+    (("train.max_steps", "run.mode"), lambda steps, mode: mode == "sync" or not steps,
+     'train.max_steps = {} is for run.mode = "sync": in local mode set train.max_tokens'),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
-     "slurm.partition is not set: name it in the site file (etc/site.toml), or set "
-     'run.scheduler = "local"'),
+     'slurm.partition is not set: name it in etc/site.toml, or set run.scheduler = "local"'),
 )  # fmt: skip
 
 
