@@ -191,7 +191,8 @@ class _Pass:
         working = (job for job in self.memory.jobs if job.role == TRAINER and job.started)
         job = next((job for job in working if not job.over), None)
         least_age_s = self.config.sync.grow_after_s
-        if job is None or job.started_at is None or self.dry_run:  # to ask takes nodes for a moment
+        # To ask takes nodes for a moment; and a program of the user's may save but once an epoch.
+        if job is None or job.started_at is None or self.dry_run or self.config.run.command:
             return None
         endings = self.run.endings()
         gpus = next((end.get("gpus", 0) for end in endings if end["job_id"] == job.job_id), 0)
