@@ -116,7 +116,7 @@ class Launcher:
             over = "going on in sync mode again"
         if over:
             return ("done" if over == "done" else "stopped"), f"the run is {over}"
-        if code < 0 and self.notice:
+        if self.notice and not 0 <= code <= 128:  # a signal, as Popen or a shell writes it
             return "yielded", f"notice, and the ranks ended with {name_of(code)}"
         return "crashed", f"the ranks ended with {name_of(code)}"
 
