@@ -18,6 +18,7 @@ from elastic import sandbox
 from elastic.errors import ElasticError, UsageError
 from elastic.sandbox import Sandbox, Shape
 from helpers import ROOT, wait_until
+from running import command_line
 
 pytest_plugins = ["slurm_sandbox"]
 pytestmark = pytest.mark.slurm
@@ -38,8 +39,8 @@ def elastic_sandbox(*args: object, **options) -> str:
 
 def sleepers(seconds: str) -> list[str]:
     """The command lines of live `sleep SECONDS`."""
-    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    return [line.decode() for line in lines if line == f"sleep\0{seconds}\0".encode()]
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    return [line for line in map(command_line, pids) if line == f"sleep {seconds} "]
 
 
 def run_orphans(box: Sandbox, node: str, job: str = ORPHANS) -> str:

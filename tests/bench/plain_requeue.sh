@@ -5,4 +5,5 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 unset SLURM_EXPORT_ENV
+trap '' TERM # who leaves within the notice is done, for Slurm, and not requeued
 srun --ntasks=1 --mpi=none "$1" "$2" "$3" "$4" "$5"

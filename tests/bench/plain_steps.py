@@ -1,6 +1,7 @@
 """The script of plain_requeue.sh: FOLDER STEP_S SAVE_EVERY. A line of steps.log per step."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 from bench_task import Paced
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see plain_requeue.sh
 folder, step_s, every = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 task = Paced({"parameters": 1_000_000, "step_s": step_s})
 model = task.model()
