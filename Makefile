@@ -41,7 +41,7 @@ demo-slurm: $(READY)  ## The same on a private Slurm of several nodes
 	bin/elastic-demo --slurm
 
 test: $(READY)  ## All tests; PYTEST_ARGS='-k name' for some
-	$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff and shellcheck
 	$(VENV)/bin/ruff check lib tests
@@ -57,7 +57,7 @@ validate: $(READY)  ## Local mode against a synchronous baseline at equal tokens
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig
 
 matrix: $(READY)  ## What a preemption costs, for all 72 ways to announce it (minutes)
-	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/pytest -s tests/test_notice_matrix.py
+	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/python -m pytest -s tests/test_notice_matrix.py
 
 gpu-check: $(READY)  ## What runs only where there is a GPU
 	$(VENV)/bin/python tests/gpu_check.py
