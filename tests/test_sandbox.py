@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import shlex
 import shutil
 import signal
 import socket
@@ -196,9 +197,10 @@ def test_an_ordinary_user_can_have_one(tmp_path):
     shutil.chown(folder, nobody.pw_uid, nobody.pw_gid)
     place = f"--dir {folder} --name x"
     script = f"""set -e
-    {COMMAND} up --nodes 1 {place}
-    trap '{COMMAND} down {place}' EXIT
-    eval "$({COMMAND} env {place})"
+    sandbox={shlex.quote(str(COMMAND))}
+    "$sandbox" up --nodes 1 {place}
+    trap '"$sandbox" down {place}' EXIT
+    eval "$("$sandbox" env {place})"
     cd {folder}
     show='id -un; srun printenv CUDA_VISIBLE_DEVICES'
     sbatch --wait --gres=gpu:2 --output=out --wrap="$show"
