@@ -47,7 +47,7 @@ lint: $(READY)  ## ruff and shellcheck
 	$(VENV)/bin/ruff check lib tests
 	shellcheck $(PROGRAMS) $(wildcard sbatch/*) .ci/run
 
-bench: $(READY)  ## Stall of a round, memory, load of the master; writes build/bench.jsonl
+bench: $(READY)  ## Stall of a round, memory, load of the master, restarts; writes build/bench.jsonl
 	rm -f build/bench.jsonl
 	$(VENV)/bin/python tests/bench/bench_round.py
 	$(VENV)/bin/python tests/bench/bench_master.py

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -229,7 +228,8 @@ def test_a_full_disk_stops_the_clock_and_not_the_run(small_disk: Path, leave_byt
         waits = "waiting for space on the filesystem of"
         run.until(lambda: waits in status.observe(run.run)["reason"], 30, "status says why")
         version = run.version
-        time.sleep(3)
+        delivered = "both have delivered, and a commit is due"
+        run.until(lambda: [s.state for s in run.slots().values()] == ["waiting"] * 2, 30, delivered)
         assert run.version == version
         filler.unlink()
         run.versions(2)

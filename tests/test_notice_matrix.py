@@ -116,9 +116,12 @@ class Cell:
         if self.program != "worker":
             steps = self.steps()
             return len(steps) - len(set(steps))
-        ended = read_json(self.run.path / "exit" / f"{self.job_id}.json") or {}
-        lost = [e for e in self.run.events() if e["kind"] == "lost" and e["job_id"] == self.job_id]
-        return lost[0]["steps"] if lost else 0 if ended.get("state") == "ended" else -1
+        record = read_json(self.run.path / "exit" / f"{self.job_id}.json")
+        mine = [e for e in self.run.events() if e.get("attempt") == record["attempt"]]
+        kept = sum(event["steps"] for event in mine if event["kind"] == "delta")
+        if record["state"] == "ended":  # it has said how many it did
+            return record["steps"] - kept
+        return next(event["steps"] for event in mine if event["kind"] == "lost")
 
     def row(self) -> str:
         words = (self.program, self.grace_s, self.user_signal, self.signal or "none", self.mode)

@@ -99,7 +99,6 @@ class SlurmScheduler:
             if not _GONE.search(answer.stderr):
                 _checked("scancel", answer)
 
-
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """Idle nodes, as far as Slurm really gives them: they are taken for a moment, and let go.
 

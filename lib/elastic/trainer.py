@@ -350,7 +350,7 @@ class Trainer:
         """Does everybody answer, and does the GPU still compute? All ranks, at the same step."""
         self._checked_at = time.monotonic()
         if problem := check_nccl_health(self.group, self.config.health.liveness_timeout_s):
-            raise ElasticError(f"rank {self.group.rank}: {problem}", "the log of that rank")
+            raise ElasticError(f"rank {self.group.rank}: {problem}", "see logs/ranks of the run")
         require_gpu(self.device, warn)
 
     def _profile(self) -> None:
