@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
-from elastic.errors import EXIT_TRY_AGAIN  # noqa: E402
+from elastic.errors import Exit  # noqa: E402
 from elastic.group import Group  # noqa: E402
 from elastic.health import (  # noqa: E402
     HangDetector,
@@ -59,7 +59,7 @@ def hang() -> None:
     def the_step_that_hangs() -> None:
         threading.Event().wait()
 
-    with HangDetector(0.6, functools.partial(os._exit, EXIT_TRY_AGAIN)) as detector:
+    with HangDetector(0.6, functools.partial(os._exit, Exit.TRY_AGAIN)) as detector:
         for _ in range(4):
             time.sleep(0.25)
             detector.tick()

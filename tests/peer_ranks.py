@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -37,7 +36,7 @@ def deaf_port(address: str) -> int:
     return server.getsockname()[1]
 
 
-def play(story: str, rank: int, world: int, timeout: timedelta) -> dict:
+def play(story: str, rank: int, world: int, timeout_s: float) -> dict:
     def check(store, me, *rest):
         ports = {"nobody": free_port, "deaf": deaf_port}
         port = ports[story](me.address) if story in ports else me.port
@@ -45,7 +44,7 @@ def play(story: str, rank: int, world: int, timeout: timedelta) -> dict:
 
     peers.check = check
     try:
-        join_group(rank, world, torch.device("cpu"), timeout)
+        join_group(rank, world, torch.device("cpu"), timeout_s)
     except ElasticError as error:
         return {"error": error.what, "hint": error.hint}
     total = torch.ones(1)
@@ -66,7 +65,7 @@ def main() -> None:
             continue
         node, local = (f"n{rank + 1}", 0) if nodes > 1 else ("n1", rank)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "SLURMD_NODENAME": node}
-        said = play(story, rank, len(stories), timedelta(seconds=timeout))
+        said = play(story, rank, len(stories), timeout)
         os.write(writer, json.dumps(said).encode())
         os._exit(0)
     print("[" + ",".join(os.fdopen(pipe).read() for pipe in pipes) + "]")

@@ -17,6 +17,7 @@ from helpers import ROOT, elastic, environment, wait_until
 
 COMMANDS = [
     "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "evaluate", "config",
+    "sandbox",
 ]  # fmt: skip
 
 
@@ -115,6 +116,12 @@ def test_a_python_that_is_too_old_or_bare_gets_one_error_with_the_way_out(env, t
 )
 def test_what_runs_under_cron_and_on_login_nodes_never_loads_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    path = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
+    assert subprocess.run([sys.executable, "-c", code], env=path).returncode == 0
+
+
+def test_a_cron_pass_has_no_use_for_redis_and_does_not_load_it():
+    code = "import sys, elastic.cli; sys.exit('redis' in sys.modules)"
     path = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
     assert subprocess.run([sys.executable, "-c", code], env=path).returncode == 0
 

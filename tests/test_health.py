@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import elastic
 from elastic import health
-from elastic.errors import EXIT_TRY_AGAIN, ElasticError
+from elastic.errors import ElasticError, Exit
 from elastic.group import Group
 from elastic.health import NaNDetector, ShutdownHandler, check_gpu_health
 from elastic.network import free_port
@@ -113,7 +113,7 @@ def test_a_hang_shows_all_stacks_and_ends_the_process_and_a_suspension_does_not(
         story.process.send_signal(signal.SIGCONT)
         story.go()
         assert story.hear() == "alive"
-        assert story.end() == EXIT_TRY_AGAIN
+        assert story.end() == Exit.TRY_AGAIN
         said = story.process.stderr.read()
         assert "rank 0: no step for 0.6 s" in said
         assert "the_step_that_hangs" in said

@@ -21,7 +21,7 @@ LAYERS = [
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
               "sched sched_local sched_slurm signals network sandbox versions inner_state "
               "slurm_info health peers device checkpoint handover"),
-    ("processes", "averaging link local_sgd agent worker master trainer launch reconcile"),
+    ("processes", "averaging link local_sgd agent worker master trainer launch start reconcile"),
     ("people", "submission status audit views cli demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from elastic import sandbox
+from elastic.cli import elastic
 from elastic.errors import ElasticError, UsageError
 from elastic.sandbox import Sandbox, Shape
 from helpers import ROOT, wait_until
@@ -238,5 +239,5 @@ def test_a_folder_that_slurm_cannot_take_is_refused(tmp_path, name):
 
 def test_every_help_fits_80_columns():
     for command in ("", "up", "env", "status", "preempt", "kill-node", "hang-controller", "down"):
-        said = CliRunner().invoke(sandbox.cli, [*command.split(), "--help"])
+        said = CliRunner().invoke(elastic, ["sandbox", *command.split(), "--help"])
         assert (said.exit_code, max(map(len, said.output.splitlines())) <= 80) == (0, True)

@@ -137,6 +137,22 @@ def test_options_that_are_not_set_are_not_passed(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("version", "nodes"),
+    [("slurm 23.02.1", "1,2,4"), ("slurm-wlm 24.11.0", "1,2,4"), ("slurm-wlm 22.05.8", "1-4")],
+)
+def test_a_list_of_sizes_goes_to_a_slurm_that_knows_lists(tmp_path, version, nodes):
+    """With a pretended sbatch: no newer Slurm is to be had here."""
+    script = f'[ "$1" = --version ] && echo "{version}" && exit; echo "$@" >&2; exit 255'
+    fields = {"limits": (6, 40), "sizes": (8, 16, 32, 64)}
+    fields["environment"] = fake_command(tmp_path, "sbatch", script)
+    toml = MINIMAL_TOML.replace("[train]", "gpus_per_node = 8\n[train]")
+    spec = make_spec(tmp_path, toml, "trainer", 0, **fields)
+    with pytest.raises(Refused) as refused:
+        SlurmScheduler(None).submit(spec)
+    assert f" --nodes={nodes} --no-kill " in refused.value.what
+
+
 POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
 
 

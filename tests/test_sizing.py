@@ -6,7 +6,7 @@ pytest tests/test_sizing.py
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sizing import nodes, passes, share
+from elastic.sizing import fit, node_counts, passes, share
 
 sizes, worlds, micro = st.integers(0, 200), st.integers(1, 40), st.integers(1, 9)
 
@@ -40,8 +40,16 @@ def test_a_batch_smaller_than_the_ranks_leaves_some_idle():
 
 
 def test_gpus_become_whole_nodes_that_are_no_more_than_allowed():
-    assert nodes(8, 32, 8) == (1, 4)
-    assert nodes(9, 31, 8) == (2, 3)
-    assert nodes(1, 4, 1) == (1, 4)
-    assert nodes(2, 2, 4) == (1, 1)
-    assert nodes(9, 15, 8) == (1, 1)  # two nodes would be 16
+    assert node_counts((8, 32), 8) == [1, 2, 3, 4]
+    assert node_counts((9, 31), 8) == [2, 3]
+    assert node_counts((1, 4), 1) == [1, 2, 3, 4]
+    assert node_counts((2, 2), 4) == [1]
+    assert node_counts((9, 15), 8) == [1]  # two nodes would be 16
+
+
+def test_of_the_sizes_allowed_the_largest_that_is_there_is_taken():
+    counts = node_counts((8, 64), 8, sizes=(8, 16, 32, 128))
+    assert counts == [1, 2, 4]
+    assert [fit(counts, nodes) for nodes in (1, 3, 4, 7)] == [1, 2, 4, 4]
+    assert fit([2, 4], 1) == 0
+    assert node_counts((40, 48), 8, sizes=(8, 16)) == [5, 6]  # after elastic-scale: none is in it

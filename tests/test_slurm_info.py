@@ -17,8 +17,8 @@ from elastic.slurm_info import (
     end_time,
     expand_hostlist,
     get_slurm_info,
-    grace_time_s,
     log_job_info,
+    notice_s,
     resolve_resume_path,
     resume_order,
     with_end_time,
@@ -104,11 +104,14 @@ def test_the_end_time_is_local_time_or_unknown():
     assert end_time("") is None
 
 
-@pytest.mark.parametrize(("said", "seconds"), [("5", 5), ("00:02:10", 130), ("0", 0), ("", None)])
-def test_the_notice_is_the_grace_time_of_the_partition(scontrol, said, seconds: float | None):
-    scontrol(f'[ "$4" = low ] && echo "{PARTITION.format(said)}"')
-    assert grace_time_s("low") == seconds
-    assert grace_time_s("high") is None
+@pytest.mark.parametrize(("said", "seconds"), [("5", 5), ("00:02:10", 130), ("0", 40), ("", None)])
+def test_the_notice_is_the_grace_time_or_else_kill_wait(scontrol, said, seconds: float | None):
+    scontrol(f'''case "$3 $4" in
+        "partition low") echo "{PARTITION.format(said)}";;
+        "config ") echo "KillWait                = 40 sec";;
+    esac''')
+    assert notice_s("low") == seconds
+    assert notice_s("high") is None
 
 
 def test_slurm_is_asked_for_what_the_environment_does_not_hold(scontrol):
@@ -116,7 +119,7 @@ def test_slurm_is_asked_for_what_the_environment_does_not_hold(scontrol):
     scontrol(f'case "$3" in job) echo "{JOB}";; {partition} esac')
     assert with_end_time(replace(INFO, end_time=None)).end_time == end_time(JOB)
     assert with_end_time(INFO) is INFO
-    assert grace_time_s("low") == 7
+    assert notice_s("low") == 7
 
 
 @pytest.mark.parametrize("answer", ["echo 'Invalid job id' >&2; exit 1", "echo", "kill $$"])
@@ -124,12 +127,12 @@ def test_what_slurm_does_not_say_stays_unknown(scontrol, answer: str):
     scontrol(answer)
     unknown = replace(INFO, end_time=None)
     assert with_end_time(unknown) == unknown
-    assert grace_time_s("low") is None
+    assert notice_s("low") is None
 
 
 def test_a_machine_without_slurm_knows_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert grace_time_s("low") is None
+    assert notice_s("low") is None
 
 
 def test_the_banner_holds_job_size_time_and_nccl(monkeypatch: pytest.MonkeyPatch):

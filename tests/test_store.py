@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from elastic.errors import EXIT_TRY_AGAIN, Fenced, TryAgain
+from elastic.errors import Exit, Fenced, TryAgain
 from elastic.network import free_port
 from elastic.rundir import Endpoint
 from elastic.store import EVENTS_KEPT, Ask, Store
@@ -385,7 +385,7 @@ def test_a_server_that_is_not_there_means_try_again_and_names_the_place():
     for _, call in every_call(store):
         with pytest.raises(TryAgain, match=f"cannot reach Redis at 127.0.0.1:{port}") as caught:
             call()
-        assert caught.value.code == EXIT_TRY_AGAIN
+        assert caught.value.code == Exit.TRY_AGAIN
         assert "elastic-status" in caught.value.hint
 
 

@@ -95,8 +95,10 @@ def assert_same_run(found: list[dict], wanted: list[dict]) -> None:
 
 
 def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_path, undisturbed):
-    with synchronous(tmp_path, {"elastic.max": 3, "local_scheduler.gpus": 2}, step_s=0.1) as run:
+    settings = {"elastic.max": 3, "local_scheduler.gpus": 2, "train.loader_workers": 1}
+    with synchronous(tmp_path, settings, step_s=0.1) as run:
         further(run, 5)
+        assert len(run.pids("elastic.start trainer")) == 2 + 2  # each rank with its loader
         for gpus in (1, 3):
             resize(run, gpus)
             further(run, 4)
@@ -137,7 +139,7 @@ def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
     with synchronous(tmp_path, settings, step_s=0.02) as run:
         further(run, 25)
         job = run.jobs()["trainer", 0]
-        run.kill("elastic.trainer", how)
+        run.kill("elastic.start trainer", how)
         run.until(lambda: run.events("restart"), 60, "the ranks are started again")
         further(run, 3)
         assert run.jobs()["trainer", 0].job_id == job.job_id
@@ -237,6 +239,22 @@ def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):
     trace = json.loads((run.run.path / "profile" / "steps-5-8.json").read_text())
     assert any("AdamW.step" in str(event.get("name")) for event in trace["traceEvents"])
     assert "profile of steps 5 to 8" in log
+
+
+def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
+    settings = {**TWO, "train.max_steps": 30, "train.validate_every": 10, "train.profile": "5:99"}
+    with synchronous(tmp_path, settings, step_s=0.1, validation_passes=300) as run:
+        run.until(lambda: step(run) == 10, 60, "the first validation")
+        job = run.jobs()["trainer", 0]
+        run.scheduler.preempt(job.job_id)
+        assert run.ended(job.job_id)["outcome"] == "yielded"
+        lines = finish(run)
+        trace = run.run.path / "profile" / "steps-5-99.json"
+        assert json.loads(trace.read_text())["traceEvents"]  # what was seen by then
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    found = run.events("validate")
+    assert [event["step"] for event in found] == [10, 20, 30]
+    assert found[-1]["validation_loss"] < found[0]["validation_loss"]
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):

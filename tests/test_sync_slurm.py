@@ -54,10 +54,10 @@ class Cluster:
         self._cron = {"HOME": str(home), "PATH": "/usr/bin:/bin", "ELASTIC_PYTHON": sys.executable}
         self._asks = SlurmScheduler(None, {**os.environ, **box.environment()})
 
-    def submit(self, least: int, most: int) -> None:
+    def submit(self, least: int, most: int, **more) -> None:
         self.pace.write_text("0.3")
         shutil.copy(TESTS / "tiny_task.py", self.home)
-        settings = {**STORY, "task.pace": str(self.pace)}
+        settings = {**STORY, "task.pace": str(self.pace), **more}
         (self.home / "story.toml").write_text("".join(f"{line}\n" for line in toml(settings)))
         environment = {
             **self._cron, **self.box.environment(), "PATH": os.environ["PATH"],
@@ -167,6 +167,20 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
     report = elastic("audit", cluster.run.path, "--json", env={**os.environ})
     assert json.loads(report.stdout)["problems"] == []
     losses_like_undisturbed(last, tmp_path)
+
+
+def test_nodes_that_make_no_size_that_is_allowed_are_given_back(new_sandbox, tmp_path):
+    cluster = Cluster(new_sandbox(nodes=3, gpus=1, grace_s=20), tmp_path)
+    cluster.submit(1, 4, **{"sync.sizes": [1, 2, 4]})
+    cluster.trains_on(2)
+    (given_back,) = [e for e in cluster.run.events() if e["kind"] == "nodes-released"]
+    assert (given_back["nodes"], given_back["left"], given_back["done"]) == (1, 2, True)
+    cluster.until(lambda: "n3" in cluster.box.idle_nodes(), "the third node to be idle")
+    assert expand_hostlist(cluster.running().node) == ["n1", "n2"]
+    assert not list(cluster.run.path.glob("slurm_job*"))
+    cluster.pace.write_text("0")
+    cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
+    assert {line["world"] for line in cluster.steps()} == {2}
 
 
 def losses_like_undisturbed(found: dict[int, dict], home: Path) -> None:

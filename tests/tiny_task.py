@@ -3,6 +3,7 @@
 The [task] table can make it slow (`pace`: a file holding seconds per inner step, which a test may
 change while the run goes on; `pace.SLOT` is for one slot) and make it fail: `raise_at_step` (of
 every attempt) and `nan_sample` (its loss is not a number).
+A validation makes `validation_passes` over the same samples.
 """
 
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 WIDTH = 8
 
@@ -50,6 +51,7 @@ class Tiny:
         self._paces = [Path(path) for path in paces]
         self._samples = Samples(config.get("samples", 2000), config.get("nan_sample", -1))
         self._raise_at_step = config.get("raise_at_step", 0)
+        self._passes = config.get("validation_passes", 1)
         self._steps = 0
 
     def model(self) -> nn.Module:
@@ -65,3 +67,9 @@ class Tiny:
         time.sleep(next(float(path.read_text()) for path in self._paces if path.exists()))
         x, y = batch
         return nn.functional.mse_loss(model(x), y)
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        batch = default_collate([self._samples[i] for i in range(32)])
+        losses = [self.loss(model, batch).item() for _ in range(self._passes)]
+        return {"validation_loss": sum(losses) / len(losses)}

@@ -24,16 +24,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic.config import env, environment
-from elastic.errors import (
-    EXIT_DO_NOT_RESTART,
-    EXIT_ERROR,
-    EXIT_OK,
-    EXIT_TRY_AGAIN,
-    ElasticError,
-    Fenced,
-    TryAgain,
-)
+from elastic.config import env, environment, torch_program
+from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.network import free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
@@ -43,7 +35,7 @@ TAIL_LINES = 40
 KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
 ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
-EXIT_CODES = {"stopped": EXIT_DO_NOT_RESTART, "failed": EXIT_ERROR}
+EXIT_CODES = {"stopped": Exit.DO_NOT_RESTART, "failed": Exit.ERROR}
 # What a trainer reports that has not spoken yet.
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
           "tokens_per_s": 0.0}  # fmt: skip
@@ -105,10 +97,10 @@ class Agent:
         end = trainer.said.get("end")
         if code == 0 and end:
             return end, {"yielded": f"notice: {self.notice.signal_name}"}.get(end, f"run {end}")
-        if code == EXIT_DO_NOT_RESTART:
+        if code == Exit.DO_NOT_RESTART:
             return "fenced", f"a higher attempt than {self.attempt} has slot {self.slot}"
-        if code == EXIT_TRY_AGAIN and self.notice:
-            return "yielded", "notice, and the master could not be reached"
+        if code == Exit.TRY_AGAIN and self.notice:
+            return "yielded", "notice, with nothing to deliver, or nobody to deliver it to"
         if code < 0 and self.notice:
             return "yielded", f"notice, and the training process ended with {name_of(code)}"
         if over := self.run.closing("local"):
@@ -134,7 +126,7 @@ class Agent:
             "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
         }  # fmt: skip
-        command = list(self.config.run.command) or [sys.executable, "-m", "elastic.worker"]
+        command = list(self.config.run.command) or torch_program("worker")
         processes = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -163,7 +155,7 @@ class Agent:
                     self._beat(trainer)
             code = trainer.exit_code()
         except Fenced:
-            code = EXIT_DO_NOT_RESTART
+            code = Exit.DO_NOT_RESTART
         finally:
             # A rank that has failed leaves the others waiting for it: they cannot go on.
             trainer.signal(signal.SIGKILL)
@@ -250,7 +242,7 @@ class Agent:
     # ---- the record
 
     def _end(self, outcome: str, reason: str, trainer: Trainer | None = None) -> int:
-        code = EXIT_CODES.get(outcome, EXIT_OK)
+        code = EXIT_CODES.get(outcome, Exit.OK)
         detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
         steps = trainer.said["steps_total"] if trainer else 0
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")

@@ -8,6 +8,7 @@ run under cron and on login nodes, where seconds and memory count.
 """
 
 import contextlib
+import functools
 import json
 import random
 import re
@@ -16,16 +17,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
-from elastic import __version__, rundir, status, submission, views
+from elastic import __version__, rundir, submission, views
 from elastic import config as configuration
 from elastic import reconcile as reconciling
 from elastic.audit import audit as audit_ledger
 from elastic.durable import checksum
-from elastic.errors import EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN, ElasticError, UsageError
+from elastic.errors import ElasticError, Exit, UsageError
 from elastic.rundir import RunDir
+from elastic.sandbox import Sandbox, Shape, default_folder
 from elastic.sched import scheduler_of
 from elastic.submission import jobs_of
 
@@ -50,7 +53,7 @@ class Commands(click.Group):
         except OSError as error:
             where = f": {error.filename}" if error.filename else ""
             click.echo(f"error: {error.strerror or error}{where}", err=True)
-            ctx.exit(EXIT_ERROR)
+            ctx.exit(Exit.ERROR)
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
@@ -58,8 +61,7 @@ class Commands(click.Group):
 def elastic():
     """Train on preemptible Slurm partitions without losing work.
 
-    Beside these, "elastic sandbox" starts a private Slurm on this machine and
-    "elastic demo" shows it all. Every command is also a program: elastic-submit.
+    Every command is also a program: elastic-submit. "elastic demo" shows it all.
     """
 
 
@@ -143,7 +145,7 @@ def wait_for_end(run: RunDir) -> int:
     next_pass = time.monotonic() + interval_s
     while True:
         if run.done():
-            return EXIT_OK
+            return Exit.OK
         if failed := run.failed():
             raise ElasticError(f"run {run.name} failed: {failed['reason']}", "elastic-logs")
         if run.control().state == "stopped":
@@ -174,11 +176,11 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, as_json: bool)
     found = [rundir.find(name) for name in runs] if runs else rundir.registered()
     report = one_pass(found, dry_run)
     if as_json:
-        echo_json(report.to_json())
+        click.echo(json.dumps(report.to_json(), indent=1))
     else:
         for line in report.lines():
             click.echo(line)
-    sys.exit(EXIT_TRY_AGAIN if report.unknown else EXIT_ERROR if report.errors else EXIT_OK)
+    sys.exit(Exit.TRY_AGAIN if report.unknown else Exit.ERROR if report.errors else Exit.OK)
 
 
 def one_pass(runs: list[RunDir], dry_run: bool = False):
@@ -207,26 +209,30 @@ def show_status(run: str | None, watch: bool, as_json: bool):
     One run: its progress, its workers and jobs, why it waits, what the next
     reconcile pass will do, and the last events.
     """
+    from elastic import status  # and with it redis, which a cron pass has no use for
+
     found = [rundir.find(run)] if run else rundir.registered()
+    view = views.run_view if run else views.runs_table
 
-    def view():
-        seen = status.observe_all(found)
-        return views.run_view(seen[0]) if run else views.runs_table(seen)
+    def seen() -> dict | list[dict]:
+        every = status.observe_all(found)
+        return every[0] if run else every
 
-    if watch:
-        with contextlib.suppress(KeyboardInterrupt), views.live() as show:
-            while True:
-                show(view())
-                time.sleep(WATCH_S)
-    elif as_json:
-        seen = status.observe_all(found)
-        echo_json(seen[0] if run else seen)
+    if not watch:
+        show(as_json, seen(), view)
+        return
+    with contextlib.suppress(KeyboardInterrupt), views.live() as draw:
+        while True:
+            draw(view(seen()))
+            time.sleep(WATCH_S)
+
+
+def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
+    """Print data for a script, or the view of it for a person."""
+    if as_json:
+        click.echo(json.dumps(data, indent=1))
     else:
-        views.console().print(view())
-
-
-def echo_json(data: object) -> None:
-    click.echo(json.dumps(data, indent=1))
+        views.console().print(view(data))
 
 
 @command("logs demo", "logs demo 3 -f", "logs demo master")
@@ -332,11 +338,8 @@ def audit(run: str, files: bool, as_json: bool):
     """
     found = rundir.find(run)
     report = audit_ledger(found.path, found.config().checkpoint.keep, checksum if files else None)
-    if as_json:
-        echo_json(report)
-    else:
-        views.console().print(views.audit_view(found.name, report))
-    sys.exit(EXIT_ERROR if report["problems"] else EXIT_OK)
+    show(as_json, report, functools.partial(views.audit_view, found.name))
+    sys.exit(Exit.ERROR if report["problems"] else Exit.OK)
 
 
 @command("evaluate demo", "evaluate demo --version 0 --json")
@@ -358,10 +361,7 @@ def evaluate(run: str, version: int | None, as_json: bool):
         hint = f"there are versions {', '.join(map(str, kept))}; see checkpoint.keep_every"
         raise UsageError(f"version {version} is no longer on disk", hint)
     scores = {"version": commit["version"], **validate(found, commit)}
-    if as_json:
-        echo_json(scores)
-    else:
-        click.echo("  ".join(f"{name} {value:.6g}" for name, value in scores.items()))
+    show(as_json, scores, views.scores_view)
 
 
 def validate(run: RunDir, commit: dict) -> dict[str, float]:
@@ -391,11 +391,61 @@ def validate(run: RunDir, commit: dict) -> dict[str, float]:
 def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
     """Print every value of CONFIG, with unit and origin."""
     rows = configuration.load(config, overrides).explain()
-    if as_json:
-        names = ("key", "value", "unit", "default", "origin", "meaning")
-        echo_json([dict(zip(names, row, strict=True)) for row in rows])
-    else:
-        views.console().print(views.config_view(rows))
+    names = ("key", "value", "unit", "default", "origin", "meaning")
+    show(as_json, [dict(zip(names, row, strict=True)) for row in rows], views.config_view)
+
+
+# ---- sandbox ------------------------------------------------------------------------------------
+
+
+@command("sandbox up --nodes 4", "sandbox env    # for eval", "sandbox preempt", cls=click.Group)
+def sandbox():
+    """Run a private multi-node Slurm on this machine."""
+
+
+def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> None:
+    """Make a subcommand of a function of a sandbox; what it returns is printed."""
+
+    @functools.wraps(method)
+    def call(name: str, folder: Path | None, **given: Any) -> None:
+        said = method(Sandbox((folder or default_folder()).absolute() / name), **given)
+        if said:
+            click.echo(said)
+
+    call = click.option("--dir", "folder", type=Path, help="Folder of sandboxes.")(call)
+    call = click.option("--name", default="default", show_default=True, help="Which one.")(call)
+    for parameter in reversed(parameters):
+        call = parameter(call)
+    sandbox.command(method.__name__.strip("_").replace("_", "-"))(call)
+
+
+def _up(box: Sandbox, **shape: Any) -> str:
+    """Start it and wait until its nodes are idle."""
+    box.up(Shape(**shape))
+    return f"up; to use it:\n{box.env()}"
+
+
+def _number(flag: str, default: float, least: float, what: str) -> Callable:
+    kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
+    return click.option(*flag.split(), type=kind, default=default, show_default=True, help=what)
+
+
+_NODE, _SECONDS = click.argument("node"), _number("--seconds", 30.0, 0.0, "For how long.")
+_of_sandbox(
+    _up,
+    _number("--nodes", Shape.nodes, 1, "Nodes with GPUs."),
+    _number("--gpus", Shape.gpus, 0, "GPUs of each."),
+    _number("--grace grace_s", Shape.grace_s, 0, "Seconds of notice before a preemption."),
+    click.option("--accounting", is_flag=True, help="With slurmdbd and MariaDB, for sacct."),
+    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
+)
+_of_sandbox(Sandbox.env)
+_of_sandbox(Sandbox.status)
+_of_sandbox(Sandbox.preempt, _number("--nodes", 1, 1, "How many."), _SECONDS)
+_of_sandbox(Sandbox.kill_node, _NODE)
+_of_sandbox(Sandbox.revive_node, _NODE)
+_of_sandbox(Sandbox.hang_controller, _SECONDS)
+_of_sandbox(Sandbox.down)
 
 
 def main() -> None:

@@ -30,10 +30,7 @@ class Codec:
         return data.view(self.dtype).float()
 
 
-CODECS = {
-    "none": Codec("none", torch.float32),
-    "bf16": Codec("bf16", torch.bfloat16),
-}
+CODECS = {"none": Codec("none", torch.float32), "bf16": Codec("bf16", torch.bfloat16)}
 
 
 def codec(name: str) -> Codec:

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,10 @@ def _strings(value: Any) -> bool:
     return type(value) is list and all(type(item) is str for item in value)
 
 
+def _integers(value: Any) -> bool:
+    return type(value) is list and all(type(item) is int for item in value)
+
+
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1, "": 1, "ms": 0.001}
 _BYTES = {"tb": 1 << 40, "gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10, "b": 1, "": 1}
 
@@ -74,6 +79,7 @@ BOOL = Kind("true or false", lambda value: type(value) is bool)
 REAL = Kind("a finite number", _finite, float)
 AUTO = Kind('"auto" or a finite number', lambda value: value == "auto" or _finite(value))
 LIST = Kind("an array of strings", _strings, tuple)
+INTS = Kind("an array of integers", _integers, tuple)
 TIME = Kind('a duration ("90s", "5m", "2h" or seconds)', _amount, float, _SECONDS, "_s")
 SIZE = Kind('a size ("64kb", "256mb", "1gb" or bytes)', _amount, round, _BYTES, "_bytes")
 
@@ -145,6 +151,10 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("precision", TEXT, "float32", "", "of the passes", _one_of("float32", "bf16")),
     Key("device", TEXT, "auto", "", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda")),
     Key("threads", INT, 0, "threads", "of torch on the CPU; 0: torch decides", NATURAL),
+    Key("loader_workers", INT, 0, "processes", "of a rank, that load samples ahead in sync mode",
+        NATURAL),
+    Key("validate_every", INT, 0, "steps", "in sync mode, to the task's validate(); 0: never",
+        NATURAL),
     Key("compile", BOOL, False, "", "torch.compile the model"),
     Key("profile", TEXT, "", "", 'steps traced on rank 0 in sync mode, "100:110"; empty: none',
         WINDOW),
@@ -171,6 +181,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
 ), "sync": (
     Key("global_batch_size", INT, 0, "samples", "of a step; 0: train.batch_size times elastic.max",
         NATURAL),
+    Key("sizes", INTS, [], "GPUs", "that a job may have, of all from min to max; empty: any"),
     Key("checkpoints", TEXT, "", "", "where run.command saves; empty: RUN/checkpoints"),
     Key("notice_signal", TEXT, "TERM", "", "what run.command gets as the notice", SIGNAL),
     Key("ranks_per_node", INT, 0, "", "of run.command; 0: one per GPU; 1: for torchrun", NATURAL),
@@ -321,7 +332,7 @@ def _written(kind: Kind, value: Any) -> Any:
     for unit, size in kind.units.items():
         if value and size >= 1 and value % size == 0:
             return f"{value // size:.0f}{unit}"
-    return list(value) if kind is LIST else value
+    return list(value) if kind in (LIST, INTS) else value
 
 
 def toml_value(value: Any) -> str:
@@ -496,6 +507,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
      'health.nan_action = {} is for run.mode = "sync"'),
     (("train.max_steps", "run.mode"), lambda steps, mode: mode == "sync" or not steps,
      'train.max_steps = {} is for run.mode = "sync": in local mode set train.max_tokens'),
+    (("sync.sizes", "elastic.min", "elastic.max"),
+     lambda sizes, low, high: not sizes or any(low <= size <= high for size in sizes),
+     "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({})"),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
      'slurm.partition is not set: name it in etc/site.toml, or set run.scheduler = "local"'),
 )  # fmt: skip
@@ -531,6 +545,11 @@ def clean_environment() -> dict[str, str]:
 def elastic_home() -> Path:
     """The checkout or installation: the folder that holds bin, etc, lib and sbatch."""
     return Path(__file__).resolve().parents[2]
+
+
+def torch_program(name: str) -> list[str]:
+    """The command line of a process that uses torch; its arguments follow."""
+    return [sys.executable, "-P", "-m", "elastic.start", name]
 
 
 def runs_root() -> Path:

@@ -156,7 +156,7 @@ class Demo:
             with contextlib.suppress(OSError):
                 words = cmdline.read_bytes().decode(errors="replace").split("\0")
                 of_run = any(word.startswith(str(self.run.path)) for word in words)
-                if of_run and ("elastic.master" in words or "redis-server" in words[0]):
+                if of_run and ("master" in words or "redis-server" in words[0]):
                     os.kill(int(cmdline.parent.name), signal.SIGKILL)
 
     # ---- meanwhile

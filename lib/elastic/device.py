@@ -36,19 +36,18 @@ def choose_device(config: Config) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def join_group(rank: int, world: int, device: torch.device, timeout: timedelta) -> Group:
+def join_group(rank: int, world: int, device: torch.device, timeout_s: float) -> Group:
     """The ranks of this job, which have met at MASTER_ADDR:MASTER_PORT and added up their ones.
 
     Raises ElasticError naming the ranks or nodes that are missing, or that do not reach each other.
     """
     group = Group(rank, world, device)
     if world > 1:
+        timeout = timedelta(seconds=timeout_s)
         store = meet(rank, world, timeout)
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            kind, store=store, rank=rank, world_size=world, timeout=timeout
-        )
-        if problem := check_nccl_health(group, min(PING_S, timeout.total_seconds())):
+        dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=timeout)
+        if problem := check_nccl_health(group, min(PING_S, timeout_s)):
             raise ElasticError(problem, "NCCL_DEBUG=INFO says more, in the logs of the ranks")
     return group
 

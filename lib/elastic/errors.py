@@ -4,17 +4,23 @@ An error says what went wrong with the value that was seen, and (`hint`) the way
 line turns it into one message and one exit code; nothing else catches it broadly.
 """
 
-EXIT_OK = 0
-EXIT_ERROR = 1
-EXIT_USAGE = 2
-EXIT_TRY_AGAIN = 75  # sysexits' EX_TEMPFAIL: preempted, or Redis or Slurm cannot be reached
-EXIT_DO_NOT_RESTART = 93  # the job asks not to be replaced: the run is done or was stopped
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """What a process says with its exit status."""
+
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    TRY_AGAIN = 75  # sysexits' EX_TEMPFAIL: preempted, or Redis or Slurm cannot be reached
+    DO_NOT_RESTART = 93  # the job asks not to be replaced: the run is done or was stopped
 
 
 class ElasticError(Exception):
     """Something a person can act on: `what` happened, and `hint`, the way out."""
 
-    code = EXIT_ERROR
+    code = Exit.ERROR
 
     def __init__(self, what: str, hint: str = ""):
         super().__init__(what)
@@ -27,16 +33,16 @@ class ElasticError(Exception):
 class UsageError(ElasticError):
     """The command or the configuration is wrong; nothing was started."""
 
-    code = EXIT_USAGE
+    code = Exit.USAGE
 
 
 class TryAgain(ElasticError):
     """Redis or the scheduler did not answer: nothing is known, nothing was changed."""
 
-    code = EXIT_TRY_AGAIN
+    code = Exit.TRY_AGAIN
 
 
 class Fenced(ElasticError):
     """A higher attempt or master epoch has taken over; this process must change nothing more."""
 
-    code = EXIT_DO_NOT_RESTART
+    code = Exit.DO_NOT_RESTART

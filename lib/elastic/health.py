@@ -19,12 +19,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from elastic.config import env
 from elastic.errors import ElasticError
 from elastic.group import Group, is_sharded
 from elastic.signals import Notice, die_with_parent, ignore_notices, install
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
-KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL, where there is no GraceTime
+KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 POLL_S = 0.02
 UNFIT = ("cannot be used", "computes wrongly")
@@ -135,6 +136,10 @@ def require_gpu(device: torch.device, say: Callable[[str], object]) -> None:
         raise ElasticError("; ".join(problems), "keep away from the node: slurm.exclude")
 
 
+def warn(problem: str) -> None:
+    print(f"rank {env('RANK', '0')}: {problem}", file=sys.stderr, flush=True)
+
+
 def _wrong_arithmetic(device: torch.device) -> list[str]:
     numbers = torch.arange(256 * 256).reshape(256, 256) % 5 - 2  # exact in every precision
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -200,11 +205,11 @@ class HangDetector(contextlib.AbstractContextManager):
 
 
 class ShutdownHandler:
-    """True after a notice; `grace_s` as slurm_info.grace_time_s says."""
+    """True after a notice; `notice_s` as slurm_info.notice_s says."""
 
-    def __init__(self, grace_s: float | None = None, notice: Notice | None = None):
+    def __init__(self, notice_s: float | None = None, notice: Notice | None = None):
         self.notice = install() if notice is None else notice
-        self.window_s = (grace_s or KILL_WAIT_S) - NOTICE_MARGIN_S
+        self.window_s = (notice_s or KILL_WAIT_S) - NOTICE_MARGIN_S
 
     def __bool__(self) -> bool:
         return bool(self.notice)

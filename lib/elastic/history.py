@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic.errors import EXIT_DO_NOT_RESTART
+from elastic.errors import Exit
 
 MASTER = "master"
 WORKER = "worker"
@@ -205,7 +205,7 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
         reason=reason,
         detail=str(record.get("detail") or ""),
         worked=age_s >= WORKED_S or (did_some and outcome in ("done", "stopped", "yielded")),
-        final=outcome == "failed" and record.get("code") == EXIT_DO_NOT_RESTART,
+        final=outcome == "failed" and record.get("code") == Exit.DO_NOT_RESTART,
     )
 
 

@@ -74,9 +74,7 @@ def choose(
     return donor, f"{whose} of version {donor['version']}"
 
 
-def load(
-    run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int, own: bool
-) -> str:
+def load(run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int, own: bool) -> str:
     """Set the optimizer's state (and, if it is the slot's own, the random numbers).
 
     Returns why it could not be used; empty if it was.

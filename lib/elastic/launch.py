@@ -2,7 +2,7 @@
 
     python -m elastic.launch RUNDIR      (bin/elastic-trainer, the command of a trainer job)
 
-It claims an attempt, which fences older jobs of the run, and starts one `elastic.trainer` per GPU:
+It claims an attempt, which fences older jobs of the run, and starts one trainer per GPU:
 on this machine as child processes, in a Slurm job through one `srun`. A notice goes to the ranks
 (Slurm itself sends it to the step); they save and leave. When ranks crash they are started again
 here, from the newest checkpoint, without going back to the queue: on the nodes that still answer,
@@ -24,15 +24,15 @@ from pathlib import Path
 
 from elastic import cadence, sizing
 from elastic.command import expand
-from elastic.config import elastic_home, env, environment
-from elastic.errors import EXIT_DO_NOT_RESTART, EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN
+from elastic.config import elastic_home, env, environment, torch_program
+from elastic.errors import Exit
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
 from elastic.slurm_info import (
     get_slurm_info,
-    grace_time_s,
     log_job_info,
+    notice_s,
     resolve_resume_path,
     with_end_time,
 )
@@ -45,8 +45,8 @@ PASS_S = 60.0
 BAD_EXIT = re.compile(
     r"srun: error: \S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93))"
 )
-LEFT = (EXIT_OK, EXIT_TRY_AGAIN, EXIT_DO_NOT_RESTART)  # exit codes of ranks that did not crash
-EXIT_CODES = {"stopped": EXIT_DO_NOT_RESTART, "fenced": EXIT_DO_NOT_RESTART, "failed": EXIT_ERROR}
+LEFT = (Exit.OK, Exit.TRY_AGAIN, Exit.DO_NOT_RESTART)  # exit codes of ranks that did not crash
+EXIT_CODES = {"stopped": Exit.DO_NOT_RESTART, "fenced": Exit.DO_NOT_RESTART, "failed": Exit.ERROR}
 
 
 class Launcher:
@@ -69,6 +69,7 @@ class Launcher:
             log_job_info(with_end_time(info), lambda said: print(f"trainer  {said}", flush=True))
         if over := self.run.closing("sync"):
             return self._end("done" if over == "done" else "stopped", f"the run is {over}")
+        self._release_nodes()
         while True:
             before = self._newest_checkpoint()
             outcome, reason = self._judge(self._train())
@@ -77,14 +78,30 @@ class Launcher:
             progressed = self._newest_checkpoint() > before
             self._crashes = 1 if progressed else self._crashes + 1
             if self._lost_nodes():
-                control, per_node = self.run.control(), self.config.slurm.gpus_per_node
-                if len(self._nodes) < sizing.nodes(control.min, control.max, per_node)[0]:
-                    reason = f"only {len(self._nodes)} nodes still answer"
-                    return self._end("yielded", reason)
-                self._crashes = 0
+                if not (nodes := self._fitting()):
+                    return self._end("yielded", f"only {len(self._nodes)} nodes still answer")
+                self._nodes, self._crashes = self._nodes[:nodes], 0
             if self._crashes > self.config.sync.crash_retries or self.notice:
                 return self._end("failed", reason)
             self.run.event("restart", attempt=self.attempt, job_id=self.job_id, reason=reason)
+
+    def _fitting(self) -> int:
+        """How many of the job's nodes make a size that the run may have; 0: they are too few."""
+        control, per_node = self.run.control(), self.config.slurm.gpus_per_node
+        gpus = (control.min, control.max)
+        counts = sizing.node_counts(gpus, per_node, self.config.sync.sizes)
+        return sizing.fit(counts, len(self._nodes))
+
+    def _release_nodes(self) -> None:
+        """Give back the nodes that make no size: Slurm before 23.02 takes no list of sizes."""
+        kept, count = self._fitting(), len(self._nodes)
+        if 0 < kept < count:
+            from elastic.sched_slurm import release_nodes
+
+            released = release_nodes(self.job_id, kept)
+            self._nodes = self._nodes[:kept]
+            self.run.event("nodes-released", nodes=count - kept, left=kept, done=released,
+                           job_id=self.job_id)  # fmt: skip
 
     def _lost_nodes(self) -> list[str]:
         """Go on without those nodes of the job that no longer answer; which these are."""
@@ -100,19 +117,19 @@ class Launcher:
 
     def _judge(self, code: int) -> tuple[str, str]:
         """What the end of the ranks means: (done | yielded | stopped | fenced | crashed, why)."""
-        if code == EXIT_OK and self.config.run.command and not self.run.done():
+        if code == Exit.OK and self.config.run.command and not self.run.done():
             self.run.mark_done({"reason": "run.command has ended", "time": time.time()})
             self.run.event("done", reason="run.command has ended")
-        if code == EXIT_OK and self.run.done():
+        if code == Exit.OK and self.run.done():
             return "done", "run done"
-        if code == EXIT_DO_NOT_RESTART and self.run.latest_attempt(0) > self.attempt:
+        if code == Exit.DO_NOT_RESTART and self.run.latest_attempt(0) > self.attempt:
             return "fenced", f"a higher attempt than {self.attempt} has the run"
-        if code == EXIT_TRY_AGAIN and self.notice:
+        if code == Exit.TRY_AGAIN and self.notice:
             return "yielded", f"notice: {self.notice.signal_name}"
-        if code == EXIT_TRY_AGAIN:
+        if code == Exit.TRY_AGAIN:
             return "yielded", "the ranks left on a notice"
         over = self.run.closing("sync")
-        if not over and code == EXIT_DO_NOT_RESTART and not self.config.run.command:
+        if not over and code == Exit.DO_NOT_RESTART and not self.config.run.command:
             over = "going on in sync mode again"
         if over:
             return ("done" if over == "done" else "stopped"), f"the run is {over}"
@@ -146,21 +163,21 @@ class Launcher:
         code = self._wait(processes)
         for reader in readers:
             reader.join()
-        if code == EXIT_TRY_AGAIN and not self.notice and self._bad_exit_at < math.inf:
-            return EXIT_ERROR  # srun told the others to leave when a rank had crashed
+        if code == Exit.TRY_AGAIN and not self.notice and self._bad_exit_at < math.inf:
+            return Exit.ERROR  # srun told the others to leave when a rank had crashed
         return code
 
     def _shared(self, address: str) -> dict[str, str]:
         """What every rank finds in its environment; they meet at `address`, on this node."""
         return {"ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
-                "ELASTIC_STARTED": str(time.time()), "ELASTIC_GRACE_S": str(self._grace_s() or ""),
-                "ELASTIC_RUN_DIR": str(self.run.path),
+                "ELASTIC_STARTED": str(time.time()), "ELASTIC_RUN_DIR": str(self.run.path),
+                "ELASTIC_NOTICE_S": str(self._notice_s() or ""),
                 "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}  # fmt: skip
 
-    def _grace_s(self) -> float | None:
-        """The notice that a preemption gives here."""
+    def _notice_s(self) -> float | None:
+        """From the notice of a preemption to the kill."""
         info = get_slurm_info()
-        return grace_time_s(info.partition) if info else self.config.local_scheduler.grace_s
+        return notice_s(info.partition) if info else self.config.local_scheduler.grace_s
 
     def _start_here(self) -> list[subprocess.Popen]:
         gpus = int(env("ELASTIC_GPUS", "1"))
@@ -188,7 +205,7 @@ class Launcher:
         self._record({"state": "training"})  # reconcile compares with what there might be
         program = str(elastic_home() / "bin" / "elastic-rank")
         if not self.config.run.command:
-            return [program, sys.executable, "-P", "-m", "elastic.trainer", str(self.run.path)]
+            return [program, *torch_program("trainer"), str(self.run.path)]
         checkpoints = self._checkpoints()
         checkpoints.mkdir(parents=True, exist_ok=True)
         values = {
@@ -255,7 +272,7 @@ class Launcher:
     # ---- the end
 
     def _end(self, outcome: str, reason: str) -> int:
-        code = EXIT_CODES.get(outcome, EXIT_OK)
+        code = EXIT_CODES.get(outcome, Exit.OK)
         detail = "\n".join(self._tail) if outcome == "failed" else ""
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         progress = self.run.progress() or {}

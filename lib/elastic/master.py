@@ -1,4 +1,4 @@
-"""The master: runs Redis, closes rounds, averages, commits. `python -m elastic.master RUNDIR`.
+"""The master: runs Redis, closes rounds, averages, commits.
 
     observe   slots, asks, offers, control.json
     decide    rounds.judge, rounds.decide, Ledger.grant
@@ -24,21 +24,14 @@ from pathlib import Path
 from elastic import rounds
 from elastic.averaging import Averager, Checked
 from elastic.config import Config, elastic_home, env
-from elastic.errors import (
-    EXIT_DO_NOT_RESTART,
-    EXIT_ERROR,
-    EXIT_OK,
-    ElasticError,
-    Fenced,
-    TryAgain,
-)
+from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.ledger import Ledger
 from elastic.membership import Slot, expected
 from elastic.network import bind_address, hostname
 from elastic.redis_server import RedisServer, start
 from elastic.rounds import Facts, Header, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
-from elastic.signals import Notice, install
+from elastic.signals import Notice
 from elastic.store import Ask, Listener, Store
 from elastic.versions import CARRIED, prune, remove_drafts
 
@@ -103,12 +96,12 @@ class Master:
             self._take_over()
             while self._state != "over":
                 if self.notice:
-                    return self._end("yielded", EXIT_OK, f"notice: {self.notice.signal_name}")
+                    return self._end("yielded", Exit.OK, f"notice: {self.notice.signal_name}")
                 self._step()
         except Leaving as error:
-            return self._end("yielded", EXIT_OK, str(error))
+            return self._end("yielded", Exit.OK, str(error))
         except Fenced as error:
-            return self._end("fenced", EXIT_DO_NOT_RESTART, str(error))
+            return self._end("fenced", Exit.DO_NOT_RESTART, str(error))
         finally:
             self._close()
         return self._end_as_the_run()
@@ -318,9 +311,7 @@ class Master:
             self._reject(name, f"malformed: {error}", base)
             return
         owner = (header.slot, header.attempt)
-        verdict, reason = rounds.judge(
-            header, self._facts(), ledger.refusal(owner, header.samples)
-        )
+        verdict, reason = rounds.judge(header, self._facts(), ledger.refusal(owner, header.samples))
         if verdict is Verdict.REJECT:
             if reason.startswith("stale"):
                 self._averager.drop([header.key])  # nobody else would
@@ -582,7 +573,7 @@ class Master:
 
     def _end_as_the_run(self) -> int:
         outcome = "done" if self.run.done() else "stopped"
-        return self._end(outcome, EXIT_OK, f"the run is {self.run.closing('local') or outcome}")
+        return self._end(outcome, Exit.OK, f"the run is {self.run.closing('local') or outcome}")
 
     def _end(self, outcome: str, code: int, reason: str, detail: str = "") -> int:
         said = {"outcome": outcome, "code": code, "reason": reason, "detail": detail}
@@ -636,19 +627,15 @@ class Reconcile:
                 subprocess.run(self._command, stdin=subprocess.DEVNULL, timeout=PASS_S)
 
 
-def main() -> int:
-    run = RunDir(Path(sys.argv[1]))
-    master = Master(run, install())
+def run(notice: Notice) -> int:
+    """Be the run's master until the run is over, a notice comes, or another one takes over."""
+    master = Master(RunDir(Path(sys.argv[1])), notice)
     try:
         return master.main()
     except ElasticError as error:
-        print(f"master  error: {error}", file=sys.stderr, flush=True)
-        return master._end("failed", error.code, str(error))
+        master._end("failed", error.code, str(error))
+        raise
     except Exception as error:
-        traceback.print_exc()
-        detail = traceback.format_exc()
-        return master._end("failed", EXIT_ERROR, f"{type(error).__name__}: {error}", detail)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        said = f"{type(error).__name__}: {error}"
+        master._end("failed", Exit.ERROR, said, traceback.format_exc())
+        raise

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from elastic import cadence, history, sched
+from elastic import cadence, history, sched, sizing
 from elastic.config import Config
 from elastic.durable import read_json, to_json, write_atomic
 from elastic.errors import ElasticError, TryAgain
@@ -28,7 +28,6 @@ from elastic.history import TRAINER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
-from elastic.sizing import Growth
 
 DYING_S = 30.0  # how long a submission may still turn up whose pass was killed
 UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes
@@ -186,7 +185,7 @@ class _Pass:
         slots = control.max // max(1, self.config.slurm.gpus_per_worker)
         return World(slots, self.memory, self.limits)
 
-    def _growth(self, scheduler: Scheduler, most: int) -> Growth | None:
+    def _growth(self, scheduler: Scheduler, most: int) -> sizing.Growth | None:
         """What a restart of the trainer would gain; None if it is not the time to ask."""
         working = (job for job in self.memory.jobs if job.role == TRAINER and job.started)
         job = next((job for job in working if not job.over), None)
@@ -203,10 +202,13 @@ class _Pass:
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
         restart_s = statistics.median(restarts or [RESTART_S])
         horizon_s = cadence.observed_mtbi_s(endings)
-        best = Growth(gpus, most, speeds, restart_s, horizon_s, least_age_s)
+        best = sizing.Growth(gpus, most, speeds, restart_s, horizon_s, least_age_s)
         if not best.pays(self.now - job.started_at)[0]:
             return None
-        return replace(best, more=gpus + scheduler.spare_gpus(self._spec(TRAINER, 0), most - gpus))
+        spec = self._spec(TRAINER, 0)
+        counts = sizing.node_counts(spec.gpu_range, 1, spec.sizes)
+        more = sizing.fit(counts, gpus + scheduler.spare_gpus(spec, most - gpus))
+        return replace(best, more=more)
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes readable."""
@@ -278,7 +280,8 @@ class _Pass:
     def _spec(self, role: str, slot: int, exclude: tuple[str, ...] = ()) -> JobSpec:
         control, run = self.run.control(), self.run
         return JobSpec(run.path, run.name, role, slot, self.config, self.environment, exclude,
-                       limits=(control.min, control.max))  # fmt: skip
+                       limits=(control.min, control.max),
+                       sizes=self.config.sync.sizes)  # fmt: skip
 
     def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
         is_final = isinstance(refusal, Refused)

@@ -13,7 +13,6 @@ sandbox runs that user's jobs only. What Slurm reads is in etc/sandbox; /etc/slu
 """
 
 import contextlib
-import functools
 import os
 import pwd
 import random
@@ -28,9 +27,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
-from typing import Any
-
-import click
 
 from elastic import config
 from elastic.errors import ElasticError, UsageError
@@ -388,71 +384,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-# ---- command line
-
-
 def default_folder() -> Path:
     """The same for a login shell, a job and cron; therefore not in TMPDIR or XDG_RUNTIME_DIR."""
     return Path(f"/tmp/elastic-sandbox-{os.getuid()}")
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-def cli() -> None:
-    """A private multi-node Slurm here: elastic-sandbox up && eval "$(elastic-sandbox env)"."""
-
-
-def _command(method: Callable[..., str | None], *parameters: Callable) -> None:
-    """Make a subcommand of a function of a sandbox; what it returns is printed."""
-
-    @functools.wraps(method)
-    def call(name: str, folder: Path | None, **given: Any) -> None:
-        said = method(Sandbox((folder or default_folder()).absolute() / name), **given)
-        if said:
-            click.echo(said)
-
-    call = click.option("--dir", "folder", type=Path, help="Folder of sandboxes.")(call)
-    call = click.option("--name", default="default", show_default=True, help="Which one.")(call)
-    for parameter in reversed(parameters):
-        call = parameter(call)
-    cli.command(method.__name__.strip("_").replace("_", "-"))(call)
-
-
-def _up(sandbox: Sandbox, **shape: Any) -> str:
-    """Start it and wait until its nodes are idle."""
-    sandbox.up(Shape(**shape))
-    return f"up; to use it:\n{sandbox.env()}"
-
-
-def _number(flag: str, default: float, least: float, what: str) -> Callable:
-    kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
-    return click.option(*flag.split(), type=kind, default=default, show_default=True, help=what)
-
-
-_NODE, _SECONDS = click.argument("node"), _number("--seconds", 30.0, 0.0, "For how long.")
-_command(
-    _up,
-    _number("--nodes", Shape.nodes, 1, "Nodes with GPUs."),
-    _number("--gpus", Shape.gpus, 0, "GPUs of each."),
-    _number("--grace grace_s", Shape.grace_s, 0, "Seconds of notice before a preemption."),
-    click.option("--accounting", is_flag=True, help="With slurmdbd and MariaDB, for sacct."),
-    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
-)
-_command(Sandbox.env)
-_command(Sandbox.status)
-_command(Sandbox.preempt, _number("--nodes", 1, 1, "How many."), _SECONDS)
-_command(Sandbox.kill_node, _NODE)
-_command(Sandbox.revive_node, _NODE)
-_command(Sandbox.hang_controller, _SECONDS)
-_command(Sandbox.down)
-
-
-def main() -> None:
-    try:
-        cli(prog_name="elastic-sandbox")
-    except ElasticError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.code)
-
-
-if __name__ == "__main__":
-    main()

@@ -67,6 +67,7 @@ class JobSpec:
     environment: Mapping[str, str] = field(repr=False)  # may hold secrets: never printed
     exclude: tuple[str, ...] = ()
     limits: tuple[int, int] = (0, 0)  # of a trainer: fewest and most GPUs
+    sizes: tuple[int, ...] = ()  # of these only; empty: any
 
     @property
     def name(self) -> str:

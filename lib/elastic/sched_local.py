@@ -83,16 +83,12 @@ class LocalScheduler:
         with self._locked():
             job_id = self._new_id(spec)
             record = {
-                "name": spec.name,
-                "command": spec.command(self.home),
-                "environment": dict(spec.environment),
-                "folder": str(spec.run_dir),
+                "name": spec.name, "command": spec.command(self.home),
+                "environment": dict(spec.environment), "folder": str(spec.run_dir),
                 "log": str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)),
-                "gpus": spec.gpus,
-                "least_gpus": spec.gpu_range[0],
-                "capacity": spec.config.local_scheduler.gpus,
-                "submit_time": time.time(),
-            }
+                "least_gpus": spec.gpu_range[0], "gpus": spec.gpus,
+                "capacity": spec.config.local_scheduler.gpus, "submit_time": time.time(),
+            }  # fmt: skip
             write_atomic(self._path(job_id, "json"), to_json(record), 0o600)
             self._start_pending()
         return job_id
@@ -207,18 +203,13 @@ class LocalScheduler:
             create_once(self._path(job_id, "cause"), b"ENDED")
             self._forget_if_old(job_id)
 
-    def _start(
-        self, job_id: str, record: Mapping, count: int, in_use: Sequence[int]
-    ) -> list[int]:
+    def _start(self, job_id: str, record: Mapping, count: int, in_use: Sequence[int]) -> list[int]:
         """Start a job's first process on `count` GPUs; returns those of them that are real."""
         devices = _least_used(in_use, count)
         environment = {
-            **record["environment"],
-            "ELASTIC_JOB_ID": job_id,
-            "ELASTIC_GPUS": str(count),
-            "ELASTIC_HOME_DIR": str(configuration.registry_dir()),
-            MARK: f"{self.state}:{job_id}",
-        }
+            **record["environment"], "ELASTIC_JOB_ID": job_id, "ELASTIC_GPUS": str(count),
+            "ELASTIC_HOME_DIR": str(configuration.registry_dir()), MARK: f"{self.state}:{job_id}",
+        }  # fmt: skip
         given = {"count": count, "gpus": devices}
         write_atomic(self._path(job_id, "devices"), to_json(given))
         if devices:

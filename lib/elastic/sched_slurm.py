@@ -33,13 +33,8 @@ COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questio
 # Names, comments and reasons hold any printable character: separate by ones that are not.
 _FIELD, _RECORD = "\x1f", "\x1e"
 _COLUMNS = ("%i", "%T", "%V", "%S", "%N", "%r", "%j", "%k")
-_SQUEUE = (
-    "squeue",
-    "--me",
-    "--states=all",
-    "--noheader",
-    f"--format={_FIELD.join(_COLUMNS)}{_RECORD}",
-)
+_FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
+_SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
 _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
 
 # A user's settings for these commands would filter their answers or change their form.
@@ -80,7 +75,8 @@ class SlurmScheduler:
 
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
-        argv = sbatch_argv(spec, config.elastic_home(), _job_python(spec))
+        lists = bool(spec.sizes) and _takes_size_lists(spec)
+        argv = sbatch_argv(spec, config.elastic_home(), _job_python(spec), lists)
         try:
             answer = slurm_command(argv, environment=spec.environment)
         except TryAgain as silence:
@@ -111,11 +107,20 @@ class SlurmScheduler:
         nodes = min(sum(map(int, idle.split())), most // per_node)
         if not nodes:
             return 0
-        trial = _resources(replace(spec, limits=(per_node, nodes * per_node)))
+        trial = _resources(replace(spec, limits=(per_node, nodes * per_node), sizes=()))
         argv = ("salloc", "--immediate=5", "--quiet", "--job-name=elastic-probe", *trial,
                 "printenv", "SLURM_JOB_NUM_NODES")  # fmt: skip
         granted = slurm_command(argv, environment=spec.environment).stdout.strip()
         return int(granted) * per_node if granted.isdigit() else 0
+
+
+def release_nodes(job_id: str, kept: int) -> bool:
+    """Give back all nodes of this job but the first `kept`; did Slurm do it?"""
+    argv = ("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")
+    done = slurm_command(argv).returncode == 0
+    for script in Path().glob(f"slurm_job_{job_id}_resize.*"):  # for shells, which scontrol leaves
+        script.unlink(missing_ok=True)
+    return done
 
 
 def signal_steps(job_id: str) -> None:
@@ -160,9 +165,9 @@ def node_address() -> str:
     return match[1] if match else ""
 
 
-def show(kind: str, name: str) -> str:
+def show(*what: str) -> str:
     """What scontrol shows of a node, job or partition, on one line. TryAgain if it does not say."""
-    answer = slurm_command(("scontrol", "--oneliner", "show", kind, name))
+    answer = slurm_command(("scontrol", "--oneliner", "show", *what))
     return _checked("scontrol", answer).stdout
 
 
@@ -224,27 +229,18 @@ def parse_squeue(text: str) -> list[Job]:
     return jobs
 
 
-def sbatch_argv(spec: JobSpec, home: Path, python: str) -> list[str]:
-    """The sbatch command line of a job; `home`: the installation, `python`: what runs it there."""
+def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> list[str]:
+    """The sbatch command line of a job; `home`: the installation, `python`: what runs it there,
+    `lists`: this Slurm takes lists of sizes."""
     log = str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)).replace("%", "%%")
     return [
-        "sbatch",
-        "--parsable",
-        f"--job-name={spec.name}",
-        f"--comment={spec.name}",
-        "--no-requeue",
-        "--dependency=singleton",
-        "--export=ALL",
-        f"--chdir={spec.run_dir}",
-        "--open-mode=append",
-        f"--output={log}",
-        *_resources(spec),
+        "sbatch", "--parsable", f"--job-name={spec.name}", f"--comment={spec.name}",
+        "--no-requeue", "--dependency=singleton", "--export=ALL",
+        f"--chdir={spec.run_dir}", "--open-mode=append", f"--output={log}",
+        *_resources(spec, lists),
         str(home / "sbatch" / f"{spec.role}.sbatch"),
-        str(home),
-        python,
-        str(spec.run_dir),
-        str(spec.slot),
-    ]
+        str(home), python, str(spec.run_dir), str(spec.slot),
+    ]  # fmt: skip
 
 
 def refusal(code: int, stderr: str) -> ElasticError:
@@ -293,17 +289,24 @@ def _job_python(spec: JobSpec) -> str:
     return spec.environment.get("ELASTIC_PYTHON") or config.env("ELASTIC_PYTHON") or sys.executable
 
 
-def _size(spec: JobSpec) -> list[str]:
+def _takes_size_lists(spec: JobSpec) -> bool:
+    """`--nodes=1,2,4` is known since 23.02; before, the launcher gives back what is over."""
+    answer = slurm_command(("sbatch", "--version"), environment=spec.environment)
+    return [int(part) for part in re.findall(r"\d+", answer.stdout)[:2]] >= [23, 2]
+
+
+def _size(spec: JobSpec, lists: bool) -> list[str]:
     """A range of nodes for a trainer: Slurm takes what is free at every start. With a number of
     tasks it would take the fewest: the layout is for srun, inside the job. A job that loses a node
     goes on with the others."""
     if spec.role != TRAINER:
         return ["--nodes=1", "--ntasks=1"]
-    least, most = sizing.nodes(*spec.gpu_range, spec.config.slurm.gpus_per_node)
-    return [f"--nodes={least}-{most}", "--no-kill"]
+    counts = sizing.node_counts(spec.gpu_range, spec.config.slurm.gpus_per_node, spec.sizes)
+    nodes = ",".join(map(str, counts)) if lists else f"{counts[0]}-{counts[-1]}"
+    return [f"--nodes={nodes}", "--no-kill"]
 
 
-def _resources(spec: JobSpec) -> list[str]:
+def _resources(spec: JobSpec, lists: bool = False) -> list[str]:
     slurm = spec.config.slurm
     is_master, is_trainer = spec.role == MASTER, spec.role == TRAINER
     gpus = slurm.gpus_per_node if is_trainer else spec.gpus  # per node
@@ -323,8 +326,4 @@ def _resources(spec: JobSpec) -> list[str]:
         "exclude": ",".join(part for part in (slurm.exclude, *spec.exclude) if part),
     }
     options = [f"--{name}={value}" for name, value in wanted.items() if value]
-    return [
-        *_size(spec),
-        *options,
-        *(slurm.master_options if is_master else slurm.options),
-    ]
+    return [*_size(spec, lists), *options, *(slurm.master_options if is_master else slurm.options)]

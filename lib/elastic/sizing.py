@@ -33,10 +33,17 @@ def passes(batch: Sequence, rank: int, world: int, most: int) -> list[Sequence]:
     return [share(mine, index, count) for index in range(count)]
 
 
-def nodes(least_gpus: int, most_gpus: int, gpus_per_node: int) -> tuple[int, int]:
-    """The range of whole nodes for a range of GPUs; (1, …) where a node has more than wanted."""
-    most = max(1, most_gpus // gpus_per_node)
-    return min(most, max(1, -(-least_gpus // gpus_per_node))), most
+def node_counts(gpus: tuple[int, int], gpus_per_node: int, sizes: Sequence[int] = ()) -> list[int]:
+    """How many whole nodes a job may have, for a range of GPUs and, if any of them is in it, the
+    `sizes` (in GPUs) that are allowed; [1] where a node has more than wanted."""
+    most = max(1, gpus[1] // gpus_per_node)
+    counts = range(min(most, max(1, -(-gpus[0] // gpus_per_node))), most + 1)
+    return [count for count in counts if count * gpus_per_node in sizes] or list(counts)
+
+
+def fit(counts: Sequence[int], available: int) -> int:
+    """The largest of `counts` that is available; 0: none is."""
+    return max((count for count in counts if count <= available), default=0)
 
 
 WORTH = 2.0  # a restart must gain so many times what it costs

@@ -69,11 +69,15 @@ def end_time(job_text: str) -> float | None:
     return datetime.fromisoformat(found[1]).timestamp() if found else None
 
 
-def grace_time_s(partition: str) -> float | None:
-    """The notice before a preemption in `partition`, asked of Slurm; 0: only KillWait."""
+def notice_s(partition: str) -> float | None:
+    """From TERM to KILL at a preemption in `partition`, as Slurm says: GraceTime, else KillWait."""
     found = re.search(r"\bGraceTime=([\d:]+)", _ask("partition", partition))
-    parts = reversed(found[1].split(":")) if found else []
-    return float(sum(int(part) * 60**i for i, part in enumerate(parts))) if found else None
+    if not found:
+        return None
+    seconds = sum(int(n) * 60**i for i, n in enumerate(reversed(found[1].split(":"))))
+    if not seconds and (found := re.search(r"\bKillWait *= *(\d+)", _ask("config"))):
+        seconds = int(found[1])
+    return float(seconds) or None
 
 
 def log_job_info(info: SlurmInfo, say: Callable[[str], object] = print) -> None:
@@ -134,9 +138,9 @@ def _is_whole(path: Path) -> bool:
     return ".metadata" in names if sharded else bool(names)  # DCP writes .metadata last
 
 
-def _ask(kind: str, name: str) -> str:
+def _ask(*what: str) -> str:
     try:
-        return sched_slurm.show(kind, name)
+        return sched_slurm.show(*what)
     except ElasticError:
         return ""
 

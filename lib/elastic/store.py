@@ -151,12 +151,8 @@ class Store:
     def __init__(self, client: redis.Redis, run_name: str, where: str):
         self._redis, self.where = client, where
         self._prefix = f"elastic:{run_name}:"
-        self._claim = client.register_script(CLAIM)
-        self._raise = client.register_script(RAISE)
-        self._beat = client.register_script(BEAT)
-        self._release = client.register_script(RELEASE)
-        self._offer = client.register_script(OFFER)
-        self._master = client.register_script(MASTER)
+        scripts = map(client.register_script, (CLAIM, RAISE, BEAT, RELEASE, OFFER, MASTER))
+        self._claim, self._raise, self._beat, self._release, self._offer, self._master = scripts
 
     @classmethod
     def connect(cls, endpoint: Endpoint, password: str, run_name: str, timeout_s=5.0) -> "Store":

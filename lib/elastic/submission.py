@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 from elastic import config as configuration
-from elastic import redis_server
 from elastic.config import Config
 from elastic.errors import ElasticError, UsageError
 from elastic.rundir import Control, RunDir
@@ -93,6 +92,8 @@ def _check_root(root: Path, config: Config) -> None:
 
 def _check_redis(config: Config) -> None:
     if config.run.mode == "local" and not config.redis.url:
+        from elastic import redis_server  # and with it redis, which a cron pass has no use for
+
         redis_server.find(config.redis.server)
 
 

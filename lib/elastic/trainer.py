@@ -1,4 +1,4 @@
-"""A rank of a synchronous job: `python -m elastic.trainer RUNDIR`, one process per GPU.
+"""A rank of a synchronous job: one process per GPU.
 
     restore   the newest checkpoint that verifies, resharded to the ranks there are; if none is on
               top of the newest version (handover.py), that version
@@ -16,36 +16,27 @@ fenced; anything else is a crash, and the launcher knows what to do about it.
 """
 
 import contextlib
-import faulthandler
 import functools
 import itertools
 import math
 import sys
 import time
-import traceback
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from elastic import cadence, handover
 from elastic.checkpoint import Checkpoints, Saved, steps
 from elastic.config import env
 from elastic.device import build_model, choose_device, join_group, leave, precision, to_device
 from elastic.durable import append_line
-from elastic.errors import (
-    EXIT_DO_NOT_RESTART,
-    EXIT_ERROR,
-    EXIT_OK,
-    EXIT_TRY_AGAIN,
-    ElasticError,
-    Fenced,
-)
+from elastic.errors import ElasticError, Exit, Fenced
 from elastic.group import Group, is_sharded
 from elastic.health import (
     HangDetector,
@@ -53,12 +44,14 @@ from elastic.health import (
     ShutdownHandler,
     check_nccl_health,
     require_gpu,
+    shield_workers,
+    warn,
 )
 from elastic.ledger import Ledger, Range, Ranges
 from elastic.rundir import RunDir
 from elastic.schedule import learning_rate
 from elastic.shuffle import Order
-from elastic.signals import Notice, install
+from elastic.signals import Notice
 from elastic.sizing import passes
 from elastic.slurm_info import check_layout, get_slurm_info
 from elastic.tasks import count_tokens, default_optimizer, load_task
@@ -80,6 +73,11 @@ class State:
     base_version: int = 0
     base_step: int = 0
     base_tokens: int = 0
+    validated_step: int = 0
+
+
+class _Interrupted(Exception):
+    """Out of a validation: the wish of the ranks is its argument."""
 
 
 class Trainer:
@@ -102,7 +100,7 @@ class Trainer:
         self._auto_s, self._checked_at = cadence.LEAST_S, time.monotonic()
         health = self.config.health
         self.nans = NaNDetector(health.nan_action, group, health.max_bad_batches)
-        self.shutdown = ShutdownHandler(float(env("ELASTIC_GRACE_S") or 0), notice)
+        self.shutdown = ShutdownHandler(float(env("ELASTIC_NOTICE_S") or 0), notice)
         self._profiler = None
         self._control_at = self._progress_at = 0.0
         self._rate = (time.monotonic(), 0)
@@ -130,19 +128,22 @@ class Trainer:
         self._restore()
         self.model.train()
         timeout_s = self.config.health.hang_timeout_s
-        with HangDetector(timeout_s, functools.partial(leave, EXIT_ERROR)) as hangs:
-            while batch := self._next_batch():
-                wish = self._step(batch)
-                hangs.tick()
-                if wish != GO_ON:
-                    return self._leave(wish)
+        with HangDetector(timeout_s, functools.partial(leave, Exit.ERROR)) as self._hangs:
+            wish = self._validate_if_due()  # one that a notice broke off
+            while wish == GO_ON and not self._budget_is_spent():
+                if (batch := next(self._batches, None)) is None:
+                    break
+                wish = self._step(*batch) or self._validate_if_due()
+                self._hangs.tick()
+            if wish != GO_ON:
+                return self._leave(wish)
             self._save()
         if self.group.leads:
             self._fence()
             reached = {"version": self.state.step, "tokens": self.state.tokens}
             self.run.mark_done({**reached, "time": time.time()})
             self.run.event("done", **reached)
-        return EXIT_OK
+        return Exit.OK
 
     def _restore(self) -> None:
         began = time.time()
@@ -187,7 +188,7 @@ class Trainer:
         self._trained = Ranges(extra["samples"])
         self._skipped = Ranges([*extra["skipped"], *skipped])
         over = [*self._committed, *self._trained, *self._skipped]
-        self._ledger = Ledger(len(self.dataset), self.train.epochs, over)
+        self._batches = self._load(Ledger(len(self.dataset), self.train.epochs, over))
 
     def _leave(self, wish: float) -> int:
         left_s, needed_s = self.shutdown.deadline_s(time.time()), self.checkpoints.save_s
@@ -195,27 +196,49 @@ class Trainer:
             self._save()
         else:
             self._say(f"no checkpoint: {left_s:.1f} s are left, and the last took {needed_s:.1f} s")
+        self._profile(leaving=True)
         self._say(f"leaves at step {self.state.step}: {'notice' if wish == NOTICE else 'stopped'}")
-        return EXIT_TRY_AGAIN if wish == NOTICE else EXIT_DO_NOT_RESTART
+        return Exit.TRY_AGAIN if wish == NOTICE else Exit.DO_NOT_RESTART
 
     # ---- a step
 
-    def _next_batch(self) -> Ranges:
-        """The next global batch, the first samples that are free; empty at the end of the run."""
-        state = self.state
-        if self.train.max_tokens and state.tokens >= self.train.max_tokens:
-            return Ranges()
-        if self.train.max_steps and state.step >= self.train.max_steps:
-            return Ranges()
-        self._ledger.grant(RANKS, self.batch_size)
-        return self._ledger.held.pop(RANKS)
+    def _budget_is_spent(self) -> bool:
+        most_tokens, most_steps = self.train.max_tokens, self.train.max_steps
+        tokens_over = most_tokens and self.state.tokens >= most_tokens
+        return bool(tokens_over or (most_steps and self.state.step >= most_steps))
 
-    def _step(self, batch: Ranges) -> float:
+    def _load(self, ledger: Ledger) -> Iterator[tuple[Ranges, Iterator]]:
+        """The global batches to come, the first samples that are free, until there are no more;
+        with each what this rank makes of it: (does it count, data) for every pass.
+
+        With train.loader_workers processes load ahead. What they have is counted as trained only
+        when it is: a checkpoint knows nothing of it.
+        """
+        planned = deque()
+
+        def draw() -> Iterator[list[int]]:
+            while ledger.grant(RANKS, self.batch_size):
+                batch = ledger.held.pop(RANKS)
+                places = [(epoch, at) for epoch, start, stop in batch for at in range(start, stop)]
+                parts = passes(places, self.group.rank, self.group.world, self.train.batch_size)
+                planned.append((batch, [bool(part) for part in parts]))
+                for part in parts:
+                    yield [self._order.index(*place) for place in part or places[:1]]
+
+        loader = iter(DataLoader(
+            self.dataset, batch_sampler=draw(), num_workers=self.train.loader_workers,
+            worker_init_fn=shield_workers, pin_memory=self.device.type == "cuda",
+        ))  # fmt: skip
+        for first in loader:
+            batch, counts = planned.popleft()
+            yield batch, zip(counts, itertools.chain([first], loader), strict=False)
+
+    def _step(self, batch: Ranges, parts: Iterator) -> float:
         """Train one global batch; returns what the ranks want to do now."""
         began = time.monotonic()
         self._profile()
         self._prepare_step()
-        loss_sum, tokens = self._backward(batch)
+        loss_sum, tokens = self._backward(len(batch) * self._sample_tokens, parts)
         loss, tokens, wish, due, check = self._agree(loss_sum, tokens)
         self._rescale(len(batch) * self._sample_tokens / tokens)
         norm = torch.nn.utils.clip_grad_norm_(
@@ -251,26 +274,20 @@ class Trainer:
         done, most = self.state.step - self.state.base_step, self.config.local_sgd.join_ramp
         return (done + 1) / most if self.state.base_version and done < most else 1.0
 
-    def _backward(self, batch: Ranges) -> tuple[torch.Tensor, int]:
-        """Gradients of the mean over the batch, if all its samples have as many tokens as sample 0.
+    def _backward(self, expected: int, parts: Iterator) -> tuple[torch.Tensor, int]:
+        """Gradients of the mean over a batch, if it has the `expected` tokens (see _rescale).
 
         FSDP takes the mean over ranks, hence the factor `world`.
         """
-        world, expected = self.group.world, len(batch) * self._sample_tokens
         loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        places = [(epoch, at) for epoch, start, stop in batch for at in range(start, stop)]
-        for part in passes(places, self.group.rank, world, self.train.batch_size):
-            data = self._load(part or places[:1])
-            count = count_tokens(self.task, data) if part else 0
+        for counts, data in parts:
+            count = count_tokens(self.task, data) if counts else 0
             with self._autocast():
                 loss = self.task.loss(self.model, to_device(data, self.device))
-            (loss * (world * count / expected)).backward()
+            (loss * (self.group.world * count / expected)).backward()
             loss_sum += loss.detach().double() * count
             tokens += count
         return loss_sum, tokens
-
-    def _load(self, places: list[tuple[int, int]]):
-        return default_collate([self.dataset[self._order.index(*place)] for place in places])
 
     def _agree(self, loss_sum: torch.Tensor, tokens: int) -> tuple:
         """Mean loss and tokens of the batch, what is wanted, and is a checkpoint or a check due.
@@ -344,6 +361,38 @@ class Trainer:
         else:  # the bad step was not taken: leaving it out is as good
             self._say("no checkpoint to roll back to yet: the batch is left out")
 
+    # ---- validation
+
+    def _validate_if_due(self) -> float:
+        """Let the task validate, all ranks alike; returns what the ranks want to do now.
+
+        They agree at each pass over the model, too: validation ends at a notice, and comes again.
+        """
+        state, every = self.state, self.train.validate_every
+        if not every or state.step // every == state.validated_step // every:
+            return GO_ON
+        validate = getattr(self.task, "validate", lambda model: {})
+        hook = self.model.register_forward_pre_hook(self._interrupt)
+        try:
+            found = validate(self.model)
+        except _Interrupted as wish:
+            return wish.args[0]
+        finally:
+            hook.remove()
+            self.model.train()
+        state.validated_step = state.step
+        if self.group.leads:
+            self.run.event("validate", step=state.step, tokens=state.tokens, **found)
+        return GO_ON
+
+    def _interrupt(self, *_pass) -> None:
+        wish = torch.tensor(self._wish(), device=self.device)
+        if self.group.world > 1:
+            dist.all_reduce(wish, dist.ReduceOp.MAX)
+        self._hangs.tick()
+        if wish.item() != GO_ON:
+            raise _Interrupted(wish.item())
+
     # ---- looking after the ranks
 
     def _check_health(self) -> None:
@@ -353,21 +402,21 @@ class Trainer:
             raise ElasticError(f"rank {self.group.rank}: {problem}", "see logs/ranks of the run")
         require_gpu(self.device, warn)
 
-    def _profile(self) -> None:
+    def _profile(self, leaving: bool = False) -> None:
         """Trace rank 0 through the steps of train.profile, into RUN/profile."""
         if not (self.train.profile and self.group.leads):
             return
         first, last = map(int, self.train.profile.split(":"))
-        if self.state.step == first and not self._profiler:
+        if self.state.step == first and not (self._profiler or leaving):
             self._profiler = torch.profiler.profile()
             self._profiler.start()
-        elif self._profiler and self.state.step == last:
+        elif self._profiler and (self.state.step == last or leaving):
             self._profiler.stop()
             path = self.run.path / "profile" / f"steps-{first}-{last}.json"
             path.parent.mkdir(exist_ok=True)
             self._profiler.export_chrome_trace(str(path))
             self._profiler = None
-            self._say(f"profile of steps {first} to {last}: {path}")
+            self._say(f"profile of steps {first} to {self.state.step}: {path}")
 
     # ---- checkpoints
 
@@ -462,34 +511,14 @@ class Trainer:
             print(f"trainer  {text}", flush=True)
 
 
-def warn(problem: str) -> None:
-    print(f"trainer  rank {env('RANK', '0')}: {problem}", file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    notice, run = install(), RunDir(Path(sys.argv[1]))
-    config = run.config()
+def run(notice: Notice) -> int:
+    """Be a rank of the job until the run is over or a notice comes."""
+    run_dir = RunDir(Path(sys.argv[1]))
+    config, info = run_dir.config(), get_slurm_info()
+    if info and (problem := check_layout(info, config.slurm.gpus_per_node)):
+        raise ElasticError(problem)
+    device = choose_device(config)
+    require_gpu(device, warn)
     rank, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
-    faulthandler.enable()
-    try:
-        info = get_slurm_info()
-        if info and (problem := check_layout(info, config.slurm.gpus_per_node)):
-            raise ElasticError(problem)
-        device = choose_device(config)
-        require_gpu(device, warn)
-        timeout = timedelta(seconds=config.health.hang_timeout_s)
-        group = join_group(rank, world, device, timeout)
-        return Trainer(run, notice, group, device).main()
-    except Fenced as error:
-        print(f"trainer  {error}", file=sys.stderr, flush=True)
-        return EXIT_DO_NOT_RESTART
-    except ElasticError as error:
-        print(f"trainer  error: {error}", file=sys.stderr, flush=True)
-        return EXIT_TRY_AGAIN if notice else EXIT_ERROR
-    except Exception:
-        traceback.print_exc()
-        return EXIT_TRY_AGAIN if notice else EXIT_ERROR
-
-
-if __name__ == "__main__":
-    leave(main())
+    group = join_group(rank, world, device, config.health.hang_timeout_s)
+    return Trainer(run_dir, notice, group, device).main()

@@ -148,13 +148,18 @@ def audit_view(run: str, report: dict) -> RenderableType:
     return Group(*parts)
 
 
-def config_view(rows: Sequence[tuple]) -> RenderableType:
+def config_view(rows: Sequence[dict]) -> RenderableType:
     """Effective values with unit and origin, one key a line."""
-    table = _table("key", "value", "unit", "origin")
-    for name, value, unit, _default, origin, _doc in rows:
-        style = "dim" if origin == "default" else ""
-        table.add_row(*(Text(str(cell), style=style) for cell in (name, value, unit, origin)))
+    columns = ("key", "value", "unit", "origin")
+    table = _table(*columns)
+    for row in rows:
+        style = "dim" if row["origin"] == "default" else ""
+        table.add_row(*(Text(str(row[column]), style=style) for column in columns))
     return table
+
+
+def scores_view(scores: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.6g}" for name, value in scores.items())
 
 
 # ---- small parts --------------------------------------------------------------------------------

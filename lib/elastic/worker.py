@@ -1,66 +1,41 @@
-"""The built-in training process of a worker: `python -m elastic.worker`, started by the agent.
+"""The built-in training process of a worker: started by the agent.
 
 Model, data and loss come from `run.task`; the rest is local_sgd.py. On CUDA it trains in bf16 where
 the run says so; with several ranks (`slurm.gpus_per_worker`) the model is sharded by FSDP2 within
 the node.
 """
 
-import faulthandler
 import math
-import sys
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from elastic.device import (
-    build_model,
-    choose_device,
-    join_group,
-    leave,
-    precision,
-    to_device,
-)
-from elastic.errors import EXIT_ERROR, EXIT_OK, EXIT_TRY_AGAIN, ElasticError, Fenced
+from elastic.device import build_model, choose_device, join_group, precision, to_device
+from elastic.errors import ElasticError, Exit
 from elastic.group import is_sharded
-from elastic.health import NaNDetector, require_gpu
+from elastic.health import NaNDetector, require_gpu, warn
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
-from elastic.signals import install
+from elastic.signals import Notice
 from elastic.tasks import count_tokens, default_optimizer, load_task
 
+PATIENCE_S = 30 * 86400.0  # rank 0 may wait for the master for days, and the others for it
 
-def main() -> int:
-    faulthandler.enable()  # the agent asks for the stacks of one that hangs
-    notice = install()
+
+def run(notice: Notice) -> int:
+    """Train in the slot that the environment names, until the run is over or a notice comes."""
     place = Place.from_env()
     config = place.run.config()
-    try:
-        device = choose_device(config)
-        require_gpu(device, lambda problem: print(f"worker  {problem}", file=sys.stderr))
-        # Rank 0 may wait for the master for days, and the others for it; the agent sees a hang.
-        group = join_group(place.rank, place.world, device, timedelta(days=30))
-        task = load_task(config.run.task, config.task, Path(config.run.folder))
-        model = build_model(task, config, device, group)
-        make = getattr(task, "optimizer", None)
-        optimizer = make(model) if make else default_optimizer(model, config.train)
-        with LocalSGD(model, optimizer, place, notice, group) as sgd:
-            train(task, model, optimizer, sgd, device)
-    except Fenced as error:
-        print(f"worker  {error}", file=sys.stderr)
-        return error.code
-    except ElasticError as error:
-        print(f"worker  error: {error}", file=sys.stderr)
-        return EXIT_TRY_AGAIN if notice else error.code
-    except Exception:
-        traceback.print_exc()
-        return EXIT_ERROR
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return EXIT_OK
+    device = choose_device(config)
+    require_gpu(device, warn)
+    group = join_group(place.rank, place.world, device, PATIENCE_S)  # the agent sees a hang
+    task = load_task(config.run.task, config.task, Path(config.run.folder))
+    model = build_model(task, config, device, group)
+    make = getattr(task, "optimizer", None)
+    optimizer = make(model) if make else default_optimizer(model, config.train)
+    with LocalSGD(model, optimizer, place, notice, group) as sgd:
+        train(task, model, optimizer, sgd, device)
+    return Exit.OK
 
 
 def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
@@ -91,7 +66,3 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
                 "lower train.learning_rate, or look at the data",
             )
         optimizer.zero_grad(set_to_none=True)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -110,8 +110,8 @@ def follow(run: RunDir, workers: int) -> dict[str, int]:
     peaks = {"master": 0, "worker": 0}
     deadline = time.monotonic() + 600
     while run.newest_version() < ROUNDS and time.monotonic() < deadline:
-        for role, module in (("master", "elastic.master"), ("worker", "elastic.worker")):
-            for pid in pids(run.path.parent.parent, module):
+        for role in peaks:
+            for pid in pids(run.path.parent.parent, f"elastic.start {role}"):
                 peaks[role] = max(peaks[role], status_bytes(pid, "VmHWM"))
         if run.failed():
             sys.exit(f"the run failed: {run.failed()}")
@@ -122,7 +122,7 @@ def follow(run: RunDir, workers: int) -> dict[str, int]:
 def stop(run: RunDir) -> None:
     run.set_control(state="stopped")
     deadline = time.monotonic() + 60
-    while pids(run.path.parent.parent, "elastic.master") and time.monotonic() < deadline:
+    while pids(run.path.parent.parent, "elastic.start master") and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
@@ -170,17 +170,17 @@ def pids(folder: Path, module: str) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
             marked = str(folder).encode() in (entry / "environ").read_bytes()
         except OSError:
             continue
-        if module.encode() in words and marked:
+        if module.encode() in line and marked:
             found.append(int(entry.name))
     return found
 
 
 def kill(folder: Path) -> None:
-    for module in ("elastic.master", "elastic.agent", "elastic.worker"):
+    for module in ("elastic.start master", "elastic.agent", "elastic.start worker"):
         for pid in pids(folder, module):
             os.kill(pid, signal.SIGKILL)
 

@@ -1,0 +1,45 @@
+"""A process that uses torch: `python -m elastic.start master|worker|trainer ARGUMENTS`.
+
+To import torch takes seconds, so two things come first. A notice that arrives meanwhile is kept.
+And the garbage collector is off: what imports make stays, and to look at it over and over takes a
+sixth of the start. Afterwards it is frozen: never looked at again, and shared with forked children.
+"""
+
+import faulthandler
+import gc
+import importlib
+import sys
+import traceback
+
+from elastic.errors import ElasticError, Exit, Fenced
+from elastic.signals import install
+
+
+def main() -> int:
+    """Run the program; its errors become a message and an exit status."""
+    name, notice = sys.argv.pop(1), install()
+    faulthandler.enable()  # whoever finds it hung asks for its stacks
+    gc.disable()
+    program = importlib.import_module(f"elastic.{name}")
+    gc.freeze()
+    gc.enable()
+    try:
+        return program.run(notice)
+    except Fenced as error:
+        print(f"{name}  {error}", file=sys.stderr, flush=True)
+        return error.code
+    except ElasticError as error:
+        print(f"{name}  error: {error}", file=sys.stderr, flush=True)
+        code = error.code
+    except Exception:
+        traceback.print_exc()
+        code = Exit.ERROR
+    # What fails while everything is being ended has failed because of that.
+    return Exit.TRY_AGAIN if notice else code
+
+
+if __name__ == "__main__":
+    status = main()
+    from elastic.device import leave
+
+    leave(status)
