@@ -22,7 +22,7 @@ import pytest
 
 from elastic import reconcile
 from elastic.audit import audit
-from elastic.durable import write_atomic
+from elastic.durable import to_json, write_atomic
 from elastic.errors import TryAgain
 from elastic.membership import Slot
 from elastic.rundir import RunDir
@@ -118,6 +118,10 @@ class Running:
         """No slot has a pace of its own any more."""
         for path in self._pace.parent.glob(f"{self._pace.name}.*"):
             path.unlink()
+
+    def set_capacity(self, gpus: int) -> None:
+        """From now on this machine has so many GPUs. Ends no job."""
+        write_atomic(self.scheduler.state / "capacity.json", to_json({"gpus": gpus}))
 
     def reconcile(self) -> None:
         """One pass, if it is time for one."""

@@ -59,7 +59,7 @@ def test_an_ordinary_ddp_script_is_preempted_and_finishes(tmp_path, command, ran
             seen = len(epochs(run))
             run.until(lambda seen=seen: len(epochs(run)) >= seen + 2, 60, "two epochs more")
             job = run.jobs()["trainer", 0]
-            run.scheduler.set_capacity(gpus)
+            run.set_capacity(gpus)
             run.scheduler.preempt(job.job_id)
             assert run.ended(job.job_id)["outcome"] == "yielded"
         run.until(lambda: run.run.done() and not run.jobs(), 90, "the end of the run")

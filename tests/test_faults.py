@@ -219,16 +219,16 @@ def test_an_old_attempt_that_comes_back_after_a_flush_does_not_stop_the_run(run:
 
 
 def test_a_run_without_workers_waits_and_goes_on_with_one(run: Running):
-    run.scheduler.set_capacity(0)
+    run.set_capacity(0)
     for place, job in run.jobs().items():
         if place[0] == "worker":
             run.scheduler.kill(job.job_id)
     run.until(lambda: not run.slots(), 30, "both leases run out")
     assert status.observe(run.run)["state"] == "waiting"
-    run.scheduler.set_capacity(1)
+    run.set_capacity(1)
     run.versions(2)
     assert len(run.slots()) == 1
-    run.scheduler.set_capacity(2)
+    run.set_capacity(2)
 
 
 def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Running):
@@ -261,7 +261,7 @@ def test_the_last_samples_come_back_from_a_lost_worker_to_those_that_are_dry(tmp
         os.kill(run.trainer_of(1), signal.SIGSTOP)
         run.until(lambda: _quiet(run), 60, "slot 0 has nothing left to train")
         assert not run.run.done()
-        run.scheduler.set_capacity(0)
+        run.set_capacity(0)
         run.scheduler.kill(run.jobs()["worker", 1].job_id)
         run.finish()
         assert run.run.latest_attempt(1) == 1
@@ -279,7 +279,7 @@ def test_a_worker_may_join_during_the_last_call(tmp_path: Path):
         slow = run.trainer_of(1)
         os.kill(slow, signal.SIGSTOP)
         run.until(lambda: _called(run), 30, "the last call")
-        run.scheduler.set_capacity(3)
+        run.set_capacity(3)
         run.until(lambda: run.slots().get(2) and run.slots()[2].state == "waiting", 30, "slot 2")
         os.kill(slow, signal.SIGCONT)
         run.versions(2)

@@ -24,7 +24,7 @@ from elastic.group import Group
 from elastic.health import NaNDetector, ShutdownHandler, check_gpu_health
 from elastic.network import free_port
 from elastic.signals import Notice
-from helpers import PATIENCE, wait_until
+from helpers import PATIENCE, ROOT, wait_until
 
 SCRIPT = Path(__file__).with_name("health_ranks.py")
 
@@ -236,3 +236,15 @@ def test_the_deadline_is_the_grace_time_less_a_margin_and_else_the_kill_wait():
     assert handler.deadline_s(notice.since + 19) == 100
     assert ShutdownHandler(0, notice).deadline_s(notice.since) == 29
     assert ShutdownHandler(None, notice).deadline_s(notice.since) == 29
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_notice_during_the_imports_ends_the_process_at_once(tmp_path: Path, number: int):
+    """A module that takes for ever to import stands in for torch on a busy machine."""
+    (tmp_path / "torch.py").write_text("import time\nprint('imports', flush=True)\ntime.sleep(60)")
+    command = [sys.executable, "-m", "elastic.start", "worker"]
+    path = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'lib'}"}
+    process = subprocess.Popen(command, env=path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "imports\n"
+    process.send_signal(number)
+    assert process.wait(10) == Exit.TRY_AGAIN

@@ -162,9 +162,10 @@ def test_the_number_of_gpus_can_change_and_ends_no_job(make_site):
     site = make_site(gpus=1)
     site.script(PATIENT)
     a, b = site.submit(0), site.submit(1)
-    site.scheduler.set_capacity(2)
+    capacity = site.scheduler.state / "capacity.json"
+    capacity.write_text('{"gpus": 2}')
     assert site.states() == {a: "RUNNING", b: "RUNNING"}
-    site.scheduler.set_capacity(0)
+    capacity.write_text('{"gpus": 0}')
     assert site.states() == {a: "RUNNING", b: "RUNNING"}
     c = site.submit(2)
     assert site.state(c) == "PENDING"

@@ -61,7 +61,7 @@ def further(run: Running, count: int, timeout_s: float = 60) -> None:
 def resize(run: Running, gpus: int) -> None:
     """Take the job away with notice; from now on there are so many GPUs."""
     job = run.jobs()["trainer", 0]
-    run.scheduler.set_capacity(gpus)
+    run.set_capacity(gpus)
     run.scheduler.preempt(job.job_id)
     assert run.ended(job.job_id)["outcome"] == "yielded"
     run.until(lambda: steps(run)[-1]["world"] == gpus, 60, f"{gpus} ranks train")
@@ -114,7 +114,7 @@ def test_a_run_grows_by_itself_when_gpus_become_free(tmp_path, undisturbed):
     with synchronous(tmp_path, settings, step_s=0.1) as run:
         further(run, 5)
         assert not run.events("cancel")
-        run.scheduler.set_capacity(2)
+        run.set_capacity(2)
         run.until(lambda: steps(run)[-1]["world"] == 2, 60, "two ranks train")
         (grown,) = run.events("cancel")
         lines = finish(run)
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed):
     with synchronous(tmp_path, step_s=0.03) as run:
         run.until(lambda: step(run) >= 45, 60, "two checkpoints")
         job = run.jobs()["trainer", 0]
-        run.scheduler.set_capacity(0)
+        run.set_capacity(0)
         run.scheduler.preempt(job.job_id)
         run.ended(job.job_id)
         newest = sorted((run.run.path / "checkpoints").glob("step-*/"))[-1]
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed):
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
         before = len(steps(run))
-        run.scheduler.set_capacity(1)
+        run.set_capacity(1)
         run.until(lambda: len(steps(run)) > before, 60, "it goes on")
         (refused,) = run.events("checkpoint-refused")
         assert victim.name in refused["reason"]

@@ -361,7 +361,7 @@ def evaluate(run: str, version: int | None, as_json: bool):
         hint = f"there are versions {', '.join(map(str, kept))}; see checkpoint.keep_every"
         raise UsageError(f"version {version} is no longer on disk", hint)
     scores = {"version": commit["version"], **validate(found, commit)}
-    show(as_json, scores, views.scores_view)
+    show(as_json, scores, lambda each: "  ".join(f"{k} {v:.6g}" for k, v in each.items()))
 
 
 def validate(run: RunDir, commit: dict) -> dict[str, float]:

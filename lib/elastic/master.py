@@ -410,7 +410,8 @@ class Master:
                 if not ask.want or now < self._settle_until:
                     continue  # it only tells; or it will ask again
                 least = self.config.train.batch_size * self.config.slurm.gpus_per_worker
-                ranges = self._ledger.grant(owner, ask.want, len(slots), least)
+                want = min(ask.want, least * self.config.local_sgd.inner_steps)
+                ranges = self._ledger.grant(owner, want, len(slots), least)
                 self._granted[owner] = (ask.sequence, ranges)
             grants[owner] = (ask.sequence, ranges)
         self._store.grant(grants)
@@ -629,13 +630,12 @@ class Reconcile:
 
 def run(notice: Notice) -> int:
     """Be the run's master until the run is over, a notice comes, or another one takes over."""
+    notice.exit_code = None
     master = Master(RunDir(Path(sys.argv[1])), notice)
     try:
         return master.main()
-    except ElasticError as error:
-        master._end("failed", error.code, str(error))
-        raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        master._end("failed", Exit.ERROR, said, traceback.format_exc())
+        known = isinstance(error, ElasticError)
+        said = (str(error), "") if known else (repr(error), traceback.format_exc())
+        master._end("failed", error.code if known else Exit.ERROR, *said)
         raise

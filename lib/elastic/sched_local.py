@@ -6,7 +6,7 @@ There is no daemon: jobs are files in a state directory, and whoever calls start
     jobs/17.claim  made once, by the job's first process (its line of /proc/PID/stat) or by whoever
                    cancels it before it starts: the one who makes it decides what the job becomes
     jobs/17.cause  why it ends: CANCELLED or PREEMPTED (it was told to), else ENDED
-    capacity.json  GPUs there are, if set
+    capacity.json  {"gpus": N} in place of what configurations say, if somebody writes it
 
 A caller may be killed at any point: a job without a claim is pending and gets started (again), and
 of two processes for one job the second finds the claim made and leaves. A process is identified by
@@ -122,10 +122,6 @@ class LocalScheduler:
         with self._locked():
             used = sum(given.get("count", 0) for given in self._given().values())
             return max(0, min(most, self._limit(spec.config.local_scheduler.gpus) - used))
-
-    def set_capacity(self, gpus: int) -> None:
-        """From now on `gpus` GPUs, whatever the runs' configurations say. Ends no job."""
-        write_atomic(self.state / "capacity.json", to_json({"gpus": gpus}))
 
     # ---- files
 

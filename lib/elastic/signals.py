@@ -19,9 +19,13 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Notice:
-    """Set once the scheduler has said that this process will be killed soon."""
+    """Set once the scheduler has said that this process will be killed soon.
 
-    def __init__(self):
+    While `exit_code` is not None a notice ends the process at once: there is nothing to lose yet.
+    """
+
+    def __init__(self, exit_code: int | None = None):
+        self.exit_code = exit_code
         self.signal_name = ""
         self.since: float | None = None
         self._reader, self._writer = os.pipe()
@@ -35,15 +39,17 @@ class Notice:
         return self._reader
 
     def arrived(self, number: int, _frame=None) -> None:
+        if self.exit_code is not None:
+            os._exit(self.exit_code)
         if self.since is None:
             self.since, self.signal_name = time.time(), signal.Signals(number).name
             with contextlib.suppress(OSError):
                 os.write(self._writer, b"!")
 
 
-def install() -> Notice:
-    """From now on the notice signals set the returned flag, and nothing else."""
-    notice = Notice()
+def install(exit_code: int | None = None) -> Notice:
+    """From now on the notice signals set the returned flag, or end the process with `exit_code`."""
+    notice = Notice(exit_code)
     for number in NOTICES:
         signal.signal(number, notice.arrived)
     return notice

@@ -1,8 +1,9 @@
 """A process that uses torch: `python -m elastic.start master|worker|trainer ARGUMENTS`.
 
-To import torch takes seconds, so two things come first. A notice that arrives meanwhile is kept.
-And the garbage collector is off: what imports make stays, and to look at it over and over takes a
-sixth of the start. Afterwards it is frozen: never looked at again, and shared with forked children.
+To import torch takes seconds, so two things come first. A notice ends the process at once, until
+its program has something to lose (`notice.exit_code = None`). And the garbage collector is off:
+what imports make stays, and to look at it over and over takes a sixth of the start. Afterwards it
+is frozen: never looked at again, and shared with forked children.
 """
 
 import faulthandler
@@ -17,7 +18,7 @@ from elastic.signals import install
 
 def main() -> int:
     """Run the program; its errors become a message and an exit status."""
-    name, notice = sys.argv.pop(1), install()
+    name, notice = sys.argv.pop(1), install(Exit.TRY_AGAIN)
     faulthandler.enable()  # whoever finds it hung asks for its stacks
     gc.disable()
     program = importlib.import_module(f"elastic.{name}")

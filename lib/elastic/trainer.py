@@ -126,6 +126,7 @@ class Trainer:
     def main(self) -> int:
         """Train to the end of the run, or until a notice; returns the exit status."""
         self._restore()
+        self.notice.exit_code = None
         self.model.train()
         timeout_s = self.config.health.hang_timeout_s
         with HangDetector(timeout_s, functools.partial(leave, Exit.ERROR)) as self._hangs:

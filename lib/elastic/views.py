@@ -158,10 +158,6 @@ def config_view(rows: Sequence[dict]) -> RenderableType:
     return table
 
 
-def scores_view(scores: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.6g}" for name, value in scores.items())
-
-
 # ---- small parts --------------------------------------------------------------------------------
 
 

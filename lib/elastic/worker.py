@@ -33,6 +33,7 @@ def run(notice: Notice) -> int:
     model = build_model(task, config, device, group)
     make = getattr(task, "optimizer", None)
     optimizer = make(model) if make else default_optimizer(model, config.train)
+    notice.exit_code = None
     with LocalSGD(model, optimizer, place, notice, group) as sgd:
         train(task, model, optimizer, sgd, device)
     return Exit.OK
