@@ -19,6 +19,7 @@ from helpers import elastic, environment
 from running import Running, members, running, second_master
 
 TWO = {"elastic.max": 2, "elastic.max_failures": 50}
+PACE_S = 0.06  # of an inner step: faster than this, commits alone keep a core busy
 
 
 # ---- SIGKILL, at any moment ---------------------------------------------------------------------
@@ -53,7 +54,7 @@ def test_any_process_may_be_killed_at_any_moment(
     victims = ["trainer", "agent", "master", "redis"] * times
     draw.shuffle(victims)
     settings = {**TWO, "local_sgd.transport": transport}
-    with running(tmp_path, settings, samples=8000, step_s=0.03) as run:
+    with running(tmp_path, settings, samples=4000, step_s=0.08) as run:
         run.until(lambda: run.version >= 2, 60, "the first versions")
         for victim in victims:
             run.witness()
@@ -76,7 +77,8 @@ def shared(tmp_path_factory) -> Iterator[Running]:
         **TWO, "local_sgd.inner_steps": 10, "local_sgd.min_deadline": "20s",
         "local_sgd.inner_state_max_age": 1000, "health.stall_after": "2s",
     }  # fmt: skip
-    with running(tmp_path_factory.mktemp("shared"), settings, samples=1_000_000) as run:
+    home = tmp_path_factory.mktemp("shared")
+    with running(home, settings, samples=1_000_000, step_s=PACE_S) as run:
         yield run
         run.pace(2)  # so that nothing is pruned while it is looked at
         run.audit()
@@ -246,7 +248,7 @@ def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Runni
         steps = run.run.ending(slot.job_id)["steps"]
         assert steps >= slot.steps_total
         assert sum(delta["steps"] for delta in deltas) == steps or void, (deltas, steps)
-    run.pace(0.02)
+    run.pace(PACE_S)
     scaled = elastic("scale", "tiny", "--max", 2, env=environment(run.home))
     assert scaled.returncode == 0, scaled.stderr
     run.versions(1)

@@ -49,6 +49,7 @@ PAIRS = [  # every value of an axis meets every value of every other
     (0, "off", "", "worker", "REQUEUE"),
     (0, "off", "USR1@60", "worker", "REQUEUE"),
     (0, "off", "B:USR1@60", "trainer", "REQUEUE"),
+    (10, "on", "USR1@60", "command", "CANCEL"),  # USR1 to a program that knows only TERM
 ]
 COMMON = {
     **SETTINGS,

@@ -71,9 +71,6 @@ class RunDir:
         self.path = Path(path)
         self.name = self.path.name
 
-    def __repr__(self) -> str:
-        return f"RunDir({str(self.path)!r})"
-
     @classmethod
     def create(
         cls, root: Path, config: Config, control: Control, environment: dict[str, str]

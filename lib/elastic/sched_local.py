@@ -6,6 +6,7 @@ There is no daemon: jobs are files in a state directory, and whoever calls start
     jobs/17.claim  made once, by the job's first process (its line of /proc/PID/stat) or by whoever
                    cancels it before it starts: the one who makes it decides what the job becomes
     jobs/17.cause  why it ends: CANCELLED or PREEMPTED (it was told to), else ENDED
+    jobs/17.swept  it has ended, and so have all its processes
     capacity.json  {"gpus": N} in place of what configurations say, if somebody writes it
 
 A caller may be killed at any point: a job without a claim is pending and gets started (again), and
@@ -160,7 +161,8 @@ class LocalScheduler:
 
     def _forget_if_old(self, job_id: str) -> None:
         if time.time() - self._path(job_id, "cause").stat().st_mtime > KEEP_S:
-            for kind in ("json", "devices", "cause", "claim"):  # the claim last: it says "ended"
+            # The claim last: it says "ended".
+            for kind in ("json", "devices", "cause", "swept", "claim"):
                 self._path(job_id, kind).unlink(missing_ok=True)
 
     # ---- starting
@@ -192,11 +194,15 @@ class LocalScheduler:
         return capacity if capacity is not None else configured or sys.maxsize
 
     def _clear_up(self, ended: Sequence[str]) -> None:
-        members = self._members() if ended else {}
-        for job_id in ended:
+        unswept = [each for each in ended if not self._path(each, "swept").exists()]
+        members = self._members() if unswept else {}
+        for job_id in unswept:
             for pid in members.get(job_id, ()):
                 _kill(pid)
             create_once(self._path(job_id, "cause"), b"ENDED")
+            if job_id not in members:  # what is not there has no children either
+                create_once(self._path(job_id, "swept"), b"")
+        for job_id in ended:
             self._forget_if_old(job_id)
 
     def _start(self, job_id: str, record: Mapping, count: int, in_use: Sequence[int]) -> list[int]:
@@ -206,8 +212,7 @@ class LocalScheduler:
             **record["environment"], "ELASTIC_JOB_ID": job_id, "ELASTIC_GPUS": str(count),
             "ELASTIC_HOME_DIR": str(configuration.registry_dir()), MARK: f"{self.state}:{job_id}",
         }  # fmt: skip
-        given = {"count": count, "gpus": devices}
-        write_atomic(self._path(job_id, "devices"), to_json(given))
+        write_atomic(self._path(job_id, "devices"), to_json({"count": count, "gpus": devices}))
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         claim = self._path(job_id, "claim")
@@ -233,9 +238,8 @@ class LocalScheduler:
             environment = configuration.environment()
             environment.pop(MARK, None)  # it must outlive the job that may have called
             environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-            arguments = [str(self.state), job_id, str(grace_s)]
-            program = [sys.executable, "-P", "-m", "elastic.sched_local"]
-            _detached([*program, *arguments], environment)
+            program = (sys.executable, "-P", "-m", "elastic.sched_local")
+            _detached([*program, str(self.state), job_id, str(grace_s)], environment)
         else:
             self.kill(job_id)
 
