@@ -34,7 +34,7 @@ $(READY): requirements.txt
 	    { echo 'error: TORCH=site needs a PYTHON that has torch and numpy' >&2; exit 1; }
 	touch $@
 
-demo: $(READY)  ## Two minutes of training on this machine while its workers are killed
+demo: $(READY)  ## A minute of training on this machine while its workers are killed
 	bin/elastic-demo
 
 demo-slurm: $(READY)  ## The same on a private Slurm of several nodes

@@ -1,4 +1,4 @@
-"""Two minutes in the life of a run, for reading and for running: `make demo`.
+"""A minute in the life of a run, for reading and for running: `make demo`.
 
 `story` is the manual in one page: start a run, let cron reconcile it, and while it trains kill a
 trainer, add a worker, preempt a job with notice, kill the master. It ends with the loss curve, the
