@@ -258,15 +258,27 @@ def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Runni
 
 
 def test_the_last_samples_come_back_from_a_lost_worker_to_those_that_are_dry(tmp_path: Path):
-    with running(tmp_path, {**TWO, "health.stall_after": "1s"}, samples=300) as run:
+    with running(tmp_path, {**TWO, "health.stall_after": "1s"}, samples=300, step_s=0.3) as run:
         run.workers(2)
-        os.kill(run.trainer_of(1), signal.SIGSTOP)
+        while not _stopped_in_a_round(run, slot=1):
+            os.kill(run.trainer_of(1), signal.SIGCONT)
+        run.pace(0.02)
         run.until(lambda: _quiet(run), 60, "slot 0 has nothing left to train")
         assert not run.run.done()
         run.set_capacity(0)
         run.scheduler.kill(run.jobs()["worker", 1].job_id)
         run.finish()
         assert run.run.latest_attempt(1) == 1
+
+
+def _stopped_in_a_round(run: Running, slot: int) -> bool:
+    """Stop the slot's trainer; does it hold samples? Its state is told before it delivers them."""
+    run.until(lambda: run.slots()[slot].state == "training", 30, f"slot {slot} trains")
+    os.kill(run.trainer_of(slot), signal.SIGSTOP)
+    with run.store() as store:
+        stopped = store.now()
+    run.until(lambda: run.slots()[slot].beat > stopped + 0.5, 30, "what it said has come")
+    return run.slots()[slot].state == "training" and run.slots()[slot].step > 0
 
 
 def _quiet(run: Running, seconds: float = 1.5) -> bool:

@@ -371,10 +371,8 @@ def slot(**changes):
 def test_a_slots_record_is_read_with_its_types():
     read = slot()
     assert (read.slot, read.step, read.loss, read.moved) == (3, 12, 2.5, 990.25)
-    with pytest.raises(KeyError):
-        membership.Slot.from_fields({k: v for k, v in SLOT.items() if k != "joined"})
-    with pytest.raises(ValueError, match="x"):
-        membership.Slot.from_fields({**SLOT, "step": "x"})
+    assert membership.Slot.from_fields({k: v for k, v in SLOT.items() if k != "joined"}) is None
+    assert membership.Slot.from_fields({**SLOT, "step": "x"}) is None
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def listen(store):
 
     yield open_
     for listener in opened:
-        listener.close()
+        listener._pubsub.close()
 
 
 # ---- leases -------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_everybody_hears_what_is_announced_and_only_the_master_its_own(store, li
     assert words(everybody, 3) == ["join 3", "version 5", "stop"]
     assert words(another, 3) == ["join 3", "version 5", "stop"]
     assert words(master, 2) == ["offer 3", "ask 3"]
-    another.close()
+    another._pubsub.close()
 
 
 def test_a_wait_ends_with_the_first_word_and_brings_all_behind_it(store, listen):
@@ -368,7 +368,6 @@ def test_a_refused_claim_wakes_nobody(store, listen):
 
 
 def every_call(store):
-    yield "ping", store.ping
     yield "claim", lambda: claim(store)
     yield "beat", lambda: beat(store)
     yield "offer", lambda: offer(store)
@@ -399,11 +398,11 @@ def test_a_wrong_password_is_said_to_be_one_and_is_not_shown(redis_server):
 
 def test_a_server_that_hangs_means_try_again_after_the_timeout(make_store, redis_server):
     store = Store.connect(redis_server.endpoint, redis_server.password, "a", timeout_s=0.2)
-    store.ping()
+    store.now()
     redis_server.client().execute_command("CLIENT", "PAUSE", 1500, "ALL")
     started = time.monotonic()
     with pytest.raises(TryAgain, match="cannot reach Redis"):
-        store.ping()
+        store.now()
     assert time.monotonic() - started < 5
     wait_until(lambda: answers(store), 10, "the server goes on")
     store.close()
@@ -411,7 +410,7 @@ def test_a_server_that_hangs_means_try_again_after_the_timeout(make_store, redis
 
 def answers(store):
     try:
-        store.ping()
+        store.now()
     except TryAgain:
         return False
     return True
@@ -434,10 +433,10 @@ def test_a_server_of_the_site_is_reached_by_its_url_and_its_password_not_shown(r
     where = f"127.0.0.1:{redis_server.endpoint.port}"
     url = f"redis://:{redis_server.password}@{where}/0"
     store = Store.connect(Endpoint("", 0, 1, url), "not this one", "a")
-    store.ping()
+    store.now()
     assert store.where == f"{where}/0"
     store.close()
     wrong = Store.connect(Endpoint("", 0, 1, f"redis://:hunter2@{where}"), "", "a")
     with pytest.raises(TryAgain, match="refused the password") as caught:
-        wrong.ping()
+        wrong.now()
     assert "hunter2" not in str(caught.value)

@@ -40,6 +40,8 @@ CONTROL_S = 1.0
 LEAVE_S = 20.0  # workers are given this long to deliver and leave when the run ends
 SPACE_S = 2.0  # between two looks at a full disk
 DURATIONS_KEPT = 64
+MOST_HEADER_BYTES = 16 << 20
+MOST_REASON = 300  # characters: it may quote what is wrong
 MOST_THREADS = 8  # each may hold a fragment of a delta
 AFTER_LEAVE_S = 2.0
 PASS_S = 60.0
@@ -304,6 +306,8 @@ class Master:
     def _judge(self, base: int, name: str, body: bytes) -> None:
         round_, ledger = self._round, self._ledger
         try:
+            if len(body) > MOST_HEADER_BYTES:
+                raise ValueError(f"{len(body)} bytes")
             header = Header.from_json(json.loads(body))
             if (f"{header.slot}:{header.attempt}", header.base) != (name, base):
                 raise ValueError(f"it says {header.key}, and came from {name} for version {base}")
@@ -372,7 +376,7 @@ class Master:
 
         The offer goes after the verdict has come: a worker that finds neither may bring it again.
         """
-        rule = reason.partition(":")[0]
+        rule, reason = reason.partition(":")[0], reason[:MOST_REASON]
         self._round.rejected[rule] = self._round.rejected.get(rule, 0) + 1
         self._round.seen.pop((base, name), None)
         slot, attempt = (int(n) if n.isdigit() else n for n in name.partition(":")[::2])

@@ -32,10 +32,12 @@ class Slot:
     joined: float
 
     @classmethod
-    def from_fields(cls, fields: dict[str, str]) -> "Slot":
-        """Read a Redis hash. Raises ValueError or KeyError if it is not a slot's record."""
-        kinds = cls.__annotations__
-        return cls(**{name: kinds[name](fields[name]) for name in kinds})
+    def from_fields(cls, fields: dict[str, str]) -> "Slot | None":
+        """Read a Redis hash; None if it is not a slot's record."""
+        try:
+            return cls(**{name: kind(fields[name]) for name, kind in cls.__annotations__.items()})
+        except (ValueError, KeyError):
+            return None
 
 
 def state(slot: Slot, now: float, stall_after_s: float) -> str:

@@ -122,29 +122,19 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).flatten(2))
 
 
-class Gelu(nn.Module):
-    """The feed-forward network of GPT: widen, bend, narrow."""
+class FeedForward(nn.Module):
+    """Widen, bend, narrow: GELU in GPT; in Llama (SwiGLU) one half opens a gate for the other."""
 
     def __init__(self, shape: Shape):
         super().__init__()
+        gated = shape.style == "llama"
+        self.gate = nn.Linear(shape.dim, shape.width, bias=False) if gated else None
         self.up = nn.Linear(shape.dim, shape.width, bias=False)
         self.down = nn.Linear(shape.width, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class SwiGlu(nn.Module):
-    """The feed-forward network of Llama: one half opens a gate for the other."""
-
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.gate = nn.Linear(shape.dim, shape.width, bias=False)
-        self.up = nn.Linear(shape.dim, shape.width, bias=False)
-        self.down = nn.Linear(shape.width, shape.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        up = self.up(x)
+        return self.down(F.silu(self.gate(x)) * up if self.gate else F.gelu(up))
 
 
 def norm(shape: Shape) -> nn.Module:
@@ -161,7 +151,7 @@ class Layer(nn.Module):
         self.attention_norm = norm(shape)
         self.attention = Attention(shape)
         self.feed_forward_norm = norm(shape)
-        self.feed_forward = Gelu(shape) if shape.style == "gpt" else SwiGlu(shape)
+        self.feed_forward = FeedForward(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))

@@ -131,6 +131,7 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
     base, behind = header.base, facts.version - header.base
     attempt, claimed = header.attempt, facts.attempts.get(header.slot, 0)
     sizes = tuple(fragment.bytes for fragment in header.fragments)
+    losses = header.loss + header.first_loss
     rules = [
         (header.run != facts.run, f"other-run: it is a delta of run {header.run!r}"),
         (header.key in facts.judged, f"duplicate: slot {header.slot} delivered it before"),
@@ -141,7 +142,7 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
         (header.layout != facts.layout, f"shape: layout {header.layout}, not {facts.layout}"),
         (header.codec != facts.codec, f"shape: codec {header.codec}, not {facts.codec}"),
         (sizes != facts.fragment_bytes, "shape: the fragments' sizes are not the model's"),
-        (not math.isfinite(header.loss), f"non-finite: the loss is {header.loss}"),
+        (not math.isfinite(losses), f"non-finite: the loss is {losses}"),
         (bool(samples_refused), f"samples: {samples_refused}"),
     ]
     broken = next((reason for is_broken, reason in rules if is_broken), "")

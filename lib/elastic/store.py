@@ -21,6 +21,7 @@ Pub/sub only wakes; what counts is in the keys. Times are Redis TIME. Changes th
 and made in one step are the few Lua scripts below.
 """
 
+import contextlib
 import functools
 import inspect
 import json
@@ -37,6 +38,7 @@ from elastic.rundir import Endpoint, RunDir
 
 EVENTS_KEPT = 1000
 GRANT_KEPT_MS = 60_000
+MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)  # what parsing nonsense raises
 
 NOW = """
 local t = redis.call('TIME')
@@ -143,6 +145,14 @@ class Ask:
     want: int
     held: tuple[tuple[int, int, int], ...]
 
+    @classmethod
+    def parse(cls, name: bytes, body: bytes) -> "Ask":
+        """Raises one of MALFORMED if it is none."""
+        sequence, want, held = json.loads(body)
+        ranges = tuple((int(epoch), int(start), int(stop)) for epoch, start, stop in held)
+        slot, attempt = map(int, name.split(b":"))
+        return cls(slot, attempt, int(sequence), int(want), ranges)
+
 
 @reaches_redis
 class Store:
@@ -157,11 +167,9 @@ class Store:
     @classmethod
     def connect(cls, endpoint: Endpoint, password: str, run_name: str, timeout_s=5.0) -> "Store":
         """A store on the server at `endpoint`; the first call connects."""
-        limits = {
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            "retry": Retry(NoBackoff(), 1),  # callers know when to try again, and what to do first
-        }
+        limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+        # Callers know when to try again, and what to do first.
+        limits["retry"] = Retry(NoBackoff(), 1)
         if endpoint.url:
             client = redis.Redis.from_url(endpoint.url, **limits)
             return cls(client, run_name, endpoint.url.rpartition("@")[2])
@@ -175,7 +183,7 @@ class Store:
         if endpoint is None:
             raise TryAgain(f"run {run.name} has had no master yet", "elastic-status RUN says why")
         store = cls.connect(endpoint, run.secret(), run.name, timeout_s)
-        store.ping()
+        store.now()
         return store
 
     def close(self) -> None:
@@ -190,9 +198,6 @@ class Store:
         for number in numbers:
             pipe.hgetall(self._key(kind, number))
         return dict(zip(numbers, pipe.execute(), strict=True))
-
-    def ping(self) -> None:
-        self._redis.ping()
 
     def now(self) -> float:
         """Redis TIME in seconds: the one clock that decisions compare."""
@@ -223,7 +228,7 @@ class Store:
         """Every slot whose lease is valid."""
         numbers = sorted(int(name) for name in self._redis.hkeys(self._key("attempts")))
         found = self._tables("slot", numbers).items()
-        return {number: Slot.from_fields(_text(fields)) for number, fields in found if fields}
+        return {n: slot for n, fields in found if (slot := Slot.from_fields(_text(fields)))}
 
     def attempts(self) -> dict[int, int]:
         """Slot -> the newest attempt that claimed it."""
@@ -289,10 +294,8 @@ class Store:
         pipe.hgetall(self._key("asks")).delete(self._key("asks"))
         asks = []
         for name, body in pipe.execute()[0].items():
-            slot, attempt = name.decode().split(":")
-            sequence, want, held = json.loads(body)
-            ranges = tuple(tuple(each) for each in held)
-            asks.append(Ask(int(slot), int(attempt), sequence, want, ranges))
+            with contextlib.suppress(*MALFORMED):
+                asks.append(Ask.parse(name, body))
         return asks
 
     def grant(self, grants: dict[tuple[int, int], tuple[int, list]]) -> None:
@@ -366,9 +369,6 @@ class Listener:
             words.append(message["data"].decode())
             message = self._pubsub.get_message(timeout=0)
         return words
-
-    def close(self) -> None:
-        self._pubsub.close()
 
 
 def _held(answer: int, slot: int, attempt: int) -> bool:

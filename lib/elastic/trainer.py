@@ -84,6 +84,7 @@ class Trainer:
     def __init__(self, run: RunDir, notice: Notice, group: Group, device: torch.device):
         self.run, self.notice, self.group, self.device = run, notice, group, device
         self.config, self.state = run.config(), State()
+        self.train = self.config.train
         self.attempt, self.job_id = int(env("ELASTIC_ATTEMPT", "1")), env("ELASTIC_JOB_ID", "")
         self.task = load_task(self.config.run.task, self.config.task, Path(self.config.run.folder))
         self.dataset = self.task.dataset()
@@ -105,10 +106,6 @@ class Trainer:
         self._control_at = self._progress_at = 0.0
         self._rate = (time.monotonic(), 0)
         self._startup_s = 0.0  # from the launcher's start of the ranks to the first step's end
-
-    @property
-    def train(self):
-        return self.config.train
 
     @property
     def batch_size(self) -> int:
