@@ -180,6 +180,10 @@ def test_every_default_passes_its_own_check():
         ("elastic.max = 2.0", "elastic.max: expected an integer, got the float 2.0"),
         ("elastic.min = 0", "elastic.min: must be at least 1, is 0"),
         ("elastic.min = 2", "elastic.min (2) is above elastic.max (1)"),
+        (
+            "elastic.max = 8\nsync.sizes = [6, 16]\nslurm.gpus_per_node = 4",
+            "sync.sizes ([6, 16]) has none from elastic.min (1) to elastic.max (8) in nodes of 4",
+        ),
         ("local_sgd.inner_steps = 0", "local_sgd.inner_steps: must be at least 1, is 0"),
         ("local_sgd.outer_momentum = 'car'", 'expected "auto" or a finite number'),
         ("local_sgd.outer_momentum = 1", "must be at least 0 and below 1, is 1"),

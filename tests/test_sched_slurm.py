@@ -153,6 +153,13 @@ def test_a_list_of_sizes_goes_to_a_slurm_that_knows_lists(tmp_path, version, nod
     assert f" --nodes={nodes} --no-kill " in refused.value.what
 
 
+def test_nodes_that_slurm_does_not_take_back_are_try_again(tmp_path, monkeypatch):
+    refuses = fake_command(tmp_path, "scontrol", "echo 'Job is not running' >&2; exit 1")
+    monkeypatch.setenv("PATH", refuses["PATH"])
+    with pytest.raises(TryAgain, match="scontrol failed: Job is not running"):
+        sched_slurm.release_nodes("7", 2)
+
+
 POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
 
 

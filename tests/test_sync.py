@@ -230,12 +230,14 @@ def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do
 
 
 def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):
-    settings = {**TWO, "train.max_steps": 30, "train.profile": "5:8",
+    settings = {"elastic.max": 3, "sync.sizes": [1, 2], "local_scheduler.gpus": 3,
+                "train.max_steps": 30, "train.profile": "5:8",
                 "health.liveness_interval": "0.1s"}  # fmt: skip
     with synchronous(tmp_path, settings, step_s=0.02) as run:
         lines = finish(run)
         log = run.run.log_path("trainer", 0).read_text()
     assert [line["step"] for line in lines] == list(range(1, 31))
+    assert {line["world"] for line in lines} == {2}  # of the 3 that it may have
     trace = json.loads((run.run.path / "profile" / "steps-5-8.json").read_text())
     assert any("AdamW.step" in str(event.get("name")) for event in trace["traceEvents"])
     assert "profile of steps 5 to 8" in log

@@ -507,9 +507,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
      'health.nan_action = {} is for run.mode = "sync"'),
     (("train.max_steps", "run.mode"), lambda steps, mode: mode == "sync" or not steps,
      'train.max_steps = {} is for run.mode = "sync": in local mode set train.max_tokens'),
-    (("sync.sizes", "elastic.min", "elastic.max"),
-     lambda sizes, low, high: not sizes or any(low <= size <= high for size in sizes),
-     "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({})"),
+    (("sync.sizes", "elastic.min", "elastic.max", "slurm.gpus_per_node"),
+     lambda sizes, low, high, n: not sizes or any(low <= s <= high and s % n == 0 for s in sizes),
+     "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({}) in nodes of {} GPUs"),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
      'slurm.partition is not set: name it in etc/site.toml, or set run.scheduler = "local"'),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from pathlib import Path
 from elastic import cadence, sizing
 from elastic.command import expand
 from elastic.config import elastic_home, env, environment, torch_program
-from elastic.errors import Exit
+from elastic.errors import ElasticError, Exit
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
@@ -78,30 +78,31 @@ class Launcher:
             progressed = self._newest_checkpoint() > before
             self._crashes = 1 if progressed else self._crashes + 1
             if self._lost_nodes():
-                if not (nodes := self._fitting()):
+                if not (nodes := self._fitting(self.config.slurm.gpus_per_node, len(self._nodes))):
                     return self._end("yielded", f"only {len(self._nodes)} nodes still answer")
                 self._nodes, self._crashes = self._nodes[:nodes], 0
             if self._crashes > self.config.sync.crash_retries or self.notice:
                 return self._end("failed", reason)
             self.run.event("restart", attempt=self.attempt, job_id=self.job_id, reason=reason)
 
-    def _fitting(self) -> int:
-        """How many of the job's nodes make a size that the run may have; 0: they are too few."""
-        control, per_node = self.run.control(), self.config.slurm.gpus_per_node
-        gpus = (control.min, control.max)
-        counts = sizing.node_counts(gpus, per_node, self.config.sync.sizes)
-        return sizing.fit(counts, len(self._nodes))
+    def _fitting(self, gpus_per_node: int, nodes: int) -> int:
+        """How many of the nodes make a size that the run may have; 0: they are too few."""
+        gpus = (self.run.control().min, self.run.control().max)
+        return sizing.fit(sizing.node_counts(gpus, gpus_per_node, self.config.sync.sizes), nodes)
 
     def _release_nodes(self) -> None:
         """Give back the nodes that make no size: Slurm before 23.02 takes no list of sizes."""
-        kept, count = self._fitting(), len(self._nodes)
+        count = len(self._nodes)
+        kept = self._fitting(self.config.slurm.gpus_per_node, count)
         if 0 < kept < count:
             from elastic.sched_slurm import release_nodes
 
-            released = release_nodes(self.job_id, kept)
-            self._nodes = self._nodes[:kept]
-            self.run.event("nodes-released", nodes=count - kept, left=kept, done=released,
-                           job_id=self.job_id)  # fmt: skip
+            self._nodes, over = self._nodes[:kept], count - kept
+            try:
+                release_nodes(self.job_id, kept)
+                self.run.event("nodes-released", nodes=over, left=kept, job_id=self.job_id)
+            except ElasticError as error:
+                print(f"trainer  {over} nodes stay idle, not given back: {error}", flush=True)
 
     def _lost_nodes(self) -> list[str]:
         """Go on without those nodes of the job that no longer answer; which these are."""
@@ -180,7 +181,8 @@ class Launcher:
         return notice_s(info.partition) if info else self.config.local_scheduler.grace_s
 
     def _start_here(self) -> list[subprocess.Popen]:
-        gpus = int(env("ELASTIC_GPUS", "1"))
+        given = int(env("ELASTIC_GPUS", "1"))
+        gpus = self._fitting(1, given) or given
         ranks, shared = self._ranks(gpus), self._shared("127.0.0.1")
         command = self._rank_command(1, gpus, shared)
         shared["WORLD_SIZE"] = str(ranks)

@@ -114,13 +114,12 @@ class SlurmScheduler:
         return int(granted) * per_node if granted.isdigit() else 0
 
 
-def release_nodes(job_id: str, kept: int) -> bool:
-    """Give back all nodes of this job but the first `kept`; did Slurm do it?"""
+def release_nodes(job_id: str, kept: int) -> None:
+    """Give back all nodes of this job but the first `kept`. TryAgain if Slurm does not do it."""
     argv = ("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")
-    done = slurm_command(argv).returncode == 0
+    _checked("scontrol", slurm_command(argv))
     for script in Path().glob(f"slurm_job_{job_id}_resize.*"):  # for shells, which scontrol leaves
         script.unlink(missing_ok=True)
-    return done
 
 
 def signal_steps(job_id: str) -> None:
