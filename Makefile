@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
 DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/*) Makefile requirements.txt
 
-.PHONY: help venv demo demo-slurm test lint bench validate matrix gpu-check install uninstall
+.PHONY: help venv demo demo-slurm test lint bench validate matrix soak gpu-check install uninstall
 .DELETE_ON_ERROR:
 
 help:  ## This list
@@ -58,6 +58,9 @@ validate: $(READY)  ## Local mode against a synchronous baseline at equal tokens
 
 matrix: $(READY)  ## What a preemption costs, for all 72 ways to announce it (minutes)
 	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/python -m pytest -s tests/test_notice_matrix.py
+
+soak: $(READY)  ## Chaos on a private Slurm with 16 workers; what it cost (three quarters of an hour)
+	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python soak.py $(SOAK_ARGS)
 
 gpu-check: $(READY)  ## What runs only where there is a GPU
 	$(VENV)/bin/python tests/gpu_check.py

@@ -42,6 +42,6 @@ def test_the_demo_survives_all_it_does_and_leaves_nothing_running(target, tmp_pa
     told = play(["make", target], clone, env)
     assert "audit of demo (finished): ok" in told
     assert "to be below 2.6: ok" in told
-    for fault in ("SIGKILL of a trainer", "preemption with notice", "SIGKILL of the master"):
+    for fault in ("kill-worker", "preempt", "kill-master"):
         assert f"## {fault}" in told
     assert processes_of(clone) == []

@@ -29,6 +29,7 @@ DEMO = "test_the_demo_survives_all_it_does_and_leaves_nothing_running"
 ADMIN = "test_an_admin_installs_and_uninstalls_by_the_book"
 VENV = "test_a_venv_is_asked_for_what_is_pinned"
 QUICK = "test_some_tests_lint_and_gpu_check_run"
+CHAOS = "test_the_command_does_faults_to_a_live_run_and_reports_them"
 MODES = "test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on"
 NODES = "test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled"
 NODE = "test_one_node_trains_under_srun_and_under_torchrun"
@@ -39,6 +40,7 @@ SHOWN_BY = {
     "bin/elastic-submit 7b.toml --min 8 --max 32": FIRST,
     "*/2 * * * * bin/elastic-reconcile": FIRST,
     "bin/elastic-scale 7b --mode local": MODES,
+    "bin/elastic-chaos demo --every 29s --for 30m --seed 1": CHAOS,
     "make demo": DEMO,
     "make demo-slurm": DEMO,
     "git clone … elastic && cd elastic": DEMO,

@@ -90,7 +90,7 @@ class Agent:
                 return self._end(outcome, reason, trainer)
             if self._crashes > CRASHES_IN_PLACE or self.notice:
                 return self._end("failed", reason, trainer)
-            self.run.event("restart", slot=self.slot, attempt=self.attempt, reason=reason)
+            self._event("restart", reason=reason)
 
     def _judge(self, trainer: Trainer, code: int) -> tuple[str, str]:
         """What the trainer's end means: (done | stopped | yielded | fenced | crashed, reason)."""
@@ -118,6 +118,7 @@ class Agent:
             {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()},
         )
         print(f"agent  slot {self.slot} attempt {self.attempt} job {self.job_id}", flush=True)
+        self._event("start", node=hostname())
         reader, writer = os.pipe()
         ranks = self.config.slurm.gpus_per_worker
         shared = {
@@ -149,6 +150,7 @@ class Agent:
                 self._wait_for_something(trainer)
                 if self.notice and not self._told:
                     self._told = True
+                    self._event("notice", signal=self.notice.signal_name)
                     trainer.signal(signal.SIGTERM)
                 self._kill_if_hung(trainer)
                 if time.monotonic() >= self._next_beat:
@@ -196,7 +198,7 @@ class Agent:
         working = trainer.said["state"] in ("training", "delivering")
         still_s = time.monotonic() - (trainer.moved if working else trainer.heard)
         if trainer.said["state"] != "loading" and still_s > self.config.health.hang_timeout_s:
-            self.run.event("hang", slot=self.slot, attempt=self.attempt, seconds=round(still_s))
+            self._event("hang", seconds=round(still_s))
             trainer.tail.append(f"agent  no sign of life for {still_s:.0f} s: killed")
             trainer.signal(signal.SIGABRT)  # prints its stacks
             time.sleep(ABORT_S)
@@ -246,7 +248,7 @@ class Agent:
         detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
         steps = trainer.said["steps_total"] if trainer else 0
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
-        self.run.event(kind, slot=self.slot, attempt=self.attempt, reason=reason, steps=steps)
+        self._event(kind, reason=reason, steps=steps)
         self._record(
             {"state": "ended", "outcome": outcome, "code": code, "reason": reason,
              "detail": detail, "steps": steps},
@@ -259,6 +261,10 @@ class Agent:
                 self._store.release(self.slot, self.attempt)
         self._drop_store()
         return code
+
+    def _event(self, kind: str, **fields) -> None:
+        who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id}
+        self.run.event(kind, **who, **fields)
 
     def _record(self, fields: dict) -> None:
         who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "node": hostname()}

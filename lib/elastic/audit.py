@@ -14,8 +14,12 @@ scheduler, and nothing is written.
 
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+from elastic import goodput
+from elastic.rundir import RunDir
 
 PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
 
@@ -58,6 +62,18 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "epochs": epochs,
         "problems": problems + altered + [*filter(None, found)],
     }
+
+
+def gpu_seconds(run: RunDir) -> dict[str, float]:
+    """What the GPUs of a run were used for, from its commits and events: see goodput."""
+    events, per_worker = run.events(), run.config().slurm.gpus_per_worker
+    jobs = goodput.allocations(events, run.endings(), per_worker, time.time())
+    return goodput.ledger(jobs, goodput.work_in(run.commits(), read_metrics(run)))
+
+
+def read_metrics(run: RunDir) -> list[dict]:
+    """What rank 0 of sync mode wrote, a line per step."""
+    return run.lines("metrics.jsonl")
 
 
 def forgive(epochs: list[dict], skipped: list[list[int]]) -> None:

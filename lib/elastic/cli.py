@@ -25,6 +25,7 @@ from elastic import __version__, rundir, submission, views
 from elastic import config as configuration
 from elastic import reconcile as reconciling
 from elastic.audit import audit as audit_ledger
+from elastic.audit import gpu_seconds
 from elastic.durable import checksum
 from elastic.errors import ElasticError, Exit, UsageError
 from elastic.rundir import RunDir
@@ -335,9 +336,11 @@ def audit(run: str, files: bool, as_json: bool):
 
     Reads the commit records alone. Exits 1 if anything is wrong: a sample
     committed twice or never, tokens that do not add up, a file that is gone.
+    Also says what the GPUs were used for, to the second.
     """
     found = rundir.find(run)
     report = audit_ledger(found.path, found.config().checkpoint.keep, checksum if files else None)
+    report["gpu_seconds"] = gpu_seconds(found)
     show(as_json, report, functools.partial(views.audit_view, found.name))
     sys.exit(Exit.ERROR if report["problems"] else Exit.OK)
 
@@ -393,6 +396,46 @@ def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
     rows = configuration.load(config, overrides).explain()
     names = ("key", "value", "unit", "default", "origin", "meaning")
     show(as_json, [dict(zip(names, row, strict=True)) for row in rows], views.config_view)
+
+
+# ---- chaos --------------------------------------------------------------------------------------
+
+
+@command("chaos demo --every 29s --for 30m", "chaos demo --faults kill-worker,preempt --seed 7")
+@click.argument("run")
+@click.option("--every", default="29s", show_default=True, help="A fault so often, on average.")
+@click.option("--for", "lasting", default="10m", show_default=True, help="How long.")
+@click.option("--before", default="0s", show_default=True,
+              help="Look on for so long first, to compare with.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="The same faults in the same order.")
+@click.option("--faults", default="", metavar="A,B,...", help="Of these kinds only.")
+@json_option
+def chaos(run: str, every: str, lasting: str, before: str, seed: int, faults: str, as_json: bool):
+    """Do real faults to RUN, and report what they cost.
+
+    Kills and stops the run's own processes and jobs, and what else can be
+    done here. Nothing that is committed can be lost by it.
+    """
+    from elastic import chaos as doing
+    from elastic.faults import schedule
+
+    lengths_s = [configuration.parse(configuration.TIME, each)
+                 for each in (every, lasting, before)]  # fmt: skip
+    agent = doing.Chaos(rundir.find(run), seed)
+    kinds, refused = doing.choose(agent, faults)
+    for kind, why in refused.items():
+        click.echo(f"not done: {kind}: {why}", err=True)
+    began = time.time()
+    time.sleep(lengths_s[2])
+    baseline = (began, time.time()) if lengths_s[2] else None
+
+    def say(text: str) -> None:
+        click.echo(f"{time.time() - began:7.1f}s  {text}", err=True)
+
+    doing.unleash(agent, schedule(kinds, *lengths_s[:2], random.Random(seed)), say)
+    report = agent.report(baseline[1] if baseline else began, baseline)
+    show(as_json, report, views.chaos_view)
+    sys.exit(Exit.ERROR if report["audit"]["problems"] else Exit.OK)
 
 
 # ---- sandbox ------------------------------------------------------------------------------------

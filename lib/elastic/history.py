@@ -69,6 +69,7 @@ class JobSeen(_Placed):
     node: str = ""
     cancelled_at: float | None = None  # when reconcile asked it to leave
     over: str = ""  # the outcome it has written: its ranks have left, whatever the state says
+    ended_at: float | None = None
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -109,6 +110,8 @@ class Ended(_Placed):
     detail: str = ""
     worked: bool = False  # it did some of what it was there for
     final: bool = False  # it asked not to be started again
+    started_at: float | None = None
+    ended_at: float = 0.0
 
     @property
     def crashed(self) -> bool:
@@ -194,9 +197,10 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
     """How a `gone` job ended: by its exit record, else by the state it was last seen in."""
     record = _own(job, record)
     outcome, reason = _outcome(job, record)
-    age_s = now - job.started_at if job.started_at else 0.0
+    age_s, ended_at = now - job.started_at if job.started_at else 0.0, now
     if record.get("state") == "ended":
-        age_s = record.get("time", 0.0) - record.get("started", record.get("time", 0.0))
+        ended_at = record.get("time", 0.0)
+        age_s = ended_at - record.get("started", ended_at)
     did_some = job.role == MASTER or record.get("steps", 0) > 0
     return Ended(
         *(job.job_id, job.role, job.slot, outcome, now),
@@ -206,6 +210,8 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
         detail=str(record.get("detail") or ""),
         worked=age_s >= WORKED_S or (did_some and outcome in ("done", "stopped", "yielded")),
         final=outcome == "failed" and record.get("code") == Exit.DO_NOT_RESTART,
+        started_at=job.started_at,
+        ended_at=job.ended_at or ended_at,
     )
 
 

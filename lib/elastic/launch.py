@@ -83,7 +83,7 @@ class Launcher:
                 self._nodes, self._crashes = self._nodes[:nodes], 0
             if self._crashes > self.config.sync.crash_retries or self.notice:
                 return self._end("failed", reason)
-            self.run.event("restart", attempt=self.attempt, job_id=self.job_id, reason=reason)
+            self._event("restart", reason=reason)
 
     def _fitting(self, gpus_per_node: int, nodes: int) -> int:
         """How many of the nodes make a size that the run may have; 0: they are too few."""
@@ -155,6 +155,7 @@ class Launcher:
         """Start the ranks and wait for their end; the exit status of the first that failed."""
         record = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid()}
         self.attempt = self.run.claim_attempt(0, {**record, "time": time.time()})
+        self._event("start", node=hostname())
         self._tail.clear()
         self._bad_exit_at = math.inf
         processes = self._start_in_slurm() if env("SLURM_JOB_ID") else self._start_here()
@@ -248,6 +249,7 @@ class Launcher:
                 break
             if self.notice and not told:
                 told = True
+                self._event("notice", signal=self.notice.signal_name)
                 self._tell(processes)
             late = self.notice and time.time() - self.notice.since > KILL_AFTER_S
             if late or time.monotonic() - self._bad_exit_at > LINGER_S:
@@ -280,8 +282,7 @@ class Launcher:
         progress = self.run.progress() or {}
         mine = progress if progress.get("job_id") == self.job_id else {}
         measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
-        self.run.event(kind, role="trainer", attempt=self.attempt, reason=reason,
-                       step=progress.get("step", 0))  # fmt: skip
+        self._event(kind, reason=reason, step=progress.get("step", 0))
         self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason,
                       "detail": detail, "steps": progress.get("step", 0),
                       **measured})  # fmt: skip
@@ -294,6 +295,10 @@ class Launcher:
         command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(self.run.path)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PASS_S)
+
+    def _event(self, kind: str, **fields) -> None:
+        who = {"role": "trainer", "slot": 0, "attempt": self.attempt, "job_id": self.job_id}
+        self.run.event(kind, **who, **fields)
 
     def _record(self, fields: dict) -> None:
         who = {"role": "trainer", "slot": 0, "attempt": self.attempt, "node": hostname(),

@@ -478,6 +478,7 @@ class Master:
                 "steps": h.steps, "tokens": h.tokens, "loss": h.loss, "inner": h.inner,
                 "first_loss": h.first_loss, "samples": [list(each) for each in h.samples],
                 "norm": checked.norm, "seconds": h.seconds, "stall_s": h.stall_s,
+                "delivered": h.delivered,
             }
             for checked in sorted(round_.accepted.values(), key=lambda c: c.header.key)
             for h in [checked.header]

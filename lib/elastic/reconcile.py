@@ -24,7 +24,7 @@ from elastic import cadence, history, sched, sizing
 from elastic.config import Config
 from elastic.durable import read_json, to_json, write_atomic
 from elastic.errors import ElasticError, TryAgain
-from elastic.history import TRAINER, Ended, JobSeen, Memory, UnsureSubmission
+from elastic.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
@@ -221,7 +221,15 @@ class _Pass:
         self.memory = history.learn(memory, listed, endings, self.now, keep)
         for end in endings:
             fields = {"role": end.role, "slot": end.slot, "job_id": end.job_id, "node": end.node}
-            self._event("end", **fields, outcome=end.outcome, reason=end.reason)
+            times = {"submitted": end.submitted_at, "started": end.started_at,
+                     "ended": end.ended_at}  # fmt: skip
+            self._event("end", **fields, **times, gpus=self._gpus(end), outcome=end.outcome,
+                        reason=end.reason)
+
+    def _gpus(self, end: Ended) -> int:
+        """How many GPUs a job that has ended had."""
+        per_job = {WORKER: self.config.slurm.gpus_per_worker, MASTER: 0}
+        return per_job.get(end.role) or (self.run.ending(end.job_id) or {}).get("gpus", 0)
 
     def act(self, scheduler: Scheduler) -> None:
         """Plan, and carry the plan out as far as the scheduler goes along."""
@@ -350,7 +358,8 @@ def _seen(job: Job, run: RunDir) -> JobSeen | None:
     name = sched.parse_job_name(job.name)
     if name is None or name[0] != run.name:
         return None
-    times = {"submitted_at": job.submit_time, "started_at": job.start_time}
+    times = {"submitted_at": job.submit_time, "started_at": job.start_time,
+             "ended_at": job.end_time}  # fmt: skip
     seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node, **times)
     if name[1] == TRAINER and seen.started:
         record = run.ending(job.job_id) or {}

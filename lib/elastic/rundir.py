@@ -227,19 +227,21 @@ class RunDir:
         with contextlib.suppress(OSError):
             append_line(self.path / "events.jsonl", {"time": time.time(), "kind": kind, **fields})
 
-    def events(self, last: int | None = None) -> list[dict]:
-        """The newest `last` events (all of them for None), oldest first."""
+    def events(self, last: int = 0) -> list[dict]:
+        """The newest `last` events (all of them for 0), oldest first."""
+        return self.lines("events.jsonl", last)
+
+    def lines(self, name: str, last: int = 0) -> list[dict]:
+        """The newest records of a log of JSON lines."""
         try:
-            lines = (self.path / "events.jsonl").read_bytes().splitlines()
+            lines = (self.path / name).read_bytes().splitlines()
         except FileNotFoundError:
             return []
-        events = []
-        for line in lines[-last:] if last else lines:
-            try:
-                events.append(json.loads(line))
-            except ValueError:  # a line torn by a full disk; the others still tell
-                continue
-        return events
+        records = []
+        for line in lines[-last:]:
+            with contextlib.suppress(ValueError):  # torn by a full disk; the others still tell
+                records.append(json.loads(line))
+        return records
 
     def log_path(self, role: str, slot: int) -> Path:
         name = "master.log" if role == "master" else f"{role}-{slot:04d}.log"

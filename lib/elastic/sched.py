@@ -49,6 +49,7 @@ class Job:
     submit_time: float = 0.0
     start_time: float | None = None
     node: str = ""
+    end_time: float | None = None
 
     @property
     def ended(self) -> bool:

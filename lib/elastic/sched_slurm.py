@@ -24,7 +24,7 @@ from pathlib import Path
 from elastic import config, sizing
 from elastic.config import Config
 from elastic.errors import ElasticError, TryAgain
-from elastic.history import MASTER, TRAINER
+from elastic.history import MASTER, TRAINER, has_ended
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
@@ -32,7 +32,7 @@ COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questio
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
 _FIELD, _RECORD = "\x1f", "\x1e"
-_COLUMNS = ("%i", "%T", "%V", "%S", "%N", "%r", "%j", "%k")
+_COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%j", "%k")
 _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
 _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
@@ -217,14 +217,15 @@ def parse_squeue(text: str) -> list[Job]:
         raise TryAgain(f"squeue: the answer is cut short at {rest!r}")
     jobs = []
     for record in records:
-        job_id, state, submitted, started, node, reason, *names = _fields(record)
+        job_id, state, submitted, started, ended, node, reason, *names = _fields(record)
         # A site's submit plugin may rename a job; its comment then still says whose it is.
         name = next((name for name in names if parse_job_name(name)), None)
         if name:
             # A pending job's start is only a forecast.
             start_time = None if state == "PENDING" else _epoch(started)
+            end_time = _epoch(ended) if has_ended(state) else None  # else another forecast
             times = (_epoch(submitted) or 0.0, start_time)
-            jobs.append(Job(job_id, name, state, reason, *times, node))
+            jobs.append(Job(job_id, name, state, reason, *times, node, end_time))
     return jobs
 
 

@@ -341,6 +341,11 @@ class Store:
     def add_event(self, record: dict) -> None:
         self._redis.xadd(self._key("events"), {"json": json.dumps(record)}, maxlen=EVENTS_KEPT)
 
+    def forget_everything(self) -> int:
+        """Remove every key of the run, as a server that was replaced has none."""
+        keys = list(self._redis.scan_iter(self._prefix + "*", count=1000))
+        return self._redis.unlink(*keys) if keys else 0
+
     def announce(self, wake: str) -> None:
         self._redis.publish(self._key("ctl"), wake)
 

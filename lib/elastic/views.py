@@ -15,6 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from elastic.goodput import PARTS
+
 STATE_STYLES = {
     "running": "green", "training": "green", "done": "green", "ok": "green",
     "waiting": "yellow", "stalled": "yellow", "stopped": "yellow", "loading": "cyan",
@@ -141,11 +143,40 @@ def audit_view(run: str, report: dict) -> RenderableType:
             f"{report['commits']} versions, {report['deltas']} deltas, {report['tokens']:,} tokens,"
             f" {report['masters']} masters, {report['files']} files"
         )
+    if report.get("gpu_seconds"):
+        parts.append(_gpu_seconds(report["gpu_seconds"]))
     parts += [Text(f"wrong: {problem}", style="red") for problem in report["problems"]]
     state = "finished" if report.get("finished") else "not finished"
     verdict = _state("WRONG") if report["problems"] else _state("ok")
     parts.append(f"audit of {escape(run)} ({state}): {verdict}")
     return Group(*parts)
+
+
+def chaos_view(report: dict) -> RenderableType:
+    """What faults cost a run: a row per kind, then the sums."""
+    table = _table("fault", ">times", ">steps lost", ">next commit after (worst)",
+                   ">all back after (worst)", ">kept")  # fmt: skip
+    for row in report["kinds"]:
+        spans = [" ".join([_number(middle, "{:.1f} s"), f"({_number(worst, '{:.1f}')})"])
+                 for middle, worst in (row["next_commit_s"], row["back_s"])]  # fmt: skip
+        kept = _number(row["kept"], "{:.1%}")
+        table.add_row(row["kind"], str(row["count"]), str(row["steps_lost"]), *spans, kept)
+    parts: list[RenderableType] = [table, ""]
+    parts.append(f"{report['faults']} faults in {report['seconds']:.0f} s, "
+                 f"{report['restarts']} restarts, {report['steps_lost']} steps lost; "
+                 f"{si(report['tokens_per_s'])} tokens/s, "
+                 f"{_number(report['kept'], '{:.1%}')} of those without faults")  # fmt: skip
+    if report["worst"]:
+        parts.append(f"the longest to recover from: {escape(report['worst'])}")
+    return Group(*parts, "", audit_view(report["run"], report["audit"]))
+
+
+def _gpu_seconds(ledger: dict[str, float]) -> str:
+    """The goodput ledger in a line or two."""
+    whole = ledger["allocated"] or 1.0
+    parts = [f"{name} {ledger[name] / whole:.1%}" for name in PARTS if ledger[name]]
+    return (f"{si(ledger['allocated'])} GPU-seconds: {', '.join(parts)}; "
+            f"{si(ledger['queued'])} more were waited for")  # fmt: skip
 
 
 def config_view(rows: Sequence[dict]) -> RenderableType:

@@ -1,0 +1,359 @@
+"""Chaos: real faults on a live run, and what they cost it.
+
+    plan      faults.schedule: seeded, every kind in its turn
+    do        one method per kind; each names its victim and returns it in words
+    report    faults.by_kind, from the commits; the audit; the goodput ledger
+
+Only the run's own jobs and processes are touched. On this machine (the local scheduler, a sandbox)
+processes are killed and stopped one by one; on a cluster jobs are, through its scheduler, and what
+cannot be done there is left out by name (`why_not`). What ends by itself, a stopped process, a full
+disk, is ended by a detached shell, also if chaos is killed meanwhile.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+
+import psutil
+
+from elastic import faults, goodput
+from elastic.audit import audit, gpu_seconds, read_metrics
+from elastic.config import elastic_home
+from elastic.errors import ElasticError, TryAgain, UsageError
+from elastic.faults import Cost, Fault
+from elastic.membership import Slot
+from elastic.rundir import RunDir
+from elastic.sandbox import Sandbox
+from elastic.sched import parse_job_name, scheduler_of
+from elastic.store import Store
+
+BRIEFLY_S = 5.0  # how long a hang, a partition, a full disk lasts
+GONE_S = 15.0  # how long a killed node stays away
+SKEW_S = 90
+LOOK_S = 0.5
+BACK_S = 120.0  # how long the last faults are given to be over
+MOST_FILL_BYTES = 8 << 30
+FAKETIME = "FAKETIME_TIMESTAMP_FILE"  # the file that libfaketime reads in the run's jobs
+LOCAL_ONLY = ("kill-master", "kill-redis", "flush-redis", "partition", "corrupt-delta")
+HERE_ONLY = ("kill-redis", "partition", "hang-worker", "slow-worker")
+
+
+class Chaos:
+    """What can be done to one run, and the record of what was done."""
+
+    def __init__(self, run: RunDir, seed: int = 0):
+        self.run, self.config, self.draw = run, run.config(), random.Random(seed)
+        self.scheduler = scheduler_of(run)
+        self.is_local = self.config.run.scheduler == "local"
+        self.box = None if self.is_local else _sandbox(run.environment().get("SLURM_CONF", ""))
+        self.done: list[Fault] = []
+
+    # ---- what there is to hit
+
+    @property
+    def in_sync_mode(self) -> bool:
+        return self.run.control().mode == "sync"
+
+    def training(self) -> list[Slot]:
+        """Who trains now on the newest version, those with most steps first."""
+        if self.in_sync_mode:
+            return self._trainer()
+        with contextlib.suppress(TryAgain), self._store() as store:
+            version = self.run.newest_version()
+            found = [s for s in store.slots().values() if s.version == version]
+            found = [slot for slot in found if slot.state == "training"]
+            return sorted(found, key=lambda slot: -slot.step)
+        return []
+
+    def _trainer(self) -> list[Slot]:
+        said = self.run.progress() or {}
+        ranks = self._pids("trainer")
+        if not ranks or said.get("attempt") != self.run.latest_attempt(0):
+            return []
+        step = said["step"]
+        return [Slot(0, said["attempt"], said["job_id"], "", self.draw.choice(ranks), "training",
+                     step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]  # fmt: skip
+
+    def _store(self):
+        return contextlib.closing(Store.open(self.run))
+
+    def _pids(self, program: str) -> list[int]:
+        """This machine's processes of the run: worker, trainer, master, redis-server."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "cwd", "environ"]):
+            words, around = process.info["cmdline"] or [], process.info["environ"] or {}
+            places = [*words, process.info["cwd"] or "", around.get("ELASTIC_RUN_DIR", "")]
+            of_run = any(self.run.path in (Path(place), Path(place).parent) for place in places)
+            names = [Path(word.partition(" ")[0]).name for word in words]
+            if of_run and program in names and not names[0].endswith("sh"):  # no wrapper of it
+                found.append(process.pid)
+        return sorted(found)
+
+    # ---- doing it
+
+    def why_not(self, kind: str) -> str:
+        """Why this fault cannot be done to this run; empty if it can."""
+        here, mode = self.is_local or self.box, self.run.control().mode
+        free = self.run.free_bytes()
+        rules = {
+            "the run is in sync mode": kind in LOCAL_ONLY and mode == "sync",
+            "the run is in local mode": kind == "corrupt-checkpoint" and mode == "local",
+            "its processes are on other machines": kind in HERE_ONLY and not here,
+            "there is no sandbox": kind == "hang-controller" and not self.box,
+            "a node of a cluster is not a user's": kind == "kill-node" and not here,
+            "deltas travel through Redis":
+                kind == "corrupt-delta" and self.config.local_sgd.transport != "filesystem",
+            f"{free >> 30} GiB are free there, too many to fill":
+                kind == "full-disk" and free > MOST_FILL_BYTES,
+            f"its jobs do not run under libfaketime or the like ({FAKETIME} is not set)":
+                kind == "clock-skew" and FAKETIME not in self.run.environment(),
+        }  # fmt: skip
+        return next((reason for reason, holds in rules.items() if holds), "")
+
+    def inject(self, kind: str, at_least: int = 1) -> Fault:
+        """Do it to a worker with `at_least` so many steps in its round, as soon as there is one.
+
+        Raises ElasticError if it turns out to be impossible.
+        """
+        victims = [slot for slot in self.training() if slot.step >= at_least]
+        while not victims:
+            time.sleep(LOOK_S)
+            if over := self.run.closing():
+                raise ElasticError(f"no worker to hit: the run is {over}")
+            victims = [slot for slot in self.training() if slot.step >= at_least]
+        hits_one = kind in HITS_ONE and (kind != "preempt" or not self.box)
+        victim = self.draw.choice(victims) if hits_one else victims[0]
+        now = time.time()
+        what = DO[kind](self, victim)
+        fault = Fault(kind, now, what, (victim,) if hits_one else tuple(victims))
+        self.done.append(fault)
+        self.run.event("chaos", fault=kind, what=what)
+        return fault
+
+    def _kill_worker(self, victim: Slot) -> str:
+        if not (self.is_local or self.box):
+            self.scheduler.cancel(victim.job_id, now=True)
+            return f"job {victim.job_id} of slot {victim.slot}"
+        _signal(victim.pid, signal.SIGKILL)
+        return _process(victim)
+
+    def _preempt(self, victim: Slot) -> str:
+        if self.box:  # a job of higher priority takes a node; Slurm chooses whose
+            self.box.preempt(nodes=1, seconds=BRIEFLY_S)
+            return "one node is needed elsewhere"
+        # On a cluster: the signals of a preemption without GraceTime.
+        getattr(self.scheduler, "preempt", self.scheduler.cancel)(victim.job_id)
+        return f"job {victim.job_id} of slot {victim.slot}"
+
+    def _kill_master(self, _victim: Slot) -> str:
+        with contextlib.suppress(TryAgain), self._store() as store:
+            if not (self.is_local or self.box):
+                self.scheduler.cancel(job_id := store.master()["job_id"], now=True)
+                return f"job {job_id}"
+        pids = self._pids("master") + self._pids("redis-server")
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+        return f"master and Redis, processes {pids}"
+
+    def _kill_redis(self, _victim: Slot) -> str:
+        for pid in self._pids("redis-server"):
+            _signal(pid, signal.SIGKILL)
+        return "Redis alone"
+
+    def _flush_redis(self, _victim: Slot) -> str:
+        with self._store() as store:
+            return f"{store.forget_everything()} keys removed"
+
+    def _partition(self, _victim: Slot) -> str:
+        for pid in self._pids("redis-server"):
+            _stop(pid, BRIEFLY_S)
+        return f"Redis answers nobody for {BRIEFLY_S:g} s"
+
+    def _hang_worker(self, victim: Slot) -> str:
+        _stop(victim.pid, 2 * BRIEFLY_S)
+        return f"{_process(victim)} stands still for {2 * BRIEFLY_S:g} s"
+
+    def _slow_worker(self, victim: Slot) -> str:
+        script = "for i in $(seq 25); do kill -STOP $0; sleep .3; kill -CONT $0; sleep .1; done"
+        _detach(script, victim.pid)
+        return f"{_process(victim)} is four times as slow for 10 s"
+
+    def _kill_node(self, victim: Slot) -> str:
+        if self.is_local:
+            self.scheduler.kill(victim.job_id)
+            return f"all processes of job {victim.job_id}, slot {victim.slot}"
+        node = victim.node or next(j.node for j in self._jobs() if j.job_id == victim.job_id)
+        node = node.split(",")[0]
+        self.box.kill_node(node)
+        revive = (elastic_home() / "bin/elastic-sandbox", "revive-node", node)
+        where = ("--dir", self.box.path.parent, "--name", self.box.path.name)
+        _detach('sleep "$0"; exec "$@"', GONE_S, *revive, *where)
+        return f"node {node}, for {GONE_S:g} s"
+
+    def _jobs(self) -> list:
+        named = ((parse_job_name(job.name), job) for job in self.scheduler.jobs())
+        return [job for name, job in named if name and name[0] == self.run.name]
+
+    def _hang_controller(self, _victim: Slot) -> str:
+        self.box.hang_controller(2 * BRIEFLY_S)
+        return f"slurmctld answers nobody for {2 * BRIEFLY_S:g} s"
+
+    def _full_disk(self, _victim: Slot) -> str:
+        filler = self.run.path / ".filler"
+        append = 'dd if=/dev/zero of="$0" oflag=append conv=notrunc bs=64k'
+        script = f'fallocate -l "$1" "$0"; {append}; sleep "$2"; rm -f "$0"'
+        _detach(script, filler, max(1, self.run.free_bytes()), BRIEFLY_S)
+        return f"nothing is free for {BRIEFLY_S:g} s"
+
+    def _corrupt_delta(self, _victim: Slot) -> str:
+        """The first delta to be seen: it may be merged already, then that was no fault."""
+        deadline = time.monotonic() + 2 * BRIEFLY_S
+        while time.monotonic() < deadline:
+            folder = self.run.path / "deltas" / f"{self.run.newest_version():06d}"
+            for path in folder.glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    return _flip_a_byte(path)
+            time.sleep(0.002)
+        return "none was seen"
+
+    def _corrupt_checkpoint(self, _victim: Slot) -> str:
+        """The newest, and the ranks are killed, so that it is read."""
+        folders = sorted((self.run.path / "checkpoints").glob("step-*/"))
+        files = [path for folder in folders[-1:] for path in folder.glob("*.distcp")]
+        said = _flip_a_byte(files[0]) if files else "there is none yet"
+        for pid in self._pids("trainer"):
+            _signal(pid, signal.SIGKILL)
+        return said
+
+    def _clock_skew(self, _victim: Slot) -> str:
+        path, skew_s = self.run.environment()[FAKETIME], self.draw.choice((-SKEW_S, SKEW_S))
+        _detach('echo "$1" >"$0"; sleep "$2"; echo +0 >"$0"', path, f"{skew_s:+d}", 4 * BRIEFLY_S)
+        return f"clocks of the jobs are {skew_s:+d} s off for {4 * BRIEFLY_S:g} s"
+
+    # ---- what came of it
+
+    def costs(self) -> list[tuple[Fault, Cost]]:
+        """Every fault so far with its cost so far."""
+        if self.in_sync_mode:
+            lines = read_metrics(self.run)
+            return [(fault, faults.cost_in_sync_mode(fault, lines)) for fault in self.done]
+        commits = list(self.run.commits())
+        return [(fault, faults.cost_in_local_mode(fault, commits)) for fault in self.done]
+
+    def report(self, began: float, baseline: tuple[float, float] | None = None) -> dict:
+        """What the faults cost; `baseline`: a window without faults, from and to."""
+        commits = list(self.run.commits())
+        work = goodput.work_in(commits, read_metrics(self.run))
+        costs, end = self.costs(), min(time.time(), (self.run.done() or {}).get("time", inf))
+        before = goodput.tokens_per_s(work, *baseline) if baseline else None
+        rate = goodput.tokens_per_s(work, began, end)
+        kinds = list(faults.by_kind(costs, work, end))
+        for row in kinds:
+            row["kept"] = row["tokens_per_s"] / before if before else None
+        worst = max(costs, key=lambda pair: pair[1].back_s, default=None)
+        return {
+            "run": self.run.name, "seconds": round(end - began, 1), "faults": len(costs),
+            "kinds": kinds, "tokens_per_s": rate, "baseline_tokens_per_s": before,
+            "kept": rate / before if before else None,
+            "restarts": sum(e["kind"] == "start" and e["time"] > began for e in self.run.events()),
+            "steps_lost": sum(cost.steps_lost for _, cost in costs),
+            "worst": f"{worst[0].kind}: {worst[0].what}" if worst else "",
+            "audit": {**audit(self.run.path, self.config.checkpoint.keep),
+                      "gpu_seconds": gpu_seconds(self.run)},
+        }  # fmt: skip
+
+
+def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Callable[[str], None]) -> None:
+    """Do what is planned, each when its time has come, until all is over or the run is.
+
+    Says each fault when it is done, and again when everybody is back.
+    """
+    began, told = time.time(), 0
+    for at, kind in [*planned, (inf, "")]:
+        while (waited_s := time.time() - began) < at and not chaos.run.closing():
+            told = _tell_what_is_over(chaos, told, say)
+            last_s = planned[-1][0] if planned else 0.0
+            if at == inf and (told == len(chaos.done) or waited_s > last_s + BACK_S):
+                return
+            time.sleep(LOOK_S)
+        if chaos.run.closing():
+            return
+        try:
+            say(f"{kind}: {chaos.inject(kind).what}")
+        except ElasticError as error:
+            say(f"{kind}: not done: {error.what}")
+
+
+def _tell_what_is_over(chaos: Chaos, told: int, say: Callable[[str], None]) -> int:
+    """Tell, in their order, the faults of which nothing is left; how many are told then."""
+    for fault, cost in chaos.costs()[told:] if told < len(chaos.done) else ():
+        if cost.back_s == inf:
+            break
+        say(f"{fault.kind} is over: {cost.steps_lost} steps lost, next commit after "
+            f"{cost.next_commit_s:.1f} s, all back after {cost.back_s:.1f} s")  # fmt: skip
+        told += 1
+    return told
+
+
+def choose(chaos: Chaos, wanted: str) -> tuple[list[str], dict[str, str]]:
+    """The kinds of a comma-separated list (empty: all that can be done), and why others cannot."""
+    named = [kind for kind in wanted.split(",") if kind] or list(DO)
+    if unknown := [kind for kind in named if kind not in DO]:
+        raise UsageError(f"no such fault: {unknown[0]!r}", f"there are {', '.join(DO)}")
+    refused = {kind: why for kind in named if (why := chaos.why_not(kind))}
+    if wanted and refused:
+        kind, why = next(iter(refused.items()))
+        raise UsageError(f"{kind} cannot be done to run {chaos.run.name}: {why}")
+    return [kind for kind in named if kind not in refused], refused
+
+
+def _sandbox(conf: str) -> Sandbox | None:
+    box = Sandbox(Path(conf).parent)
+    return box if conf and box.members("slurmctld") else None
+
+
+def _process(victim: Slot) -> str:
+    return f"process {victim.pid} of slot {victim.slot}, at step {victim.step}"
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was faster
+        os.kill(pid, number)
+
+
+def _stop(pid: int, seconds: float) -> None:
+    _detach('kill -STOP "$0"; sleep "$1"; kill -CONT "$0"', pid, seconds)
+
+
+def _detach(script: str, *words: object) -> None:
+    """Have a shell do it that lives on without this process."""
+    argv = ["setsid", "--fork", "/bin/sh", "-c", script, *map(str, words)]
+    subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                   stderr=subprocess.DEVNULL, check=True)  # fmt: skip
+
+
+def _flip_a_byte(path: Path) -> str:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0xFF]))
+    return f"a byte of {path.parent.name}/{path.name}"
+
+
+DO: dict[str, Callable[[Chaos, Slot], str]] = {
+    "kill-worker": Chaos._kill_worker, "preempt": Chaos._preempt,
+    "kill-master": Chaos._kill_master, "kill-redis": Chaos._kill_redis,
+    "flush-redis": Chaos._flush_redis, "hang-worker": Chaos._hang_worker,
+    "slow-worker": Chaos._slow_worker, "kill-node": Chaos._kill_node,
+    "hang-controller": Chaos._hang_controller, "full-disk": Chaos._full_disk,
+    "corrupt-delta": Chaos._corrupt_delta, "corrupt-checkpoint": Chaos._corrupt_checkpoint,
+    "partition": Chaos._partition, "clock-skew": Chaos._clock_skew,
+}  # fmt: skip
+HITS_ONE = ("kill-worker", "preempt", "hang-worker", "slow-worker", "kill-node")

@@ -1,0 +1,97 @@
+"""Faults that are done to a run on purpose: when, and what each has cost. Pure.
+
+A fault's cost follows from what came into commits afterwards: the steps that were in the hands of
+those it hit and never arrived, the time until anything was committed again, and the time until
+all whom it hit are part of a commit with work that they began after it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import mean, median
+from typing import TYPE_CHECKING
+
+from elastic.goodput import Work, tokens_per_s
+from elastic.membership import Slot
+
+if TYPE_CHECKING:
+    from random import Random
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was done, when, to whom, and the work that was at stake (in sync mode one `Slot` stands
+    for all ranks, and its version is the step they were at)."""
+
+    kind: str
+    time: float
+    what: str
+    at_stake: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """inf: not yet, or never."""
+
+    steps_lost: int
+    next_commit_s: float
+    back_s: float
+
+
+def schedule(kinds: Sequence[str], every_s: float, for_s: float, draw: "Random") -> list:
+    """[(seconds after the start, kind)]: pauses of `every_s` on average, and the kinds in turns,
+    each turn shuffled, so that none is forgotten. `draw` is what chance has to say."""
+    at, turn, planned = 0.0, [], []
+    while (at := at + every_s * draw.uniform(0.5, 1.5)) < for_s:
+        turn = turn or draw.sample(kinds, len(kinds))
+        planned.append((at, turn.pop()))
+    return planned
+
+
+def cost_in_local_mode(fault: Fault, commits: Iterable[Mapping]) -> Cost:
+    after = [commit for commit in commits if commit["time"] > fault.time]
+    deltas = [(commit["time"], delta) for commit in after for delta in commit["deltas"]]
+    saved = {(delta["slot"], delta["attempt"], delta["base"]) for _, delta in deltas}
+    lost = sum(s.step for s in fault.at_stake if (s.slot, s.attempt, s.version) not in saved)
+    again = [
+        # work of the slot begun after it was hit
+        min((at for at, d in deltas if d["slot"] == s.slot and d["base"] > s.version), default=inf)
+        for s in fault.at_stake
+    ]
+    next_s = after[0]["time"] - fault.time if after else inf
+    return Cost(lost, next_s, max(again, default=fault.time) - fault.time)
+
+
+def cost_in_sync_mode(fault: Fault, metrics: Iterable[Mapping]) -> Cost:
+    """By the lines that rank 0 writes, one per step: what is there a second time was lost."""
+    after = [line for line in metrics if line["time"] > fault.time]
+    step = fault.at_stake[0].version if fault.at_stake else 0
+    again = {line["step"] for line in after if line["step"] <= step}
+    further = (line["time"] for line in after if line["step"] > step)
+    next_s = after[0]["time"] - fault.time if after else inf
+    return Cost(len(again), next_s, next(further, inf) - fault.time)
+
+
+def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work], end: float) -> Iterator:
+    """A row per kind: how often, median and worst of what it cost, and the rate of training from
+    each to the next fault."""
+    times = [fault.time for fault, _ in faults]
+    windows = dict(zip(times, [*times[1:], end], strict=True))
+    kinds = defaultdict(list)
+    for fault, cost in faults:
+        kinds[fault.kind].append((cost, tokens_per_s(work, fault.time, windows[fault.time])))
+    for kind, found in sorted(kinds.items()):
+        costs = [cost for cost, _ in found]
+        yield {
+            "kind": kind, "count": len(found),
+            "steps_lost": sum(cost.steps_lost for cost in costs),
+            "next_commit_s": _middle_and_worst(cost.next_commit_s for cost in costs),
+            "back_s": _middle_and_worst(cost.back_s for cost in costs),
+            "tokens_per_s": mean(rate for _, rate in found),
+        }  # fmt: skip
+
+
+def _middle_and_worst(seconds: Iterable[float]) -> list[float | None]:
+    found = sorted(seconds)
+    return [None if each == inf else round(each, 2) for each in (median(found), found[-1])]

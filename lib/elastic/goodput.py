@@ -1,0 +1,151 @@
+"""The goodput ledger: what every second of every allocated GPU went into. Pure.
+
+    training   steps that are in a commit (sync mode: that took the run further)
+    replay     steps trained a second time (sync mode)
+    start-up   from the start of a job, or of an attempt in it, to its first round or step
+    waiting    between rounds: delivering, the others, the next version (sync mode: saves)
+    notice     from the notice to the end of the job, but for steps taken and delivered meanwhile
+    lost       steps that no commit has, and all that came after a worker had died or hung
+    open       since the newest commit, in jobs at work: undecided yet
+
+A job's time is cut at the marks it left in the run directory (its start and end, its attempts, its
+notice) and by the work of it that was committed; each piece is counted once, so that the parts add
+up to what was allocated. `queued` stands beside them: GPU-seconds asked for and not yet given.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+PARTS = ("training", "replay", "start-up", "waiting", "notice", "lost", "open")
+IDLE_AT_THE_END = ("done", "stopped")  # outcomes of jobs that had delivered everything
+
+
+@dataclass(frozen=True)
+class Work:
+    """A round of a worker, or a step of a trainer, that counts. Times are wall-clock seconds."""
+
+    attempt: tuple[int, int]  # (slot, attempt)
+    start: float
+    stop: float
+    tokens: int
+    stall_s: float = 0.0  # the worker's own measure of the wait before it
+    again: bool = False
+
+    def tokens_between(self, start: float, stop: float) -> float:
+        """Its tokens as if they had come evenly."""
+        covered_s = max(0.0, min(stop, self.stop) - max(start, self.start))
+        return self.tokens * covered_s / max(self.stop - self.start, 1e-9)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A job that had GPUs. `outcome` is empty while it has them; `attempts` as in `Work`."""
+
+    gpus: int
+    submitted: float
+    start: float
+    end: float
+    outcome: str = ""
+    attempts: tuple[tuple[float, tuple[int, int]], ...] = ()  # with their starts, oldest first
+    notice: float | None = None
+
+
+def work_in(commits: Iterable[Mapping], metrics: Iterable[Mapping] = ()) -> list[Work]:
+    """All work that counts: deltas of local mode, steps of sync mode."""
+    deltas = (delta for commit in commits for delta in commit["deltas"] if delta.get("delivered"))
+    found = [
+        Work((d["slot"], d["attempt"]), d["delivered"] - d["seconds"], d["delivered"],
+             d["tokens"], d["stall_s"])
+        for d in deltas
+    ]  # fmt: skip
+    furthest = tokens = 0
+    for line in metrics:
+        grown = line["tokens"] - tokens if line["step"] > furthest else 0
+        found.append(Work((0, line["attempt"]), line["time"] - line["seconds"], line["time"],
+                          grown, again=line["step"] <= furthest))  # fmt: skip
+        furthest, tokens = max(furthest, line["step"]), max(tokens, line["tokens"])
+    return found
+
+
+def tokens_per_s(work: Iterable[Work], start: float, stop: float) -> float:
+    """The rate at which tokens were trained in a window."""
+    return sum(each.tokens_between(start, stop) for each in work) / max(stop - start, 1e-9)
+
+
+def allocations(
+    events: Sequence[Mapping], endings: Iterable[Mapping], gpus: int, now: float
+) -> list[Allocation]:
+    """Every job that had GPUs (`gpus`: those of a worker), by its events and exit record."""
+    starts, notices = defaultdict(list), {}
+    for event in events:
+        key = (event.get("job_id"), event.get("role"), event.get("slot"))
+        if event["kind"] == "start":
+            starts[key].append((event["time"], (event["slot"], event["attempt"])))
+        elif event["kind"] == "notice":
+            notices[key] = event["time"]
+    found: dict[tuple, tuple] = {}
+    for end in endings:
+        if end.get("state") != "ended" and "started" in end:
+            key = (end["job_id"], end["role"], end["slot"])
+            found[key] = (end.get("gpus", gpus), end["started"], end["started"], now, "")
+    for event in events:
+        if event["kind"] == "end" and event.get("started"):
+            names = ("gpus", "submitted", "started", "ended", "outcome")
+            key = (event["job_id"], event["role"], event["slot"])
+            found[key] = tuple(event[name] for name in names)
+    return [
+        Allocation(*fields, tuple(starts[key]), notices.get(key))
+        for key, fields in found.items()
+        if key[1] != "master"
+    ]
+
+
+def ledger(jobs: Iterable[Allocation], work: Iterable[Work]) -> dict[str, float]:
+    """GPU-seconds by part, their sum as `allocated`, and `queued`."""
+    by_attempt = defaultdict(list)
+    for each in work:
+        by_attempt[each.attempt].append(each)
+    total = Counter(dict.fromkeys((*PARTS, "allocated", "queued"), 0.0))
+    for job in jobs:
+        mine = [each for _, attempt in job.attempts for each in by_attempt[attempt]]
+        for part, seconds in _divided(job, sorted(mine, key=lambda each: each.start)):
+            total[part] += job.gpus * seconds
+        total["allocated"] += job.gpus * (job.end - job.start)
+        total["queued"] += job.gpus * max(0.0, job.start - job.submitted)
+    return dict(total)
+
+
+def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float]]:
+    """(part, seconds) from the job's start to its end, without gap or overlap."""
+    at, begun = job.start, None
+    for each in work:
+        start = min(max(each.start, at), job.end)
+        stop = min(max(each.stop, start), job.end)
+        if each.attempt == begun:
+            waited_s = min(start - at, max(each.stall_s, 0.0)) if not each.again else start - at
+            yield "waiting", waited_s
+            yield "lost", start - at - waited_s  # rounds in between that were rejected
+        else:
+            yield from _restart(job, at, start, begun)
+        yield "replay" if each.again else "training", stop - start
+        at, begun = stop, each.attempt
+    noticed = min(max(job.notice or job.end, at), job.end)
+    if not job.outcome:
+        yield "open" if begun else "start-up", noticed - at
+    elif job.outcome in IDLE_AT_THE_END and begun:
+        yield "waiting", noticed - at
+    else:
+        yield from _restart(job, at, noticed, begun, "lost" if begun else "start-up")
+    yield "notice", job.end - noticed
+
+
+def _restart(
+    job: Allocation, at: float, until: float, begun: tuple[int, int] | None, last: str = "start-up"
+) -> Iterator[tuple[str, float]]:
+    """A stretch in which attempts began: what was before the last of them is lost."""
+    begins = [time for time, attempt in job.attempts if at < time < until and attempt != begun]
+    if begun and begins:
+        yield "lost", begins[-1] - at
+        at, last = begins[-1], "start-up"
+    yield last, until - at
