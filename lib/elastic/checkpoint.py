@@ -6,9 +6,9 @@
 
 The rules are those of versions.py: a draft of one's own, everything fsynced, the link, the rename;
 a crash before the rename is mended by whoever reads next (`_settle`). Every rank writes, and takes
-the checksum of, its own file; rank 0 commits; what came of it is the same on every rank. A step
-that does not verify is skipped with a reason, and stays until its like is saved again or newer
-ones push it out.
+the checksum of, its own file; rank 0 commits, as DCP's last step: what came of it is the same on
+every rank. A step that does not verify is skipped with a reason, and stays until its like is saved
+again or newer ones push it out.
 
 DCP's .metadata, and the few values in its files that are no tensors, are pickles: nothing of a
 checkpoint is read before its sizes and checksums are those in the commit record. DCP also pickles
@@ -17,7 +17,7 @@ writing in the background never meets a collective of the training.
 """
 
 import contextlib
-import json
+import functools
 import os
 import re
 import shutil
@@ -61,7 +61,6 @@ class _Flight:
     """A checkpoint being written."""
 
     step: int
-    extra: bytes
     writer: "_Writer"
     since: float
     waited_s: float = 0.0  # training, for the copy
@@ -95,7 +94,6 @@ class Checkpoints:
             self.finish()
         if flight := self._open(step, extra):
             state = _state(model, optimizer)
-            flight.waited_s = time.monotonic() - flight.since
             self._close(flight, lambda: dcp.save(state, storage_writer=flight.writer, **self._how))
 
     def begin(self, step: int, model, optimizer, extra: dict) -> None:
@@ -111,15 +109,14 @@ class Checkpoints:
             self._flight = flight
 
     def poll(self) -> bool:
-        """Commit what began if all ranks have written it; true if so. Raises like save()."""
+        """True once what began is committed. Raises like save()."""
         flight = self._flight
-        # Rank 0's ends when every rank has written and taken its checksum: DCP counts them in.
         if flight is None or not self._group.share(flight.future.done()):
             return False
         return self.finish() is not None
 
     def finish(self) -> int | None:
-        """Wait for what began, commit it, and return its step, if any. Raises like save()."""
+        """Wait until what began is committed, and return its step, if any. Raises like save()."""
         flight, self._flight = self._flight, None
         if flight is None:
             return None
@@ -152,55 +149,55 @@ class Checkpoints:
 
     def _open(self, step: int, extra: dict) -> _Flight | None:
         """A draft, for all ranks at the same time; None if the step is committed."""
-        since, extra_json = time.monotonic(), to_json(extra)
-        draft, committed = _draft_path(self._run, step, self._writer), None
+        since, draft, committed = time.monotonic(), _draft_path(self._run, step, self._writer), None
         if self._group.leads:
             committed = _record_path(self._run, step).exists() and step not in self._skipped
             if not committed:
                 shutil.rmtree(draft, ignore_errors=True)
         if self._group.share(committed):
             return None
-        return _Flight(step, extra_json, _Writer(draft, extra_json), since)
+        commit = functools.partial(self._commit, step, extra)
+        return _Flight(step, _Writer(draft, commit), since)
 
     def _close(self, flight: _Flight, write: Callable[[], object]) -> None:
-        """Let the write end, commit, and raise on every rank what failed on any."""
-        since, failure = time.monotonic(), _attempt(write)
-        told = self._group.gather({"failure": failure, "files": flight.writer.files})
-        if self._group.leads:
-            failure = next((one["failure"] for one in told if one["failure"]), None)
-            files = [entry for one in told for entry in one["files"]]
-            failure = failure or _attempt(lambda: self._commit(flight, files))
-            if failure:
-                shutil.rmtree(flight.writer.path, ignore_errors=True)
-            else:
-                _prune(self._run, flight.step, self._keep, self._skipped)
+        """Let the write and the commit end, and raise on every rank what failed on any."""
+        since, failure = time.monotonic(), ""
+        try:
+            write()
+        except CheckpointException as error:  # the same on every rank
+            failure, errno = _cause(error)
+        if self._group.leads and failure:
+            shutil.rmtree(flight.writer.path, ignore_errors=True)
+        elif self._group.leads:
+            _prune(self._run, flight.step, self._keep, self._skipped)
         now = time.monotonic()
-        seconds = [now - flight.since, flight.waited_s + now - since]
-        failure, seconds = self._group.share([failure, seconds])
+        seconds = self._group.share([now - flight.since, flight.waited_s + now - since])
         if failure:
-            what = f"the checkpoint of step {flight.step} was not saved: {failure['what']}"
-            if failure["errno"]:
-                raise OSError(failure["errno"], what)
+            what = f"the checkpoint of step {flight.step} was not saved: {failure}"
+            if errno:
+                raise OSError(errno, what)
             raise ElasticError(what, "the last one that was committed is untouched")
         self.save_s, self.stall_s = seconds
 
-    def _commit(self, flight: _Flight, files: list[dict]) -> None:
+    def _commit(self, step: int, extra: dict, draft: Path, files: list[dict]) -> None:
         """Rank 0: link the record. Another writer of this step may have been first: as good."""
-        final = _final_path(self._run, flight.step).relative_to(self._run.path)
+        final = _final_path(self._run, step).relative_to(self._run.path)
+        write_atomic(draft / "extra.json", to_json(extra))
+        files += [_entry(draft / name) for name in OF_RANK_0]
         record = {
-            "step": flight.step, "writer": self._writer, "time": time.time(),
-            "world": self._group.world, "extra": json.loads(flight.extra),
+            "step": step, "writer": self._writer, "time": time.time(),
+            "world": self._group.world, "extra": extra,
             "files": [{**entry, "path": str(final / entry["path"])} for entry in files],
         }  # fmt: skip
-        sync_directory(flight.writer.path.parent)
-        if flight.step in self._skipped:
-            _remove(self._run, flight.step)
-            self._skipped.discard(flight.step)
-        if create_once(_record_path(self._run, flight.step), to_json(record)):
+        sync_directory(draft.parent)
+        if step in self._skipped:
+            _remove(self._run, step)
+            self._skipped.discard(step)
+        if create_once(_record_path(self._run, step), to_json(record)):
             with contextlib.suppress(OSError):  # then whoever reads it does it
                 _settle(self._run, record)
         else:
-            shutil.rmtree(flight.writer.path, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
 
     # ---- reading
 
@@ -250,20 +247,19 @@ def _fill(state: dict, reader: dcp.FileSystemReader, how: dict) -> None:
     try:
         dcp.load(state, storage_reader=reader, **how)
     except CheckpointException as error:
-        what = f"the checkpoint {reader.path} cannot be loaded: {_describe(error)['what']}"
+        what = f"the checkpoint {reader.path} cannot be loaded: {_cause(error)[0]}"
         raise ElasticError(what, "is the model still that of the run?") from None
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer of files (all fsynced), which also keeps the size and checksum of each.
+    """DCP's writer of files (all fsynced), which takes their sizes and checksums, too, and commits.
 
-    A failure in here is one of DCP's steps, and reaches all ranks like every other.
+    Each method is one of DCP's steps: a failure in it reaches all ranks.
     """
 
-    def __init__(self, folder: Path, extra: bytes):
+    def __init__(self, folder: Path, commit: Callable[[Path, list[dict]], None]):
         super().__init__(folder)
-        self.files: list[dict] = []
-        self._extra = extra
+        self._commit = commit
 
     def write_data(self, plan, planner):
         try:
@@ -274,18 +270,17 @@ class _Writer(dcp.FileSystemWriter):
                 raise OSError(refused.errno, refused.strerror, str(self.path)) from None
             raise
         sync_directory(self.path)
-        self._note(_rank_file(self.rank))
-        return written
+        entry = _entry(self.path / _rank_file(self.rank))
+        return written.then(lambda done: (done.value(), entry))
 
-    def finish(self, metadata, results) -> None:  # rank 0
-        super().finish(metadata, results)
-        write_atomic(self.path / "extra.json", self._extra)
-        for name in OF_RANK_0:
-            self._note(name)
+    def finish(self, metadata, results) -> None:  # rank 0, with what every rank has returned
+        written, files = zip(*results, strict=True)
+        super().finish(metadata, written)
+        self._commit(self.path, list(files))
 
-    def _note(self, name: str) -> None:
-        path = self.path / name
-        self.files.append({"path": name, "bytes": path.stat().st_size, "xxh3": checksum(path)})
+
+def _entry(path: Path) -> dict:
+    return {"path": path.name, "bytes": path.stat().st_size, "xxh3": checksum(path)}
 
 
 def _state(model, optimizer) -> dict:
@@ -303,22 +298,12 @@ def _prefixes(names) -> set[str]:
     return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
 
 
-def _attempt(action: Callable[[], object]) -> dict | None:
-    """Run; what went wrong, as a message for the other ranks, or None."""
-    try:
-        action()
-    except (CheckpointException, OSError, RuntimeError) as error:
-        return _describe(error)
-    return None
-
-
-def _describe(error: BaseException) -> dict:
-    if not isinstance(error, CheckpointException):
-        return {"what": str(error), "errno": getattr(error, "errno", None)}
+def _cause(error: CheckpointException) -> tuple[str, int | None]:
+    """What failed, on which rank, and the errno if it was the disk: of several the disk."""
     causes = {rank: cause for rank, (cause, _) in error.failures.items()}
     refused = [rank for rank, cause in causes.items() if isinstance(cause, OSError)]
     rank = min(refused or causes)
-    return {"what": f"rank {rank}: {causes[rank]}", "errno": getattr(causes[rank], "errno", None)}
+    return f"rank {rank}: {causes[rank]}", getattr(causes[rank], "errno", None)
 
 
 # ---- the files ----------------------------------------------------------------------------------
