@@ -517,7 +517,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
 
 # --- the environment -----------------------------------------------------------------------------
 
-_OF_A_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "ELASTIC_JOB_ID")
+_OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID")
+# A user's settings for Slurm's commands would filter their answers or change their form.
+_OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
@@ -532,12 +534,13 @@ def env(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name) or default
 
 
-def clean_environment() -> dict[str, str]:
-    """The environment for a job: without what an outer job or a login session left in it."""
-    dropped = _OF_A_JOB + _OF_A_SESSION
+def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a job, or for a command of Slurm's: `given`, else this process's, without
+    what an outer job, a login session or the user's settings left in it."""
+    dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION
     return {
         name: value
-        for name, value in os.environ.items()
+        for name, value in (os.environ if given is None else given).items()
         if name == "SLURM_CONF" or not (name.startswith(dropped) or name in _OF_A_SHELL)
     }
 

@@ -16,9 +16,10 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 from elastic import config, sizing
@@ -36,11 +37,6 @@ _COLUMNS = ("%i", "%T", "%V", "%S", "%N", "%r", "%j", "%k")
 _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
 _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
-
-# A user's settings for these commands would filter their answers or change their form.
-_CLIENT_SETTINGS = (
-    "SLURM", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_"
-)  # fmt: skip
 
 # What sbatch says when it does not know whether the controller took the job.
 _NO_ANSWER = re.compile(
@@ -143,16 +139,15 @@ def answering(nodes: Sequence[str]) -> list[str]:
     """Those of this job's nodes that can start a step now; Slurm itself may take minutes to see."""
     argv = ["srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--overlap", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = time.monotonic()
-    probes = [subprocess.Popen([*argv, f"--nodelist={n}", "true"], **quiet) for n in nodes]
-    found = []
-    for node, probe in zip(nodes, probes, strict=True):
+
+    def starts(node: str) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            left_s = started + COMMAND_TIMEOUT_S - time.monotonic()
-            if probe.wait(max(0.0, left_s)) == 0:
-                found.append(node)
-        probe.kill()
-    return found
+            probe = [*argv, f"--nodelist={node}", "true"]
+            return subprocess.run(probe, timeout=COMMAND_TIMEOUT_S, **quiet).returncode == 0
+        return False
+
+    with ThreadPoolExecutor(len(nodes)) as pool:  # all at once
+        return list(compress(nodes, pool.map(starts, nodes)))
 
 
 def node_address() -> str:
@@ -177,9 +172,9 @@ def slurm_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a client command. TryAgain when it gives no answer in time.
 
-    Its environment is this process's, or `environment`, without what steers Slurm's commands.
+    Its environment is this process's, or `environment`, cleaned of what steers Slurm's commands.
     """
-    given = dict(config.clean_environment() if environment is None else environment)
+    given = config.clean_environment(environment)
     given.setdefault("PATH", config.env("PATH", "/usr/local/bin:/usr/bin:/bin"))
     program = shutil.which(argv[0], path=given["PATH"])
     if program is None:
@@ -190,7 +185,7 @@ def slurm_command(
     try:
         return subprocess.run(
             [program, *argv[1:]],
-            env=command_environment(given) | _TIMES.get(argv[0], {}),
+            env=given | _TIMES.get(argv[0], {}),
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -199,15 +194,6 @@ def slurm_command(
         )
     except subprocess.TimeoutExpired:
         raise TryAgain(f"{argv[0]} gave no answer in {timeout_s:g} s", "is slurmctld up?") from None
-
-
-def command_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """`given` without Slurm's settings but SLURM_CONF: they leak from jobs, and shape answers."""
-    return {
-        name: value
-        for name, value in given.items()
-        if name == "SLURM_CONF" or not name.startswith(_CLIENT_SETTINGS)
-    }
 
 
 def parse_squeue(text: str) -> list[Job]:
@@ -248,11 +234,8 @@ def refusal(code: int, stderr: str) -> ElasticError:
     what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
     if _NO_ANSWER.search(stderr) or code == 0:
         return Unsure(what, "is slurmctld up? scontrol ping")
-    if code == 255:  # a bad option: the request never left this machine
-        return Refused(what, "see the [slurm] section of the configuration")
-    if _NOT_NOW.search(stderr):
-        return RetryLater(what)
-    if _FOREVER.search(stderr):
+    is_final = _FOREVER.search(stderr) and not _NOT_NOW.search(stderr)
+    if is_final or code == 255:  # a bad option: the request never left this machine
         return Refused(what, "see the [slurm] section of the configuration")
     return RetryLater(what)
 
