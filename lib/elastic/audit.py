@@ -17,6 +17,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic.durable import damage, draft_of
+
 PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
 
 
@@ -43,7 +45,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     forgive(epochs, trained[-1].get("skipped", []))
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
     files, altered = check_files(run_dir, commits, keep, checksum)
-    found = [check_file(run_dir / "checkpoints" / f"step-{record['step']:08d}", entry, checksum)
+    found = [damage(run_dir / entry["path"], entry, checksum)
              for record in saved for entry in record["files"]]  # fmt: skip
     totals = ("committed", "repeated", "missing", "open", "not_reached")
     return {
@@ -186,22 +188,11 @@ def check_files(run_dir: Path, commits: list[dict], keep: int, checksum) -> tupl
         if not kept.exists() and may_be_pruned:
             continue
         if not kept.exists():  # its writer died between the commit and the folder's last name
-            kept = folder / f".{version:06d}.{commit.get('writer')}"
-        found = [check_file(kept, file, checksum) for file in commit["files"]]
+            draft = draft_of(kept, commit.get("writer"))
+            kept = draft if draft.exists() else kept
+        found = [damage(kept / Path(file["path"]).name, file, checksum) for file in commit["files"]]
         if may_be_pruned and not kept.exists():
             continue  # a master pruned it meanwhile
         count += len(found)
         problems += filter(None, found)
     return count, problems
-
-
-def check_file(folder: Path, entry: dict, checksum) -> str:
-    """What is wrong with a committed file; empty: nothing."""
-    path = folder / Path(entry["path"]).name
-    try:
-        size, found = path.stat().st_size, checksum(path) if checksum else entry["xxh3"]
-    except FileNotFoundError:
-        return f"{entry['path']} is missing"
-    if size != entry["bytes"]:
-        return f"{entry['path']} has {size} bytes, not {entry['bytes']}"
-    return "" if found == entry["xxh3"] else f"{entry['path']} does not have its checksum"

@@ -5,7 +5,7 @@
     checkpoints/step-00000100.json       made last, by link(): its existence is the commit
 
 The rules are those of versions.py: a draft of one's own, everything fsynced, the link, the rename;
-a crash before the rename is mended by whoever reads next (`_settle`). Every rank writes, and takes
+a crash before the rename is mended by whoever reads next (`settle`). Every rank writes, and takes
 the checksum of, its own file; rank 0 commits, as DCP's last step: what came of it is the same on
 every rank. A step that does not verify is skipped with a reason, and stays until its like is saved
 again or newer ones push it out.
@@ -35,12 +35,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 
-from elastic.durable import checksum, create_once, read_json, sync_directory, to_json, write_atomic
+from elastic import durable
 from elastic.errors import ElasticError
 from elastic.group import Group
 from elastic.layout import Tensor
 from elastic.rundir import RunDir
-from elastic.versions import damage
 
 SLOWEST = timedelta(days=1)  # for a write: filesystems get stuck; hangs are found elsewhere
 OF_RANK_0 = [".metadata", "extra.json"]
@@ -149,7 +148,8 @@ class Checkpoints:
 
     def _open(self, step: int, extra: dict) -> _Flight | None:
         """A draft, for all ranks at the same time; None if the step is committed."""
-        since, draft, committed = time.monotonic(), _draft_path(self._run, step, self._writer), None
+        since, committed = time.monotonic(), None
+        draft = durable.draft_of(_final_path(self._run, step), self._writer)
         if self._group.leads:
             committed = _record_path(self._run, step).exists() and step not in self._skipped
             if not committed:
@@ -182,20 +182,20 @@ class Checkpoints:
     def _commit(self, step: int, extra: dict, draft: Path, files: list[dict]) -> None:
         """Rank 0: link the record. Another writer of this step may have been first: as good."""
         final = _final_path(self._run, step).relative_to(self._run.path)
-        write_atomic(draft / "extra.json", to_json(extra))
+        durable.write_atomic(draft / "extra.json", durable.to_json(extra))
         files += [_entry(draft / name) for name in OF_RANK_0]
         record = {
             "step": step, "writer": self._writer, "time": time.time(),
             "world": self._group.world, "extra": extra,
             "files": [{**entry, "path": str(final / entry["path"])} for entry in files],
         }  # fmt: skip
-        sync_directory(draft.parent)
+        durable.sync_directory(draft.parent)
         if step in self._skipped:
             _remove(self._run, step)
             self._skipped.discard(step)
-        if create_once(_record_path(self._run, step), to_json(record)):
+        if durable.create_once(_record_path(self._run, step), durable.to_json(record)):
             with contextlib.suppress(OSError):  # then whoever reads it does it
-                _settle(self._run, record)
+                durable.settle(_final_path(self._run, step), record["writer"])
         else:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -206,12 +206,12 @@ class Checkpoints:
         record, reason = _read_record(self._run, step) if self._group.leads else (None, "")
         if record:
             with contextlib.suppress(OSError):  # then its files are found missing
-                _settle(self._run, record)
+                durable.settle(_final_path(self._run, step), record["writer"])
         record, reason = self._group.share([record, reason])
         if not reason:
             own = record["files"][self._group.rank :: self._group.world]
             folder = _final_path(self._run, step)
-            reasons = (damage(folder / Path(entry["path"]).name, entry) for entry in own)
+            reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in own)
             told = self._group.gather(next(filter(None, reasons), ""))
             reason = next(filter(None, told), "")
         return record, reason
@@ -232,7 +232,7 @@ class Checkpoints:
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
             options=states.StateDictOptions(strict=False),  # what never trained has no moments
         )  # fmt: skip
-        return Saved(record["step"], read_json(path / "extra.json"), path, record["world"])
+        return Saved(record["step"], durable.read_json(path / "extra.json"), path, record["world"])
 
 
 def read_params(run: RunDir, record: dict, tensors: Sequence[Tensor]) -> torch.Tensor:
@@ -269,7 +269,7 @@ class _Writer(dcp.FileSystemWriter):
             if isinstance(refused, OSError):
                 raise OSError(refused.errno, refused.strerror, str(self.path)) from None
             raise
-        sync_directory(self.path)
+        durable.sync_directory(self.path)
         entry = _entry(self.path / _rank_file(self.rank))
         return written.then(lambda done: (done.value(), entry))
 
@@ -280,7 +280,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _entry(path: Path) -> dict:
-    return {"path": path.name, "bytes": path.stat().st_size, "xxh3": checksum(path)}
+    return {"path": path.name, **durable.measure(path)}
 
 
 def _state(model, optimizer) -> dict:
@@ -332,7 +332,7 @@ def _read_record(run: RunDir, step: int) -> tuple[dict | None, str]:
     """A commit record, if it can be relied on; what is wrong with it, else ""."""
     path = _record_path(run, step)
     try:
-        record = read_json(path)
+        record = durable.read_json(path)
         if record is None:
             return None, f"there is no commit record: {path}"
         named = {Path(entry["path"]).name for entry in record["files"]}
@@ -351,14 +351,6 @@ def _rank_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _settle(run: RunDir, record: dict) -> None:
-    """Give a committed folder its name, if its writer did not live to do it."""
-    final = _final_path(run, record["step"])
-    if not final.exists():
-        with contextlib.suppress(FileNotFoundError):  # another process was faster, or it is gone
-            os.rename(_draft_path(run, record["step"], record["writer"]), final)
-
-
 def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
     """Remove what is older than `newest` and not among the last `keep` that are sound."""
     folder = _folder(run)
@@ -368,7 +360,8 @@ def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
             step = int(re.match(r"\.step-(\d+)", path.name)[1])
             record, _ = _read_record(run, step)
             if record:
-                _settle(run, record)  # a committed one may still be without its name
+                # A committed one may still be without its name.
+                durable.settle(_final_path(run, step), record["writer"])
             if step < newest and (record or not _record_path(run, step).exists()):
                 _discard(path)
         for path in folder.glob(".pruned.*"):
@@ -380,13 +373,8 @@ def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
 
 
 def _remove(run: RunDir, step: int) -> None:
-    final = _final_path(run, step)
-    gone = final.with_name(f".pruned.{final.name}")
-    _discard(gone)
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(final, gone)  # first: a folder with a step's name is always whole
-    _record_path(run, step).unlink(missing_ok=True)
-    _discard(gone)
+    _record_path(run, step).unlink(missing_ok=True)  # first: what it names is there
+    durable.remove(_final_path(run, step))
 
 
 def _discard(path: Path) -> None:
@@ -406,7 +394,3 @@ def _final_path(run: RunDir, step: int) -> Path:
 
 def _record_path(run: RunDir, step: int) -> Path:
     return _folder(run) / f"step-{step:08d}.json"
-
-
-def _draft_path(run: RunDir, step: int, writer: str) -> Path:
-    return _folder(run) / f".step-{step:08d}.{writer}"
