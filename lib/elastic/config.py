@@ -62,12 +62,8 @@ def _amount(value: Any) -> bool:
     return _finite(value) and value >= 0
 
 
-def _strings(value: Any) -> bool:
-    return type(value) is list and all(type(item) is str for item in value)
-
-
-def _integers(value: Any) -> bool:
-    return type(value) is list and all(type(item) is int for item in value)
+def _list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(type(item) is kind for item in value)
 
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1, "": 1, "ms": 0.001}
@@ -78,8 +74,8 @@ INT = Kind("an integer", lambda value: type(value) is int)
 BOOL = Kind("true or false", lambda value: type(value) is bool)
 REAL = Kind("a finite number", _finite, float)
 AUTO = Kind('"auto" or a finite number', lambda value: value == "auto" or _finite(value))
-LIST = Kind("an array of strings", _strings, tuple)
-INTS = Kind("an array of integers", _integers, tuple)
+LIST = Kind("an array of strings", _list_of(str), tuple)
+INTS = Kind("an array of integers", _list_of(int), tuple)
 TIME = Kind('a duration ("90s", "5m", "2h" or seconds)', _amount, float, _SECONDS, "_s")
 SIZE = Kind('a size ("64kb", "256mb", "1gb" or bytes)', _amount, round, _BYTES, "_bytes")
 
@@ -244,20 +240,13 @@ _SECTION_TYPES = {
 }
 
 
+_Sections = dataclasses.make_dataclass("_Sections", KEYS, frozen=True)
+
+
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(_Sections):
     """A resolved configuration: one frozen dataclass per section of KEYS, and the [task] table."""
 
-    run: Any
-    elastic: Any
-    train: Any
-    local_sgd: Any
-    sync: Any
-    checkpoint: Any
-    health: Any
-    slurm: Any
-    redis: Any
-    local_scheduler: Any
     task: dict[str, Any]
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
 
