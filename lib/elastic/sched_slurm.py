@@ -66,8 +66,7 @@ class SlurmScheduler:
 
     def jobs(self) -> list[Job]:
         """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not say."""
-        answer = slurm_command(_SQUEUE, environment=self._environment)
-        return parse_squeue(_checked("squeue", answer).stdout)
+        return parse_squeue(_checked(slurm_command(_SQUEUE, environment=self._environment)))
 
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
@@ -89,7 +88,7 @@ class SlurmScheduler:
         for options in ways:
             answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
             if not _GONE.search(answer.stderr):
-                _checked("scancel", answer)
+                _checked(answer)
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """Idle nodes, as far as Slurm really gives them: they are taken for a moment, and let go.
@@ -99,7 +98,7 @@ class SlurmScheduler:
         per_node = spec.config.slurm.gpus_per_node
         argv = ("sinfo", "--noheader", f"--partition={spec.config.slurm.partition}",
                 "--states=idle", "--format=%D")  # fmt: skip
-        idle = _checked("sinfo", slurm_command(argv, environment=self._environment)).stdout
+        idle = _checked(slurm_command(argv, environment=self._environment))
         nodes = min(sum(map(int, idle.split())), most // per_node)
         if not nodes:
             return 0
@@ -112,8 +111,7 @@ class SlurmScheduler:
 
 def release_nodes(job_id: str, kept: int) -> None:
     """Give back all nodes of this job but the first `kept`. TryAgain if Slurm does not do it."""
-    argv = ("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")
-    _checked("scontrol", slurm_command(argv))
+    _checked(slurm_command(("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")))
     for script in Path().glob(f"slurm_job_{job_id}_resize.*"):  # for shells, which scontrol leaves
         script.unlink(missing_ok=True)
 
@@ -161,8 +159,7 @@ def node_address() -> str:
 
 def show(*what: str) -> str:
     """What scontrol shows of a node, job or partition, on one line. TryAgain if it does not say."""
-    answer = slurm_command(("scontrol", "--oneliner", "show", *what))
-    return _checked("scontrol", answer).stdout
+    return _checked(slurm_command(("scontrol", "--oneliner", "show", *what)))
 
 
 def slurm_command(
@@ -203,7 +200,10 @@ def parse_squeue(text: str) -> list[Job]:
         raise TryAgain(f"squeue: the answer is cut short at {rest!r}")
     jobs = []
     for record in records:
-        job_id, state, submitted, started, node, reason, *names = _fields(record)
+        fields = record.removeprefix("\n").split(_FIELD)
+        if len(fields) < len(_COLUMNS):  # more: a separator in a name; not one of ours
+            raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
+        job_id, state, submitted, started, node, reason, *names = fields
         # A site's submit plugin may rename a job; its comment then still says whose it is.
         name = next((name for name in names if parse_job_name(name)), None)
         if name:
@@ -240,21 +240,13 @@ def refusal(code: int, stderr: str) -> ElasticError:
     return RetryLater(what)
 
 
-def _checked(
-    command: str, answer: subprocess.CompletedProcess[str]
-) -> subprocess.CompletedProcess[str]:
+def _checked(answer: subprocess.CompletedProcess[str]) -> str:
+    """What a command said. TryAgain if it has failed."""
     if answer.returncode != 0:
         said = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
         hint = "is slurmctld up, and SLURM_CONF right?"
-        raise TryAgain(f"{command} failed: {said[-1]}", hint)
-    return answer
-
-
-def _fields(record: str) -> list[str]:
-    fields = record.removeprefix("\n").split(_FIELD)
-    if len(fields) < len(_COLUMNS):  # more: someone has a separator in a name; not one of ours
-        raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
-    return fields
+        raise TryAgain(f"{Path(answer.args[0]).name} failed: {said[-1]}", hint)
+    return answer.stdout
 
 
 def _epoch(text: str) -> float | None:
