@@ -77,19 +77,13 @@ class LocalScheduler:
 
     def cancel(self, job_id: str, now: bool = False) -> None:
         """A pending job never starts; a running one is told to go, and killed after its grace."""
-        if not self._record(job_id):
-            return
-        if create_once(self._path(job_id, "claim"), NEVER):
+        if self._record(job_id) and create_once(self._path(job_id, "claim"), NEVER):
             create_once(self._path(job_id, "cause"), b"CANCELLED")
-        elif self._leader(job_id):
-            create_once(self._path(job_id, "cause"), b"CANCELLED")
-            self._send_away(job_id, 0.0 if now else self.grace_s)
+        self._send_away(job_id, b"CANCELLED", 0.0 if now else self.grace_s)
 
     def preempt(self, job_id: str, grace_s: float | None = None) -> None:
         """Take a running job away with notice, as a partition with GraceTime does."""
-        if self._leader(job_id):
-            create_once(self._path(job_id, "cause"), b"PREEMPTED")
-            self._send_away(job_id, self.grace_s if grace_s is None else grace_s)
+        self._send_away(job_id, b"PREEMPTED", self.grace_s if grace_s is None else grace_s)
 
     def kill(self, job_id: str) -> None:
         """End all processes of a running job without notice, as a lost node does."""
@@ -202,10 +196,12 @@ class LocalScheduler:
 
     # ---- ending
 
-    def _send_away(self, job_id: str, grace_s: float) -> None:
-        """Notice to the job's process group; the kill comes even if this process is gone then."""
-        leader = self._leader(job_id)
-        if leader and grace_s > 0:
+    def _send_away(self, job_id: str, cause: bytes, grace_s: float) -> None:
+        """Notice to a running job's process group; the kill comes even if we are gone then."""
+        if not (leader := self._leader(job_id)):
+            return
+        create_once(self._path(job_id, "cause"), cause)
+        if grace_s > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader.pid, SIGTERM)
             environment = configuration.environment()
