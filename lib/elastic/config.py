@@ -80,13 +80,6 @@ TIME = Kind('a duration ("90s", "5m", "2h" or seconds)', _amount, float, _SECOND
 SIZE = Kind('a size ("64kb", "256mb", "1gb" or bytes)', _amount, round, _BYTES, "_bytes")
 
 
-def _is_interval(value: str) -> bool:
-    try:
-        return value == "auto" or cadence.parse(value)[0] > 0
-    except (ValueError, KeyError, IndexError):
-        return False
-
-
 def _one_of(*choices: str) -> Check:
     return Check(" or ".join(f'"{choice}"' for choice in choices), lambda value: value in choices)
 
@@ -108,7 +101,10 @@ CLASS = Check(
 )
 
 WINDOW = Check('written "FIRST:LAST"', lambda value: re.fullmatch(r"(\d+:\d+)?", value) is not None)
-INTERVAL = Check('"auto", "N steps" or a duration ("10m")', _is_interval)
+INTERVAL = Check(
+    '"auto", "N steps" or a duration ("10m")',
+    lambda value: value == "auto" or cadence.parse(value)[0] > 0,
+)
 
 # fmt: off
 KEYS: dict[str, tuple[Key, ...]] = {"run": (
