@@ -30,7 +30,6 @@ from elastic import config as configuration
 from elastic import proc
 from elastic.config import Config
 from elastic.durable import create_once, read_json, to_json, write_atomic
-from elastic.proc import Process
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec
 
@@ -219,7 +218,7 @@ class LocalScheduler:
             time.sleep(min(10 * POLL_S, grace_s))
         self.kill(job_id)
 
-    def _leader(self, job_id: str) -> Process | None:
+    def _leader(self, job_id: str) -> proc.Process | None:
         """The job's first process if it lives. Waits for one that is just making its claim."""
         path = self._path(job_id, "claim")
         while not (claim := proc.read(path)) and path.exists():
@@ -228,7 +227,7 @@ class LocalScheduler:
             time.sleep(POLL_S)
         if claim in ("", NEVER.decode()):
             return None
-        then, now = Process.parse(claim), Process.of(int(claim.split()[0]))
+        then, now = proc.Process.parse(claim), proc.Process.of(int(claim.split()[0]))
         return now if now and now.start == then.start else None
 
     def _members(self) -> dict[str, set[int]]:
