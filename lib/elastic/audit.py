@@ -182,17 +182,14 @@ def check_files(run_dir: Path, commits: list[dict], keep: int, checksum) -> tupl
     """Number of files of kept versions, and those that are absent or altered."""
     count, problems = 0, []
     for commit in commits:
-        version, folder = commit["version"], run_dir / "versions"
-        kept = folder / f"{version:06d}"
-        may_be_pruned = version <= commits[-1]["version"] - keep
-        if not kept.exists() and may_be_pruned:
-            continue
-        if not kept.exists():  # its writer died between the commit and the folder's last name
-            draft = draft_of(kept, commit.get("writer"))
-            kept = draft if draft.exists() else kept
-        found = [damage(kept / Path(file["path"]).name, file, checksum) for file in commit["files"]]
-        if may_be_pruned and not kept.exists():
-            continue  # a master pruned it meanwhile
-        count += len(found)
-        problems += filter(None, found)
+        folder = run_dir / "versions" / f"{commit['version']:06d}"
+        draft = draft_of(folder, commit.get("writer"))
+        if draft.exists():  # its writer died between the commit and the folder's last name
+            folder = draft
+        files = [(folder / Path(entry["path"]).name, entry) for entry in commit["files"]]
+        found = [damage(path, entry, checksum) for path, entry in files]
+        may_be_pruned = commit["version"] <= commits[-1]["version"] - keep
+        if folder.exists() or not may_be_pruned:
+            count += len(found)
+            problems += filter(None, found)
     return count, problems
