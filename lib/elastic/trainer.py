@@ -421,7 +421,7 @@ class Trainer:
         return self.group.leads and cadence.is_due(setting, steps, seconds, self._auto_s)
 
     def _save_if_due(self, due: bool) -> None:
-        """Start a checkpoint in the background; commit the one before as soon as it is written."""
+        """Start a checkpoint in the background; learn from the one before once it is committed."""
         try:
             if self.checkpoints.poll():
                 self._choose_cadence()
