@@ -131,7 +131,8 @@ def write(run: RunDir, group: Group) -> None:
     note(run, 4, everything(net, optimizer))
     checkpoints.begin(4, net, optimizer, {"tokens": 40})
     train(net, optimizer)
-    checkpoints._flight.future.result()  # written, and not committed, when the disk gets full
+    checkpoints._flight.future.result()
+    assert steps(run) == [4, 3, 2, 1]  # written and committed when the disk gets full
     with full_disk(rank=1):
         refused(lambda: checkpoints.save(5, net, optimizer, {}))  # on both ranks; it finished 4
         checkpoints.begin(5, net, optimizer, {})

@@ -177,9 +177,9 @@ def test_files_of_kept_versions_must_be_there_and_whole(ledger):
         path.unlink()
         path.parent.rmdir()
     assert ledger.problems(keep=2) == ""
-    assert "000001/params-00.safetensors is missing" in ledger.problems(keep=3)
+    assert "000001/params-00.safetensors: it is gone" in ledger.problems(keep=3)
     files[3].write_bytes(b"short")
-    assert "has 5 bytes, not 10" in ledger.problems(keep=2)
+    assert "00.safetensors: 5 bytes, xxh3 aa; the commit says 10 bytes" in ledger.problems(keep=2)
 
 
 def test_a_version_whose_writer_died_before_the_last_rename_is_whole(ledger):
@@ -191,7 +191,8 @@ def test_a_version_whose_writer_died_before_the_last_rename_is_whole(ledger):
 
 def test_an_altered_file_is_found_by_its_checksum(ledger):
     assert ledger.problems(checksum=lambda _path: "aa") == ""
-    assert "does not have its checksum" in ledger.problems(checksum=lambda _path: "bb")
+    problem = "10 bytes, xxh3 bb; the commit says 10 bytes, xxh3 aa"
+    assert problem in ledger.problems(checksum=lambda _path: "bb")
 
 
 def test_a_checkpoint_counts_on_top_of_the_newest_version_alone(tmp_path):
@@ -226,7 +227,7 @@ def test_a_file_of_a_checkpoint_that_counts_must_be_there(ledger):
     ledger.save(1, 0, 800, [[0, 0, 100]])
     assert ledger.problems() == ""
     (ledger.path / "checkpoints/step-00000001/extra.json").unlink()
-    assert "step-00000001/extra.json is missing" in ledger.problems()
+    assert "step-00000001/extra.json: it is gone" in ledger.problems()
 
 
 def test_coverage_does_not_depend_on_how_it_is_written():

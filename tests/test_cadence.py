@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic.cadence import LEAST_S, MOST_S, interval, is_due, mean_time_between, parse
+from elastic.cadence import LEAST_S, MOST_S, interval, is_due, observed_mtbi_s, parse
 
 
 @pytest.mark.parametrize(("save_s", "mtbi_s"), [(2.0, 7200.0), (10.0, 3600.0), (1.0, 600.0)])
@@ -27,8 +27,12 @@ def test_the_reason_names_cost_and_rate():
 
 
 def test_interruptions_shorten_the_mean_and_none_leaves_a_guess():
-    quiet = mean_time_between([], 0)
-    assert mean_time_between([3600.0] * 6, 6) < quiet < mean_time_between([86400.0], 0)
+    def job(lasted_s, **said):
+        return {"role": "trainer", "started": 0.0, "time": lasted_s, **said}
+
+    quiet, at_work = observed_mtbi_s([]), job(86400.0)
+    often = observed_mtbi_s([job(3600.0, outcome="yielded")] * 6 + [job(0.0)])
+    assert often < quiet < observed_mtbi_s([at_work])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ LAYERS = [
              "command goodput faults"),
     ("numerics", "codec merge models tasks replica group"),
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
-              "sched sched_local sched_slurm signals network sandbox versions inner_state "
+              "sched sched_local sched_slurm signals network proc sandbox versions inner_state "
               "slurm_info health peers device checkpoint handover"),
     ("processes", "averaging link local_sgd agent worker master trainer launch start reconcile"),
     ("people", "submission status audit views chaos cli demo"),

@@ -17,7 +17,7 @@ from signal import SIGKILL
 
 import pytest
 
-from elastic import sched_local
+from elastic import proc, sched_local
 from elastic.config import load
 from elastic.sched import JobSpec, parse_job_name
 from elastic.sched_local import LocalScheduler
@@ -209,7 +209,7 @@ def test_a_job_that_ignores_the_notice_is_killed_though_nobody_calls_again(site)
 
 
 def _is_running(pid):
-    return sched_local.Process.of(str(pid)) is not None
+    return proc.Process.of(pid) is not None
 
 
 def test_a_cancelled_job_that_is_pending_never_starts(make_site):

@@ -20,13 +20,13 @@ pytest_plugins = ["slurm_sandbox"]
 # cancelled and had been renamed by the site; others' jobs with a newline, a separator, and a name
 # that only looks like one of ours.
 SQUEUE = """\
-41|RUNNING|1795257556|1795257557|n1|None|elastic:big/worker/3|elastic:big/worker/3;
-42|PENDING|1795257558|1795259999||Nodes required are DOWN, DRAINED|elastic:big/worker/4|(null);
-22|PENDING|1795257762|N/A||None|a b"
+41|RUNNING|1795257556|1795257557|1795343957|n1|None|elastic:big/worker/3|elastic:big/worker/3;
+42|PENDING|1795257558|1795259999|1795346399||Nodes required are DOWN, DRAINED|elastic:big/worker/4|(null);
+22|PENDING|1795257762|N/A|N/A||None|a b"
  d|x|y;
-23|RUNNING|1795257762|1795257763|c1|None|elastic:big/worker|(null);
-40|PREEMPTED|1795257500|1795257501|n2|None|elastic:big/worker/5|elastic:big/worker/5;
-39|CANCELLED|1795257490|1795257491|c1|None|renamed by site|elastic:big/master/0;
+23|RUNNING|1795257762|1795257763|N/A|c1|None|elastic:big/worker|(null);
+40|PREEMPTED|1795257500|1795257501|1795257540|n2|None|elastic:big/worker/5|elastic:big/worker/5;
+39|CANCELLED|1795257490|1795257491|1795257499|c1|None|renamed by site|elastic:big/master/0;
 """.replace("|", "\x1f").replace(";", "\x1e")
 
 
@@ -35,8 +35,10 @@ def test_squeue_answer_becomes_the_elastic_jobs_in_it():
         Job("41", "elastic:big/worker/3", "RUNNING", "None", 1795257556.0, 1795257557.0, "n1"),
         Job("42", "elastic:big/worker/4", "PENDING",
             "Nodes required are DOWN, DRAINED", 1795257558.0, None, ""),
-        Job("40", "elastic:big/worker/5", "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2"),
-        Job("39", "elastic:big/master/0", "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1"),
+        Job("40", "elastic:big/worker/5", "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2",
+            1795257540.0),
+        Job("39", "elastic:big/master/0", "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1",
+            1795257499.0),
     ]  # fmt: skip
     assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, True]
 
@@ -197,10 +199,13 @@ def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():
     assert type(refusal(0, "")) is Unsure
 
 
-def test_commands_lose_what_leaks_from_jobs_and_shapes_answers():
-    kept = {"SLURM_CONF": "/x", "PATH": "/bin", "A": "b"}
+def test_commands_lose_what_leaks_from_jobs_and_shapes_answers(tmp_path):
+    kept = {"SLURM_CONF": "/x", "A": "b"} | fake_command(tmp_path, "squeue", "exec env")
     lost = ("SLURM_NTASKS", "SLURMD_NODENAME", "SBATCH_PARTITION", "SQUEUE_FORMAT", "SCANCEL_STATE")
-    assert sched_slurm.command_environment(kept | dict.fromkeys(lost, "1")) == kept
+    said = slurm_command(["squeue"], environment=kept | dict.fromkeys(lost, "1")).stdout
+    assert {line for line in said.splitlines() if not line.startswith(("SLURM_TIME", "PWD"))} == {
+        f"{name}={value}" for name, value in kept.items()
+    }
 
 
 def fake_command(folder: Path, name: str, script: str) -> dict[str, str]:

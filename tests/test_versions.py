@@ -348,7 +348,7 @@ def test_pruning_cut_short_leaves_whole_versions_and_is_finished_later(run, monk
     rmtree = shutil.rmtree
 
     def cut_short(folder, **options):
-        if folder.name.endswith("000001"):
+        if folder.name.endswith("000001") and folder.exists():
             next(folder.glob("*.safetensors")).unlink()
             raise KeyboardInterrupt
         rmtree(folder, **options)

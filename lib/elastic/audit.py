@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic import goodput
+from elastic.durable import damage, draft_of
 from elastic.rundir import RunDir
 
 PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
@@ -47,7 +48,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     forgive(epochs, trained[-1].get("skipped", []))
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
     files, altered = check_files(run_dir, commits, keep, checksum)
-    found = [check_file(run_dir / "checkpoints" / f"step-{record['step']:08d}", entry, checksum)
+    found = [damage(run_dir / entry["path"], entry, checksum)
              for record in saved for entry in record["files"]]  # fmt: skip
     totals = ("committed", "repeated", "missing", "open", "not_reached")
     return {
@@ -196,28 +197,14 @@ def check_files(run_dir: Path, commits: list[dict], keep: int, checksum) -> tupl
     """Number of files of kept versions, and those that are absent or altered."""
     count, problems = 0, []
     for commit in commits:
-        version, folder = commit["version"], run_dir / "versions"
-        kept = folder / f"{version:06d}"
-        may_be_pruned = version <= commits[-1]["version"] - keep
-        if not kept.exists() and may_be_pruned:
-            continue
-        if not kept.exists():  # its writer died between the commit and the folder's last name
-            kept = folder / f".{version:06d}.{commit.get('writer')}"
-        found = [check_file(kept, file, checksum) for file in commit["files"]]
-        if may_be_pruned and not kept.exists():
-            continue  # a master pruned it meanwhile
-        count += len(found)
-        problems += filter(None, found)
+        folder = run_dir / "versions" / f"{commit['version']:06d}"
+        draft = draft_of(folder, commit.get("writer"))
+        if draft.exists():  # its writer died between the commit and the folder's last name
+            folder = draft
+        files = [(folder / Path(entry["path"]).name, entry) for entry in commit["files"]]
+        found = [damage(path, entry, checksum) for path, entry in files]
+        may_be_pruned = commit["version"] <= commits[-1]["version"] - keep
+        if folder.exists() or not may_be_pruned:
+            count += len(found)
+            problems += filter(None, found)
     return count, problems
-
-
-def check_file(folder: Path, entry: dict, checksum) -> str:
-    """What is wrong with a committed file; empty: nothing."""
-    path = folder / Path(entry["path"]).name
-    try:
-        size, found = path.stat().st_size, checksum(path) if checksum else entry["xxh3"]
-    except FileNotFoundError:
-        return f"{entry['path']} is missing"
-    if size != entry["bytes"]:
-        return f"{entry['path']} has {size} bytes, not {entry['bytes']}"
-    return "" if found == entry["xxh3"] else f"{entry['path']} does not have its checksum"

@@ -8,6 +8,7 @@ has seen none does not stop saving, and one bad first hour does not rule for wee
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 PRIOR_S = 4 * 3600.0
@@ -15,16 +16,13 @@ LEAST_SAVES = 10.0  # an interval is at least so many save times: never more tha
 LEAST_S, MOST_S = 5.0, 3600.0
 
 
-def mean_time_between(lasted_s: Sequence[float], interruptions: int) -> float:
-    """Seconds between interruptions, over jobs that lasted so long."""
-    return (sum(lasted_s) + PRIOR_S) / (interruptions + 1)
-
-
 def observed_mtbi_s(endings: Sequence[Mapping]) -> float:
-    """`mean_time_between` over the trainer jobs of a run, of which the last may be at work."""
+    """Mean seconds between interruptions of a run's trainer jobs, of which the last may be at
+    work."""
     ends = [end for end in endings if end.get("role") == "trainer" and "started" in end]
     broken = sum(end.get("outcome") in (None, "yielded", "failed") for end in ends)
-    return mean_time_between([end["time"] - end["started"] for end in ends], max(0, broken - 1))
+    lasted_s = sum(end["time"] - end["started"] for end in ends)
+    return (lasted_s + PRIOR_S) / max(1, broken)
 
 
 def interval(save_s: float, mtbi_s: float) -> tuple[float, str]:
@@ -49,9 +47,8 @@ def is_due(setting: str, steps: int, seconds: float, auto_s: float) -> bool:
 
 
 def parse(setting: str) -> tuple[float, str]:
-    """(500, "steps") or (600, "s"). ValueError if it is neither."""
-    text = setting.strip()
-    if text.endswith("steps"):
-        return float(int(text.removesuffix("steps"))), "steps"
-    units = {"s": 1, "m": 60, "h": 3600}
-    return float(text[:-1]) * units[text[-1]], "s"
+    """(500, "steps") or (600, "s"); (0, "") if it is neither."""
+    found = re.fullmatch(r"(\d+) *(steps)|(\d+(?:\.\d+)?) *([smh])", setting.strip())
+    number, unit = filter(None, found.groups()) if found else ("0", "")
+    seconds = {"s": 1, "m": 60, "h": 3600}
+    return float(number) * seconds.get(unit, 1), "s" if unit in seconds else unit

@@ -20,14 +20,13 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 
-import psutil
-
 from elastic import faults, goodput
 from elastic.audit import audit, gpu_seconds, read_metrics
 from elastic.config import elastic_home
 from elastic.errors import ElasticError, TryAgain, UsageError
 from elastic.faults import Cost, Fault
 from elastic.membership import Slot
+from elastic.proc import read
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox
 from elastic.sched import parse_job_name, scheduler_of
@@ -86,13 +85,16 @@ class Chaos:
     def _pids(self, program: str) -> list[int]:
         """This machine's processes of the run: worker, trainer, master, redis-server."""
         found = []
-        for process in psutil.process_iter(["cmdline", "cwd", "environ"]):
-            words, around = process.info["cmdline"] or [], process.info["environ"] or {}
-            places = [*words, process.info["cwd"] or "", around.get("ELASTIC_RUN_DIR", "")]
-            of_run = any(self.run.path in (Path(place), Path(place).parent) for place in places)
+        for folder in Path("/proc").glob("[0-9]*"):
+            words = read(folder / "cmdline").split("\0")
             names = [Path(word.partition(" ")[0]).name for word in words]
-            if of_run and program in names and not names[0].endswith("sh"):  # no wrapper of it
-                found.append(process.pid)
+            if program in names and not names[0].endswith("sh"):  # no wrapper of it
+                around = read(folder / "environ").split("\0")
+                with contextlib.suppress(OSError):  # it is another user's, or gone
+                    place = Path(os.readlink(folder / "cwd")).parent  # a Redis has its own folder
+                    mine = {f"ELASTIC_RUN_DIR={self.run.path}", str(self.run.path)}
+                    if place == self.run.path or mine & {*around, *words}:
+                        found.append(int(folder.name))
         return sorted(found)
 
     # ---- doing it

@@ -5,10 +5,10 @@
     checkpoints/step-00000100.json       made last, by link(): its existence is the commit
 
 The rules are those of versions.py: a draft of one's own, everything fsynced, the link, the rename;
-a crash before the rename is mended by whoever reads next (`_settle`). Every rank writes, and takes
-the checksum of, its own file; rank 0 commits; what came of it is the same on every rank. A step
-that does not verify is skipped with a reason, and stays until its like is saved again or newer
-ones push it out.
+a crash before the rename is mended by whoever reads next (`settle`). Every rank writes, and takes
+the checksum of, its own file; rank 0 commits, as DCP's last step: what came of it is the same on
+every rank. A step that does not verify is skipped with a reason, and stays until its like is saved
+again or newer ones push it out.
 
 DCP's .metadata, and the few values in its files that are no tensors, are pickles: nothing of a
 checkpoint is read before its sizes and checksums are those in the commit record. DCP also pickles
@@ -17,7 +17,7 @@ writing in the background never meets a collective of the training.
 """
 
 import contextlib
-import json
+import functools
 import os
 import re
 import shutil
@@ -35,12 +35,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 
-from elastic.durable import checksum, create_once, read_json, sync_directory, to_json, write_atomic
+from elastic import durable
 from elastic.errors import ElasticError
 from elastic.group import Group
 from elastic.layout import Tensor
 from elastic.rundir import RunDir
-from elastic.versions import damage
 
 SLOWEST = timedelta(days=1)  # for a write: filesystems get stuck; hangs are found elsewhere
 OF_RANK_0 = [".metadata", "extra.json"]
@@ -61,7 +60,6 @@ class _Flight:
     """A checkpoint being written."""
 
     step: int
-    extra: bytes
     writer: "_Writer"
     since: float
     waited_s: float = 0.0  # training, for the copy
@@ -95,7 +93,6 @@ class Checkpoints:
             self.finish()
         if flight := self._open(step, extra):
             state = _state(model, optimizer)
-            flight.waited_s = time.monotonic() - flight.since
             self._close(flight, lambda: dcp.save(state, storage_writer=flight.writer, **self._how))
 
     def begin(self, step: int, model, optimizer, extra: dict) -> None:
@@ -111,15 +108,14 @@ class Checkpoints:
             self._flight = flight
 
     def poll(self) -> bool:
-        """Commit what began if all ranks have written it; true if so. Raises like save()."""
+        """True once what began is committed. Raises like save()."""
         flight = self._flight
-        # Rank 0's ends when every rank has written and taken its checksum: DCP counts them in.
         if flight is None or not self._group.share(flight.future.done()):
             return False
         return self.finish() is not None
 
     def finish(self) -> int | None:
-        """Wait for what began, commit it, and return its step, if any. Raises like save()."""
+        """Wait until what began is committed, and return its step, if any. Raises like save()."""
         flight, self._flight = self._flight, None
         if flight is None:
             return None
@@ -152,55 +148,56 @@ class Checkpoints:
 
     def _open(self, step: int, extra: dict) -> _Flight | None:
         """A draft, for all ranks at the same time; None if the step is committed."""
-        since, extra_json = time.monotonic(), to_json(extra)
-        draft, committed = _draft_path(self._run, step, self._writer), None
+        since, committed = time.monotonic(), None
+        draft = durable.draft_of(_final_path(self._run, step), self._writer)
         if self._group.leads:
             committed = _record_path(self._run, step).exists() and step not in self._skipped
             if not committed:
                 shutil.rmtree(draft, ignore_errors=True)
         if self._group.share(committed):
             return None
-        return _Flight(step, extra_json, _Writer(draft, extra_json), since)
+        commit = functools.partial(self._commit, step, extra)
+        return _Flight(step, _Writer(draft, commit), since)
 
     def _close(self, flight: _Flight, write: Callable[[], object]) -> None:
-        """Let the write end, commit, and raise on every rank what failed on any."""
-        since, failure = time.monotonic(), _attempt(write)
-        told = self._group.gather({"failure": failure, "files": flight.writer.files})
-        if self._group.leads:
-            failure = next((one["failure"] for one in told if one["failure"]), None)
-            files = [entry for one in told for entry in one["files"]]
-            failure = failure or _attempt(lambda: self._commit(flight, files))
-            if failure:
-                shutil.rmtree(flight.writer.path, ignore_errors=True)
-            else:
-                _prune(self._run, flight.step, self._keep, self._skipped)
+        """Let the write and the commit end, and raise on every rank what failed on any."""
+        since, failure = time.monotonic(), ""
+        try:
+            write()
+        except CheckpointException as error:  # the same on every rank
+            failure, errno = _cause(error)
+        if self._group.leads and failure:
+            shutil.rmtree(flight.writer.path, ignore_errors=True)
+        elif self._group.leads:
+            _prune(self._run, flight.step, self._keep, self._skipped)
         now = time.monotonic()
-        seconds = [now - flight.since, flight.waited_s + now - since]
-        failure, seconds = self._group.share([failure, seconds])
+        seconds = self._group.share([now - flight.since, flight.waited_s + now - since])
         if failure:
-            what = f"the checkpoint of step {flight.step} was not saved: {failure['what']}"
-            if failure["errno"]:
-                raise OSError(failure["errno"], what)
+            what = f"the checkpoint of step {flight.step} was not saved: {failure}"
+            if errno:
+                raise OSError(errno, what)
             raise ElasticError(what, "the last one that was committed is untouched")
         self.save_s, self.stall_s = seconds
 
-    def _commit(self, flight: _Flight, files: list[dict]) -> None:
+    def _commit(self, step: int, extra: dict, draft: Path, files: list[dict]) -> None:
         """Rank 0: link the record. Another writer of this step may have been first: as good."""
-        final = _final_path(self._run, flight.step).relative_to(self._run.path)
+        final = _final_path(self._run, step).relative_to(self._run.path)
+        durable.write_atomic(draft / "extra.json", durable.to_json(extra))
+        files += [_entry(draft / name) for name in OF_RANK_0]
         record = {
-            "step": flight.step, "writer": self._writer, "time": time.time(),
-            "world": self._group.world, "extra": json.loads(flight.extra),
+            "step": step, "writer": self._writer, "time": time.time(),
+            "world": self._group.world, "extra": extra,
             "files": [{**entry, "path": str(final / entry["path"])} for entry in files],
         }  # fmt: skip
-        sync_directory(flight.writer.path.parent)
-        if flight.step in self._skipped:
-            _remove(self._run, flight.step)
-            self._skipped.discard(flight.step)
-        if create_once(_record_path(self._run, flight.step), to_json(record)):
+        durable.sync_directory(draft.parent)
+        if step in self._skipped:
+            _remove(self._run, step)
+            self._skipped.discard(step)
+        if durable.create_once(_record_path(self._run, step), durable.to_json(record)):
             with contextlib.suppress(OSError):  # then whoever reads it does it
-                _settle(self._run, record)
+                durable.settle(_final_path(self._run, step), record["writer"])
         else:
-            shutil.rmtree(flight.writer.path, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
 
     # ---- reading
 
@@ -209,12 +206,12 @@ class Checkpoints:
         record, reason = _read_record(self._run, step) if self._group.leads else (None, "")
         if record:
             with contextlib.suppress(OSError):  # then its files are found missing
-                _settle(self._run, record)
+                durable.settle(_final_path(self._run, step), record["writer"])
         record, reason = self._group.share([record, reason])
         if not reason:
             own = record["files"][self._group.rank :: self._group.world]
             folder = _final_path(self._run, step)
-            reasons = (damage(folder / Path(entry["path"]).name, entry) for entry in own)
+            reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in own)
             told = self._group.gather(next(filter(None, reasons), ""))
             reason = next(filter(None, told), "")
         return record, reason
@@ -235,7 +232,7 @@ class Checkpoints:
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
             options=states.StateDictOptions(strict=False),  # what never trained has no moments
         )  # fmt: skip
-        return Saved(record["step"], read_json(path / "extra.json"), path, record["world"])
+        return Saved(record["step"], durable.read_json(path / "extra.json"), path, record["world"])
 
 
 def read_params(run: RunDir, record: dict, tensors: Sequence[Tensor]) -> torch.Tensor:
@@ -250,20 +247,19 @@ def _fill(state: dict, reader: dcp.FileSystemReader, how: dict) -> None:
     try:
         dcp.load(state, storage_reader=reader, **how)
     except CheckpointException as error:
-        what = f"the checkpoint {reader.path} cannot be loaded: {_describe(error)['what']}"
+        what = f"the checkpoint {reader.path} cannot be loaded: {_cause(error)[0]}"
         raise ElasticError(what, "is the model still that of the run?") from None
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer of files (all fsynced), which also keeps the size and checksum of each.
+    """DCP's writer of files (all fsynced), which takes their sizes and checksums, too, and commits.
 
-    A failure in here is one of DCP's steps, and reaches all ranks like every other.
+    Each method is one of DCP's steps: a failure in it reaches all ranks.
     """
 
-    def __init__(self, folder: Path, extra: bytes):
+    def __init__(self, folder: Path, commit: Callable[[Path, list[dict]], None]):
         super().__init__(folder)
-        self.files: list[dict] = []
-        self._extra = extra
+        self._commit = commit
 
     def write_data(self, plan, planner):
         try:
@@ -273,19 +269,18 @@ class _Writer(dcp.FileSystemWriter):
             if isinstance(refused, OSError):
                 raise OSError(refused.errno, refused.strerror, str(self.path)) from None
             raise
-        sync_directory(self.path)
-        self._note(_rank_file(self.rank))
-        return written
+        durable.sync_directory(self.path)
+        entry = _entry(self.path / _rank_file(self.rank))
+        return written.then(lambda done: (done.value(), entry))
 
-    def finish(self, metadata, results) -> None:  # rank 0
-        super().finish(metadata, results)
-        write_atomic(self.path / "extra.json", self._extra)
-        for name in OF_RANK_0:
-            self._note(name)
+    def finish(self, metadata, results) -> None:  # rank 0, with what every rank has returned
+        written, files = zip(*results, strict=True)
+        super().finish(metadata, written)
+        self._commit(self.path, list(files))
 
-    def _note(self, name: str) -> None:
-        path = self.path / name
-        self.files.append({"path": name, "bytes": path.stat().st_size, "xxh3": checksum(path)})
+
+def _entry(path: Path) -> dict:
+    return {"path": path.name, **durable.measure(path)}
 
 
 def _state(model, optimizer) -> dict:
@@ -303,22 +298,12 @@ def _prefixes(names) -> set[str]:
     return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
 
 
-def _attempt(action: Callable[[], object]) -> dict | None:
-    """Run; what went wrong, as a message for the other ranks, or None."""
-    try:
-        action()
-    except (CheckpointException, OSError, RuntimeError) as error:
-        return _describe(error)
-    return None
-
-
-def _describe(error: BaseException) -> dict:
-    if not isinstance(error, CheckpointException):
-        return {"what": str(error), "errno": getattr(error, "errno", None)}
+def _cause(error: CheckpointException) -> tuple[str, int | None]:
+    """What failed, on which rank, and the errno if it was the disk: of several the disk."""
     causes = {rank: cause for rank, (cause, _) in error.failures.items()}
     refused = [rank for rank, cause in causes.items() if isinstance(cause, OSError)]
     rank = min(refused or causes)
-    return {"what": f"rank {rank}: {causes[rank]}", "errno": getattr(causes[rank], "errno", None)}
+    return f"rank {rank}: {causes[rank]}", getattr(causes[rank], "errno", None)
 
 
 # ---- the files ----------------------------------------------------------------------------------
@@ -347,7 +332,7 @@ def _read_record(run: RunDir, step: int) -> tuple[dict | None, str]:
     """A commit record, if it can be relied on; what is wrong with it, else ""."""
     path = _record_path(run, step)
     try:
-        record = read_json(path)
+        record = durable.read_json(path)
         if record is None:
             return None, f"there is no commit record: {path}"
         named = {Path(entry["path"]).name for entry in record["files"]}
@@ -366,14 +351,6 @@ def _rank_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _settle(run: RunDir, record: dict) -> None:
-    """Give a committed folder its name, if its writer did not live to do it."""
-    final = _final_path(run, record["step"])
-    if not final.exists():
-        with contextlib.suppress(FileNotFoundError):  # another process was faster, or it is gone
-            os.rename(_draft_path(run, record["step"], record["writer"]), final)
-
-
 def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
     """Remove what is older than `newest` and not among the last `keep` that are sound."""
     folder = _folder(run)
@@ -383,7 +360,8 @@ def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
             step = int(re.match(r"\.step-(\d+)", path.name)[1])
             record, _ = _read_record(run, step)
             if record:
-                _settle(run, record)  # a committed one may still be without its name
+                # A committed one may still be without its name.
+                durable.settle(_final_path(run, step), record["writer"])
             if step < newest and (record or not _record_path(run, step).exists()):
                 _discard(path)
         for path in folder.glob(".pruned.*"):
@@ -395,13 +373,8 @@ def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
 
 
 def _remove(run: RunDir, step: int) -> None:
-    final = _final_path(run, step)
-    gone = final.with_name(f".pruned.{final.name}")
-    _discard(gone)
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(final, gone)  # first: a folder with a step's name is always whole
-    _record_path(run, step).unlink(missing_ok=True)
-    _discard(gone)
+    _record_path(run, step).unlink(missing_ok=True)  # first: what it names is there
+    durable.remove(_final_path(run, step))
 
 
 def _discard(path: Path) -> None:
@@ -421,7 +394,3 @@ def _final_path(run: RunDir, step: int) -> Path:
 
 def _record_path(run: RunDir, step: int) -> Path:
     return _folder(run) / f"step-{step:08d}.json"
-
-
-def _draft_path(run: RunDir, step: int, writer: str) -> Path:
-    return _folder(run) / f".step-{step:08d}.{writer}"

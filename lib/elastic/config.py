@@ -62,12 +62,8 @@ def _amount(value: Any) -> bool:
     return _finite(value) and value >= 0
 
 
-def _strings(value: Any) -> bool:
-    return type(value) is list and all(type(item) is str for item in value)
-
-
-def _integers(value: Any) -> bool:
-    return type(value) is list and all(type(item) is int for item in value)
+def _list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(type(item) is kind for item in value)
 
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1, "": 1, "ms": 0.001}
@@ -78,17 +74,10 @@ INT = Kind("an integer", lambda value: type(value) is int)
 BOOL = Kind("true or false", lambda value: type(value) is bool)
 REAL = Kind("a finite number", _finite, float)
 AUTO = Kind('"auto" or a finite number', lambda value: value == "auto" or _finite(value))
-LIST = Kind("an array of strings", _strings, tuple)
-INTS = Kind("an array of integers", _integers, tuple)
+LIST = Kind("an array of strings", _list_of(str), tuple)
+INTS = Kind("an array of integers", _list_of(int), tuple)
 TIME = Kind('a duration ("90s", "5m", "2h" or seconds)', _amount, float, _SECONDS, "_s")
 SIZE = Kind('a size ("64kb", "256mb", "1gb" or bytes)', _amount, round, _BYTES, "_bytes")
-
-
-def _is_interval(value: str) -> bool:
-    try:
-        return value == "auto" or cadence.parse(value)[0] > 0
-    except (ValueError, KeyError, IndexError):
-        return False
 
 
 def _one_of(*choices: str) -> Check:
@@ -112,7 +101,10 @@ CLASS = Check(
 )
 
 WINDOW = Check('written "FIRST:LAST"', lambda value: re.fullmatch(r"(\d+:\d+)?", value) is not None)
-INTERVAL = Check('"auto", "N steps" or a duration ("10m")', _is_interval)
+INTERVAL = Check(
+    '"auto", "N steps" or a duration ("10m")',
+    lambda value: value == "auto" or cadence.parse(value)[0] > 0,
+)
 
 # fmt: off
 KEYS: dict[str, tuple[Key, ...]] = {"run": (
@@ -244,20 +236,13 @@ _SECTION_TYPES = {
 }
 
 
+_Sections = dataclasses.make_dataclass("_Sections", KEYS, frozen=True)
+
+
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(_Sections):
     """A resolved configuration: one frozen dataclass per section of KEYS, and the [task] table."""
 
-    run: Any
-    elastic: Any
-    train: Any
-    local_sgd: Any
-    sync: Any
-    checkpoint: Any
-    health: Any
-    slurm: Any
-    redis: Any
-    local_scheduler: Any
     task: dict[str, Any]
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
 
@@ -517,7 +502,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
 
 # --- the environment -----------------------------------------------------------------------------
 
-_OF_A_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "ELASTIC_JOB_ID")
+_OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID")
+# A user's settings for Slurm's commands would filter their answers or change their form.
+_OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
@@ -532,12 +519,13 @@ def env(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name) or default
 
 
-def clean_environment() -> dict[str, str]:
-    """The environment for a job: without what an outer job or a login session left in it."""
-    dropped = _OF_A_JOB + _OF_A_SESSION
+def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a job, or for a command of Slurm's: `given`, else this process's, without
+    what an outer job, a login session or the user's settings left in it."""
+    dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION
     return {
         name: value
-        for name, value in os.environ.items()
+        for name, value in (os.environ if given is None else given).items()
         if name == "SLURM_CONF" or not (name.startswith(dropped) or name in _OF_A_SHELL)
     }
 

@@ -4,6 +4,9 @@
     create_once    a name that only one process can ever make: temporary name, fsync, link
     append_line    one more line of a log that several processes write
 
+Files that become true together are written in a folder, a draft of one's own; when all are fsynced
+`create_once` makes their commit, and then the folder gets its name (`settle`).
+
 Every reader opens an exact path that somebody announced. Nothing here lists a directory.
 """
 
@@ -13,8 +16,9 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -112,3 +116,44 @@ def checksum(path: Path) -> str:
     """xxh3 (128 bit) of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def measure(path: Path) -> dict:
+    """What a commit says of a file beside its path."""
+    return {"bytes": path.stat().st_size, "xxh3": checksum(path)}
+
+
+def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum) -> str:
+    """What is wrong with a committed file, by its size and what it is the checksum `of`; or ""."""
+    try:
+        size, found = path.stat().st_size, of(path) if of else entry.get("xxh3")
+    except OSError as error:
+        why = "it is gone" if isinstance(error, FileNotFoundError) else error.strerror
+        return f"committed file cannot be read: {path}: {why}"
+    if (size, found) == (entry.get("bytes"), entry.get("xxh3")):
+        return ""
+    return (
+        f"committed file is damaged: {path}: {size} bytes, xxh3 {found}; "
+        f"the commit says {entry.get('bytes')} bytes, xxh3 {entry.get('xxh3')}"
+    )
+
+
+def draft_of(final: Path, writer: str) -> Path:
+    """Where `writer` writes the files of a folder that has no commit yet."""
+    return final.with_name(f".{final.name}.{writer}")
+
+
+def settle(final: Path, writer: str) -> None:
+    """Give a committed folder its name, if its writer did not live to do it."""
+    if not final.exists():
+        with contextlib.suppress(FileNotFoundError):  # another process was faster, or it is gone
+            os.rename(draft_of(final, writer), final)
+
+
+def remove(final: Path) -> None:
+    """Remove a folder, its name first: one that has its name is always whole."""
+    gone = final.with_name(f".pruned.{final.name}")
+    shutil.rmtree(gone, ignore_errors=True)  # left by one that was killed
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        os.rename(final, gone)
+    shutil.rmtree(gone, ignore_errors=True)

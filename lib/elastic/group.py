@@ -5,6 +5,7 @@ Messages are tensors of bytes: torch's own object broadcast would unpickle.
 """
 
 import json
+import math
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,13 @@ from elastic.errors import ElasticError
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Is it a DTensor, as FSDP2 makes them? To import that class would take a second."""
     return hasattr(tensor, "full_tensor")
+
+
+def clip_gradients(model: torch.nn.Module, most: float) -> float:
+    """Scale the gradients to at most the norm `most` (0: any); their norm before, as every rank
+    has it."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most or math.inf)
+    return (norm.full_tensor() if is_sharded(norm) else norm).item()
 
 
 class Group:

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from elastic import cadence, sizing
+from elastic import cadence, sched_slurm, sizing
 from elastic.command import expand
 from elastic.config import elastic_home, env, environment, torch_program
 from elastic.errors import ElasticError, Exit
@@ -95,11 +95,9 @@ class Launcher:
         count = len(self._nodes)
         kept = self._fitting(self.config.slurm.gpus_per_node, count)
         if 0 < kept < count:
-            from elastic.sched_slurm import release_nodes
-
             self._nodes, over = self._nodes[:kept], count - kept
             try:
-                release_nodes(self.job_id, kept)
+                sched_slurm.release_nodes(self.job_id, kept)
                 self.run.event("nodes-released", nodes=over, left=kept, job_id=self.job_id)
             except ElasticError as error:
                 print(f"trainer  {over} nodes stay idle, not given back: {error}", flush=True)
@@ -108,9 +106,7 @@ class Launcher:
         """Go on without those nodes of the job that no longer answer; which these are."""
         if len(self._nodes) < 2:
             return []
-        from elastic.sched_slurm import answering
-
-        before, self._nodes = self._nodes, answering(self._nodes)
+        before, self._nodes = self._nodes, sched_slurm.answering(self._nodes)
         lost = [node for node in before if node not in self._nodes]
         if lost:
             self.run.event("nodes-lost", nodes=lost, left=len(self._nodes), job_id=self.job_id)
@@ -191,12 +187,10 @@ class Launcher:
         return [self._spawn(command, {**shared, **each}) for each in own]
 
     def _start_in_slurm(self) -> list[subprocess.Popen]:
-        from elastic.sched_slurm import node_address, step_argv
-
         gpus, nodes = self.config.slurm.gpus_per_node, self._nodes
-        shared = self._shared(bind_address("auto", node_address()))
+        shared = self._shared(bind_address("auto", sched_slurm.node_address()))
         command = self._rank_command(len(nodes), gpus, shared)
-        return [self._spawn(step_argv(nodes, self._ranks(gpus), command), shared)]
+        return [self._spawn(sched_slurm.step_argv(nodes, self._ranks(gpus), command), shared)]
 
     def _ranks(self, gpus: int) -> int:
         """How many processes a node of so many GPUs gets."""
@@ -265,13 +259,10 @@ class Launcher:
     def _tell(self, processes: list[subprocess.Popen]) -> None:
         """Pass a notice on. Never through srun, which would kill its tasks at once."""
         if job_id := env("SLURM_JOB_ID"):
-            from elastic.sched_slurm import signal_steps
-
-            signal_steps(job_id)
+            sched_slurm.signal_steps(job_id)
             return
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
 
     # ---- the end
 

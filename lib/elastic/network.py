@@ -12,6 +12,7 @@ from elastic.errors import ElasticError
 
 ELSEWHERE = "192.0.2.1"  # RFC 5737: documentation, never a real host
 SIOCGIFADDR = 0x8915  # linux/sockios.h
+HINT = "set redis.bind to an address or an interface in etc/site.toml"
 
 
 def bind_address(wanted: str, node_address: str) -> str:
@@ -56,10 +57,8 @@ def resolve(host: str) -> str:
     try:
         return socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
     except OSError as error:
-        raise ElasticError(
-            f"this node's name {host!r} has no IPv4 address: {error}",
-            "set redis.bind to an address or an interface in etc/site.toml",
-        ) from None
+        what = f"this node's name {host!r} has no IPv4 address: {error}"
+        raise ElasticError(what, HINT) from None
 
 
 def routed(to: str = "") -> str:
@@ -68,10 +67,8 @@ def routed(to: str = "") -> str:
         try:
             probe.connect((to or ELSEWHERE, 9))  # sends nothing
         except OSError as error:
-            raise ElasticError(
-                f"no route from this node to others: {error.strerror}",
-                "set redis.bind to an address or an interface in etc/site.toml",
-            ) from None
+            what = f"no route from this node to others: {error.strerror}"
+            raise ElasticError(what, HINT) from None
         return probe.getsockname()[0]
 
 

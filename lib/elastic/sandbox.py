@@ -26,14 +26,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP
+from signal import SIGSTOP
 
-from elastic import config
+from elastic import config, proc
 from elastic.errors import ElasticError, UsageError
 from elastic.sched_slurm import slurm_command
 
 START_TIMEOUT_S = 30.0
-END_TIMEOUT_S = 10.0
 _MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME
 _ADDRESS = "127.0.0.1"
 _PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
@@ -116,7 +115,7 @@ class Sandbox:
     def kill_node(self, node: str) -> None:
         """Kill a node's slurmd and all that runs there, as if the power went."""
         self._check_node(node)
-        _kill_all(lambda: self.members(node))
+        proc.kill_all(lambda: self.members(node))
 
     def revive_node(self, node: str) -> None:
         """Start a killed node again; its jobs are gone."""
@@ -128,7 +127,7 @@ class Sandbox:
     def hang_controller(self, seconds: float) -> None:
         """Have slurmctld answer nobody for a while; return at once."""
         self._check_up()
-        pid = int(_read(self.path / "slurmctld.pid"))
+        pid = int(proc.read(self.path / "slurmctld.pid"))
         self._start("resume", "/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}")
         os.kill(pid, SIGSTOP)
 
@@ -146,7 +145,7 @@ class Sandbox:
 
     def down(self) -> None:
         """Kill all its processes, jobs included, and remove its files."""
-        _kill_all(self.members)
+        proc.kill_all(self.members)
         shutil.rmtree(self.path, ignore_errors=True)
         if self.path.exists():
             raise ElasticError(f"cannot remove {self.path}", "is it another user's?")
@@ -155,18 +154,22 @@ class Sandbox:
                 self.path.parent.rmdir()
 
     def members(self, name: str = "") -> set[int]:
-        """The processes of this sandbox, or of one daemon in it: jobs and orphans included."""
-        part = f"{name}\0" if name else ""
-        daemon, conf = f"\0{_MEMBER}={self.path}:{part}", f"\0SLURM_CONF={self.conf}\0"
-        job = f"\0SLURMD_NODENAME={part}"
-        log = f"{self.path}/log/" + (f"{name}.log" if name else "")
+        """The processes of this sandbox, or of one daemon in it: jobs and orphans included, but
+        for this process and its ancestors, which are not to be killed."""
+        families = proc.families(_MEMBER, self.path, self._node_of)
+        family = families[name] if name else set().union(*families.values())
+        mine = proc.Process.of(os.getpid())
+        while mine:
+            family.discard(mine.pid)
+            mine = proc.Process.of(mine.parent)
+        return family
 
-        def is_root(pid: int) -> bool:
-            environ = _environ(pid)  # a stepd overwrites its own
-            ours = daemon in environ or (conf in environ and job in environ)
-            return ours or any(file.startswith(log) for file in _files_of_stepd(pid))
-
-        return _with_descendants({pid for pid in _parents() if is_root(pid)})
+    def _node_of(self, pid: int, given: dict[str, str]) -> str:
+        """The node of a job's process; a stepd overwrites its environment, and has the log open."""
+        if given.get("SLURM_CONF") == str(self.conf):
+            return given.get("SLURMD_NODENAME", "")
+        logs = map(Path, _files_of_stepd(pid))
+        return next((log.stem for log in logs if log.parent == self.path / "log"), "")
 
     def _check_up(self) -> None:
         if not self.members("slurmctld"):
@@ -243,7 +246,7 @@ class Sandbox:
 
     def _last_words(self) -> str:
         logs = sorted((self.path / "log").iterdir())
-        lines = [(log.name, line) for log in logs for line in _read(log).splitlines()[-3:]]
+        lines = [(log.name, line) for log in logs for line in proc.read(log).splitlines()[-3:]]
         return "\n".join(f"  {name}: {line}" for name, line in lines)
 
 
@@ -320,68 +323,13 @@ def _listens(where: str | int) -> bool:
         return probe.connect_ex(where if isinstance(where, str) else (_ADDRESS, where)) == 0
 
 
-def _parents() -> dict[int, int]:
-    """Every live process and its parent; a zombie has ended."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = _read(folder / "stat").rpartition(")")[2].split()
-        if fields and fields[0] not in "ZX":
-            found[int(folder.name)] = int(fields[1])
-    return found
-
-
-def _with_descendants(roots: set[int]) -> set[int]:
-    """`roots` and their descendants, but for this process and its ancestors: not to be killed."""
-    parents = _parents()
-    family = roots & parents.keys()
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    pid = os.getpid()
-    while pid in parents:
-        family.discard(pid)
-        pid = parents[pid]
-    return family
-
-
-def _kill_all(find: Callable[[], set[int]]) -> None:
-    """SIGKILL what `find` returns. They are stopped first, so that none can fork and get away."""
-    deadline = time.monotonic() + END_TIMEOUT_S
-    stopped: set[int] = set()
-    while more := find() - stopped:
-        _send(more, SIGSTOP)
-        stopped |= more
-    _send(stopped, SIGKILL)
-    while left := stopped & _parents().keys():
-        if time.monotonic() > deadline:
-            raise ElasticError(f"cannot kill processes {sorted(left)}", "are they another user's?")
-        time.sleep(0.02)
-
-
-def _send(pids: set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def _environ(pid: int) -> str:
-    return "\0" + _read(Path(f"/proc/{pid}/environ"))
-
-
 def _files_of_stepd(pid: int) -> set[str]:
     """What the process has open if it is a slurmstepd: its node's log, above all."""
-    if _read(Path(f"/proc/{pid}/comm")) != "slurmstepd\n":
+    if proc.read(f"/proc/{pid}/comm") != "slurmstepd\n":
         return set()
     with contextlib.suppress(OSError):  # it may end meanwhile
         return {os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
     return set()
-
-
-def _read(path: Path) -> str:
-    """The file's text; empty where it cannot be read."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def default_folder() -> Path:

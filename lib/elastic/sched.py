@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from elastic.errors import ElasticError, UsageError
+from elastic.errors import ElasticError
 from elastic.history import TRAINER, WORKER, has_ended
 
 if TYPE_CHECKING:
     from elastic.config import Config
     from elastic.rundir import RunDir
 
-KINDS = ("slurm", "local")
 _NAME = re.compile(r"elastic:([A-Za-z0-9][A-Za-z0-9._-]{0,62})/([a-z]+)/(0|[1-9][0-9]*)")
 
 
@@ -130,11 +129,9 @@ def open_scheduler(
         from elastic.sched_slurm import SlurmScheduler
 
         return SlurmScheduler(config, environment)
-    if kind == "local":
-        from elastic.sched_local import LocalScheduler
+    from elastic.sched_local import LocalScheduler
 
-        return LocalScheduler(config)
-    raise UsageError(f"unknown scheduler: {kind!r}", hint=f"one of {', '.join(KINDS)}")
+    return LocalScheduler(config)
 
 
 def scheduler_of(run: "RunDir") -> Scheduler:

@@ -24,10 +24,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
-from typing import NamedTuple
+from signal import SIGTERM
 
 from elastic import config as configuration
+from elastic import proc
 from elastic.config import Config
 from elastic.durable import create_once, read_json, to_json, write_atomic
 from elastic.rundir import RunDir
@@ -40,26 +40,6 @@ START_S = 5.0  # for a new process to make its claim
 POLL_S = 0.01
 KEEP_S = 3600.0  # how long an ended job is listed
 MARK = "ELASTIC_LOCAL_JOB"  # STATE_DIR:JOB_ID in the environment of all its processes
-
-
-class Process(NamedTuple):
-    """What /proc says of a process: `start` (clock ticks after boot) tells it from a later one."""
-
-    pid: int
-    parent: int
-    start: str
-
-    @classmethod
-    def parse(cls, stat: str) -> "Process":
-        before, after = stat.rsplit(")", 1)  # the name between may hold anything
-        fields = after.split()
-        return cls(int(before.split()[0]), int(fields[1]), fields[19])
-
-    @classmethod
-    def of(cls, pid: str) -> "Process | None":
-        """The process `pid` if it lives; a zombie does not."""
-        stat = _read(f"/proc/{pid}/stat") if pid.isdigit() else ""
-        return cls.parse(stat) if stat and stat.rsplit(")", 1)[1].split()[0] not in "ZX" else None
 
 
 class LocalScheduler:
@@ -96,27 +76,17 @@ class LocalScheduler:
 
     def cancel(self, job_id: str, now: bool = False) -> None:
         """A pending job never starts; a running one is told to go, and killed after its grace."""
-        if not self._record(job_id):
-            return
-        if create_once(self._path(job_id, "claim"), NEVER):
+        if self._record(job_id) and create_once(self._path(job_id, "claim"), NEVER):
             create_once(self._path(job_id, "cause"), b"CANCELLED")
-        elif self._leader(job_id):
-            create_once(self._path(job_id, "cause"), b"CANCELLED")
-            self._send_away(job_id, 0.0 if now else self.grace_s)
+        self._send_away(job_id, b"CANCELLED", 0.0 if now else self.grace_s)
 
     def preempt(self, job_id: str, grace_s: float | None = None) -> None:
         """Take a running job away with notice, as a partition with GraceTime does."""
-        if self._leader(job_id):
-            create_once(self._path(job_id, "cause"), b"PREEMPTED")
-            self._send_away(job_id, self.grace_s if grace_s is None else grace_s)
+        self._send_away(job_id, b"PREEMPTED", self.grace_s if grace_s is None else grace_s)
 
     def kill(self, job_id: str) -> None:
         """End all processes of a running job without notice, as a lost node does."""
-        deadline = time.monotonic() + START_S
-        while (members := self._members().get(job_id)) and time.monotonic() < deadline:
-            for pid in members:
-                _kill(pid)
-            time.sleep(POLL_S)
+        proc.kill_all(lambda: self._members().get(job_id, set()))
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """GPUs, at most `most`, that nobody uses."""
@@ -151,10 +121,10 @@ class LocalScheduler:
         record, claim = self._record(job_id), self._path(job_id, "claim")
         if not claim.exists():
             return Job(job_id, record["name"], "PENDING", "Resources", record["submit_time"])
-        state = "RUNNING" if self._leader(job_id) else _read(self._path(job_id, "cause")) or "ENDED"
+        ended = "" if self._leader(job_id) else proc.read(self._path(job_id, "cause")) or "ENDED"
         start_time = None if claim.read_bytes() == NEVER else claim.stat().st_mtime
         times = (record["submit_time"], start_time)
-        return Job(job_id, record["name"], state, "", *times, os.uname().nodename)
+        return Job(job_id, record["name"], ended or "RUNNING", "", *times, os.uname().nodename)
 
     def _record(self, job_id: str) -> dict:
         return read_json(self._path(job_id, "json")) or {}
@@ -194,15 +164,11 @@ class LocalScheduler:
         return capacity if capacity is not None else configured or sys.maxsize
 
     def _clear_up(self, ended: Sequence[str]) -> None:
-        unswept = [each for each in ended if not self._path(each, "swept").exists()]
-        members = self._members() if unswept else {}
-        for job_id in unswept:
-            for pid in members.get(job_id, ()):
-                _kill(pid)
-            create_once(self._path(job_id, "cause"), b"ENDED")
-            if job_id not in members:  # what is not there has no children either
-                create_once(self._path(job_id, "swept"), b"")
         for job_id in ended:
+            if not self._path(job_id, "swept").exists():
+                self.kill(job_id)
+                create_once(self._path(job_id, "cause"), b"ENDED")
+                create_once(self._path(job_id, "swept"), b"")
             self._forget_if_old(job_id)
 
     def _start(self, job_id: str, record: Mapping, count: int, in_use: Sequence[int]) -> list[int]:
@@ -229,10 +195,12 @@ class LocalScheduler:
 
     # ---- ending
 
-    def _send_away(self, job_id: str, grace_s: float) -> None:
-        """Notice to the job's process group; the kill comes even if this process is gone then."""
-        leader = self._leader(job_id)
-        if leader and grace_s > 0:
+    def _send_away(self, job_id: str, cause: bytes, grace_s: float) -> None:
+        """Notice to a running job's process group; the kill comes even if we are gone then."""
+        if not (leader := self._leader(job_id)):
+            return
+        create_once(self._path(job_id, "cause"), cause)
+        if grace_s > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader.pid, SIGTERM)
             environment = configuration.environment()
@@ -250,46 +218,22 @@ class LocalScheduler:
             time.sleep(min(10 * POLL_S, grace_s))
         self.kill(job_id)
 
-    def _leader(self, job_id: str) -> Process | None:
+    def _leader(self, job_id: str) -> proc.Process | None:
         """The job's first process if it lives. Waits for one that is just making its claim."""
         path = self._path(job_id, "claim")
-        while not (claim := _read(path)) and path.exists():
+        while not (claim := proc.read(path)) and path.exists():
             if time.time() - path.stat().st_mtime > START_S:
                 break  # it died at that very moment
             time.sleep(POLL_S)
         if claim in ("", NEVER.decode()):
             return None
-        then, now = Process.parse(claim), Process.of(claim.split()[0])
+        then, now = proc.Process.parse(claim), proc.Process.of(int(claim.split()[0]))
         return now if now and now.start == then.start else None
 
-    def _members(self) -> dict[str, list[int]]:
-        """The living processes of every job, but for this one: by the mark in their environment,
-        or as descendants of such a process (one that rewrote its environment, as Redis does)."""
-        parents = {p.pid: p.parent for name in os.listdir("/proc") if (p := Process.of(name))}
-        prefix, members = f"{MARK}={self.state}:", {}
-        owners: dict[int, str] = {}
-        for pid in parents:
-            words = _read(f"/proc/{pid}/environ").split("\0")
-            owners[pid] = next((w.removeprefix(prefix) for w in words if w.startswith(prefix)), "")
-        for pid in parents.keys() - {os.getpid()}:
-            ancestor = pid
-            while not owners.get(ancestor) and ancestor in parents:
-                ancestor = parents[ancestor]
-            if owners.get(ancestor):
-                members.setdefault(owners[ancestor], []).append(pid)
-        return members
-
-
-def _read(path: Path | str) -> str:
-    try:
-        return Path(path).read_text(errors="surrogateescape")
-    except OSError:  # gone, or another user's
-        return ""
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, SIGKILL)
+    def _members(self) -> dict[str, set[int]]:
+        """The living processes of every job, but for this one."""
+        found, here = proc.families(MARK, self.state), os.getpid()
+        return {job_id: pids - {here} for job_id, pids in found.items() if pids != {here}}
 
 
 def _detached(

@@ -16,9 +16,10 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 from elastic import config, sizing
@@ -36,11 +37,6 @@ _COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%j", "%k")
 _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
 _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
-
-# A user's settings for these commands would filter their answers or change their form.
-_CLIENT_SETTINGS = (
-    "SLURM", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_"
-)  # fmt: skip
 
 # What sbatch says when it does not know whether the controller took the job.
 _NO_ANSWER = re.compile(
@@ -70,8 +66,7 @@ class SlurmScheduler:
 
     def jobs(self) -> list[Job]:
         """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not say."""
-        answer = slurm_command(_SQUEUE, environment=self._environment)
-        return parse_squeue(_checked("squeue", answer).stdout)
+        return parse_squeue(_checked(slurm_command(_SQUEUE, environment=self._environment)))
 
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
@@ -93,7 +88,7 @@ class SlurmScheduler:
         for options in ways:
             answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
             if not _GONE.search(answer.stderr):
-                _checked("scancel", answer)
+                _checked(answer)
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """Idle nodes, as far as Slurm really gives them: they are taken for a moment, and let go.
@@ -103,7 +98,7 @@ class SlurmScheduler:
         per_node = spec.config.slurm.gpus_per_node
         argv = ("sinfo", "--noheader", f"--partition={spec.config.slurm.partition}",
                 "--states=idle", "--format=%D")  # fmt: skip
-        idle = _checked("sinfo", slurm_command(argv, environment=self._environment)).stdout
+        idle = _checked(slurm_command(argv, environment=self._environment))
         nodes = min(sum(map(int, idle.split())), most // per_node)
         if not nodes:
             return 0
@@ -116,8 +111,7 @@ class SlurmScheduler:
 
 def release_nodes(job_id: str, kept: int) -> None:
     """Give back all nodes of this job but the first `kept`. TryAgain if Slurm does not do it."""
-    argv = ("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")
-    _checked("scontrol", slurm_command(argv))
+    _checked(slurm_command(("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")))
     for script in Path().glob(f"slurm_job_{job_id}_resize.*"):  # for shells, which scontrol leaves
         script.unlink(missing_ok=True)
 
@@ -143,16 +137,15 @@ def answering(nodes: Sequence[str]) -> list[str]:
     """Those of this job's nodes that can start a step now; Slurm itself may take minutes to see."""
     argv = ["srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--overlap", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = time.monotonic()
-    probes = [subprocess.Popen([*argv, f"--nodelist={n}", "true"], **quiet) for n in nodes]
-    found = []
-    for node, probe in zip(nodes, probes, strict=True):
+
+    def starts(node: str) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            left_s = started + COMMAND_TIMEOUT_S - time.monotonic()
-            if probe.wait(max(0.0, left_s)) == 0:
-                found.append(node)
-        probe.kill()
-    return found
+            probe = [*argv, f"--nodelist={node}", "true"]
+            return subprocess.run(probe, timeout=COMMAND_TIMEOUT_S, **quiet).returncode == 0
+        return False
+
+    with ThreadPoolExecutor(len(nodes)) as pool:  # all at once
+        return list(compress(nodes, pool.map(starts, nodes)))
 
 
 def node_address() -> str:
@@ -166,8 +159,7 @@ def node_address() -> str:
 
 def show(*what: str) -> str:
     """What scontrol shows of a node, job or partition, on one line. TryAgain if it does not say."""
-    answer = slurm_command(("scontrol", "--oneliner", "show", *what))
-    return _checked("scontrol", answer).stdout
+    return _checked(slurm_command(("scontrol", "--oneliner", "show", *what)))
 
 
 def slurm_command(
@@ -177,9 +169,9 @@ def slurm_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a client command. TryAgain when it gives no answer in time.
 
-    Its environment is this process's, or `environment`, without what steers Slurm's commands.
+    Its environment is this process's, or `environment`, cleaned of what steers Slurm's commands.
     """
-    given = dict(config.clean_environment() if environment is None else environment)
+    given = config.clean_environment(environment)
     given.setdefault("PATH", config.env("PATH", "/usr/local/bin:/usr/bin:/bin"))
     program = shutil.which(argv[0], path=given["PATH"])
     if program is None:
@@ -190,7 +182,7 @@ def slurm_command(
     try:
         return subprocess.run(
             [program, *argv[1:]],
-            env=command_environment(given) | _TIMES.get(argv[0], {}),
+            env=given | _TIMES.get(argv[0], {}),
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -201,15 +193,6 @@ def slurm_command(
         raise TryAgain(f"{argv[0]} gave no answer in {timeout_s:g} s", "is slurmctld up?") from None
 
 
-def command_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """`given` without Slurm's settings but SLURM_CONF: they leak from jobs, and shape answers."""
-    return {
-        name: value
-        for name, value in given.items()
-        if name == "SLURM_CONF" or not name.startswith(_CLIENT_SETTINGS)
-    }
-
-
 def parse_squeue(text: str) -> list[Job]:
     """The elastic jobs in squeue's answer. TryAgain if the answer is damaged or cut short."""
     *records, rest = text.split(_RECORD)
@@ -217,7 +200,10 @@ def parse_squeue(text: str) -> list[Job]:
         raise TryAgain(f"squeue: the answer is cut short at {rest!r}")
     jobs = []
     for record in records:
-        job_id, state, submitted, started, ended, node, reason, *names = _fields(record)
+        fields = record.removeprefix("\n").split(_FIELD)
+        if len(fields) < len(_COLUMNS):  # more: a separator in a name; not one of ours
+            raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
+        job_id, state, submitted, started, ended, node, reason, *names = fields
         # A site's submit plugin may rename a job; its comment then still says whose it is.
         name = next((name for name in names if parse_job_name(name)), None)
         if name:
@@ -249,30 +235,19 @@ def refusal(code: int, stderr: str) -> ElasticError:
     what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
     if _NO_ANSWER.search(stderr) or code == 0:
         return Unsure(what, "is slurmctld up? scontrol ping")
-    if code == 255:  # a bad option: the request never left this machine
-        return Refused(what, "see the [slurm] section of the configuration")
-    if _NOT_NOW.search(stderr):
-        return RetryLater(what)
-    if _FOREVER.search(stderr):
+    is_final = _FOREVER.search(stderr) and not _NOT_NOW.search(stderr)
+    if is_final or code == 255:  # a bad option: the request never left this machine
         return Refused(what, "see the [slurm] section of the configuration")
     return RetryLater(what)
 
 
-def _checked(
-    command: str, answer: subprocess.CompletedProcess[str]
-) -> subprocess.CompletedProcess[str]:
+def _checked(answer: subprocess.CompletedProcess[str]) -> str:
+    """What a command said. TryAgain if it has failed."""
     if answer.returncode != 0:
         said = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
         hint = "is slurmctld up, and SLURM_CONF right?"
-        raise TryAgain(f"{command} failed: {said[-1]}", hint)
-    return answer
-
-
-def _fields(record: str) -> list[str]:
-    fields = record.removeprefix("\n").split(_FIELD)
-    if len(fields) < len(_COLUMNS):  # more: someone has a separator in a name; not one of ours
-        raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
-    return fields
+        raise TryAgain(f"{Path(answer.args[0]).name} failed: {said[-1]}", hint)
+    return answer.stdout
 
 
 def _epoch(text: str) -> float | None:

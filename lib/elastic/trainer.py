@@ -37,7 +37,7 @@ from elastic.config import env
 from elastic.device import build_model, choose_device, join_group, leave, precision, to_device
 from elastic.durable import append_line
 from elastic.errors import ElasticError, Exit, Fenced
-from elastic.group import Group, is_sharded
+from elastic.group import Group, clip_gradients
 from elastic.health import (
     HangDetector,
     NaNDetector,
@@ -239,12 +239,7 @@ class Trainer:
         loss_sum, tokens = self._backward(len(batch) * self._sample_tokens, parts)
         loss, tokens, wish, due, check = self._agree(loss_sum, tokens)
         self._rescale(len(batch) * self._sample_tokens / tokens)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.train.grad_clip or math.inf
-        )
-        if is_sharded(norm):
-            norm = norm.full_tensor()
-        norm = norm.item()  # every rank has the same
+        norm = clip_gradients(self.model, self.train.grad_clip)
         if self._guard(batch, loss, norm):
             self.optimizer.step()
             self.state.step += 1
@@ -426,7 +421,7 @@ class Trainer:
         return self.group.leads and cadence.is_due(setting, steps, seconds, self._auto_s)
 
     def _save_if_due(self, due: bool) -> None:
-        """Start a checkpoint in the background; commit the one before as soon as it is written."""
+        """Start a checkpoint in the background; learn from the one before once it is committed."""
         try:
             if self.checkpoints.poll():
                 self._choose_cadence()

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from elastic.durable import checksum, read_json, sync_directory, to_json, write_atomic
+from elastic import durable
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.merge import Outer
@@ -37,7 +37,7 @@ class Draft:
 
     def __init__(self, run: RunDir, version: int, writer: str):
         self.run, self.version, self.writer = run, version, writer
-        self.folder = _draft_path(run, version, writer)
+        self.folder = durable.draft_of(run.version_path(version), writer)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def write_fragment(
@@ -64,9 +64,11 @@ class Draft:
     def commit(self, layout: Layout, files: list[dict], record: dict) -> bool:
         """Write the manifest and link the commit. False if another writer was first."""
         manifest = self.folder / "manifest.json"
-        write_atomic(manifest, to_json({"version": self.version, "layout": layout.to_json()}))
+        durable.write_atomic(
+            manifest, durable.to_json({"version": self.version, "layout": layout.to_json()})
+        )
         files = [*files, self._entry(manifest)]
-        sync_directory(self.folder.parent)
+        durable.sync_directory(self.folder.parent)
         record = {"version": self.version, "writer": self.writer, **record, "files": files}
         # A link may be made and its answer lost: the name in the commit decides.
         if self.run.link_commit(record) or self.run.commit(self.version)["writer"] == self.writer:
@@ -90,16 +92,12 @@ class Draft:
 
     def _entry(self, path: Path) -> dict:
         final = self.run.version_path(self.version) / path.name
-        entry = {"path": str(final.relative_to(self.run.path))}
-        return entry | {"bytes": path.stat().st_size, "xxh3": checksum(path)}
+        return {"path": str(final.relative_to(self.run.path)), **durable.measure(path)}
 
 
 def settle(run: RunDir, commit: dict) -> None:
     """Give a committed version's folder its name, if its writer did not live to do it."""
-    final = run.version_path(commit["version"])
-    if not final.exists():
-        with contextlib.suppress(FileNotFoundError):  # another process was faster, or it is pruned
-            os.rename(_draft_path(run, commit["version"], commit["writer"]), final)
+    durable.settle(run.version_path(commit["version"]), commit["writer"])
 
 
 def remove_drafts(run: RunDir, newest: dict) -> None:
@@ -119,12 +117,8 @@ def _remove_drafts_below(run: RunDir, version: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _draft_path(run: RunDir, version: int, writer: str) -> Path:
-    return run.path / "versions" / f".{version:06d}.{writer}"
-
-
 def read_layout(run: RunDir, version: int) -> Layout:
-    manifest = read_json(verified(run, run.commit(version), "manifest.json"))
+    manifest = durable.read_json(verified(run, run.commit(version), "manifest.json"))
     return Layout.from_json(manifest["layout"])
 
 
@@ -154,24 +148,9 @@ def verified(run: RunDir, commit: dict, name: str) -> Path:
         raise ElasticError(f"version {commit['version']} has no file {name}")
     path = run.path / entries[name]["path"]
     settle(run, commit)
-    if reason := damage(path, entries[name]):
+    if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
     return path
-
-
-def damage(path: Path, entry: dict) -> str:
-    """What is wrong with a committed file; empty: nothing."""
-    try:
-        size, found = path.stat().st_size, checksum(path)
-    except OSError as error:
-        why = "it is gone" if isinstance(error, FileNotFoundError) else error.strerror
-        return f"committed file cannot be read: {path}: {why}"
-    if (size, found) == (entry.get("bytes"), entry.get("xxh3")):
-        return ""
-    return (
-        f"committed file is damaged: {path}: {size} bytes, xxh3 {found}; "
-        f"the commit says {entry.get('bytes')} bytes, xxh3 {entry.get('xxh3')}"
-    )
 
 
 def split(layout: Layout, index: int, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -196,10 +175,7 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
         version = int(folder.name)
         if version > newest - keep or (keep_every and version % keep_every == 0):
             continue
-        gone = folder.with_name(f".pruned.{folder.name}")
-        with contextlib.suppress(FileNotFoundError):  # a fenced master was faster
-            os.rename(folder, gone)  # first: a folder with a version's name is always whole
-        shutil.rmtree(gone, ignore_errors=True)
+        durable.remove(folder)
         removed.append(version)
     return removed
 

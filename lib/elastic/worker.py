@@ -12,7 +12,7 @@ import torch
 
 from elastic.device import build_model, choose_device, join_group, precision, to_device
 from elastic.errors import ElasticError, Exit
-from elastic.group import is_sharded
+from elastic.group import clip_gradients
 from elastic.health import NaNDetector, require_gpu, warn
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
@@ -52,9 +52,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         with autocast():
             loss = task.loss(model, to_device(batch, device))
         (loss * sgd.loss_scale).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip or math.inf)
-        if is_sharded(norm):
-            norm = norm.full_tensor()  # every rank must decide the same
+        norm = clip_gradients(model, settings.grad_clip)
         said = nans.judge(not math.isfinite(norm))
         if said == "ok":
             optimizer.step()

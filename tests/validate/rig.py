@@ -33,11 +33,11 @@ from safetensors.torch import load_file, save_file
 
 from elastic import config as configuration
 from elastic.config import Config
+from elastic.durable import checksum
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
 from elastic.tasks import ByteText
-from elastic.versions import checksum
 from validate.simulator import RAMPED, Inner, Simulator, Start, seeded_model
 
 HERE = Path(__file__).resolve().parent

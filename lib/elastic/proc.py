@@ -1,0 +1,92 @@
+"""The processes of this machine, as /proc shows them: which live, whose they are, their end.
+
+Who starts a process that belongs to something marks it, by a variable NAME=FOLDER:OWNER in its
+environment; what it starts inherits the mark. A process that rewrote its environment, as Redis
+does, belongs to whom its nearest ancestor belongs.
+"""
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+from typing import NamedTuple
+
+from elastic.errors import ElasticError
+
+END_TIMEOUT_S = 10.0
+POLL_S = 0.02
+
+
+class Process(NamedTuple):
+    """What /proc says of a process: `start` (clock ticks after boot) tells it from a later one."""
+
+    pid: int
+    parent: int
+    start: str
+
+    @classmethod
+    def parse(cls, stat: str) -> "Process":
+        before, after = stat.rsplit(")", 1)  # the name between may hold anything
+        fields = after.split()
+        return cls(int(before.split()[0]), int(fields[1]), fields[19])
+
+    @classmethod
+    def of(cls, pid: int) -> "Process | None":
+        """The process `pid` if it lives; a zombie does not."""
+        stat = read(f"/proc/{pid}/stat")
+        return cls.parse(stat) if stat and stat.rsplit(")", 1)[1].split()[0] not in "ZX" else None
+
+
+def families(
+    mark: str, folder: Path, otherwise: Callable[[int, dict[str, str]], str] = lambda *_: ""
+) -> dict[str, set[int]]:
+    """All living processes by owner; `otherwise(pid, environment)` may know of one without mark."""
+    numbers = map(int, filter(str.isdigit, os.listdir("/proc")))
+    parents = {process.pid: process.parent for process in map(Process.of, numbers) if process}
+
+    def owner(pid: int) -> str:
+        words = read(f"/proc/{pid}/environ").split("\0")
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        where, _, name = given.get(mark, "").rpartition(":")
+        return name if where == str(folder) else otherwise(pid, given)
+
+    owners = {pid: owner(pid) for pid in parents}
+    found: dict[str, set[int]] = defaultdict(set)
+    for pid in parents:
+        ancestor = pid
+        while ancestor in parents and not owners[ancestor]:
+            ancestor = parents[ancestor]
+        if ancestor in parents:
+            found[owners[ancestor]].add(pid)
+    return found
+
+
+def kill_all(find: Callable[[], set[int]]) -> None:
+    """SIGKILL what `find` returns. They are stopped first, so that none can fork and get away."""
+    deadline = time.monotonic() + END_TIMEOUT_S
+    stopped: set[int] = set()
+    while more := find() - stopped:
+        _send(more, SIGSTOP)
+        stopped |= more
+    _send(stopped, SIGKILL)
+    while left := list(filter(Process.of, stopped)):
+        if time.monotonic() > deadline:
+            raise ElasticError(f"cannot kill processes {left}", "are they another user's?")
+        time.sleep(POLL_S)
+
+
+def _send(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def read(path: Path | str) -> str:
+    """The file's text; empty where it is gone, or another user's."""
+    try:
+        return Path(path).read_text(errors="surrogateescape")
+    except OSError:
+        return ""
