@@ -10,13 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import mean, median
-from typing import TYPE_CHECKING
 
 from elastic.goodput import Work, tokens_per_s
 from elastic.membership import Slot
-
-if TYPE_CHECKING:
-    from random import Random
 
 
 @dataclass(frozen=True)
@@ -39,9 +35,9 @@ class Cost:
     back_s: float
 
 
-def schedule(kinds: Sequence[str], every_s: float, for_s: float, draw: "Random") -> list:
+def schedule(kinds: Sequence[str], every_s: float, for_s: float, draw) -> list:
     """[(seconds after the start, kind)]: pauses of `every_s` on average, and the kinds in turns,
-    each turn shuffled, so that none is forgotten. `draw` is what chance has to say."""
+    each turn shuffled, so that none is forgotten. `draw`: a random.Random."""
     at, turn, planned = 0.0, [], []
     while (at := at + every_s * draw.uniform(0.5, 1.5)) < for_s:
         turn = turn or draw.sample(kinds, len(kinds))
