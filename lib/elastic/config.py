@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic import cadence
+from elastic.durable import check_private
 from elastic.errors import UsageError
 
 
@@ -559,7 +560,10 @@ def runs_root() -> Path:
 
 def registry_dir() -> Path:
     """The user's own state, links to runs among it: $ELASTIC_HOME_DIR, else ~/.elastic."""
-    return Path(env("ELASTIC_HOME_DIR", "~/.elastic")).expanduser().absolute()
+    folder = Path(env("ELASTIC_HOME_DIR", "~/.elastic")).expanduser().absolute()
+    if folder.exists():
+        check_private(folder)  # what is here is run
+    return folder
 
 
 def _site_file() -> Path | None:
