@@ -236,6 +236,9 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
 
 
 def _field(key: Key) -> str:
+_PASSWORD = re.compile(r"(?<=//).*(?=@)|(?<=password=)[^&]*")  # in a URL, and the user with it
+
+
     return key.name + key.kind.suffix
 
 
@@ -278,7 +281,7 @@ class Config:
     def to_toml(self) -> str:
         """The resolved configuration as TOML; `load` without a site file makes an equal Config."""
         lines: dict[str, list[str]] = {}
-        for name, value, _, _, origin, _ in self.explain():
+        for name, value, _, _, origin, _ in self._rows():
             section, key = name.split(".", 1)
             shown = origin if origin.isprintable() else repr(origin)
             remark = "" if origin == "default" else f"  # {shown}"
@@ -397,6 +400,9 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
 
 def _override_value(text: str, is_text: bool) -> Any:
     """A TOML value; quotes may be left out, and a key that takes text takes 02:00:00 as text."""
+        if name.strip() == "redis.url" and _PASSWORD.search(text):
+            raise UsageError("a password on the command line is no secret: redis.url",
+                             "write it into the run's file, with mode 0600")  # fmt: skip
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -519,6 +525,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
 # --- the environment -----------------------------------------------------------------------------
 
 _OF_A_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "ELASTIC_JOB_ID")
+    (("redis.tls", "redis.url"), lambda tls, url: not (tls and url),
+     "redis.tls = {} is for the master's own server: for TLS to a site's, redis.url is rediss://…"),
 _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
