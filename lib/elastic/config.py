@@ -227,6 +227,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("bind", TEXT, "auto", "", "address or interface; auto: the one that routes to the workers"),
     Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
     Key("maxmemory", SIZE, "1gb", "", "of the master's server", POSITIVE),
+    Key("tls", BOOL, False, "", "of the master's server, with a certificate that it makes itself"),
     Key("server", TEXT, "", "", "path of redis-server; empty: from PATH, a module, a PyPI wheel"),
 ), "local_scheduler": (
     Key("gpus", INT, 0, "GPUs", "that this machine pretends to have; 0: elastic.max", NATURAL),
@@ -235,10 +236,10 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
 # fmt: on
 
 
-def _field(key: Key) -> str:
 _PASSWORD = re.compile(r"(?<=//).*(?=@)|(?<=password=)[^&]*")  # in a URL, and the user with it
 
 
+def _field(key: Key) -> str:
     return key.name + key.kind.suffix
 
 
@@ -270,7 +271,14 @@ class Config:
         return self.origins.get(name, "default")
 
     def explain(self) -> list[tuple[str, Any, str, Any, str, str]]:
-        """(key, value, unit, default, origin, meaning) for every key, values as TOML has them."""
+        """(key, value, unit, default, origin, meaning) for every key, values as TOML has them.
+
+        A password in redis.url is left out.
+        """
+        return [(name, _PASSWORD.sub("…", value) if name == "redis.url" else value, *rest)
+                for name, value, *rest in self._rows()]  # fmt: skip
+
+    def _rows(self) -> list[tuple[str, Any, str, Any, str, str]]:
         rows = [(f"{section}.{key.name}", _written(key.kind, getattr(table, _field(key))), key)
                 for section, keys in KEYS.items() for table in [getattr(self, section)]
                 for key in keys]  # fmt: skip
@@ -392,6 +400,9 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
         section, _, key = name.strip().partition(".")
         if not (equals and key):
             raise UsageError(f"not an override: {override!r}", hint="write section.key=value")
+        if name.strip() == "redis.url" and _PASSWORD.search(text):
+            raise UsageError("a password on the command line is no secret: redis.url",
+                             "write it into the run's file, with mode 0600")  # fmt: skip
         is_text = any(row.name == key and row.kind is TEXT for row in KEYS.get(section, ()))
         tables.setdefault(section, {})[key] = _override_value(text.strip(), is_text)
     names = [*tables, *(f"{section}.{key}" for section, table in tables.items() for key in table)]
@@ -400,9 +411,6 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
 
 def _override_value(text: str, is_text: bool) -> Any:
     """A TOML value; quotes may be left out, and a key that takes text takes 02:00:00 as text."""
-        if name.strip() == "redis.url" and _PASSWORD.search(text):
-            raise UsageError("a password on the command line is no secret: redis.url",
-                             "write it into the run's file, with mode 0600")  # fmt: skip
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -517,6 +525,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (("sync.sizes", "elastic.min", "elastic.max", "slurm.gpus_per_node"),
      lambda sizes, low, high, n: not sizes or any(low <= s <= high and s % n == 0 for s in sizes),
      "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({}) in nodes of {} GPUs"),
+    (("redis.tls", "redis.url"), lambda tls, url: not (tls and url),
+     "redis.tls = {} is for the master's own server: for TLS to a site's, redis.url is rediss://…"),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
      'slurm.partition is not set: name it in etc/site.toml, or set run.scheduler = "local"'),
 )  # fmt: skip
@@ -525,8 +535,6 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
 # --- the environment -----------------------------------------------------------------------------
 
 _OF_A_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "ELASTIC_JOB_ID")
-    (("redis.tls", "redis.url"), lambda tls, url: not (tls and url),
-     "redis.tls = {} is for the master's own server: for TLS to a site's, redis.url is rediss://…"),
 _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 

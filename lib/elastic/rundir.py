@@ -42,6 +42,7 @@ from elastic.errors import ElasticError, UsageError
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
+SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-reader"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Endpoint:
     port: int
     epoch: int
     url: str = ""  # a server that the site provides
+    certificate: str = ""  # PEM, where the server speaks TLS
 
 
 class RunDir:
@@ -91,7 +93,8 @@ class RunDir:
                 (run.path / folder).mkdir()
             write_atomic(run.path / "run.toml", config.to_toml().encode(), PRIVATE)
             write_atomic(run.path / "environment.json", to_json(environment), PRIVATE)
-            write_atomic(run.path / "secret", secrets.token_hex(24).encode(), PRIVATE)
+            for name in SECRETS.values():
+                write_atomic(run.path / name, secrets.token_hex(24).encode(), PRIVATE)
             write_atomic(run._control_path, to_json(asdict(control)))
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(run.path)
@@ -123,8 +126,9 @@ class RunDir:
         """The environment that every job of this run starts from."""
         return read_json(self.path / "environment.json") or {}
 
-    def secret(self) -> str:
-        return (self.path / "secret").read_text().strip()
+    def secret(self, role: str = "master") -> str:
+        """The password of `role` (master, worker, reader) on the run's Redis."""
+        return (self.path / SECRETS[role]).read_text().strip()
 
     def control(self) -> Control:
         found = read_json(self._control_path)
