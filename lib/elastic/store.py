@@ -333,8 +333,12 @@ class Store:
         self._redis.hset(self._key("inner"), str(slot), json.dumps(pointer))
 
     def inner(self) -> dict[int, dict]:
-        found = self._redis.hgetall(self._key("inner"))
-        return {int(slot): json.loads(body) for slot, body in found.items()}
+        """Slot -> what its worker has said, whatever that is."""
+        found = {}
+        for slot, body in self._redis.hgetall(self._key("inner")).items():
+            with contextlib.suppress(*MALFORMED):
+                found[int(slot)] = json.loads(body)
+        return found
 
     def put_bytes(self, name: str, data: bytes, keep_s: float) -> None:
         self._redis.set(self._key("delta", name), data, px=int(keep_s * 1000))
