@@ -20,6 +20,8 @@ from elastic.signals import die_with_parent
 from elastic.store import Store
 from helpers import wait_until
 
+os.umask(0o022)  # as bin/elastic has it: what others may write to is refused
+
 settings.register_profile("elastic", deadline=None, print_blob=True)
 settings.load_profile("elastic")
 

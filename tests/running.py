@@ -34,6 +34,12 @@ from helpers import PATIENCE, ROOT, elastic, environment
 
 TESTS = Path(__file__).resolve().parent
 PASS_S = 0.5  # between two passes of reconcile
+# A master may not FLUSHALL. All keys at once, as nobody else puts any there.
+EMPTY = """
+local keys = redis.call('SCAN', 0, 'COUNT', 1000000)[2]
+for _, key in ipairs(keys) do redis.call('UNLINK', key) end
+return #keys
+"""
 LOOK_S = 0.1  # between two looks at a condition: one may ask Redis, or every process there is
 SETTINGS = {
     "run.task": "tiny_task:Tiny",
@@ -78,7 +84,7 @@ class Running:
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:
-        store = Store.open(self.run, timeout_s=5)
+        store = Store.open(self.run, 5.0, "master")
         try:
             yield store
         finally:
@@ -122,6 +128,11 @@ class Running:
     def set_capacity(self, gpus: int) -> None:
         """From now on this machine has so many GPUs. Ends no job."""
         write_atomic(self.scheduler.state / "capacity.json", to_json({"gpus": gpus}))
+
+    def flush(self) -> None:
+        """Empty its Redis."""
+        with self.store() as store:
+            assert store._redis.register_script(EMPTY)() > 0
 
     def reconcile(self) -> None:
         """One pass, if it is time for one."""

@@ -97,11 +97,6 @@ def run(shared: Running) -> Iterator[Running]:
     shared.witness()
 
 
-def flush(run: Running) -> None:
-    with run.store() as store:
-        store._redis.flushall()
-
-
 def deltas_after(run: Running, version: int) -> list[dict]:
     commits = [run.run.commit(number) for number in range(version + 1, run.version + 1)]
     return [delta for commit in commits for delta in commit["deltas"]]
@@ -111,7 +106,7 @@ def test_a_flushed_redis_costs_no_process_and_no_commit(run: Running):
     draw, trainers, epoch = random.Random(4), set(run.pids("trainer")), run.run.newest_epoch()
     for _ in range(6):
         moment(draw, run)
-        flush(run)
+        run.flush()
         run.versions(1)
     assert set(run.pids("trainer")) == trainers
     assert run.run.newest_epoch() == epoch
@@ -214,7 +209,7 @@ def test_an_old_attempt_that_comes_back_after_a_flush_does_not_stop_the_run(run:
     with run.store() as store:
         assert store.claim(2, 2, fields, 0.5)
         run.versions(1)
-        store._redis.flushall()
+        run.flush()
         store.claim(2, 1, fields, 0.5)
         run.until(lambda: store.attempts().get(2) == 2, 30, "the old attempt is fenced again")
     run.versions(3)

@@ -1,23 +1,32 @@
 """What a broken or hostile worker may write into Redis: nonsense is refused, and nothing else.
 
 The headers go through the master's own `_judge`; only what lies behind it (Redis, the check of the
-bytes) is a recorder. Everything is drawn from fixed seeds. pytest tests/test_fuzz.py
+bytes) is a recorder. The bytes go through its own averager, from real files and a real Redis.
+Everything is drawn from fixed seeds. pytest tests/test_fuzz.py
 """
 
 import json
 import math
 import random
-import resource
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from elastic.averaging import Averager
 from elastic.ledger import Ledger
 from elastic.master import MOST_HEADER_BYTES, MOST_REASON, Master, Round
-from elastic.rounds import Header
+from elastic.rounds import Fragment, Header
 from elastic.store import Ask
+from elastic.transport import checksum, fragment_name
+from merging import Rounds
 
 HEADERS = 100_000
+DELTAS = {"filesystem": 10_000, "redis": 4_000}  # for each codec
 MORE_MEMORY = 64 << 20
 GOOD = {
     "run": "a", "slot": 3, "attempt": 2, "job_id": "17", "base": 5, "layout": "abc",
@@ -57,6 +66,22 @@ def broken(draw: random.Random) -> bytes:
     return bytes(body)
 
 
+class Peak:
+    """The most memory that this process has had since this was made."""
+
+    def __init__(self):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): forgets the old peak
+        self._before = self._read("VmRSS")
+
+    @staticmethod
+    def _read(name: str) -> int:
+        found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024
+
+    def grown(self) -> int:
+        return self._read("VmHWM") - self._before
+
+
 @pytest.fixture
 def master() -> Master:
     """One in version 5 of a run, that remembers what it rejects and what it would check."""
@@ -79,7 +104,7 @@ def master() -> Master:
 
 def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(master: Master):
     draw, rules = random.Random(1), set()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = Peak()
     free = list(master._ledger.free)
     for _ in range(HEADERS):
         master._judge(5, "3:2", broken(draw))
@@ -93,8 +118,7 @@ def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(m
         rules |= {reason.partition(":")[0] for reason in master.rejected}
         master.rejected.clear()
     assert rules == {"malformed", "shape", "samples", "non-finite", "other-run"}
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < MORE_MEMORY, f"{grown} bytes"
+    assert peak.grown() < MORE_MEMORY
     assert list(master._ledger.free) == free
     master._judge(5, "3:2", json.dumps(GOOD).encode())
     assert list(master._round.checking) == [(3, 2, 5)]
@@ -134,3 +158,136 @@ def test_a_slot_with_a_broken_record_is_nobodys(store, make_run):
         assert store.claim(slot, 1, lease, 60.0)
     store._redis.hset(store._key("slot", 1), "step", "many")
     assert list(store.slots()) == [2]
+
+
+def test_names_and_numbers_that_are_none_stop_no_master(store, master):
+    names = [b"", b"x", b":", b"\xff\xfe:1", "²:1".encode(), b"9" * 5000 + b":1", b"\0", b"3:2:1"]
+    for name in names:
+        store._redis.hset(store._key("offers", 5), name, b"{}")
+        store._redis.hset(store._key("attempts"), name, b"1")
+    store._redis.hset(store._key("attempts"), "4", b"many")
+    store._redis.hset(store._key("inner"), "5", b"[" * 100_000)
+    store.set_attempts({7: 1})
+    found = store.offers([5])[5]
+    assert len(found) == len(names)
+    for name, body in found.items():
+        master._judge(5, name, body)
+    assert len(master.rejected) == len(names)
+    store.drop_offers(5, found)
+    assert store.offers([5]) == {5: {}}
+    assert (store.attempts(), store.slots(), store.inner()) == ({7: 1}, {}, {})
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+SPECIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, -0.0, 0.0, 1.0]
+# What was done to a fragment -> the first words of what the master may say; "" is a finite delta.
+SAID = {
+    "truncated": {"truncated"}, "longer": {"truncated"}, "missing": {"truncated", "unreadable"},
+    "altered": {"altered"}, "lying": {"altered"}, "another dtype": {"truncated", "non-finite", ""},
+    "noise": {"non-finite", ""}, "special": {"non-finite", ""}, "good": {""},
+}  # fmt: skip
+
+
+def spoilt(draw: random.Random, kind: str, good: bytes) -> tuple[bytes | None, Fragment]:
+    """What is stored instead of a fragment (None: nothing), and what its header says."""
+    data, at = bytearray(good), draw.randrange(len(good))
+    if kind == "truncated":
+        return bytes(data[:at]), Fragment(len(good), checksum(good))
+    if kind == "longer":
+        more = draw.randbytes(draw.choice([1, 4, len(good), 4096]))
+        return good + more, Fragment(len(good), checksum(good))
+    if kind == "missing":
+        return None, Fragment(len(good), checksum(good))
+    if kind == "altered":
+        data[at] ^= 1 << draw.randrange(8)
+        return bytes(data), Fragment(len(good), checksum(good))
+    if kind == "lying":
+        said = draw.choice(["", "0" * 32, "x", "\ud800", checksum(good).upper() + " ", "9" * 5000])
+        return good, Fragment(len(good), said)
+    if kind == "another dtype":
+        form = draw.choice("bhdqe")
+        count = len(good) // draw.choice([2, 4, struct.calcsize(form)])
+        data = struct.pack(f"<{count}{form}", *(draw.randint(-99, 99) for _ in range(count)))
+    elif kind == "noise":
+        data = draw.randbytes(len(good))
+    elif kind == "special":
+        word = struct.pack("<f", draw.choice(SPECIAL))
+        data[at & ~3 : (at & ~3) + 4] = word
+        data = data[: len(good)]
+    # A header with another size than the model's is refused before anybody looks at the bytes.
+    return bytes(data), Fragment(len(good), checksum(bytes(data)))
+
+
+@pytest.fixture(params=["filesystem", "redis"])
+def deltas(request, make_run, store):
+    """deltas(compression) -> rounds whose deltas travel so, and what stores a fragment's bytes."""
+
+    def make(compression: str):
+        transport = request.param
+        run = make_run(f"local_sgd.transport={transport}", f"local_sgd.compression={compression}")
+        rounds = Rounds(run, torch.zeros(12), [("weight", (3, 4))])
+        rounds.averager.use(store)
+        (run.path / "deltas" / "000000").mkdir()
+
+        def put(name: str, data: bytes | None) -> None:
+            if transport == "redis":
+                store.drop_bytes([f"{name}:0"])
+                store.put_bytes(f"{name}:0", data or b"", 60.0)
+            elif data is None:
+                (run.path / "deltas" / name).unlink(missing_ok=True)
+            else:
+                (run.path / "deltas" / name).write_bytes(data)
+
+        return rounds, put, DELTAS[transport]
+
+    return make
+
+
+def first_header(rounds: Rounds, put) -> tuple[Header, str, bytes]:
+    """A good delta of one worker, in place, and its only fragment's name and bytes."""
+    header = rounds.put(0, torch.full((12,), 0.5), tokens=4)
+    name = fragment_name(header.key, 0)
+    good = (rounds.run.path / "deltas" / name).read_bytes()
+    put(name, good)
+    return header, name, good
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_broken_bytes_are_refused_and_a_good_delta_is_merged_as_ever(deltas, compression):
+    rounds, put, count = deltas(compression)
+    averager: Averager = rounds.averager
+    header, name, good = first_header(rounds, put)
+    draw, peak, seen = random.Random(3), Peak(), set()
+    for _ in range(count):
+        kind = draw.choice(list(SAID))
+        stored, fragment = spoilt(draw, kind, good)
+        put(name, stored)
+        checked = averager.check(replace(header, fragments=(fragment,)))
+        said = checked.refused.partition(":")[0]
+        assert said in SAID[kind], (kind, stored, checked)
+        assert said or 0 <= checked.norm < math.inf, (kind, stored, checked)
+        seen.add((kind, said))
+    put(name, good)
+    expected = {(kind, said) for kind, words in SAID.items() for said in words}
+    assert len(expected - seen) == 1  # what is missing is missed by each transport in its own way
+    assert peak.grown() < MORE_MEMORY
+    checked = averager.check(header)
+    assert not checked.refused
+    assert rounds.close([checked])["clipped"] == 0
+    assert torch.all(rounds.theta > 0)
+
+
+def test_of_a_fragment_of_a_gigabyte_where_a_few_bytes_belong_nothing_is_read(deltas, store):
+    rounds, put, _ = deltas("none")
+    header, name, _ = first_header(rounds, put)
+    path = rounds.run.path / "deltas" / name
+    with path.open("r+b") as file:
+        file.truncate(1 << 30)
+    key = store._key("delta", f"{name}:0")
+    if rounds.config.local_sgd.transport == "redis":
+        store._redis.setrange(key, (1 << 28) - 1, b"x")
+    peak = Peak()
+    assert rounds.averager.check(header).refused.startswith("truncated")
+    store._redis.unlink(key)
+    assert peak.grown() < MORE_MEMORY

@@ -12,6 +12,7 @@ import redis
 from elastic import network, redis_server
 from elastic.errors import ElasticError
 from elastic.network import bind_address, free_port, interfaces
+from elastic.rundir import SECRETS
 from helpers import ROOT, wait_until
 
 
@@ -35,24 +36,31 @@ def test_it_wants_the_runs_password(start):
     where = {"host": server.endpoint.host, "port": server.endpoint.port}
     with pytest.raises(redis.AuthenticationError):
         redis.Redis(**where).ping()
-    assert redis.Redis(**where, password=run.secret()).ping()
+    for role in SECRETS:
+        assert redis.Redis(**where, username=role, password=run.secret(role)).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(**where, username=role, password=run.secret(role)[:-1]).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(**where, password=run.secret(role)).ping()
 
 
 def test_its_password_is_in_no_command_line_and_in_no_readable_file(start):
     run, server = start()
     with open(f"/proc/{server.process.pid}/cmdline") as file:
-        assert run.secret() not in file.read()
+        line = file.read()
+    assert not [role for role in SECRETS if run.secret(role) in line]
     modes = {path.stat().st_mode & 0o077 for path in (server.folder, server.folder / "redis.conf")}
     assert modes == {0}
 
 
 def test_it_listens_on_one_address_with_bounded_memory(start):
     run, server = start("redis.maxmemory=64mb")
-    client = redis.Redis(server.endpoint.host, server.endpoint.port, password=run.secret())
-    assert client.config_get("bind")["bind"] == "127.0.0.1"
-    assert client.config_get("maxmemory")["maxmemory"] == str(64 << 20)
-    assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
-    assert client.config_get("save")["save"] == ""
+    where = (server.endpoint.host, server.endpoint.port)
+    client = redis.Redis(*where, username="master", password=run.secret())
+    found = client.info()
+    assert (found["maxmemory"], found["maxmemory_policy"]) == (64 << 20, "noeviction")
+    settings = (server.folder / "redis.conf").read_text().splitlines()
+    assert {"bind 127.0.0.1", 'save ""'} <= set(settings)
 
 
 def test_it_is_not_there_on_other_addresses_of_the_node(start):

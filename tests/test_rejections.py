@@ -236,7 +236,7 @@ def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
         os.kill(master, signal.SIGCONT)
         rejection(run, "altered", slot=0, base=key[2])
         if flushed:
-            store._redis.flushall()
+            run.flush()
             os.kill(trainer, signal.SIGCONT)
     run.until(lambda: run.version > key[2], 30, "the round closes all the same")
     commit = run.run.commit(key[2] + 1)

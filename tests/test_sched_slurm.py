@@ -21,7 +21,7 @@ pytest_plugins = ["slurm_sandbox"]
 # that only looks like one of ours.
 SQUEUE = """\
 41|RUNNING|1795257556|1795257557|1795343957|n1|None|elastic:big/worker/3|elastic:big/worker/3;
-42|PENDING|1795257558|1795259999|1795346399||Nodes required are DOWN, DRAINED|elastic:big/worker/4|(null);
+42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|elastic:big/worker/4|(null);
 22|PENDING|1795257762|N/A|N/A||None|a b"
  d|x|y;
 23|RUNNING|1795257762|1795257763|N/A|c1|None|elastic:big/worker|(null);
@@ -34,7 +34,7 @@ def test_squeue_answer_becomes_the_elastic_jobs_in_it():
     assert parse_squeue(SQUEUE) == [
         Job("41", "elastic:big/worker/3", "RUNNING", "None", 1795257556.0, 1795257557.0, "n1"),
         Job("42", "elastic:big/worker/4", "PENDING",
-            "Nodes required are DOWN, DRAINED", 1795257558.0, None, ""),
+            "Nodes are DOWN, DRAINED", 1795257558.0, None, ""),
         Job("40", "elastic:big/worker/5", "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2",
             1795257540.0),
         Job("39", "elastic:big/master/0", "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1",

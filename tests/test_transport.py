@@ -141,13 +141,19 @@ class TestRedisTransport(TransportContract):
         return RedisTransport(store)
 
     def truncate(self, transport):
-        chunk = transport._store.get_bytes(f"{NAME}:2")
+        chunk = transport._store.get_bytes(f"{NAME}:2", 100)
         transport._store.put_bytes(f"{NAME}:2", chunk[:-1], 60)
 
     def alter(self, transport, at):
-        chunk = bytearray(transport._store.get_bytes(f"{NAME}:{at // 100}"))
+        chunk = bytearray(transport._store.get_bytes(f"{NAME}:{at // 100}", 100))
         chunk[at % 100] ^= 1
         transport._store.put_bytes(f"{NAME}:{at // 100}", bytes(chunk), 60)
+
+    def test_of_a_chunk_that_is_too_long_no_more_is_read_than_shows_it(self, transport):
+        fragment = transport.put(NAME, view(250))
+        transport._store.put_bytes(f"{NAME}:1", bytes(1 << 20), 60)
+        with pytest.raises(Damaged, match=":1 has 101 bytes of 100 bytes"):
+            get(transport, NAME, fragment)
 
     def test_a_lost_chunk_is_damaged(self, transport):
         fragment = transport.put(NAME, view(250))

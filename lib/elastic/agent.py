@@ -214,7 +214,7 @@ class Agent:
         self._next_beat = time.monotonic() + health.heartbeat_s
         try:
             if self._store is None:
-                self._store = Store.open(self.run, timeout_s=health.heartbeat_s + 1)
+                self._store = Store.open(self.run, health.heartbeat_s + 1, "worker")
             fields = self._fields(trainer)
             lease = (self.slot, self.attempt, fields, health.lease_s)
             if not self._store.beat(*lease) and not self._store.claim(*lease):
@@ -256,7 +256,7 @@ class Agent:
         print(f"agent  slot {self.slot} {outcome}: {reason}", flush=True)
         with contextlib.suppress(ElasticError):  # the last word: who sees it looks at the record
             if self._store is None and trainer:
-                self._store = Store.open(self.run, timeout_s=2.0)
+                self._store = Store.open(self.run, role="worker")
             if self._store:
                 self._store.release(self.slot, self.attempt)
         self._drop_store()

@@ -80,7 +80,7 @@ class Chaos:
                      step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]  # fmt: skip
 
     def _store(self):
-        return contextlib.closing(Store.open(self.run))
+        return contextlib.closing(Store.open(self.run, role="master"))
 
     def _pids(self, program: str) -> list[int]:
         """This machine's processes of the run: worker, trainer, master, redis-server."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic import cadence
+from elastic.durable import check_private
 from elastic.errors import UsageError
 
 
@@ -218,12 +219,16 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("bind", TEXT, "auto", "", "address or interface; auto: the one that routes to the workers"),
     Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
     Key("maxmemory", SIZE, "1gb", "", "of the master's server", POSITIVE),
+    Key("tls", BOOL, False, "", "of the master's server, with a certificate that it makes itself"),
     Key("server", TEXT, "", "", "path of redis-server; empty: from PATH, a module, a PyPI wheel"),
 ), "local_scheduler": (
     Key("gpus", INT, 0, "GPUs", "that this machine pretends to have; 0: elastic.max", NATURAL),
     Key("grace", TIME, "10s", "", "from the notice of a preemption to the kill"),
 )}
 # fmt: on
+
+
+_PASSWORD = re.compile(r"(?<=//).*(?=@)|(?<=password=)[^&]*")  # in a URL, and the user with it
 
 
 def _field(key: Key) -> str:
@@ -251,7 +256,14 @@ class Config(_Sections):
         return self.origins.get(name, "default")
 
     def explain(self) -> list[tuple[str, Any, str, Any, str, str]]:
-        """(key, value, unit, default, origin, meaning) for every key, values as TOML has them."""
+        """(key, value, unit, default, origin, meaning) for every key, values as TOML has them.
+
+        A password in redis.url is left out.
+        """
+        return [(name, _PASSWORD.sub("…", value) if name == "redis.url" else value, *rest)
+                for name, value, *rest in self._rows()]  # fmt: skip
+
+    def _rows(self) -> list[tuple[str, Any, str, Any, str, str]]:
         rows = [(f"{section}.{key.name}", _written(key.kind, getattr(table, _field(key))), key)
                 for section, keys in KEYS.items() for table in [getattr(self, section)]
                 for key in keys]  # fmt: skip
@@ -262,7 +274,7 @@ class Config(_Sections):
     def to_toml(self) -> str:
         """The resolved configuration as TOML; `load` without a site file makes an equal Config."""
         lines: dict[str, list[str]] = {}
-        for name, value, _, _, origin, _ in self.explain():
+        for name, value, _, _, origin, _ in self._rows():
             section, key = name.split(".", 1)
             shown = origin if origin.isprintable() else repr(origin)
             remark = "" if origin == "default" else f"  # {shown}"
@@ -373,6 +385,9 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
         section, _, key = name.strip().partition(".")
         if not (equals and key):
             raise UsageError(f"not an override: {override!r}", hint="write section.key=value")
+        if name.strip() == "redis.url" and _PASSWORD.search(text):
+            raise UsageError("a password on the command line is no secret: redis.url",
+                             "write it into the run's file, with mode 0600")  # fmt: skip
         is_text = any(row.name == key and row.kind is TEXT for row in KEYS.get(section, ()))
         tables.setdefault(section, {})[key] = _override_value(text.strip(), is_text)
     names = [*tables, *(f"{section}.{key}" for section, table in tables.items() for key in table)]
@@ -495,6 +510,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (("sync.sizes", "elastic.min", "elastic.max", "slurm.gpus_per_node"),
      lambda sizes, low, high, n: not sizes or any(low <= s <= high and s % n == 0 for s in sizes),
      "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({}) in nodes of {} GPUs"),
+    (("redis.tls", "redis.url"), lambda tls, url: not (tls and url),
+     "redis.tls = {} is for the master's own server: for TLS to a site's, redis.url is rediss://…"),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
      'slurm.partition is not set: name it in etc/site.toml, or set run.scheduler = "local"'),
 )  # fmt: skip
@@ -547,7 +564,10 @@ def runs_root() -> Path:
 
 def registry_dir() -> Path:
     """The user's own state, links to runs among it: $ELASTIC_HOME_DIR, else ~/.elastic."""
-    return Path(env("ELASTIC_HOME_DIR", "~/.elastic")).expanduser().absolute()
+    folder = Path(env("ELASTIC_HOME_DIR", "~/.elastic")).expanduser().absolute()
+    if folder.exists():
+        check_private(folder)  # what is here is run
+    return folder
 
 
 def _site_file() -> Path | None:

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,28 @@ def read_json(path: Path) -> dict | None:
     if not isinstance(data, dict):
         raise ElasticError(f"damaged file: {path}: not a JSON table", "restore it, or remove it")
     return data
+
+
+def check_private(path: Path) -> None:
+    """Raise ElasticError if others could put files into the folder `path`, or take its place.
+
+    Of the folders above it, those of a project belong to whom they may, and its group may write
+    there; such people can take `path` away, but what they put there is theirs, and refused.
+    """
+    path = path.resolve()
+    for folder in (path, *path.parents):
+        found, own = folder.stat(), folder == path
+        others = found.st_mode & (0o022 if own else 0o002)
+        if own and found.st_uid not in (0, os.getuid()):
+            raise ElasticError(
+                f"{folder} is another user's (uid {found.st_uid}, not {os.getuid()})",
+                "work in a folder of your own, or as that user",
+            )
+        if others and (own or not found.st_mode & stat.S_ISVTX):
+            raise ElasticError(
+                f"others may write to {folder} (mode {stat.S_IMODE(found.st_mode):04o})",
+                f"chmod {'go-w' if own else '+t'} {folder}",
+            )
 
 
 def to_json(data: dict) -> bytes:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from elastic.durable import checksum, read_json, to_json, write_atomic
 from elastic.group import is_sharded
@@ -66,12 +66,23 @@ def choose(
     if recent(own):
         return own, f"own of version {own['version']}"
     donors = [offered[other] for other in sorted(offered) if other != slot]
-    donors = [pointer for pointer in donors if recent(pointer)]
+    donors = [pointer for pointer in donors if _is_whole(pointer) and recent(pointer)]
     if not donors:
         return None, "fresh"
     donor = max(donors, key=lambda pointer: (pointer["version"], -pointer["slot"]))
     whose = f"donor slot {donor['slot']} attempt {donor['attempt']}"
     return donor, f"{whose} of version {donor['version']}"
+
+
+def _is_whole(pointer: object) -> bool:
+    """Is it what `publish` makes? A donor may have put anything into Redis."""
+    if not isinstance(pointer, dict) or not isinstance(pointer.get("files"), list):
+        return False
+    numbers = [pointer.get(name) for name in ("slot", "attempt", "version")]
+    return all(type(number) is int for number in numbers) and all(
+        isinstance(entry, dict) and set(entry) == {"name", "bytes", "xxh3"}
+        and isinstance(entry["name"], str) for entry in pointer["files"]
+    )  # fmt: skip
 
 
 def load(run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int, own: bool) -> str:
@@ -89,9 +100,9 @@ def load(run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             scalars = json.loads(file.metadata()["scalars"])
-    except OSError as error:
-        return f"{path.name}: {error.strerror}"
-    rng = tensors.pop(RNG)
+        rng = tensors.pop(RNG)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        return f"{path.name}: {getattr(error, 'strerror', None) or error}"
     return _restore(optimizer, tensors, scalars) or (torch.set_rng_state(rng) if own else "") or ""
 
 
@@ -100,7 +111,7 @@ def _restore(optimizer: torch.optim.Optimizer, tensors: dict, scalars: dict) -> 
     states: dict[int, dict] = {index: {} for index in range(len(params))}
     for name, value in {**tensors, **scalars}.items():
         index, _, key = name.partition(".")
-        if int(index) not in states:
+        if not index.isdecimal() or int(index) not in states:
             return "it is another optimizer's"
         param = params[int(index)]
         if isinstance(value, torch.Tensor) and value.dim() > 0:

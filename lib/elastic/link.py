@@ -79,7 +79,7 @@ class Link:
         self.news = News()
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._store: Store | None = None
+        self._stores: dict[str, Store] = {}  # by role
         self._sequence = 0
         self._said: dict = {}
         self._said_at = 0.0
@@ -91,12 +91,11 @@ class Link:
 
     def __exit__(self, *exc_info) -> None:
         self._closed.set()
-        if self._store:
-            self._store.close()
+        self._hang_up()
 
     # ---- calls that survive a lost line
 
-    def reach(self, action: Callable[[Store], T]) -> T:
+    def reach(self, action: Callable[[Store], T], role: str = "worker") -> T:
         """`action(store)`, again and again until Redis answers.
 
         Raises TryAgain when the notice has run out, or the run is over, while nobody answers.
@@ -104,17 +103,19 @@ class Link:
         while True:
             self.say()
             try:
-                if self._store is None:
-                    self._store = Store.open(self.run)
-                return action(self._store)
+                if role not in self._stores:
+                    self._stores[role] = Store.open(self.run, role=role)
+                return action(self._stores[role])
             except TryAgain:
-                if self._store:
-                    self._store.close()
-                self._store = None
+                self._hang_up()
                 since = self._notice.since
                 if (since and time.time() - since > LEAVING_S) or self.run.closing("local"):
                     raise
                 self._closed.wait(RETRY_S)
+
+    def _hang_up(self) -> None:
+        while self._stores:
+            self._stores.popitem()[1].close()
 
     def offer(self, base: int, header: dict) -> None:
         """Announce a delta. Raises Fenced."""
@@ -162,7 +163,7 @@ class Link:
 
     def refresh(self) -> News:
         """Read the master's word now."""
-        self._note(self.reach(lambda s: s.master()))
+        self._note(self.reach(lambda s: s.master(), role="reader"))
         return self.news
 
     def _watch(self) -> None:
@@ -172,8 +173,7 @@ class Link:
                 listener = store.listen("ctl")
                 while not self._closed.is_set():
                     self._note(store.master())
-                    while not _matters(listener.wait(POLL_S)) and not self._closed.is_set():
-                        self._note(store.master())
+                    listener.wait(POLL_S)
             except ElasticError:
                 if over := self.run.closing("local"):
                     self._note({"state": "done" if over == "done" else "stopping", "version": "-1"})
@@ -202,8 +202,3 @@ class Link:
             line = json.dumps(self._said).encode() + b"\n"
             with contextlib.suppress(BrokenPipeError):  # the agent is gone, and so are we soon
                 os.write(self.place.progress_fd, line)
-
-
-def _matters(words: list[str]) -> bool:
-    """Does a wake-up concern workers? An empty wait does too: it is time to look again."""
-    return not words or any(not word.startswith(("join", "leave")) for word in words)

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -168,7 +169,7 @@ class Master:
             address = bind_address(self.config.redis.bind, self._node_address())
             self._server = start(self.run, self.config, address, self.epoch)
             endpoint = self._server.endpoint
-        self._store = Store.connect(endpoint, self.run.secret(), self.run.name)
+        self._store = Store.connect(endpoint, self.run.secret(), self.run.name, user="master")
         self._listener = self._store.listen("wake")
         if self._averager:
             self._averager.use(self._store)
@@ -379,7 +380,8 @@ class Master:
         rule, reason = reason.partition(":")[0], reason[:MOST_REASON]
         self._round.rejected[rule] = self._round.rejected.get(rule, 0) + 1
         self._round.seen.pop((base, name), None)
-        slot, attempt = (int(n) if n.isdigit() else n for n in name.partition(":")[::2])
+        name_is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
+        slot, attempt = map(int, name.split(":")) if name_is_sound else (name[:MOST_REASON], "")
         self._store.set_verdict(name, {"base": base, "reason": reason})
         self._store.drop_offers(base, [name])
         self._event("reject", slot=slot, attempt=attempt, base=base, reason=reason)

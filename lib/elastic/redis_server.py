@@ -1,10 +1,16 @@
 """The run's own redis-server: found, started by the master, stopped with it.
 
-Bound to one address, with a password from a file (never on the command line), memory bounded, its
-files in RUN/redis-EPOCH, no persistence: the run directory is the durable truth. `noeviction` turns
-a full server into an error that the writer sees, instead of keys that quietly vanish.
+Bound to one address, memory bounded, its files in RUN/redis-EPOCH, no persistence: the run
+directory is the durable truth. `noeviction` turns a full server into an error that the writer sees,
+instead of keys that quietly vanish.
+
+Nobody gets in without one of three passwords, of which the server knows only hashes, and never from
+its command line. Each role has its commands, keys and channels, so that whoever has a worker's
+password can be no master. With `redis.tls` there is a new certificate for every server; clients
+find it beside the address and take no other.
 """
 
+import hashlib
 import importlib.util
 import shutil
 import subprocess
@@ -21,7 +27,17 @@ from elastic.signals import die_with_parent
 from elastic.store import Store
 
 OLDEST = (6, 0)
+KNOWS_CHANNELS = (6, 2)  # before, a worker may announce what it likes: that costs others a look
 START_S = 20.0
+
+_WORKER = "time info ping multi exec evalsha script|load publish exists del unlink pexpire set hget"
+_WORKER += " hmget hset hdel hexists hgetall blpop"
+# Role -> its commands, and its keys and channels, all of them after the run's prefix.
+ROLES = {
+    "master": (f"{_WORKER} getrange rpush scan xadd subscribe unsubscribe", "*", "*"),
+    "worker": (_WORKER, "slot:* attempts offers:* verdicts asks grant:* inner delta:*", "wake"),
+    "reader": ("time ping hgetall subscribe unsubscribe", "*", "ctl"),
+}
 
 
 def find(configured: str = "") -> str:
@@ -81,16 +97,20 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
     port = config.redis.port or free_port(address)
     folder = run.path / f"redis-{epoch:06d}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    program = find(config.redis.server)
+    certificate = _make_certificate(folder) if config.redis.tls else ""
     settings = folder / "redis.conf"
-    write_atomic(settings, _settings(run, config, address, port).encode(), mode=0o600)
+    text = _settings(config, address, port) + _users(run, version(program))
+    write_atomic(settings, text.encode(), mode=0o600)
     log = folder / "log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [find(config.redis.server), str(settings)],
+            [program, str(settings)],
             cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             preexec_fn=die_with_parent,
         )  # fmt: skip
-    server = RedisServer(process, Endpoint(address, port, epoch), folder)
+    endpoint = Endpoint(address, port, epoch, certificate=certificate)
+    server = RedisServer(process, endpoint, folder)
     try:
         _wait_until_it_answers(run, server)
     except ElasticError:
@@ -98,7 +118,8 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
         server.stop()
         raise ElasticError(
             f"redis-server did not start on {address}:{port}:\n{words}",
-            "set redis.port = 0 for a free port, and redis.bind to an address of this node",
+            "set redis.port = 0 for a free port, redis.bind to an address of this node, "
+            "and redis.tls = false if this redis-server was built without TLS",
         ) from None
     return server
 
@@ -107,7 +128,7 @@ def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            store = Store.connect(server.endpoint, run.secret(), run.name, timeout_s=0.5)
+            store = Store.connect(server.endpoint, run.secret(), run.name, 0.5, "master")
             store.now()
             store.close()
             # Somebody else's server may answer on a port that ours could not bind.
@@ -120,15 +141,46 @@ def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
         time.sleep(0.02)
 
 
-def _settings(run: RunDir, config: Config, address: str, port: int) -> str:
-    """What is not as Redis has it by default."""
+def _make_certificate(folder: Path) -> str:
+    """A key, and a certificate that it signs itself, in `folder`; the certificate as PEM."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    write_atomic(key, b"", mode=0o600)  # for openssl to fill
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "3650"]
+    command += ["-subj", "/CN=elastic", "-keyout", str(key), "-out", str(certificate)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=START_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", "") or error
+        raise ElasticError(
+            f"redis.tls = true, and openssl makes no certificate: {said}",
+            "install openssl where the master runs, or set redis.tls = false",
+        ) from None
+    return certificate.read_text()
+
+
+def _settings(config: Config, address: str, port: int) -> str:
+    """What is not as Redis has it by default. Its certificate is beside it."""
     lines = {
         "bind": address,
         "port": port,
-        "requirepass": run.secret(),
         "maxmemory": config.redis.maxmemory_bytes,
         "maxmemory-policy": "noeviction",
         "save": '""',
         "loglevel": "warning",
     }
+    if config.redis.tls:
+        lines |= {"port": 0, "tls-port": port, "tls-auth-clients": "no"}
+        lines |= {"tls-key-file": "key.pem", "tls-cert-file": "certificate.pem"}
     return "".join(f"{key} {value}\n" for key, value in lines.items())
+
+
+def _users(run: RunDir, known: tuple[int, ...]) -> str:
+    lines = ["user default off"]
+    for role, (commands, keys, channels) in ROLES.items():
+        rules = ["on", f"#{hashlib.sha256(run.secret(role).encode()).hexdigest()}"]
+        rules += [f"~elastic:{run.name}:{key}" for key in keys.split()]
+        if known >= KNOWS_CHANNELS:
+            rules += ["resetchannels", f"&elastic:{run.name}:{channels}"]
+        rules += [f"+{command}" for command in commands.split()]
+        lines.append(f"user {role} {' '.join(rules)}")
+    return "\n".join(lines) + "\n"

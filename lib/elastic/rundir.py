@@ -3,7 +3,7 @@
 Everything a run needs to go on is here; Redis can be emptied and every process killed at any
 moment. The names, and who writes them:
 
-    run.toml environment.json secret     elastic-submit, once
+    run.toml environment.json secret*    elastic-submit, once; nobody else may read them
     control.json                         elastic-scale, elastic-stop: what the user wants
     endpoint.json  masters/000004.json   the master: where its Redis is; its epoch, by link()
     versions/000123/ commits/000123.json the master: versions.py says how a version is committed
@@ -31,6 +31,7 @@ from elastic import config as configuration
 from elastic.config import Config
 from elastic.durable import (
     append_line,
+    check_private,
     create_once,
     read_json,
     replace_quickly,
@@ -41,6 +42,7 @@ from elastic.errors import ElasticError, UsageError
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
+SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-reader"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Endpoint:
     port: int
     epoch: int
     url: str = ""  # a server that the site provides
+    certificate: str = ""  # PEM, where the server speaks TLS
 
 
 class RunDir:
@@ -83,13 +86,15 @@ class RunDir:
             raise UsageError(f"run name taken: {run.name!r} is {where}", "choose another --name")
         made = False
         try:
-            run.path.mkdir(parents=True)  # one of several who try at once
+            run.path.parent.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir(0o755)  # one of several who try at once
             made = True
             for folder in FOLDERS:
                 (run.path / folder).mkdir()
-            write_atomic(run.path / "run.toml", config.to_toml().encode())
+            write_atomic(run.path / "run.toml", config.to_toml().encode(), PRIVATE)
             write_atomic(run.path / "environment.json", to_json(environment), PRIVATE)
-            write_atomic(run.path / "secret", secrets.token_hex(24).encode(), PRIVATE)
+            for name in SECRETS.values():
+                write_atomic(run.path / name, secrets.token_hex(24).encode(), PRIVATE)
             write_atomic(run._control_path, to_json(asdict(control)))
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(run.path)
@@ -109,15 +114,21 @@ class RunDir:
         return self.path / "control.json"
 
     def config(self) -> Config:
-        """The resolved configuration, as it was at submission."""
-        return configuration.load(self.path / "run.toml", site=Path(os.devnull))
+        """The resolved configuration, as it was at submission.
+
+        It says what is run, so everybody starts here. ElasticError: others could have written it.
+        """
+        found = configuration.load(self.path / "run.toml", site=Path(os.devnull))
+        check_private(self.path)
+        return found
 
     def environment(self) -> dict[str, str]:
         """The environment that every job of this run starts from."""
         return read_json(self.path / "environment.json") or {}
 
-    def secret(self) -> str:
-        return (self.path / "secret").read_text().strip()
+    def secret(self, role: str = "master") -> str:
+        """The password of `role` (master, worker, reader) on the run's Redis."""
+        return (self.path / SECRETS[role]).read_text().strip()
 
     def control(self) -> Control:
         found = read_json(self._control_path)

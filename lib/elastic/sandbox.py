@@ -185,10 +185,10 @@ class Sandbox:
         if not re.fullmatch(r"/[\w./+-]+", str(self.path)) or len(str(self.path)) > _PATH_BYTES:
             hint = f"letters, digits and ./_+- only, {_PATH_BYTES} characters at most; see --dir"
             raise UsageError(f"unfit folder for a sandbox: {str(self.path)!r}", hint)
-        shutil.rmtree(self.path, ignore_errors=True)  # of a sandbox that a reboot ended
         self.path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
-        if self.path.parent == default_folder() and self.path.parent.stat().st_uid != os.getuid():
+        if self.path.parent == default_folder() and self.path.parent.lstat().st_uid != os.getuid():
             raise ElasticError(f"{self.path.parent} is another user's", "use --dir")
+        shutil.rmtree(self.path, ignore_errors=True)  # of a sandbox that a reboot ended
         spool = [f"spool/{node}" for node in shape.names]
         for part in ["", "log", "state", "spool", *spool]:
             (self.path / part).mkdir()

@@ -14,8 +14,12 @@ grant:SLOT:ATTEMPT          list     sample ranges granted to the newest ask; ex
 inner                       hash     slot -> pointer to its saved inner optimizer state
 delta:...                   string   chunks of delta bytes when the transport is Redis; they expire
 events                      stream   the live copy of events.jsonl, capped
-ctl                         pub/sub  wake-ups for all: version V, last-call V, stop; join, leave
+ctl                         pub/sub  the master's wake-ups for all: version V, last-call V, stop
 wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
+
+Who connects as what (a server of the site's has the user and the password of its URL instead):
+the master, an agent or a trainer as `worker`, everybody who only looks as `reader`. What a role
+may do is in redis_server.py.
 
 Pub/sub only wakes; what counts is in the keys. Times are Redis TIME. Changes that must be checked
 and made in one step are the few Lua scripts below.
@@ -32,7 +36,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from elastic.errors import Fenced, TryAgain
+from elastic.errors import ElasticError, Fenced, TryAgain
 from elastic.membership import Slot
 from elastic.rundir import Endpoint, RunDir
 
@@ -60,7 +64,6 @@ redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'beat', now, 'moved', now, 'joined', now, unpack(ARGV, 4))
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
-redis.call('PUBLISH', KEYS[3], 'join ' .. ARGV[1])
 return 1
 """
 
@@ -89,15 +92,14 @@ return 1
 RELEASE = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('DEL', KEYS[1])
-redis.call('PUBLISH', KEYS[3], 'leave ' .. ARGV[1])
-redis.call('PUBLISH', KEYS[4], 'leave ' .. ARGV[1])
+redis.call('PUBLISH', ARGV[3], 'leave ' .. ARGV[1])
 return 1
 """
 
 # Offer a delta.
 OFFER = f"""{HELD}
 redis.call('HSET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], ARGV[3])
-redis.call('PUBLISH', KEYS[3], 'offer ' .. ARGV[1])
+redis.call('PUBLISH', ARGV[4], 'offer ' .. ARGV[1])
 return 1
 """
 
@@ -105,8 +107,8 @@ return 1
 MASTER = f"""{NOW}
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
 if epoch > tonumber(ARGV[1]) then return 0 end
-redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'beat', now, unpack(ARGV, 3))
-if ARGV[2] ~= '' then redis.call('PUBLISH', KEYS[2], ARGV[2]) end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'beat', now, unpack(ARGV, 4))
+if ARGV[3] ~= '' then redis.call('PUBLISH', ARGV[2], ARGV[3]) end
 return 1
 """
 
@@ -126,6 +128,8 @@ def _or_try_again(method: Callable) -> Callable:
             return method(self, *args, **kwargs)
         except redis.exceptions.AuthenticationError as error:
             raise TryAgain(f"Redis at {self.where} refused the password: {error}") from None
+        except redis.exceptions.NoPermissionError as error:
+            raise ElasticError(f"Redis at {self.where} refuses: {error}") from None
         except redis.exceptions.RedisError as error:
             raise TryAgain(
                 f"cannot reach Redis at {self.where}: {error}",
@@ -165,24 +169,30 @@ class Store:
         self._claim, self._raise, self._beat, self._release, self._offer, self._master = scripts
 
     @classmethod
-    def connect(cls, endpoint: Endpoint, password: str, run_name: str, timeout_s=5.0) -> "Store":
+    def connect(
+        cls, endpoint: Endpoint, password: str, run_name: str, timeout_s=5.0, user="default"
+    ) -> "Store":
         """A store on the server at `endpoint`; the first call connects."""
         limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
         # Callers know when to try again, and what to do first.
         limits["retry"] = Retry(NoBackoff(), 1)
         if endpoint.url:
             client = redis.Redis.from_url(endpoint.url, **limits)
-            return cls(client, run_name, endpoint.url.rpartition("@")[2])
-        client = redis.Redis(endpoint.host, endpoint.port, password=password, **limits)
+            return cls(client, run_name, endpoint.url.rpartition("@")[2].partition("?")[0])
+        if endpoint.certificate:  # that one, and no other that some authority has signed
+            limits |= {"ssl": True, "ssl_ca_data": endpoint.certificate}
+            limits |= {"ssl_check_hostname": False}
+        who = {"username": user, "password": password}
+        client = redis.Redis(endpoint.host, endpoint.port, **who, **limits)
         return cls(client, run_name, f"{endpoint.host}:{endpoint.port}")
 
     @classmethod
-    def open(cls, run: RunDir, timeout_s: float = 2.0) -> "Store":
+    def open(cls, run: RunDir, timeout_s: float = 2.0, role: str = "reader") -> "Store":
         """The store of the run's newest master, answering. Raises TryAgain."""
         endpoint = run.endpoint()
         if endpoint is None:
             raise TryAgain(f"run {run.name} has had no master yet", "elastic-status RUN says why")
-        store = cls.connect(endpoint, run.secret(), run.name, timeout_s)
+        store = cls.connect(endpoint, run.secret(role), run.name, timeout_s, role)
         store.now()
         return store
 
@@ -208,7 +218,7 @@ class Store:
 
     def claim(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
         """Take the slot's lease. False if a higher attempt has claimed it."""
-        keys = [self._key("slot", slot), self._key("attempts"), self._key("ctl")]
+        keys = [self._key("slot", slot), self._key("attempts")]
         head = [slot, attempt, int(lease_s * 1000)]
         return bool(self._claim(keys, head + _flat({"slot": slot, "attempt": attempt, **fields})))
 
@@ -220,19 +230,21 @@ class Store:
 
     def release(self, slot: int, attempt: int) -> None:
         """Give the lease up; nothing happens if a higher attempt has it."""
-        keys = [self._key("slot", slot), self._key("attempts"), self._key("ctl")]
-        keys.append(self._key("wake"))
-        self._release(keys, [slot, attempt])
+        keys = [self._key("slot", slot), self._key("attempts")]
+        self._release(keys, [slot, attempt, self._key("wake")])
 
     def slots(self) -> dict[int, Slot]:
         """Every slot whose lease is valid."""
-        numbers = sorted(int(name) for name in self._redis.hkeys(self._key("attempts")))
-        found = self._tables("slot", numbers).items()
+        found = self._tables("slot", sorted(self.attempts())).items()
         return {n: slot for n, fields in found if (slot := Slot.from_fields(_text(fields)))}
 
     def attempts(self) -> dict[int, int]:
         """Slot -> the newest attempt that claimed it."""
-        return {int(k): int(v) for k, v in self._redis.hgetall(self._key("attempts")).items()}
+        attempts = {}
+        for slot, attempt in self._redis.hgetall(self._key("attempts")).items():
+            with contextlib.suppress(*MALFORMED):
+                attempts[int(slot)] = int(attempt)
+        return attempts
 
     def set_attempts(self, attempts: dict[int, int]) -> None:
         """Tell a new server what the run directory knows, so that it fences what is older."""
@@ -242,13 +254,14 @@ class Store:
 
     def offer(self, slot: int, attempt: int, base: int, header: dict) -> bool:
         """Announce a delta. False: this server does not know the lease. Raises Fenced."""
-        keys = [self._key("offers", base), self._key("attempts"), self._key("wake")]
-        return _held(self._offer(keys, [slot, attempt, json.dumps(header)]), slot, attempt)
+        keys = [self._key("offers", base), self._key("attempts")]
+        arguments = [slot, attempt, json.dumps(header), self._key("wake")]
+        return _held(self._offer(keys, arguments), slot, attempt)
 
     def offers(self, bases: Iterable[int]) -> dict[int, dict[str, bytes]]:
-        """Base version -> {"slot:attempt": header as JSON}."""
+        """Base version -> {"slot:attempt": header as JSON}. Any bytes may be there as a name."""
         found = self._tables("offers", list(bases)).items()
-        return {base: {k.decode(): v for k, v in table.items()} for base, table in found}
+        return {base: {k.decode("latin-1"): v for k, v in table.items()} for base, table in found}
 
     def offered(self, slot: int, attempt: int, base: int) -> bool:
         """Is the offer still known? A flushed or new server has forgotten it."""
@@ -269,12 +282,12 @@ class Store:
         """Forget offers by name ("slot:attempt"); one that came meanwhile stays."""
         names = list(names)
         if names:
-            self._redis.hdel(self._key("offers", base), *names)
+            self._redis.hdel(self._key("offers", base), *(n.encode("latin-1") for n in names))
 
     def set_master(self, epoch: int, fields: dict, wake: str = "") -> None:
         """Change the master's hash and announce `wake`. Raises Fenced under a higher epoch."""
-        keys = [self._key("master"), self._key("ctl")]
-        if not self._master(keys, [epoch, wake, *_flat(fields)]):
+        head = [epoch, self._key("ctl"), wake]
+        if not self._master([self._key("master")], head + _flat(fields)):
             raise Fenced(f"master epoch {epoch}: a higher one has taken over")
 
     def master(self) -> dict[str, str]:
@@ -320,14 +333,19 @@ class Store:
         self._redis.hset(self._key("inner"), str(slot), json.dumps(pointer))
 
     def inner(self) -> dict[int, dict]:
-        found = self._redis.hgetall(self._key("inner"))
-        return {int(slot): json.loads(body) for slot, body in found.items()}
+        """Slot -> what its worker has said, whatever that is."""
+        found = {}
+        for slot, body in self._redis.hgetall(self._key("inner")).items():
+            with contextlib.suppress(*MALFORMED):
+                found[int(slot)] = json.loads(body)
+        return found
 
     def put_bytes(self, name: str, data: bytes, keep_s: float) -> None:
         self._redis.set(self._key("delta", name), data, px=int(keep_s * 1000))
 
-    def get_bytes(self, name: str) -> bytes | None:
-        return self._redis.get(self._key("delta", name))
+    def get_bytes(self, name: str, most: int) -> bytes:
+        """No more than `most` + 1 bytes, whatever was put there; b"" if nothing was."""
+        return self._redis.getrange(self._key("delta", name), 0, most)
 
     def drop_bytes(self, names: list[str]) -> None:
         if names:
@@ -388,4 +406,4 @@ def _flat(fields: dict) -> list:
 
 
 def _text(table: dict[bytes, bytes]) -> dict[str, str]:
-    return {key.decode(): value.decode() for key, value in table.items()}
+    return {key.decode(): value.decode(errors="replace") for key, value in table.items()}

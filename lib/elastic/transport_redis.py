@@ -30,10 +30,10 @@ class RedisTransport:
 
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
         for key, start in _chunks(name, fragment.bytes):
-            chunk = self._store.get_bytes(key)
             space = into[start : start + CHUNK_BYTES]
-            if chunk is None or len(chunk) != len(space):
-                have = "nothing" if chunk is None else f"{len(chunk)} bytes"
+            chunk = self._store.get_bytes(key, len(space))
+            if len(chunk) != len(space):
+                have = f"{len(chunk)} bytes" if chunk else "nothing"
                 raise Damaged(f"truncated: {key} has {have} of {len(space)} bytes")
             space[:] = chunk
         verify(name, fragment, into)

@@ -122,7 +122,7 @@ class Crowd:
         deadline = time.monotonic() + 60
         while True:
             try:
-                return Store.open(self.run)
+                return Store.open(self.run, role="master")
             except TryAgain:
                 if time.monotonic() > deadline:
                     raise
