@@ -599,6 +599,7 @@ class Training:
             if turn == QUIET_TURNS:
                 self.calm, self.rejected = True, []
                 self.log.append("all is quiet")
+            if turn == QUIET_TURNS + 1:  # in the middle of a round
                 self.one_clean_loss(self._schedule[-1] % 3)
             self.fair_turn()
             self.check()
@@ -625,7 +626,7 @@ class Training:
             if not any(worker.slot == slot for worker in self.workers):
                 self.start_worker(slot)
         for actor in self.living():
-            self.cast.turn(actor, 60 if "master" in actor.name else 7)
+            self.cast.turn(actor, 7 if self.calm and "worker" in actor.name else 60)
         for worker in self.workers:
             worker.line.hear()
 
