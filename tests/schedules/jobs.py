@@ -26,7 +26,8 @@ ENDED = ("COMPLETED", "FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED 
 QUEUED = ("PENDING",)
 LAG_S = 25.0  # that a listing may be behind: less than history.SETTLE_S
 HANG_S = 500.0  # that a controller may take to act on a submission: less than reconcile.UNSURE_S
-DYING_S = 25.0  # … of a pass that was killed meanwhile: less than reconcile.DYING_S
+DYING_S = 25.0  # that sbatch may take whose pass is killed: less than reconcile.DYING_S
+PASS_S = 4.0  # that a pass may take between two looks of the world
 CALM_S = 700.0
 CALM_PASSES = 30
 LIMITS = SimpleNamespace(max_pending=3, max_failures=3, backoff_s=5.0)
@@ -145,7 +146,7 @@ class Slurm:
         must(not self.closing, f"a job is submitted for a run that is {self.closing}")
         self.did.append((SUBMIT, spec.role, spec.slot))
         if world.cast.acting:
-            world.dying = (spec.role, spec.slot)
+            world.dying = (world.now + DYING_S, spec.role, spec.slot)
         world.cast.edge("sbatch")
         world.dying = None
         if fault == "refused":
@@ -157,7 +158,9 @@ class Slurm:
         if fault == "unsure, nothing submitted":
             raise Unsure("sbatch: Socket timed out")
         if fault == "unsure, submitted later":
-            world.arrivals.append((world.now + HANG_S, spec.role, spec.slot))
+            # A pass that may die before it has noted that: so long the note before counts.
+            delay_s = DYING_S if world.cast.acting else HANG_S
+            world.arrivals.append((world.now + delay_s, spec.role, spec.slot))
             raise Unsure("sbatch: Socket timed out")
         job_id = world.add(spec.role, spec.slot, self)
         if fault:
@@ -194,10 +197,11 @@ class Jobs:
         self.rows: dict[str, Row] = {}
         self.past: list[tuple[float, dict[str, Row]]] = [(0.0, {})]
         self.arrivals: list[tuple[float, str, int]] = []
-        self.dying: tuple[str, int] | None = None  # what a pass is just submitting
+        self.dying: tuple[float, str, int] | None = None  # what a pass is just submitting
         self.faults: list[str] = []
         self.listing, self.locked = "fresh", False
         self.next_id = 1
+        self.began: dict[Actor, float] = {}
         if schedule[0] > 170:
             self.run.wanted = replace(self.run.wanted, mode="sync")
         self._schedule = schedule[1:]
@@ -265,6 +269,7 @@ class Jobs:
             slurm = self.reconcile()
             return f"{slurm.did}"
         actor = self.cast.enter(Actor(f"pass {len(self.cast.actors)}", self.reconcile))
+        self.began[actor] = self.now
         self.cast.turn(actor, how // 4 % 8)
         return f"{actor.name} gets to {actor.where!r}"
 
@@ -283,8 +288,8 @@ class Jobs:
         actor, dying = actors[how % len(actors)], self.dying
         where = actor.where
         self.cast.kill(actor)
-        if dying and where == "sbatch" and how // 8 % 2:  # its sbatch lives on
-            self.arrivals.append((self.now + DYING_S, *dying))
+        if dying and where == "sbatch" and how // 8 % 2 and dying[0] >= self.now:
+            self.arrivals.append(dying)  # its sbatch lives on
         self.dying = None
         return f"{actor.name} at {where!r}"
 
@@ -295,6 +300,9 @@ class Jobs:
 
     def pass_time(self, seconds: float) -> None:
         until = self.now + seconds
+        for actor in self.began:  # no command takes longer
+            while actor.alive and until - self.began[actor] > PASS_S:
+                self.cast.turn(actor, 99)
         for at, role, slot in sorted(self.arrivals):
             if at <= until:
                 self.now = max(self.now, at)
@@ -364,9 +372,9 @@ class Jobs:
         return f"{self.run.is_done}"
 
     def on_ids(self, how: int) -> str:
-        """The controller forgets what has ended, and may give its ids again."""
+        """The controller starts anew: it has forgotten what ended, and may give its ids again."""
         self.rows = {key: row for key, row in self.rows.items() if not row.ended}
-        self.changed()
+        self.past = [(0.0, dict(self.rows))]  # nobody else answers for it
         if how % 2:
             self.next_id = 1
         return "start anew" if how % 2 else "go on"
@@ -377,7 +385,10 @@ class Jobs:
             return ""
         first = self.reconcile()
         second = self.reconcile()
-        must(not second.did, f"after {first.did} the next pass does {second.did}")
+        again = second.did
+        if any(verb == CANCEL for verb, *_ in first.did):  # a queued job is gone at once
+            again = set(first.did) & set(second.did)
+        must(not again, f"after {first.did} the next pass does {second.did}")
         return f"{first.did}"
 
     # ---- what must hold

@@ -593,13 +593,14 @@ class Training:
         self.run.wanted = replace(self.run.wanted, state="running")
         for actor in self.cast.actors:
             actor.frozen, actor.freezes_at = False, ""
+        done, quiet = len(self.run.linked), MOST_TURNS
         for turn in range(MOST_TURNS):
             if self.run.end:
                 break
-            if turn == QUIET_TURNS:
-                self.calm, self.rejected = True, []
+            if not self.calm and turn >= QUIET_TURNS and len(self.run.linked) > done:
+                self.calm, self.rejected, quiet = True, [], turn
                 self.log.append("all is quiet")
-            if turn == QUIET_TURNS + 1:  # in the middle of a round
+            if turn == quiet + 1:  # in the middle of a round
                 self.one_clean_loss(self._schedule[-1] % 3)
             self.fair_turn()
             self.check()
