@@ -61,7 +61,7 @@ class Round:
         self.judged: set[tuple[int, int, int]] = set()
         self.accepted: dict[tuple[int, int, int], Checked] = {}
         self.checking: dict[tuple[int, int, int], Future] = {}
-        self.answered: set[tuple[int, int]] = set()
+        self.answered: set[tuple[int, int, int]] = set()
         self.rejected: dict[str, int] = {}
 
 
@@ -321,7 +321,7 @@ class Master:
                 self._averager.drop([header.key])  # nobody else would
             self._reject(name, reason, base)
         elif verdict is Verdict.PASS:
-            round_.answered.add(owner)
+            round_.answered.add(header.key)
         else:
             round_.judged.add(header.key)
             ledger.offer(header.key, header.samples)
@@ -352,7 +352,7 @@ class Master:
             self._round.accepted[key] = checked
             header = checked.header
             if header.base == self._round.version:
-                self._round.answered.add(key[:2])
+                self._round.answered.add(key)
                 self._durations = [*self._durations, header.seconds][-DURATIONS_KEPT:]
             self._event("delta", slot=header.slot, attempt=header.attempt, base=header.base,
                         steps=header.steps, tokens=header.tokens)  # fmt: skip
@@ -363,8 +363,10 @@ class Master:
         self._ledger.withdraw(key)
         round_.accepted.pop(key, None)
         round_.judged.discard(key)
-        round_.answered.discard(key[:2])
+        round_.answered.discard(key)
         round_.seen.pop((key[2], f"{key[0]}:{key[1]}"), None)
+        if not round_.accepted:  # a called worker trains no more: there would never be another
+            round_.called = None
 
     def _withdraw(self, key: tuple[int, int, int], reason: str) -> None:
         """A delta that was accepted by its header is not merged after all."""
@@ -426,10 +428,8 @@ class Master:
         view = rounds.View(
             opened=round_.opened, called=round_.called,
             expected={slot: record.joined for slot, record in present.items()},
-            answered=frozenset(
-                slot for slot, worker in present.items()
-                if (slot, worker.attempt) in round_.answered
-            ),
+            answered=frozenset(slot for slot, worker in present.items()
+                               if (slot, worker.attempt, round_.version) in round_.answered),
             accepted=len(round_.accepted), preparing=len(round_.checking),
             durations_s=tuple(self._durations),
         )  # fmt: skip

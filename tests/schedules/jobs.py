@@ -24,6 +24,7 @@ from schedules.actors import Actor, Cast, Violation, must, operations
 
 ENDED = ("COMPLETED", "FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED by 0", "OUT_OF_MEMORY")
 QUEUED = ("PENDING",)
+KNOWN_STATES = (*QUEUED, "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")  # of living jobs
 LAG_S = 25.0  # that a listing may be behind: less than history.SETTLE_S
 HANG_S = 500.0  # that a controller may take to act on a submission: less than reconcile.UNSURE_S
 DYING_S = 25.0  # that sbatch may take whose pass is killed: less than reconcile.DYING_S
