@@ -22,7 +22,8 @@ from elastic.rundir import Control, RunDir
 from elastic.sched import Job, Refused, RetryLater, Unsure, job_name
 from schedules.actors import Actor, Cast, Violation, must, operations
 
-ENDED = ("COMPLETED", "FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED by 0", "OUT_OF_MEMORY")
+ENDED = ("COMPLETED", "FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED by 0",
+         "OUT_OF_MEMORY")  # fmt: skip
 QUEUED = ("PENDING",)
 KNOWN_STATES = (*QUEUED, "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")  # of living jobs
 LAG_S = 25.0  # that a listing may be behind: less than history.SETTLE_S
@@ -245,7 +246,7 @@ class Jobs:
             workers = sum(row.role == WORKER for row in live)
             must(role != WORKER or workers < slurm.slots, f"{who}: {workers} of {slurm.slots}")
             queued = sum(row.queued for row in live)
-            must(role != WORKER or queued < LIMITS.max_pending, f"{who} behind {queued} in the queue")
+            must(role != WORKER or queued < LIMITS.max_pending, f"{who} behind {queued} queued")
             must((role == TRAINER) == (slurm.mode == "sync"), f"{who} in {slurm.mode} mode")
             others = [r for r in live if (r.role == TRAINER) != (role == TRAINER)]
             must(not others, f"{who} beside the other mode's {others}")
@@ -327,9 +328,12 @@ class Jobs:
             self.record(row, "started")
             self.change(row.job_id, state=state, started=self.now, node=f"n{what % 3}")
             return state
+        if what in (10, 11) and row.queued:
+            self.change(row.job_id, reason="launch failed requeued held")
+            return "held"
         if what in (10, 11):
-            state = ("A_STATE_OF_2031", "SUSPENDED", "COMPLETING")[what - 9] if row.started else "PENDING"
-            self.change(row.job_id, state=state, reason="launch failed requeued held" * (not row.started))
+            state = ("SUSPENDED", "COMPLETING")[what - 10]
+            self.change(row.job_id, state=state)
             return state
         if what == 12 and row.started:
             self.change(row.job_id, state="A_STATE_OF_2031")
@@ -343,9 +347,11 @@ class Jobs:
     def record(self, row: Row, outcome: str | None) -> None:
         if outcome is None:
             return
-        state = {"state": "started"} if outcome == "started" else {"state": "ended", "outcome": outcome}
-        self.run.records[row.job_id] = {"job_id": row.job_id, "role": row.role, "slot": row.slot,
-                                        "time": self.now, "steps": 1, **state}  # fmt: skip
+        record = {"job_id": row.job_id, "role": row.role, "slot": row.slot, "time": self.now,
+                  "steps": 1, "state": "started"}  # fmt: skip
+        if outcome != "started":
+            record |= {"state": "ended", "outcome": outcome}
+        self.run.records[row.job_id] = record
 
     def on_fault(self, how: int) -> str:
         self.faults.append(FAULTS[how % len(FAULTS)])

@@ -130,7 +130,8 @@ class Server:
         return 1
 
     def _stamp(self) -> str:
-        return "%d.%06d" % self.time()
+        seconds, micros = self.time()
+        return f"{seconds}.{micros:06d}"
 
     def _progress(self, key: str) -> list:
         return [self.hget(key, name) for name in ("state", "step", "version")]

@@ -10,8 +10,9 @@ over, nothing goes wrong any more, and the run has to come to its end within a b
 
 import contextlib
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -29,7 +30,7 @@ from elastic.master import Master
 from elastic.rounds import Fragment, Header
 from elastic.rundir import Control, Endpoint, RunDir
 from elastic.store import Store
-from schedules.actors import Actor, Cast, Killed, Violation, must, operations
+from schedules.actors import Actor, Cast, Violation, must, operations
 from schedules.memory_redis import Client, Server
 
 SLOTS, SAMPLES, EPOCHS = 3, 9, 2
@@ -49,9 +50,11 @@ CONFIG = SimpleNamespace(
     slurm=SimpleNamespace(gpus_per_worker=1),
     redis=SimpleNamespace(url="", bind=""),
 )  # fmt: skip
-SITE_REDIS = SimpleNamespace(**{**vars(CONFIG), "redis": SimpleNamespace(url="redis://site", bind="")})
+SITE = SimpleNamespace(url="redis://site")
+SITE_REDIS = SimpleNamespace(**vars(CONFIG) | {"redis": SITE})
 EDGES = ("link a commit", "link a commit", "write a version", "look for a newer epoch",
          "write endpoint.json", "write DONE", "claim an epoch", "blpop")  # fmt: skip
+FENCED = (("offer", -1), ("beat", -1), ("claim", 0), ("master", 0))  # scripts and their answers
 STEPS = (1, 2, 3, 5, 8, 13, 25, 60)  # edges that a turn lasts
 TABLE = (
     *["all turn"] * 14, *["turn"] * 30, *["time"] * 6, *["news"] * 5, *["start worker"] * 5, "kill",
@@ -112,6 +115,8 @@ class MemoryRun(RunDir):
 
     def newest_epoch(self):
         self.world.edge("look for a newer epoch")
+        if self.epochs > self.world.epoch_of_acting():
+            self.world.fenced()
         return self.epochs
 
     def claim_attempt(self, slot, record):
@@ -325,6 +330,20 @@ class Worker:
             world.cast.kill(self.actor)
 
 
+@dataclass
+class Started:
+    """`redis_server.RedisServer`, of a server in memory."""
+
+    server: Server
+    endpoint: Endpoint
+
+    def alive(self) -> bool:
+        return self.server.alive
+
+    def stop(self) -> None:
+        self.server.alive = False
+
+
 class Training:
     """The world of one schedule."""
 
@@ -353,19 +372,31 @@ class Training:
     def changes(self, where: str) -> None:
         """An edge behind which the world is changed: nothing that a fenced program may do."""
         self.edge(where)
+        self.refuse_the_fenced(where)
+
+    def refuse_the_fenced(self, where: str) -> None:
         actor = self.cast.acting
-        must(not (actor and actor.fenced), f"{where}: {actor and actor.name} knows it is fenced")
+        must(not (actor and actor.fenced), f"{actor and actor.name} is fenced, and goes on: {where}")
+
+    def fenced(self) -> None:
+        """Whoever is acting has been told that a higher number has taken over."""
+        if self.cast.acting:
+            self.cast.acting.fenced = True
 
     def call(self, name: str, action):
         """A call of Redis: it may be lost, its answer may be lost, or it may be made twice."""
         (self.idle if name in ("blpop", "wait") else self.edge)(name)
+        self.refuse_the_fenced(name)
         fault = self.faults.pop() if self.faults and self.cast.acting else None
         if fault == 0:
             raise redis.exceptions.ConnectionError("the call is lost")
         answer = action()
         if fault == 1:
             raise redis.exceptions.ConnectionError("the answer is lost")
-        return action() if fault == 2 else answer
+        answer = action() if fault == 2 else answer
+        if (name, answer) in FENCED:
+            self.fenced()
+        return answer
 
     def connect(self, endpoint: Endpoint, _password, run_name: str, _timeout_s=5.0) -> Store:
         server = self.servers[endpoint.port]
@@ -375,8 +406,12 @@ class Training:
         self.edge("start Redis")
         port, server = len(self.servers), Server(lambda: self.now)
         self.servers[port] = server
-        stop = lambda: setattr(server, "alive", False)  # noqa: E731
-        return SimpleNamespace(endpoint=Endpoint("", port, epoch), alive=lambda: server.alive, stop=stop)
+        return Started(server, Endpoint("", port, epoch))
+
+    def epoch_of_acting(self) -> int:
+        """Of the master that is at its turn, from its birth in mind to the end of its life."""
+        epochs = [boss.epoch for actor, boss, _ in self.masters if actor is self.cast.acting]
+        return epochs[0] if epochs and epochs[0] else 1 << 30
 
     # ---- what goes on
 
@@ -565,7 +600,7 @@ class Training:
     def check_commit(self, version: int, record: dict) -> None:
         deltas, epoch = record["deltas"], record["master_epoch"]
         before = json.loads(self.seen[version - 1])["tokens"] if version else 0
-        must(record["tokens"] == before + sum(d["tokens"] for d in deltas), "tokens are not the sum")
+        must(record["tokens"] == before + sum(d["tokens"] for d in deltas), "tokens: not the sum")
         owners = [(delta["slot"], delta["attempt"]) for delta in deltas]
         must(len(set(owners)) == len(owners), f"version {version} has two deltas of one attempt")
         must(version == 0 or deltas, f"version {version} is made of nothing")
@@ -574,7 +609,7 @@ class Training:
             must(delta["attempt"] <= self.run.attempts.get(delta["slot"], 0), f"{who}: no such one")
             must(delta["job_id"] != "of run-b", f"{who}: it is another run's")
             must(0 <= version - 1 - delta["base"] <= 2, f"{who} is based on {delta['base']}")
-            must(delta["tokens"] == count(delta["samples"]), f"{who}: its tokens are not its samples")
+            must(delta["tokens"] == count(delta["samples"]), f"{who}: tokens are not samples")
             for e, start, stop in delta["samples"]:
                 for at in range(start, stop):
                     first = self.committed.setdefault((e, at), version)
@@ -664,21 +699,28 @@ class NoPass:
 @contextlib.contextmanager
 def in_memory():
     """The modules' outside replaced by that of `CLOCK.world`, for the time of the tests."""
-    silent = {"print": lambda *args, **options: None, "create": True}
+    def quiet(*_args, **_options) -> None:
+        pass
+
+    def world(name: str) -> Callable:
+        return lambda *args, **options: getattr(CLOCK.world, name)(*args, **options)
+
+    replaced = {
+        master: {
+            "ThreadPoolExecutor": AtOnce, "Averager": MemoryAverager, "Reconcile": NoPass,
+            "start": world("start_redis"), "bind_address": quiet, "remove_drafts": quiet,
+            "prune": quiet, "print": quiet, "time": CLOCK,
+        },
+        averaging: {"Draft": MemoryDraft},
+        Store: {"connect": world("connect")},
+        link: {"time": CLOCK},
+        local_sgd: {"Link": Line, "print": quiet, "time": CLOCK},
+        agent: {"print": quiet, "time": CLOCK},
+    }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        def replaced(target, **names):
+        for target, names in replaced.items():
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(target, name, value, create=True))
-
-        world = lambda name: lambda *args, **options: getattr(CLOCK.world, name)(*args, **options)  # noqa: E731
-        replaced(master, ThreadPoolExecutor=AtOnce, Averager=MemoryAverager, time=CLOCK,
-                 start=world("start_redis"), bind_address=lambda *_: "", print=silent["print"], Reconcile=NoPass,
-                 remove_drafts=lambda *_: None, prune=lambda *_: None)  # fmt: skip
-        replaced(averaging, Draft=MemoryDraft)
-        replaced(Store, connect=world("connect"))
-        replaced(link, time=CLOCK)
-        replaced(local_sgd, time=CLOCK, Link=Line, print=silent["print"])
-        replaced(agent, time=CLOCK, print=silent["print"])
         yield
 
 
@@ -691,6 +733,3 @@ def play(schedule: bytes) -> Training:
         violation.log = world.log
         raise
     return world
-
-
-__all__ = ["CLOCK", "Killed", "Training", "in_memory", "play"]
