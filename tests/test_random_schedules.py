@@ -105,6 +105,16 @@ def test_a_last_call_is_taken_back_with_the_last_delta(master):
     assert master._round.called is None
 
 
+def test_a_job_that_an_old_listing_brings_back_is_not_the_one_that_may_have_been_submitted():
+    gone = history.Ended("1", "worker", 0, "lost", at=900.0, submitted_at=100.0)
+    unsure = history.UnsureSubmission("worker", 0, until=1500.0)
+    memory = history.Memory(0.0, ended=(gone,), unsure=(unsure,))
+    listed = [history.JobSeen("1", "worker", 0, "RUNNING", submitted_at=100.0)]
+    assert history.learn(memory, listed, [], 1000.0, keep=4).unsure == (unsure,)
+    new = history.JobSeen("2", "worker", 0, "PENDING", submitted_at=950.0)
+    assert history.learn(memory, [*listed, new], [], 1000.0, keep=4).unsure == ()
+
+
 # ---- the worlds are like the real ones
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from elastic import rounds
-from elastic.averaging import Averager, Checked
+from elastic.averaging import Averager, Checked, DeltaLost
 from elastic.config import Config, elastic_home, env
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.ledger import Ledger
@@ -71,6 +71,7 @@ class Master:
         self.job_id = env("ELASTIC_JOB_ID") or f"master-{hostname()}-{time.time_ns()}"
         self.epoch = 0
         self._server: RedisServer | None = None
+        self._endpoint: Endpoint | None = None
         self._store: Store | None = None
         self._listener: Listener | None = None
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))))
@@ -163,18 +164,18 @@ class Master:
         if self._server:
             self._server.stop()
         if self.config.redis.url:
-            endpoint = Endpoint("", 0, self.epoch, self.config.redis.url)
+            self._endpoint = Endpoint("", 0, self.epoch, self.config.redis.url)
         else:
             address = bind_address(self.config.redis.bind, self._node_address())
             self._server = start(self.run, self.config, address, self.epoch)
-            endpoint = self._server.endpoint
-        self._store = Store.connect(endpoint, self.run.secret(), self.run.name)
+            self._endpoint = self._server.endpoint
+        self._store = Store.connect(self._endpoint, self.run.secret(), self.run.name)
         self._listener = self._store.listen("wake")
         if self._averager:
             self._averager.use(self._store)
         self._publish_state()
         self._store.set_attempts(self._known_attempts())
-        self.run.set_endpoint(endpoint)
+        self.run.set_endpoint(self._endpoint)
 
     def _node_address(self) -> str:
         if self.config.run.scheduler == "local":
@@ -270,6 +271,8 @@ class Master:
         if now - self._control_at >= CONTROL_S:
             self._control_at = now
             self._fence()
+            if self.run.endpoint() != self._endpoint:  # an older master was just writing its own
+                self.run.set_endpoint(self._endpoint)
             self._is_short_of_space()
             if self._state == "running" and (over := self.run.closing("local")):
                 self._state = "stopping"
@@ -451,11 +454,8 @@ class Master:
             self._withdraw(header.key, "superseded: the slot delivered a newer delta")
         try:
             plan = self._averager.merge(list(round_.accepted.values()))
-        except ElasticError as error:
-            key = getattr(error, "key", None)
-            if key is None:
-                raise
-            self._withdraw(key, error.what)
+        except DeltaLost as error:
+            self._withdraw(error.key, error.what)
             return
         record = self._commit_record(plan, round_)
         self._wait_for_space()

@@ -440,9 +440,8 @@ class Jobs:
         if self.run.wanted.mode == "sync":
             return there == [(TRAINER, 0, "PENDING"), (TRAINER, 0, "RUNNING")]
         workers = [each for each in there if each[0] == WORKER]
-        slots = self.run.wanted.max
-        return (all(state == "RUNNING" for *_, state in there)
-                and len(workers) == slots == len(set(workers)) and len(there) == slots + 1)  # fmt: skip
+        slots, at_work = self.run.wanted.max, all(state == "RUNNING" for *_, state in there)
+        return at_work and len(set(workers)) == len(workers) == slots == len(there) - 1
 
 
 class Clock:

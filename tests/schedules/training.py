@@ -376,7 +376,7 @@ class Training:
 
     def refuse_the_fenced(self, where: str) -> None:
         actor = self.cast.acting
-        must(not (actor and actor.fenced), f"{actor and actor.name} is fenced, and goes on: {where}")
+        must(not (actor and actor.fenced), f"{actor and actor.name} goes on, fenced: {where}")
 
     def fenced(self) -> None:
         """Whoever is acting has been told that a higher number has taken over."""
