@@ -23,6 +23,7 @@ from elastic.errors import Fenced, TryAgain
 from elastic.ledger import Ledger, Ranges
 from elastic.master import Master, Round
 from elastic.rounds import Verdict
+from elastic.rundir import Endpoint
 from elastic.store import Ask, Store
 from schedules import jobs, training
 from schedules.actors import Violation
@@ -103,6 +104,19 @@ def test_a_last_call_is_taken_back_with_the_last_delta(master):
     for base in (4, 5):
         master._withdraw((1, 1, base), "damaged")
     assert master._round.called is None
+
+
+def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(master):
+    mine, written = Endpoint("n2", 6379, 2), []
+    master.epoch, master._endpoint, master._state = 2, mine, "running"
+    master._control_at, master._publish_state = 0.0, lambda wake="": None
+    master._store.now, master._is_short_of_space = lambda: 1000.0, lambda: False
+    master.run = SimpleNamespace(
+        newest_epoch=lambda: 2, endpoint=lambda: Endpoint("n1", 6379, 1),
+        set_endpoint=written.append, closing=lambda mode: "",
+    )  # fmt: skip
+    master._observe_control()
+    assert written == [mine]
 
 
 def test_a_job_that_an_old_listing_brings_back_is_not_the_one_that_may_have_been_submitted():

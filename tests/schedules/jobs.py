@@ -121,8 +121,8 @@ class Slurm:
 
     def __init__(self, world: "Jobs"):
         self.world = world
-        self.closing, self.silent, self.did = world.run.closing(), False, []
-        self.slots = self.mode = None
+        self.silent, self.did = False, []
+        self.slots = self.mode = self.closing = None
 
     def jobs(self) -> list[Job]:
         world = self.world
@@ -140,7 +140,7 @@ class Slurm:
 
     def look(self) -> None:
         wanted = self.world.run.control()
-        self.mode, self.slots = wanted.mode, wanted.max
+        self.mode, self.slots, self.closing = wanted.mode, wanted.max, self.world.run.closing()
 
     def submit(self, spec) -> str:
         world, fault = self.world, self.take_fault()
