@@ -180,7 +180,8 @@ def learn(
     rows = {row.key for row in listed}
     jobs = [_joined(row, known.get(row.key)) for row in listed if not has_ended(row.state)]
     jobs += [j for j in memory.jobs if j.key not in rows and now - j.submitted_at < SETTLE_S]
-    came = (each for each in (*jobs, *endings) if (each.job_id, each.role, each.slot) not in known)
+    old = known.keys() | {(end.job_id, end.role, end.slot) for end in memory.ended}
+    came = (each for each in (*jobs, *endings) if (each.job_id, each.role, each.slot) not in old)
     arrived = {each.place for each in came}
     unsure = tuple(u for u in memory.unsure if u.until > now and u.place not in arrived)
     kept: list[Ended] = []
@@ -257,9 +258,8 @@ def _joined(row: JobSeen, known: JobSeen | None) -> JobSeen:
     if known is None:
         return row
     reason = known.reason if has_ended(row.state) and known.reason else row.reason
-    node, started_at = row.node or known.node, row.started_at or known.started_at
-    kept = {"cancelled_at": known.cancelled_at, "reason": reason}
-    return replace(row, node=node, started_at=started_at, **kept)
+    return replace(row, reason=reason, cancelled_at=known.cancelled_at, node=row.node or known.node,
+                   started_at=row.started_at or known.started_at)  # fmt: skip
 
 
 def _word(state: str) -> str:

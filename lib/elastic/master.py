@@ -23,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from elastic import rounds
-from elastic.averaging import Averager, Checked
+from elastic.averaging import Averager, Checked, DeltaLost
 from elastic.config import Config, elastic_home, env
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.ledger import Ledger
@@ -62,7 +62,7 @@ class Round:
         self.judged: set[tuple[int, int, int]] = set()
         self.accepted: dict[tuple[int, int, int], Checked] = {}
         self.checking: dict[tuple[int, int, int], Future] = {}
-        self.answered: set[tuple[int, int]] = set()
+        self.answered: set[tuple[int, int, int]] = set()
         self.rejected: dict[str, int] = {}
 
 
@@ -72,6 +72,7 @@ class Master:
         self.job_id = env("ELASTIC_JOB_ID") or f"master-{hostname()}-{time.time_ns()}"
         self.epoch = 0
         self._server: RedisServer | None = None
+        self._endpoint: Endpoint | None = None
         self._store: Store | None = None
         self._listener: Listener | None = None
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))))
@@ -164,18 +165,19 @@ class Master:
         if self._server:
             self._server.stop()
         if self.config.redis.url:
-            endpoint = Endpoint("", 0, self.epoch, self.config.redis.url)
+            self._endpoint = Endpoint("", 0, self.epoch, self.config.redis.url)
         else:
             address = bind_address(self.config.redis.bind, self._node_address())
             self._server = start(self.run, self.config, address, self.epoch)
-            endpoint = self._server.endpoint
-        self._store = Store.connect(endpoint, self.run.secret(), self.run.name, user="master")
+            self._endpoint = self._server.endpoint
+        secret = self.run.secret()
+        self._store = Store.connect(self._endpoint, secret, self.run.name, user="master")
         self._listener = self._store.listen("wake")
         if self._averager:
             self._averager.use(self._store)
         self._publish_state()
         self._store.set_attempts(self._known_attempts())
-        self.run.set_endpoint(endpoint)
+        self.run.set_endpoint(self._endpoint)
 
     def _node_address(self) -> str:
         if self.config.run.scheduler == "local":
@@ -271,6 +273,8 @@ class Master:
         if now - self._control_at >= CONTROL_S:
             self._control_at = now
             self._fence()
+            if self.run.endpoint() != self._endpoint:  # an older master was just writing its own
+                self.run.set_endpoint(self._endpoint)
             self._is_short_of_space()
             if self._state == "running" and (over := self.run.closing("local")):
                 self._state = "stopping"
@@ -322,7 +326,7 @@ class Master:
                 self._averager.drop([header.key])  # nobody else would
             self._reject(name, reason, base)
         elif verdict is Verdict.PASS:
-            round_.answered.add(owner)
+            round_.answered.add(header.key)
         else:
             round_.judged.add(header.key)
             ledger.offer(header.key, header.samples)
@@ -353,7 +357,7 @@ class Master:
             self._round.accepted[key] = checked
             header = checked.header
             if header.base == self._round.version:
-                self._round.answered.add(key[:2])
+                self._round.answered.add(key)
                 self._durations = [*self._durations, header.seconds][-DURATIONS_KEPT:]
             self._event("delta", slot=header.slot, attempt=header.attempt, base=header.base,
                         steps=header.steps, tokens=header.tokens)  # fmt: skip
@@ -364,8 +368,10 @@ class Master:
         self._ledger.withdraw(key)
         round_.accepted.pop(key, None)
         round_.judged.discard(key)
-        round_.answered.discard(key[:2])
+        round_.answered.discard(key)
         round_.seen.pop((key[2], f"{key[0]}:{key[1]}"), None)
+        if not round_.accepted:  # a called worker trains no more: there would never be another
+            round_.called = None
 
     def _withdraw(self, key: tuple[int, int, int], reason: str) -> None:
         """A delta that was accepted by its header is not merged after all."""
@@ -428,10 +434,8 @@ class Master:
         view = rounds.View(
             opened=round_.opened, called=round_.called,
             expected={slot: record.joined for slot, record in present.items()},
-            answered=frozenset(
-                slot for slot, worker in present.items()
-                if (slot, worker.attempt) in round_.answered
-            ),
+            answered=frozenset(slot for slot, worker in present.items()
+                               if (slot, worker.attempt, round_.version) in round_.answered),
             accepted=len(round_.accepted), preparing=len(round_.checking),
             durations_s=tuple(self._durations),
         )  # fmt: skip
@@ -453,11 +457,8 @@ class Master:
             self._withdraw(header.key, "superseded: the slot delivered a newer delta")
         try:
             plan = self._averager.merge(list(round_.accepted.values()))
-        except ElasticError as error:
-            key = getattr(error, "key", None)
-            if key is None:
-                raise
-            self._withdraw(key, error.what)
+        except DeltaLost as error:
+            self._withdraw(error.key, error.what)
             return
         record = self._commit_record(plan, round_)
         self._wait_for_space()

@@ -1,0 +1,735 @@
+"""Local mode: real masters, agents, links and training loops on edges made of dictionaries.
+
+Real: `Master`, `Averager.commit`, `Store`, `Link`, `LocalSGD`, `Agent._beat` and all that they
+decide with. Not real: Redis, the run directory, bytes and arithmetic, the clock.
+
+A schedule says who runs how far, and what goes wrong. What must always hold is checked where it
+would break: at the link() of a commit, at a call of somebody who is fenced. When the schedule is
+over, nothing goes wrong any more, and the run has to come to its end within a bound.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import redis
+
+from elastic import agent, averaging, link, local_sgd, master
+from elastic.agent import SILENT, Agent
+from elastic.averaging import Averager, Checked, DeltaLost
+from elastic.errors import ElasticError, Fenced
+from elastic.ledger import count
+from elastic.link import Link, Place
+from elastic.local_sgd import LocalSGD
+from elastic.master import Master
+from elastic.rounds import Fragment, Header
+from elastic.rundir import Control, Endpoint, RunDir
+from elastic.store import Store
+from schedules.actors import Actor, Cast, Violation, must, operations
+from schedules.memory_redis import Client, Server
+
+SLOTS, SAMPLES, EPOCHS = 3, 9, 2
+QUIET_TURNS = 8  # after which nothing of what went wrong is left
+MOST_TURNS = 60  # of everybody, until the run is done
+TURN_S = 1.5
+LAYOUT = SimpleNamespace(hash="abc", fragments=[0])
+CONFIG = SimpleNamespace(
+    run=SimpleNamespace(seed=1, scheduler="local"),
+    train=SimpleNamespace(batch_size=1, max_tokens=0, epochs=EPOCHS),
+    local_sgd=SimpleNamespace(
+        inner_steps=2, max_staleness=2, compression="none", quorum=0.5, deadline_k=4.0,
+        min_deadline_s=2.0, last_call_s=3.0, outer_momentum=0.5,
+    ),
+    health=SimpleNamespace(heartbeat_s=2.0, lease_s=6.0, stall_after_s=20.0, max_bad_batches=5),
+    checkpoint=SimpleNamespace(min_free_bytes=1, keep=3, keep_every=0),
+    slurm=SimpleNamespace(gpus_per_worker=1),
+    redis=SimpleNamespace(url="", bind=""),
+)  # fmt: skip
+SITE = SimpleNamespace(url="redis://site")
+SITE_REDIS = SimpleNamespace(**vars(CONFIG) | {"redis": SITE})
+EDGES = ("link a commit", "link a commit", "write a version", "look for a newer epoch",
+         "write endpoint.json", "write DONE", "claim an epoch", "blpop")  # fmt: skip
+FENCED = (("offer", -1), ("beat", -1), ("claim", 0), ("master", 0))  # scripts and their answers
+STEPS = (1, 2, 3, 5, 8, 13, 25, 60)  # edges that a turn lasts
+TABLE = (
+    *["all turn"] * 14, *["turn"] * 30, *["time"] * 6, *["news"] * 5, *["start worker"] * 5, "kill",
+    "kill", *["notice"] * 2, *["start master"] * 4, "flush", "kill redis", *["lose a call"] * 4,
+    *["forge"] * 4, "disk", *["freeze"] * 3,
+    *["freeze master"] * 3, "stop",
+)  # fmt: skip
+
+
+class MemoryRun(RunDir):
+    """A run directory in which link() and rename() are the only ways to write, too."""
+
+    def __init__(self, world: "Training"):
+        super().__init__(Path("/nowhere/run-a"))
+        self.world = world
+        self.epochs, self.attempts = 0, {}
+        self.linked: dict[int, str] = {}
+        self.end = self.where = None
+        self.wanted = Control("local", "running", 1, SLOTS)
+
+    def config(self):
+        return self.world.config
+
+    def secret(self):
+        return ""
+
+    def control(self):
+        return self.wanted
+
+    def done(self):
+        return self.end
+
+    def failed(self):
+        return None
+
+    def event(self, kind, **fields):
+        if kind == "reject" and not fields["reason"].startswith("superseded"):
+            self.world.rejected.append(fields)
+
+    def write_ending(self, job_id, record):
+        pass
+
+    def ending(self, job_id):
+        return None
+
+    def endpoint(self):
+        self.world.edge("read endpoint.json")
+        return self.where
+
+    def set_endpoint(self, endpoint):
+        self.world.changes("write endpoint.json")
+        self.where = endpoint
+
+    def claim_epoch(self, record):
+        self.world.edge("claim an epoch")
+        self.epochs += 1
+        return self.epochs
+
+    def newest_epoch(self):
+        self.world.edge("look for a newer epoch")
+        if self.epochs > self.world.epoch_of_acting():
+            self.world.fenced()
+        return self.epochs
+
+    def claim_attempt(self, slot, record):
+        self.attempts[slot] = self.attempts.get(slot, 0) + 1
+        return self.attempts[slot]
+
+    def latest_attempt(self, slot):
+        return self.attempts.get(slot, 0)
+
+    def mark_done(self, record):
+        self.world.changes("write DONE")
+        self.end = record
+
+    def commit(self, version):
+        self.world.edge("read a commit")
+        return json.loads(self.linked[version]) if version in self.linked else None
+
+    def newest_version(self):
+        self.world.edge("look for the newest version")
+        return len(self.linked) - 1
+
+    def link_commit(self, record):
+        self.world.changes("link a commit")
+        if record["version"] in self.linked:
+            return False
+        self.linked[record["version"]] = json.dumps(record)
+        return True
+
+    def free_bytes(self):
+        return 0 if self.world.full else 1 << 40
+
+
+class MemoryDraft:
+    """`versions.Draft`, without tensors."""
+
+    def __init__(self, run: MemoryRun, version: int, writer: str):
+        self.run, self.version, self.writer = run, version, writer
+
+    def commit(self, layout, files: list, record: dict) -> bool:
+        record = {"version": self.version, "writer": self.writer, **record, "files": files}
+        won = self.run.link_commit(record)
+        return won or self.run.commit(self.version)["writer"] == self.writer
+
+    def discard(self) -> None:
+        pass
+
+
+class MemoryAverager(Averager):
+    """What is merged is written down. The bytes of a delta are the samples it has trained."""
+
+    def __init__(self, run, config, commit, pool, store):
+        self.run, self._commit, self.layout = run, commit, LAYOUT
+
+    def use(self, store):
+        pass
+
+    @property
+    def fragment_bytes(self):
+        return (4,)
+
+    def check(self, header: Header) -> Checked:
+        self.run.world.edge("read a delta")
+        whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
+        return Checked(header, 1.0, "" if whole else "damaged: other bytes")
+
+    def merge(self, accepted: list[Checked]) -> dict:
+        for each in accepted:
+            if self.check(each.header).refused:
+                raise DeltaLost(each.header.key, "damaged: they were good before")
+        return {}
+
+    def _write(self, draft: MemoryDraft) -> list:
+        self.run.world.edge("write a version")
+        if self.run.world.full:
+            raise OSError(28, "No space left on device")
+        return []
+
+    def drop(self, keys: list) -> None:
+        for key in keys:
+            self.run.world.bytes.pop(key, None)
+
+
+class AtOnce:
+    """A pool whose work is done when it is given."""
+
+    def __init__(self, _threads: int):
+        pass
+
+    def submit(self, work, *args) -> Future:
+        future = Future()
+        try:
+            future.set_result(work(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_options) -> None:
+        pass
+
+
+class Notice:
+    """`signals.Notice`, without a pipe."""
+
+    def __init__(self):
+        self.since, self.signal_name, self.exit_code = None, "SIGTERM", None
+
+    def __bool__(self) -> bool:
+        return self.since is not None
+
+
+class Line(Link):
+    """A link whose watcher looks when it is told to."""
+
+    def __init__(self, place: Place, notice: Notice):
+        super().__init__(place, notice)
+        self._watched: Store | None = None
+        idle = place.run.world.idle
+        self._closed = SimpleNamespace(wait=lambda _s: idle("lost line"), set=lambda: None)
+
+    def __enter__(self) -> "Line":
+        return self
+
+    def say(self, **progress) -> None:
+        self._said |= progress
+
+    def wait(self, until, timeout_s: float):
+        if not (until(self.news) or self._notice):
+            self.run.world.idle("wait for news")
+            self.hear()
+        return self.news
+
+    def hear(self) -> None:
+        """One round of `_watch`."""
+        try:
+            self._watched = self._watched or Store.open(self.run)
+            self._note(self._watched.master())
+        except ElasticError:
+            self._watched = None
+            if over := self.run.closing("local"):
+                self._note({"state": "done" if over == "done" else "stopping", "version": "-1"})
+
+
+class Life(LocalSGD):
+    """The life of a worker, without a model."""
+
+    def _open(self, dataset) -> None:
+        if self.run.newest_version() < 0:
+            first = {"version": 0, "writer": self.place.job_id}
+            self.run.link_commit(first | self._first_record(LAYOUT, len(dataset)))
+        self._replica = SimpleNamespace(layout=LAYOUT, restore=lambda: None)
+        self._codec = SimpleNamespace(name="none")
+
+    def _load(self, commit: dict) -> str:
+        return ""
+
+    def _adopt_inner_state(self, version: int) -> None:
+        pass
+
+    def _save_inner(self) -> None:
+        pass
+
+    def _save_inner_if_due(self) -> None:
+        pass
+
+    def _set_learning_rate(self) -> None:
+        pass
+
+    def _send_fragments(self) -> list:
+        world, round_ = self.run.world, self._round
+        world.edge("write a delta")
+        text = str(round_.samples)
+        world.bytes[(self.place.slot, self.place.attempt, round_.base)] = text
+        return [Fragment(4, text)]
+
+    def live(self) -> None:
+        with self:
+            for _ in self.batches(range(SAMPLES), list):
+                self.run.world.edge("train a step")
+                self.step()
+
+
+class Worker:
+    """One job: an agent and its training process."""
+
+    def __init__(self, world: "Training", slot: int):
+        run = world.run
+        self.notice, self.next_beat = Notice(), world.now
+        self.agent = Agent.__new__(Agent)
+        vars(self.agent).update(run=run, slot=slot, notice=self.notice, config=world.config,
+                                job_id=f"{slot}", _store=None)  # fmt: skip
+        self.agent.attempt = self.attempt = run.claim_attempt(slot, {})
+        place = Place(run, slot, self.attempt, f"{slot}.{self.attempt}")
+        one = SimpleNamespace(share=lambda x: x, gather=lambda x: [x], leads=True, rank=0, world=1)
+        self.life = Life(None, SimpleNamespace(param_groups=[]), place, self.notice, one)
+        self.slot, self.line = slot, self.life._link
+        self.actor = Actor(f"worker {slot}.{self.attempt}", self.life.live)
+
+    def beat(self, world: "Training") -> None:
+        """The agent's turn: a heartbeat, or the last word when its training process has ended."""
+        said = {name: self.line._said.get(name, SILENT[name]) for name in SILENT}
+        child = SimpleNamespace(said=said, heard=world.now, processes=[SimpleNamespace(pid=1)])
+        if not self.actor.alive:
+            if self.agent._store:
+                with contextlib.suppress(ElasticError):
+                    self.agent._store.release(self.slot, self.attempt)
+            return
+        self.next_beat = world.now + world.config.health.heartbeat_s
+        try:
+            self.agent._beat(child)
+        except Fenced:
+            world.cast.kill(self.actor)
+
+
+@dataclass
+class Started:
+    """`redis_server.RedisServer`, of a server in memory."""
+
+    server: Server
+    endpoint: Endpoint
+
+    def alive(self) -> bool:
+        return self.server.alive
+
+    def stop(self) -> None:
+        self.server.alive = False
+
+
+class Training:
+    """The world of one schedule."""
+
+    def __init__(self, schedule: bytes):
+        self.cast, self.log, self.now = Cast(), [], 1000.0
+        self.config = SITE_REDIS if schedule[:1] > b"\xaa" else CONFIG
+        self.run, self.bytes, self.full, self.calm = MemoryRun(self), {}, False, False
+        self.servers = {0: Server(lambda: self.now)}
+        self.masters: list[tuple[Actor, Master, Notice]] = []
+        self.workers: list[Worker] = []
+        self.faults: list[int] = []  # what happens to the next calls of Redis
+        self.rejected: list[dict] = []
+        self.seen: dict[int, str] = {}
+        self.committed: dict[tuple[int, int], int] = {}
+        self.late: dict[int, int] = {}
+        self._schedule = schedule[1:]
+
+    # ---- the edges
+
+    def edge(self, where: str) -> None:
+        self.cast.edge(where)
+
+    def idle(self, where: str) -> None:
+        self.cast.idle(where)
+
+    def changes(self, where: str) -> None:
+        """An edge behind which the world is changed: nothing that a fenced program may do."""
+        self.edge(where)
+        self.refuse_the_fenced(where)
+
+    def refuse_the_fenced(self, where: str) -> None:
+        actor = self.cast.acting
+        must(not (actor and actor.fenced), f"{actor and actor.name} goes on, fenced: {where}")
+
+    def fenced(self) -> None:
+        """Whoever is acting has been told that a higher number has taken over."""
+        if self.cast.acting:
+            self.cast.acting.fenced = True
+
+    def call(self, name: str, action):
+        """A call of Redis: it may be lost, its answer may be lost, or it may be made twice."""
+        (self.idle if name in ("blpop", "wait") else self.edge)(name)
+        self.refuse_the_fenced(name)
+        fault = self.faults.pop() if self.faults and self.cast.acting else None
+        if fault == 0:
+            raise redis.exceptions.ConnectionError("the call is lost")
+        answer = action()
+        if fault == 1:
+            raise redis.exceptions.ConnectionError("the answer is lost")
+        answer = action() if fault == 2 else answer
+        if (name, answer) in FENCED:
+            self.fenced()
+        return answer
+
+    def connect(self, endpoint: Endpoint, _password, run_name: str, _timeout_s=5.0) -> Store:
+        server = self.servers[endpoint.port]
+        return Store(Client(server, self.call), run_name, f"server {endpoint.port}")
+
+    def start_redis(self, _run, _config, _address: str, epoch: int):
+        self.edge("start Redis")
+        port, server = len(self.servers), Server(lambda: self.now)
+        self.servers[port] = server
+        return Started(server, Endpoint("", port, epoch))
+
+    def epoch_of_acting(self) -> int:
+        """Of the master that is at its turn, from its birth in mind to the end of its life."""
+        epochs = [boss.epoch for actor, boss, _ in self.masters if actor is self.cast.acting]
+        return epochs[0] if epochs and epochs[0] else 1 << 30
+
+    # ---- what goes on
+
+    def play(self) -> None:
+        """The schedule, and then a good end. Raises Violation."""
+        try:
+            self.start_master()
+            for slot in range(2):
+                self.start_worker(slot)
+            for _ in range(2):
+                self.on_all_turn(7)
+            for name, how in operations(self._schedule, TABLE):
+                if note := getattr(self, "on_" + name.replace(" ", "_"))(how):
+                    self.log.append(f"{name}: {note}")
+                self.check()
+            self.end_well()
+        finally:
+            self.cast.close()
+
+    def living(self) -> list[Actor]:
+        return [actor for actor in self.cast.actors if actor.alive and not actor.frozen]
+
+    def on_turn(self, how: int) -> str:
+        actors = self.living()
+        if not actors:
+            return ""
+        actor, steps = actors[how % 8 % len(actors)], STEPS[how // 8 % 8]
+        self.cast.turn(actor, steps)
+        return f"{steps} edges of {actor.name}, now at {actor.where!r}"
+
+    def on_all_turn(self, how: int) -> str:
+        steps = STEPS[how % 8]
+        for actor in self.living():
+            self.cast.turn(actor, steps)
+        self.pass_time(TURN_S)
+        return f"{steps} edges of each, then {TURN_S} s"
+
+    def on_time(self, how: int) -> str:
+        seconds = (0.5, 1.0, 2.5, 7.0)[how % 4]
+        self.pass_time(seconds)
+        return f"{seconds} s"
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for worker in self.workers:
+            if not worker.actor.frozen and worker.next_beat <= self.now:
+                worker.beat(self)
+        self.reap()
+
+    def reap(self) -> None:
+        for worker in [each for each in self.workers if not each.actor.alive]:
+            self.workers.remove(worker)
+            if not worker.actor.killed:
+                worker.beat(self)
+        for actor, boss, _ in [each for each in self.masters if not each[0].alive]:
+            self.masters = [each for each in self.masters if each[0] is not actor]
+            if boss._server:
+                boss._server.stop()  # it dies with its parent
+
+    def on_news(self, how: int) -> str:
+        if not self.workers:
+            return ""
+        worker = self.workers[how % len(self.workers)]
+        worker.line.hear()
+        return f"{worker.actor.name} hears {worker.line.news}"
+
+    def on_start_worker(self, how: int) -> str:
+        """Slurm may take a job for dead that is not: two at most are in one slot."""
+        slot = how % SLOTS
+        if sum(worker.slot == slot for worker in self.workers) > 1:
+            return ""
+        return self.start_worker(slot)
+
+    def start_worker(self, slot: int) -> str:
+        worker = Worker(self, slot)
+        self.workers.append(worker)
+        self.cast.enter(worker.actor)
+        worker.beat(self)
+        return worker.actor.name
+
+    def on_start_master(self, _how: int) -> str:
+        return self.start_master() if len(self.masters) < 2 else ""
+
+    def start_master(self) -> str:
+        notice = Notice()
+        boss = Master(self.run, notice)
+        actor = self.cast.enter(Actor(f"master {len(self.cast.actors)}", boss.main))
+        self.masters.append((actor, boss, notice))
+        return actor.name
+
+    def on_kill(self, how: int) -> str:
+        actors = [actor for actor in self.cast.actors if actor.alive]
+        if not actors:
+            return ""
+        actor = actors[how % len(actors)]
+        self.cast.kill(actor)
+        self.reap()
+        return f"{actor.name}, which was at {actor.where!r}"
+
+    def on_notice(self, how: int) -> str:
+        notices = [(w.actor.name, w.notice) for w in self.workers]
+        notices += [(actor.name, notice) for actor, _, notice in self.masters]
+        if not notices:
+            return ""
+        name, notice = notices[how % len(notices)]
+        notice.since = notice.since or self.now
+        return name
+
+    def on_flush(self, _how: int) -> str:
+        for server in self.servers.values():
+            server.flushall()
+        return "all"
+
+    def on_kill_redis(self, _how: int) -> str:
+        if self.config is SITE_REDIS:
+            return self.on_flush(0)  # its operators bring it back, empty
+        self.servers[len(self.servers) - 1].alive = False
+        return "the newest"
+
+    def on_lose_a_call(self, how: int) -> str:
+        self.faults.append(how % 3)
+        return ("before it is made", "its answer", "it is made twice")[how % 3]
+
+    def on_disk(self, how: int) -> str:
+        self.full = how % 2 > 0
+        return "full" if self.full else "has space"
+
+    def on_freeze(self, how: int) -> str:
+        """A whole node stands still, or goes on as if nothing had been."""
+        actors = [actor for actor in self.cast.actors if actor.alive]
+        if not actors:
+            return ""
+        actor = actors[how % len(actors)]
+        actor.frozen = not actor.frozen
+        return f"{actor.name} {'stands still' if actor.frozen else 'goes on'} at {actor.where!r}"
+
+    def on_freeze_master(self, how: int) -> str:
+        """A master will stand still when it gets to a certain edge; another one is started."""
+        if not self.masters:
+            return ""
+        actor = self.masters[how % len(self.masters)][0]
+        actor.freezes_at = EDGES[how // 2 % len(EDGES)]
+        return f"{actor.name} will stand still at {actor.freezes_at!r}"
+
+    def on_stop(self, how: int) -> str:
+        state = "stopped" if self.run.wanted.state == "running" else "running"
+        self.run.wanted = replace(self.run.wanted, state=state)
+        return state
+
+    def on_forge(self, how: int) -> str:
+        """A header that no honest worker would offer, by the name of one that is there."""
+        if not (self.workers and self.masters):
+            return ""
+        worker = self.workers[how % len(self.workers)]
+        server = self.servers[len(self.servers) - 1 if self.config is CONFIG else 0]
+        version, kind = len(self.run.linked) - 1, how // 8 % 5
+        at = how % SAMPLES
+        base = version + (0, 0, 1, -3, 0)[kind]
+        attempt = worker.attempt + (0, 1, 0, 0, 0)[kind]
+        header = Header(
+            run="run-b" if kind == 4 else "run-a", slot=worker.slot, attempt=attempt,
+            job_id="of run-b" if kind == 4 else "",
+            base=base, layout="abc", codec="none", steps=1, tokens=1,
+            samples=((EPOCHS - 1, at, at + 1),), loss=0.0, first_loss=0.0,
+            fragments=(Fragment(4, "forged"),),
+        )  # fmt: skip
+        if base < 0:
+            return ""
+        self.bytes.setdefault(header.key, "forged")
+        fields = (f"{header.slot}:{attempt}", json.dumps(header.to_json()))
+        server.hset(f"elastic:run-a:offers:{base}", *fields)
+        what = ("again, other samples", "never claimed", "future", "stale", "other run")[kind]
+        return f"{header.key}, {what}"
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        linked = self.run.linked
+        for version, text in self.seen.items():
+            must(linked.get(version) == text, f"commit {version} has changed")
+        for version in range(len(self.seen), len(linked)):
+            must(version in linked, f"commit {version} is missing")
+            self.seen[version] = linked[version]
+            self.check_commit(version, json.loads(linked[version]))
+
+    def check_commit(self, version: int, record: dict) -> None:
+        deltas, epoch = record["deltas"], record["master_epoch"]
+        before = json.loads(self.seen[version - 1])["tokens"] if version else 0
+        must(record["tokens"] == before + sum(d["tokens"] for d in deltas), "tokens: not the sum")
+        owners = [(delta["slot"], delta["attempt"]) for delta in deltas]
+        must(len(set(owners)) == len(owners), f"version {version} has two deltas of one attempt")
+        must(version == 0 or deltas, f"version {version} is made of nothing")
+        for delta in deltas:
+            who = f"the delta of {delta['slot']}.{delta['attempt']} in version {version}"
+            must(delta["attempt"] <= self.run.attempts.get(delta["slot"], 0), f"{who}: no such one")
+            must(delta["job_id"] != "of run-b", f"{who}: it is another run's")
+            must(0 <= version - 1 - delta["base"] <= 2, f"{who} is based on {delta['base']}")
+            must(delta["tokens"] == count(delta["samples"]), f"{who}: tokens are not samples")
+            for e, start, stop in delta["samples"]:
+                for at in range(start, stop):
+                    first = self.committed.setdefault((e, at), version)
+                    must(first == version, f"sample {e}:{at} is in versions {first} and {version}")
+                    self.committed[e, at] = -version
+        if version and epoch < self.run.epochs:
+            self.late[epoch] = self.late.get(epoch, 0) + 1
+            must(self.late[epoch] == 1, f"master epoch {epoch} goes on committing, fenced")
+
+    # ---- the end
+
+    def end_well(self) -> None:
+        """Nothing goes wrong any more: first until all is quiet, then with one clean loss."""
+        self.faults.clear()
+        self.full = False
+        self.run.wanted = replace(self.run.wanted, state="running")
+        for actor in self.cast.actors:
+            actor.frozen, actor.freezes_at = False, ""
+        done, quiet = len(self.run.linked), MOST_TURNS
+        for turn in range(MOST_TURNS):
+            if self.run.end:
+                break
+            if not self.calm and turn >= QUIET_TURNS and len(self.run.linked) > done:
+                self.calm, self.rejected, quiet = True, [], turn
+                self.log.append("all is quiet")
+            if turn == quiet + 1:  # in the middle of a round
+                self.one_clean_loss(self._schedule[-1] % 3)
+            self.fair_turn()
+            self.check()
+            if self.calm:
+                must(not self.rejected, f"a good delta is rejected: {self.rejected}")
+        must(self.run.end, f"the run does not end: {len(self.committed)} samples committed; "
+             + ", ".join(f"{a.name} at {a.where!r}" for a in self.living()))  # fmt: skip
+        must(len(self.committed) == SAMPLES * EPOCHS, "a sample is missing")
+
+    def one_clean_loss(self, what: int) -> None:
+        """Of a kind of which a good worker must not feel anything."""
+        if what == 1:
+            self.log.append("a new master")
+            for actor, _, _ in self.masters:
+                self.cast.kill(actor)
+        elif what == 2:
+            self.log.append(f"flush: {self.on_flush(0)}")
+
+    def fair_turn(self) -> None:
+        self.pass_time(TURN_S)
+        if not self.masters:
+            self.start_master()
+        for slot in range(SLOTS):
+            if not any(worker.slot == slot for worker in self.workers):
+                self.start_worker(slot)
+        for actor in self.living():
+            self.cast.turn(actor, 7 if self.calm and "worker" in actor.name else 60)
+        for worker in self.workers:
+            worker.line.hear()
+
+
+class Clock:
+    """`time`, of the world that is being played."""
+
+    world: Training
+
+    def time(self) -> float:
+        return self.world.now
+
+    monotonic = time
+
+    def time_ns(self) -> int:
+        return int(self.world.now * 1e9)
+
+    def sleep(self, _seconds: float) -> None:
+        self.world.idle("sleep")
+
+
+CLOCK = Clock()
+
+
+class NoPass:
+    """`master.Reconcile`: no jobs here."""
+
+    def __init__(self, *_args):
+        pass
+
+    tick = soon = close = lambda self, *args, **options: None
+
+
+@contextlib.contextmanager
+def in_memory():
+    """The modules' outside replaced by that of `CLOCK.world`, for the time of the tests."""
+    def quiet(*_args, **_options) -> None:
+        pass
+
+    def world(name: str) -> Callable:
+        return lambda *args, **options: getattr(CLOCK.world, name)(*args, **options)
+
+    replaced = {
+        master: {
+            "ThreadPoolExecutor": AtOnce, "Averager": MemoryAverager, "Reconcile": NoPass,
+            "start": world("start_redis"), "bind_address": quiet, "remove_drafts": quiet,
+            "prune": quiet, "print": quiet, "time": CLOCK,
+        },
+        averaging: {"Draft": MemoryDraft},
+        Store: {"connect": world("connect")},
+        link: {"time": CLOCK},
+        local_sgd: {"Link": Line, "print": quiet, "time": CLOCK},
+        agent: {"print": quiet, "time": CLOCK},
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for target, names in replaced.items():
+            for name, value in names.items():
+                stack.enter_context(mock.patch.object(target, name, value, create=True))
+        yield
+
+
+def play(schedule: bytes) -> Training:
+    """The world after a schedule. A Violation carries what happened as notes."""
+    CLOCK.world = world = Training(schedule)
+    try:
+        world.play()
+    except Violation as violation:
+        violation.log = world.log
+        raise
+    return world

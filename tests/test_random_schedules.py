@@ -1,0 +1,357 @@
+"""Random schedules: the real decisions in worlds where everything is late, lost or said twice.
+
+    pytest -s tests/test_random_schedules.py         ELASTIC_SCHEDULES=100000 for more of them
+
+A schedule is bytes that hypothesis draws and shrinks; a failing one is printed as what happened.
+Then one decision at a time is broken, and some schedule must notice.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from elastic import history, plan, reconcile, rounds
+from elastic.averaging import Averager, Checked
+from elastic.errors import Fenced, TryAgain
+from elastic.ledger import Ledger, Ranges
+from elastic.master import Master, Round
+from elastic.rounds import Verdict
+from elastic.rundir import Endpoint
+from elastic.store import Ask, Store
+from schedules import jobs, training
+from schedules.actors import Violation
+from schedules.memory_redis import Client, Server
+
+SCHEDULES = int(os.environ.get("ELASTIC_SCHEDULES", "10500"))
+SHARE = 7  # of the schedules one in so many is of local mode: they take longer
+TRAINING_BYTES, JOBS_BYTES = 121, 101
+MOST_UNTIL_NOTICED = 1500
+
+
+@pytest.fixture
+def _in_memory():
+    with training.in_memory(), jobs.in_memory():
+        yield
+
+
+in_memory = pytest.mark.usefixtures("_in_memory")
+
+
+def over_schedules(count: int, length: int, play: Callable) -> None:
+    """Play so many schedules, the same ones every time, and say how many and how long."""
+    played = []
+
+    @settings(max_examples=count, deadline=None, derandomize=True, database=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.binary(min_size=length, max_size=length))
+    def each(schedule):
+        try:
+            played.append(len(play(schedule).log))
+        except Violation as violation:
+            for line in violation.log:
+                note(line)
+            raise
+
+    each()
+    print(f"{len(played)} schedules, {sum(played) / len(played):.0f} operations in the mean")
+    assert len(played) >= count
+
+
+@in_memory
+def test_local_mode_commits_every_sample_once_and_comes_to_its_end():
+    over_schedules(SCHEDULES // SHARE, TRAINING_BYTES, training.play)
+
+
+@in_memory
+def test_passes_make_no_job_beside_another_and_all_that_are_wanted():
+    over_schedules(SCHEDULES - SCHEDULES // SHARE, JOBS_BYTES, jobs.play)
+
+
+# ---- what the schedules have found
+
+
+@pytest.fixture
+def master() -> Master:
+    """One in round 5, in which slot 1 has delivered on versions 4 and 5 and a call has gone out."""
+    found = Master.__new__(Master)
+    found.run = SimpleNamespace(event=lambda kind, **fields: None)
+    found._ledger, found._round = Ledger(100, 1), Round(5, 0.0)
+    found._store = SimpleNamespace(**dict.fromkeys(("set_verdict", "drop_offers", "add_event"),
+                                                   lambda *_: None))  # fmt: skip
+    for base in (4, 5):
+        found._ledger.offer((1, 1, base), [(0, base, base + 1)])
+        found._round.accepted[1, 1, base] = Checked(SimpleNamespace(key=(1, 1, base)))
+        found._round.answered.add((1, 1, base))
+    found._round.called = 1.0
+    return found
+
+
+def test_a_worker_has_answered_though_its_delta_before_is_withdrawn(master):
+    master._withdraw((1, 1, 4), "superseded")
+    assert master._round.answered == {(1, 1, 5)}
+    assert master._round.called == 1.0
+
+
+def test_a_last_call_is_taken_back_with_the_last_delta(master):
+    """Who has heard it trains no more in this round, and nobody else would deliver."""
+    for base in (4, 5):
+        master._withdraw((1, 1, base), "damaged")
+    assert master._round.called is None
+
+
+def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(master):
+    mine, written = Endpoint("n2", 6379, 2), []
+    master.epoch, master._endpoint, master._state = 2, mine, "running"
+    master._control_at, master._publish_state = 0.0, lambda wake="": None
+    master._store.now, master._is_short_of_space = lambda: 1000.0, lambda: False
+    master.run = SimpleNamespace(
+        newest_epoch=lambda: 2, endpoint=lambda: Endpoint("n1", 6379, 1),
+        set_endpoint=written.append, closing=lambda mode: "",
+    )  # fmt: skip
+    master._observe_control()
+    assert written == [mine]
+
+
+def test_a_job_that_an_old_listing_brings_back_is_not_the_one_that_may_have_been_submitted():
+    gone = history.Ended("1", "worker", 0, "lost", at=900.0, submitted_at=100.0)
+    unsure = history.UnsureSubmission("worker", 0, until=1500.0)
+    memory = history.Memory(0.0, ended=(gone,), unsure=(unsure,))
+    listed = [history.JobSeen("1", "worker", 0, "RUNNING", submitted_at=100.0)]
+    assert history.learn(memory, listed, [], 1000.0, keep=4).unsure == (unsure,)
+    new = history.JobSeen("2", "worker", 0, "PENDING", submitted_at=950.0)
+    assert history.learn(memory, [*listed, new], [], 1000.0, keep=4).unsure == ()
+
+
+# ---- the worlds are like the real ones
+
+
+def answers_of(store: Store, clock: Callable[[float], None]) -> list:
+    """What a store answers to a thousand calls, drawn from a seed."""
+    draw, answers = random.Random(5), []
+    lease = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
+             "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
+    calls = {
+        "claim": lambda who: store.claim(*who, lease, 60.0),
+        "beat": lambda who: store.beat(*who, lease | {"step": draw.randrange(3)}, 60.0),
+        "release": lambda who: store.release(*who),
+        "slots": lambda who: {n: (s.attempt, s.step) for n, s in store.slots().items()},
+        "attempts": lambda who: store.attempts(),
+        "set_attempts": lambda who: store.set_attempts({who[0]: who[1]}),
+        "offer": lambda who: store.offer(*who, draw.randrange(3), {"a": draw.randrange(3)}),
+        "offers": lambda who: store.offers(range(3)),
+        "offered": lambda who: store.offered(*who, draw.randrange(3)),
+        "drop_offers": lambda who: store.drop_offers(draw.randrange(3), [f"{who[0]}:{who[1]}"]),
+        "set_verdict": lambda who: store.set_verdict(f"{who[0]}:{who[1]}", {"base": 1}),
+        "take_verdict": lambda who: store.take_verdict(*who),
+        "ask": lambda who: store.ask(Ask(*who, draw.randrange(3), 2, ((0, 1, 2),))),
+        "take_asks": lambda who: sorted(map(str, store.take_asks())),
+        "grant": lambda who: store.grant({who: (draw.randrange(3), [(0, 1, 3)])}),
+        "granted": lambda who: store.granted(Ask(*who, draw.randrange(3), 2, ()), 0.001),
+        "set_master": lambda who: store.set_master(who[1], {"version": who[0]}),
+        "master": lambda who: {k: v for k, v in store.master().items() if k != "beat"},
+    }  # fmt: skip
+    for _ in range(1000):
+        name, who = draw.choice(list(calls)), (draw.randrange(2), draw.randint(1, 3))
+        try:
+            answers.append((name, who, calls[name](who)))
+        except Fenced as error:
+            answers.append((name, who, str(error)))
+        if name == "master" and draw.random() < 0.1:
+            clock(store)
+    return answers
+
+
+def test_redis_as_a_dictionary_answers_as_redis_does(store):
+    server = Server(lambda: 1000.0)
+    memory = Store(Client(server, lambda _name, action: action()), "run-a", "memory")
+    real = answers_of(store, lambda store: store._redis.flushall())
+    assert answers_of(memory, lambda _: server.flushall()) == real
+
+
+def test_a_lost_call_is_the_stores_own_error():
+    server = Server(lambda: 1000.0)
+    server.alive = False
+    with pytest.raises(TryAgain):
+        Store(Client(server, lambda _name, action: action()), "run-a", "memory").now()
+
+
+# ---- broken decisions
+
+
+def judge_without(rule: str):
+    """`judge`, but for the reasons that begin with `rule`."""
+    judge = rounds.judge
+
+    def broken(header, facts, refused):
+        verdict, reason = judge(header, facts, refused)
+        blind = verdict is Verdict.REJECT and reason.startswith(rule)
+        return (Verdict.ACCEPT, "it looks good") if blind else (verdict, reason)
+
+    return {(rounds, "judge"): broken}
+
+
+def refusal_blind_to(name: str):
+    refusal = Ledger.refusal
+
+    def broken(self, owner, ranges):
+        kept = getattr(self, name)
+        setattr(self, name, Ranges() if name == "committed" else {})
+        try:
+            return refusal(self, owner, ranges)
+        finally:
+            setattr(self, name, kept)
+
+    return {(Ledger, "refusal"): broken}
+
+
+def offer_leaves_it_free(self, offer, ranges):
+    REAL_OFFER(self, offer, ranges)
+    self.free.add(self.offered[offer])
+
+
+def loser_goes_on(self, epoch, record, on_full_disk):
+    won = REAL_COMMIT(self, epoch, record, on_full_disk)
+    if won is None:
+        self._commit = self.run.commit(self._commit["version"] + 1)
+    return self._commit
+
+
+def replaces_the_commit(self, record):
+    self.world.changes("link a commit")
+    self.linked[record["version"]] = json.dumps(record)
+    return True
+
+
+def forgets_what_is_granted(self, owner, want, sharers=1, least=1):
+    ranges = REAL_GRANT(self, owner, want, sharers, least)
+    self.free.add(self.held.pop(owner))
+    return ranges
+
+
+REAL_OFFER, REAL_COMMIT, REAL_GRANT = Ledger.offer, Averager.commit, Ledger.grant
+REAL_PLAN, REAL_NOTE = plan.plan, reconcile._Pass._note_unsure
+TRAINING = {
+    "judge: any attempt": judge_without("fenced"),
+    "judge: any run": judge_without("other-run"),
+    "judge: any base": judge_without("stale"),
+    "judge: the same delta again": judge_without("duplicate"),
+    "judge: whatever the ledger says": judge_without("samples"),
+    "refusal: committed samples": refusal_blind_to("committed"),
+    "refusal: samples of this round": refusal_blind_to("offered"),
+    "refusal: samples of another worker": refusal_blind_to("held"),
+    "ledger: frees what is offered": {(Ledger, "offer"): offer_leaves_it_free},
+    "ledger: forgets what it granted": {(Ledger, "grant"): forgets_what_is_granted},
+    "ledger: forgets what workers say they hold": {(Ledger, "hold"): lambda *_: None},
+    "ledger: keeps what is withdrawn": {
+        (Ledger, "withdraw"): lambda self, offer: self.offered.pop(offer, None)
+    },
+    "ledger: keeps what the lost held": {(Ledger, "give_back"): lambda self, owner: 0},
+    "master: no fence": {(Master, "_fence"): lambda self: None},
+    "master: does not settle": {(Master, "_settle"): lambda self: None},
+    "master: superseded deltas count": {(rounds, "superseded"): lambda headers: []},
+    "commit: replaces one that is there": {
+        (training.MemoryRun, "link_commit"): replaces_the_commit
+    },
+    "commit: the loser goes on": {(Averager, "commit"): loser_goes_on},
+}
+
+
+def planned(change: Callable) -> dict:
+    """A plan of a world that has been changed before."""
+    return {(reconcile, "plan"): lambda world, now: REAL_PLAN(change(world), now)}
+
+
+def without_lock(run):
+    return training.contextlib.nullcontext(True)
+
+
+def silence_is_empty(passes, scheduler, report):
+    real = scheduler.jobs
+
+    def jobs_or_none():
+        try:
+            return real()
+        except TryAgain:
+            scheduler.silent = False
+            return []
+
+    scheduler.jobs = jobs_or_none
+    REAL_PASS_OVER(passes, scheduler, report)
+
+
+def with_memory(world, **changes):
+    return replace(world, memory=replace(world.memory, **changes))
+
+
+REAL_PASS_OVER = reconcile._pass_over
+JOBS = {
+    "a queued job is no job": {(history, "ENDED_STATES"): history.ENDED_STATES | {"PENDING"}},
+    "a job on its way out is gone": {
+        (history, "ENDED_STATES"): history.ENDED_STATES | {"COMPLETING"}
+    },
+    "a suspended job is gone": {(history, "ENDED_STATES"): history.ENDED_STATES | {"SUSPENDED"}},
+    "a state never seen before is an end": {
+        (history, "has_ended"): lambda state: state not in jobs.KNOWN_STATES
+    },
+    "no answer means no jobs": {(reconcile, "_pass_over"): silence_is_empty},
+    "a listing knows the youngest jobs": {(history, "SETTLE_S"): 0.0},
+    "an unsure submission is forgotten": planned(lambda world: with_memory(world, unsure=())),
+    "a dying pass leaves no note": {(reconcile, "DYING_S"): 0.0},
+    "a lost answer is waited for a minute": {(reconcile, "UNSURE_S"): 60.0},
+    "max_pending is no limit": planned(
+        lambda world: replace(world, limits=replace(world.limits, max_pending=99))
+    ),
+    "max is no limit": planned(lambda world: replace(world, slots=world.slots + 1)),
+    "a run that is over goes on": planned(lambda world: with_memory(world, closing="")),
+    "the other mode's jobs do not matter": {
+        (plan.World, "own"): lambda self, role: True
+    },
+    "two passes at once": {(reconcile, "_lock"): without_lock},
+    "a refusal ends all submissions": {
+        (reconcile, "REFUSED_S"): 1e9, (reconcile, "LATER_S"): 1e9
+    },
+    "a job is known by its id alone": {
+        (history.JobSeen, "key"): property(lambda self: (self.job_id, "", 0))
+    },
+    "a broken hold is waited for": {
+        (history.JobSeen, "broken_hold"): property(lambda self: "")
+    },
+    "a cancelled job is taken for gone": {
+        (history.JobSeen, "place"): property(
+            lambda self: ("", 0) if self.cancelled_at is not None else (self.role, self.slot)
+        )
+    },
+}  # fmt: skip
+
+
+def noticed(broken: dict, play: Callable, length: int, monkeypatch) -> None:
+    """Some schedule is violated when a decision is broken; says how many it takes."""
+    for (target, name), value in broken.items():
+        monkeypatch.setattr(target, name, value)
+    draw = random.Random(1)
+    for number in range(1, MOST_UNTIL_NOTICED + 1):
+        try:
+            play(draw.randbytes(length))
+        except Violation as violation:
+            print(f"after {number} schedules: {str(violation)[:150]}")
+            return
+    raise AssertionError(f"not noticed in {MOST_UNTIL_NOTICED} schedules")
+
+
+@in_memory
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_broken_decision_of_local_mode_is_noticed(name, monkeypatch):
+    noticed(TRAINING[name], training.play, TRAINING_BYTES, monkeypatch)
+
+
+@in_memory
+@pytest.mark.parametrize("name", JOBS)
+def test_a_broken_decision_of_reconcile_is_noticed(name, monkeypatch):
+    noticed(JOBS[name], jobs.play, JOBS_BYTES, monkeypatch)
