@@ -188,9 +188,9 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
     """
     removed = []
     _remove_drafts_below(run, newest - keep + 1)
-    shutil.rmtree(run.path / "deltas" / f"{newest - keep:06d}", ignore_errors=True)
-    versions = run.path / "versions"
-    for left in versions.glob(".pruned.*"):
+    versions, deltas = run.path / "versions", (run.path / "deltas").glob("[0-9]*")
+    old = (folder for folder in deltas if int(folder.name) <= newest - keep)
+    for left in (*versions.glob(".pruned.*"), *old):
         shutil.rmtree(left, ignore_errors=True)
     for folder in sorted(versions.glob("[0-9]*")):
         version = int(folder.name)
