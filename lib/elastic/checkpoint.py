@@ -35,7 +35,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 
-from elastic.durable import checksum, create_once, read_json, sync_directory, to_json, write_atomic
+from elastic.durable import checksum, create_once, read_json, sync_path, to_json, write_atomic
 from elastic.errors import ElasticError
 from elastic.group import Group
 from elastic.layout import Tensor
@@ -192,7 +192,7 @@ class Checkpoints:
             "world": self._group.world, "extra": json.loads(flight.extra),
             "files": [{**entry, "path": str(final / entry["path"])} for entry in files],
         }  # fmt: skip
-        sync_directory(flight.writer.path.parent)
+        sync_path(flight.writer.path.parent)
         if flight.step in self._skipped:
             _remove(self._run, flight.step)
             self._skipped.discard(flight.step)
@@ -255,13 +255,13 @@ def _fill(state: dict, reader: dcp.FileSystemReader, how: dict) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer of files (all fsynced), which also keeps the size and checksum of each.
+    """DCP's writer of files, which also fsyncs each, and keeps its size and checksum.
 
     A failure in here is one of DCP's steps, and reaches all ranks like every other.
     """
 
     def __init__(self, folder: Path, extra: bytes):
-        super().__init__(folder)
+        super().__init__(folder, sync_files=False)  # it would, before its buffer is written
         self.files: list[dict] = []
         self._extra = extra
 
@@ -273,7 +273,7 @@ class _Writer(dcp.FileSystemWriter):
             if isinstance(refused, OSError):
                 raise OSError(refused.errno, refused.strerror, str(self.path)) from None
             raise
-        sync_directory(self.path)
+        sync_path(self.path)
         self._note(_rank_file(self.rank))
         return written
 
@@ -285,6 +285,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def _note(self, name: str) -> None:
         path = self.path / name
+        sync_path(path)
         self.files.append({"path": name, "bytes": path.stat().st_size, "xxh3": checksum(path)})
 
 

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from elastic.durable import checksum, read_json, sync_directory, to_json, write_atomic
+from elastic.durable import checksum, read_json, sync_path, to_json, write_atomic
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.merge import Outer
@@ -66,7 +66,7 @@ class Draft:
         manifest = self.folder / "manifest.json"
         write_atomic(manifest, to_json({"version": self.version, "layout": layout.to_json()}))
         files = [*files, self._entry(manifest)]
-        sync_directory(self.folder.parent)
+        sync_path(self.folder.parent)
         record = {"version": self.version, "writer": self.writer, **record, "files": files}
         # A link may be made and its answer lost: the name in the commit decides.
         if self.run.link_commit(record) or self.run.commit(self.version)["writer"] == self.writer:
@@ -84,8 +84,7 @@ class Draft:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, path)
         path.chmod(0o644)  # safetensors makes it private
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_path(path)
         return self._entry(path)
 
     def _entry(self, path: Path) -> dict:
