@@ -189,7 +189,7 @@ class Checkpoints:
             "world": self._group.world, "extra": extra,
             "files": [{**entry, "path": str(final / entry["path"])} for entry in files],
         }  # fmt: skip
-        durable.sync_directory(draft.parent)
+        durable.sync_path(draft.parent)
         if step in self._skipped:
             _remove(self._run, step)
             self._skipped.discard(step)
@@ -252,13 +252,13 @@ def _fill(state: dict, reader: dcp.FileSystemReader, how: dict) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer of files (all fsynced), which takes their sizes and checksums, too, and commits.
+    """DCP's writer of files, which fsyncs them, too, takes their sizes and checksums, and commits.
 
     Each method is one of DCP's steps: a failure in it reaches all ranks.
     """
 
     def __init__(self, folder: Path, commit: Callable[[Path, list[dict]], None]):
-        super().__init__(folder)
+        super().__init__(folder, sync_files=False)  # it would, before its buffer is written
         self._commit = commit
 
     def write_data(self, plan, planner):
@@ -269,7 +269,7 @@ class _Writer(dcp.FileSystemWriter):
             if isinstance(refused, OSError):
                 raise OSError(refused.errno, refused.strerror, str(self.path)) from None
             raise
-        durable.sync_directory(self.path)
+        durable.sync_path(self.path)
         entry = _entry(self.path / _rank_file(self.rank))
         return written.then(lambda done: (done.value(), entry))
 
@@ -280,6 +280,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _entry(path: Path) -> dict:
+    durable.sync_path(path)
     return {"path": path.name, **durable.measure(path)}
 
 

@@ -31,7 +31,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` with `data`; after a crash it holds the old bytes or the new, whole."""
     with _temporary(path, data, mode) as temporary:
         os.replace(temporary, path)
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
 def replace_quickly(path: Path, data: bytes) -> None:
@@ -55,7 +55,7 @@ def create_once(path: Path, data: bytes) -> bool:
                     return False
                 raise
     with contextlib.suppress(OSError):  # the name is made: whatever comes now cannot undo it
-        sync_directory(path.parent)
+        sync_path(path.parent)
     return True
 
 
@@ -110,9 +110,9 @@ def to_json(data: dict) -> bytes:
     return json.dumps(data, indent=1).encode() + b"\n"
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Make the bytes of a file, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -42,15 +42,14 @@ def save(folder: Path, stem: str, optimizer: torch.optim.Optimizer, rank: int) -
 
 
 def publish(run: RunDir, slot: int, attempt: int, version: int, entries: list[dict]) -> dict:
-    """Replace the slot's pointer and remove the files that it named before."""
+    """Replace the slot's pointer and remove what it does not name: also what a death has left."""
     folder = run.slot_path(slot)
-    before = read_json(folder / "inner.json") or {"files": []}
     pointer = {"slot": slot, "attempt": attempt, "version": version, "files": entries}
     write_atomic(folder / "inner.json", to_json(pointer))
     current = {entry["name"] for entry in entries}
-    for entry in before["files"]:
-        if entry["name"] not in current:
-            (folder / entry["name"]).unlink(missing_ok=True)
+    for path in folder.glob("*inner-*"):
+        if path.name not in current:
+            path.unlink(missing_ok=True)
     return pointer
 
 

@@ -81,26 +81,26 @@ class RunDir:
         """Make the directory of a new run and register its name. UsageError if it is taken."""
         run = cls(Path(root).resolve() / config.run.name)
         link = configuration.registry_dir() / "runs" / run.name
-        if run.path.exists() or link.is_symlink():
+        if run.path.exists() or (link.is_symlink() and link.readlink() != run.path):
             where = run.path if run.path.exists() else os.readlink(link)
             raise UsageError(f"run name taken: {run.name!r} is {where}", "choose another --name")
-        made = False
+        draft = cls(run.path.with_name(f".{run.name}.{secrets.token_hex(16)}"))
         try:
-            run.path.parent.mkdir(parents=True, exist_ok=True)
-            run.path.mkdir(0o755)  # one of several who try at once
-            made = True
+            draft.path.parent.mkdir(parents=True, exist_ok=True)
+            draft.path.mkdir(0o755)
             for folder in FOLDERS:
-                (run.path / folder).mkdir()
-            write_atomic(run.path / "run.toml", config.to_toml().encode(), PRIVATE)
-            write_atomic(run.path / "environment.json", to_json(environment), PRIVATE)
+                (draft.path / folder).mkdir()
+            write_atomic(draft.path / "run.toml", config.to_toml().encode(), PRIVATE)
+            write_atomic(draft.path / "environment.json", to_json(environment), PRIVATE)
             for name in SECRETS.values():
-                write_atomic(run.path / name, secrets.token_hex(24).encode(), PRIVATE)
-            write_atomic(run._control_path, to_json(asdict(control)))
+                write_atomic(draft.path / name, secrets.token_hex(24).encode(), PRIVATE)
+            write_atomic(draft._control_path, to_json(asdict(control)))
             link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(run.path)
+            with contextlib.suppress(FileExistsError):  # somebody who died made it for this path
+                link.symlink_to(run.path)
+            os.rename(draft.path, run.path)  # the one of several who try at once that made it
         except OSError as error:
-            if made:
-                shutil.rmtree(run.path, ignore_errors=True)
+            shutil.rmtree(draft.path, ignore_errors=True)
             raise ElasticError(
                 f"cannot make the run directory {run.path}: {error.strerror}",
                 "set ELASTIC_RUNS to a writable folder on the shared filesystem",

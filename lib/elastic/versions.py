@@ -14,7 +14,6 @@ whoever reads the commit next (`settle`), which names the writer.
 
 import contextlib
 import errno
-import os
 import shutil
 from pathlib import Path
 
@@ -68,7 +67,7 @@ class Draft:
             manifest, durable.to_json({"version": self.version, "layout": layout.to_json()})
         )
         files = [*files, self._entry(manifest)]
-        durable.sync_directory(self.folder.parent)
+        durable.sync_path(self.folder.parent)
         record = {"version": self.version, "writer": self.writer, **record, "files": files}
         # A link may be made and its answer lost: the name in the commit decides.
         if self.run.link_commit(record) or self.run.commit(self.version)["writer"] == self.writer:
@@ -86,8 +85,7 @@ class Draft:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, path)
         path.chmod(0o644)  # safetensors makes it private
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        durable.sync_path(path)
         return self._entry(path)
 
     def _entry(self, path: Path) -> dict:
@@ -167,9 +165,9 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
     """
     removed = []
     _remove_drafts_below(run, newest - keep + 1)
-    shutil.rmtree(run.path / "deltas" / f"{newest - keep:06d}", ignore_errors=True)
-    versions = run.path / "versions"
-    for left in versions.glob(".pruned.*"):
+    versions, deltas = run.path / "versions", (run.path / "deltas").glob("[0-9]*")
+    old = (folder for folder in deltas if int(folder.name) <= newest - keep)
+    for left in (*versions.glob(".pruned.*"), *old):
         shutil.rmtree(left, ignore_errors=True)
     for folder in sorted(versions.glob("[0-9]*")):
         version = int(folder.name)

@@ -1,0 +1,436 @@
+"""Crash-only everything: each operation of a turn, a slot's life, a checkpoint, a pass goes wrong.
+
+pytest tests/test_crash_points.py
+
+crashing.py says what can happen at a point. After it the next master, attempt, trainer or pass goes
+on, without faults, to the end of the run; then the invariants are checked: no commit is lost or
+changed, every sample is in exactly one committed delta, numbers of epochs and attempts are used
+once, the thing that was interrupted happened wholly or not at all, and what was begun is cleared
+away. Only small records on their way (a temporary name, see durable.py) may stay, one per death.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from signal import SIGTERM
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import start_redis
+from crashing import LOST, REFUSED, UNANSWERED, Point, World, report, try_all
+from elastic import agent, config, inner_state, link, local_sgd, master
+from elastic.agent import Agent
+from elastic.audit import audit
+from elastic.checkpoint import Checkpoints
+from elastic.durable import checksum
+from elastic.group import Group
+from elastic.link import Place
+from elastic.local_sgd import LocalSGD
+from elastic.master import Master
+from elastic.rounds import Header
+from elastic.rundir import Control, Endpoint, RunDir
+from elastic.signals import Notice
+from elastic.store import Ask, Store
+from elastic.transport import fragment_name
+from elastic.transport_fs import FileTransport
+from elastic.versions import read_layout, read_params
+from tiny_task import Samples
+
+SAMPLES, BATCH, STEPS = 20, 2, 2  # three rounds of two workers, the last a short one
+SETTINGS = [
+    f"train.batch_size={BATCH}", f"local_sgd.inner_steps={STEPS}", "local_sgd.fragment=64",
+    "local_sgd.compression=none", "local_sgd.max_staleness=0", "local_sgd.min_deadline=100s",
+    "checkpoint.min_free=1mb", "checkpoint.keep=1", "health.lease=600s",
+]  # fmt: skip
+SMALL = 65536  # bytes of a record on its way
+LEASE = {"job_id": "7", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
+         "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
+
+
+class Inline:
+    """A pool that works at once: operations come in an order that can be repeated."""
+
+    def submit(self, action: Callable, *args) -> Future:
+        future = Future()
+        try:
+            future.set_result(action(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    map = staticmethod(map)
+
+    def shutdown(self, **_) -> None:
+        pass
+
+
+class Turns(Master):
+    """A master that is told when to take a turn, and never waits."""
+
+    def __init__(self, run: RunDir):
+        super().__init__(run, Notice())
+        self._pool = Inline()
+        self._reconcile = SimpleNamespace(tick=lambda: None, soon=lambda: None,
+                                          close=lambda last: None)  # fmt: skip
+
+    def _wait(self) -> list[str]:
+        return []
+
+    def turn(self) -> None:
+        self._settle_until = 0.0  # in these tests the workers have said what they hold
+        self._step()
+
+
+class Worker:
+    """What a worker says and writes, without training: it never dies, and says it all again."""
+
+    def __init__(self, run: RunDir, slot: int):
+        self.run, self.slot, self.base, self.header = run, slot, -1, None
+        self.attempt = run.claim_attempt(slot, {"job_id": "7"})
+        self.asked: Ask | None = None
+        self._numbers = iter(range(1, 1000))
+
+    def turn(self, store: Store) -> None:
+        who = {"slot": self.slot, "attempt": self.attempt}
+        lease = (self.slot, self.attempt, LEASE | who, 600.0)
+        if not store.beat(*lease):
+            assert store.claim(*lease)
+        version = int(store.master().get("version", -1))
+        verdict = store.take_verdict(self.slot, self.attempt)
+        if version > self.base or verdict:
+            self.base, self.header, self.asked = max(version, self.base), None, None
+        if self.base < 0:
+            return
+        if self.asked and (granted := store.granted(self.asked, 0.01)) is not None:
+            self.asked, self.header = None, self.deliver(granted)
+        if self.header and not store.offered(self.slot, self.attempt, self.base):
+            store.offer(self.slot, self.attempt, self.base, self.header.to_json())
+        if not (self.header and self.header.steps):  # or it was dry: samples may have come back
+            number = self.asked.sequence if self.asked else next(self._numbers)
+            self.asked = Ask(self.slot, self.attempt, number, BATCH * STEPS, ())
+            store.ask(self.asked)
+
+    def deliver(self, samples: list) -> Header:
+        layout, transport = read_layout(self.run, self.base), FileTransport(self.run)
+        key = (self.slot, self.attempt, self.base)
+        parts = [transport.put(fragment_name(key, i), memoryview(bytes(4 * numel)))
+                 for i, numel in enumerate(layout.numels)]  # fmt: skip
+        tokens = sum(stop - start for _, start, stop in samples)
+        return Header(
+            run=self.run.name, slot=self.slot, attempt=self.attempt, job_id="7", base=self.base,
+            layout=layout.hash, codec="none", steps=tokens // BATCH, tokens=tokens,
+            samples=tuple(samples), loss=1.0, first_loss=1.0, fragments=tuple(parts),
+        )  # fmt: skip
+
+
+def go_on(run: RunDir, workers: list[Worker], until: Callable[[], object]) -> Turns:
+    """A new master takes over and turns with the workers until something is so."""
+    one = Turns(run)
+    one._record({"state": "started"})
+    one._take_over()
+    for _ in range(60):
+        if until():
+            break
+        one.turn()
+        for worker in workers:
+            worker.turn(one._store)
+    assert until(), "\n".join(map(str, run.events(last=20)))
+    one._close()
+    return one
+
+
+# ---- what has to be so --------------------------------------------------------------------------
+
+
+def commits(run: RunDir) -> dict[str, bytes]:
+    folder = run.path / "commits"
+    return {path.name: path.read_bytes() for path in folder.glob("[0-9]*.json")}
+
+
+def assert_sound(run: RunDir) -> dict:
+    """The ledger adds up, and the newest version is there to its last bit."""
+    found = audit(run.path, 1, checksum)
+    assert found["problems"] == []
+    for record in run.commits():
+        assert record["version"] in (0, record["version"])
+    newest = run.newest_commit()
+    layout = read_layout(run, newest["version"])
+    for index in range(len(layout.fragments)):
+        assert read_params(run, newest, layout, index).isfinite().all()
+    return found
+
+
+def assert_cleared(run: RunDir, *more: str) -> None:
+    """Nothing is left of what was begun, but for small records; `more` are names that may be."""
+    record = re.compile(r"\..+\.[0-9a-f]{32}")
+    left = [path for path in run.path.rglob(".*")
+            if not (record.fullmatch(path.name) and path.is_file()
+                    and path.stat().st_size < SMALL)]  # fmt: skip
+    newest = run.newest_version()
+    left += [p for p in (run.path / "versions").glob("[0-9]*") if int(p.name) != newest]
+    left += [p for p in (run.path / "deltas").glob("[0-9]*") if int(p.name) < newest]
+    names = [str(path.relative_to(run.path)) for path in left]
+    assert [name for name in names if not name.startswith(more or ("-",))] == []
+
+
+def assert_numbered(folder: Path) -> int:
+    """Records 1, 2, 3, … without a gap, each of its own number; how many."""
+    names = sorted(path.name for path in folder.glob("[0-9]*.json"))
+    assert names == [f"{number:06d}.json" for number in range(1, len(names) + 1)]
+    for number, name in enumerate(names, 1):
+        assert json.loads((folder / name).read_text())["number"] == number
+    return len(names)
+
+
+# ---- worlds -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    found = start_redis(tmp_path_factory.mktemp("redis"))
+    yield found
+    found.process.kill()
+    found.process.wait()
+
+
+@pytest.fixture
+def world(tmp_path, server, monkeypatch) -> World:
+    folder = tmp_path / "world"
+    folder.mkdir()
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(folder / "registry"))
+    monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
+    monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
+    monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
+    for module, name in ((master, "TICK_S"), (master, "SPACE_S"), (master, "LEAVE_S"),
+                         (link, "RETRY_S"), (local_sgd, "DRY_S")):  # fmt: skip
+        monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays
+    torch.set_num_threads(1)
+    client = server.client()
+    client.flushall()
+    client.close()
+    return World(folder, server.client)
+
+
+@pytest.fixture
+def settings(world, server) -> config.Config:
+    path = world.folder.with_name("run.toml")
+    path.write_text('[run]\nname = "tiny"\nscheduler = "local"\n[train]\nepochs = 1\n')
+    url = f"redis://:{server.password}@127.0.0.1:{server.endpoint.port}"
+    return config.load(path, [*SETTINGS, f"redis.url={url}"])
+
+
+@pytest.fixture
+def run(world, settings) -> RunDir:
+    """A run of which nothing but the directory is there."""
+    made = RunDir.create(world.folder / "runs", settings, Control("local", "running", 1, 2), {})
+    made.set_endpoint(Endpoint("", 0, 1, settings.redis.url))
+    return made
+
+
+def learner(run: RunDir, slot: int, attempt: int, notice: Notice) -> LocalSGD:
+    torch.manual_seed(3)
+    model = nn.Linear(8, 1)  # two fragments
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return LocalSGD(model, optimizer, Place(run, slot, attempt, "4711"), notice, Group())
+
+
+def create_version_0(run: RunDir, slot: int = 0, attempt: int = 1) -> None:
+    with learner(run, slot, attempt, Notice()) as sgd:
+        sgd._open(Samples(SAMPLES, -1))
+
+
+# ---- a master's turn ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def delivered(run) -> tuple[RunDir, list[Worker]]:
+    """Version 1 is committed, and both workers have offered a delta on top of it."""
+    create_version_0(run)
+    workers = [Worker(run, slot) for slot in (0, 1)]
+    go_on(run, workers, lambda: run.newest_version() == 1)
+    store = Store.open(run)
+    go_on(run, workers, lambda: all(worker.header and worker.base == 1 for worker in workers))
+    assert store.offers([1])[1].keys() == {"0:1", "1:1"}
+    store.close()
+    return run, workers
+
+
+def test_a_masters_turn(world, delivered, request):
+    """It takes over, judges two deltas, commits version 2, clears away version 1, and leaves."""
+    run, workers = delivered
+    before = commits(run)
+    epochs = run.newest_epoch()
+
+    def act() -> None:
+        one = Turns(run)
+        real = one._clean_up
+
+        def then_leave(*args) -> None:
+            try:
+                real(*args)
+            finally:
+                one.notice.arrived(SIGTERM)
+
+        one._clean_up = then_leave
+        assert one.main() == 0
+
+    def check(point: Point) -> None:
+        done = run.newest_version()
+        assert done in (1, 2)
+        kept = commits(run)
+        assert before.items() <= kept.items()
+        assert_sound(run)
+        used = assert_numbered(run.path / "masters")
+        assert used in (epochs, epochs + 1)
+        one = go_on(run, workers, run.done)
+        assert one.epoch == used + 1
+        assert kept.items() <= commits(run).items()
+        assert assert_sound(run)["committed"] == SAMPLES
+        assert run.newest_version() > done
+        assert_cleared(run)
+
+    report(request, try_all(world, act, check))
+
+
+# ---- a slot's life ------------------------------------------------------------------------------
+
+
+def live(run: RunDir, slot: int) -> None:
+    """A job of a slot: claim it, train and deliver a round, save the inner state, give it up."""
+    notice = Notice()
+    one = Agent(run, slot, notice)
+    one._record({"state": "started"})
+    one.attempt = run.claim_attempt(slot, {"job_id": one.job_id})
+    trainer = SimpleNamespace(said=agent.SILENT.copy(), tail=[], heard=time.monotonic(),
+                              processes=[SimpleNamespace(pid=1)])  # fmt: skip
+    one._beat(trainer)
+    with learner(run, slot, one.attempt, notice) as sgd:
+        for x, y in sgd.batches(Samples(SAMPLES, -1)):
+            loss = nn.functional.mse_loss(sgd.model(x).squeeze(-1), y)
+            loss.backward()
+            sgd.optimizer.step()
+            sgd.step(loss)
+            if sgd._round.steps == STEPS:
+                notice.arrived(SIGTERM)
+    assert sgd.outcome == "yielded"
+    trainer.said |= {"state": "delivering", "steps_total": STEPS}
+    one._beat(trainer)
+    one._end("yielded", "notice", trainer)
+
+
+def inner(run: RunDir, slot: int) -> str:
+    """Why the slot's inner state cannot be used, if it cannot."""
+    pointer, origin = inner_state.choose(run, slot, {}, 1, 3)
+    optimizer = learner(run, slot, 1, Notice()).optimizer
+    return inner_state.load(run, pointer, optimizer, 0, True) if pointer else origin
+
+
+@pytest.fixture
+def waiting(run) -> RunDir:
+    """Version 1 is committed; whoever gets slot 0 next is granted samples of the next round."""
+    create_version_0(run)
+    workers = [Worker(run, slot) for slot in (0, 1)]
+    go_on(run, workers, lambda: run.newest_version() == 1)
+    store = Store.open(run)
+    for _ in range(5):  # a master grants as often as it is asked; the first word only tells it
+        store.grant({(0, attempt): (2, [(0, 8, 12)]) for attempt in (2, 3)})
+    store.close()
+    return run
+
+
+def test_a_slots_life(world, waiting, request):
+    """Claim, beat, a round of training, the delta's bytes, the offer, inner state, release."""
+    run, before = waiting, commits(waiting)
+
+    def check(point: Point) -> None:
+        assert commits(run) == before
+        assert_sound(run)
+        used = assert_numbered(run.path / "slots" / "0000")
+        assert used in (1, 2)
+        assert point.way == LOST or inner(run, 0) in ("", "fresh")
+        if point.way != LOST:  # else nobody is there to grant samples
+            live(run, 0)
+            assert inner(run, 0) == ""
+        workers = [Worker(run, slot) for slot in (0, 1)]
+        assert workers[0].attempt == used + 1 + (point.way != LOST)
+        go_on(run, workers, run.done)
+        assert assert_sound(run)["committed"] == SAMPLES
+        assert before.items() <= commits(run).items()
+        kept = [path.name for path in run.slot_path(0).glob("*inner-*")]
+        assert point.way == LOST or kept == [f"inner-000001.{used + 1}.0.safetensors"]
+        assert_cleared(run, "slots/" if point.way == LOST else "-")
+
+    report(request, try_all(world, lambda: live(run, 0), check))
+
+
+def test_the_making_of_version_0(world, run, request):
+    def check(point: Point) -> None:
+        before = commits(run)
+        assert run.newest_version() in (-1, 0)
+        create_version_0(run, slot=1)
+        assert before in ({}, commits(run))
+        assert run.newest_version() == 0
+        go_on(run, [Worker(run, slot) for slot in (0, 1)], run.done)
+        assert assert_sound(run)["committed"] == SAMPLES
+        assert_cleared(run)
+
+    report(request, try_all(world, lambda: create_version_0(run), check))
+
+
+# ---- a checkpoint of sync mode ------------------------------------------------------------------
+
+
+def test_a_checkpoint(world, run, request):
+    """The fourth one is written in the background and committed; the second one goes."""
+    torch.manual_seed(5)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    states: dict[int, torch.Tensor] = {}
+
+    def train(step: int) -> dict:
+        model(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states[step] = model.weight.detach().clone()
+        return {"tokens": step}
+
+    def files() -> dict[str, bytes]:
+        found = (run.path / "checkpoints").glob("step-00000003*/**/*")
+        found = [*found, *(run.path / "checkpoints").glob("step-00000003.json")]
+        return {str(path): path.read_bytes() for path in found if path.is_file()}
+
+    for step in (1, 2, 3):
+        extra = train(step)
+        Checkpoints(run, Group(), "job1").save(step, model, optimizer, extra)
+    before, extra = files(), train(4)
+    assert len(before) == 4
+
+    def act() -> None:
+        saving = Checkpoints(run, Group(), "job1")
+        saving.begin(4, model, optimizer, extra)
+        assert saving.finish() == 4
+
+    def check(point: Point) -> None:
+        assert before == files()
+        after = Checkpoints(run, Group(), "job2")
+        saved, reasons = after.load(model, optimizer)
+        assert saved.step in (3, 4)
+        assert saved.extra == {"tokens": saved.step}
+        assert [reason for reason in reasons if point.way not in (REFUSED, UNANSWERED)] == []
+        assert torch.equal(model.weight, states[saved.step])
+        for step in range(saved.step + 1, 7):
+            after.save(step, model, optimizer, train(step))
+        assert Checkpoints(run, Group(), "job3").load(model, optimizer)[0].step == 6
+        assert torch.equal(model.weight, states[6])
+        found = sorted(path.name for path in (run.path / "checkpoints").iterdir())
+        assert found == [f"step-0000000{n}{end}" for n in (5, 6) for end in ("", ".json")]
+
+    report(request, try_all(world, act, check))
