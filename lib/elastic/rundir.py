@@ -41,6 +41,8 @@ from elastic.errors import ElasticError, UsageError
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
+LEAST_FILES = 32  # inodes: a version makes a few
+MOST_EVENT = 2048  # bytes of an event, on average, that are looked at
 
 
 @dataclass(frozen=True)
@@ -230,14 +232,17 @@ class RunDir:
     def events(self, last: int | None = None) -> list[dict]:
         """The newest `last` events (all of them for None), oldest first."""
         try:
-            lines = (self.path / "events.jsonl").read_bytes().splitlines()
+            with (self.path / "events.jsonl").open("rb") as file:
+                if last:  # the first line is torn, then
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - last * MOST_EVENT))
+                lines = file.read().splitlines()
         except FileNotFoundError:
             return []
         events = []
         for line in lines[-last:] if last else lines:
             try:
                 events.append(json.loads(line))
-            except ValueError:  # a line torn by a full disk; the others still tell
+            except ValueError:  # a torn line, by a full disk for one; the others still tell
                 continue
         return events
 
@@ -282,8 +287,14 @@ class RunDir:
             replace_quickly(self.path / "newest.json", to_json({"version": record["version"]}))
         return True
 
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.path).free
+    def shortage(self, least_bytes: int) -> str:
+        """What the filesystem is short of, and the way out; "" if there is room to go on."""
+        disk = os.statvfs(self.path)
+        free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
+        if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
+            return ""
+        left = f"{free} bytes and {files} inodes are free, checkpoint.min_free = {least_bytes}"
+        return f"no space on the filesystem of {self.path} ({left}): remove files there"
 
 
 def _hint(path: Path) -> dict | None:

@@ -18,7 +18,7 @@ from rich.text import Text
 STATE_STYLES = {
     "running": "green", "training": "green", "done": "green", "ok": "green",
     "waiting": "yellow", "stalled": "yellow", "stopped": "yellow", "loading": "cyan",
-    "failed": "red", "WRONG": "red",
+    "failed": "red", "WRONG": "red", "blocked": "red",
 }  # fmt: skip
 LOSS, BEAT = "{:.3f}", "{:.0f}s"
 
