@@ -37,6 +37,7 @@ from elastic.membership import Slot
 from elastic.rundir import Endpoint, RunDir
 
 EVENTS_KEPT = 1000
+ROOM = 0.9  # share of its memory that bytes of deltas may fill
 GRANT_KEPT_MS = 60_000
 MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)  # what parsing nonsense raises
 
@@ -98,6 +99,15 @@ return 1
 OFFER = f"""{HELD}
 redis.call('HSET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], ARGV[3])
 redis.call('PUBLISH', KEYS[3], 'offer ' .. ARGV[1])
+return 1
+"""
+
+# Store bytes, unless what coordination needs would be left too little.
+PUT = """
+local memory = redis.call('INFO', 'memory')
+local used, most = memory:match('used_memory:(%d+).-maxmemory:(%d+)')
+if most ~= '0' and used + #ARGV[1] > most * ARGV[3] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 
@@ -163,6 +173,7 @@ class Store:
         self._prefix = f"elastic:{run_name}:"
         scripts = map(client.register_script, (CLAIM, RAISE, BEAT, RELEASE, OFFER, MASTER))
         self._claim, self._raise, self._beat, self._release, self._offer, self._master = scripts
+        self._put = client.register_script(PUT)
 
     @classmethod
     def connect(cls, endpoint: Endpoint, password: str, run_name: str, timeout_s=5.0) -> "Store":
@@ -323,8 +334,9 @@ class Store:
         found = self._redis.hgetall(self._key("inner"))
         return {int(slot): json.loads(body) for slot, body in found.items()}
 
-    def put_bytes(self, name: str, data: bytes, keep_s: float) -> None:
-        self._redis.set(self._key("delta", name), data, px=int(keep_s * 1000))
+    def put_bytes(self, name: str, data: bytes, keep_s: float) -> bool:
+        """Store bytes. False: the server has no room for them now."""
+        return bool(self._put([self._key("delta", name)], [data, int(keep_s * 1000), ROOM]))
 
     def get_bytes(self, name: str) -> bytes | None:
         return self._redis.get(self._key("delta", name))
