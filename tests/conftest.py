@@ -42,9 +42,10 @@ def pytest_runtest_makereport(item, call):
 
 
 LONGEST = (
-    "test_sync", "test_modes", "test_sync_slurm", "test_faults", "test_demo", "test_bad_input",
-    "test_notice_matrix", "test_slurm_story", "test_multi_rank", "test_command", "test_checkpoint",
-    "test_trace", "test_chaos", "test_templates", "test_own_loop", "test_documents",
+    "test_sync", "test_limits", "test_modes", "test_sync_slurm", "test_faults", "test_demo",
+    "test_bad_input", "test_notice_matrix", "test_slurm_story", "test_multi_rank", "test_command",
+    "test_checkpoint", "test_trace", "test_chaos", "test_templates", "test_own_loop",
+    "test_documents",
     "test_launch_env",
 )  # fmt: skip
 

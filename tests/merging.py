@@ -87,6 +87,5 @@ class Rounds:
     def close(self, accepted: list[Checked]) -> dict:
         """Merge and commit the next version; returns the commit."""
         record = {"tokens": 0, **self.averager.merge(accepted)}
-        commit = self.averager.commit(1, record, on_full_disk=lambda: None)
-        self.version = commit["version"]
-        return commit
+        self.version = self.averager.commit(1, record)["version"]
+        return self.run.commit(self.version)

@@ -221,8 +221,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(home: Path, settings: dict | None = None, **task) -> Iterator[Running]:
-    """Submit a run of tiny_task; `settings` are configuration keys, `task` the [task] table."""
+def running(
+    home: Path, settings: dict | None = None, first: Path = TESTS, **task
+) -> Iterator[Running]:
+    """Submit a run of tiny_task; `settings` are configuration keys, `task` the [task] table, and
+    `first` is where its processes look for modules first."""
     pace = home / "pace"
     pace.write_text(str(task.pop("step_s", 0.02)))
     settings = {**SETTINGS, **{f"task.{key}": value for key, value in task.items()},
@@ -230,7 +233,7 @@ def running(home: Path, settings: dict | None = None, **task) -> Iterator[Runnin
     config = home / "tiny.toml"
     config.write_text("".join(f"{line}\n" for line in toml(settings)))
     before = os.environ.copy()
-    os.environ.update(env := environment(home, PYTHONPATH=str(TESTS)))
+    os.environ.update(env := environment(home, PYTHONPATH=f"{first}:{TESTS}"))
     try:
         done = elastic("submit", config, "--name", "tiny", "--parsable", env=env)
         assert done.returncode == 0, done.stderr

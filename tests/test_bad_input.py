@@ -225,7 +225,7 @@ def test_a_full_disk_stops_the_clock_and_not_the_run(small_disk: Path, leave_byt
         run.versions(1)
         trainers = run.pids("trainer")
         filler = fill(small_disk, leave_bytes)
-        waits = "waiting for space on the filesystem of"
+        waits = "no space on the filesystem of"
         run.until(lambda: waits in status.observe(run.run)["reason"], 30, "status says why")
         version = run.version
         delivered = "both have delivered, and a commit is due"

@@ -324,4 +324,7 @@ def test_an_event_that_does_not_fit_on_the_disk_stops_nobody(run, monkeypatch):
 def test_each_role_and_slot_has_its_log(run):
     assert run.log_path("worker", 7) == run.path / "logs/worker-0007.log"
     assert run.log_path("master", 0) == run.path / "logs/master.log"
-    assert run.free_bytes() > 0
+    assert run.shortage(least_bytes=1) == ""
+    short = run.shortage(least_bytes=1 << 60)
+    assert str(run.path) in short
+    assert "checkpoint.min_free = 1152921504606846976" in short

@@ -12,6 +12,7 @@ delivers something between crashes. No torch in this process: it must answer in 
 """
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -20,25 +21,26 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.config import env, environment, torch_program
+from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.network import free_port, hostname
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
 from elastic.store import Store
 
-TAIL_LINES = 40
+TAIL_BYTES = 8192  # the last words of a trainer
+MOST_READ = 1 << 20  # more than a pipe holds; who says more is heard the next time
 KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
 ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 EXIT_CODES = {"stopped": Exit.DO_NOT_RESTART, "failed": Exit.ERROR}
 # What a trainer reports that has not spoken yet.
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
-          "tokens_per_s": 0.0}  # fmt: skip
+          "tokens_per_s": 0.0, "trouble": ""}  # fmt: skip
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Trainer:
     processes: list[subprocess.Popen]
     progress: int  # read end of the progress pipe
     said: dict = field(default_factory=SILENT.copy)
-    tail: deque = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    tail: bytes = b""
     rest: bytes = b""
     moved: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
@@ -113,10 +115,9 @@ class Agent:
     # ---- the trainer
 
     def _start(self) -> Trainer:
-        self.attempt = self.run.claim_attempt(
-            self.slot,
-            {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()},
-        )
+        who = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()}
+        claim = functools.partial(self.run.claim_attempt, self.slot, who)
+        self.attempt = until_written(claim, self.notice)
         print(f"agent  slot {self.slot} attempt {self.attempt} job {self.job_id}", flush=True)
         self._event("start", node=hostname())
         reader, writer = os.pipe()
@@ -179,9 +180,10 @@ class Agent:
     def _read(self, trainer: Trainer) -> None:
         """Take in progress lines and error output, without waiting for either."""
         for process in trainer.processes:
-            for line in _available(process.stderr.fileno()).decode(errors="replace").splitlines():
-                print(line, file=sys.stderr, flush=True)
-                trainer.tail.append(line)
+            said = _available(process.stderr.fileno())
+            sys.stderr.buffer.write(said)
+            sys.stderr.flush()
+            trainer.tail = (trainer.tail + said)[-TAIL_BYTES:]
         *lines, trainer.rest = (trainer.rest + _available(trainer.progress)).split(b"\n")
         before = dict(trainer.said)
         for line in lines:
@@ -199,7 +201,7 @@ class Agent:
         still_s = time.monotonic() - (trainer.moved if working else trainer.heard)
         if trainer.said["state"] != "loading" and still_s > self.config.health.hang_timeout_s:
             self._event("hang", seconds=round(still_s))
-            trainer.tail.append(f"agent  no sign of life for {still_s:.0f} s: killed")
+            trainer.tail += f"agent  no sign of life for {still_s:.0f} s: killed\n".encode()
             trainer.signal(signal.SIGABRT)  # prints its stacks
             time.sleep(ABORT_S)
             trainer.signal(signal.SIGKILL)
@@ -245,7 +247,7 @@ class Agent:
 
     def _end(self, outcome: str, reason: str, trainer: Trainer | None = None) -> int:
         code = EXIT_CODES.get(outcome, Exit.OK)
-        detail = "\n".join(trainer.tail) if trainer and outcome == "failed" else ""
+        detail = trainer.tail.decode(errors="replace") if trainer and outcome == "failed" else ""
         steps = trainer.said["steps_total"] if trainer else 0
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         self._event(kind, reason=reason, steps=steps)
@@ -274,21 +276,21 @@ class Agent:
 def _available(descriptor: int) -> bytes:
     """What can be read now without waiting (empty at the end of the stream, too)."""
     os.set_blocking(descriptor, False)
-    data = b""
     with contextlib.suppress(BlockingIOError):
-        while block := os.read(descriptor, 65536):
-            data += block
-    return data
+        return os.read(descriptor, MOST_READ)
+    return b""
 
 
 def main() -> int:
     folder, slot = sys.argv[1:]
+    log_what_fits()
     agent = Agent(RunDir(Path(folder)), int(slot), install())
     try:
         return agent.main()
     except Exception as error:
         traceback.print_exc()
-        return agent._end("failed", f"{type(error).__name__}: {error}")
+        outcome = "yielded" if agent.notice else "failed"
+        return agent._end(outcome, f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -130,26 +130,21 @@ class Averager:
                 anchor = read_params(self.run, base, self.layout, index)
             yield merge.Term(delta, factor, anchor)
 
-    def commit(self, epoch: int, record: dict, on_full_disk) -> dict | None:
+    def commit(self, epoch: int, record: dict) -> dict | None:
         """Write and link the next version; None if another master committed it first.
 
-        A full disk loses nothing: the version is complete in memory, and is written again after
-        `on_full_disk()` returns.
+        OSError (a full disk) leaves nothing behind and loses nothing: the version is complete in
+        memory, to be committed by another call.
         """
         version = self._commit["version"] + 1
-        while True:
-            draft = Draft(self.run, version, f"epoch{epoch}")
-            try:
-                files = self._write(draft)
-                won = draft.commit(self.layout, files, record)
-                break
-            except OSError as error:
-                draft.discard()
-                self.run.event("disk", reason=f"version {version} not written: {error.strerror}")
-                on_full_disk()
-        if not won:
-            return None
-        self._commit = self.run.commit(version)
+        draft = Draft(self.run, version, f"epoch{epoch}")
+        try:
+            if not draft.commit(self.layout, self._write(draft), record):
+                return None
+        except OSError:
+            draft.discard()
+            raise
+        self._commit = {"version": version, **record}
         return self._commit
 
     def _write(self, draft: Draft) -> list[dict]:

@@ -13,6 +13,7 @@ disk, is ended by a detached shell, also if chaos is killed meanwhile.
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -102,7 +103,7 @@ class Chaos:
     def why_not(self, kind: str) -> str:
         """Why this fault cannot be done to this run; empty if it can."""
         here, mode = self.is_local or self.box, self.run.control().mode
-        free = self.run.free_bytes()
+        free = shutil.disk_usage(self.run.path).free
         rules = {
             "the run is in sync mode": kind in LOCAL_ONLY and mode == "sync",
             "the run is in local mode": kind == "corrupt-checkpoint" and mode == "local",
@@ -210,7 +211,7 @@ class Chaos:
         filler = self.run.path / ".filler"
         append = 'dd if=/dev/zero of="$0" oflag=append conv=notrunc bs=64k'
         script = f'fallocate -l "$1" "$0"; {append}; sleep "$2"; rm -f "$0"'
-        _detach(script, filler, max(1, self.run.free_bytes()), BRIEFLY_S)
+        _detach(script, filler, max(1, shutil.disk_usage(self.run.path).free), BRIEFLY_S)
         return f"nothing is free for {BRIEFLY_S:g} s"
 
     def _corrupt_delta(self, _victim: Slot) -> str:

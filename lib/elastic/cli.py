@@ -120,8 +120,8 @@ def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: 
         click.echo(f"would start run {resolved.run.name} on {limits} in {root / resolved.run.name}")
         return
     run = submission.start(resolved, root)
-    one_pass([run])
-    if failed := run.failed():
+    errors = one_pass([run]).errors
+    if failed := run.failed() or (errors and {"reason": errors[0], "detail": ""}):
         submission.undo(run)
         raise ElasticError(failed["reason"], failed["detail"])
     click.echo(run.name if parsable else started_text(run))

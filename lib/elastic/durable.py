@@ -14,17 +14,24 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
 import stat
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
 
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, TryAgain
+
+SPACE_S = 2.0  # between two tries on a full disk
+# What a filesystem gets over, as soon as somebody makes room or raises a limit.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -68,6 +75,40 @@ def append_line(path: Path, record: dict) -> None:
         size = os.fstat(file.fileno()).st_size
         torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a disk that was full
         file.write(b"\n" * bool(torn) + line)
+
+
+def until_written(write: Callable, notice: object, tell: Callable = lambda _: None):
+    """What `write()` returns, tried again while the disk is full; `tell(error)` in between.
+    Raises TryAgain at a notice."""
+    said = False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if notice:
+                raise TryAgain(f"a notice came while waiting for space: {error}") from None
+            if not said:
+                print(f"waiting for space, will try on: {error}", flush=True)
+            said = True
+            tell(error)
+            time.sleep(SPACE_S)
+
+
+class _Lossy(io.FileIO):
+    def write(self, data) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def log_what_fits() -> None:
+    """Jobs log into the run directory: from now on a full disk costs words, and nothing else."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(raw, errors="replace", line_buffering=True))
 
 
 def read_json(path: Path) -> dict | None:

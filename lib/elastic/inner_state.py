@@ -35,9 +35,12 @@ def save(folder: Path, stem: str, optimizer: torch.optim.Optimizer, rank: int) -
                 scalars[f"{index}.{key}"] = value
     path = folder / f"{stem}.{rank}.safetensors"
     temporary = folder / f".{path.name}"
-    save_tensors(tensors, temporary, {"scalars": json.dumps(scalars)})
-    entry = {"name": path.name, "bytes": temporary.stat().st_size, "xxh3": checksum(temporary)}
-    os.replace(temporary, path)
+    try:
+        save_tensors(tensors, temporary, {"scalars": json.dumps(scalars)})
+        entry = {"name": path.name, "bytes": temporary.stat().st_size, "xxh3": checksum(temporary)}
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # half of it would fill a full disk further
     return entry
 
 

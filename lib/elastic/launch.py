@@ -25,6 +25,7 @@ from pathlib import Path
 from elastic import cadence, sched_slurm, sizing
 from elastic.command import expand
 from elastic.config import elastic_home, env, environment, torch_program
+from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit
 from elastic.network import bind_address, free_port, hostname
 from elastic.rundir import RunDir
@@ -38,6 +39,7 @@ from elastic.slurm_info import (
 )
 
 TAIL_LINES = 40
+MOST_LINE = 8192  # characters that are copied, and kept, as one line
 KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
 LINGER_S = 10.0  # for srun to return after a rank crashed; where a node is gone it takes minutes
 POLL_S = 0.1
@@ -149,8 +151,8 @@ class Launcher:
 
     def _train(self) -> int:
         """Start the ranks and wait for their end; the exit status of the first that failed."""
-        record = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid()}
-        self.attempt = self.run.claim_attempt(0, {**record, "time": time.time()})
+        who = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()}
+        self.attempt = until_written(lambda: self.run.claim_attempt(0, who), self.notice)
         self._event("start", node=hostname())
         self._tail.clear()
         self._bad_exit_at = math.inf
@@ -227,7 +229,7 @@ class Launcher:
         )  # fmt: skip
 
     def _copy(self, stream) -> None:
-        for line in stream:
+        for line in iter(lambda: stream.readline(MOST_LINE), ""):
             print(line, end="", file=sys.stderr, flush=True)
             self._tail.append(line.rstrip("\n"))
             if BAD_EXIT.match(line):
@@ -298,6 +300,7 @@ class Launcher:
 
 
 def main() -> int:
+    log_what_fits()
     return Launcher(RunDir(Path(sys.argv[1])), install()).main()
 
 

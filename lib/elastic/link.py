@@ -174,9 +174,11 @@ class Link:
                 while not self._closed.is_set():
                     self._note(store.master())
                     listener.wait(POLL_S)
-            except ElasticError:
-                if over := self.run.closing("local"):
-                    self._note({"state": "done" if over == "done" else "stopping", "version": "-1"})
+            except (ElasticError, OSError):  # files may be refused as well: too many are open
+                with contextlib.suppress(ElasticError, OSError):
+                    if over := self.run.closing("local"):
+                        state = "done" if over == "done" else "stopping"
+                        self._note({"state": state, "version": "-1"})
                 self._closed.wait(RETRY_S)
 
     def _note(self, master: dict[str, str]) -> None:

@@ -14,15 +14,18 @@ notice, when the master went on without us, and when no samples are left.
 Of the ranks of a worker only rank 0 has a line to the master; it decides, the others are told.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.utils.data import Dataset, default_collate
 
 from elastic import inner_state
 from elastic.codec import codec
+from elastic.durable import until_written
 from elastic.errors import ElasticError, TryAgain
 from elastic.group import Group
 from elastic.layout import Layout
@@ -160,9 +163,11 @@ class LocalSGD:
         for index in range(len(layout.fragments)):
             params = replica.whole(index)
             if draft:
-                files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
+                zeros = torch.zeros_like(params)
+                files += self._written(partial(draft.write_fragment, layout, index, params, zeros))
         if draft:
-            draft.commit(layout, files, self._first_record(layout, samples))
+            record = self._first_record(layout, samples)
+            self._written(lambda: draft.commit(layout, files, record))
         self.group.share("version 0 is there")
 
     def _first_record(self, layout: Layout, samples: int) -> dict:
@@ -357,20 +362,13 @@ class LocalSGD:
 
     def _put(self, name: str, data: memoryview) -> Fragment:
         """Store a fragment's bytes; a full disk is waited out. Raises TryAgain at a notice."""
-        said = False
-        while True:
-            try:
-                return self._link.reach(
-                    lambda store: open_transport(self.config, self.run, store).put(name, data)
-                )
-            except OSError as error:
-                if self.notice:
-                    raise TryAgain(f"cannot write {name}: {error.strerror}") from None
-                if not said:
-                    print(f"worker  cannot write {name}, will try on: {error}", flush=True)
-                said = True
-                self._link.say(state="waiting")
-                time.sleep(DRY_S)
+        config, run = self.config, self.run
+        put = partial(self._link.reach, lambda s: open_transport(config, run, s).put(name, data))
+        return self._written(put)
+
+    def _written(self, write: Callable):
+        say = self._link.say
+        return until_written(write, self.notice, lambda e: say(state="blocked", trouble=str(e)))
 
     def _drop_delta(self) -> None:
         """A delta that is not finite is never sent: back to the base, and its samples again."""
@@ -439,11 +437,10 @@ class LocalSGD:
             self.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
         entries = self.group.gather(entry)
         if self._link and all(entries):
-            pointer = inner_state.publish(self.run, place.slot, place.attempt, version, entries)
-            try:
+            # Not announced, the slot's own file is there all the same.
+            with contextlib.suppress(OSError, TryAgain):
+                pointer = inner_state.publish(self.run, place.slot, place.attempt, version, entries)
                 self._link.reach(lambda s: s.set_inner(place.slot, pointer))
-            except TryAgain:
-                return  # the slot's own file is there all the same
 
 
 class _Round:

@@ -11,7 +11,6 @@ higher epoch, leaves and changes nothing more.
 """
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -19,12 +18,14 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from elastic import rounds
 from elastic.averaging import Averager, Checked, DeltaLost
 from elastic.config import Config, elastic_home, env
+from elastic.durable import SPACE_S
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.ledger import Ledger
 from elastic.membership import Slot, expected
@@ -39,7 +40,6 @@ from elastic.versions import CARRIED, prune, remove_drafts
 TICK_S = 0.5
 CONTROL_S = 1.0
 LEAVE_S = 20.0  # workers are given this long to deliver and leave when the run ends
-SPACE_S = 2.0  # between two looks at a full disk
 DURATIONS_KEPT = 64
 MOST_HEADER_BYTES = 16 << 20
 MOST_REASON = 300  # characters: it may quote what is wrong
@@ -146,9 +146,9 @@ class Master:
     # ---- taking over
 
     def _take_over(self) -> None:
-        self._check_space()
+        self._wait_for_space()
         record = {"job_id": self.job_id, "node": hostname(), "time": time.time()}
-        self.epoch = self.run.claim_epoch(record)
+        self.epoch = self._written(self.run.claim_epoch, record)
         self._open_redis()
         if self.epoch > 1:
             self._settle()
@@ -168,7 +168,7 @@ class Master:
             self._endpoint = Endpoint("", 0, self.epoch, self.config.redis.url)
         else:
             address = bind_address(self.config.redis.bind, self._node_address())
-            self._server = start(self.run, self.config, address, self.epoch)
+            self._server = self._written(start, self.run, self.config, address, self.epoch)
             self._endpoint = self._server.endpoint
         secret = self.run.secret()
         self._store = Store.connect(self._endpoint, secret, self.run.name, user="master")
@@ -177,7 +177,7 @@ class Master:
             self._averager.use(self._store)
         self._publish_state()
         self._store.set_attempts(self._known_attempts())
-        self.run.set_endpoint(self._endpoint)
+        self._written(self.run.set_endpoint, self._endpoint)
 
     def _node_address(self) -> str:
         if self.config.run.scheduler == "local":
@@ -212,13 +212,7 @@ class Master:
         from elastic import handover  # a second of imports, that most masters have no use for
 
         self._fence()
-        while True:
-            try:
-                newest, refused = handover.to_local(self.run, commit, self.epoch)
-                break
-            except OSError as error:
-                self.run.event("disk", reason=f"checkpoint not taken over: {error.strerror}")
-                self._wait_for_space(failed=True)
+        newest, refused = self._written(handover.to_local, self.run, commit, self.epoch)
         for reason in refused:
             self.run.event("checkpoint-refused", reason=reason)
         if newest["version"] > commit["version"]:
@@ -229,10 +223,10 @@ class Master:
         """Open the round on top of `commit`, or see that it was the last. Needs no Redis."""
         self._commit, self._round = commit, Round(commit["version"], self._now())
         if self._budget_is_spent():
-            self.run.mark_done({"version": commit["version"], "tokens": commit["tokens"],
-                                "time": time.time()})  # fmt: skip
+            reached = {name: commit[name] for name in ("version", "tokens")} | {"time": time.time()}
+            self._written(self.run.mark_done, reached)
             self._state = "done"
-            self.run.event("done", version=commit["version"], tokens=commit["tokens"])
+            self.run.event("done", **reached)
 
     def _budget_is_spent(self) -> bool:
         most = self.config.train.max_tokens
@@ -240,7 +234,7 @@ class Master:
 
     def _fence(self) -> None:
         newest = self.run.newest_epoch()
-        if newest > self.epoch:
+        if newest > self.epoch > 0:
             raise Fenced(f"master epoch {self.epoch}: epoch {newest} has taken over")
 
     def _publish_state(self, wake: str = "") -> None:
@@ -274,7 +268,7 @@ class Master:
             self._control_at = now
             self._fence()
             if self.run.endpoint() != self._endpoint:  # an older master was just writing its own
-                self.run.set_endpoint(self._endpoint)
+                self._written(self.run.set_endpoint, self._endpoint)
             self._is_short_of_space()
             if self._state == "running" and (over := self.run.closing("local")):
                 self._state = "stopping"
@@ -463,8 +457,7 @@ class Master:
         record = self._commit_record(plan, round_)
         self._wait_for_space()
         self._fence()
-        again = functools.partial(self._wait_for_space, failed=True)
-        commit = self._averager.commit(self.epoch, record, again)
+        commit = self._written(self._averager.commit, self.epoch, record)
         if commit is None:  # a fenced master's last commit: start from that
             self._fence()
             self._say(f"version {round_.version + 1} was committed by another master")
@@ -540,34 +533,35 @@ class Master:
             self._close_round("the run is being stopped")
         self._state = "over"
 
-    def _check_space(self) -> None:
-        free, least = self.run.free_bytes(), self.config.checkpoint.min_free_bytes
-        if free < least:
-            raise ElasticError(
-                f"too little space for run {self.run.name}: {free} bytes free, "
-                f"checkpoint.min_free = {least}",
-                f"make space on the filesystem of {self.run.path}, or lower checkpoint.min_free",
-            )
+    def _is_short_of_space(self, failed: OSError | None = None) -> bool:
+        refused = f"waiting to write to {self.run.path}: {failed.strerror}" if failed else ""
+        self._reason = self.run.shortage(self.config.checkpoint.min_free_bytes) or refused
+        return bool(self._reason)
 
-    def _is_short_of_space(self) -> bool:
-        short = self.run.free_bytes() < self.config.checkpoint.min_free_bytes
-        self._reason = f"waiting for space on the filesystem of {self.run.path}" if short else ""
-        return short
-
-    def _wait_for_space(self, failed: bool = False) -> None:
+    def _wait_for_space(self, failed: OSError | None = None) -> None:
         """A full disk stops the clock, not the run: go on when there is space again.
 
-        `failed`: a write did fail, whatever the filesystem says is free (a quota, say).
+        `failed`: what a write said, whatever the filesystem says is free (a quota, say).
         """
-        while self._is_short_of_space() or failed:
-            failed = False
+        while self._is_short_of_space(failed):
+            failed = None
             if self.notice:
                 raise Leaving(f"notice: {self.notice.signal_name}, while {self._reason}")
-            self._say(self._reason or "a write has failed: trying again")
-            with contextlib.suppress(TryAgain):
-                self._publish_state()
-            time.sleep(SPACE_S)
+            self._say(self._reason)
             self._fence()
+            with contextlib.suppress(TryAgain):
+                if self._store:
+                    self._publish_state()
+            time.sleep(SPACE_S)
+
+    def _written(self, write: Callable, *args):
+        """`write(*args)`, as often as it takes."""
+        while True:
+            try:
+                return write(*args)
+            except OSError as error:
+                self.run.event("disk", reason=f"not written: {error.strerror}")
+                self._wait_for_space(error)
 
     def _close(self) -> None:
         if self._cleaning:

@@ -2,6 +2,7 @@
 
     live     beating, and its inner step advances (or it waits for others, or is starting up)
     stalled  beating, but the step of a training worker has not moved for `stall_after_s`
+    blocked  its writes are refused (a full disk): no round waits for it, and it tries on
     lost     no record: the lease ran out (Redis dropped the key) or was given up
 
 Two clocks never meet here: `beat` and `moved` are Redis TIME, and so is `now`.
@@ -21,7 +22,7 @@ class Slot:
     job_id: str
     node: str
     pid: int
-    state: str  # loading | training | delivering | waiting
+    state: str  # loading | training | delivering | waiting | blocked
     version: int
     step: int  # inner steps of this round
     steps_total: int  # inner steps of this attempt
@@ -30,13 +31,15 @@ class Slot:
     beat: float
     moved: float  # when `step` or `state` last changed
     joined: float
+    trouble: str = ""  # why it is blocked
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> "Slot | None":
         """Read a Redis hash; None if it is not a slot's record."""
         try:
-            return cls(**{name: kind(fields[name]) for name, kind in cls.__annotations__.items()})
-        except (ValueError, KeyError):
+            kinds = cls.__annotations__.items()
+            return cls(**{name: kind(fields[name]) for name, kind in kinds if name in fields})
+        except (ValueError, TypeError):
             return None
 
 

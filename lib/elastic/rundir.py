@@ -43,6 +43,8 @@ from elastic.errors import ElasticError, UsageError
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
 SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-reader"}
+LEAST_FILES = 32  # inodes: a version makes a few
+MOST_LINE = 2048  # bytes of a log's line, on average, that are looked at
 
 
 @dataclass(frozen=True)
@@ -245,12 +247,15 @@ class RunDir:
     def lines(self, name: str, last: int = 0) -> list[dict]:
         """The newest records of a log of JSON lines."""
         try:
-            lines = (self.path / name).read_bytes().splitlines()
+            with (self.path / name).open("rb") as file:
+                if last:  # the first line is torn, then
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - last * MOST_LINE))
+                lines = file.read().splitlines()
         except FileNotFoundError:
             return []
         records = []
         for line in lines[-last:]:
-            with contextlib.suppress(ValueError):  # torn by a full disk; the others still tell
+            with contextlib.suppress(ValueError):  # a torn line, by a full disk for one
                 records.append(json.loads(line))
         return records
 
@@ -295,8 +300,14 @@ class RunDir:
             replace_quickly(self.path / "newest.json", to_json({"version": record["version"]}))
         return True
 
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.path).free
+    def shortage(self, least_bytes: int) -> str:
+        """What the filesystem is short of, and the way out; "" if there is room to go on."""
+        disk = os.statvfs(self.path)
+        free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
+        if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
+            return ""
+        left = f"{free} bytes and {files} inodes are free, checkpoint.min_free = {least_bytes}"
+        return f"no space on the filesystem of {self.path} ({left}): remove files there"
 
 
 def _hint(path: Path) -> dict | None:

@@ -56,8 +56,12 @@ class LocalScheduler:
     def jobs(self) -> list[Job]:
         """All jobs, pending, running and lately ended; starts pending ones that fit."""
         with self._locked():
-            self._start_pending()
-            return [self._job(job_id) for job_id in self._ids()]
+            reason = "Resources"
+            try:
+                self._start_pending()
+            except OSError as error:  # a full disk: they stay pending, and say so
+                reason = f"{error.strerror}: {self.state}"
+            return [self._job(job_id, reason) for job_id in self._ids()]
 
     def submit(self, spec: JobSpec) -> str:
         """Queue a job, start it if it fits. Never refuses."""
@@ -71,7 +75,8 @@ class LocalScheduler:
                 "capacity": spec.config.local_scheduler.gpus, "submit_time": time.time(),
             }  # fmt: skip
             write_atomic(self._path(job_id, "json"), to_json(record), 0o600)
-            self._start_pending()
+            with contextlib.suppress(OSError):  # it is queued: whoever lists it says why it waits
+                self._start_pending()
         return job_id
 
     def cancel(self, job_id: str, now: bool = False) -> None:
@@ -98,7 +103,7 @@ class LocalScheduler:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with open(self.state / "lock", "w") as file:
+        with open(self.state / "lock", "ab") as file:  # to cut it would take room
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -117,10 +122,10 @@ class LocalScheduler:
         write_atomic(self.state / "last.json", to_json({"id": number}))
         return str(number)
 
-    def _job(self, job_id: str) -> Job:
+    def _job(self, job_id: str, why_pending: str) -> Job:
         record, claim = self._record(job_id), self._path(job_id, "claim")
         if not claim.exists():
-            return Job(job_id, record["name"], "PENDING", "Resources", record["submit_time"])
+            return Job(job_id, record["name"], "PENDING", why_pending, record["submit_time"])
         ended = "" if self._leader(job_id) else proc.read(self._path(job_id, "cause")) or "ENDED"
         start_time = None if claim.read_bytes() == NEVER else claim.stat().st_mtime
         times = (record["submit_time"], start_time)

@@ -12,6 +12,7 @@ import importlib
 import sys
 import traceback
 
+from elastic.durable import log_what_fits
 from elastic.errors import ElasticError, Exit, Fenced
 from elastic.signals import install
 
@@ -19,6 +20,7 @@ from elastic.signals import install
 def main() -> int:
     """Run the program; its errors become a message and an exit status."""
     name, notice = sys.argv.pop(1), install(Exit.TRY_AGAIN)
+    log_what_fits()
     faulthandler.enable()  # whoever finds it hung asks for its stacks
     gc.disable()
     program = importlib.import_module(f"elastic.{name}")

@@ -12,7 +12,7 @@ through a dry reconcile pass, tells what that pass would do next. Nothing is cha
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from elastic import membership, reconcile
 from elastic.audit import read_checkpoints
@@ -72,7 +72,8 @@ def observe(run: RunDir, jobs: Listing | None = None) -> dict:
     newest = commits[-1] if commits else {}
     is_sync = control.mode == "sync"
     workers, master = _ranks(run, mine) if is_sync else _workers(run, config, mine)
-    seen = {"jobs": mine, "workers": workers, "master": master, "newest": newest}
+    short = run.shortage(config.checkpoint.min_free_bytes)
+    seen = {"jobs": mine, "workers": workers, "master": master, "newest": newest, "short": short}
     state, reason = judge(run, {**seen, "min": control.min}, jobs.trouble)
     return {
         "run": run.name,
@@ -134,9 +135,13 @@ def _reasons(seen: dict, trouble: str) -> Iterator[str]:
     else:
         short = f", fewer than the {least} wanted" if len(workers) < least else ""
         yield f"{len(workers)} workers{short}" if workers else "no worker is there"
-        yield seen["master"].get("reason", "")
+    # A full disk is looked at from here, too: with it, nobody else may be able to say so.
+    yield seen["short"] or seen["master"].get("reason", "")
     stalled = [str(worker["slot"]) for worker in workers if worker["state"] == "stalled"]
     yield f"slots {', '.join(stalled)} beat but do not advance" if stalled else ""
+    blocked = [worker for worker in workers if worker["state"] == "blocked"]
+    slots = ", ".join(str(worker["slot"]) for worker in blocked)
+    yield f"slots {slots} cannot write, and wait: {blocked[0]['trouble']}" if blocked else ""
     pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
     yield f"{len(pending)} jobs wait ({pending[0]['reason'] or 'PENDING'})" if pending else ""
     yield f"the scheduler does not answer: {trouble}" if trouble else ""
@@ -209,10 +214,8 @@ def _ranks(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
 
 
 def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
-    names = ("slot", "attempt", "job_id", "node", "pid", "version", "step", "tokens_per_s", "loss")
-    fields = {name: getattr(slot, name) for name in names}
     state = membership.state(slot, now, stall_after_s)
-    return {**fields, "state": state, "last_beat_s": round(max(0.0, now - slot.beat), 3)}
+    return {**asdict(slot), "state": state, "last_beat_s": round(max(0.0, now - slot.beat), 3)}
 
 
 def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:

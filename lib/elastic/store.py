@@ -41,6 +41,7 @@ from elastic.membership import Slot
 from elastic.rundir import Endpoint, RunDir
 
 EVENTS_KEPT = 1000
+ROOM = 0.9  # share of its memory that bytes of deltas may fill
 GRANT_KEPT_MS = 60_000
 MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)  # what parsing nonsense raises
 
@@ -100,6 +101,15 @@ return 1
 OFFER = f"""{HELD}
 redis.call('HSET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], ARGV[3])
 redis.call('PUBLISH', ARGV[4], 'offer ' .. ARGV[1])
+return 1
+"""
+
+# Store bytes, unless what coordination needs would be left too little.
+PUT = """
+local memory = redis.call('INFO', 'memory')
+local used, most = memory:match('used_memory:(%d+).-maxmemory:(%d+)')
+if most ~= '0' and used + #ARGV[1] > most * ARGV[3] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 
@@ -167,6 +177,7 @@ class Store:
         self._prefix = f"elastic:{run_name}:"
         scripts = map(client.register_script, (CLAIM, RAISE, BEAT, RELEASE, OFFER, MASTER))
         self._claim, self._raise, self._beat, self._release, self._offer, self._master = scripts
+        self._put = client.register_script(PUT)
 
     @classmethod
     def connect(
@@ -340,8 +351,9 @@ class Store:
                 found[int(slot)] = json.loads(body)
         return found
 
-    def put_bytes(self, name: str, data: bytes, keep_s: float) -> None:
-        self._redis.set(self._key("delta", name), data, px=int(keep_s * 1000))
+    def put_bytes(self, name: str, data: bytes, keep_s: float) -> bool:
+        """Store bytes. False: the server has no room for them now."""
+        return bool(self._put([self._key("delta", name)], [data, int(keep_s * 1000), ROOM]))
 
     def get_bytes(self, name: str, most: int) -> bytes:
         """No more than `most` + 1 bytes, whatever was put there; b"" if nothing was."""

@@ -82,12 +82,8 @@ def _check_root(root: Path, config: Config) -> None:
         raise ElasticError(
             f"cannot write to {there}", "set ELASTIC_RUNS to a folder on the shared filesystem"
         )
-    free, wanted = shutil.disk_usage(there).free, config.checkpoint.min_free_bytes
-    if free < wanted:
-        raise ElasticError(
-            f"{there} has {free / 2**30:.2f} GiB free, checkpoint.min_free is {wanted / 2**30:.2f}",
-            "make room, or set ELASTIC_RUNS to another filesystem",
-        )
+    if short := RunDir(there).shortage(config.checkpoint.min_free_bytes):
+        raise ElasticError(short, "or set ELASTIC_RUNS to a folder on another filesystem")
 
 
 def _check_redis(config: Config) -> None:

@@ -35,7 +35,7 @@ from elastic import cadence, handover
 from elastic.checkpoint import Checkpoints, Saved, steps
 from elastic.config import env
 from elastic.device import build_model, choose_device, join_group, leave, precision, to_device
-from elastic.durable import append_line
+from elastic.durable import SPACE_S, append_line, until_written
 from elastic.errors import ElasticError, Exit, Fenced
 from elastic.group import Group, clip_gradients
 from elastic.health import (
@@ -135,11 +135,16 @@ class Trainer:
                 self._hangs.tick()
             if wish != GO_ON:
                 return self._leave(wish)
-            self._save()
+            while not self._save():  # not done before the last step is on the disk
+                time.sleep(SPACE_S)
+                self._hangs.tick()
+                if (wish := self.group.share(self._wish())) != GO_ON:
+                    return self._leave(wish)
         if self.group.leads:
             self._fence()
-            reached = {"version": self.state.step, "tokens": self.state.tokens}
-            self.run.mark_done({**reached, "time": time.time()})
+            where = {"version": self.state.step, "tokens": self.state.tokens}
+            reached = {**where, "time": time.time()}
+            until_written(lambda: self.run.mark_done(reached), self.notice)
             self.run.event("done", **reached)
         return Exit.OK
 
@@ -171,7 +176,7 @@ class Trainer:
         No master commits another one: trainers claim an epoch, too, and so fence each other.
         """
         who = {"job_id": self.job_id, "attempt": self.attempt, "time": time.time()}
-        self._epoch = self.run.claim_epoch(who)
+        self._epoch = until_written(lambda: self.run.claim_epoch(who), self.notice)
         newest = self.run.newest_commit() or {"version": 0, "tokens": 0}
         commits = itertools.islice(self.run.commits(), newest["version"] + 1)
         samples = Ranges(tuple(each) for commit in commits for each in commit["samples"])
@@ -431,13 +436,15 @@ class Trainer:
         except OSError as error:
             self._not_saved(error)
 
-    def _save(self) -> None:
-        """Save now and wait for it; nothing to do if this very step is saved."""
+    def _save(self) -> bool:
+        """Save now and wait for it, unless this very step is saved. False: the disk refused."""
         try:
             self.checkpoints.save(*self._checkpoint())
             self._mark_saved()
         except OSError as error:
             self._not_saved(error)
+            return False
+        return True
 
     def _checkpoint(self) -> tuple:
         """Step, model, optimizer, and what its record says: the state, and what a commit would."""
@@ -459,7 +466,8 @@ class Trainer:
         self._saved_step, self._saved_at = self.state.step, time.monotonic()
 
     def _not_saved(self, error: OSError) -> None:
-        self._say(f"checkpoint of step {self.state.step} not saved: {error}")
+        self._cadence = f"checkpoint of step {self.state.step} not saved: {error}"  # for status
+        self._say(self._cadence)
         if self.group.leads:
             self.run.event("checkpoint-failed", step=self.state.step, reason=str(error))
 

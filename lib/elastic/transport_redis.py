@@ -1,8 +1,11 @@
 """Deltas as Redis strings, in chunks; they expire by themselves.
 
 Every byte passes Redis twice and sits in its memory until the round closes, so this is for small
-models. What would not fit in `redis.maxmemory` is refused before a byte is sent.
+models. What cannot fit into `redis.maxmemory` is refused before a byte is sent; what does not fit
+now is an OSError, as on a full disk.
 """
+
+import errno
 
 from elastic.errors import ElasticError
 from elastic.rounds import Fragment
@@ -19,13 +22,15 @@ class RedisTransport:
 
     def put(self, name: str, data: memoryview) -> Fragment:
         used, allowed = self._store.memory_bytes()
-        if allowed and used + len(data) > allowed:
+        if allowed and len(data) > allowed / 2:  # the other half is for whoever reads and writes it
             raise ElasticError(
                 f"a delta of {len(data)} bytes does not fit: Redis uses {used} of {allowed} bytes",
                 'set local_sgd.transport = "filesystem", or raise redis.maxmemory',
             )
         for key, start in _chunks(name, len(data)):
-            self._store.put_bytes(key, bytes(data[start : start + CHUNK_BYTES]), KEEP_S)
+            if not self._store.put_bytes(key, bytes(data[start : start + CHUNK_BYTES]), KEEP_S):
+                self.drop([(name, len(data))])
+                raise OSError(errno.ENOSPC, f"redis.maxmemory = {allowed}: it is full", name)
         return Fragment(len(data), checksum(data))
 
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:

@@ -20,7 +20,7 @@ from elastic.goodput import PARTS
 STATE_STYLES = {
     "running": "green", "training": "green", "done": "green", "ok": "green",
     "waiting": "yellow", "stalled": "yellow", "stopped": "yellow", "loading": "cyan",
-    "failed": "red", "WRONG": "red",
+    "failed": "red", "WRONG": "red", "blocked": "red",
 }  # fmt: skip
 LOSS, BEAT = "{:.3f}", "{:.0f}s"
 

@@ -145,8 +145,8 @@ class MemoryRun(RunDir):
         self.linked[record["version"]] = json.dumps(record)
         return True
 
-    def free_bytes(self):
-        return 0 if self.world.full else 1 << 40
+    def shortage(self, least_bytes):
+        return "the disk is full" if self.world.full else ""
 
 
 class MemoryDraft:
