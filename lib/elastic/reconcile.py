@@ -29,7 +29,7 @@ from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
 
-DYING_S = 30.0  # how long a submission may still turn up whose pass was killed
+DYING_S = 60.0  # how long a submission may still turn up whose pass was killed: past SETTLE_S, too
 UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes
 LATER_S = 60.0  # between tries when a submit limit is reached
 REFUSED_S = 600.0  # … when a job is refused while others of the run go on
