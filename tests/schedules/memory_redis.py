@@ -126,7 +126,7 @@ class Server:
     def master(self, keys: list[str], args: list) -> int:
         if int(self.hget(keys[0], "epoch") or 0) > int(args[0]):
             return 0
-        self.hset(keys[0], "epoch", args[0], "beat", self._stamp(), *args[2:])
+        self.hset(keys[0], "epoch", args[0], "beat", self._stamp(), *args[3:])
         return 1
 
     def _stamp(self) -> str:
@@ -157,7 +157,7 @@ class Client:
         return self._call(name, lambda: action() if self._server.alive else _refuse())
 
     def register_script(self, text: str) -> Callable:
-        name = SCRIPTS[text]
+        name = SCRIPTS.get(text, "no script that is played")
         script = getattr(self._server, name)
         return lambda keys, args: self._reach(name, lambda: script(keys, args))
 
