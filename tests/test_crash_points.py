@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from conftest import start_redis
-from crashing import LOST, REFUSED, UNANSWERED, Point, World, report, try_all
-from elastic import agent, config, inner_state, link, local_sgd, master
+from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
+from elastic import agent, config, inner_state, link, local_sgd, master, versions
 from elastic.agent import Agent
 from elastic.audit import audit
 from elastic.checkpoint import Checkpoints
@@ -222,9 +222,10 @@ def world(tmp_path, server, monkeypatch) -> World:
 @pytest.fixture
 def settings(world, server) -> config.Config:
     path = world.folder.with_name("run.toml")
-    path.write_text('[run]\nname = "tiny"\nscheduler = "local"\n[train]\nepochs = 1\n')
     url = f"redis://:{server.password}@127.0.0.1:{server.endpoint.port}"
-    return config.load(path, [*SETTINGS, f"redis.url={url}"])
+    path.write_text('[run]\nname = "tiny"\nscheduler = "local"\n[train]\nepochs = 1\n'
+                    f'[redis]\nurl = "{url}"\n')  # fmt: skip
+    return config.load(path, SETTINGS)
 
 
 @pytest.fixture
@@ -434,3 +435,31 @@ def test_a_checkpoint(world, run, request):
         assert found == [f"step-0000000{n}{end}" for n in (5, 6) for end in ("", ".json")]
 
     report(request, try_all(world, act, check))
+
+
+# ---- the harness can fail -----------------------------------------------------------------------
+
+
+def test_bytes_that_are_not_durable_before_the_commit_are_found(world, run, monkeypatch):
+    monkeypatch.setattr(versions, "sync_path", lambda _: None)
+
+    def check(_: Point) -> None:
+        if run.newest_version() == 0:
+            assert_sound(run)
+
+    tally = try_all(world, lambda: create_version_0(run), check, most=1)
+    (violation,) = tally.violations
+    assert violation.startswith(f"{LOST} at")
+    assert "versions/000000" in violation
+
+
+def test_a_version_that_never_gets_its_name_is_found(world, run, monkeypatch):
+    monkeypatch.setattr(versions, "verified", lambda run, commit, name: run.path / next(
+        entry["path"] for entry in commit["files"] if entry["path"].endswith(name)))  # fmt: skip
+
+    def check(_: Point) -> None:
+        if run.newest_version() == 0:
+            read_layout(run, 0)
+
+    tally = try_all(world, lambda: create_version_0(run), check, most=1)
+    assert tally.violations[0].startswith(f"{KILLED} at")
