@@ -301,12 +301,8 @@ class World:
         shutil.copytree(self.folder, self._frozen, symlinks=True)
         if self.client:
             client = self.client()
-<<<<<<< HEAD
-            self._keys = [(k, max(0, client.pttl(k)), client.dump(k)) for k in client.keys()]  # noqa: SIM118
-=======
             names = client.scan_iter()
             self._keys = [(key, max(0, client.pttl(key)), client.dump(key)) for key in names]
->>>>>>> crash
             client.close()
 
     def thaw(self) -> None:
