@@ -25,7 +25,7 @@ from torch import nn
 
 from conftest import start_redis
 from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
-from elastic import agent, config, inner_state, link, local_sgd, master, versions
+from elastic import agent, config, durable, inner_state, link, local_sgd, master, versions
 from elastic.agent import Agent
 from elastic.audit import audit
 from elastic.checkpoint import Checkpoints
@@ -209,6 +209,7 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
     monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
     for module, name in ((master, "TICK_S"), (master, "SPACE_S"), (master, "LEAVE_S"),
+                         (durable, "SPACE_S"),
                          (link, "RETRY_S"), (local_sgd, "DRY_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.01)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays
@@ -441,7 +442,7 @@ def test_a_checkpoint(world, run, request):
 
 
 def test_bytes_that_are_not_durable_before_the_commit_are_found(world, run, monkeypatch):
-    monkeypatch.setattr(versions, "sync_path", lambda _: None)
+    monkeypatch.setattr(durable, "sync_path", lambda _: None)
 
     def check(_: Point) -> None:
         if run.newest_version() == 0:
