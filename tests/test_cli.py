@@ -17,7 +17,7 @@ from helpers import ROOT, elastic, environment, wait_until
 
 COMMANDS = [
     "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "evaluate", "config",
-    "sandbox",
+    "chaos", "sandbox",
 ]  # fmt: skip
 
 
