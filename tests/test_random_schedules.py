@@ -236,11 +236,15 @@ def forgets_what_is_granted(self, owner, want, sharers=1, least=1):
 
 
 REAL_OFFER, REAL_COMMIT, REAL_GRANT = Ledger.offer, Averager.commit, Ledger.grant
-REAL_PLAN, REAL_NOTE = plan.plan, reconcile._Pass._note_unsure
+REAL_JUDGE, REAL_PLAN, REAL_PASS_OVER = rounds.judge, plan.plan, reconcile._pass_over
 TRAINING = {
     "judge: any attempt": judge_without("fenced"),
     "judge: any run": judge_without("other-run"),
-    "judge: any base": judge_without("stale"),
+    "judge: any base": {
+        (rounds, "judge"): lambda header, facts, refused: REAL_JUDGE(
+            header, replace(facts, max_staleness=99), refused
+        )
+    },
     "judge: the same delta again": judge_without("duplicate"),
     "judge: whatever the ledger says": judge_without("samples"),
     "refusal: committed samples": refusal_blind_to("committed"),
@@ -248,7 +252,6 @@ TRAINING = {
     "refusal: samples of another worker": refusal_blind_to("held"),
     "ledger: frees what is offered": {(Ledger, "offer"): offer_leaves_it_free},
     "ledger: forgets what it granted": {(Ledger, "grant"): forgets_what_is_granted},
-    "ledger: forgets what workers say they hold": {(Ledger, "hold"): lambda *_: None},
     "ledger: keeps what is withdrawn": {
         (Ledger, "withdraw"): lambda self, offer: self.offered.pop(offer, None)
     },
@@ -290,7 +293,6 @@ def with_memory(world, **changes):
     return replace(world, memory=replace(world.memory, **changes))
 
 
-REAL_PASS_OVER = reconcile._pass_over
 JOBS = {
     "a queued job is no job": {(history, "ENDED_STATES"): history.ENDED_STATES | {"PENDING"}},
     "a job on its way out is gone": {
@@ -333,15 +335,22 @@ JOBS = {
 
 def noticed(broken: dict, play: Callable, length: int, monkeypatch) -> None:
     """Some schedule is violated when a decision is broken; says how many it takes."""
-    for (target, name), value in broken.items():
-        monkeypatch.setattr(target, name, value)
+    with monkeypatch.context() as patch:
+        for (target, name), value in broken.items():
+            patch.setattr(target, name, value)
+        schedule = first_violation(play, length)
+    play(schedule)  # else it is not the broken decision that was noticed
+
+
+def first_violation(play: Callable, length: int) -> bytes:
     draw = random.Random(1)
     for number in range(1, MOST_UNTIL_NOTICED + 1):
+        schedule = draw.randbytes(length)
         try:
-            play(draw.randbytes(length))
+            play(schedule)
         except Violation as violation:
             print(f"after {number} schedules: {str(violation)[:150]}")
-            return
+            return schedule
     raise AssertionError(f"not noticed in {MOST_UNTIL_NOTICED} schedules")
 
 
