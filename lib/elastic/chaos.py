@@ -30,8 +30,9 @@ from elastic.membership import Slot
 from elastic.proc import read
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox
-from elastic.sched import parse_job_name, scheduler_of
+from elastic.sched import Job, scheduler_of
 from elastic.store import Store
+from elastic.submission import jobs_of
 
 BRIEFLY_S = 5.0  # how long a hang, a partition, a full disk lasts
 GONE_S = 15.0  # how long a killed node stays away
@@ -53,6 +54,7 @@ class Chaos:
         self.is_local = self.config.run.scheduler == "local"
         self.box = None if self.is_local else _sandbox(run.environment().get("SLURM_CONF", ""))
         self.done: list[Fault] = []
+        self._began = max(0, run.newest_version())
 
     # ---- what there is to hit
 
@@ -155,10 +157,11 @@ class Chaos:
         return f"job {victim.job_id} of slot {victim.slot}"
 
     def _kill_master(self, _victim: Slot) -> str:
-        with contextlib.suppress(TryAgain), self._store() as store:
-            if not (self.is_local or self.box):
-                self.scheduler.cancel(job_id := store.master()["job_id"], now=True)
-                return f"job {job_id}"
+        if not (self.is_local or self.box):
+            job_ids = [job.job_id for job in self._jobs() if "/master/" in job.name]
+            for job_id in job_ids:
+                self.scheduler.cancel(job_id, now=True)
+            return f"jobs {job_ids}"
         pids = self._pids("master") + self._pids("redis-server")
         for pid in pids:
             _signal(pid, signal.SIGKILL)
@@ -191,17 +194,15 @@ class Chaos:
         if self.is_local:
             self.scheduler.kill(victim.job_id)
             return f"all processes of job {victim.job_id}, slot {victim.slot}"
-        node = victim.node or next(j.node for j in self._jobs() if j.job_id == victim.job_id)
-        node = node.split(",")[0]
-        self.box.kill_node(node)
+        node = next((job.node for job in self._jobs() if job.job_id == victim.job_id), "")
+        self.box.kill_node(node)  # not as its processes call it: they all see this machine's name
         revive = (elastic_home() / "bin/elastic-sandbox", "revive-node", node)
         where = ("--dir", self.box.path.parent, "--name", self.box.path.name)
         _detach('sleep "$0"; exec "$@"', GONE_S, *revive, *where)
         return f"node {node}, for {GONE_S:g} s"
 
-    def _jobs(self) -> list:
-        named = ((parse_job_name(job.name), job) for job in self.scheduler.jobs())
-        return [job for name, job in named if name and name[0] == self.run.name]
+    def _jobs(self) -> list[Job]:
+        return jobs_of(self.run.name, self.scheduler)
 
     def _hang_controller(self, _victim: Slot) -> str:
         self.box.hang_controller(2 * BRIEFLY_S)
@@ -246,7 +247,7 @@ class Chaos:
         if self.in_sync_mode:
             lines = read_metrics(self.run)
             return [(fault, faults.cost_in_sync_mode(fault, lines)) for fault in self.done]
-        commits = list(self.run.commits())
+        commits = list(self.run.commits(self._began))
         return [(fault, faults.cost_in_local_mode(fault, commits)) for fault in self.done]
 
     def report(self, began: float, baseline: tuple[float, float] | None = None) -> dict:

@@ -285,9 +285,8 @@ class RunDir:
         version = self.newest_version()
         return self.commit(version) if version >= 0 else None
 
-    def commits(self) -> Iterator[dict]:
-        """Every commit, oldest first."""
-        version = 0
+    def commits(self, version: int = 0) -> Iterator[dict]:
+        """Every commit from a version on, oldest first."""
         while (record := self.commit(version)) is not None:
             yield record
             version += 1
