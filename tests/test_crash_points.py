@@ -12,6 +12,7 @@ away. Only small records on their way (a temporary name, see durable.py) may sta
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -212,6 +213,7 @@ def world(tmp_path, server, monkeypatch) -> World:
         monkeypatch.setattr(module, name, 0.01)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays
     torch.set_num_threads(1)
+    tempfile.gettempdir()  # finds out by writing a file, the first time somebody in torch asks
     client = server.client()
     client.flushall()
     client.close()
