@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,11 +123,12 @@ def finish(run: Running) -> None:
     assert (report.returncode, json.loads(report.stdout)["problems"]) == (0, []), report.stdout
 
 
-def until_said(run: Running, words: str) -> None:
+def until_said(run: Running, words: str, meanwhile: Callable = lambda: None) -> None:
     """Wait until the reason in status has these words."""
     deadline = time.monotonic() + 20 * PATIENCE
     while words not in (said := reason(run)):
         assert time.monotonic() < deadline, f"not {words!r} but {said!r}\n{run.story()}"
+        meanwhile()
         time.sleep(0.2)
 
 
@@ -256,18 +257,21 @@ def test_a_synchronous_run_is_not_done_before_its_last_step_is_on_the_disk(tmp_p
 
 def test_a_full_redis_blocks_deltas_and_nothing_else(tmp_path: Path):
     settings = {"elastic.max": 2, "local_sgd.transport": "redis", "redis.maxmemory": "6mb"}
-    with running(tmp_path, settings, samples=800) as run:
+    with running(tmp_path, settings, samples=4000) as run:
         run.workers(2)
         run.versions(1)
         with run.store() as store:
-            junk, size = [], 1 << 16
-            while size:
-                while store.put_bytes(name := f"junk:{len(junk)}", bytes(size), 600):
-                    junk.append(name)
-                size //= 2
-            until_said(
-                run, "cannot write, and wait: [Errno 28] redis.maxmemory = 6291456: it is full"
-            )
+            junk = []
+
+            def fill() -> None:  # again and again: buffers shrink, and there is room again
+                size = 1 << 16
+                while size:
+                    while store.put_bytes(name := f"junk:{len(junk)}", bytes(size), 600):
+                        junk.append(name)
+                    size //= 2
+
+            full = "cannot write, and wait: [Errno 28] redis.maxmemory = 6291456: it is full"
+            until_said(run, full, meanwhile=fill)
             assert "the master is not reachable" not in reason(run)
             store.drop_bytes(junk)
         run.versions(2)

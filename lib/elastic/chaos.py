@@ -74,12 +74,11 @@ class Chaos:
         return []
 
     def _trainer(self) -> list[Slot]:
-        said = self.run.progress() or {}
-        ranks = self._pids("trainer")
-        if not ranks or said.get("attempt") != self.run.latest_attempt(0):
+        ranks, said = self._pids("trainer"), self.run.lines("metrics.jsonl", 1)
+        if not ranks or not said or said[0]["attempt"] != self.run.latest_attempt(0):
             return []
-        step = said["step"]
-        return [Slot(0, said["attempt"], said["job_id"], "", self.draw.choice(ranks), "training",
+        step, job_id = said[0]["step"], (self.run.progress() or {}).get("job_id", "")
+        return [Slot(0, said[0]["attempt"], job_id, "", self.draw.choice(ranks), "training",
                      step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]  # fmt: skip
 
     def _store(self):
@@ -121,7 +120,7 @@ class Chaos:
         }  # fmt: skip
         return next((reason for reason, holds in rules.items() if holds), "")
 
-    def inject(self, kind: str, at_least: int = 1) -> Fault:
+    def inject(self, kind: str, at_least: int = 0) -> Fault:
         """Do it to a worker with `at_least` so many steps in its round, as soon as there is one.
 
         Raises ElasticError if it turns out to be impossible.

@@ -388,7 +388,7 @@ class LocalSGD:
             steps=done.steps, tokens=done.tokens, samples=tuple(_joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._inner_from, seconds=round(time.monotonic() - done.started, 3),
-            stall_s=round(done.stall_s, 4), delivered=round(time.time(), 3),
+            stall_s=round(done.stall_s, 4),
         )  # fmt: skip
 
     def _redeliver(self) -> None:

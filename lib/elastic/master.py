@@ -61,6 +61,7 @@ class Round:
         self.seen: dict[tuple[int, str], bytes] = {}  # (base, name) -> header as it came
         self.judged: set[tuple[int, int, int]] = set()
         self.accepted: dict[tuple[int, int, int], Checked] = {}
+        self.arrived: dict[tuple[int, int, int], float] = {}  # Redis TIME
         self.checking: dict[tuple[int, int, int], Future] = {}
         self.answered: set[tuple[int, int, int]] = set()
         self.rejected: dict[str, int] = {}
@@ -348,7 +349,7 @@ class Master:
             if checked.refused:
                 self._withdraw(key, checked.refused)
                 continue
-            self._round.accepted[key] = checked
+            self._round.accepted[key], self._round.arrived[key] = checked, self._now()
             header = checked.header
             if header.base == self._round.version:
                 self._round.answered.add(key)
@@ -474,7 +475,7 @@ class Master:
                 "steps": h.steps, "tokens": h.tokens, "loss": h.loss, "inner": h.inner,
                 "first_loss": h.first_loss, "samples": [list(each) for each in h.samples],
                 "norm": checked.norm, "seconds": h.seconds, "stall_s": h.stall_s,
-                "delivered": h.delivered,
+                "delivered": round(round_.arrived[h.key], 3),
             }
             for checked in sorted(round_.accepted.values(), key=lambda c: c.header.key)
             for h in [checked.header]
@@ -482,7 +483,7 @@ class Master:
         tokens = sum(delta["tokens"] for delta in deltas)
         carried = {name: self._commit[name] for name in CARRIED}
         return {
-            "master_epoch": self.epoch, "time": time.time(),
+            "master_epoch": self.epoch, "time": round(self._now(), 3),
             "tokens": self._commit["tokens"] + tokens,
             "samples": sorted(each for delta in deltas for each in delta["samples"]),
             "deltas": deltas, "workers": len({delta["slot"] for delta in deltas}),

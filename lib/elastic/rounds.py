@@ -51,7 +51,6 @@ class Header:
     inner: str = ""  # where the inner optimizer state came from, for the record
     seconds: float = 0.0  # from the start of the round to the delivery, on the worker's clock
     stall_s: float = 0.0  # from the last inner step on the base before to the first on this one
-    delivered: float = 0.0  # when, on the worker's clock
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -66,7 +65,7 @@ class Header:
         if not isinstance(data, dict):
             raise ValueError("a header is a table")
         kinds = cls.__annotations__ | {"samples": list, "fragments": list}
-        fields = {"inner": "", "seconds": 0.0, "stall_s": 0.0, "delivered": 0.0, **data}
+        fields = {"inner": "", "seconds": 0.0, "stall_s": 0.0, **data}
         if set(fields) != set(kinds):
             raise ValueError(f"fields differ: {sorted(set(fields) ^ set(kinds))}")
         for name, kind in kinds.items():
@@ -77,7 +76,7 @@ class Header:
                 raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
             if kind is int and not 0 <= value < 2**62:
                 raise ValueError(f"{name} is {value}")
-            if name in ("seconds", "stall_s", "delivered") and not 0 <= value < math.inf:
+            if name in ("seconds", "stall_s") and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}")
         samples = tuple(_range(each) for each in fields.pop("samples"))
         fragments = fields.pop("fragments")
