@@ -67,10 +67,11 @@ def test_steps_are_lost_if_the_delta_of_that_round_never_comes():
 
 def test_steps_of_sync_mode_are_lost_if_they_come_again():
     fault = Fault("preempt", 100, "", (slot(0, version=7, step=7),))
-    lines = [{"time": at, "step": step} for at, step in
-             [(99, 7), (108, 6), (109, 7), (110, 8)]]  # fmt: skip
-    assert cost_in_sync_mode(fault, lines) == Cost(2, 8, 10)
-    assert cost_in_sync_mode(fault, lines[:2]) == Cost(1, 8, math.inf)
+    steps = [(99, 7, 1), (101, 8, 1), (108, 7, 2), (109, 8, 2), (110, 9, 2)]
+    lines = [{"time": at, "step": step, "attempt": attempt} for at, step, attempt in steps]
+    assert cost_in_sync_mode(fault, lines) == Cost(2, 1, 10)
+    assert cost_in_sync_mode(fault, lines[:3]) == Cost(1, 1, math.inf)
+    assert cost_in_sync_mode(fault, lines[:2]) == Cost(0, 1, 1)  # it went on as if nothing were
 
 
 def test_kinds_are_told_apart_by_what_was_trained_until_the_next_fault():
@@ -130,7 +131,8 @@ def test_sync_mode_survives_and_counts_the_steps_that_came_again(tmp_path):
         run.until(lambda: len(list(run.run.path.glob("checkpoints/step-*.json"))) > 1, 60, "two")
         for kind in ("kill-worker", "preempt", "corrupt-checkpoint"):
             run.until(agent.training, 60, "it trains")
-            fault = agent.inject(kind)
+            attempt, fault = run.run.latest_attempt(0), agent.inject(kind)
+            run.until(lambda n=attempt: run.run.latest_attempt(0) > n, 60, "the next attempt")
             run.until(lambda: agent.costs()[-1][1].back_s < math.inf, 60, f"{kind} is over")
             assert fault.what
         run.pace(0)

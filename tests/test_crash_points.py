@@ -45,6 +45,7 @@ from elastic.versions import read_layout, read_params
 from tiny_task import Samples
 
 SAMPLES, BATCH, STEPS = 20, 2, 2  # three rounds of two workers, the last a short one
+pytestmark = pytest.mark.timeout(1800)
 SETTINGS = [
     f"train.batch_size={BATCH}", f"local_sgd.inner_steps={STEPS}", "local_sgd.fragment=64",
     "local_sgd.compression=none", "local_sgd.max_staleness=0", "local_sgd.min_deadline=100s",

@@ -59,12 +59,16 @@ def cost_in_local_mode(fault: Fault, commits: Iterable[Mapping]) -> Cost:
     return Cost(lost, next_s, max(again, default=fault.time) - fault.time)
 
 
-def cost_in_sync_mode(fault: Fault, metrics: Iterable[Mapping]) -> Cost:
-    """By the lines that rank 0 writes, one per step: what is there a second time was lost."""
+def cost_in_sync_mode(fault: Fault, metrics: Sequence[Mapping]) -> Cost:
+    """By the lines that rank 0 writes, one per step: what the next attempt does again was lost."""
+    hit = fault.at_stake[0]
     after = [line for line in metrics if line["time"] > fault.time]
-    step = fault.at_stake[0].version if fault.at_stake else 0
-    again = {line["step"] for line in after if line["step"] <= step}
-    further = (line["time"] for line in after if line["step"] > step)
+    later = [line for line in after if line["attempt"] > hit.attempt]
+    later = [line for line in later if line["attempt"] == later[0]["attempt"]]
+    reached = max((line["step"] for line in metrics if line["attempt"] <= hit.attempt), default=0)
+    again = {line["step"] for line in later if line["step"] <= reached}
+    least = reached if later else hit.version  # who goes on in the same attempt was not stopped
+    further = (line["time"] for line in later or after if line["step"] > least)
     next_s = after[0]["time"] - fault.time if after else inf
     return Cost(len(again), next_s, next(further, inf) - fault.time)
 

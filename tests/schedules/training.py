@@ -78,7 +78,7 @@ class MemoryRun(RunDir):
     def config(self):
         return self.world.config
 
-    def secret(self):
+    def secret(self, role="master"):
         return ""
 
     def control(self):
@@ -399,7 +399,7 @@ class Training:
             self.fenced()
         return answer
 
-    def connect(self, endpoint: Endpoint, _password, run_name: str, _timeout_s=5.0) -> Store:
+    def connect(self, endpoint: Endpoint, _password, run_name: str, *_, user=None) -> Store:
         server = self.servers[endpoint.port]
         return Store(Client(server, self.call), run_name, f"server {endpoint.port}")
 
