@@ -188,8 +188,8 @@ class TestRedisTransport(TransportContract):
 
     def test_what_does_not_fit_is_refused_before_a_byte_is_sent(self, transport, small_redis):
         before = small_redis.keys("*:delta:*")  # leases of other tests may expire meanwhile
-        with pytest.raises(ElasticError, match="a delta of 2000000 bytes does not fit") as caught:
-            transport.put(NAME, memoryview(bytes(2_000_000)))
+        with pytest.raises(ElasticError, match="a delta of 9000000 bytes does not fit") as caught:
+            transport.put(NAME, memoryview(bytes(9_000_000)))
         assert 'local_sgd.transport = "filesystem"' in caught.value.hint
         assert small_redis.keys("*:delta:*") == before
         fragment = transport.put(NAME, view(250))  # and what fits still goes through
