@@ -166,8 +166,8 @@ class Sandbox:
 
     def _node_of(self, pid: int, given: dict[str, str]) -> str:
         """The node of a job's process; a stepd overwrites its environment, and has the log open."""
-        if given.get("SLURM_CONF") == str(self.conf):
-            return given.get("SLURMD_NODENAME", "")
+        if given.get("SLURM_CONF") == str(self.conf) and "SLURMD_NODENAME" in given:
+            return given["SLURMD_NODENAME"]
         logs = map(Path, _files_of_stepd(pid))
         return next((log.stem for log in logs if log.parent == self.path / "log"), "")
 
