@@ -39,9 +39,9 @@ GONE_S = 15.0  # how long a killed node stays away
 SKEW_S = 90
 LOOK_S = 0.5
 BACK_S = 120.0  # how long the last faults are given to be over
-MOST_FILL_BYTES = 8 << 30
+MOST_FILL_BYTES = 1 << 30
 FAKETIME = "FAKETIME_TIMESTAMP_FILE"  # the file that libfaketime reads in the run's jobs
-LOCAL_ONLY = ("kill-master", "kill-redis", "flush-redis", "partition", "corrupt-delta")
+IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis", "partition", "corrupt-delta")
 HERE_ONLY = ("kill-redis", "partition", "hang-worker", "slow-worker")
 
 
@@ -106,14 +106,15 @@ class Chaos:
         here, mode = self.is_local or self.box, self.run.control().mode
         free = shutil.disk_usage(self.run.path).free
         rules = {
-            "the run is in sync mode": kind in LOCAL_ONLY and mode == "sync",
+            "the run is in sync mode": kind in IN_LOCAL_MODE and mode == "sync",
             "the run is in local mode": kind == "corrupt-checkpoint" and mode == "local",
             "its processes are on other machines": kind in HERE_ONLY and not here,
             "there is no sandbox": kind == "hang-controller" and not self.box,
             "a node of a cluster is not a user's": kind == "kill-node" and not here,
             "deltas travel through Redis":
                 kind == "corrupt-delta" and self.config.local_sgd.transport != "filesystem",
-            f"{free >> 30} GiB are free there, too many to fill":
+            "others write to a cluster's filesystem": kind == "full-disk" and not here,
+            f"{free >> 20} MiB are free there, too many to fill":
                 kind == "full-disk" and free > MOST_FILL_BYTES,
             f"its jobs do not run under libfaketime or the like ({FAKETIME} is not set)":
                 kind == "clock-skew" and FAKETIME not in self.run.environment(),

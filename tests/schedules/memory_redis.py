@@ -56,9 +56,6 @@ class Server:
     def hexists(self, key: str, field) -> bool:
         return _bytes(field) in self._live(key)
 
-    def hkeys(self, key: str) -> list[bytes]:
-        return list(self._live(key))
-
     def hgetall(self, key: str) -> dict[bytes, bytes]:
         return dict(self._live(key))
 
