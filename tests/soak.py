@@ -163,7 +163,7 @@ def main() -> int:
     given = ask.parse_args()
     often = {"before": given.before, "every": "29s", "seed": given.seed}
     with stage(given.workers) as there:
-        steady = {"local_sgd.inner_steps": 20}
+        steady = {"local_sgd.inner_steps": 10}
         kills = {"for": given.kills, "faults": "kill-worker,preempt", **often}
         reports = [soak(there, "kills", 0.5, steady, **kills),
                    soak(there, "all", 0.5, steady, **{"for": given.all, **often})]  # fmt: skip

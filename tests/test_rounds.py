@@ -283,6 +283,65 @@ def test_the_deadline_adapts_to_how_long_workers_take():
     assert rounds.deadline_s((20.0,), exact) == 20.0
 
 
+# ---- pace ---------------------------------------------------------------------------------------
+
+
+def delta_of(steps, seconds):
+    return replace(header(), steps=steps, seconds=seconds)
+
+
+def test_a_whole_round_is_known_from_half_of_it():
+    assert rounds.whole_s(delta_of(100, 50.0), 60.0, 100) == 60.0
+    assert rounds.whole_s(delta_of(50, 30.0), 33.0, 100) == 33.0 + 50 * 0.6
+    assert rounds.whole_s(delta_of(49, 30.0), 33.0, 100) is None
+
+
+def test_a_round_is_due_when_the_faster_quarter_is_through():
+    assert rounds.due_s((), PATIENCE) is None
+    assert rounds.due_s((9.0,), PATIENCE) == 9.0
+    assert rounds.due_s((40.0, 10.0, 11.0, 12.0), PATIENCE) == 11.0
+    assert rounds.due_s((0.1,), PATIENCE) == 5.0  # for rounds so short nobody hurries
+
+
+def test_one_odd_worker_does_not_set_the_pace():
+    assert rounds.due_s((1.0, *[20.0] * 15), PATIENCE) == 20.0
+    assert rounds.due_s((200.0, *[20.0] * 15), PATIENCE) == 20.0
+
+
+def test_a_worker_stops_at_the_step_nearest_to_the_due_time():
+    assert not rounds.is_due(0.6, 10, 10.0)
+    assert rounds.is_due(0.4, 10, 10.0)
+    assert not rounds.is_due(math.inf, 10, 10.0)
+    assert not rounds.is_due(0.1, 0, 0.0)  # its own pace is not known yet: it tries one step
+    assert rounds.is_due(-0.1, 0, 0.0)
+
+
+@given(
+    paces=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=16),
+    inner_steps=st.integers(2, 100),
+)
+def test_workers_of_any_pace_end_a_round_within_half_a_step_of_each_other(paces, inner_steps):
+    """Played to the end: round by round, until the pace has settled."""
+    durations = tuple(pace * inner_steps for pace in paces)  # the first round has no due time
+    patience = SimpleNamespace(min_deadline_s=0.0)
+    for _ in range(3):
+        due = rounds.due_s(durations, patience)
+        turns = []
+        for pace in paces:
+            steps = 0
+            while steps < inner_steps:
+                if rounds.is_due(due - steps * pace, steps, steps * pace):
+                    break
+                steps += 1
+            turns.append((steps, steps * pace))
+        for (steps, took), pace in zip(turns, paces, strict=True):
+            assert steps in (1, inner_steps) or abs(took - due) <= pace / 2 + 1e-9
+        seen = [rounds.whole_s(delta_of(n, took), took, inner_steps) for n, took in turns if n]
+        durations = tuple(each for each in seen if each is not None)
+    # It does not run away: however often, it is the pace of one of the workers.
+    assert min(abs(due - pace * inner_steps) for pace in paces) < 1e-6
+
+
 # ---- weights ------------------------------------------------------------------------------------
 
 NEVER = Running()

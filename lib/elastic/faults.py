@@ -77,7 +77,7 @@ def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work], end: flo
     """A row per kind: how often, median and worst of what it cost, and the rate of training from
     each to the next fault."""
     times = [fault.time for fault, _ in faults]
-    windows = dict(zip(times, [*times[1:], end], strict=True))
+    windows = dict(zip(times, [*times, end][1:], strict=True))
     kinds = defaultdict(list)
     for fault, cost in faults:
         kinds[fault.kind].append((cost, tokens_per_s(work, fault.time, windows[fault.time])))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,6 +66,7 @@ class News:
     called: int = -1  # the version whose round is about to close
     state: str = "unknown"  # unknown | running | stopping | done
     epoch: int = -1
+    due: float = inf  # when the open round is, on this process's monotonic clock
 
     @property
     def over(self) -> bool:
@@ -163,7 +165,7 @@ class Link:
 
     def refresh(self) -> News:
         """Read the master's word now."""
-        self._note(self.reach(lambda s: s.master(), role="reader"))
+        self._note(*self.reach(lambda s: (s.master(), s.now()), role="reader"))
         return self.news
 
     def _watch(self) -> None:
@@ -172,22 +174,25 @@ class Link:
                 store = Store.open(self.run)
                 listener = store.listen("ctl")
                 while not self._closed.is_set():
-                    self._note(store.master())
+                    self._note(store.master(), store.now())
                     listener.wait(POLL_S)
             except (ElasticError, OSError):  # files may be refused as well: too many are open
                 with contextlib.suppress(ElasticError, OSError):
                     if over := self.run.closing("local"):
                         state = "done" if over == "done" else "stopping"
-                        self._note({"state": state, "version": "-1"})
+                        self._note({"state": state, "version": "-1", "due": "inf"})
                 self._closed.wait(RETRY_S)
 
-    def _note(self, master: dict[str, str]) -> None:
+    def _note(self, master: dict[str, str], now: float = 0.0) -> None:
+        """`now`: Redis TIME, as the times in the master's word are."""
         if "version" not in master:
             return  # flushed, or no master yet: what was known stays
         version, called = int(master["version"]), int(master.get("call", -1))
         with self._changed:
-            version = max(version, self.news.version)
-            self.news = News(version, called, master["state"], int(master.get("epoch", -1)))
+            is_new = version >= self.news.version
+            due = float(master["due"]) - now + time.monotonic() if is_new else inf
+            version, epoch = max(version, self.news.version), int(master.get("epoch", -1))
+            self.news = News(version, called, master["state"], epoch, due)
             self._changed.notify_all()
 
     # ---- to the agent

@@ -8,8 +8,9 @@
 
 `batches` is the life of a worker: adopt the newest version, train up to K inner steps on samples
 leased from the ledger, deliver the delta, wait for the next version, and so on until the run is
-over or a notice arrives. A round ends early, with the steps there are, at the last call, at a
-notice, when the master went on without us, and when no samples are left.
+over or a notice arrives. A round ends early, with the steps there are, when it is due (so that all
+finish together), at the last call, at a notice, when the master went on without us, and when no
+samples are left.
 
 Of the ranks of a worker only rank 0 has a line to the master; it decides, the others are told.
 """
@@ -23,7 +24,7 @@ from functools import partial
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from elastic import inner_state
+from elastic import inner_state, rounds
 from elastic.codec import codec
 from elastic.durable import until_written
 from elastic.errors import ElasticError, TryAgain
@@ -61,7 +62,7 @@ class LocalSGD:
         self._dry = False
         self._told_epoch = -1  # the master epoch that knows what we hold
         self._bad_rounds = self._delivered = 0
-        self._last_step_at = 0.0
+        self._last_step_at = self._deliver_s = 0.0
 
     @classmethod
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
@@ -100,7 +101,9 @@ class LocalSGD:
                 if self._round.steps != steps + 1:
                     raise ElasticError("sgd.step() was not called after the batch")
                 self._last_step_at = time.monotonic()
+            began = time.monotonic()
             self._deliver()
+            self._deliver_s = time.monotonic() - began
             self._save_inner_if_due()
 
     def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
@@ -298,7 +301,16 @@ class LocalSGD:
     def _round_is_over(self) -> bool:
         news = self._link.news
         base = self._round.base
-        return bool(self.notice) or news.over or news.called == base or news.version > base
+        gone_on = news.over or news.called == base or news.version > base
+        return bool(self.notice) or gone_on or self._is_due()
+
+    def _is_due(self) -> bool:
+        """Time to stop, so that the delta is there when the others' are?"""
+        news, round_, now = self._link.news, self._round, time.monotonic()
+        if news.version != round_.base:
+            return False  # the master speaks of another round
+        left_s = news.due - self._deliver_s - now
+        return rounds.is_due(left_s, round_.steps, now - round_.started)
 
     def _set_learning_rate(self) -> None:
         settings, commit = self.config.train, self._commit

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from math import inf
 from pathlib import Path
 
 from elastic import rounds
@@ -244,9 +245,21 @@ class Master:
         fields = {
             "version": round_.version if round_ else -1, "state": self._state,
             "call": round_.version if round_ and round_.called is not None else -1,
+            "due": self._due(),
             "node": hostname(), "job_id": self.job_id, "reason": self._reason,
         }  # fmt: skip
         self._store.set_master(self.epoch, fields, wake)
+
+    def _due(self) -> float:
+        """Redis TIME at which the open round is due; inf: whenever. One that nobody has delivered
+        to by its deadline has lost its workers, and those that come are to do all steps."""
+        durations, settings = tuple(self._durations), self.config.local_sgd
+        if not self._round or (due_s := rounds.due_s(durations, settings)) is None:
+            return inf
+        waited_s = self._now() - self._round.opened
+        if not self._round.accepted and waited_s > rounds.deadline_s(durations, settings):
+            return inf
+        return round(self._round.opened + due_s, 3)
 
     # ---- observe
 
@@ -353,7 +366,9 @@ class Master:
             header = checked.header
             if header.base == self._round.version:
                 self._round.answered.add(key)
-                self._durations = [*self._durations, header.seconds][-DURATIONS_KEPT:]
+                took_s = self._round.arrived[key] - self._round.opened
+                whole_s = rounds.whole_s(header, took_s, self.config.local_sgd.inner_steps)
+                self._durations = [*self._durations, *filter(None, [whole_s])][-DURATIONS_KEPT:]
             self._event("delta", slot=header.slot, attempt=header.attempt, base=header.base,
                         steps=header.steps, tokens=header.tokens)  # fmt: skip
 

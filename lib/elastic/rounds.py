@@ -173,6 +173,31 @@ class View:
     durations_s: tuple[float, ...]  # how long workers took, this round and recently
 
 
+def whole_s(header: Header, took_s: float, inner_steps: int) -> float | None:
+    """How long a round of all `inner_steps` takes this worker, by a delta that came `took_s` after
+    the round was opened; None by one of so few steps that it says little."""
+    if 2 * header.steps < inner_steps:
+        return None
+    return took_s + (inner_steps - header.steps) * header.seconds / header.steps
+
+
+def due_s(durations_s: tuple[float, ...], settings) -> float | None:
+    """When a round is due, after its opening: by then the faster quarter have done all their steps.
+
+    Whoever is slower, or came later, stops there with fewer steps, so that all finish together
+    (as DyLU, arXiv 2401.09135, but with a quantile that one odd worker cannot move).
+    """
+    if not durations_s:
+        return None
+    return max(settings.min_deadline_s, sorted(durations_s)[len(durations_s) // 4])
+
+
+def is_due(left_s: float, steps: int, trained_s: float) -> bool:
+    """Would one more step end later than now by more than it is worth? `left_s`: until the round
+    is due; `steps` took `trained_s`. Stopping at the nearest step is as often early as late."""
+    return left_s < (trained_s / steps / 2 if steps else 0.0)
+
+
 def deadline_s(durations_s: tuple[float, ...], settings) -> float:
     """median + k MAD of the workers' times, the MAD no less than a twentieth of the median."""
     middle = median(durations_s)

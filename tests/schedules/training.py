@@ -252,11 +252,11 @@ class Line(Link):
         """One round of `_watch`."""
         try:
             self._watched = self._watched or Store.open(self.run)
-            self._note(self._watched.master())
+            self._note(self._watched.master(), self._watched.now())
         except ElasticError:
             self._watched = None
             if over := self.run.closing("local"):
-                self._note({"state": "done" if over == "done" else "stopping", "version": "-1"})
+                self._note({"state": "done" if over == "done" else "stopping", "version": "-1", "due": "inf"})
 
 
 class Life(LocalSGD):
