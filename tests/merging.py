@@ -67,8 +67,10 @@ class Rounds:
         transport, encode = FileTransport(self.run), codec(self.config.local_sgd.compression).encode
         attempt = changes.get("attempt", 1)
         fragments = [
-            transport.put(fragment_name((slot, attempt, base), index), encode(delta))
-            for index, delta in enumerate(self.parts(self.base(base) - local))
+            transport.put(fragment_name((slot, attempt, base), index), encode(delta, fragment))
+            for index, (delta, fragment) in enumerate(
+                zip(self.parts(self.base(base) - local), self.layout.fragments, strict=True)
+            )
         ]
         defaults = {
             "run": self.run.name, "slot": slot, "attempt": attempt, "job_id": "1", "base": base,

@@ -10,23 +10,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.codec import CODECS, as_bytes, codec
+from elastic.codec import CODECS, Encoder, accepted, as_bytes, codec
 from elastic.errors import UsageError
 from elastic.layout import Layout
 from elastic.versions import split
 
 floats = st.lists(st.floats(width=32, allow_nan=False), max_size=40)
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=12)
+LOSSY = [name for name, each in CODECS.items() if each.feedback]
+SIZES = [0, 1, 2, 127, 128, 129, 255, 256, 257, 4095, 4096, 4097, 10_000]
 
 
-def journey(name, values):
+def fragment_of(*list_of_shapes):
+    return Layout.of(named(list_of_shapes), math.inf).fragments[0]
+
+
+def journey(name, values, fragment=None):
     """Encode, copy the bytes as a transport does, decode."""
-    chosen = codec(name)
-    encoded = chosen.encode(values)
-    assert len(encoded) == chosen.size_bytes(values.numel())
+    chosen, fragment = codec(name), fragment or fragment_of(values.shape)
+    encoded = chosen.encode(values, fragment)
+    assert len(encoded) == chosen.size_bytes(fragment)
     received = torch.empty(len(encoded), dtype=torch.uint8)
     as_bytes(received)[:] = encoded
-    return chosen.decode(received)
+    return chosen.decode(received, fragment)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @given(floats)
@@ -60,7 +70,7 @@ def test_a_bf16_tie_goes_to_the_even_neighbour():
     assert journey("bf16", ties).tolist() == [1.0, 1 + 4 / 256]
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", ["none", "bf16"])
 def test_what_is_not_finite_arrives_as_such(name):
     """The master has to see it to refuse it."""
     sent = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
@@ -69,17 +79,154 @@ def test_what_is_not_finite_arrives_as_such(name):
     assert received[1:].tolist() == [math.inf, -math.inf, 0.0]
 
 
-@pytest.mark.parametrize(("name", "size_bytes"), [("none", 4), ("bf16", 2)])
-def test_sizes_are_known_before_anything_is_encoded(name, size_bytes):
-    assert [codec(name).size_bytes(numel) for numel in (0, 1, 1000)] == [
-        0, size_bytes, 1000 * size_bytes,
-    ]  # fmt: skip
+@pytest.mark.parametrize("name", ["int8", "int4", "topk"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_does_not_arrive_as_finite(name, bad):
+    sent = normal(1000)
+    sent[700] = bad
+    assert not journey(name, sent).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("none", {1: 4, 1000: 4000}),
+        ("bf16", {1: 2, 1000: 2000}),
+        ("int8", {1: 3, 256: 258, 257: 261, 1_000_000: 1_000_000 + 2 * 3907}),
+        ("int4", {1: 3, 128: 66, 129: 69, 1_000_000: 500_000 + 2 * 7813}),
+        ("topk", {1: 86, 4096: 86, 4097: 172, 1_000_000: 86 * 245}),
+        ("lowrank", {1: 2, 1000: 2000}),
+    ],
+)
+def test_sizes_are_known_before_anything_is_encoded(name, sizes):
+    known = codec(name)
+    assert known.size_bytes(fragment_of((0,))) == 0
+    assert {n: known.size_bytes(fragment_of((n,))) for n in sizes} == sizes
 
 
 def test_bytes_are_little_endian_in_layout_order():
-    sent = torch.tensor([1.0, -2.0])
-    assert codec("none").encode(sent).hex() == "0000803f000000c0"
-    assert codec("bf16").encode(sent).hex() == "803f00c0"
+    sent, fragment = torch.tensor([1.0, -2.0]), fragment_of((2,))
+    hexes = {name: codec(name).encode(sent, fragment).hex() for name in CODECS}
+    scale = "823c"  # 2/127, rounded up
+    assert hexes["none"] == "0000803f000000c0"
+    assert hexes["bf16"] == hexes["lowrank"] == "803f00c0"
+    assert hexes["int8"] == scale + "3f" + "82"  # 63 and -126 of 0.01587
+    assert hexes["int4"] == "933e" + "93"  # 3 and -7 of 0.2871
+    assert hexes["topk"][:16] == "2549923e" + "0b00" + "1100"  # 3 and -7, each plus 8
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("name", CODECS)
+def test_every_length_makes_the_journey(name, numel):
+    received = journey(name, normal(numel))
+    assert received.shape == (numel,)
+    assert received.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_nothing_arrives_as_nothing(name):
+    fragment = fragment_of((40, 50), (700,))
+    assert not journey(name, torch.zeros(2700), fragment).any()
+
+
+@pytest.mark.parametrize(("name", "block", "steps"), [("int8", 256, 127), ("int4", 128, 7)])
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e6, 1e30])
+def test_an_integer_is_at_most_half_a_step_off(name, block, steps, scale):
+    """A bfloat16 scale, rounded up, is at most a part in 128 longer than the exact one."""
+    sent = normal(10 * block) * scale
+    off = (journey(name, sent) - sent).abs().view(10, block)
+    largest = sent.abs().view(10, block).amax(1, keepdim=True)
+    assert (off <= largest / steps / 2 * (1 + 1 / 128)).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_integers_are_as_often_above_as_below(name):
+    """The mean error of 2,000 deltas is nothing beside that of one: no bias that adds up."""
+    sent = torch.stack([normal(256, seed=seed) for seed in range(2000)])
+    off = torch.stack([journey(name, each) for each in sent]) - sent
+    assert off.mean().abs() < 4 * off.std() / off.numel() ** 0.5
+
+
+def test_topk_keeps_the_largest_of_each_chunk():
+    sent = normal(3 * 4096)
+    received = journey("topk", sent).view(3, 4096)
+    for row, (arrived, all_of_it) in enumerate(zip(received, sent.view(3, 4096), strict=True)):
+        kept = all_of_it.abs().topk(41)
+        off = (arrived - all_of_it)[kept.indices].abs()
+        assert (off <= kept.values[0] / 14 + 1e-6).all(), row
+        arrived[kept.indices] = 0.0
+        assert not arrived.any()
+
+
+def test_topk_moves_a_hundredth_of_dense_float32():
+    fragment = fragment_of((1 << 20,))
+    assert codec("none").size_bytes(fragment) / codec("topk").size_bytes(fragment) > 190
+
+
+def test_topk_refuses_bytes_that_nobody_encodes():
+    data = torch.zeros(86, dtype=torch.uint8)  # index 0, again and again
+    with pytest.raises(ValueError, match="do not ascend"):
+        codec("topk").decode(data, fragment_of((4096,)))
+
+
+def test_a_matrix_of_low_rank_arrives_whole():
+    matrix = normal(300, 4) @ normal(4, 200, seed=1)
+    fragment = fragment_of((100,), (300, 200))
+    sent = torch.cat([normal(100, seed=2), matrix.flatten()])
+    received = journey("lowrank", sent, fragment)
+    assert torch.equal(received[:100], sent[:100].bfloat16().float())
+    assert (received - sent)[100:].norm() < 0.01 * matrix.norm()
+    assert codec("lowrank").size_bytes(fragment) == 2 * (100 + 8 * (300 + 200))
+
+
+@pytest.mark.parametrize("shape", [(64, 5, 4, 40), (200, 300), (64, 4096)])
+def test_low_rank_is_close_to_the_best_there_is(shape):
+    matrix = normal(*shape).view(shape[0], -1)
+    _, singular, _ = torch.linalg.svd(matrix)
+    best = singular[8:].norm()
+    off = (journey("lowrank", matrix.flatten(), fragment_of(shape)) - matrix.flatten()).norm()
+    assert best <= off <= 1.15 * best
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_is_left_out_arrives_later(name):
+    """The sum property: what was sent so far is the sum of all deltas, less one residual."""
+    layout = Layout.of(named([(64, 96), (50,)]), math.inf)
+    encoder = Encoder(name, layout)
+    beta = encoder.codec.feedback
+    sent, arrived, carried = torch.zeros(6194), torch.zeros(6194), torch.zeros(6194)
+    for each in range(30):
+        delta = normal(6194, seed=each)
+        data = encoder.encode(0, delta)
+        arrived += encoder.codec.decode(torch.frombuffer(data, dtype=torch.uint8),
+                                        layout.fragments[0])  # fmt: skip
+        sent += delta
+        carried += (1 - beta) * encoder.residuals[0]  # what a beta below 1 lets go
+    given_up = carried - (1 - beta) * encoder.residuals[0]
+    assert torch.allclose(arrived + encoder.residuals[0] + given_up, sent, atol=1e-3)
+    assert 0 < encoder.residuals[0].norm() < sent.norm() * 10
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_last_delta_leaves_next_to_nothing_out(name):
+    layout = Layout.of(named([(64, 96)]), math.inf)
+    encoder = Encoder(name, layout)
+    for each in range(5):
+        encoder.encode(0, normal(6144, seed=each))
+    before = encoder.residuals[0].norm()
+    data = encoder.encode(0, normal(6144, seed=9), last=True)
+    assert len(data) == codec("int8").size_bytes(layout.fragments[0])
+    assert encoder.residuals[0].norm() < before / 50
+    assert [each.name for each in accepted(name)] == [name, "int8"]
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name not in LOSSY])
+def test_codecs_without_feedback_keep_nothing(name):
+    encoder = Encoder(name, Layout.of(named([(64, 96)]), math.inf))
+    encoder.encode(0, normal(6144))
+    assert encoder.residuals == {}
+    assert encoder.chosen(last=True).name == name
+    assert accepted(name) == [codec(name)]
 
 
 def test_bytes_of_a_tensor_are_its_memory():
@@ -91,7 +238,7 @@ def test_bytes_of_a_tensor_are_its_memory():
 def test_an_unknown_codec_is_named_with_the_legal_ones():
     with pytest.raises(UsageError, match="'zip'") as caught:
         codec("zip")
-    assert caught.value.hint == "legal: none, bf16"
+    assert caught.value.hint == "legal: none, bf16, int8, int4, topk, lowrank"
 
 
 # ---- the layout ---------------------------------------------------------------------------------

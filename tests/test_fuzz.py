@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from elastic.averaging import Averager
+from elastic.codec import CODECS
 from elastic.ledger import Ledger
 from elastic.master import MOST_HEADER_BYTES, MOST_REASON, Master, Round
 from elastic.rounds import Fragment, Header
@@ -26,7 +27,7 @@ from elastic.transport import checksum, fragment_name
 from merging import Rounds
 
 HEADERS = 100_000
-DELTAS = {"filesystem": 10_000, "redis": 4_000}  # for each codec
+DELTAS = {"filesystem": 4_000, "redis": 2_000}  # for each codec
 MORE_MEMORY = 64 << 20
 GOOD = {
     "run": "a", "slot": 3, "attempt": 2, "job_id": "17", "base": 5, "layout": "abc",
@@ -90,8 +91,8 @@ def master() -> Master:
     found.run = SimpleNamespace(name="a", event=lambda kind, **fields: None)
     found._attempts, found._round, found._ledger = {3: 2}, Round(5, 0.0), Ledger(1000, 1)
     found._averager = SimpleNamespace(
-        layout=SimpleNamespace(hash="abc"), fragment_bytes=(400, 400), drop=lambda keys: None,
-        check=None,
+        layout=SimpleNamespace(hash="abc"), fragment_bytes={"none": (400, 400)},
+        drop=lambda keys: None, check=None,
     )  # fmt: skip
     found._pool = SimpleNamespace(submit=lambda _, header: header)
     found.rejected = []
@@ -187,6 +188,7 @@ SAID = {
     "altered": {"altered"}, "lying": {"altered"}, "another dtype": {"truncated", "non-finite", ""},
     "noise": {"non-finite", ""}, "special": {"non-finite", ""}, "good": {""},
 }  # fmt: skip
+MALFORMED = {"topk": {"malformed"}}  # its indices are checked
 
 
 def spoilt(draw: random.Random, kind: str, good: bytes) -> tuple[bytes | None, Fragment]:
@@ -253,7 +255,7 @@ def first_header(rounds: Rounds, put) -> tuple[Header, str, bytes]:
     return header, name, good
 
 
-@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize("compression", CODECS)
 def test_broken_bytes_are_refused_and_a_good_delta_is_merged_as_ever(deltas, compression):
     rounds, put, count = deltas(compression)
     averager: Averager = rounds.averager
@@ -265,12 +267,13 @@ def test_broken_bytes_are_refused_and_a_good_delta_is_merged_as_ever(deltas, com
         put(name, stored)
         checked = averager.check(replace(header, fragments=(fragment,)))
         said = checked.refused.partition(":")[0]
-        assert said in SAID[kind], (kind, stored, checked)
+        assert said in SAID[kind] | MALFORMED.get(compression, set()), (kind, stored, checked)
         assert said or 0 <= checked.norm < math.inf, (kind, stored, checked)
         seen.add((kind, said))
     put(name, good)
     expected = {(kind, said) for kind, words in SAID.items() for said in words}
-    assert len(expected - seen) == 1  # what is missing is missed by each transport in its own way
+    if compression in ("none", "bf16"):  # what is missing, each transport misses in its own way
+        assert len(expected - seen) == 1
     assert peak.grown() < MORE_MEMORY
     checked = averager.check(header)
     assert not checked.refused

@@ -43,7 +43,8 @@ def open_rounds(make_run):
     opened = []
 
     def open_(start, *overrides):
-        opened.append(Rounds(make_run(*overrides, name=next(names)), start))
+        exact = ("local_sgd.compression=none", *overrides)
+        opened.append(Rounds(make_run(*exact, name=next(names)), start))
         return opened[-1]
 
     yield open_
@@ -130,7 +131,7 @@ def test_a_worker_without_tokens_never_changes_the_result_or_the_divisor(open_ro
     beside.close([beside.deliver(1, local, 640), silent])
     assert torch.equal(without.theta, beside.theta)
     header = silent.header
-    facts = Facts(header.run, 0, header.layout, header.codec, beside.averager.fragment_bytes, 2,
+    facts = Facts(header.run, 0, header.layout, beside.averager.fragment_bytes, 2,
                   {0: 1}, frozenset())  # fmt: skip
     assert rounds.judge(header, facts, "")[0] is Verdict.PASS  # so it does not even come this far
 

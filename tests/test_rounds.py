@@ -24,7 +24,7 @@ HEADER = Header(
 )  # fmt: skip
 DATA = json.loads(json.dumps(HEADER.to_json()))
 FACTS = Facts(
-    run="a", version=7, layout="abc", codec="none", fragment_bytes=(400, 80), max_staleness=2,
+    run="a", version=7, layout="abc", fragment_bytes={"none": (400, 80)}, max_staleness=2,
     attempts={1: 2}, judged=frozenset(),
 )  # fmt: skip
 
@@ -63,7 +63,7 @@ REJECTIONS = [
     (header(slot=9), FACTS, "", "fenced: attempt 2 never claimed slot 9"),
     (header(layout="xyz"), FACTS, "", "shape: layout xyz, not abc"),
     (header(codec="bf16"), FACTS, "", "shape: codec bf16, not none"),
-    (HEADER, replace(FACTS, fragment_bytes=(400, 84)), "", "shape: the fragments' sizes"),
+    (HEADER, replace(FACTS, fragment_bytes={"none": (400, 84)}), "", "shape: the fragments' sizes"),
     (header(fragments=HEADER.fragments[:1]), FACTS, "", "shape: the fragments' sizes"),
     (header(loss=math.nan), FACTS, "", "non-finite: the loss is nan"),
     (header(loss=-math.inf), FACTS, "", "non-finite: the loss is -inf"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic import merge, rounds
-from elastic.codec import as_bytes, codec
+from elastic.codec import accepted, as_bytes
 from elastic.config import Config
 from elastic.errors import ElasticError
 from elastic.rounds import Header, Running
@@ -45,7 +45,7 @@ class Averager:
         self.run, self.config, self._commit, self._pool = run, config, commit, pool
         self._outer = read_outer(run, commit, config.local_sgd.outer_momentum)
         self.layout = self._outer.layout
-        self._codec = codec(config.local_sgd.compression)
+        self._codecs = {codec.name: codec for codec in accepted(config.local_sgd.compression)}
         # Kept from round to round: fresh memory of this size costs as much as the arithmetic.
         self._means = [torch.empty_like(params) for params in self._outer.params]
         self._buffers = threading.local()
@@ -56,9 +56,11 @@ class Averager:
         """Read deltas through this store from now on, where they travel through Redis."""
         self._transport = open_transport(self.config, self.run, store)
 
-    @property
-    def fragment_bytes(self) -> tuple[int, ...]:
-        return tuple(self._codec.size_bytes(numel) for numel in self.layout.numels)
+        # What a delta's fragments must have, in each codec in which it may come.
+        self.fragment_bytes = {
+            name: tuple(map(codec.size_bytes, self.layout.fragments))
+            for name, codec in self._codecs.items()
+        }
 
     # ---- as deltas arrive
 
@@ -68,7 +70,7 @@ class Averager:
         try:
             for index in range(len(header.fragments)):
                 squares += merge.norm(self._read(header, index)) ** 2
-        except Damaged as error:
+        except (Damaged, ValueError) as error:
             return Checked(header, refused=str(error))
         if not squares < float("inf"):
             return Checked(header, refused="non-finite: an element is nan or inf, or overflows")
@@ -78,10 +80,11 @@ class Averager:
         """A fragment of a delta, in this thread's buffer: valid until its next read."""
         fragment = header.fragments[index]
         if not hasattr(self._buffers, "data"):
-            self._buffers.data = torch.empty(max(self.fragment_bytes), dtype=torch.uint8)
+            most = max(map(max, self.fragment_bytes.values()))
+            self._buffers.data = torch.empty(most, dtype=torch.uint8)
         data = self._buffers.data[: fragment.bytes]
         self._transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
-        return self._codec.decode(data)
+        return self._codecs[header.codec].decode(data, self.layout.fragments[index])
 
     # ---- when the round closes
 
@@ -122,7 +125,7 @@ class Averager:
         for header, factor in zip(headers, factors, strict=True):
             try:
                 delta = self._read(header, index)
-            except Damaged as error:
+            except (Damaged, ValueError) as error:
                 raise DeltaLost(header.key, str(error)) from None
             anchor = None
             if header.base < self._commit["version"]:
@@ -160,6 +163,6 @@ class Averager:
 
     def drop(self, keys: list[tuple[int, int, int]]) -> None:
         """Forget the bytes of deltas that have been dealt with."""
-        sizes = self.fragment_bytes
+        sizes = [max(each) for each in zip(*self.fragment_bytes.values(), strict=True)]
         parts = [(fragment_name(key, i), size) for key in keys for i, size in enumerate(sizes)]
         self._transport.drop(parts)

@@ -89,6 +89,7 @@ NATURAL = Check("at least 0", lambda value: value >= 0)
 COUNT = Check("at least 1", lambda value: value >= 1)
 POSITIVE = Check("above 0", lambda value: value > 0)
 SHARE = Check("between 0 and 1", lambda value: 0 <= value <= 1)
+RATE = Check("above 0", lambda value: value == "auto" or value > 0)
 DECAY = Check("at least 0 and below 1", lambda value: value == "auto" or 0 <= value < 1)
 PORT = Check("between 0 and 65535", lambda value: 0 <= value <= 65535)
 NAME = Check(
@@ -153,10 +154,12 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         WINDOW),
 ), "local_sgd": (
     Key("inner_steps", INT, 200, "steps", "K: inner steps of a worker in one round", COUNT),
-    Key("outer_lr", REAL, 0.7, "", "of the outer optimizer, SGD with Nesterov momentum", POSITIVE),
+    Key("outer_lr", AUTO, "auto", "",
+        "of the outer optimizer, SGD with Nesterov momentum; auto: 0.7, with topk 1", RATE),
     Key("outer_momentum", AUTO, "auto", "",
-        "auto: 0.9 where inner_steps is 100 or more, 0.8 above 10, else 0.5", DECAY),
-    Key("compression", TEXT, "none", "", "of deltas; none: float32", _one_of("none", "bf16")),
+        "auto: 0.9 where inner_steps is 100 or more, 0.8 above 10, else 0.5; with topk 0", DECAY),
+    Key("compression", TEXT, "int8", "", "of deltas; none: float32",
+        _one_of("none", "bf16", "int8", "int4", "topk", "lowrank")),
     Key("transport", TEXT, "auto", "", "of deltas and parameters; auto: filesystem",
         _one_of("auto", "filesystem", "redis")),
     Key("max_staleness", INT, 2, "versions", "a delta that is later is rejected", NATURAL),
@@ -470,9 +473,12 @@ def _settle(values: dict[str, dict[str, Any]], path: Path) -> None:
     run, sgd, slurm = values["run"], values["local_sgd"], values["slurm"]
     run["name"] = run["name"] or path.stem
     run["folder"] = str(path.resolve().parent / Path(run["folder"]).expanduser())
-    if sgd["outer_momentum"] == "auto":
-        steps = sgd["inner_steps"]
-        sgd["outer_momentum"] = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
+    is_sparse, steps = sgd["compression"] == "topk", sgd["inner_steps"]
+    if sgd["outer_lr"] == "auto":
+        sgd["outer_lr"] = 1.0 if is_sparse else 0.7
+    if sgd["outer_momentum"] == "auto":  # what topk leaves out and adds later is a momentum itself
+        usual = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
+        sgd["outer_momentum"] = 0.0 if is_sparse else usual
     if sgd["transport"] == "auto":
         sgd["transport"] = "filesystem"
     slurm["master_partition"] = slurm["master_partition"] or slurm["partition"]

@@ -1,4 +1,5 @@
-"""A slot's inner state: optimizer moments and random numbers, outliving the jobs that occupy it.
+"""A slot's inner state: optimizer moments, random numbers, and what its deltas have left out so
+far (error feedback), outliving the jobs that occupy it.
 
     slots/0007/inner.json                      pointer: version, attempt, files, checksums
     slots/0007/inner-000012.2.0.safetensors    one file per rank of the worker
@@ -21,11 +22,16 @@ from elastic.rundir import RunDir
 from elastic.versions import save_tensors
 
 RNG = "rng.cpu"
+RESIDUAL = "residual."
 
 
-def save(folder: Path, stem: str, optimizer: torch.optim.Optimizer, rank: int) -> dict:
+def save(
+    folder: Path, stem: str, optimizer: torch.optim.Optimizer, rank: int,
+    residuals: dict[int, torch.Tensor],
+) -> dict:  # fmt: skip
     """Write this rank's file. Returns its entry: name, bytes, xxh3."""
     tensors, scalars = {RNG: torch.get_rng_state()}, {}
+    tensors |= {f"{RESIDUAL}{index}": each for index, each in residuals.items()}
     for index, param in enumerate(_params(optimizer)):
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor):
@@ -87,8 +93,12 @@ def _is_whole(pointer: object) -> bool:
     )  # fmt: skip
 
 
-def load(run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int, own: bool) -> str:
-    """Set the optimizer's state (and, if it is the slot's own, the random numbers).
+def load(
+    run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int,
+    residuals: dict[int, torch.Tensor] | None,
+) -> str:  # fmt: skip
+    """Set the optimizer's state; if it is the slot's own (`residuals` is a table to be filled),
+    the random numbers and the residuals as well.
 
     Returns why it could not be used; empty if it was.
     """
@@ -103,9 +113,16 @@ def load(run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             scalars = json.loads(file.metadata()["scalars"])
         rng = tensors.pop(RNG)
+        names = [name for name in tensors if name.startswith(RESIDUAL)]
+        left_out = {int(name.removeprefix(RESIDUAL)): tensors.pop(name) for name in names}
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         return f"{path.name}: {getattr(error, 'strerror', None) or error}"
-    return _restore(optimizer, tensors, scalars) or (torch.set_rng_state(rng) if own else "") or ""
+    if refused := _restore(optimizer, tensors, scalars):
+        return refused
+    if residuals is not None:
+        torch.set_rng_state(rng)
+        residuals |= left_out
+    return ""
 
 
 def _restore(optimizer: torch.optim.Optimizer, tensors: dict, scalars: dict) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from elastic import inner_state, rounds
-from elastic.codec import codec
+from elastic.codec import Encoder
 from elastic.durable import until_written
 from elastic.errors import ElasticError, TryAgain
 from elastic.group import Group
@@ -141,7 +141,7 @@ class LocalSGD:
         settle(self.run, newest)
         layout = read_layout(self.run, newest["version"])
         self._replica = Replica(self.model, layout)
-        self._codec = codec(self.config.local_sgd.compression)
+        self._encoder = Encoder(self.config.local_sgd.compression, layout)
         samples = newest["dataset_samples"]
         if samples != len(dataset):
             raise ElasticError(
@@ -335,6 +335,7 @@ class LocalSGD:
         self._dry = False
         if self._link:
             self._link.say(state="delivering")
+            round_.is_last = bool(self.notice) or self._link.news.over
         if self.group.share(self._is_too_late() if self._link else None):
             return
         fragments = []
@@ -366,7 +367,11 @@ class LocalSGD:
             delta = self._replica.delta(index)
             finite = finite and math.isfinite(norm(delta))
             if self._link and finite:
-                fragments.append(self._put(fragment_name(key, index), self._codec.encode(delta)))
+                data = self._encoder.encode(index, delta, self._round.is_last)
+                name = fragment_name(key, index)
+                fragments.append(self._put(name, data))
+                if self._encoder.codec.feedback:  # it cannot be encoded a second time
+                    self._round.sent[name] = data
         if self.group.share(finite):
             return fragments
         self._drop_delta()
@@ -385,6 +390,7 @@ class LocalSGD:
     def _drop_delta(self) -> None:
         """A delta that is not finite is never sent: back to the base, and its samples again."""
         if self._link:
+            self._encoder.residuals.clear()
             reason = "non-finite: its own delta"
             self.run.event("reject", slot=self.place.slot, reason=reason, base=self._round.base)
             self._queue = self._round.samples + self._queue
@@ -396,7 +402,8 @@ class LocalSGD:
         place, done = self.place, self._round
         return Header(
             run=self.run.name, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
-            base=done.base, layout=self._replica.layout.hash, codec=self._codec.name,
+            base=done.base, layout=self._replica.layout.hash,
+            codec=self._encoder.chosen(done.is_last).name,
             steps=done.steps, tokens=done.tokens, samples=tuple(_joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._inner_from, seconds=round(time.monotonic() - done.started, 3),
@@ -405,7 +412,9 @@ class LocalSGD:
 
     def _redeliver(self) -> None:
         """Redis has forgotten our offer: bring the bytes and the header again."""
-        if self._round.steps and self.group.world == 1:
+        for name, data in self._round.sent.items():
+            self._put(name, data)
+        if self._round.steps and not self._round.sent and self.group.world == 1:
             self._send_fragments()
         self._link.offer(self._round.base, self._round.header.to_json())
 
@@ -422,13 +431,24 @@ class LocalSGD:
         pointer, origin = self.group.share([pointer, origin])
         if pointer:
             own = pointer["slot"] == self.place.slot
-            refused = inner_state.load(self.run, pointer, self.optimizer, self.group.rank, own)
+            left_out: dict[int, torch.Tensor] = {}
+            refused = inner_state.load(
+                self.run, pointer, self.optimizer, self.group.rank, left_out if own else None
+            )
+            if self.group.leads and not self._delivered_after(pointer["version"], version):
+                self._encoder.residuals = left_out
             if any(self.group.gather(refused)):
                 self.optimizer.state.clear()
                 pointer, origin = None, f"fresh: {refused}"
         if pointer is None and version > 0:
             self._ramp = self.config.local_sgd.join_ramp
         self._inner_from = f"{origin} with a ramp" if self._ramp else origin
+
+    def _delivered_after(self, base: int, newest: int) -> bool:
+        """Is a later delta of the slot committed? It took along what had been left out at `base`."""
+        later = (self.run.commit(version) for version in range(base + 2, newest + 1))
+        slot = self.place.slot
+        return any(delta["slot"] == slot for commit in later for delta in commit["deltas"])
 
     def _save_inner_if_due(self) -> None:
         every = self.config.local_sgd.inner_state_every
@@ -442,7 +462,7 @@ class LocalSGD:
         try:
             entry = inner_state.save(
                 self.run.slot_path(place.slot), f"inner-{version:06d}.{place.attempt}",
-                self.optimizer, self.group.rank,
+                self.optimizer, self.group.rank, self._encoder.residuals,
             )  # fmt: skip
         except OSError as error:
             entry = None
@@ -465,8 +485,9 @@ class _Round:
         self.loss_sum = 0.0
         self.first_loss = self.stall_s = 0.0
         self.first_step = (0, 0.0)  # tokens and time at its end
-        self.answered = False
+        self.answered = self.is_last = False
         self.header: Header | None = None
+        self.sent: dict[str, memoryview] = {}  # a delta's bytes, where they are few
         self.started = time.monotonic()
 
     @property

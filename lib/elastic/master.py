@@ -344,9 +344,8 @@ class Master:
         averager, settings = self._averager, self.config.local_sgd
         return Facts(
             run=self.run.name, version=self._round.version, layout=averager.layout.hash,
-            codec=settings.compression, fragment_bytes=averager.fragment_bytes,
-            max_staleness=settings.max_staleness, attempts=self._attempts,
-            judged=frozenset(self._round.judged),
+            fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
+            attempts=self._attempts, judged=frozenset(self._round.judged),
         )  # fmt: skip
 
     def _collect_checked(self) -> None:
@@ -487,6 +486,7 @@ class Master:
         deltas = [
             {
                 "slot": h.slot, "attempt": h.attempt, "job_id": h.job_id, "base": h.base,
+                "codec": h.codec,
                 "steps": h.steps, "tokens": h.tokens, "loss": h.loss, "inner": h.inner,
                 "first_loss": h.first_loss, "samples": [list(each) for each in h.samples],
                 "norm": checked.norm, "seconds": h.seconds, "stall_s": h.stall_s,

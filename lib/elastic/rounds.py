@@ -116,8 +116,7 @@ class Facts:
     run: str
     version: int
     layout: str
-    codec: str
-    fragment_bytes: tuple[int, ...]
+    fragment_bytes: dict[str, tuple[int, ...]]  # by codec, of those that are accepted
     max_staleness: int
     attempts: dict[int, int]  # slot -> newest attempt that ever claimed it
     judged: frozenset  # keys of the headers judged so far
@@ -131,7 +130,7 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
     base, behind = header.base, facts.version - header.base
     attempt, claimed = header.attempt, facts.attempts.get(header.slot, 0)
     sizes = tuple(fragment.bytes for fragment in header.fragments)
-    losses = header.loss + header.first_loss
+    losses, known = header.loss + header.first_loss, facts.fragment_bytes
     rules = [
         (header.run != facts.run, f"other-run: it is a delta of run {header.run!r}"),
         (header.key in facts.judged, f"duplicate: slot {header.slot} delivered it before"),
@@ -140,8 +139,8 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
         (attempt > claimed, f"fenced: attempt {attempt} never claimed slot {header.slot}"),
         (header.tokens == 0 or header.steps == 0, NOTHING),
         (header.layout != facts.layout, f"shape: layout {header.layout}, not {facts.layout}"),
-        (header.codec != facts.codec, f"shape: codec {header.codec}, not {facts.codec}"),
-        (sizes != facts.fragment_bytes, "shape: the fragments' sizes are not the model's"),
+        (header.codec not in known, f"shape: codec {header.codec}, not {' or '.join(known)}"),
+        (sizes != known.get(header.codec), "shape: the fragments' sizes are not the model's"),
         (not math.isfinite(losses), f"non-finite: the loss is {losses}"),
         (bool(samples_refused), f"samples: {samples_refused}"),
     ]

@@ -47,6 +47,7 @@ reconcile_interval = "1h"
 [train]
 max_tokens = 1_000_000_000
 [local_sgd]
+compression = "none"
 min_deadline = "5m"
 last_call = "5m"
 [checkpoint]
@@ -114,7 +115,7 @@ class Crowd:
         self.store = self._connect()
         config = run.config()
         self.transport = open_transport(config, run, self.store)
-        self.data = codec("none").encode(torch.full((64,), 1e-3))
+        self.data = codec("none").encode(torch.full((64,), 1e-3), ())
         self.version = 0
         self.beaten = 0.0
 

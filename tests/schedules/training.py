@@ -175,7 +175,7 @@ class MemoryAverager(Averager):
 
     @property
     def fragment_bytes(self):
-        return (4,)
+        return {"none": (4,)}
 
     def check(self, header: Header) -> Checked:
         self.run.world.edge("read a delta")
@@ -256,7 +256,8 @@ class Line(Link):
         except ElasticError:
             self._watched = None
             if over := self.run.closing("local"):
-                self._note({"state": "done" if over == "done" else "stopping", "version": "-1", "due": "inf"})
+                state = "done" if over == "done" else "stopping"
+                self._note({"state": state, "version": "-1", "due": "inf"})
 
 
 class Life(LocalSGD):
@@ -267,7 +268,7 @@ class Life(LocalSGD):
             first = {"version": 0, "writer": self.place.job_id}
             self.run.link_commit(first | self._first_record(LAYOUT, len(dataset)))
         self._replica = SimpleNamespace(layout=LAYOUT, restore=lambda: None)
-        self._codec = SimpleNamespace(name="none")
+        self._encoder = SimpleNamespace(chosen=lambda last: SimpleNamespace(name="none"))
 
     def _load(self, commit: dict) -> str:
         return ""

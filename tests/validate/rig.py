@@ -215,7 +215,8 @@ ARMS = {
     "plain": Arm(all_four, PLAIN),
     "lone": Arm(alone, ("train.learning_rate=2e-3",)),
     "lone_plain": Arm(alone, (*PLAIN, "train.learning_rate=4e-3"), rounds=False),
-    "bf16": Arm(all_four, ("local_sgd.compression=bf16",)),
+    **{name: Arm(all_four, (f"local_sgd.compression={name}",))
+       for name in ("bf16", "int8", "int4", "topk", "lowrank")},
     "cut": Arm(lambda steps, seed: cut(steps, seed)),
     "churn": Arm(churning("own")),
     "churn_ramp": Arm(churning("ramp")),

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic import merge, rounds
-from elastic.codec import codec
+from elastic.codec import Encoder, accepted
 from elastic.config import Config
 from elastic.group import Group
 from elastic.layout import Layout
@@ -56,6 +56,7 @@ class Inner:
     state: list[dict]  # of the inner optimizer, per parameter; empty: fresh
     rng: torch.Tensor
     ramp: int = 0  # inner steps still to go
+    residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # of error feedback
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Simulator:
         self._sample_tokens = count_tokens(task, default_collate([task.dataset()[0]]))
         self.version, self.clipped = 0, 0
         self.versions = {0: self._publish(start.tokens, start.workers)}
-        self._codec = codec(config.local_sgd.compression)
+        self._codecs = {each.name: each for each in accepted(config.local_sgd.compression)}
         self._shuffles: dict[int, Shuffle] = {}
         self._inner: dict[Key, Inner] = {}  # after a delta
         self._trained: dict[Key, Delta] = {}  # and not merged yet
@@ -192,8 +193,15 @@ class Simulator:
         script = Script(self.config, self._batches(work), prepare)
         self.model.train()
         train(self.task, self.model, self.optimizer, script, CPU)
-        self._remember(work, inner, script.steps)
-        fragments = [self._travel(self.delta(work, i)) for i in range(len(self.outer.params))]
+        encoder = Encoder(self.config.local_sgd.compression, self.outer.layout)
+        encoder.residuals = dict(inner.residuals)
+        codec = self._codecs[work.get("codec", encoder.codec.name)]
+        is_last = codec.name != encoder.codec.name
+        fragments = []
+        for index, part in enumerate(self.outer.layout.fragments):
+            data = encoder.encode(index, self.delta(work, index), is_last)
+            fragments.append(codec.decode(torch.frombuffer(data, dtype=torch.uint8), part).clone())
+        self._remember(work, inner, script.steps, encoder.residuals)
         norm = sum(merge.norm(fragment) ** 2 for fragment in fragments) ** 0.5
         if work.get("tokens", script.tokens) != script.tokens:
             raise Untold(f"{_key(work)}: {script.tokens} tokens, its commit says {work['tokens']}")
@@ -217,9 +225,6 @@ class Simulator:
     def _ramp(self, left: int) -> float:
         whole = self.config.local_sgd.join_ramp
         return (whole - left + 1) / whole if left else 1.0
-
-    def _travel(self, delta: torch.Tensor) -> torch.Tensor:
-        return self._codec.decode(torch.frombuffer(self._codec.encode(delta), dtype=torch.uint8))
 
     def adopt(self, fragments: list[torch.Tensor]) -> None:
         for index, fragment in enumerate(fragments):
@@ -258,7 +263,9 @@ class Simulator:
         before = self._newest(donor, int(found["version"]), 0, last)
         if before is None:
             raise Untold(f"{_key(work)}: inner state {origin!r}, which no commit shows")
-        return Inner(copy.deepcopy(before.state), before.rng if donor == slot else fresh.rng)
+        if donor != slot:
+            return Inner(copy.deepcopy(before.state), fresh.rng)
+        return Inner(copy.deepcopy(before.state), before.rng, residuals=before.residuals)
 
     def _newest(self, slot: int, base: int, low: float, high: float) -> Inner | None:
         """After the slot's last delta up to `base`, of attempts low ... high; trains it if due."""
@@ -271,10 +278,10 @@ class Simulator:
             self._trained[key] = self._train(self._untrained.pop(key))
         return self._inner[key]
 
-    def _remember(self, work: dict, inner: Inner, steps: int) -> None:
+    def _remember(self, work: dict, inner: Inner, steps: int, residuals: dict) -> None:
         state = [self.optimizer.state.pop(param, {}) for param in self._params()]
         rng, ramp = torch.get_rng_state(), max(0, inner.ramp - steps)
-        self._inner[_key(work)] = Inner(state, rng, ramp)
+        self._inner[_key(work)] = Inner(state, rng, ramp, residuals)
 
     def first_rng(self) -> torch.Tensor:
         return torch.Generator().manual_seed(self.config.run.seed + 1).get_state()
