@@ -52,6 +52,7 @@ bench: $(READY)  ## Stall of a round, memory, load of the master, restarts; writ
 	$(VENV)/bin/python tests/bench/bench_round.py
 	$(VENV)/bin/python tests/bench/bench_master.py
 	$(VENV)/bin/python tests/bench/bench_restart.py
+	$(VENV)/bin/python tests/bench/bench_codec.py
 
 validate: $(READY)  ## Local mode against a synchronous baseline at equal tokens (minutes)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig

@@ -203,7 +203,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(run):
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         outer = merge.Outer(layout, [params.clone()], [params / 7], 0.9)
-        terms = [merge.Term(delta, 0.3, params.bfloat16()) for delta in deltas]
+        terms = [merge.Term([(0, delta)], 0.3, params.bfloat16()) for delta in deltas]
         mean = merge.mean_delta(params, terms, 0.5)
         products = outer.products(0, mean)
         outer.step([mean], 0.7)
@@ -276,7 +276,7 @@ def test_the_result_is_bitwise_the_same_for_every_order_of_arrival(open_rounds):
 
 def test_the_order_would_matter_without_the_sorting():
     """The check above can fail: float addition is not associative."""
-    zero, terms = torch.zeros(SIZE), [merge.Term(torch.randn(SIZE), 0.2) for _ in range(5)]
+    zero, terms = torch.zeros(SIZE), [merge.Term([(0, torch.randn(SIZE))], 0.2) for _ in range(5)]
     sums = {
         merge.mean_delta(zero, order, 0.5).numpy().tobytes()
         for order in itertools.permutations(terms)
@@ -367,8 +367,8 @@ def test_bytes_that_went_bad_are_refused_and_later_stop_only_their_own_delta(
 
 
 def runs_delta(runs, checked):
-    parts = (runs.averager._read(checked.header, i).clone() for i in range(3))
-    return torch.cat(list(parts))
+    tiles = [t.clone() for i in range(3) for _, t in runs.averager._read(checked.header, i)]
+    return torch.cat(tiles)
 
 
 def test_an_outlier_is_clipped(open_rounds):

@@ -58,7 +58,7 @@ def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, for
         total = sum(share.weight for share in shares)
         anchor = history[base] if base < version else None
         terms = [
-            merge.Term(delta, share.weight / total, anchor)
+            merge.Term([(0, delta)], share.weight / total, anchor)
             for delta, share in zip(sent, shares, strict=True)
         ]
         if forget:

@@ -5,13 +5,14 @@ copies of the model, plus one fragment of one delta at a time. Fragments are ind
 """
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
 
 from elastic import merge, rounds
-from elastic.codec import accepted, as_bytes
+from elastic.codec import Tile, accepted, as_bytes
 from elastic.config import Config
 from elastic.errors import ElasticError
 from elastic.rounds import Header, Running
@@ -69,22 +70,22 @@ class Averager:
         squares = 0.0
         try:
             for index in range(len(header.fragments)):
-                squares += merge.norm(self._read(header, index)) ** 2
+                squares += sum(merge.norm(tile) ** 2 for _, tile in self._read(header, index))
         except (Damaged, ValueError) as error:
             return Checked(header, refused=str(error))
         if not squares < float("inf"):
             return Checked(header, refused="non-finite: an element is nan or inf, or overflows")
         return Checked(header, squares**0.5)
 
-    def _read(self, header: Header, index: int) -> torch.Tensor:
-        """A fragment of a delta, in this thread's buffer: valid until its next read."""
+    def _read(self, header: Header, index: int) -> Iterator[Tile]:
+        """A fragment of a delta, from this thread's buffer: valid until its next read."""
         fragment = header.fragments[index]
         if not hasattr(self._buffers, "data"):
             most = max(map(max, self.fragment_bytes.values()))
             self._buffers.data = torch.empty(most, dtype=torch.uint8)
         data = self._buffers.data[: fragment.bytes]
         self._transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
-        return self._codecs[header.codec].decode(data, self.layout.fragments[index])
+        return self._codecs[header.codec].tiles(data, self.layout.fragments[index])
 
     # ---- when the round closes
 
@@ -125,7 +126,7 @@ class Averager:
         for header, factor in zip(headers, factors, strict=True):
             try:
                 delta = self._read(header, index)
-            except (Damaged, ValueError) as error:
+            except Damaged as error:
                 raise DeltaLost(header.key, str(error)) from None
             anchor = None
             if header.base < self._commit["version"]:

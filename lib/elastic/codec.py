@@ -19,6 +19,7 @@ is, on a GPU too. (Layouts and evidence: SparseLoCo, arXiv 2508.15706; int8 with
 INTELLECT-1, arXiv 2412.01152.)
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -27,6 +28,10 @@ from elastic.errors import UsageError
 from elastic.layout import Layout, Tensor
 
 Fragment = tuple[Tensor, ...]
+Tile = tuple[int, torch.Tensor]  # where it starts in its fragment, and its elements
+
+TILE = 1 << 17  # elements: fresh memory for all of a fragment would cost more than the arithmetic
+TINY = 1e-38
 
 CHUNK, KEPT = 4096, 41  # of topk: one in a hundred
 RANK, SWEEPS = 8, 2  # of lowrank
@@ -43,11 +48,18 @@ class Codec(Protocol):
     def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
         """Bytes of a 1-D float32 tensor; may share its memory."""
 
-    def decode(self, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-        """1-D float32 tensor from a 1-D uint8 one of the right size; may share its memory.
+    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
+        """The elements in 1-D float32 pieces, of a 1-D uint8 tensor of the right size.
 
         Raises ValueError for bytes that `encode` never makes.
         """
+
+    def decode(self, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+        """All elements at once."""
+        values = torch.empty(_numel(fragment))
+        for start, tile in self.tiles(data, fragment):
+            values[start : start + tile.numel()] = tile
+        return values
 
 
 class Floats(Codec):
@@ -62,12 +74,13 @@ class Floats(Codec):
     def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
         return as_bytes(delta.to(self.dtype))
 
-    def decode(self, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-        return data.view(self.dtype).float()
+    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
+        for start, tile in _cut(data.view(self.dtype)):
+            yield start, tile.float()
 
 
 class Blocks(Codec):
-    """Integers of a few bits, in blocks that share a scale."""
+    """Integers of a few bits, in blocks that share a scale. First all scales, then all integers."""
 
     def __init__(self, name: str, bits: int, block: int):
         self.name, self.bits, self.block = name, bits, block
@@ -78,28 +91,39 @@ class Blocks(Codec):
         return 2 * -(-numel // self.block) + -(-numel * self.bits // 8)
 
     def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
-        blocks = _rows(delta, self.block)
-        scales = _bf16_above(blocks.abs().amax(1, keepdim=True) / self._most)
-        # Of a block of zeros the scale is 0; of one that is not finite, it says so to the master.
-        numbers = (blocks / scales.float()).nan_to_num_(0.0).round_().to(torch.int8)
-        numbers = numbers.flatten()[: delta.numel()]
-        return _end_to_end(scales, numbers if self.bits == 8 else _paired(numbers))
+        data = delta.new_empty(self.size_bytes(fragment), dtype=torch.uint8)
+        scales, packed = self._parts(data, delta.numel())
+        for start, tile in _cut(delta):
+            blocks = _rows(tile, self.block)
+            scale = _bf16_above(blocks.abs().amax(1) / self._most)
+            scales[start // self.block :][: len(scale)] = scale
+            numbers = (blocks / scale.float().clamp_min_(TINY)[:, None]).round_().to(torch.int8)
+            numbers = numbers.flatten()[: tile.numel()]
+            body = numbers.view(torch.uint8) if self.bits == 8 else _paired(numbers)
+            packed[start * self.bits // 8 :][: len(body)] = body
+        return as_bytes(data)
 
-    def decode(self, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
         numel = _numel(fragment)
-        blocks = -(-numel // self.block)
-        scales = data[: 2 * blocks].view(torch.bfloat16).float()
-        packed = data[2 * blocks :]
-        numbers = packed.view(torch.int8) if self.bits == 8 else _unpaired(packed)[:numel]
-        values = numbers.to(torch.float32)
-        whole = numel // self.block
-        values[: whole * self.block].view(whole, self.block).mul_(scales[:whole, None])
-        values[whole * self.block :].mul_(scales[whole:])
-        return values
+        scales, packed = self._parts(data, numel)
+        for start, body in _cut(packed, TILE * self.bits // 8):
+            start = start * 8 // self.bits
+            numbers = body.view(torch.int8) if self.bits == 8 else _unpaired(body)
+            values = numbers[: numel - start].float()
+            scale = scales[start // self.block :][: -(-values.numel() // self.block)].float()
+            whole = values.numel() // self.block
+            values[: whole * self.block].view(whole, self.block).mul_(scale[:whole, None])
+            values[whole * self.block :].mul_(scale[whole:])
+            yield start, values
+
+    def _parts(self, data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of scales and integers in a fragment's bytes."""
+        scales = 2 * -(-numel // self.block)
+        return data[:scales].view(torch.bfloat16), data[scales:]
 
 
 class TopK(Codec):
-    """The largest elements of each chunk. The bytes of a fragment's chunks: scales, then words."""
+    """The largest elements of each chunk. First all scales, then all words."""
 
     name, feedback = "topk", 0.95
 
@@ -107,23 +131,37 @@ class TopK(Codec):
         return -(-_numel(fragment) // CHUNK) * (4 + 2 * KEPT)
 
     def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
-        rows = _rows(delta, CHUNK)
-        places = rows.abs().topk(KEPT).indices.sort().values
-        values = rows.gather(1, places)
-        scales = values.abs().amax(1, keepdim=True) / MOST_4BIT
-        numbers = (values / scales).nan_to_num_(0.0).round_().int() + 8
-        return _end_to_end(scales, (places.int() << 4 | numbers).to(torch.int16))
+        data = delta.new_empty(self.size_bytes(fragment), dtype=torch.uint8)
+        scales, words = self._parts(data)
+        for start, tile in _cut(delta):
+            chunks = _rows(tile, CHUNK)
+            places = chunks.abs().topk(KEPT, sorted=False).indices.sort().values
+            values = chunks.gather(1, places)
+            scale = values.abs().amax(1, keepdim=True) / MOST_4BIT
+            numbers = (values / scale.clamp_min(TINY)).round_().int() + 8
+            at = start // CHUNK
+            scales[at : at + len(chunks)] = scale
+            words[at : at + len(chunks)] = (places.int() << 4 | numbers).to(torch.int16)
+        return as_bytes(data)
 
-    def decode(self, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-        numel = _numel(fragment)
-        rows = -(-numel // CHUNK)
-        scales = data[: 4 * rows].view(torch.float32).view(rows, 1)
-        words = data[4 * rows :].view(torch.int16).view(rows, KEPT).int() & 0xFFFF
-        places = (words >> 4).long()
-        if not (places[:, 1:] > places[:, :-1]).all():
-            raise ValueError("malformed: indices that do not ascend")
-        values = ((words & 15) - 8) * scales
-        return torch.zeros(rows, CHUNK).scatter_(1, places, values).flatten()[:numel]
+    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
+        numel, (scales, words) = _numel(fragment), self._parts(data)
+        for start in range(0, numel, TILE):
+            at = slice(start // CHUNK, (start + TILE) // CHUNK)
+            word = words[at].int() & 0xFFFF
+            places = (word >> 4).long()
+            if not (places[:, 1:] > places[:, :-1]).all():
+                raise ValueError("malformed: indices that do not ascend")
+            chunks = torch.zeros(len(word), CHUNK)
+            chunks.scatter_(1, places, ((word & 15) - 8) * scales[at])
+            yield start, chunks.flatten()[: numel - start]
+
+    @staticmethod
+    def _parts(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of scales and words, a row per chunk."""
+        chunks = data.numel() // (4 + 2 * KEPT)
+        scales, words = data[: 4 * chunks], data[4 * chunks :]
+        return scales.view(torch.float32).view(-1, 1), words.view(torch.int16).view(chunks, KEPT)
 
 
 class LowRank(Codec):
@@ -135,23 +173,26 @@ class LowRank(Codec):
         return sum(2 * sum(self._parts(tensor)) for tensor in fragment)
 
     def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
-        parts = []
+        parts = [delta[:0]]
         for tensor in fragment:
             part = delta[tensor.start : tensor.start + tensor.numel]
             is_thin = len(self._parts(tensor)) == 2
             parts += _factors(part.view(tensor.shape[0], -1)) if is_thin else [part]
-        return _end_to_end(*(part.bfloat16() for part in parts))
+        return as_bytes(torch.cat([part.flatten().bfloat16() for part in parts]))
 
-    def decode(self, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-        values, at, parts = data.view(torch.bfloat16).float(), 0, []
+    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
+        values, at = data.view(torch.bfloat16), 0
         for tensor in fragment:
-            found = []
+            parts = []
             for numel in self._parts(tensor):
-                found.append(values[at : at + numel])
+                parts.append(values[at : at + numel])
                 at += numel
-            thin = [each.view(-1, RANK) for each in found] if len(found) == 2 else []
-            parts.append((thin[0] @ thin[1].T).flatten() if thin else found[0])
-        return torch.cat(parts)
+            if len(parts) == 1:
+                yield from ((tensor.start + start, tile.float()) for start, tile in _cut(*parts))
+                continue
+            left, right = (part.view(-1, RANK).float() for part in parts)
+            for row, some in _cut(left, max(1, TILE // len(right))):
+                yield tensor.start + row * len(right), (some @ right.T).flatten()
 
     @staticmethod
     def _parts(tensor: Tensor) -> tuple[int, ...]:
@@ -216,12 +257,14 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy())
 
 
-def _end_to_end(*tensors: torch.Tensor) -> memoryview:
-    return as_bytes(torch.cat([each.contiguous().flatten().view(torch.uint8) for each in tensors]))
-
-
 def _numel(fragment: Fragment) -> int:
     return sum(tensor.numel for tensor in fragment)
+
+
+def _cut(values: torch.Tensor, most: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where each piece starts, and the piece: what a cache holds; on a GPU all at once."""
+    most = most or (len(values) if values.is_cuda else TILE) or 1
+    return ((start, values[start : start + most]) for start in range(0, len(values), most))
 
 
 def _rows(values: torch.Tensor, width: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Outer:
 class Term:
     """One delta of a fragment in the mean: its share (weight times clip over total weight)."""
 
-    delta: torch.Tensor  # float32, flat
+    tiles: Iterable[tuple[int, torch.Tensor]]  # float32: where each starts, and its elements
     share: float
     anchor: torch.Tensor | None = None  # the late delta's base parameters; None: not late
 
@@ -72,7 +72,8 @@ def mean_delta(
     """The fragment's g, in `mean` if given. `params` is the current Theta; `reanchor` is kappa."""
     mean = torch.zeros_like(params) if mean is None else mean.zero_()
     for term in terms:
-        mean.add_(term.delta, alpha=term.share)
+        for start, tile in term.tiles:
+            mean[start : start + tile.numel()].add_(tile, alpha=term.share)
         if term.anchor is not None:
             mean.add_(params, alpha=term.share * reanchor)
             mean.add_(term.anchor.float(), alpha=-term.share * reanchor)

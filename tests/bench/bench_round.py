@@ -47,6 +47,7 @@ batch_size = 1
 threads = 1
 schedule = "constant"
 [local_sgd]
+compression = "none"
 inner_steps = 5
 inner_state_every = 0
 thin_rounds = false

@@ -310,7 +310,7 @@ class Simulator:
 
     def _mean(self, index: int, deltas: list[Delta], shares: list[rounds.Share]) -> torch.Tensor:
         terms = [
-            merge.Term(delta.fragments[index], factor, self.anchor(delta, index))
+            merge.Term([(0, delta.fragments[index])], factor, self.anchor(delta, index))
             for delta, factor in zip(deltas, self.share(shares), strict=True)
         ]
         return merge.mean_delta(self.outer.params[index], terms, self.config.local_sgd.reanchor)
