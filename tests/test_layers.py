@@ -16,12 +16,13 @@ from helpers import ROOT
 PACKAGE = ROOT / "lib" / "elastic"
 LAYERS = [
     ("core", "errors ledger rounds membership shuffle schedule history plan layout sizing cadence "
-             "command goodput faults"),
+             "command goodput faults estimate"),
     ("numerics", "codec merge models tasks replica group"),
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
               "sched sched_local sched_slurm signals network proc sandbox versions inner_state "
               "slurm_info health peers device checkpoint handover"),
-    ("processes", "averaging link local_sgd agent worker master trainer launch start reconcile"),
+    ("processes", "averaging link local_sgd agent worker master trainer launch start reconcile "
+                  "describe"),
     ("people", "submission status audit views chaos cli demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:

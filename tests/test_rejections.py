@@ -66,7 +66,8 @@ class Fake:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Iterator[Running]:
     settings = {"local_sgd.compression": "none", "local_sgd.inner_steps": 10,
-                "local_sgd.min_deadline": "20s", "local_sgd.max_staleness": 1, "elastic.max_failures": 50}  # fmt: skip
+                "local_sgd.min_deadline": "20s", "local_sgd.max_staleness": 1,
+                "elastic.max_failures": 50}  # fmt: skip
     with running(tmp_path_factory.mktemp("run"), settings, samples=100_000) as run:
         yield run
         run.pace(2)

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from elastic import __version__, rundir, submission, views
+from elastic import __version__, estimate, rundir, submission, views
 from elastic import config as configuration
 from elastic import reconcile as reconciling
 from elastic.audit import audit as audit_ledger
@@ -101,7 +101,8 @@ class Overridable(click.Command):
 @click.option("--scheduler", "run_scheduler", metavar="slurm|local", help="Who runs the jobs.")
 @click.option("--name", "run_name", help="Name of the run (default: that of CONFIG).")
 @overrides_option
-@click.option("--dry-run", is_flag=True, help="Check everything, start nothing.")
+@click.option("--dry-run", is_flag=True,
+              help="Check everything, say what a round would cost, start nothing.")
 @click.option("--parsable", is_flag=True, help="Print the name of the run and nothing else.")
 @click.option("--wait", "wait_for_it", is_flag=True, help="Return when the run has ended.")
 def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: bool, **named):
@@ -118,6 +119,8 @@ def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: 
     if dry_run:
         limits = f"{resolved.elastic.min}..{resolved.elastic.max} GPUs"
         click.echo(f"would start run {resolved.run.name} on {limits} in {root / resolved.run.name}")
+        if resolved.run.mode == "local" and not resolved.run.command:
+            click.echo(on_paper(resolved, config, [*overrides, *settings]))
         return
     run = submission.start(resolved, root)
     errors = one_pass([run]).errors
@@ -127,6 +130,17 @@ def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: 
     click.echo(run.name if parsable else started_text(run))
     if wait_for_it:
         sys.exit(wait_for_end(run))
+
+
+def on_paper(resolved, config: Path, settings: list[str]) -> str:
+    """What a round of the run would move and take, if its model can be known here."""
+    command = [sys.executable, "-P", "-m", "elastic.describe", str(config), *settings]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode:
+        reason = (found.stderr.strip() or f"exit {found.returncode}").splitlines()[-1]
+        return f"  model             cannot be known here: {reason}"
+    workers = resolved.elastic.max // resolved.slurm.gpus_per_worker
+    return estimate.report(estimate.Model(**json.loads(found.stdout)), workers, resolved)
 
 
 def started_text(run: RunDir) -> str:

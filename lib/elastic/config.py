@@ -127,7 +127,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("backoff", TIME, "30s", "", "wait after a crash; doubles with every further one"),
     Key("reconcile_interval", TIME, "30s", "", "between the master's own passes", POSITIVE),
 ), "train": (
-    Key("batch_size", INT, 8, "samples", "per inner step and worker; sync: most per GPU and pass",
+    Key("batch_size", INT, 8, "samples", "per GPU and inner step; sync: most per GPU and pass",
         COUNT),
     Key("epochs", INT, 0, "epochs", "to train; set this or max_tokens", NATURAL),
     Key("max_tokens", INT, 0, "tokens", "to train; set this or epochs", NATURAL),

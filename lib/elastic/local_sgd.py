@@ -445,7 +445,7 @@ class LocalSGD:
         self._inner_from = f"{origin} with a ramp" if self._ramp else origin
 
     def _delivered_after(self, base: int, newest: int) -> bool:
-        """Is a later delta of the slot committed? It took along what had been left out at `base`."""
+        """Is a later delta of the slot committed? It took along what was left out at `base`."""
         later = (self.run.commit(version) for version in range(base + 2, newest + 1))
         slot = self.place.slot
         return any(delta["slot"] == slot for commit in later for delta in commit["deltas"])

@@ -1,0 +1,36 @@
+"""The table of README.md's section "On paper": what a round moves and takes, by elastic.estimate.
+
+    PYTHONPATH=lib .venv/bin/python tests/bench/on_paper.py
+
+Steps of 7 s (7B, one GPU) and 35 s (70B, sixteen) at 40 % of an H100's peak, K = 100; the master's
+job has 16 cores, and a tenth of a round is its budget.
+"""
+
+from elastic.estimate import Model, Rates, cost, shards_for, size
+
+MODELS = {"7B": (7e9, 7.0), "70B": (70e9, 35.0)}
+WORKERS = (32, 128)
+PLACES = {"Redis": (Rates(), True), "Lustre": (Rates(5e9, 50e9), False),
+          "InfiniBand": (Rates(25e9, 200e9), False)}  # fmt: skip
+K = 100
+
+
+def table() -> str:
+    names = "".join(f" {place} |" for place in PLACES)
+    lines = [f"| model | workers | up | down |{names} shards |", "| --- " * (5 + len(PLACES)) + "|"]
+    for name, (numel, step_s) in MODELS.items():
+        for workers in WORKERS:
+            model = Model(int(numel), int(numel * (1 + 2 / 256)), 110, 0, False)
+            stalls = [
+                cost(model, workers, rates=rates, through_redis=redis).stall_s
+                for rates, redis in PLACES.values()
+            ]
+            shards = shards_for(model, workers, K * step_s / 10, rates=PLACES["Lustre"][0])
+            parts = [f"{s:.0f} s, {s / (K * step_s + s):.0%}" for s in stalls]
+            up, down = size(workers * model.delta_bytes), size(2 * numel * workers)
+            lines.append(f"| {name} | {workers} | {up} | {down} | {' | '.join(parts)} | {shards} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,138 @@
+"""What a round costs on paper: by hand, in its limits, and in the words of --dry-run.
+
+    pytest tests/test_estimate.py
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from elastic.config import load
+from elastic.estimate import Model, Rates, cost, shards_for, size, warnings
+from helpers import ROOT, elastic, environment
+
+
+@pytest.fixture
+def env(tmp_path):
+    return environment(tmp_path)
+
+
+MODEL = Model(7_000_000_000, 7_054_687_500, 110, 64_500_000, False, 4096)
+RATES = Rates(process=5e9, filesystem=20e9, redis=1e9, merged=1e9, stepped=0.5e9)
+
+
+def test_the_parts_of_a_round_by_hand():
+    """32 workers, 7.05 GB each: the master's own 5 GB/s are the narrowest place."""
+    one = cost(MODEL, 32, cores=16, rates=RATES)
+    read_s = 32 * 7.0546875 / 5
+    assert one.deliver_s == pytest.approx(read_s)
+    assert one.merge_s == pytest.approx(read_s + 7 / 0.5 / 16)
+    assert one.publish_s == pytest.approx(70 / 5)
+    assert one.pull_s == pytest.approx(32 * 14 / 20)
+    assert one.stall_s == pytest.approx(sum((2 * read_s, 0.875, 14, 22.4)))
+
+
+def test_one_worker_is_bound_by_its_own_process():
+    one = cost(MODEL, 1, rates=RATES)
+    assert (one.deliver_s, one.pull_s) == (pytest.approx(7.0546875 / 5), pytest.approx(14 / 5))
+
+
+def test_a_master_with_few_cores_is_bound_by_adding():
+    assert cost(MODEL, 32, cores=1, rates=RATES).merge_s == pytest.approx(32 * 7 + 14)
+
+
+def test_redis_copies_everything_three_times():
+    one = cost(MODEL, 32, rates=RATES, through_redis=True)
+    assert one.deliver_s == pytest.approx(2 * 32 * 7.0546875)
+    assert one.merge_s == pytest.approx(32 * 7.0546875 + 0.875)
+
+
+def test_shards_until_the_filesystem_itself_is_the_limit():
+    assert shards_for(MODEL, 32, 1000.0, rates=RATES) == 1
+    few = shards_for(MODEL, 128, 100.0, rates=RATES)
+    assert cost(MODEL, 128, shards=few, rates=RATES).master_s <= 100.0
+    assert cost(MODEL, 128, shards=few - 1, rates=RATES).master_s > 100.0
+    assert shards_for(MODEL, 128, 10.0, rates=RATES) is None
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(0, "0 B"), (999, "999 B"), (7.05e9, "7.05 GB"), (999_600, "1 MB"), (3e15, "3e+03 TB")],
+)
+def test_sizes_as_people_read_them(amount, text):
+    assert size(amount) == text
+
+
+def config(**changes):
+    sgd = {"transport": "filesystem", "compression": "int8", "max_staleness": 2, **changes}
+    return SimpleNamespace(
+        local_sgd=SimpleNamespace(**sgd), redis=SimpleNamespace(maxmemory_bytes=1 << 30),
+        checkpoint=SimpleNamespace(keep=3, min_free_bytes=200e9),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounds", "words"),
+    [
+        ({}, 300, []),
+        ({}, 0, []),
+        ({}, 50, ["the run has 50 rounds"]),
+        ({"transport": "redis"}, 300, ["a round's deltas need 226 GB of Redis"]),
+        ({"compression": "topk"}, 300, ["topk needs some 1000 rounds"]),
+        ({"compression": "topk"}, 1000, []),
+    ],
+)
+def test_what_will_hurt_is_said_and_nothing_else(changes, rounds, words):
+    found = warnings(MODEL, 32, config(**changes), rounds)
+    assert len(found) == len(words)
+    assert all(text.startswith(word) for text, word in zip(found, words, strict=True))
+
+
+def test_too_little_space_for_a_version_is_said():
+    (found,) = warnings(replace(MODEL, numel=30_000_000_000), 1, config(), 0)
+    assert "checkpoint.min_free is only 200 GB" in found
+
+
+def test_the_table_in_the_readme_is_what_the_formulas_say():
+    command = [sys.executable, str(ROOT / "tests/bench/on_paper.py")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True,
+                          env={"PYTHONPATH": str(ROOT / "lib")}).stdout  # fmt: skip
+    assert len(said.splitlines()) == 6
+    assert said in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("7b", ["6,738,415,616 parameters", "a delta is 6.79 GB (int8)", "13.5 GB", "668 of"]),
+        ("125m", ["134,105,856 parameters", "a delta is 135 MB (int8)", "warning"]),
+    ],
+)
+def test_a_dry_run_prints_the_plan_of_a_shipped_file(name, words, env, tmp_path):
+    answer = elastic("submit", ROOT / f"etc/{name}.toml", "--dry-run", "--run.scheduler=local",
+                     "--checkpoint.min_free=1mb", env=env)  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert all(word in answer.stdout for word in words), answer.stdout
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_model_that_cannot_be_made_here_is_no_reason_to_refuse(env, tmp_path):
+    task = tmp_path / "mine.py"
+    task.write_text("class Mine:\n    def __init__(self, config): raise OSError('no data here')\n"
+                    "    def model(self): ...\n    def dataset(self): ...\n"
+                    "    def loss(self, model, batch): ...\n")  # fmt: skip
+    file = tmp_path / "mine.toml"
+    file.write_text('[run]\ntask = "mine:Mine"\nscheduler = "local"\n[train]\nepochs = 1\n'
+                    '[checkpoint]\nmin_free = "1mb"\n')  # fmt: skip
+    answer = elastic("submit", file, "--dry-run", env=env)
+    assert answer.returncode == 0, answer.stderr
+    assert "cannot be known here" in answer.stdout
+    assert "no data here" in answer.stdout
+
+
+def test_shipped_files_count_samples_per_gpu():
+    """A worker of eight GPUs takes eight batches a step."""
+    assert load(ROOT / "etc/7b.toml", ["slurm.partition=x"]).train.batch_size == 8
