@@ -21,8 +21,8 @@ LAYERS = [
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
               "sched sched_local sched_slurm signals network proc sandbox versions inner_state "
               "slurm_info health peers device checkpoint handover"),
-    ("processes", "averaging link local_sgd agent worker master trainer launch start reconcile "
-                  "describe"),
+    ("processes", "averaging link courier local_sgd agent worker master trainer launch start "
+                  "reconcile describe"),
     ("people", "submission status audit views chaos cli demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:

@@ -162,6 +162,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         _one_of("none", "bf16", "int8", "int4", "topk", "lowrank")),
     Key("transport", TEXT, "auto", "", "of deltas and parameters; auto: filesystem",
         _one_of("auto", "filesystem", "redis")),
+    Key("overlap", TEXT, "off", "", "what becomes of the steps that a worker does while its delta "
+        "travels; discard: done again; rebase: put on top", _one_of("off", "discard", "rebase")),
     Key("max_staleness", INT, 2, "versions", "a delta that is later is rejected", NATURAL),
     Key("reanchor", REAL, 0.5, "", "kappa: how far a late delta moves to the present", SHARE),
     Key("clip_norm", REAL, 2.0, "medians", "largest delta norm of a round; 0: no limit", NATURAL),
@@ -516,6 +518,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (("sync.sizes", "elastic.min", "elastic.max", "slurm.gpus_per_node"),
      lambda sizes, low, high, n: not sizes or any(low <= s <= high and s % n == 0 for s in sizes),
      "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({}) in nodes of {} GPUs"),
+    (("local_sgd.overlap", "slurm.gpus_per_worker"), lambda how, n: how == "off" or n == 1,
+     "local_sgd.overlap = {} is for workers of one GPU: slurm.gpus_per_worker is {}"),
     (("redis.tls", "redis.url"), lambda tls, url: not (tls and url),
      "redis.tls = {} is for the master's own server: for TLS to a site's, redis.url is rediss://…"),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, default_collate
 
 from elastic import inner_state, rounds
 from elastic.codec import Encoder
+from elastic.courier import Courier
 from elastic.durable import until_written
 from elastic.errors import ElasticError, TryAgain
 from elastic.group import Group
@@ -42,6 +43,7 @@ from elastic.transport import fragment_name, open_transport
 from elastic.versions import Draft, read_layout, read_params, settle
 
 DRY_S = 0.5  # between two asks when no samples are free
+AHEAD = 4  # of a round's steps, a quarter at most is done while its delta travels
 
 
 class LocalSGD:
@@ -63,6 +65,8 @@ class LocalSGD:
         self._told_epoch = -1  # the master epoch that knows what we hold
         self._bad_rounds = self._delivered = 0
         self._last_step_at = self._deliver_s = 0.0
+        self._sent: _Round | None = None  # on its way, with a courier
+        self._ahead: _Ahead | None = None
 
     @classmethod
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
@@ -89,22 +93,35 @@ class LocalSGD:
         self._open(dataset)
         order = Order(len(dataset), self.config.run.seed)
         while self._adopt_newest():
-            while positions := self.group.share(self._next_positions() if self._link else None):
-                mine = positions[self.group.rank :: self.group.world]
-                self.loss_scale = len(mine) * self.group.world / len(positions)
-                self._set_learning_rate()
-                self._round.pending = len(positions)
-                steps = self._round.steps
-                if steps == 0 and self._last_step_at:
-                    self._round.stall_s = time.monotonic() - self._last_step_at
-                yield collate([dataset[order.index(*each)] for each in mine or positions[:1]])
-                if self._round.steps != steps + 1:
-                    raise ElasticError("sgd.step() was not called after the batch")
-                self._last_step_at = time.monotonic()
+            yield from self._train(dataset, order, collate)
             began = time.monotonic()
-            self._deliver()
-            self._deliver_s = time.monotonic() - began
+            deltas = self._snapshot()
+            if deltas:
+                with self._send_ahead(deltas) as courier:
+                    yield from self._train(dataset, order, collate, courier)
+                    self._link.say(state="waiting")
+                self._come_back(courier)
+            else:
+                if self._link:
+                    self._link.say(state="delivering")
+                self._deliver(self._round, self._replica.delta)
+                self._deliver_s = time.monotonic() - began
             self._save_inner_if_due()
+
+    def _train(self, dataset, order: Order, collate: Callable, courier=None) -> Iterator:
+        """Batches of the open round; with a courier under way, until it is back."""
+        while positions := self.group.share(self._next_positions(courier) if self._link else None):
+            mine = positions[self.group.rank :: self.group.world]
+            self.loss_scale = len(mine) * self.group.world / len(positions)
+            self._set_learning_rate()
+            round_ = self._round
+            round_.pending, steps = len(positions), round_.steps
+            if not round_.has_begun and self._last_step_at:
+                round_.stall_s += time.monotonic() - self._last_step_at
+            yield collate([dataset[order.index(*each)] for each in mine or positions[:1]])
+            if round_.steps != steps + 1:
+                raise ElasticError("sgd.step() was not called after the batch")
+            self._last_step_at = time.monotonic()
 
     def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
         """An inner step is done. `tokens` it covered on this worker (default: its samples)."""
@@ -113,8 +130,8 @@ class LocalSGD:
         done.tokens += done.pending * self.tokens_per_sample if tokens is None else tokens
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         now = time.monotonic()
-        if done.steps == 1:
-            done.first_loss, done.first_step = value, (done.tokens, now)
+        if not done.has_begun:
+            done.first_loss, done.first_step, done.has_begun = value, (done.tokens, now), True
         done.loss_sum += value
         self._steps_total += 1
         self._ramp = max(0, self._ramp - 1)
@@ -206,17 +223,23 @@ class LocalSGD:
         if self._round.steps:
             self._bad_rounds = 0
         self._commit = commit
-        self._round = _Round(base=version)
+        self._round = self._after_ahead(version)
         if self._link:
             self._link.say(state="training", version=version, step=0)
         return True
 
     def _load(self, commit: dict) -> str:
         """Load a version's parameters. Returns why it cannot be; empty if it was."""
+        ahead, layout = self._ahead, self._replica.layout
         try:
-            for index in range(len(self._replica.layout.fragments)):
-                fragment = read_params(self.run, commit, self._replica.layout, index)
-                self._replica.adopt(index, fragment)
+            fetched = ahead.fetched.get(commit["version"]) if ahead else None
+            for index in range(len(layout.fragments)):
+                read = partial(read_params, self.run, commit, layout)
+                fragment = fetched[index] if fetched else read(index)
+                if ahead and ahead.counts:
+                    self._replica.rebase(index, fragment, ahead.deltas[index])
+                else:
+                    self._replica.adopt(index, fragment)
         except ElasticError as error:
             return str(error)
         return ""
@@ -239,18 +262,13 @@ class LocalSGD:
 
     def _may_go_on(self) -> bool:
         """Is there something to do on the same base? Brings a forgotten offer again, too."""
-        round_, place, link = self._round, self.place, self._link
+        round_, link = self._round, self._link
         if not round_.answered:
             return True
         self._tell_new_master()
-        offered = link.still_offered(round_.base)
-        verdict = link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
-        if verdict and verdict["base"] == round_.base and round_.steps:
-            print(f"worker  delta rejected: {verdict['reason']}", flush=True)
+        if not self._stands(round_, self._replica.delta):
             self._void_round("were rejected")  # the samples are others' by now
             return True
-        if not offered and link.refresh().version <= round_.base and not link.news.over:
-            self._redeliver()
         if round_.steps or self._round_is_over():
             return False
         # It was dry: samples of a lost worker may have come back.
@@ -258,6 +276,18 @@ class LocalSGD:
         self._queue += link.ask(batch, self._queue, self._round_is_over) or []
         round_.answered = not self._queue
         return not round_.answered
+
+    def _stands(self, round_: "_Round", delta_of: Callable) -> bool:
+        """Was its delta not rejected? One that a new server has never heard of is brought again."""
+        place, link = self.place, self._link
+        offered = link.still_offered(round_.base)
+        verdict = link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
+        if verdict and verdict["base"] == round_.base and round_.steps:
+            print(f"worker  delta rejected: {verdict['reason']}", flush=True)
+            return False
+        if not offered and link.refresh().version <= round_.base and not link.news.over:
+            self._redeliver(round_, delta_of)
+        return True
 
     def _void_round(self, what: str) -> None:
         """This round's steps are void: train from the base again."""
@@ -271,11 +301,12 @@ class LocalSGD:
 
     # ---- samples
 
-    def _next_positions(self) -> list[tuple[int, int]]:
-        """Rank 0: the positions of the next batch; empty ends the round."""
+    def _next_positions(self, courier: Courier | None = None) -> list[tuple[int, int]]:
+        """Rank 0: the positions of the next batch; empty ends the round, or the steps ahead."""
         batch = self.config.train.batch_size * self.group.world
-        left = self.config.local_sgd.inner_steps - self._round.steps
-        if left <= 0 or self._round_is_over():
+        most = self.config.local_sgd.inner_steps
+        left = (max(1, most // AHEAD) if courier else most) - self._round.steps
+        if left <= 0 or self._round_is_over() or (courier and courier.is_back):
             return []
         self._tell_new_master()
         if count(self._queue) < batch and not self._dry:
@@ -291,7 +322,8 @@ class LocalSGD:
 
     def _held(self) -> list[Range]:
         """What the ledger must not give to others: not what is offered already."""
-        return self._queue + ([] if self._round.answered else self._round.samples)
+        rounds_ = [each for each in (self._sent, self._round) if each and not each.answered]
+        return self._queue + [each for round_ in rounds_ for each in round_.samples]
 
     def _tell_new_master(self) -> None:
         if self._told_epoch != self._link.news.epoch:
@@ -301,8 +333,9 @@ class LocalSGD:
     def _round_is_over(self) -> bool:
         news = self._link.news
         base = self._round.base
-        gone_on = news.over or news.called == base or news.version > base
-        return bool(self.notice) or gone_on or self._is_due()
+        if self.notice or news.over or news.version > base:
+            return True
+        return self._sent is None and (news.called == base or self._is_due())
 
     def _is_due(self) -> bool:
         """Time to stop, so that the delta is there when the others' are?"""
@@ -319,7 +352,8 @@ class LocalSGD:
             self.config.local_sgd.inner_steps * settings.batch_size
             * self.group.world * self.tokens_per_sample * workers
         )  # fmt: skip
-        tokens = tokens_at(commit["tokens"], self._round.tokens, workers, cap)
+        done = self._round.tokens + (self._sent.tokens if self._sent else 0)
+        tokens = tokens_at(commit["tokens"], done, workers, cap)
         factor = learning_rate(tokens, commit["total_tokens"], settings) / settings.learning_rate
         ramp_steps = self.config.local_sgd.join_ramp
         if self._ramp:
@@ -329,49 +363,47 @@ class LocalSGD:
 
     # ---- the delta
 
-    def _deliver(self) -> None:
+    def _deliver(self, round_: "_Round", delta_of: Callable[[int], torch.Tensor]) -> None:
         """Send base - local with the steps there are. Collective among the worker's ranks."""
-        round_ = self._round
         self._dry = False
         if self._link:
-            self._link.say(state="delivering")
             round_.is_last = bool(self.notice) or self._link.news.over
-        if self.group.share(self._is_too_late() if self._link else None):
+        if self.group.share(self._is_too_late(round_) if self._link else None):
             return
         fragments = []
         if round_.steps:
-            fragments = self._send_fragments()
+            fragments = self._send_fragments(round_, delta_of)
         if self._link and fragments is not None:
-            round_.header = self._header(fragments)
+            round_.header = self._header(round_, fragments)
             self._link.offer(round_.base, round_.header.to_json())
             round_.answered = True
             if round_.steps:
                 self._delivered += 1
                 self._link.say(delivered=self._delivered)
 
-    def _is_too_late(self) -> bool:
+    def _is_too_late(self, round_: "_Round") -> bool:
         """Rank 0: would the delta be refused as stale? Then its bytes stay here."""
-        base, behind = self._round.base, self._link.news.version - self._round.base
-        if not self._round.steps or behind <= self.config.local_sgd.max_staleness:
+        base, behind = round_.base, self._link.news.version - round_.base
+        if not round_.steps or behind <= self.config.local_sgd.max_staleness:
             return False
         reason = f"stale: based on version {base}, {behind} behind"
         self.run.event("reject", slot=self.place.slot, attempt=self.place.attempt, base=base,
                        reason=reason)  # fmt: skip
         return True
 
-    def _send_fragments(self) -> list | None:
+    def _send_fragments(self, round_: "_Round", delta_of: Callable) -> list | None:
         """Encode and store every fragment; None, and back to the base, if one is not finite."""
-        key = (self.place.slot, self.place.attempt, self._round.base)
+        key = (self.place.slot, self.place.attempt, round_.base)
         fragments, finite = [], True
         for index in range(len(self._replica.layout.fragments)):
-            delta = self._replica.delta(index)
+            delta = delta_of(index)
             finite = finite and math.isfinite(norm(delta))
             if self._link and finite:
-                data = self._encoder.encode(index, delta, self._round.is_last)
+                data = self._encoder.encode(index, delta, round_.is_last)
                 name = fragment_name(key, index)
                 fragments.append(self._put(name, data))
                 if self._encoder.codec.feedback:  # it cannot be encoded a second time
-                    self._round.sent[name] = data
+                    round_.sent[name] = data
         if self.group.share(finite):
             return fragments
         self._drop_delta()
@@ -398,8 +430,8 @@ class LocalSGD:
         self.optimizer.state.clear()
         self._void_round("were not finite")
 
-    def _header(self, fragments: list) -> Header:
-        place, done = self.place, self._round
+    def _header(self, done: "_Round", fragments: list) -> Header:
+        place = self.place
         return Header(
             run=self.run.name, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
             base=done.base, layout=self._replica.layout.hash,
@@ -410,13 +442,72 @@ class LocalSGD:
             stall_s=round(done.stall_s, 4),
         )  # fmt: skip
 
-    def _redeliver(self) -> None:
+    def _redeliver(self, round_: "_Round", delta_of: Callable) -> None:
         """Redis has forgotten our offer: bring the bytes and the header again."""
-        for name, data in self._round.sent.items():
+        for name, data in round_.sent.items():
             self._put(name, data)
-        if self._round.steps and not self._round.sent and self.group.world == 1:
-            self._send_fragments()
-        self._link.offer(self._round.base, self._round.header.to_json())
+        if round_.steps and not round_.sent and self.group.world == 1:
+            self._send_fragments(round_, delta_of)
+        self._link.offer(round_.base, round_.header.to_json())
+
+    # ---- training on while the delta travels
+
+    def _snapshot(self) -> list[torch.Tensor]:
+        """The deltas, to be sent while training goes on; none where that is not to be."""
+        if self.config.local_sgd.overlap == "off" or not self._round.steps:
+            return []
+        if self.notice or self._link.news.over or self._is_too_late(self._round):
+            return []
+        deltas = [self._replica.delta(i) for i in range(len(self._replica.layout.fragments))]
+        return deltas if all(math.isfinite(norm(delta)) for delta in deltas) else []
+
+    def _send_ahead(self, deltas: list[torch.Tensor]) -> Courier:
+        sent = self._sent = self._round
+        self._round = _Round(sent.base)
+        delta_of = deltas.__getitem__
+        self._ahead = _Ahead(self._round, deltas)
+        return Courier(
+            lambda: self._deliver(sent, delta_of), lambda: self._bring_version(sent, delta_of)
+        )
+
+    def _bring_version(self, sent: "_Round", delta_of: Callable) -> dict[int, list[torch.Tensor]]:
+        """In the courier's thread: wait for the next version, and read it. Empty: there is none
+        to come, or the delta was rejected."""
+        link, layout = self._link, self._replica.layout
+        while sent.answered and not (self.notice or link.news.over):
+            version = link.wait(lambda n: n.version > sent.base or n.over, DRY_S).version
+            if version > sent.base:
+                commit = self.run.commit(version)
+                with contextlib.suppress(ElasticError):  # pruned meanwhile: it is looked for again
+                    parts = range(len(layout.fragments))
+                    return {version: [read_params(self.run, commit, layout, i) for i in parts]}
+            elif not self._stands(sent, delta_of):
+                sent.is_void = True
+                break
+        return {}
+
+    def _come_back(self, courier: Courier) -> None:
+        """The delta is delivered, and maybe the next version here: adopt it at this step."""
+        ahead, self._round, self._sent = self._round, self._sent, None
+        self._ahead.fetched = courier.brought
+        if self._round.is_void or self.config.local_sgd.overlap != "rebase" or not ahead.steps:
+            self._ahead.counts = False
+            self._queue = ahead.samples + self._queue
+        if self._round.is_void:
+            self._ahead = None
+            self._void_round("were rejected")
+
+    def _after_ahead(self, version: int) -> "_Round":
+        """The round on top of a version just adopted, with the steps ahead, if they count."""
+        round_, ahead, self._ahead = _Round(version), self._ahead, None
+        if ahead:
+            round_.stall_s = ahead.round.stall_s
+        if ahead and ahead.counts:
+            before = ahead.round
+            round_.steps, round_.tokens = before.steps, before.tokens
+            round_.samples, round_.loss_sum = before.samples, before.loss_sum
+            round_.started = before.started
+        return round_
 
     # ---- inner state
 
@@ -485,7 +576,8 @@ class _Round:
         self.loss_sum = 0.0
         self.first_loss = self.stall_s = 0.0
         self.first_step = (0, 0.0)  # tokens and time at its end
-        self.answered = self.is_last = False
+        self.has_begun = False  # a step was done on this base
+        self.answered = self.is_last = self.is_void = False
         self.header: Header | None = None
         self.sent: dict[str, memoryview] = {}  # a delta's bytes, where they are few
         self.started = time.monotonic()
@@ -493,6 +585,15 @@ class _Round:
     @property
     def mean_loss(self) -> float:
         return self.loss_sum / self.steps if self.steps else 0.0
+
+
+class _Ahead:
+    """Steps that were done on an older base while its delta travelled."""
+
+    def __init__(self, round_: _Round, deltas: list[torch.Tensor]):
+        self.round, self.deltas = round_, deltas
+        self.counts = True  # else they are to be done again
+        self.fetched: dict[int, list[torch.Tensor]] = {}  # version -> its fragments
 
 
 def _take(queue: list[Range], want: int) -> list[Range]:

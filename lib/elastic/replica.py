@@ -43,6 +43,18 @@ class Replica:
         for _, param, shard in self._shards(index, values):
             _local(param).copy_(shard)
 
+    @torch.no_grad()
+    def rebase(self, index: int, published: torch.Tensor, delta: torch.Tensor) -> None:
+        """Put what was done since `delta` was taken on top of a published fragment, its new base.
+
+        θ − (A − d) are those steps, so the next delta holds each of them once.
+        """
+        for tensor, param, shard in self._shards(index, published):
+            base, part = self._base[tensor.name], delta[tensor.start : tensor.start + tensor.numel]
+            moved = shard.float() - base.float() + part.cpu().view(tensor.shape)
+            _local(param).add_(moved.to(_local(param).device))
+            base.copy_(shard)
+
     def _shards(self, index: int, values: torch.Tensor) -> Iterator[tuple]:
         """Each tensor of a fragment, its parameter, and this rank's part of its values."""
         for tensor in self.layout.fragments[index]:

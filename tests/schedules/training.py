@@ -42,7 +42,8 @@ CONFIG = SimpleNamespace(
     run=SimpleNamespace(seed=1, scheduler="local"),
     train=SimpleNamespace(batch_size=1, max_tokens=0, epochs=EPOCHS),
     local_sgd=SimpleNamespace(
-        inner_steps=2, max_staleness=1, compression="none", quorum=0.5, deadline_k=4.0,
+        inner_steps=2, max_staleness=1, compression="none", overlap="off",
+        quorum=0.5, deadline_k=4.0,
         min_deadline_s=2.0, last_call_s=3.0, outer_momentum=0.5,
     ),
     health=SimpleNamespace(heartbeat_s=2.0, lease_s=6.0, stall_after_s=20.0, max_bad_batches=5),
@@ -267,7 +268,7 @@ class Life(LocalSGD):
         if self.run.newest_version() < 0:
             first = {"version": 0, "writer": self.place.job_id}
             self.run.link_commit(first | self._first_record(LAYOUT, len(dataset)))
-        self._replica = SimpleNamespace(layout=LAYOUT, restore=lambda: None)
+        self._replica = SimpleNamespace(layout=LAYOUT, restore=lambda: None, delta=None)
         self._encoder = SimpleNamespace(chosen=lambda last: SimpleNamespace(name="none"))
 
     def _load(self, commit: dict) -> str:
@@ -285,8 +286,8 @@ class Life(LocalSGD):
     def _set_learning_rate(self) -> None:
         pass
 
-    def _send_fragments(self) -> list:
-        world, round_ = self.run.world, self._round
+    def _send_fragments(self, round_, delta_of) -> list:
+        world = self.run.world
         world.edge("write a delta")
         text = str(round_.samples)
         world.bytes[(self.place.slot, self.place.attempt, round_.base)] = text
