@@ -84,6 +84,10 @@ def test_kinds_are_told_apart_by_what_was_trained_until_the_next_fault():
     assert (b["kind"], b["tokens_per_s"], b["back_s"]) == ("b", 5, [5.0, 5.0])
 
 
+def test_of_no_fault_there_is_no_row():
+    assert list(by_kind([], [], 30)) == []
+
+
 # ---- on a local run
 
 
