@@ -27,7 +27,7 @@ from elastic.transport import checksum, fragment_name
 from merging import Rounds
 
 HEADERS = 100_000
-DELTAS = {"filesystem": 4_000, "redis": 2_000}  # for each codec
+DELTAS = {"filesystem": 3_000, "redis": 1_500}  # for each codec
 MORE_MEMORY = 64 << 20
 GOOD = {
     "run": "a", "slot": 3, "attempt": 2, "job_id": "17", "base": 5, "layout": "abc",

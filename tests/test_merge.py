@@ -8,6 +8,8 @@ elsewhere the tolerance is a few units in the last place.
 
 import itertools
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from elastic.layout import Layout
 from elastic.rounds import Facts, Verdict
 from elastic.transport import fragment_name
 from elastic.versions import Draft, read_outer
+from helpers import ROOT
 from merging import Rounds
 
 SIZE = 30
@@ -176,7 +179,7 @@ def test_the_outer_step_has_the_bits_of_torch_sgd_across_a_restart(run, mu):
             optimizer.step([mean.clone() for mean in means], lr)
         if number in (17, 18, 40):
             outer = written_and_read(run, outer, number, mu)
-        for mine, exact, close in zip(outer.params, fused.params, plain.params, strict=True):
+        for mine, close, exact in zip(outer.params, fused.params, plain.params, strict=True):
             assert torch.equal(mine, exact)
             assert torch.allclose(mine, close, rtol=1e-5, atol=1e-4)
 
@@ -193,6 +196,21 @@ class TorchSgd:
         for param, mean in zip(self.params, means, strict=True):
             param.grad = mean
         self.sgd.step()
+
+
+def test_a_master_does_not_import_the_compiler():
+    """It would take every new master a second and a half, at its first commit."""
+    script = """if True:
+        import sys, torch
+        import elastic.master, elastic.averaging
+        from elastic.layout import Layout
+        from elastic.merge import Outer
+        layout = Layout.of([("w", (3,))], 100)
+        Outer(layout, [torch.ones(3)], [torch.zeros(3)], 0.9).step([torch.ones(3)], 0.7)
+        assert "torch._dynamo" not in sys.modules
+    """
+    environment = {"PYTHONPATH": str(ROOT / "lib")}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads(run):

@@ -2,6 +2,7 @@
 
 import importlib
 import pickle
+import subprocess
 import sys
 from array import array
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.utils.data import default_collate
 
 from elastic.errors import ElasticError, UsageError
 from elastic.tasks import ByteText, TokenFiles, count_tokens, default_optimizer, load_task
+from helpers import ROOT
 
 TRAIN = SimpleNamespace(learning_rate=4e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
 TINY = {"context": 8, "dim": 16, "layers": 1, "heads": 2}
@@ -359,3 +361,57 @@ def test_frozen_parameters_are_left_out():
 )
 def test_without_a_count_of_its_own_a_task_counts_samples(batch):
     assert count_tokens(object(), batch) == 5
+
+
+# ---- the optimizer
+
+
+def trained(make) -> list[torch.Tensor]:
+    """The parameters after some steps with the optimizer of a model."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 1)
+    )
+    optimizer = make(model)
+    for _ in range(20):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return list(model.parameters())
+
+
+def test_the_default_optimizer_has_the_bits_of_torch_adamw():
+    settings = SimpleNamespace(weight_decay=0.1, learning_rate=0.01, beta1=0.9, beta2=0.95)
+
+    def plain(model):
+        groups = [
+            {"params": [p for p in model.parameters() if (p.dim() >= 2) == decays],
+             "weight_decay": 0.1 * decays}
+            for decays in (True, False)
+        ]  # fmt: skip
+        return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
+
+    mine = trained(lambda model: default_optimizer(model, settings))
+    assert all(map(torch.equal, mine, trained(plain)))
+
+
+def test_a_worker_does_not_import_the_compiler():
+    script = """if True:
+        import sys, torch
+        from types import SimpleNamespace
+        from elastic import worker
+        from elastic.group import clip_gradients
+        from elastic.tasks import default_optimizer
+        model = torch.nn.Linear(2, 2)
+        train = SimpleNamespace(weight_decay=0.1, learning_rate=0.01, beta1=0.9, beta2=0.95)
+        optimizer = default_optimizer(model, train)
+        model(torch.ones(2)).sum().backward()
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert "torch._dynamo" not in sys.modules
+    """
+    environment = {"PYTHONPATH": str(ROOT / "lib")}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)

@@ -105,7 +105,8 @@ class Averager:
         products = list(self._pool.map(self._mean, *zip(*work, strict=True)))
         cos = merge.cosine(products)
         lr = rounds.outer_lr(settings.outer_lr, weight, self._running, settings.thin_rounds)
-        self._outer.step(self._means, lr)
+        steps = (range(len(self._means)), self._means, [lr] * len(self._means))
+        list(self._pool.map(self._outer.step_one, *steps))
         whole = rounds.whole_norms(headers, norms)
         self._running = self._running.after(sum(whole) / len(whole), weight)
         return {

@@ -105,9 +105,8 @@ class Link:
         while True:
             self.say()
             try:
-                if role not in self._stores:
-                    self._stores[role] = Store.open(self.run, role=role)
-                return action(self._stores[role])
+                store = self._stores.get(role) or Store.open(self.run, role=role)
+                return action(self._stores.setdefault(role, store))
             except TryAgain:
                 self._hang_up()
                 since = self._notice.since
@@ -116,8 +115,9 @@ class Link:
                 self._closed.wait(RETRY_S)
 
     def _hang_up(self) -> None:
-        while self._stores:
-            self._stores.popitem()[1].close()
+        with contextlib.suppress(KeyError):  # a courier may do the same at this time
+            while True:
+                self._stores.popitem()[1].close()
 
     def offer(self, base: int, header: dict) -> None:
         """Announce a delta. Raises Fenced."""

@@ -232,17 +232,24 @@ class LocalSGD:
         """Load a version's parameters. Returns why it cannot be; empty if it was."""
         ahead, layout = self._ahead, self._replica.layout
         try:
-            fetched = ahead.fetched.get(commit["version"]) if ahead else None
+            if ahead and (ahead.counts or commit["version"] in ahead.fetched):
+                fetched = ahead.fetched.get(commit["version"]) or self._read(commit)
+                for index, fragment in enumerate(fetched):  # all are there: no rebase by halves
+                    if ahead.counts:
+                        self._replica.rebase(index, fragment, ahead.deltas[index])
+                    else:
+                        self._replica.adopt(index, fragment)
+                return ""
             for index in range(len(layout.fragments)):
-                read = partial(read_params, self.run, commit, layout)
-                fragment = fetched[index] if fetched else read(index)
-                if ahead and ahead.counts:
-                    self._replica.rebase(index, fragment, ahead.deltas[index])
-                else:
-                    self._replica.adopt(index, fragment)
+                self._replica.adopt(index, read_params(self.run, commit, layout, index))
         except ElasticError as error:
             return str(error)
         return ""
+
+    def _read(self, commit: dict) -> list[torch.Tensor]:
+        """All of a version's fragments. Raises ElasticError."""
+        layout = self._replica.layout
+        return [read_params(self.run, commit, layout, i) for i in range(len(layout.fragments))]
 
     def _wait_for_version(self) -> tuple[int, str]:
         """Rank 0: (newest version, "") once there is one to train on, or (-1, outcome) to leave."""
@@ -456,7 +463,7 @@ class LocalSGD:
         """The deltas, to be sent while training goes on; none where that is not to be."""
         if self.config.local_sgd.overlap == "off" or not self._round.steps:
             return []
-        if self.notice or self._link.news.over or self._is_too_late(self._round):
+        if self.notice or self._link.news.over or self._link.news.version > self._round.base:
             return []
         deltas = [self._replica.delta(i) for i in range(len(self._replica.layout.fragments))]
         return deltas if all(math.isfinite(norm(delta)) for delta in deltas) else []
@@ -473,15 +480,14 @@ class LocalSGD:
     def _bring_version(self, sent: "_Round", delta_of: Callable) -> dict[int, list[torch.Tensor]]:
         """In the courier's thread: wait for the next version, and read it. Empty: there is none
         to come, or the delta was rejected."""
-        link, layout = self._link, self._replica.layout
+        link = self._link
         while sent.answered and not (self.notice or link.news.over):
             version = link.wait(lambda n: n.version > sent.base or n.over, DRY_S).version
             if version > sent.base:
-                commit = self.run.commit(version)
-                with contextlib.suppress(ElasticError):  # pruned meanwhile: it is looked for again
-                    parts = range(len(layout.fragments))
-                    return {version: [read_params(self.run, commit, layout, i) for i in parts]}
-            elif not self._stands(sent, delta_of):
+                with contextlib.suppress(ElasticError):
+                    return {version: self._read(self.run.commit(version))}
+                break  # pruned meanwhile, or damaged: who adopts it finds out
+            if not self._stands(sent, delta_of):
                 sent.is_void = True
                 break
         return {}

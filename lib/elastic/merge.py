@@ -18,6 +18,8 @@ import torch
 
 from elastic.layout import Layout
 
+PIECE = 1 << 17  # elements
+
 
 class Outer:
     """What the master holds, per fragment and flat: float32 parameters and outer momentum."""
@@ -25,20 +27,25 @@ class Outer:
     def __init__(
         self, layout: Layout, params: list[torch.Tensor], momentum: list[torch.Tensor], mu: float
     ):
-        self.layout, self.params, self.momentum = layout, params, momentum
-        # fused: without a temporary copy of the model
-        self._sgd = torch.optim.SGD(params, momentum=mu, nesterov=mu > 0, fused=True)
-        if mu > 0:
-            for param, buffer in zip(params, momentum, strict=True):
-                self._sgd.state[param]["momentum_buffer"] = buffer
+        self.layout, self.params, self.momentum, self.mu = layout, params, momentum, mu
 
     def step(self, means: list[torch.Tensor], lr: float) -> None:
         """Apply the outer optimizer to every fragment, in place. Consumes `means`."""
-        self._sgd.param_groups[0]["lr"] = lr
-        for param, mean in zip(self.params, means, strict=True):
-            param.grad = mean
-        self._sgd.step()
-        self._sgd.zero_grad(set_to_none=True)
+        for index, mean in enumerate(means):
+            self.step_one(index, mean, lr)
+
+    def step_one(self, index: int, mean: torch.Tensor, lr: float) -> None:
+        """Likewise, to one of them; the bits are those of torch.optim.SGD.
+
+        By hand, because torch.optim imports torch's compiler, which takes a new master a second
+        and a half; and by pieces that a cache holds.
+        """
+        parts = (self.params[index], self.momentum[index], mean)
+        for param, momentum, g in zip(*(part.split(PIECE) for part in parts), strict=True):
+            if self.mu > 0:
+                momentum.mul_(self.mu).add_(g)
+                g.add_(momentum, alpha=self.mu)
+            param.add_(g, alpha=-lr)
 
     def products(self, index: int, mean: torch.Tensor) -> tuple[float, float, float]:
         """b·g, |b|², |g|² of a fragment, before the step: what `cosine` needs."""

@@ -14,6 +14,7 @@ import difflib
 import functools
 import hashlib
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -99,6 +100,17 @@ def _blaming(what: str, hint: str = ""):
         raise ElasticError(f"{what}: {type(error).__name__}: {error}{where}", hint) from error
 
 
+class EagerAdamW(torch.optim.AdamW):
+    """torch's own, without the calls by which it imports torch's compiler at the first step: a
+    second and a half, and a thousand files of a shared filesystem, at every start of a worker."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+
 def default_optimizer(model: nn.Module, train) -> torch.optim.Optimizer:
     """AdamW as the [train] section has it; only matrices decay, not the gains of norms."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -106,7 +118,7 @@ def default_optimizer(model: nn.Module, train) -> torch.optim.Optimizer:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return EagerAdamW(
         [group for group in groups if group["params"]],
         lr=train.learning_rate,
         betas=(train.beta1, train.beta2),
