@@ -48,7 +48,7 @@ SAMPLES, BATCH, STEPS = 20, 2, 2  # three rounds of two workers, the last a shor
 pytestmark = pytest.mark.timeout(1800)
 SETTINGS = [
     f"train.batch_size={BATCH}", f"local_sgd.inner_steps={STEPS}", "local_sgd.fragment=64",
-    "local_sgd.compression=none", "local_sgd.max_staleness=0", "local_sgd.min_deadline=100s",
+    "local_sgd.compression=none", "local_sgd.max_staleness=0", "local_sgd.min_deadline=1d",
     "checkpoint.min_free=1mb", "checkpoint.keep=1", "health.lease=600s",
 ]  # fmt: skip
 SMALL = 65536  # bytes of a record on its way
@@ -212,6 +212,7 @@ def world(tmp_path, server, monkeypatch) -> World:
                          (durable, "SPACE_S"),
                          (link, "RETRY_S"), (local_sgd, "DRY_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(link, "LEAVING_S", 1.0)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays
     torch.set_num_threads(1)
     tempfile.gettempdir()  # finds out by writing a file, the first time somebody in torch asks
