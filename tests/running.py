@@ -205,8 +205,11 @@ class Running:
 
     def audit(self) -> dict:
         self.witness()
-        report = audit(self.run.path, self.config.checkpoint.keep, _checksum)
-        assert report["problems"] == []
+        version = None
+        while version != self.run.newest_version():  # else files were pruned while looked at
+            version = self.run.newest_version()
+            report = audit(self.run.path, self.config.checkpoint.keep, _checksum)
+        assert not report["problems"], report["problems"]
         if self.run.done() and self.config.train.epochs:
             samples = self.run.commit(0)["dataset_samples"] * self.config.train.epochs
             assert report["committed"] == samples
