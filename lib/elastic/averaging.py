@@ -47,6 +47,11 @@ class Averager:
         self._outer = read_outer(run, commit, config.local_sgd.outer_momentum)
         self.layout = self._outer.layout
         self._codecs = {codec.name: codec for codec in accepted(config.local_sgd.compression)}
+        # What a delta's fragments must have, in each codec in which it may come.
+        self.fragment_bytes = {
+            name: tuple(map(codec.size_bytes, self.layout.fragments))
+            for name, codec in self._codecs.items()
+        }
         # Kept from round to round: fresh memory of this size costs as much as the arithmetic.
         self._means = [torch.empty_like(params) for params in self._outer.params]
         self._buffers = threading.local()
@@ -56,12 +61,6 @@ class Averager:
     def use(self, store: Store) -> None:
         """Read deltas through this store from now on, where they travel through Redis."""
         self._transport = open_transport(self.config, self.run, store)
-
-        # What a delta's fragments must have, in each codec in which it may come.
-        self.fragment_bytes = {
-            name: tuple(map(codec.size_bytes, self.layout.fragments))
-            for name, codec in self._codecs.items()
-        }
 
     # ---- as deltas arrive
 

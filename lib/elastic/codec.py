@@ -14,9 +14,8 @@ a header before it allocates anything. Bytes are little-endian, elements in layo
 
 int8 and int4 round to the nearest of evenly spaced values: the error of an element is at most half
 a step, as often up as down. topk and lowrank leave most of a delta out; what they leave out is
-added to the next one (`Encoder`), so that all of it arrives in the end. They run where the delta
-is, on a GPU too. (Layouts and evidence: SparseLoCo, arXiv 2508.15706; int8 without feedback:
-INTELLECT-1, arXiv 2412.01152.)
+added to the next one (`Encoder`), so that all of it arrives in the end. (Layouts and evidence:
+SparseLoCo, arXiv 2508.15706; int8 without feedback: INTELLECT-1, arXiv 2412.01152.)
 """
 
 from collections.abc import Iterator

@@ -180,7 +180,7 @@ class Link:
                 with contextlib.suppress(ElasticError, OSError):
                     if over := self.run.closing("local"):
                         state = "done" if over == "done" else "stopping"
-                        self._note({"state": state, "version": "-1", "due": "inf"})
+                        self._note({"state": state, "version": "-1"})
                 self._closed.wait(RETRY_S)
 
     def _note(self, master: dict[str, str], now: float = 0.0) -> None:
@@ -190,7 +190,7 @@ class Link:
         version, called = int(master["version"]), int(master.get("call", -1))
         with self._changed:
             is_new = version >= self.news.version
-            due = float(master["due"]) - now + time.monotonic() if is_new else inf
+            due = float(master.get("due", inf)) - now + time.monotonic() if is_new else inf
             version, epoch = max(version, self.news.version), int(master.get("epoch", -1))
             self.news = News(version, called, master["state"], epoch, due)
             self._changed.notify_all()

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.codec import TILE
 from elastic.layout import Layout
-
-PIECE = 1 << 17  # elements
 
 
 class Outer:
@@ -41,7 +40,7 @@ class Outer:
         and a half; and by pieces that a cache holds.
         """
         parts = (self.params[index], self.momentum[index], mean)
-        for param, momentum, g in zip(*(part.split(PIECE) for part in parts), strict=True):
+        for param, momentum, g in zip(*(part.split(TILE) for part in parts), strict=True):
             if self.mu > 0:
                 momentum.mul_(self.mu).add_(g)
                 g.add_(momentum, alpha=self.mu)

@@ -258,7 +258,7 @@ class Line(Link):
             self._watched = None
             if over := self.run.closing("local"):
                 state = "done" if over == "done" else "stopping"
-                self._note({"state": state, "version": "-1", "due": "inf"})
+                self._note({"state": state, "version": "-1"})
 
 
 class Life(LocalSGD):
