@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable
 
@@ -9,6 +10,7 @@ import pytest
 
 STEPS = ("link", "rename", "replace", "fsync", "open", "mkdir", "unlink", "rmdir", "fchmod")
 KILLED = 9
+NOBODY = 65534
 
 
 def start_child(action: Callable[[], object]) -> int:
@@ -33,6 +35,25 @@ def in_child(action: Callable[[], object]) -> int:
 def in_children(actions: Iterable[Callable[[], object]]) -> list[int]:
     """All at once; their exit codes."""
     return [exit_code(child) for child in [start_child(action) for action in actions]]
+
+
+def as_nobody(action: Callable[[], object], group: int = NOBODY) -> object:
+    """What `action()` returns where another user calls it."""
+    reader, writer = os.pipe()
+
+    def act() -> bool:
+        os.setgroups([])
+        os.setresgid(group, group, group)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.write(writer, json.dumps(action()).encode())
+        return True
+
+    child = start_child(act)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        said = answer.read()
+    assert exit_code(child) == 0
+    return json.loads(said)
 
 
 def at_nth_step(number: int, act: Callable[[], None], *more: tuple[object, str]):

@@ -4,8 +4,6 @@ Workers are vectors: the whole model as one flat float32 tensor, in layout order
 version v starts from `base(v)` (bf16, as published) and ends wherever a test wants it to be.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
 from elastic.averaging import Averager, Checked
@@ -19,6 +17,7 @@ from elastic.versions import Draft, read_params
 
 SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
 FRAGMENT_BYTES = 64  # three fragments: 12, 5 and 13 elements
+COMMIT = {"tokens": 0, "total_tokens": 1000}
 
 
 class Rounds:
@@ -27,20 +26,21 @@ class Rounds:
     def __init__(self, run: RunDir, start: torch.Tensor, shapes=SHAPES, fragment_bytes=64):
         self.run, self.config = run, run.config()
         self.layout = Layout.of(shapes, fragment_bytes)
-        self.pool = ThreadPoolExecutor(2)
         draft = Draft(run, 0, "slot0.1")
         files = [
             entry
             for index, flat in enumerate(self.parts(start))
             for entry in draft.write_fragment(self.layout, index, flat, torch.zeros_like(flat))
         ]
-        assert draft.commit(self.layout, files, {"tokens": 0})
+        name = self.config.local_sgd.transport
+        self._carried = COMMIT | {"transport": "redis" if name == "redis" else "filesystem"}
+        assert draft.commit(self.layout, files, self._carried)
         self.new_master()
 
     def new_master(self) -> None:
         """Forget everything but the run directory."""
         commit = self.run.newest_commit()
-        self.averager = Averager(self.run, self.config, commit, self.pool, None)
+        self.averager = Averager(self.run, self.config, commit, None, None)
         self.version = commit["version"]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -55,11 +55,11 @@ class Rounds:
     @property
     def theta(self) -> torch.Tensor:
         """The master's float32 parameters."""
-        return torch.cat(self.averager._outer.params)
+        return torch.cat(self.averager.shards[0]._outer.params)
 
     @property
     def momentum(self) -> torch.Tensor:
-        return torch.cat(self.averager._outer.momentum)
+        return torch.cat(self.averager.shards[0]._outer.momentum)
 
     def put(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Header:
         """Write the delta of a worker that went from its base to `local`; returns its header."""
@@ -88,6 +88,6 @@ class Rounds:
 
     def close(self, accepted: list[Checked]) -> dict:
         """Merge and commit the next version; returns the commit."""
-        record = {"tokens": 0, **self.averager.merge(accepted)}
-        self.version = self.averager.commit(1, record)["version"]
+        recipe, said = self.averager.weigh(accepted)
+        self.version = self.averager.commit(1, recipe, {**self._carried, **said})["version"]
         return self.run.commit(self.version)

@@ -26,7 +26,19 @@ from torch import nn
 
 from conftest import start_redis
 from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
-from elastic import agent, config, durable, inner_state, link, local_sgd, master, versions
+from elastic import (
+    agent,
+    averaging,
+    config,
+    durable,
+    exchange,
+    inner_state,
+    link,
+    local_sgd,
+    master,
+    shard,
+    versions,
+)  # fmt: skip
 from elastic.agent import Agent
 from elastic.audit import audit
 from elastic.checkpoint import Checkpoints
@@ -59,6 +71,15 @@ LEASE = {"job_id": "7", "node": "n", "pid": 1, "state": "training", "version": 0
 class Inline:
     """A pool that works at once: operations come in an order that can be repeated."""
 
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self) -> "Inline":
+        return self
+
+    def __exit__(self, *_exc_info) -> None:
+        pass
+
     def submit(self, action: Callable, *args) -> Future:
         future = Future()
         try:
@@ -66,8 +87,6 @@ class Inline:
         except Exception as error:
             future.set_exception(error)
         return future
-
-    map = staticmethod(map)
 
     def shutdown(self, **_) -> None:
         pass
@@ -78,15 +97,16 @@ class Turns(Master):
 
     def __init__(self, run: RunDir):
         super().__init__(run, Notice())
-        self._pool = Inline()
         self._reconcile = SimpleNamespace(tick=lambda: None, soon=lambda: None,
                                           close=lambda last: None)  # fmt: skip
 
     def _wait(self) -> list[str]:
         return []
 
+    def _settle(self) -> None:
+        """In these tests the workers have said what they hold."""
+
     def turn(self) -> None:
-        self._settle_until = 0.0  # in these tests the workers have said what they hold
         self._step()
 
 
@@ -208,9 +228,12 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
     monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
     monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
+    for module in (master, averaging, shard, exchange):
+        monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
     for module, name in ((master, "TICK_S"), (master, "SPACE_S"), (master, "LEAVE_S"),
                          (durable, "SPACE_S"),
-                         (link, "RETRY_S"), (local_sgd, "DRY_S")):  # fmt: skip
+                         (link, "RETRY_S"), (local_sgd, "DRY_S"),
+                         (local_sgd, "UNSEEN_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.01)
     monkeypatch.setattr(link, "LEAVING_S", 1.0)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays

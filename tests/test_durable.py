@@ -73,6 +73,14 @@ def test_a_failing_write_is_heard_of_and_leaves_the_old_file_alone(path, number)
     assert names(path) == ["file.json"]
 
 
+@pytest.mark.parametrize("write", [write_atomic, create_once])
+def test_an_error_names_the_file_that_was_asked_for(tmp_path, write):
+    wanted = tmp_path / "not-there" / "file.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        write(wanted, b"{}")
+    assert (caught.value.filename, caught.value.filename2) == (str(wanted), None)
+
+
 def test_a_reader_never_sees_half_a_file(path):
     write_atomic(path, to_json({"n": 0, "pad": "x" * 5000}))
     stop = threading.Event()

@@ -112,6 +112,31 @@ def test_a_flushed_redis_costs_no_process_and_no_commit(run: Running):
     assert run.run.newest_epoch() == epoch
 
 
+@pytest.mark.parametrize("fault", ["killed", "flushed"])
+def test_a_round_waits_for_those_whose_leases_a_redis_took_with_it(run: Running, fault: str):
+    """They train on, and none of their work is lost, nor are their samples given to others."""
+    before = len(run.run.events())
+    run.pace(0.6, slot=1)
+    run.until(lambda: run.slots()[1].step == 1 and run.slots()[1].version == run.version, 60,
+              "slot 1 has begun a round")  # fmt: skip
+    version = run.version
+    run.until(lambda: any(e["base"] == version and e["slot"] == 0 for e in run.events("delta")),
+              30, "slot 0 has delivered")  # fmt: skip
+    if fault == "killed":
+        run.kill("redis")
+    else:
+        run.flush()
+    run.until(lambda: run.version > version, 60, "the round closes")
+    run.even_pace()
+    slots = {delta["slot"] for delta in run.run.commit(version + 1)["deltas"]}
+    assert slots == {0, 1}, run.story()
+    run.versions(2)
+    bad = [e for e in run.run.events()[before:] if e["kind"] in ("lost", "reject")]
+    if fault == "flushed":  # with the bytes of slot 0's delta, so that it trained the round again
+        bad = [e for e in bad if not e["reason"].startswith("truncated")]
+    assert not bad, run.story()
+
+
 @pytest.mark.parametrize("state", ["training", "waiting"])
 def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Running, state: str):
     run.pace(0.3, slot=1 if state == "waiting" else 0)

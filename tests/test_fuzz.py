@@ -90,6 +90,7 @@ def master() -> Master:
     found.config = SimpleNamespace(local_sgd=SimpleNamespace(compression="none", max_staleness=2))
     found.run = SimpleNamespace(name="a", event=lambda kind, **fields: None)
     found._attempts, found._round, found._ledger = {3: 2}, Round(5, 0.0), Ledger(1000, 1)
+    found._taken_back = set()
     found._averager = SimpleNamespace(
         layout=SimpleNamespace(hash="abc"), fragment_bytes={"none": (400, 400)},
         drop=lambda keys: None, check=None,

@@ -213,7 +213,8 @@ def limited(pid: int, kind: int, most: int) -> Iterator[None]:
 
 
 def test_a_limit_of_a_process_is_named_and_waited_out(tmp_path: Path):
-    with running(tmp_path, {"elastic.max": 1, "elastic.max_failures": 1}, samples=800) as run:
+    settings = {"elastic.max": 1, "elastic.max_failures": 1, "local_sgd.transport": "filesystem"}
+    with running(tmp_path, settings, samples=800) as run:
         run.workers(1)
         run.versions(1)
         trainer, master = run.pids("trainer"), run.pids("master")
@@ -326,7 +327,9 @@ def test_a_slow_filesystem_costs_time_and_nothing_else(tmp_path: Path, mode: str
                 "checkpoint.interval": "20 steps"}  # fmt: skip
     with running(tmp_path, settings, first=slow, samples=120) as run:
         finish(run)
-    assert {event["kind"] for event in run.events()} & {"lost", "fail", "hang", "reject"} == set()
+    bad = [event for event in run.events() if event["kind"] in ("lost", "fail", "hang", "reject")]
+    # Who joins as a round closes may deliver twice in the next one; the newer delta counts.
+    assert [event for event in bad if "superseded" not in event.get("reason", "")] == []
 
 
 # ---- logs ---------------------------------------------------------------------------------------

@@ -3,8 +3,12 @@
 import sys
 from pathlib import Path
 
+import pytest
+
+from helpers import ROOT
 from running import running
 
+EXAMPLES = ROOT / "etc" / "examples"
 SCRIPT = Path(__file__).with_name("own_loop.py")
 
 
@@ -28,6 +32,23 @@ def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path
         commits = run.commits()
     assert commits[-1]["tokens"] == 1200
     assert commits[-1]["loss"] < commits[1]["loss"] / 4
+
+
+@pytest.mark.parametrize(
+    ("script", "batch", "bound"), [("plain_loop.py", 8, 0.5), ("hf_loop.py", 4, 0.6)]
+)
+def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: int, bound: float):
+    """`bound`: of the first versions' loss that is left."""
+    command = [sys.executable, str(EXAMPLES / script)]
+    settings = {"run.command": command, "elastic.max": 2, "local_sgd.inner_steps": 10,
+                "train.batch_size": batch, "local_sgd.compression": "int8"}  # fmt: skip
+    with running(tmp_path, settings) as run:
+        run.workers(2)
+        run.versions(2)
+        run.kill(script)
+        run.finish(200)
+        commits = run.commits()
+    assert commits[-1]["loss"] < bound * commits[1]["loss"]
 
 
 def test_a_loop_that_breaks_off_fails_the_run_and_says_so(tmp_path: Path):

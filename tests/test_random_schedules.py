@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,7 @@ from schedules.memory_redis import Client, Server
 SCHEDULES = int(os.environ.get("ELASTIC_SCHEDULES", "10500"))
 SHARE = 7  # of the schedules one in so many is of local mode: they take longer
 TRAINING_BYTES, JOBS_BYTES = 121, 101
-MOST_UNTIL_NOTICED = 1500
+MOST_UNTIL_NOTICED = 3000
 
 
 @pytest.fixture
@@ -104,6 +105,54 @@ def test_a_last_call_is_taken_back_with_the_last_delta(master):
     for base in (4, 5):
         master._withdraw((1, 1, base), "damaged")
     assert master._round.called is None
+
+
+def test_a_delta_that_waited_for_its_master_tells_the_pace_of_its_worker(master):
+    """Not how soon after the master it came, or rounds would be due at once from then on."""
+    header = SimpleNamespace(key=(3, 1, 5), slot=3, attempt=1, base=5, steps=8, tokens=8,
+                             seconds=40.0)  # fmt: skip
+    done = SimpleNamespace(done=lambda: True, result=lambda: Checked(header))
+    steps = SimpleNamespace(inner_steps=8, cold_start_steps=0)
+    master.config, master._commit = SimpleNamespace(local_sgd=steps), {}
+    master._durations, master._now = [], lambda: master._round.opened + 1.0
+    master._round.checking[header.key] = done
+    master._collect_checked()
+    assert master._durations == [40.0]
+    assert master._round.has_told_pace
+
+
+def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master, monkeypatch):
+    master._ledger.hold((3, 1), [(0, 20, 30)])
+    commit = {"version": 6, "dataset_samples": 100, "epochs": 1}
+    master.run = SimpleNamespace(newest_commit=lambda: commit, path=Path("/nowhere"),
+                                 commits=lambda: [{"samples": [[0, 20, 22]]}])  # fmt: skip
+    master.config = master.notice = master._averager = None
+    master._begin_round = master._publish_state = lambda *_, **__: None
+    monkeypatch.setattr("elastic.master.remove_drafts", lambda *_: None)
+    monkeypatch.setattr("elastic.master.Averager", lambda *_: None)
+    master._open_run()
+    assert list(master._ledger.held[3, 1]) == [(0, 22, 30)]
+
+
+@pytest.mark.parametrize(("held", "free", "answered"), [((), 100, False), ((), 0, True),
+                                                        (((0, 90, 94),), 0, False)])  # fmt: skip
+def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held, free, answered):
+    """Else the round closes without it, though nobody said that it was late."""
+    dropped = []
+    master._store.drop_offers = lambda base, names: dropped.extend((base, name) for name in names)
+    master._store.grant = lambda grants: None
+    master._ledger, master._commit, master._attempts = Ledger(100, 1), {}, {2: 1}
+    master._ledger.hold((9, 1), [(0, 0, 100 - free)])
+    steps = SimpleNamespace(inner_steps=8, cold_start_steps=0)
+    master.config = SimpleNamespace(local_sgd=steps, train=SimpleNamespace(batch_size=4),
+                                    slurm=SimpleNamespace(gpus_per_worker=1))  # fmt: skip
+    master._granted, master._settle_until = {}, 0.0
+    master._round.answered.add((2, 1, 5))
+    ask = Ask(slot=2, attempt=1, sequence=1, want=4, held=held)
+    master._answer([ask], {2: SimpleNamespace(attempt=1)}, 1.0)
+    assert ((2, 1, 5) in master._round.answered) == answered
+    assert dropped == ([] if answered else [(5, "2:1")])
+    assert (1, 1, 5) in master._round.answered, "the others' answers stay"
 
 
 def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(master):
@@ -216,8 +265,8 @@ def offer_leaves_it_free(self, offer, ranges):
     self.free.add(self.offered[offer])
 
 
-def loser_goes_on(self, epoch, record, on_full_disk):
-    won = REAL_COMMIT(self, epoch, record, on_full_disk)
+def loser_goes_on(self, epoch, recipe, record):
+    won = REAL_COMMIT(self, epoch, recipe, record)
     if won is None:
         self._commit = self.run.commit(self._commit["version"] + 1)
     return self._commit

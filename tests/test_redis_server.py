@@ -12,7 +12,7 @@ import redis
 from elastic import network, redis_server
 from elastic.errors import ElasticError
 from elastic.network import bind_address, free_port, interfaces
-from elastic.rundir import SECRETS
+from elastic.rundir import SECRETS, RunDir
 from helpers import ROOT, wait_until
 
 
@@ -192,3 +192,18 @@ def test_a_name_that_nobody_knows_is_named_with_the_way_out():
     with pytest.raises(ElasticError, match="no.such.node.invalid") as caught:
         bind_address("auto", "no.such.node.invalid")
     assert "redis.bind" in caught.value.hint
+
+
+def test_a_run_directory_that_looks_like_a_pattern_has_its_own_settings(make_run, tmp_path):
+    """Redis takes the name of its settings for a pattern; one that matches nothing is no error."""
+    folder = tmp_path / "it's [x] * $y"
+    folder.mkdir()
+    run = RunDir(make_run().path.rename(folder / "run"))
+    server = redis_server.start(run, run.config(), "127.0.0.1", epoch=1)
+    try:
+        where = {"host": server.endpoint.host, "port": server.endpoint.port}
+        assert redis.Redis(**where, username="master", password=run.secret()).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(**where).ping()
+    finally:
+        server.stop()

@@ -10,9 +10,12 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from elastic import status
 from elastic.errors import Fenced
+from elastic.ledger import count
 from elastic.rounds import Header
 from elastic.store import Ask, Store
 from elastic.transport import fragment_name
@@ -32,13 +35,14 @@ class Fake:
         self.run, self.store = run, store
         self.attempt = run.run.claim_attempt(SLOT, {"job_id": "fake"})
         assert store.claim(SLOT, self.attempt, LEASE, 600.0)
-        self.base = run.version
+        self.base, self.asked = run.version, 0
         self.sizes = [4 * numel for numel in read_layout(run.run, self.base).numels]
         self.bytes = [bytes(size) for size in self.sizes]
 
     def samples(self) -> tuple:
         """Four samples that the master grants."""
-        ask = Ask(SLOT, self.attempt, 1, 4, ())
+        self.asked += 1
+        ask = Ask(SLOT, self.attempt, self.asked, 4, ())
         self.store.ask(ask)
         return tuple(self.run.until(lambda: self.store.granted(ask, 0.2), 30, "samples"))
 
@@ -66,6 +70,7 @@ class Fake:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Iterator[Running]:
     settings = {"local_sgd.compression": "none", "local_sgd.inner_steps": 10,
+                "local_sgd.transport": "filesystem",
                 "local_sgd.min_deadline": "20s", "local_sgd.max_staleness": 1,
                 "elastic.max_failures": 50}  # fmt: skip
     with running(tmp_path_factory.mktemp("run"), settings, samples=100_000) as run:
@@ -186,6 +191,21 @@ def test_an_attempt_that_never_claimed_the_slot_is_fenced(fake: Fake):
     assert event["reason"].startswith("fenced: ")
 
 
+def test_samples_are_for_those_whose_lease_is_there(run: Running):
+    """Given to a trainer that is quicker than its agent, they would be taken back at once."""
+    with run.store() as store:
+        attempt = run.run.claim_attempt(SLOT, {"job_id": "fake"})
+        ask = Ask(SLOT, attempt, 1, 4, ())
+        store.ask(ask)
+        run.versions(2)  # the master has seen it
+        assert store.granted(ask, 0.1) is None
+        assert store.claim(SLOT, attempt, LEASE, 600.0)
+        store.ask(ask)
+        granted = run.until(lambda: store.granted(ask, 0.2), 30, "samples")
+        assert count(granted) == 4
+        store.release(SLOT, attempt)
+
+
 def test_an_attempt_that_has_been_replaced_can_offer_nothing(fake: Fake):
     header = fake.header()
     newer = fake.run.run.claim_attempt(SLOT, {"job_id": "newer"})
@@ -207,9 +227,11 @@ def test_the_same_delta_counts_once(fake: Fake):
 
 
 def test_a_delta_that_is_one_version_late_is_merged(fake: Fake):
-    fake.base -= 1
+    run = fake.run
+    run.versions(1)
+    fake.base = run.version - 1
     fake.offer(fake.header())
-    run, mine = fake.run, {"slot": SLOT, "attempt": fake.attempt, "base": fake.base}
+    mine = {"slot": SLOT, "attempt": fake.attempt, "base": fake.base}
 
     def merged() -> bool:
         return any(mine.items() <= d.items() for commit in run.commits() for d in commit["deltas"])
@@ -245,3 +267,60 @@ def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
     assert [(d["slot"], d["attempt"]) for d in commit["deltas"]] == [key[:2]]
 
 
+
+
+def outer(run: Running, version: int) -> dict[str, torch.Tensor]:
+    return load_file(run.run.version_path(version) / "outer-00.safetensors")
+
+
+def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
+    """By what its workers say of their first batch. Their deltas do not count, their samples are
+    trained again, and the run goes on from the version before."""
+    run.until(lambda: run.version > 12, 90, "it is known what is usual")
+    run.pace(0.15)
+    with run.store() as store:
+        fake = Fake(run, store)
+        bad = fake.base
+        fake.offer(fake.header(first_loss=1e6))
+        run.until(lambda: run.version > bad, 30, "the round closes")
+        store.release(SLOT, fake.attempt)
+    before, commit = run.run.commit(bad), run.run.commit(bad + 1)
+    assert commit["taken_back"] == bad
+    assert (commit["samples"], commit["deltas"]) == ([], [])
+    assert commit["tokens"] == before["tokens"]
+    good, again = outer(run, bad - 1), outer(run, bad + 1)
+    for name, tensor in again.items():
+        kept = good[name] if name.startswith("param") else torch.zeros_like(tensor)
+        assert torch.equal(tensor, kept)
+    (event,) = run.events("taken-back")
+    assert event["version"] == bad
+    assert "the first losses rose" in event["reason"]
+    rejection(run, "taken-back", slot=SLOT, base=bad)
+    run.pace(0.02)
+    run.versions(3)
+    later = [run.run.commit(version) for version in range(bad + 2, run.version + 1)]
+    assert all(commit["deltas"] and "taken_back" not in commit for commit in later)
+
+
+def steps_in_moments(run: Running) -> int:
+    """How many steps slot 0's saved moments have seen."""
+    folder = run.run.slot_path(0)
+    (entry,) = json.loads((folder / "inner.json").read_text())["files"]
+    return int(load_file(folder / entry["name"])["0.step"])
+
+
+def test_the_worker_that_made_a_version_bad_goes_on_with_fresh_moments(run: Running):
+    """The commit that takes the version back names it: of two deltas the one that stands out."""
+    run.until(lambda: run.version > 12 and steps_in_moments(run) > 20, 90, "moments of rounds")
+    run.pace(0.15)
+    with run.store() as store:
+        fake = Fake(run, store)  # its deltas are zero
+        fake.offer(fake.header())
+        run.until(lambda: run.version > fake.base, 30, "the round closes")
+        fake.base = bad = run.version
+        fake.offer(fake.header(first_loss=1e6))
+        run.until(lambda: run.version > bad, 30, "the next one closes")
+        store.release(SLOT, fake.attempt)
+    commit = run.run.commit(bad + 1)
+    assert (commit["taken_back"], commit["suspect"]) == (bad, [0, run.slots()[0].attempt])
+    run.until(lambda: steps_in_moments(run) <= 20, 30, "fresh moments are saved")

@@ -7,6 +7,7 @@
 
 import json
 import math
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -342,6 +343,21 @@ def test_workers_of_any_pace_end_a_round_within_half_a_step_of_each_other(paces,
     assert min(abs(due - pace * inner_steps) for pace in paces) < 1e-6
 
 
+@pytest.mark.parametrize("known_s", [2.0, 40.0])
+def test_a_round_that_is_due_too_early_does_not_stay_so(known_s):
+    """Else rounds stay short for ever after workers have become much slower."""
+    assert rounds.without_the_quickest((3.0, 1.0, 2.0, 4.0, 5.0)) == (3.0, 4.0, 5.0)
+    assert rounds.without_the_quickest(()) == ()
+    durations, inner_steps, pace_s = (known_s,) * 16, 200, 0.5
+    for _ in range(20):
+        due = rounds.due_s(durations, PATIENCE)
+        steps = inner_steps if due is None else min(inner_steps, round(due / pace_s))
+        took = steps * pace_s
+        told = rounds.whole_s(delta_of(steps, took), took, inner_steps)
+        durations = (*durations, told) if told else rounds.without_the_quickest(durations)
+    assert steps == inner_steps
+
+
 # ---- weights ------------------------------------------------------------------------------------
 
 NEVER = Running()
@@ -385,9 +401,11 @@ def test_clipping_can_be_switched_off_and_a_zero_delta_is_no_error():
 
 
 def test_running_means_start_at_the_first_value_and_move_by_a_twentieth():
-    first = Running().after(norm=4.0, weight=100.0)
-    assert first == Running(4.0, 100.0)
-    assert first.after(norm=8.0, weight=0.0) == Running(4.2, 95.0)
+    first = Running().after([3.0, 5.0], 100.0, first_loss=2.0)
+    assert first == Running(4.0, 100.0, spread=1.0, deltas=2, first_loss=2.0)
+    second = first.after([8.0], 0.0, first_loss=1.5)
+    assert second == Running(4.2, 95.0, 1.0 + 15 / 20, 3, 1.5, unrest=0.25, rounds=1)
+    assert second.after([8.0], 0.0, first_loss=0.0).rounds == 1
 
 
 def test_a_thin_round_steps_less_and_a_thick_one_no_more():
@@ -402,7 +420,7 @@ def test_a_thin_round_steps_less_and_a_thick_one_no_more():
 def test_a_lone_worker_gets_the_full_step_back_within_its_horizon():
     running = Running(weight=800.0)
     for _ in range(3 * rounds.MEMORY_ROUNDS):
-        running = running.after(norm=1.0, weight=100.0)
+        running = running.after([1.0], 100.0, 0.0)
     assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=True) > 0.55
     assert rounds.outer_lr(0.7, 100.0, Running(weight=800.0), thin_rounds=True) < 0.25
 
@@ -452,3 +470,132 @@ def test_a_round_waits_for_workers_that_will_deliver_and_for_no_others():
     slots = [slot(slot=0), slot(slot=1, state="loading"), slot(slot=2, moved=10.0),
              slot(slot=3, state="waiting"), slot(slot=4, state="delivering")]  # fmt: skip
     assert sorted(membership.expected(slots, 1000.0, 60.0)) == [0, 3, 4]
+
+
+# ---- a cold start -------------------------------------------------------------------------------
+
+
+def settings_of(**changes) -> SimpleNamespace:
+    sgd = {"inner_steps": 200, "cold_start_steps": 10, "outer_momentum": 0.9, "clip_norm": 2.0}
+    return SimpleNamespace(**sgd | changes)
+
+
+def at(version: int, share: float = 0.0) -> dict:
+    return {"version": version, "tokens": int(share * 1e6), "total_tokens": 1_000_000}
+
+
+def test_a_cold_start_has_few_steps_a_round_and_doubles_them_every_ten_rounds():
+    steps = [rounds.inner_steps(at(version), settings_of()) for version in range(60)]
+    assert [steps[0], steps[10], steps[20], steps[43], steps[44], steps[59]] == [
+        10, 20, 40, 196, 200, 200,
+    ]  # fmt: skip
+    assert steps == sorted(steps)
+    assert sum(steps[:44]) < 14 * 200  # few percent of a run of hundreds of rounds
+    assert rounds.inner_steps(at(10**9), settings_of()) == 200
+
+
+def test_a_short_run_has_warmed_up_after_a_twentieth_of_its_tokens():
+    assert rounds.inner_steps(at(1, 0.025), settings_of()) == 100
+    assert rounds.inner_steps(at(1, 0.05), settings_of()) == 200
+    assert rounds.inner_steps(at(0), settings_of(inner_steps=8)) == 8
+    assert rounds.inner_steps(at(0), settings_of(cold_start_steps=0)) == 200
+    assert rounds.inner_steps(at(0), settings_of(cold_start_steps=1)) == 1
+
+
+def test_momentum_is_less_while_rounds_are_short_because_it_is_early():
+    assert rounds.momentum(10, settings_of()) == 0.5
+    assert rounds.momentum(20, settings_of()) == 0.9
+    assert rounds.momentum(5, settings_of(inner_steps=5, outer_momentum=0.7)) == 0.7
+    assert rounds.momentum(10, settings_of(outer_momentum=0.3)) == 0.3
+
+
+# ---- guards -------------------------------------------------------------------------------------
+
+
+def test_a_worker_does_not_send_what_is_far_off_its_own_usual():
+    assert rounds.strays(1.0, 0.0) == rounds.strays(10.0, 1.0) == ""
+    assert rounds.strays(10.1, 1.0).startswith("outlier")
+    assert rounds.strays(math.inf, 1.0).startswith("non-finite")
+    assert rounds.strays(math.nan, 0.0).startswith("non-finite")
+
+
+CALM = Running(norm=1.0, weight=100.0, spread=0.01, deltas=200)
+
+
+@pytest.mark.parametrize(
+    ("norms", "running", "clip", "left_out"),
+    [
+        ([1.0, 1.1, 0.9, 2.5], CALM, 2.0, [3]),  # 15 sigma, and 2.4 medians
+        ([1.0, 1.1, 0.9, 1.6], CALM, 2.0, []),  # 6 sigma, and within what is clipped
+        ([3.0, 3.1, 2.9, 3.2], CALM, 2.0, []),  # all have grown: the learning rate, say
+        ([1.0, 1.1, 0.9, 2.5], replace(CALM, spread=1.0), 2.0, []),  # clipped, and no more
+        ([1.0, 1.1, 0.9, 9.5], replace(CALM, deltas=119), 2.0, []),  # too early to tell
+        ([9.5], CALM, 2.0, [0]),
+        ([9.5], CALM, 0.0, []),
+    ],
+)
+def test_a_delta_longer_than_deltas_ever_are_is_left_out(norms, running, clip, left_out):
+    headers = [header(slot) for slot in range(len(norms))]
+    found = rounds.outliers(headers, norms, clip, running)
+    assert [each.slot for each, _ in found] == left_out
+    assert all(reason.startswith("outlier: norm ") for _, reason in found)
+
+
+def test_the_mean_of_a_round_is_no_longer_than_three_usual_deltas():
+    headers = [header(slot) for slot in range(4)]
+    found = rounds.shares(headers, [9.0] * 4, 0, 2.0, CALM)
+    assert [share.clip for share in found] == [pytest.approx(1 / 3)] * 4
+    early = rounds.shares(headers, [9.0] * 4, 0, 2.0, replace(CALM, deltas=10))
+    assert [share.clip for share in early] == [1.0] * 4
+    healthy = rounds.shares(headers, [1.0, 1.2, 0.9, 1.1], 0, 2.0, CALM)
+    assert [share.clip for share in healthy] == [1.0] * 4
+
+
+SEEN = Running(first_loss=2.0, unrest=0.0001, rounds=50)
+
+
+@pytest.mark.parametrize(
+    ("first_loss", "running", "most", "bad"),
+    [
+        (2.31, SEEN, 0.3, True),
+        (2.29, SEEN, 0.3, False),
+        (1.0, SEEN, 0.3, False),
+        (2.7, replace(SEEN, unrest=0.01), 0.3, True),
+        (2.5, replace(SEEN, unrest=0.01), 0.3, False),  # six times what is usual is 0.6
+        (99.0, replace(SEEN, rounds=9), 0.3, False),  # too early to tell
+        (99.0, replace(SEEN, first_loss=0.0), 0.3, False),  # the version before was taken back
+        (0.0, SEEN, 0.3, False),  # nobody has seen it
+        (99.0, SEEN, 0.0, False),
+    ],
+)
+def test_the_canary_sees_a_loss_that_rises_by_more_than_chance(first_loss, running, most, bad):
+    assert bool(rounds.canary(first_loss, running, most)) == bad
+
+
+def test_the_canary_is_silent_on_a_healthy_run_and_heard_on_a_sick_one():
+    """Noisy batches of few workers, 2,000 rounds: not once; then the parameters go bad."""
+    draw, running = random.Random(1), Running()
+    for number in range(2000):
+        loss = 4.0 * math.exp(-number / 500) + 1.0 + draw.gauss(0, 0.15)
+        assert not rounds.canary(loss, running, 0.3)
+        running = running.after([1.0], 1.0, loss)
+    assert rounds.canary(running.first_loss + 2.0, running, 0.3)
+
+
+def test_first_losses_count_by_tokens_and_only_of_the_newest_version():
+    fresh = [header(0, tokens=100), header(1, tokens=300), header(2, base=4, tokens=999)]
+    losses = [replace(each, first_loss=n) for each, n in zip(fresh, (1.0, 2.0, 9.0), strict=True)]
+    assert rounds.first_loss(losses, 7) == 1.75
+    assert rounds.first_loss(losses[2:], 7) == 0.0
+
+
+def test_the_longest_delta_of_a_bad_version_is_suspect_where_it_stands_out():
+    deltas = [{"slot": s, "attempt": 1, "norm": n} for s, n in enumerate((1.0, 1.1, 1.9))]
+    assert rounds.suspect(deltas) == (2, 1)
+    assert rounds.suspect(deltas[:2]) is None
+    assert rounds.suspect(deltas[:1]) is None
+
+
+def test_deltas_on_a_version_that_was_taken_back_are_refused():
+    facts = replace(FACTS, taken_back=frozenset({5}))
+    assert rounds.judge(header(1, base=5), facts, "")[1].startswith("taken-back: version 5")

@@ -6,6 +6,7 @@
 import errno
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def test_a_name_is_taken_by_a_directory_or_by_a_run_elsewhere(home, make_config,
     assert everything(home / "runs") == before
     assert not (home / "elsewhere").exists()
     assert find("7b").secret() == first.secret()
+
+
+def test_a_run_whose_folder_is_removed_is_no_more_and_its_name_is_free(home, make_run):
+    shutil.rmtree(make_run(name="7b").path)
+    assert registered() == []
+    with pytest.raises(UsageError, match="no such run: '7b'"):
+        find("7b")
+    make_run(name="7b")
+    assert [run.name for run in registered()] == ["7b"]
 
 
 def test_of_many_who_make_the_same_run_one_does_and_it_is_whole(home, make_config):

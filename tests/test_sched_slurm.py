@@ -3,7 +3,9 @@
 import os
 import shutil
 import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,14 @@ import pytest
 from elastic import config, sched_slurm
 from elastic.errors import ElasticError, TryAgain
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure
-from elastic.sched_slurm import SlurmScheduler, parse_squeue, refusal, sbatch_argv, slurm_command
+from elastic.sched_slurm import (
+    SlurmScheduler,
+    _job_python,
+    parse_squeue,
+    refusal,
+    sbatch_argv,
+    slurm_command,
+)
 from helpers import ROOT, wait_until
 
 pytest_plugins = ["slurm_sandbox"]
@@ -128,6 +137,18 @@ def test_sbatch_command_of_a_master_asks_for_no_gpus(tmp_path):
         "--nice=1", "/opt/elastic/sbatch/master.sbatch",
         "/opt/elastic", "python3", "/runs/big", "0",
     ]  # fmt: skip
+
+
+def test_a_run_keeps_the_version_that_it_was_submitted_with(tmp_path, monkeypatch):
+    monkeypatch.delenv("ELASTIC_PYTHON", raising=False)
+    mine, other = config.elastic_home(), tmp_path / "0.9"
+    spec = make_spec(tmp_path, SLURM_TOML, environment={"ELASTIC_HOME": str(other)})
+    assert (spec.home, _job_python(spec)) == (mine, sys.executable), "it is uninstalled"
+    (other / "bin").mkdir(parents=True)
+    (other / "bin/elastic").touch()
+    assert (spec.home, _job_python(spec)) == (other, "")
+    chosen = {"ELASTIC_HOME": str(other), "ELASTIC_PYTHON": "/opt/python"}
+    assert _job_python(replace(spec, environment=chosen)) == "/opt/python"
 
 
 def test_options_that_are_not_set_are_not_passed(tmp_path):

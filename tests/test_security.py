@@ -30,35 +30,15 @@ from elastic.sched import JobSpec
 from elastic.sched_local import LocalScheduler
 from elastic.sched_slurm import SlurmScheduler
 from elastic.store import Ask, Store
-from forks import exit_code, start_child
+from forks import NOBODY, as_nobody
 from helpers import elastic, environment, wait_until
 from running import Running, command_line, members, running
 
-NOBODY = 65534
 TOKEN = "a-token-of-the-users-5f1c"
 LISTENS = "0A"  # /proc/net/tcp
 LEASE = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
          "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
 root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
-
-
-def as_nobody(action: Callable[[], object], group: int = NOBODY) -> object:
-    """What `action()` returns where another user calls it."""
-    reader, writer = os.pipe()
-
-    def act() -> bool:
-        os.setgroups([])
-        os.setresgid(group, group, group)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        os.write(writer, json.dumps(action()).encode())
-        return True
-
-    child = start_child(act)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as answer:
-        said = answer.read()
-    assert exit_code(child) == 0
-    return json.loads(said)
 
 
 def works(action: Callable[[], object]) -> bool:

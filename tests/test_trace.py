@@ -37,6 +37,7 @@ SETTINGS = {
     "local_sgd.fragment": "1kb",  # several of them
     "checkpoint.keep": 1000,
     "health.stall_after": "5m",
+    "health.lease": "60s",  # a machine that has no time for an agent takes nobody's samples
     "local_scheduler.grace": "30s",
 }
 

@@ -12,7 +12,7 @@ import pytest
 from elastic import transport_redis
 from elastic.errors import ElasticError
 from elastic.rounds import Fragment
-from elastic.transport import Damaged, fragment_name, open_transport
+from elastic.transport import Damaged, fragment_name, open_transport, transport_of
 from elastic.transport_fs import FileTransport
 from elastic.transport_redis import RedisTransport
 
@@ -196,13 +196,13 @@ class TestRedisTransport(TransportContract):
         assert get(transport, NAME, fragment) == view(250)
 
 
-def test_the_configuration_names_the_transport(make_config, run, store):
-    def opened(*overrides):
-        return open_transport(make_config(*overrides), run, store)
+def test_the_first_commit_names_the_transport(run, store):
+    def opened(commit):
+        return open_transport(transport_of(commit), run, store)
 
-    assert isinstance(opened(), FileTransport)
-    assert isinstance(opened("local_sgd.transport=auto"), FileTransport)
-    assert isinstance(opened("local_sgd.transport=redis"), RedisTransport)
+    assert isinstance(opened({"transport": "filesystem"}), FileTransport)
+    assert isinstance(opened({"transport": "redis"}), RedisTransport)
+    assert isinstance(opened({}), FileTransport)  # of a run from before there was a choice
 
 
 def test_a_name_follows_from_the_delta_and_stays_below_the_folder_of_deltas():

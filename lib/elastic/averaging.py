@@ -1,25 +1,28 @@
-"""The master's arithmetic: check deltas as they arrive, merge them, write the next version.
+"""The master's averaging: who checks which fragments, what each delta weighs, and the commit.
 
-It holds the float32 parameters and the outer momentum, and while it merges one mean delta: three
-copies of the model, plus one fragment of one delta at a time. Fragments are independent.
+The arithmetic is done by shards (shard.py): by one in this process, or, where the master's job has
+more cores or nodes than that one can use, by several in processes of their own. Shards share the
+fragments; each writes its part of a version, and the version is committed when all parts are there.
+The bits of a version do not depend on how many shards there are.
 """
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-
-import torch
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 
 from elastic import merge, rounds
-from elastic.codec import Tile, accepted, as_bytes
-from elastic.config import Config
-from elastic.errors import ElasticError
+from elastic.codec import accepted
+from elastic.config import Config, elastic_home, env
+from elastic.estimate import THREADS
 from elastic.rounds import Header, Running
 from elastic.rundir import RunDir
+from elastic.shard import Averages, Part, Recipe, RemoteShard, Shard, wait_for
+from elastic.signals import Notice
 from elastic.store import Store
-from elastic.transport import Damaged, fragment_name, open_transport
-from elastic.versions import Draft, read_outer, read_params
+from elastic.transport import fragment_name, open_transport, transport_of
+from elastic.versions import Draft, read_layout
 
 
 @dataclass(frozen=True)
@@ -31,139 +34,152 @@ class Checked:
     refused: str = ""
 
 
-class DeltaLost(ElasticError):
-    """A delta's bytes were good when it was checked and are not any more."""
-
-    def __init__(self, key: tuple[int, int, int], what: str):
-        super().__init__(what)
-        self.key = key
-
-
 class Averager:
-    def __init__(
-        self, run: RunDir, config: Config, commit: dict, pool: ThreadPoolExecutor, store: Store
-    ):
-        self.run, self.config, self._commit, self._pool = run, config, commit, pool
-        self._outer = read_outer(run, commit, config.local_sgd.outer_momentum)
-        self.layout = self._outer.layout
-        self._codecs = {codec.name: codec for codec in accepted(config.local_sgd.compression)}
+    """The global parameters as of a commit, and how they go on."""
+
+    def __init__(self, run: RunDir, config: Config, commit: dict, store: Store, notice: Notice):
+        self.run, self.config, self._commit = run, config, commit
+        self.layout = read_layout(run, commit["version"])
         # What a delta's fragments must have, in each codec in which it may come.
         self.fragment_bytes = {
-            name: tuple(map(codec.size_bytes, self.layout.fragments))
-            for name, codec in self._codecs.items()
+            codec.name: tuple(map(codec.size_bytes, self.layout.fragments))
+            for codec in accepted(config.local_sgd.compression)
         }
-        # Kept from round to round: fresh memory of this size costs as much as the arithmetic.
-        self._means = [torch.empty_like(params) for params in self._outer.params]
-        self._buffers = threading.local()
+        self.shards = self._open_shards(store, notice)
+        self._asking = ThreadPoolExecutor(len(self.shards), "asking")
         self.use(store)
-        self._running = Running(**commit.get("running", {}))
+        self.running = self._next_running = Running(**commit.get("running", {}))
+
+    def _open_shards(self, store: Store, notice: Notice) -> list[Averages]:
+        nodes = _nodes(self.config)
+        of = min(self.config.local_sgd.shards or _enough(len(nodes)), len(self.layout.fragments))
+        if of == 1:
+            every = range(len(self.layout.fragments))
+            return [Shard(self.run, self.config, self._commit["version"], every, store)]
+        return [
+            RemoteShard(self.run, i, _command(self.run, nodes[i % len(nodes)], i, of), notice)
+            for i in range(of)
+        ]
 
     def use(self, store: Store) -> None:
         """Read deltas through this store from now on, where they travel through Redis."""
-        self._transport = open_transport(self.config, self.run, store)
+        self._transport = open_transport(transport_of(self._commit), self.run, store)
+        for shard in self.shards:
+            shard.use(store)
+
+    def close(self) -> None:
+        for shard in self.shards:
+            shard.close()
+        self._asking.shutdown(wait=True, cancel_futures=True)
 
     # ---- as deltas arrive
 
     def check(self, header: Header) -> Checked:
         """Read a delta once: are its bytes whole, is it finite, how long is it?"""
-        squares = 0.0
-        try:
-            for index in range(len(header.fragments)):
-                squares += sum(merge.norm(tile) ** 2 for _, tile in self._read(header, index))
-        except (Damaged, ValueError) as error:
-            return Checked(header, refused=str(error))
-        if not squares < float("inf"):
+        squares: dict[int, float] = {}
+        for found in self._ask(lambda shard: shard.check(header)):
+            if isinstance(found, str):
+                return Checked(header, refused=found)
+            squares |= found
+        square = sum(squares[index] for index in sorted(squares))
+        if not square < math.inf:
             return Checked(header, refused="non-finite: an element is nan or inf, or overflows")
-        return Checked(header, squares**0.5)
+        return Checked(header, square**0.5)
 
-    def _read(self, header: Header, index: int) -> Iterator[Tile]:
-        """A fragment of a delta, from this thread's buffer: valid until its next read."""
-        fragment = header.fragments[index]
-        if not hasattr(self._buffers, "data"):
-            most = max(map(max, self.fragment_bytes.values()))
-            self._buffers.data = torch.empty(most, dtype=torch.uint8)
-        data = self._buffers.data[: fragment.bytes]
-        self._transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
-        return self._codecs[header.codec].tiles(data, self.layout.fragments[index])
+    def _ask(self, question) -> list:
+        """Every shard's answer, all asked at once."""
+        if len(self.shards) == 1:
+            return [question(self.shards[0])]
+        return wait_for([self._asking.submit(question, shard) for shard in self.shards])
 
     # ---- when the round closes
 
-    def merge(self, accepted: list[Checked]) -> dict:
-        """Apply the outer step. Returns what the commit says about it.
-
-        Raises DeltaLost, with nothing applied, if a delta's bytes went bad meanwhile.
-        """
-        accepted = sorted(accepted, key=lambda checked: checked.header.key)
-        headers = [checked.header for checked in accepted]
-        norms = [checked.norm for checked in accepted]
-        settings, version = self.config.local_sgd, self._commit["version"]
-        shares = rounds.shares(headers, norms, version, settings.clip_norm, self._running)
+    def weigh(self, checked: list[Checked]) -> tuple[Recipe, dict]:
+        """How these deltas become the next version, and what the commit says about it."""
+        checked = sorted(checked, key=lambda each: each.header.key)
+        headers, norms = [each.header for each in checked], [each.norm for each in checked]
+        settings, base = self.config.local_sgd, self._commit["version"]
+        shares = rounds.shares(headers, norms, base, settings.clip_norm, self.running)
         weight = sum(share.weight for share in shares)
         factors = [share.weight * share.clip / weight for share in shares]
-        work = [(index, headers, factors) for index in range(len(self.layout.fragments))]
-        products = list(self._pool.map(self._mean, *zip(*work, strict=True)))
-        cos = merge.cosine(products)
-        lr = rounds.outer_lr(settings.outer_lr, weight, self._running, settings.thin_rounds)
-        steps = (range(len(self._means)), self._means, [lr] * len(self._means))
-        list(self._pool.map(self._outer.step_one, *steps))
-        whole = rounds.whole_norms(headers, norms)
-        self._running = self._running.after(sum(whole) / len(whole), weight)
-        return {
-            "outer_lr": lr, "cos": cos, "clipped": sum(share.clip < 1 for share in shares),
-            "outer_gain": rounds.outer_gain(lr, settings.outer_momentum, cos),
-            "running": {"norm": self._running.norm, "weight": self._running.weight},
+        lr = rounds.outer_lr(settings.outer_lr, weight, self.running, settings.thin_rounds)
+        steps = rounds.inner_steps(self._commit, settings)
+        momentum = rounds.momentum(steps, settings)
+        whole, seen = rounds.whole_norms(headers, norms), rounds.first_loss(headers, base)
+        self._next_running = self.running.after(whole, weight, seen)
+        said = {
+            "outer_lr": lr, "outer_momentum": momentum, "inner_steps": steps,
+            "clipped": sum(share.clip < 1 for share in shares),
+            "running": asdict(self._next_running),
             "bytes": sum(part.bytes for header in headers for part in header.fragments),
         }  # fmt: skip
+        return Recipe(base, tuple(headers), tuple(factors), lr, momentum), said
 
-    def _mean(self, index: int, headers: list[Header], factors: list[float]) -> tuple:
-        """Fill the fragment's mean; returns its products."""
-        params, mean = self._outer.params[index], self._means[index]
-        terms = self._terms(index, headers, factors)
-        merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
-        return self._outer.products(index, mean)
+    def take_back(self) -> tuple[Recipe, dict]:
+        """How the version before becomes the next one, as `weigh` does. Without momentum: what
+        made this version bad may be in it."""
+        base = self._commit["version"]
+        self._next_running = replace(self.running, first_loss=0.0)  # the next has no one before
+        said = {"taken_back": base, "suspect": rounds.suspect(self._commit["deltas"]),
+                "running": asdict(self._next_running), "bytes": 0}  # fmt: skip
+        return Recipe(base, restore=base - 1), said
 
-    def _terms(self, index: int, headers: list[Header], factors: list[float]):
-        for header, factor in zip(headers, factors, strict=True):
-            try:
-                delta = self._read(header, index)
-            except Damaged as error:
-                raise DeltaLost(header.key, str(error)) from None
-            anchor = None
-            if header.base < self._commit["version"]:
-                base = self.run.commit(header.base)
-                anchor = read_params(self.run, base, self.layout, index)
-            yield merge.Term(delta, factor, anchor)
+    def commit(self, epoch: int, recipe: Recipe, record: dict) -> dict | None:
+        """Take every fragment one version further, write and link it; None if another master
+        committed it first. Raises DeltaLost if a delta's bytes went bad meanwhile.
 
-    def commit(self, epoch: int, record: dict) -> dict | None:
-        """Write and link the next version; None if another master committed it first.
-
-        OSError (a full disk) leaves nothing behind and loses nothing: the version is complete in
-        memory, to be committed by another call.
+        OSError (a full disk) leaves nothing behind and loses nothing: call it again.
         """
-        version = self._commit["version"] + 1
-        draft = Draft(self.run, version, f"epoch{epoch}")
+        version, writer = recipe.base + 1, f"epoch{epoch}"
+        draft = Draft(self.run, version, writer)
         try:
-            if not draft.commit(self.layout, self._write(draft), record):
+            record = record | self._advance(recipe, writer)
+            files = record.pop("files")
+            if not draft.commit(self.layout, files, record):
                 return None
-        except OSError:
+        except Exception:
             draft.discard()
             raise
+        self.running = self._next_running
         self._commit = {"version": version, **record}
         return self._commit
 
-    def _write(self, draft: Draft) -> list[dict]:
-        """Every file of the version, as many at a time as the pool has threads."""
-        outer, layout = self._outer, self.layout
-        writes = []
-        for index, params in enumerate(outer.params):
-            momentum = outer.momentum[index]
-            writes.append(self._pool.submit(draft.write_outer, layout, index, params, momentum))
-            writes.append(self._pool.submit(draft.write_params, layout, index, params))
-        wait(writes)  # also when one fails: the draft is removed then
-        return sorted((write.result() for write in writes), key=lambda entry: entry["path"])
+    def _advance(self, recipe: Recipe, writer: str) -> dict:
+        answers = self._ask(lambda shard: shard.advance(recipe, writer))
+        unsorted = (part for parts in answers for part in parts)
+        parts: list[Part] = sorted(unsorted, key=attrgetter("index"))
+        cos = merge.cosine(part.products for part in parts)
+        files = sorted((entry for part in parts for entry in part.files), key=lambda e: e["path"])
+        gain = rounds.outer_gain(recipe.lr, recipe.momentum, cos)
+        return {"cos": cos, "outer_gain": gain, "files": files}
 
     def drop(self, keys: list[tuple[int, int, int]]) -> None:
         """Forget the bytes of deltas that have been dealt with."""
         sizes = [max(each) for each in zip(*self.fragment_bytes.values(), strict=True)]
         parts = [(fragment_name(key, i), size) for key in keys for i, size in enumerate(sizes)]
         self._transport.drop(parts)
+
+
+def _enough(nodes: int) -> int:
+    """As many shards as there is work for on the cores of `nodes` like this one."""
+    return nodes * math.ceil(len(os.sched_getaffinity(0)) / THREADS)
+
+
+def _nodes(config: Config) -> list[str]:
+    """The nodes of the master's job; one without a name where it is not Slurm's."""
+    if config.run.scheduler != "slurm":
+        return [""]
+    from elastic.slurm_info import job_nodes
+
+    return job_nodes() or [""]
+
+
+def _command(run: RunDir, node: str, index: int, of: int) -> list[str]:
+    """What starts shard `index` of `of` on a node of this job."""
+    program = str(elastic_home() / "bin" / "elastic")
+    command = [program, "shard", str(run.path), str(index), str(of)]
+    if not node or node == env("SLURMD_NODENAME"):
+        return command
+    from elastic.sched_slurm import step_argv
+
+    return step_argv([node], 1, command)

@@ -29,7 +29,9 @@ from elastic.layout import Layout, Tensor
 Fragment = tuple[Tensor, ...]
 Tile = tuple[int, torch.Tensor]  # where it starts in its fragment, and its elements
 
-TILE = 1 << 17  # elements: fresh memory for all of a fragment would cost more than the arithmetic
+# Elements: many fit a shared cache, and few are enough for threads not to wait for each other's
+# turn in Python; fresh memory for all of a fragment would cost more than the arithmetic.
+TILE = 1 << 20
 TINY = 1e-38
 
 CHUNK, KEPT = 4096, 41  # of topk: one in a hundred
@@ -50,6 +52,7 @@ class Codec(Protocol):
     def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
         """The elements in 1-D float32 pieces, of a 1-D uint8 tensor of the right size.
 
+        A piece is good until the next one is asked for: they may share memory.
         Raises ValueError for bytes that `encode` never makes.
         """
 
@@ -74,8 +77,10 @@ class Floats(Codec):
         return as_bytes(delta.to(self.dtype))
 
     def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
-        for start, tile in _cut(data.view(self.dtype)):
-            yield start, tile.float()
+        values = data.view(self.dtype)
+        room = _room(values)
+        for start, tile in _cut(values, TILE):
+            yield start, tile if tile.dtype == room.dtype else room[: len(tile)].copy_(tile)
 
 
 class Blocks(Codec):
@@ -105,10 +110,12 @@ class Blocks(Codec):
     def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
         numel = _numel(fragment)
         scales, packed = self._parts(data, numel)
+        room = _room(packed)
         for start, body in _cut(packed, TILE * self.bits // 8):
             start = start * 8 // self.bits
             numbers = body.view(torch.int8) if self.bits == 8 else _unpaired(body)
-            values = numbers[: numel - start].float()
+            numbers = numbers[: numel - start]
+            values = room[: len(numbers)].copy_(numbers)
             scale = scales[start // self.block :][: -(-values.numel() // self.block)].float()
             whole = values.numel() // self.block
             values[: whole * self.block].view(whole, self.block).mul_(scale[:whole, None])
@@ -264,6 +271,11 @@ def _cut(values: torch.Tensor, most: int = 0) -> Iterator[tuple[int, torch.Tenso
     """Where each piece starts, and the piece: what a cache holds; on a GPU all at once."""
     most = most or (len(values) if values.is_cuda else TILE) or 1
     return ((start, values[start : start + most]) for start in range(0, len(values), most))
+
+
+def _room(encoded: torch.Tensor) -> torch.Tensor:
+    """Memory for one tile after the other."""
+    return torch.empty(min(2 * encoded.numel(), TILE), device=encoded.device)
 
 
 def _rows(values: torch.Tensor, width: int) -> torch.Tensor:

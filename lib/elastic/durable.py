@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -124,15 +125,16 @@ def read_json(path: Path) -> dict | None:
     return data
 
 
-def check_private(path: Path) -> None:
-    """Raise ElasticError if others could put files into the folder `path`, or take its place.
+def check_private(path: Path, is_above: bool = False) -> None:
+    """Raise ElasticError if others could put files into the folder `path`, or take its place
+    (`is_above`: that of what is to be made in it).
 
     Of the folders above it, those of a project belong to whom they may, and its group may write
     there; such people can take `path` away, but what they put there is theirs, and refused.
     """
     path = path.resolve()
     for folder in (path, *path.parents):
-        found, own = folder.stat(), folder == path
+        found, own = folder.stat(), folder == path and not is_above
         others = found.st_mode & (0o022 if own else 0o002)
         if own and found.st_uid not in (0, os.getuid()):
             raise ElasticError(
@@ -142,7 +144,7 @@ def check_private(path: Path) -> None:
         if others and (own or not found.st_mode & stat.S_ISVTX):
             raise ElasticError(
                 f"others may write to {folder} (mode {stat.S_IMODE(found.st_mode):04o})",
-                f"chmod {'go-w' if own else '+t'} {folder}",
+                f"chmod {'go-w' if own else '+t'} {shlex.quote(str(folder))}",
             )
 
 
@@ -163,14 +165,17 @@ def sync_path(path: Path) -> None:
 @contextlib.contextmanager
 def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             if synced:
                 os.fsync(file.fileno())
         yield temporary
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # not a name that nobody has given
+        raise
     finally:
         with contextlib.suppress(OSError):  # gone, or left behind: no reason to fail
             temporary.unlink()

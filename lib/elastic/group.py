@@ -63,6 +63,12 @@ class Group:
         dist.broadcast(body, src=source)
         return json.loads(body.cpu().numpy().tobytes())
 
+    def hand_out(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The `source` rank's tensor, on every rank; the others bring one of its shape and type."""
+        there = tensor.to(self.device)
+        dist.broadcast(there, src=source)
+        return there
+
     def gather(self, message: object) -> list:
         """Every rank's message, by rank, on every rank."""
         return [self.share(message, source) for source in range(self.world)]

@@ -17,7 +17,7 @@ from elastic.checkpoint import Checkpoints, read_params
 from elastic.group import Group
 from elastic.replica import Replica
 from elastic.rundir import RunDir
-from elastic.versions import CARRIED, Draft, read_exactly, read_layout
+from elastic.versions import Draft, carried, read_exactly, read_layout
 
 TRAINED = ("tokens", "samples", "deltas", "loss")
 
@@ -47,7 +47,7 @@ def to_local(run: RunDir, commit: dict, epoch: int) -> tuple[dict, list[str]]:
         files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
     draft.commit(layout, files, {
         "master_epoch": epoch, "time": time.time(), "workers": 1, "step": saved["step"],
-        "running": commit.get("running", {}), **{name: commit[name] for name in CARRIED},
+        "running": commit.get("running", {}), **carried(commit),
         **{name: saved["extra"][name] for name in TRAINED},
     })  # fmt: skip
     return run.newest_commit(), refused

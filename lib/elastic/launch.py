@@ -275,7 +275,7 @@ class Launcher:
         progress = self.run.progress() or {}
         mine = progress if progress.get("job_id") == self.job_id else {}
         measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
-        self._event(kind, reason=reason, step=progress.get("step", 0))
+        self._event(kind, reason=reason, steps=progress.get("step", 0))
         self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason,
                       "detail": detail, "steps": progress.get("step", 0),
                       **measured})  # fmt: skip

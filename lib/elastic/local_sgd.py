@@ -24,11 +24,12 @@ from functools import partial
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from elastic import inner_state, rounds
-from elastic.codec import Encoder
+from elastic import estimate, inner_state, rounds
+from elastic.codec import accepted
 from elastic.courier import Courier
 from elastic.durable import until_written
 from elastic.errors import ElasticError, TryAgain
+from elastic.exchange import Exchange, Published
 from elastic.group import Group
 from elastic.layout import Layout
 from elastic.ledger import Range, count
@@ -39,10 +40,11 @@ from elastic.rounds import Fragment, Header
 from elastic.schedule import learning_rate, tokens_at
 from elastic.shuffle import Order
 from elastic.signals import Notice, install
-from elastic.transport import fragment_name, open_transport
-from elastic.versions import Draft, read_layout, read_params, settle
+from elastic.transport import fragment_name, open_transport, transport_of
+from elastic.versions import Draft, read_layout, settle
 
 DRY_S = 0.5  # between two asks when no samples are free
+UNSEEN_S = 120.0  # how long a filesystem may hide a version
 AHEAD = 4  # of a round's steps, a quarter at most is done while its delta travels
 
 
@@ -64,9 +66,12 @@ class LocalSGD:
         self._dry = False
         self._told_epoch = -1  # the master epoch that knows what we hold
         self._bad_rounds = self._delivered = 0
+        self._was_void = False  # its last delta was not merged
+        self._usual_norm = 0.0  # running mean, of its own whole deltas
         self._last_step_at = self._deliver_s = 0.0
         self._sent: _Round | None = None  # on its way, with a courier
         self._ahead: _Ahead | None = None
+        self._snapshots: list[torch.Tensor] = []  # kept: fresh memory costs more than the copy
 
     @classmethod
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
@@ -114,6 +119,8 @@ class LocalSGD:
             mine = positions[self.group.rank :: self.group.world]
             self.loss_scale = len(mine) * self.group.world / len(positions)
             self._set_learning_rate()
+            if self._link:
+                self._link.say(state="training")  # it may have said that it waits
             round_ = self._round
             round_.pending, steps = len(positions), round_.steps
             if not round_.has_begun and self._last_step_at:
@@ -154,11 +161,13 @@ class LocalSGD:
         first = self.run.newest_version() < 0 if self.group.leads else None
         if self.group.share(first):
             self._create_first_version(len(dataset))
-        newest = self.run.newest_commit()
+        newest = self._commit_of(self.run.newest_version())
         settle(self.run, newest)
         layout = read_layout(self.run, newest["version"])
         self._replica = Replica(self.model, layout)
-        self._encoder = Encoder(self.config.local_sgd.compression, layout)
+        self._transport = transport_of(newest)
+        owners = 1 if self._transport == "redis" else self.group.world  # rank 0 has the line
+        self._exchange = Exchange(self.run, self.config, self._replica, self.group, owners)
         samples = newest["dataset_samples"]
         if samples != len(dataset):
             raise ElasticError(
@@ -186,7 +195,8 @@ class LocalSGD:
                 zeros = torch.zeros_like(params)
                 files += self._written(partial(draft.write_fragment, layout, index, params, zeros))
         if draft:
-            record = self._first_record(layout, samples)
+            record = self._first_record(layout, samples) | self._chosen_transport(layout)
+            self._warn_of_short_runs(record["total_tokens"])
             self._written(lambda: draft.commit(layout, files, record))
         self.group.share("version 0 is there")
 
@@ -199,10 +209,28 @@ class LocalSGD:
             "total_tokens": total, "workers": 1,
         }  # fmt: skip
 
+    def _chosen_transport(self, layout: Layout) -> dict:
+        compression = self.config.local_sgd.compression
+        most = max(sum(map(each.size_bytes, layout.fragments)) for each in accepted(compression))
+        workers = max(1, self.run.control().max // self.config.slurm.gpus_per_worker)
+        name, reason = estimate.choose_transport(self.config, most, workers)
+        return {"transport": name, "transport_reason": reason}
+
+    def _warn_of_short_runs(self, total_tokens: int) -> None:
+        sgd, per_step = self.config.local_sgd, self.config.train.batch_size * self.tokens_per_sample
+        steps = total_tokens / max(1, per_step * self.run.control().max)
+        if warning := estimate.too_short_for_topk(self.config, steps / sgd.inner_steps):
+            self.run.event("warning", reason=warning)
+
     def _adopt_newest(self) -> bool:
         """Wait for a version newer than the last one and load it. False: it is time to leave."""
-        waited = [*self._wait_for_version(), self._round.steps] if self._link else None
-        version, outcome, steps = self.group.share(waited)
+        waited = None
+        if self._link:
+            waited = [*self._wait_for_version(), self._round.steps, self._was_void]
+        version, outcome, steps, was_void = self.group.share(waited)
+        if was_void:
+            self._was_void = False
+            self._exchange.encoder.residuals.clear()  # most of that delta would come again
         if outcome:
             self.outcome = outcome
             if outcome != "done" and self._steps_total:
@@ -213,43 +241,59 @@ class LocalSGD:
                 self._round = self._round if self._link else _Round(base=version)
                 self._replica.restore()
             return True
-        commit = self.run.commit(version)
+        commit = self._commit_of(version)
         if trouble := [each for each in self.group.gather(self._load(commit)) if each]:
             if self.group.share(self.run.newest_version() if self._link else None) > version:
                 return self._adopt_newest()  # it was pruned while this worker slept
             raise ElasticError(trouble[0])
         if self._round.base < 0:
             self._adopt_inner_state(version)
+        else:
+            self._heed_what_was_taken_back(version)
         if self._round.steps:
             self._bad_rounds = 0
+        if version > self._round.base + 1:
+            self._queue.clear()  # others may have it by now; what is free is asked for again
         self._commit = commit
         self._round = self._after_ahead(version)
         if self._link:
             self._link.say(state="training", version=version, step=0)
         return True
 
+    def _heed_what_was_taken_back(self, version: int) -> None:
+        """Versions up to this one may have taken others back, and say whose moments are suspect."""
+        for each in map(self._commit_of, range(self._round.base + 1, version + 1)):
+            if "taken_back" in each:
+                self._exchange.encoder.residuals.clear()
+                if each.get("suspect") == [self.place.slot, self.place.attempt]:
+                    self._ramp = self.config.local_sgd.join_ramp
+                    self.optimizer.state.clear()
+
+    def _commit_of(self, version: int) -> dict:
+        """Of a version that somebody has seen: on NFS others may see it only half a minute later.
+        Raises ElasticError after two."""
+        until = time.monotonic() + UNSEEN_S
+        while (commit := self.run.commit(version)) is None:
+            if self.notice or time.monotonic() > until:
+                raise ElasticError(f"version {version} is announced, and not to be seen here",
+                                   f"is {self.run.path} the same folder on all nodes?")  # fmt: skip
+            if self._link:
+                self._link.say(state="loading")
+            time.sleep(DRY_S)
+        return commit
+
     def _load(self, commit: dict) -> str:
         """Load a version's parameters. Returns why it cannot be; empty if it was."""
-        ahead, layout = self._ahead, self._replica.layout
+        ahead = self._ahead
         try:
-            if ahead and (ahead.counts or commit["version"] in ahead.fetched):
-                fetched = ahead.fetched.get(commit["version"]) or self._read(commit)
-                for index, fragment in enumerate(fetched):  # all are there: no rebase by halves
-                    if ahead.counts:
-                        self._replica.rebase(index, fragment, ahead.deltas[index])
-                    else:
-                        self._replica.adopt(index, fragment)
-                return ""
-            for index in range(len(layout.fragments)):
-                self._replica.adopt(index, read_params(self.run, commit, layout, index))
+            if ahead and ahead.counts:
+                self._exchange.rebase(commit, ahead.deltas, ahead.fetched)
+            else:
+                brought = ahead.fetched.get(commit["version"]) if ahead else None
+                self._exchange.adopt(commit, brought)
         except ElasticError as error:
             return str(error)
         return ""
-
-    def _read(self, commit: dict) -> list[torch.Tensor]:
-        """All of a version's fragments. Raises ElasticError."""
-        layout = self._replica.layout
-        return [read_params(self.run, commit, layout, i) for i in range(len(layout.fragments))]
 
     def _wait_for_version(self) -> tuple[int, str]:
         """Rank 0: (newest version, "") once there is one to train on, or (-1, outcome) to leave."""
@@ -280,7 +324,10 @@ class LocalSGD:
             return False
         # It was dry: samples of a lost worker may have come back.
         batch = self.config.train.batch_size * self.group.world
-        self._queue += link.ask(batch, self._queue, self._round_is_over) or []
+        granted = link.ask(batch, self._queue, self._round_is_over)
+        if granted is None:
+            return False
+        self._queue += granted
         round_.answered = not self._queue
         return not round_.answered
 
@@ -291,6 +338,8 @@ class LocalSGD:
         verdict = link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
         if verdict and verdict["base"] == round_.base and round_.steps:
             print(f"worker  delta rejected: {verdict['reason']}", flush=True)
+            if verdict["reason"].startswith("samples"):
+                self._queue.clear()  # what came with them is others' as well
             return False
         if not offered and link.refresh().version <= round_.base and not link.news.over:
             self._redeliver(round_, delta_of)
@@ -298,7 +347,7 @@ class LocalSGD:
 
     def _void_round(self, what: str) -> None:
         """This round's steps are void: train from the base again."""
-        self._round = _Round(base=self._round.base)
+        self._round, self._was_void = _Round(base=self._round.base), True
         self._bad_rounds += 1
         if self._bad_rounds > self.config.health.max_bad_batches:
             raise ElasticError(
@@ -308,10 +357,14 @@ class LocalSGD:
 
     # ---- samples
 
+    @property
+    def _inner_steps(self) -> int:
+        return rounds.inner_steps(self._commit, self.config.local_sgd)
+
     def _next_positions(self, courier: Courier | None = None) -> list[tuple[int, int]]:
         """Rank 0: the positions of the next batch; empty ends the round, or the steps ahead."""
         batch = self.config.train.batch_size * self.group.world
-        most = self.config.local_sgd.inner_steps
+        most = self._inner_steps
         left = (max(1, most // AHEAD) if courier else most) - self._round.steps
         if left <= 0 or self._round_is_over() or (courier and courier.is_back):
             return []
@@ -355,10 +408,8 @@ class LocalSGD:
     def _set_learning_rate(self) -> None:
         settings, commit = self.config.train, self._commit
         workers = max(1, commit["workers"])
-        cap = (
-            self.config.local_sgd.inner_steps * settings.batch_size
-            * self.group.world * self.tokens_per_sample * workers
-        )  # fmt: skip
+        samples = self._inner_steps * settings.batch_size * self.group.world
+        cap = samples * self.tokens_per_sample * workers
         done = self._round.tokens + (self._sent.tokens if self._sent else 0)
         tokens = tokens_at(commit["tokens"], done, workers, cap)
         factor = learning_rate(tokens, commit["total_tokens"], settings) / settings.learning_rate
@@ -372,10 +423,11 @@ class LocalSGD:
 
     def _deliver(self, round_: "_Round", delta_of: Callable[[int], torch.Tensor]) -> None:
         """Send base - local with the steps there are. Collective among the worker's ranks."""
-        self._dry = False
+        self._dry, said = False, None
         if self._link:
-            round_.is_last = bool(self.notice) or self._link.news.over
-        if self.group.share(self._is_too_late(round_) if self._link else None):
+            said = [bool(self.notice) or self._link.news.over, self._is_too_late(round_)]
+        round_.is_last, is_too_late = self.group.share(said)
+        if is_too_late:
             return
         fragments = []
         if round_.steps:
@@ -399,50 +451,51 @@ class LocalSGD:
         return True
 
     def _send_fragments(self, round_: "_Round", delta_of: Callable) -> list | None:
-        """Encode and store every fragment; None, and back to the base, if one is not finite."""
+        """Encode and store every fragment; None, and back to the base, if it is no good."""
         key = (self.place.slot, self.place.attempt, round_.base)
-        fragments, finite = [], True
-        for index in range(len(self._replica.layout.fragments)):
-            delta = delta_of(index)
-            finite = finite and math.isfinite(norm(delta))
-            if self._link and finite:
-                data = self._encoder.encode(index, delta, round_.is_last)
-                name = fragment_name(key, index)
-                fragments.append(self._put(name, data))
-                if self._encoder.codec.feedback:  # it cannot be encoded a second time
-                    round_.sent[name] = data
-        if self.group.share(finite):
-            return fragments
-        self._drop_delta()
-        return None
+
+        def put(index: int, data: memoryview) -> Fragment:
+            name = fragment_name(key, index)
+            if self._exchange.encoder.codec.feedback:  # it cannot be encoded a second time
+                round_.sent[name] = data
+            return self._put(name, data)
+
+        fragments, length = self._exchange.send(delta_of, round_.is_last, put)
+        if reason := rounds.strays(length, self._usual_norm):
+            self._drop_delta(round_, reason)
+            return None
+        if 2 * round_.steps >= self._inner_steps:
+            self._usual_norm = rounds.blend(self._usual_norm, length)
+        return fragments
 
     def _put(self, name: str, data: memoryview) -> Fragment:
         """Store a fragment's bytes; a full disk is waited out. Raises TryAgain at a notice."""
-        config, run = self.config, self.run
-        put = partial(self._link.reach, lambda s: open_transport(config, run, s).put(name, data))
+        transport, run = self._transport, self.run
+        if transport != "redis":
+            return self._written(partial(open_transport(transport, run, None).put, name, data))
+        put = partial(self._link.reach, lambda s: open_transport(transport, run, s).put(name, data))
         return self._written(put)
 
     def _written(self, write: Callable):
-        say = self._link.say
+        say = self._link.say if self._link else lambda **_said: None
         return until_written(write, self.notice, lambda e: say(state="blocked", trouble=str(e)))
 
-    def _drop_delta(self) -> None:
-        """A delta that is not finite is never sent: back to the base, and its samples again."""
+    def _drop_delta(self, round_: "_Round", reason: str) -> None:
+        """Never sent: back to the base, with fresh moments, and its samples again."""
+        self._exchange.encoder.residuals.clear()
         if self._link:
-            self._encoder.residuals.clear()
-            reason = "non-finite: its own delta"
-            self.run.event("reject", slot=self.place.slot, reason=reason, base=self._round.base)
-            self._queue = self._round.samples + self._queue
+            self.run.event("reject", slot=self.place.slot, reason=reason, base=round_.base)
+            self._queue = round_.samples + self._queue
         self._replica.restore()
         self.optimizer.state.clear()
-        self._void_round("were not finite")
+        self._void_round("were no good")
 
     def _header(self, done: "_Round", fragments: list) -> Header:
         place = self.place
         return Header(
             run=self.run.name, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
             base=done.base, layout=self._replica.layout.hash,
-            codec=self._encoder.chosen(done.is_last).name,
+            codec=self._exchange.encoder.chosen(done.is_last).name,
             steps=done.steps, tokens=done.tokens, samples=tuple(_joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._inner_from, seconds=round(time.monotonic() - done.started, 3),
@@ -465,8 +518,11 @@ class LocalSGD:
             return []
         if self.notice or self._link.news.over or self._link.news.version > self._round.base:
             return []
-        deltas = [self._replica.delta(i) for i in range(len(self._replica.layout.fragments))]
-        return deltas if all(math.isfinite(norm(delta)) for delta in deltas) else []
+        if not self._snapshots:
+            self._snapshots = [torch.empty(numel) for numel in self._replica.layout.numels]
+        deltas = [self._replica.delta(i, into) for i, into in enumerate(self._snapshots)]
+        length = math.hypot(*map(norm, deltas))
+        return [] if rounds.strays(length, self._usual_norm) else deltas
 
     def _send_ahead(self, deltas: list[torch.Tensor]) -> Courier:
         sent = self._sent = self._round
@@ -477,7 +533,7 @@ class LocalSGD:
             lambda: self._deliver(sent, delta_of), lambda: self._bring_version(sent, delta_of)
         )
 
-    def _bring_version(self, sent: "_Round", delta_of: Callable) -> dict[int, list[torch.Tensor]]:
+    def _bring_version(self, sent: "_Round", delta_of: Callable) -> dict[int, list[Published]]:
         """In the courier's thread: wait for the next version, and read it. Empty: there is none
         to come, or the delta was rejected."""
         link = self._link
@@ -485,7 +541,10 @@ class LocalSGD:
             version = link.wait(lambda n: n.version > sent.base or n.over, DRY_S).version
             if version > sent.base:
                 with contextlib.suppress(ElasticError):
-                    return {version: self._read(self.run.commit(version))}
+                    fetched = self._exchange.fetch(self._commit_of(version))
+                    if self.config.local_sgd.overlap == "rebase":
+                        self._exchange.shift(fetched, list(map(delta_of, range(len(fetched)))))
+                    return {version: fetched}
                 break  # pruned meanwhile, or damaged: who adopts it finds out
             if not self._stands(sent, delta_of):
                 sent.is_void = True
@@ -532,8 +591,8 @@ class LocalSGD:
             refused = inner_state.load(
                 self.run, pointer, self.optimizer, self.group.rank, left_out if own else None
             )
-            if self.group.leads and not self._delivered_after(pointer["version"], version):
-                self._encoder.residuals = left_out
+            if not self._delivered_after(pointer["version"], version):
+                self._exchange.encoder.residuals = left_out
             if any(self.group.gather(refused)):
                 self.optimizer.state.clear()
                 pointer, origin = None, f"fresh: {refused}"
@@ -559,13 +618,14 @@ class LocalSGD:
         try:
             entry = inner_state.save(
                 self.run.slot_path(place.slot), f"inner-{version:06d}.{place.attempt}",
-                self.optimizer, self.group.rank, self._encoder.residuals,
+                self.optimizer, self.group.rank, self._exchange.encoder.residuals,
             )  # fmt: skip
         except OSError as error:
             entry = None
             self.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
         entries = self.group.gather(entry)
-        if self._link and all(entries):
+        # A successor has saved its own, or will.
+        if self._link and all(entries) and self.run.latest_attempt(place.slot) == place.attempt:
             # Not announced, the slot's own file is there all the same.
             with contextlib.suppress(OSError, TryAgain):
                 pointer = inner_state.publish(self.run, place.slot, place.attempt, version, entries)
@@ -599,7 +659,7 @@ class _Ahead:
     def __init__(self, round_: _Round, deltas: list[torch.Tensor]):
         self.round, self.deltas = round_, deltas
         self.counts = True  # else they are to be done again
-        self.fetched: dict[int, list[torch.Tensor]] = {}  # version -> its fragments
+        self.fetched: dict[int, list[Published]] = {}  # version -> its fragments
 
 
 def _take(queue: list[Range], want: int) -> list[Range]:

@@ -19,32 +19,36 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 from elastic import rounds
-from elastic.averaging import Averager, Checked, DeltaLost
+from elastic.averaging import Averager, Checked
 from elastic.config import Config, elastic_home, env
 from elastic.durable import SPACE_S
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
+from elastic.estimate import THREADS
 from elastic.ledger import Ledger
 from elastic.membership import Slot, expected
 from elastic.network import bind_address, hostname
 from elastic.redis_server import RedisServer, start
 from elastic.rounds import Facts, Header, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
+from elastic.shard import DeltaLost
 from elastic.signals import Notice
 from elastic.store import Ask, Listener, Store
-from elastic.versions import CARRIED, prune, remove_drafts
+from elastic.versions import carried, prune, remove_drafts
 
 TICK_S = 0.5
+LOOK_S = 0.02  # at what is being checked
 CONTROL_S = 1.0
 LEAVE_S = 20.0  # workers are given this long to deliver and leave when the run ends
 DURATIONS_KEPT = 64
 MOST_HEADER_BYTES = 16 << 20
+MOST_STEP_S = 30.0  # an inner step that is waited for before samples are given to others
 MOST_REASON = 300  # characters: it may quote what is wrong
-MOST_THREADS = 8  # each may hold a fragment of a delta
 AFTER_LEAVE_S = 2.0
 PASS_S = 60.0
 
@@ -65,6 +69,7 @@ class Round:
         self.arrived: dict[tuple[int, int, int], float] = {}  # Redis TIME
         self.checking: dict[tuple[int, int, int], Future] = {}
         self.answered: set[tuple[int, int, int]] = set()
+        self.has_told_pace = False
         self.rejected: dict[str, int] = {}
 
 
@@ -77,15 +82,17 @@ class Master:
         self._endpoint: Endpoint | None = None
         self._store: Store | None = None
         self._listener: Listener | None = None
-        self._pool = ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))))
+        self._pool = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))))
         self._averager: Averager | None = None
         self._cleaning: Future | None = None
         self._ledger: Ledger | None = None
         self._round: Round | None = None
         self._commit: dict = {}
+        self._taken_back: set[int] = set()  # versions
         self._attempts: dict[int, int] = {}
         self._granted: dict[tuple[int, int], tuple[int, list]] = {}
         self._durations: list[float] = []
+        self._is_deserted = False  # no lease is left of those there were
         self._state = "running"
         self._reason = self._said = ""
         self._workers: dict[int, Slot] = {}
@@ -128,17 +135,17 @@ class Master:
 
     def _tick(self, words: list[str]) -> None:
         now = self._observe_control()
-        slots = self._store.slots()
+        asks = self._store.take_asks()
+        slots = self._store.slots()  # after asks: who asked before its lease was there asks again
         self._remember_attempts(slots)
         if self._round is None and self._state == "running":
             self._open_run()
         if self._round:
-            asks = self._store.take_asks()
             self._take_offers()  # after slots and asks: a worker offers before it leaves or asks
             self._collect_checked()
             self._take_back(slots, now)
             self._answer(asks, slots, now)
-            if self._state == "running":
+            if self._state == "running" and now >= self._settle_until:
                 self._move(slots, now)
         self._finish_if_over(slots, now)
         if any(word.startswith("leave") for word in words):
@@ -158,8 +165,13 @@ class Master:
         self._say(f"epoch {self.epoch}, Redis at {self._store.where}")
 
     def _settle(self) -> None:
-        """Nothing is granted or taken back until workers could say again what they hold."""
-        self._settle_until = self._store.now() + 2 * self.config.health.heartbeat_s + 1.0
+        """Nothing is granted or taken back, and no round closes, until agents could claim their
+        leases again, and workers, between two steps, say what they hold."""
+        commit = self._commit or self.run.newest_commit() or {"deltas": []}
+        # What sync mode has committed says nothing of seconds.
+        steps_s = [d.get("seconds", 0.0) / d["steps"] for d in commit["deltas"] if d["steps"]]
+        step_s = min(MOST_STEP_S, max(steps_s, default=0.0))
+        self._settle_until = self._store.now() + 2 * self.config.health.heartbeat_s + 1.0 + step_s
 
     def _open_redis(self) -> None:
         """Start the run's server (or use the site's) and tell everybody where it is."""
@@ -177,6 +189,8 @@ class Master:
         self._listener = self._store.listen("wake")
         if self._averager:
             self._averager.use(self._store)
+        if self._ledger:
+            self._settle()
         self._publish_state()
         self._store.set_attempts(self._known_attempts())
         self._written(self.run.set_endpoint, self._endpoint)
@@ -203,9 +217,17 @@ class Master:
         remove_drafts(self.run, commit)
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             commit = self._take_over_from_sync(commit)
-        self._averager = Averager(self.run, self.config, commit, self._pool, self._store)
-        committed = (each for record in self.run.commits() for each in record["samples"])
-        self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], map(tuple, committed))
+        if self._averager:
+            self._averager.close()
+        self._averager = Averager(self.run, self.config, commit, self._store, self.notice)
+        committed, self._taken_back = [], set()
+        for record in self.run.commits():
+            committed += map(tuple, record["samples"])
+            self._taken_back |= {record["taken_back"]} if "taken_back" in record else set()
+        held = self._ledger.held if self._ledger else {}  # nobody would say it again
+        self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], committed)
+        for owner, ranges in held.items():
+            self._ledger.hold(owner, ranges)
         self._begin_round(commit)
         self._publish_state(wake=f"version {commit['version']}")
 
@@ -223,12 +245,20 @@ class Master:
 
     def _begin_round(self, commit: dict) -> None:
         """Open the round on top of `commit`, or see that it was the last. Needs no Redis."""
+        before = self._inner_steps if self._commit else 0
         self._commit, self._round = commit, Round(commit["version"], self._now())
+        if before and (factor := self._inner_steps / before) != 1.0:
+            self._durations = [each * factor for each in self._durations]
         if self._budget_is_spent():
             reached = {name: commit[name] for name in ("version", "tokens")} | {"time": time.time()}
             self._written(self.run.mark_done, reached)
             self._state = "done"
             self.run.event("done", **reached)
+
+    @property
+    def _inner_steps(self) -> int:
+        """K of the open round."""
+        return rounds.inner_steps(self._commit, self.config.local_sgd)
 
     def _budget_is_spent(self) -> bool:
         most = self.config.train.max_tokens
@@ -266,13 +296,20 @@ class Master:
     def _wait(self) -> list[str]:
         """Wake-ups since the last turn; returns at the first, or when a delta has been checked."""
         if self._round and self._round.checking:
-            wait(self._round.checking.values(), TICK_S, return_when=FIRST_COMPLETED)
-            return self._listener.wait(0)
+            return self._wait_for_checks(list(self._round.checking.values()))
         words = self._listener.wait(TICK_S)
         if words and len(self._attempts) > 32:  # a burst of deliveries is one turn, not hundreds
             time.sleep(min(0.05, 0.0005 * len(self._attempts)))
             words += self._listener.wait(0)
         return words
+
+    def _wait_for_checks(self, checks: list[Future]) -> list[str]:
+        """While deltas are checked, workers may ask: a big delta must not keep them waiting."""
+        until = time.monotonic() + TICK_S
+        while not any(check.done() for check in checks) and time.monotonic() < until:
+            if words := self._listener.wait(LOOK_S):
+                return words
+        return self._listener.wait(0)
 
     def _observe_control(self) -> float:
         self._publish_state()
@@ -301,7 +338,10 @@ class Master:
             self._settle()  # the server was emptied
             self._store.set_attempts(self._attempts)
         for slot, worker in slots.items():
-            if slot not in self._workers or self._workers[slot].attempt != worker.attempt:
+            known = self._workers.get(slot)
+            if known and known.attempt == worker.attempt:  # it may have had to claim again
+                slots[slot] = replace(worker, joined=min(known.joined, worker.joined))
+            else:
                 self._event("join", slot=slot, attempt=worker.attempt, node=worker.node,
                             job_id=worker.job_id)  # fmt: skip
         self._workers |= slots
@@ -346,6 +386,7 @@ class Master:
             run=self.run.name, version=self._round.version, layout=averager.layout.hash,
             fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
             attempts=self._attempts, judged=frozenset(self._round.judged),
+            taken_back=frozenset(self._taken_back),
         )  # fmt: skip
 
     def _collect_checked(self) -> None:
@@ -365,8 +406,10 @@ class Master:
             header = checked.header
             if header.base == self._round.version:
                 self._round.answered.add(key)
-                took_s = self._round.arrived[key] - self._round.opened
-                whole_s = rounds.whole_s(header, took_s, self.config.local_sgd.inner_steps)
+                # One that was done before this master came has taken its worker longer.
+                took_s = max(self._round.arrived[key] - self._round.opened, header.seconds)
+                whole_s = rounds.whole_s(header, took_s, self._inner_steps)
+                self._round.has_told_pace |= whole_s is not None
                 self._durations = [*self._durations, *filter(None, [whole_s])][-DURATIONS_KEPT:]
             self._event("delta", slot=header.slot, attempt=header.attempt, base=header.base,
                         steps=header.steps, tokens=header.tokens)  # fmt: skip
@@ -403,6 +446,10 @@ class Master:
 
     def _take_back(self, slots: dict[int, Slot], now: float) -> None:
         """Samples of workers that are gone are free again."""
+        if not slots and self._workers and not self._is_deserted:
+            self._is_deserted = True  # as a rule a Redis that stood still, and all leases with it
+            self._settle()
+        self._is_deserted &= not slots
         if now < self._settle_until:
             return
         alive = {(worker.slot, worker.attempt) for worker in slots.values()}
@@ -428,21 +475,36 @@ class Master:
             last, ranges = self._granted.get(owner, (-1, []))
             if ask.sequence != last:
                 self._ledger.keep(owner, ask.held)
-                if not ask.want or now < self._settle_until:
+                has_lease = ask.slot in slots and slots[ask.slot].attempt == ask.attempt
+                if not (ask.want and has_lease) or now < self._settle_until:
                     continue  # it only tells; or it will ask again
                 least = self.config.train.batch_size * self.config.slurm.gpus_per_worker
-                want = min(ask.want, least * self.config.local_sgd.inner_steps)
+                want = min(ask.want, least * self._inner_steps)
                 ranges = self._ledger.grant(owner, want, len(slots), least)
+                if ranges or ask.held:
+                    self._forget_pass(owner)
                 self._granted[owner] = (ask.sequence, ranges)
             grants[owner] = (ask.sequence, ranges)
         self._store.grant(grants)
+
+    def _forget_pass(self, owner: tuple[int, int]) -> None:
+        """A worker that had nothing to give goes on: the round is not to close without it. If it
+        does not go on after all it finds its offer gone, and brings it again."""
+        round_, (slot, attempt) = self._round, owner
+        key, name = (slot, attempt, round_.version), f"{slot}:{attempt}"
+        if key in round_.answered and key not in round_.judged:
+            self._store.drop_offers(round_.version, [name])
+            round_.answered.discard(key)
+            round_.seen.pop((round_.version, name), None)
 
     def _move(self, slots: dict[int, Slot], now: float) -> None:
         round_ = self._round
         present = expected(list(slots.values()), now, self.config.health.stall_after_s)
         view = rounds.View(
             opened=round_.opened, called=round_.called,
-            expected={slot: record.joined for slot, record in present.items()},
+            # Who claims again after a server's end has not joined late.
+            expected={slot: round_.opened if record.joined <= self._settle_until else record.joined
+                      for slot, record in present.items()},
             answered=frozenset(slot for slot, worker in present.items()
                                if (slot, worker.attempt, round_.version) in round_.answered),
             accepted=len(round_.accepted), preparing=len(round_.checking),
@@ -458,21 +520,28 @@ class Master:
         elif move is Move.CLOSE:
             self._close_round(reason)
 
-    def _close_round(self, reason: str) -> None:
+    def _close_round(self, why: str) -> None:
         """Merge, commit, announce. On a damaged delta the round goes on without it."""
         round_ = self._round
         headers = [checked.header for checked in round_.accepted.values()]
         for header in rounds.superseded(headers):
             self._withdraw(header.key, "superseded: the slot delivered a newer delta")
+        headers = [checked.header for checked in round_.accepted.values()]
+        if reason := self._is_bad(rounds.first_loss(headers, round_.version)):
+            accepted, (recipe, said) = {}, self._averager.take_back()
+        else:
+            self._leave_out_outliers(round_)
+            if not (accepted := round_.accepted):
+                return
+            recipe, said = self._averager.weigh(list(accepted.values()))
+        record = self._commit_record(said, accepted)
+        self._wait_for_space()
+        self._fence()
         try:
-            plan = self._averager.merge(list(round_.accepted.values()))
+            commit = self._written(self._averager.commit, self.epoch, recipe, record)
         except DeltaLost as error:
             self._withdraw(error.key, error.what)
             return
-        record = self._commit_record(plan, round_)
-        self._wait_for_space()
-        self._fence()
-        commit = self._written(self._averager.commit, self.epoch, record)
         if commit is None:  # a fenced master's last commit: start from that
             self._fence()
             self._say(f"version {round_.version + 1} was committed by another master")
@@ -480,9 +549,42 @@ class Master:
             self._granted.clear()
             self._settle()
             return
-        self._after_commit(commit, reason)
+        if not accepted:
+            for header in headers:
+                self._forget(header.key)
+        bad = self._commit
+        self._after_commit(commit, reason or why)
+        if not accepted:
+            self._tell_what_was_taken_back(bad["version"], reason, headers)
 
-    def _commit_record(self, plan: dict, round_: Round) -> dict:
+    def _leave_out_outliers(self, round_: Round) -> None:
+        accepted = list(round_.accepted.values())
+        headers, norms = [each.header for each in accepted], [each.norm for each in accepted]
+        clip_norm, running = self.config.local_sgd.clip_norm, self._averager.running
+        for header, reason in rounds.outliers(headers, norms, clip_norm, running):
+            self._withdraw(header.key, reason)
+
+    def _is_bad(self, first_loss: float) -> str:
+        """Why the newest version is to be taken back, or "". Only one that deltas have made can be,
+        and the one before must still be there."""
+        commit, settings = self._commit, self.config.local_sgd
+        before = self.run.version_path(commit["version"] - 1)
+        if not commit["deltas"] or not before.is_dir() or self._state != "running":
+            return ""
+        return rounds.canary(first_loss, self._averager.running, settings.canary)
+
+    def _tell_what_was_taken_back(self, version: int, reason: str, headers: list[Header]) -> None:
+        """To those who trained on it. Nothing depends on it: there is a newer version for all."""
+        self._taken_back.add(version)
+        with contextlib.suppress(TryAgain):
+            suspect = self._commit["suspect"] or []
+            self._event("taken-back", version=version, reason=reason, suspect=suspect)
+            for header in headers:
+                why = f"taken-back: version {version} is taken back: {reason}"
+                self._reject(f"{header.slot}:{header.attempt}", why, header.base)
+
+    def _commit_record(self, said: dict, accepted: dict[tuple, Checked]) -> dict:
+        round_ = self._round
         deltas = [
             {
                 "slot": h.slot, "attempt": h.attempt, "job_id": h.job_id, "base": h.base,
@@ -492,18 +594,19 @@ class Master:
                 "norm": checked.norm, "seconds": h.seconds, "stall_s": h.stall_s,
                 "delivered": round(round_.arrived[h.key], 3),
             }
-            for checked in sorted(round_.accepted.values(), key=lambda c: c.header.key)
+            for checked in sorted(accepted.values(), key=lambda c: c.header.key)
             for h in [checked.header]
         ]  # fmt: skip
         tokens = sum(delta["tokens"] for delta in deltas)
-        carried = {name: self._commit[name] for name in CARRIED}
         return {
             "master_epoch": self.epoch, "time": round(self._now(), 3),
             "tokens": self._commit["tokens"] + tokens,
             "samples": sorted(each for delta in deltas for each in delta["samples"]),
-            "deltas": deltas, "workers": len({delta["slot"] for delta in deltas}),
-            "loss": sum(d["loss"] * d["tokens"] for d in deltas) / tokens,
-            "rejected": round_.rejected, **carried, **plan,
+            "deltas": deltas,
+            "workers": len({delta["slot"] for delta in deltas}) or self._commit["workers"],
+            "loss": sum(d["loss"] * d["tokens"] for d in deltas) / tokens if tokens
+                    else self._commit.get("loss"),
+            "rejected": round_.rejected, **carried(self._commit), **said,
         }  # fmt: skip
 
     def _after_commit(self, commit: dict, reason: str) -> None:
@@ -511,6 +614,8 @@ class Master:
         before = self._round
         for key in before.accepted:
             self._ledger.commit(key)
+        if before.accepted and not before.has_told_pace:
+            self._durations = list(rounds.without_the_quickest(tuple(self._durations)))
         self._begin_round(commit)
         with contextlib.suppress(TryAgain):
             self._publish_state(wake=f"version {commit['version']}")
@@ -583,6 +688,8 @@ class Master:
         if self._cleaning:
             wait([self._cleaning])
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._averager:
+            self._averager.close()
         with contextlib.suppress(TryAgain):
             if self._store and self._state == "over":
                 self._publish_state(wake="stop")

@@ -7,11 +7,13 @@ scheduler knows this node by, else the one that routes to it. Never a guessed in
 import fcntl
 import socket
 import struct
+from pathlib import Path
 
 from elastic.errors import ElasticError
 
 ELSEWHERE = "192.0.2.1"  # RFC 5737: documentation, never a real host
 SIOCGIFADDR = 0x8915  # linux/sockios.h
+IFF_UP = 1  # linux/if.h
 HINT = "set redis.bind to an address or an interface in etc/site.toml"
 
 
@@ -50,6 +52,12 @@ def interfaces() -> dict[str, str]:
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
+
+
+def is_up(interface: str) -> bool:
+    """If the interface is switched on; its cable may be out."""
+    flags = Path(f"/sys/class/net/{interface}/flags")
+    return bool(int(flags.read_text(), 16) & IFF_UP) if flags.exists() else False
 
 
 def resolve(host: str) -> str:

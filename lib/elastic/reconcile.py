@@ -155,6 +155,11 @@ def _load(run: RunDir, now: float) -> _Notes:
         return _Notes(Memory(born=now))
 
 
+def remembered(run: RunDir, now: float) -> Memory:
+    """What the newest pass over the run has left to the next."""
+    return _load(run, now).memory
+
+
 def _is_settled(run: RunDir) -> bool:
     closing = run.closing()
     return bool(closing) and _load(run, 0.0).settled == closing

@@ -12,23 +12,26 @@ find it beside the address and take no other.
 
 import hashlib
 import importlib.util
+import os
+import secrets
 import shutil
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.config import Config
 from elastic.durable import write_atomic
 from elastic.errors import ElasticError, TryAgain
 from elastic.network import free_port
-from elastic.rundir import Endpoint, RunDir
+from elastic.rundir import SECRETS, Endpoint, RunDir
 from elastic.signals import die_with_parent
 from elastic.store import Store
 
 OLDEST = (6, 0)
 KNOWS_CHANNELS = (6, 2)  # before, a worker may announce what it likes: that costs others a look
 START_S = 20.0
+TRIALS, TRIAL_BYTES, KEEP_S = 4, 16 << 20, 60.0
 
 _WORKER = "time info ping multi exec evalsha script|load publish exists del unlink pexpire set hget"
 _WORKER += " hmget hset hdel hexists hgetall blpop"
@@ -103,10 +106,10 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
     text = _settings(config, address, port) + _users(run, version(program))
     write_atomic(settings, text.encode(), mode=0o600)
     log = folder / "log"
-    with log.open("ab") as output:
+    with log.open("ab") as output, settings.open("rb") as said:
+        # By its name it would be looked for as a pattern, and a run's path may look like one.
         process = subprocess.Popen(
-            [program, str(settings)],
-            cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            [program, "-"], cwd=folder, stdin=said, stdout=output, stderr=output,
             preexec_fn=die_with_parent,
         )  # fmt: skip
     endpoint = Endpoint(address, port, epoch, certificate=certificate)
@@ -122,6 +125,33 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
             "and redis.tls = false if this redis-server was built without TLS",
         ) from None
     return server
+
+
+def trial(config: Config, folder: Path) -> dict[str, float]:
+    """Start a server on loopback with its files in `folder`, and stop it: bytes a second of `set`
+    and `get`. Raises ElasticError."""
+    run = RunDir(folder)
+    for name in SECRETS.values():
+        write_atomic(folder / name, secrets.token_hex(24).encode(), mode=0o600)
+    server = start(run, replace(config, redis=replace(config.redis, port=0)), "127.0.0.1", 0)
+    try:
+        store = Store.connect(server.endpoint, run.secret(), run.name, user="master")
+        return _speed(store)
+    finally:
+        server.stop()
+
+
+def _speed(store: Store) -> dict[str, float]:
+    data, began = os.urandom(TRIAL_BYTES), time.perf_counter()
+    stored = all([store.put_bytes(f"trial:{n}", data, KEEP_S) for n in range(TRIALS)])
+    middle = time.perf_counter()
+    found = [store.get_bytes(f"trial:{n}", TRIAL_BYTES) for n in range(TRIALS)]
+    ended = time.perf_counter()
+    store.close()
+    if not stored or found != [data] * TRIALS:
+        raise ElasticError("redis-server does not give back what it got", "raise redis.maxmemory")
+    total = TRIALS * TRIAL_BYTES
+    return {"set": total / (middle - began), "get": total / (ended - middle)}
 
 
 def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:

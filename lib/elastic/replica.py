@@ -12,6 +12,7 @@ from torch import nn
 
 from elastic.group import is_sharded
 from elastic.layout import Layout
+from elastic.merge import moved
 
 
 def shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
@@ -26,15 +27,16 @@ class Replica:
         self._base: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def adopt(self, index: int, published: torch.Tensor) -> None:
-        """Set a fragment's parameters, and its base, to a published fragment (flat, bf16)."""
-        for tensor, param, shard in self._shards(index, published):
+    def adopt(self, index: int, values: torch.Tensor, is_difference: bool = False) -> None:
+        """Set a fragment's parameters, and its base, to a published fragment (flat): bf16, or in
+        float32 the difference to the base."""
+        for tensor, param, shard in self._shards(index, values):
             base = self._base.get(tensor.name)
             if base is None:
                 pinned = _local(param).is_cuda
                 base = torch.empty(shard.shape, dtype=torch.bfloat16, pin_memory=pinned)
                 self._base[tensor.name] = base
-            base.copy_(shard)
+            base.copy_(moved(base, shard.to(base.device)) if is_difference else shard)
             _local(param).copy_(base, non_blocking=True)
 
     @torch.no_grad()
@@ -43,17 +45,42 @@ class Replica:
         for _, param, shard in self._shards(index, values):
             _local(param).copy_(shard)
 
-    @torch.no_grad()
-    def rebase(self, index: int, published: torch.Tensor, delta: torch.Tensor) -> None:
+    def rebase(
+        self, index: int, values: torch.Tensor, is_difference: bool, delta: torch.Tensor
+    ) -> None:
         """Put what was done since `delta` was taken on top of a published fragment, its new base.
 
         θ − (A − d) are those steps, so the next delta holds each of them once.
         """
-        for tensor, param, shard in self._shards(index, published):
+        shift = self.shift(index, values, is_difference, delta.clone())
+        self.move(index, values, is_difference, shift)
+
+    @torch.no_grad()
+    def shift(
+        self, index: int, values: torch.Tensor, is_difference: bool, delta: torch.Tensor,
+        back: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """Make of a delta, in its place, what `move` adds to the parameters: new − base + delta.
+
+        No parameter is read, so this may be done while they are trained. `back`: undo it.
+        """
+        for tensor, _param, shard in self._shards(index, values):
             base, part = self._base[tensor.name], delta[tensor.start : tensor.start + tensor.numel]
-            moved = shard.float() - base.float() + part.cpu().view(tensor.shape)
-            _local(param).add_(moved.to(_local(param).device))
-            base.copy_(shard)
+            new = moved(base, shard.to(base.device)) if is_difference else shard
+            way = new.float().sub_(base.float()).flatten()
+            part.add_(way.to(part.device), alpha=-1 if back else 1)
+        return delta
+
+    @torch.no_grad()
+    def move(
+        self, index: int, values: torch.Tensor, is_difference: bool, shift: torch.Tensor
+    ) -> None:
+        """The second half of `rebase`: two passes over the parameters, for which a worker waits."""
+        for tensor, param, shard in self._shards(index, values):
+            base, part = self._base[tensor.name], shift[tensor.start : tensor.start + tensor.numel]
+            local = _local(param)
+            local.add_(part.view(tensor.shape).to(local.device))
+            base.copy_(moved(base, shard.to(base.device)) if is_difference else shard)
 
     def _shards(self, index: int, values: torch.Tensor) -> Iterator[tuple]:
         """Each tensor of a fragment, its parameter, and this rank's part of its values."""
@@ -69,9 +96,12 @@ class Replica:
             _local(self._params[name]).copy_(base)
 
     @torch.no_grad()
-    def delta(self, index: int) -> torch.Tensor:
-        """base - local of a fragment: flat, float32, on the CPU. Collective with FSDP2."""
-        flat = torch.empty(self.layout.numels[index])
+    def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """base - local of a fragment: flat, float32, where the parameters are, or in `into`.
+        Collective with FSDP2."""
+        flat = into
+        if flat is None:
+            flat = torch.empty(self.layout.numels[index], device=self._device)
         for tensor in self.layout.fragments[index]:
             param = self._params[tensor.name]
             local, base = _local(param), self._base[tensor.name]
@@ -82,6 +112,15 @@ class Replica:
                 shard = base.to(local.device, torch.float32).sub_(local.float())
                 part.copy_(_gather_like(param, shard))
         return flat
+
+    def empty(self, index: int, is_difference: bool) -> torch.Tensor:
+        """Room for the values of a published fragment."""
+        dtype = torch.float32 if is_difference else torch.bfloat16
+        return torch.empty(self.layout.numels[index], dtype=dtype)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((_local(param).device for param in self._params.values()), torch.device("cpu"))
 
     @torch.no_grad()
     def whole(self, index: int) -> torch.Tensor:

@@ -21,6 +21,13 @@ MAX_FRAGMENTS = 100_000
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
 MEMORY_ROUNDS = 20  # horizon of the running means
 NOTHING = "no steps to give"
+DOUBLES_ROUNDS, COLD = 10, 0.05  # of a cold start: K doubles in so many, until so much is trained
+FEW_STEPS, EARLY_MOMENTUM = 20, 0.5
+STRAYS = 10.0  # times the usual norm: a delta that its worker takes for broken itself
+OUTLIER, KNOWN_DELTAS = 3.0, 120  # standard deviations; of so many deltas at least (EDiT)
+STANDS_OUT = 1.5  # medians: the longest delta of a version that is taken back
+MOST_MEAN = 3.0  # running means: no mean delta is longer
+CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,7 @@ class Facts:
     max_staleness: int
     attempts: dict[int, int]  # slot -> newest attempt that ever claimed it
     judged: frozenset  # keys of the headers judged so far
+    taken_back: frozenset = frozenset()  # versions that the canary found bad
 
 
 def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, str]:
@@ -136,6 +144,7 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
         (header.key in facts.judged, f"duplicate: slot {header.slot} delivered it before"),
         (behind < 0, f"future: based on version {base}"),
         (behind > facts.max_staleness, f"stale: based on version {base}, {behind} behind"),
+        (base in facts.taken_back, f"taken-back: version {base} has made the loss rise"),
         (attempt > claimed, f"fenced: attempt {attempt} never claimed slot {header.slot}"),
         (header.tokens == 0 or header.steps == 0, NOTHING),
         (header.layout != facts.layout, f"shape: layout {header.layout}, not {facts.layout}"),
@@ -172,6 +181,25 @@ class View:
     durations_s: tuple[float, ...]  # how long workers took, this round and recently
 
 
+def inner_steps(commit: dict, settings) -> int:
+    """K of the round on top of `commit`: few steps from a cold start, where workers drift apart.
+
+    min(K, 10 · 2^(v/10)), and all of K once a twentieth of the tokens is committed.
+    """
+    most, first = settings.inner_steps, settings.cold_start_steps
+    if not first:
+        return most
+    by_version = first * 2 ** min(commit["version"] / DOUBLES_ROUNDS, 60.0)
+    by_tokens = most * commit["tokens"] / (COLD * max(1, commit["total_tokens"]))
+    return max(1, min(most, int(max(by_version, by_tokens))))
+
+
+def momentum(steps: int, settings) -> float:
+    """mu of a round of that many inner steps: less while they are few only because it is early."""
+    is_early = steps < min(FEW_STEPS, settings.inner_steps)
+    return min(settings.outer_momentum, EARLY_MOMENTUM) if is_early else settings.outer_momentum
+
+
 def whole_s(header: Header, took_s: float, inner_steps: int) -> float | None:
     """How long a round of all `inner_steps` takes this worker, by a delta that came `took_s` after
     the round was opened; None by one of so few steps that it says little."""
@@ -189,6 +217,14 @@ def due_s(durations_s: tuple[float, ...], settings) -> float | None:
     if not durations_s:
         return None
     return max(settings.min_deadline_s, sorted(durations_s)[len(durations_s) // 4])
+
+
+def without_the_quickest(durations_s: tuple[float, ...]) -> tuple[float, ...]:
+    """After a round in which nobody came far: the quickest quarter of what was known is no longer
+    true, or a round that is due too early would keep itself so."""
+    by_length = sorted(range(len(durations_s)), key=durations_s.__getitem__)
+    kept = sorted(by_length[-(-len(durations_s) // 4) :])
+    return tuple(durations_s[at] for at in kept)
 
 
 def is_due(left_s: float, steps: int, trained_s: float) -> bool:
@@ -255,13 +291,85 @@ class Running:
 
     norm: float = 0.0  # of accepted deltas
     weight: float = 0.0  # of whole rounds
+    spread: float = 0.0  # variance of those norms
+    deltas: int = 0
+    first_loss: float = 0.0  # of workers on the newest version but one, before their first step
+    unrest: float = 0.0  # mean square of its change from round to round
+    rounds: int = 0  # that have told such a change
 
-    def after(self, norm: float, weight: float) -> "Running":
-        return Running(_blend(self.norm, norm), _blend(self.weight, weight))
+    def after(self, norms: list[float], weight: float, first_loss: float) -> "Running":
+        norm, change = sum(norms) / len(norms), first_loss - self.first_loss
+        off = sum((each - (self.norm or norm)) ** 2 for each in norms) / len(norms)
+        told = bool(self.first_loss and first_loss)
+        return Running(
+            blend(self.norm, norm), blend(self.weight, weight), blend(self.spread, off),
+            self.deltas + len(norms), first_loss,
+            blend(self.unrest, change**2) if told else self.unrest, self.rounds + told,
+        )  # fmt: skip
 
 
-def _blend(mean: float, value: float) -> float:
+def blend(mean: float, value: float) -> float:
+    """A running mean, one value later; 0: none yet."""
     return value if mean == 0.0 else mean + (value - mean) / MEMORY_ROUNDS
+
+
+def strays(norm: float, usual: float) -> str:
+    """Why a worker should not send a delta of that norm; `usual`: the mean of its own, or 0."""
+    if not math.isfinite(norm):
+        return "non-finite: its own delta"
+    if usual and norm > STRAYS * usual:
+        return f"outlier: its own delta, of norm {norm:.3g}; usual is {usual:.3g}"
+    return ""
+
+
+def outliers(
+    headers: list[Header], norms: list[float], clip_norm: float, running: Running
+) -> list[tuple[Header, str]]:
+    """Deltas to be left out: longer than what is clipped, and by far longer than they ever were.
+
+    z > 3 (EDiT, arXiv 2412.07210), but by both measures: a rising learning rate lifts all norms,
+    and with them the median.
+    """
+    sigma, reference = math.sqrt(running.spread), _reference(headers, norms, running)
+    if running.deltas < KNOWN_DELTAS or not sigma or not clip_norm:
+        return []
+    z = [(norm - running.norm) / sigma for norm in norms]
+    return [
+        (header, f"outlier: norm {norm:.3g}, {each:.1f} sigma above the mean {running.norm:.3g}")
+        for header, norm, each in zip(headers, norms, z, strict=True)
+        if each > OUTLIER and norm > clip_norm * reference
+    ]
+
+
+def first_loss(headers: list[Header], version: int) -> float:
+    """What workers saw on their first batch of a version, by tokens; 0: none did."""
+    fresh = [header for header in headers if header.base == version and header.first_loss]
+    tokens = sum(header.tokens for header in fresh)
+    return sum(h.first_loss * h.tokens for h in fresh) / tokens if tokens else 0.0
+
+
+def suspect(deltas: list[dict]) -> tuple[int, int] | None:
+    """Slot and attempt of the longest of a commit's deltas, where it stands out."""
+    if len(deltas) < 2:
+        return None
+    longest = max(deltas, key=lambda delta: delta["norm"])
+    stands_out = longest["norm"] > STANDS_OUT * median(delta["norm"] for delta in deltas)
+    return (longest["slot"], longest["attempt"]) if stands_out else None
+
+
+def canary(first_loss: float, running: Running, most_rise: float) -> str:
+    """Why the version that workers have just seen for the first time is to be taken back, or "".
+
+    Its loss has risen by more than `most_rise`, and more than chance explains.
+    """
+    rise = first_loss - running.first_loss
+    if not most_rise or running.rounds < KNOWN_ROUNDS or not (first_loss and running.first_loss):
+        return ""
+    bound = max(most_rise, CANARY_SIGMAS * math.sqrt(running.unrest))
+    if rise <= bound:
+        return ""
+    return (f"the first losses rose from {running.first_loss:.3f} to {first_loss:.3f},"
+            f" by more than {bound:.3f}")  # fmt: skip
 
 
 def superseded(headers: list[Header]) -> list[Header]:
@@ -282,13 +390,25 @@ def shares(
     """
     late = [version - header.base for header in headers]
     weights = [h.tokens / (1 + STALE_DISCOUNT * s) for h, s in zip(headers, late, strict=True)]
-    whole = whole_norms(headers, norms)
-    reference = median(whole) if len(whole) >= 3 else running.norm
+    reference = _reference(headers, norms, running)
     clips = [
         min(1.0, clip_norm * reference / norm) if clip_norm and reference and norm else 1.0
         for norm in norms
     ]
-    return [Share(w, c) for w, c in zip(weights, clips, strict=True)]
+    if running.deltas < KNOWN_DELTAS or not clip_norm:
+        return [Share(w, c) for w, c in zip(weights, clips, strict=True)]
+    # The mean is at most as long as the mean of the lengths.
+    total = sum(weights)
+    length = sum(w * c * n for w, c, n in zip(weights, clips, norms, strict=True)) / (total or 1.0)
+    most = MOST_MEAN * running.norm
+    cap = most / length if length > most else 1.0
+    return [Share(w, c * cap) for w, c in zip(weights, clips, strict=True)]
+
+
+def _reference(headers: list[Header], norms: list[float], running: Running) -> float:
+    """The norm that others are measured by."""
+    whole = whole_norms(headers, norms)
+    return median(whole) if len(whole) >= 3 else running.norm
 
 
 def whole_norms(headers: list[Header], norms: list[float]) -> list[float]:

@@ -75,6 +75,7 @@ class RunDir:
     def __init__(self, path: Path):
         self.path = Path(path)
         self.name = self.path.name
+        self._config: Config | None = None
 
     @classmethod
     def create(
@@ -84,8 +85,12 @@ class RunDir:
         run = cls(Path(root).resolve() / config.run.name)
         link = configuration.registry_dir() / "runs" / run.name
         if run.path.exists() or (link.is_symlink() and link.readlink() != run.path):
-            where = run.path if run.path.exists() else os.readlink(link)
-            raise UsageError(f"run name taken: {run.name!r} is {where}", "choose another --name")
+            where = run.path if run.path.exists() else Path(os.readlink(link))
+            folder = where if where.exists() else link
+            raise UsageError(
+                f"run name taken: {run.name!r} is {where}",
+                f"choose another --name; of a run that is over remove {folder}",
+            )
         draft = cls(run.path.with_name(f".{run.name}.{secrets.token_hex(16)}"))
         try:
             draft.path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,9 +125,11 @@ class RunDir:
 
         It says what is run, so everybody starts here. ElasticError: others could have written it.
         """
-        found = configuration.load(self.path / "run.toml", site=Path(os.devnull))
-        check_private(self.path)
-        return found
+        if self._config is None:  # it is written once
+            found = configuration.load(self.path / "run.toml", site=Path(os.devnull))
+            check_private(self.path)
+            self._config = found
+        return self._config
 
     def environment(self) -> dict[str, str]:
         """The environment that every job of this run starts from."""
@@ -257,7 +264,7 @@ class RunDir:
         for line in lines[-last:]:
             with contextlib.suppress(ValueError):  # a torn line, by a full disk for one
                 records.append(json.loads(line))
-        return records
+        return [record for record in records if isinstance(record, dict)]
 
     def log_path(self, role: str, slot: int) -> Path:
         name = "master.log" if role == "master" else f"{role}-{slot:04d}.log"

@@ -9,12 +9,15 @@ a word never seen before included, is a job that still exists.
 `jobs` answers completely or raises `TryAgain`: a partial answer is no answer.
 """
 
+import functools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from elastic import config as configuration
 from elastic.errors import ElasticError
 from elastic.history import TRAINER, WORKER, has_ended
 
@@ -85,6 +88,13 @@ class JobSpec:
     def gpus(self) -> int:
         return self.gpu_range[1]
 
+    @property
+    def home(self) -> Path:
+        """The installation that the run was submitted with, as long as it is there: whichever
+        version's pass submits, a run keeps its own."""
+        given = Path(self.environment.get("ELASTIC_HOME", os.devnull))
+        return given if (given / "bin/elastic").exists() else configuration.elastic_home()
+
     def command(self, home: Path) -> list[str]:
         """The command that the job runs, with `home` the root of the installation."""
         if self.role != WORKER:
@@ -112,6 +122,7 @@ def job_name(run: str, role: str, slot: int) -> str:
     return f"elastic:{run}/{role}/{slot}"
 
 
+@functools.lru_cache(1 << 14)  # of every job in a listing each run asks whether it is its own
 def parse_job_name(text: str) -> tuple[str, str, int] | None:
     """(run, role, slot) of a name that `job_name` made, else None."""
     match = _NAME.fullmatch(text)

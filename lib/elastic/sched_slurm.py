@@ -19,11 +19,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime
 from itertools import compress
 from pathlib import Path
 
 from elastic import config, sizing
 from elastic.config import Config
+from elastic.diagnosis import Node
 from elastic.errors import ElasticError, TryAgain
 from elastic.history import MASTER, TRAINER, has_ended
 from elastic.rundir import RunDir
@@ -71,7 +73,7 @@ class SlurmScheduler:
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
         lists = bool(spec.sizes) and _takes_size_lists(spec)
-        argv = sbatch_argv(spec, config.elastic_home(), _job_python(spec), lists)
+        argv = sbatch_argv(spec, spec.home, _job_python(spec), lists)
         try:
             answer = slurm_command(argv, environment=spec.environment)
         except TryAgain as silence:
@@ -160,6 +162,65 @@ def node_address() -> str:
 def show(*what: str) -> str:
     """What scontrol shows of a node, job or partition, on one line. TryAgain if it does not say."""
     return _checked(slurm_command(("scontrol", "--oneliner", "show", *what)))
+
+
+# ---- what the cluster is like
+
+
+def cluster() -> dict[str, str]:
+    """Slurm's settings by name; "now": the controller's clock, in whole seconds since 1970."""
+    return parse_settings(show("config"))
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """What `scontrol show config` printed. TryAgain if it is something else."""
+    as_of = re.search(r"data as of (\S+)", text)
+    found = dict(re.findall(r"(?m)^(\w\S*) += (.*?) *$", text))
+    if not as_of or "SLURM_VERSION" not in found:
+        raise TryAgain(f"scontrol show config: not understood: {text[:80]!r}")
+    return found | {"now": str(int(datetime.fromisoformat(as_of[1]).timestamp()))}
+
+
+def partitions() -> dict[str, dict[str, str]]:
+    """The properties of every partition, hidden ones included, by its name."""
+    argv = ("scontrol", "--all", "--oneliner", "show", "partition")
+    lines = _checked(slurm_command(argv)).splitlines()
+    found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+    return {properties["PartitionName"]: properties for properties in found if properties}
+
+
+def nodes() -> list[Node]:
+    """Every node, once per partition that it is in."""
+    columns = f"--format={_FIELD.join(('%R', '%N', '%n', '%o', '%T', '%G'))}"
+    argv = ("sinfo", "--all", "--noheader", "--Node", columns)
+    lines = _checked(slurm_command(argv)).splitlines()
+    return [Node(*(field.strip() for field in line.split(_FIELD))) for line in lines]
+
+
+def association(user: str, account: str, cluster_name: str) -> dict[str, str]:
+    """The user's limits in the account ("": the default one), by the names that sacctmgr gives its
+    columns; empty where accounting does not know them. TryAgain if it does not say."""
+    where = (f"name={user}", f"cluster={cluster_name}", "withassoc")
+    columns = "DefaultAccount,Account,DefaultQOS,QOS,MaxSubmitJobs,GrpSubmitJobs,MaxJobs,GrpJobs"
+    rows = _accounting("user", *where, f"format={columns}")
+    return next((r for r in rows if r["Account"] == (account or r["Def Acct"])), {})
+
+
+def qos(*names: str) -> list[dict[str, str]]:
+    """The limits of these QOS."""
+    columns = "Name,MaxSubmitJobsPerUser,GrpSubmitJobs,MaxJobsPerUser,GrpJobs"
+    return _accounting("qos", f"name={','.join(names)}", f"format={columns}")
+
+
+def _accounting(what: str, *conditions: str) -> list[dict[str, str]]:
+    argv = ("sacctmgr", "--parsable2", "--readonly", "show", what, "where", *conditions)
+    header, *lines = _checked(slurm_command(argv)).splitlines() or [""]
+    return [dict(zip(header.split("|"), line.split("|"), strict=True)) for line in lines]
+
+
+def scrontab() -> subprocess.CompletedProcess[str]:
+    """The user's crontab that Slurm keeps, where the site has that."""
+    return slurm_command(("scrontab", "-l"))
 
 
 def slurm_command(
@@ -260,8 +321,11 @@ def _memory(per_gpu: str, gpus: int) -> str:
 
 
 def _job_python(spec: JobSpec) -> str:
-    """The Python that the user chose, also when it is cron that submits."""
-    return spec.environment.get("ELASTIC_PYTHON") or config.env("ELASTIC_PYTHON") or sys.executable
+    """The Python that the user chose, also when it is cron that submits; "": what another
+    version, that the run was submitted with, chooses itself."""
+    if chosen := spec.environment.get("ELASTIC_PYTHON") or config.env("ELASTIC_PYTHON"):
+        return chosen
+    return sys.executable if spec.home == config.elastic_home() else ""
 
 
 def _takes_size_lists(spec: JobSpec) -> bool:
@@ -275,7 +339,8 @@ def _size(spec: JobSpec, lists: bool) -> list[str]:
     tasks it would take the fewest: the layout is for srun, inside the job. A job that loses a node
     goes on with the others."""
     if spec.role != TRAINER:
-        return ["--nodes=1", "--ntasks=1"]
+        nodes = spec.config.slurm.master_nodes if spec.role == MASTER else 1
+        return [f"--nodes={nodes}", f"--ntasks={nodes}"]
     counts = sizing.node_counts(spec.gpu_range, spec.config.slurm.gpus_per_node, spec.sizes)
     nodes = ",".join(map(str, counts)) if lists else f"{counts[0]}-{counts[-1]}"
     return [f"--nodes={nodes}", "--no-kill"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from elastic import config as configuration
 from elastic.config import Config
+from elastic.durable import check_private
 from elastic.errors import ElasticError, UsageError
 from elastic.rundir import Control, RunDir
 from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
@@ -82,6 +83,7 @@ def _check_root(root: Path, config: Config) -> None:
         raise ElasticError(
             f"cannot write to {there}", "set ELASTIC_RUNS to a folder on the shared filesystem"
         )
+    check_private(there, is_above=True)
     if short := RunDir(there).shortage(config.checkpoint.min_free_bytes):
         raise ElasticError(short, "or set ELASTIC_RUNS to a folder on another filesystem")
 

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import xxhash
 
-from elastic.config import Config
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
 from elastic.store import Store
@@ -33,9 +32,14 @@ class Transport(Protocol):
         """Forget (name, bytes); those not there do not matter."""
 
 
-def open_transport(config: Config, run: RunDir, store: Store) -> Transport:
-    """The transport that the configuration names; "auto" is the filesystem."""
-    if config.local_sgd.transport == "redis":
+def transport_of(commit: dict) -> str:
+    """The name of the transport that a run's first commit has settled; older runs had but one."""
+    return commit.get("transport", "filesystem")
+
+
+def open_transport(name: str, run: RunDir, store: Store | None) -> Transport:
+    """The transport of that name."""
+    if name == "redis":
         from elastic.transport_redis import RedisTransport
 
         return RedisTransport(store)

@@ -2,6 +2,9 @@
 
     versions/000123/params-00.safetensors   bf16, by parameter name: what workers pull, and what
                                             `safetensors.torch.load_file` gives anybody else
+    versions/000123/difference-00.safetensors
+                                            what to add to the parameters before, as int8 (or int4),
+                                            to have these (with local_sgd.downlink)
     versions/000123/outer-00.safetensors    float32 parameters and outer momentum: the master's own
     versions/000123/manifest.json           the layout: which parameter is in which fragment
     commits/000123.json                     made by link(): its existence is the commit
@@ -14,7 +17,9 @@ whoever reads the commit next (`settle`), which names the writer.
 
 import contextlib
 import errno
+import os
 import shutil
+import uuid
 from pathlib import Path
 
 import torch
@@ -22,22 +27,30 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from elastic import durable
+from elastic.codec import codec
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.merge import Outer
+from elastic.node_cache import on_node
 from elastic.rundir import RunDir
 
 # What each commit takes over from the one before.
-CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
+CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens", "transport", "transport_reason")
+
+
+def carried(commit: dict) -> dict:
+    return {name: commit[name] for name in CARRIED if name in commit}
 
 
 class Draft:
     """A version being written; nobody reads it until it is committed."""
 
-    def __init__(self, run: RunDir, version: int, writer: str):
+    def __init__(self, run: RunDir, version: int, writer: str, is_shared: bool = False):
+        """`is_shared`: others write to it, too; else what is there goes."""
         self.run, self.version, self.writer = run, version, writer
         self.folder = durable.draft_of(run.version_path(version), writer)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not is_shared:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def write_fragment(
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
@@ -59,6 +72,10 @@ class Draft:
         parts = split(layout, index, momentum)
         state |= {f"momentum/{name}": part for name, part in parts.items()}
         return self._write(f"outer-{index:02d}.safetensors", state)
+
+    def write_difference(self, index: int, data: torch.Tensor) -> dict:
+        """Write what workers that have the version before add to it (uint8, as encoded)."""
+        return self._write(f"difference-{index:02d}.safetensors", {"data": data})
 
     def commit(self, layout: Layout, files: list[dict], record: dict) -> bool:
         """Write the manifest and link the commit. False if another writer was first."""
@@ -83,9 +100,13 @@ class Draft:
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> dict:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(tensors, path)
-        path.chmod(0o644)  # safetensors makes it private
-        durable.sync_path(path)
+        # A shard that is given up may still write here: the same bytes, and never into a file that
+        # has its name already.
+        temporary = path.with_name(f".{name}.{uuid.uuid4().hex}")
+        save_tensors(tensors, temporary)
+        temporary.chmod(0o644)  # safetensors makes it private
+        durable.sync_path(temporary)
+        os.replace(temporary, path)
         return self._entry(path)
 
     def _entry(self, path: Path) -> dict:
@@ -120,10 +141,25 @@ def read_layout(run: RunDir, version: int) -> Layout:
     return Layout.from_json(manifest["layout"])
 
 
-def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.Tensor:
+def read_params(
+    run: RunDir, commit: dict, layout: Layout, index: int, node_cache: str = ""
+) -> torch.Tensor:
     """The published parameters of a fragment: flat, bf16. Raises ElasticError if damaged."""
-    tensors = load_file(verified(run, commit, f"params-{index:02d}.safetensors"))
+    tensors = load_file(verified(run, commit, f"params-{index:02d}.safetensors", node_cache))
     return _flat(layout, index, tensors, "")
+
+
+def has_differences(commit: dict) -> bool:
+    return any("/difference-" in entry["path"] for entry in commit["files"])
+
+
+def read_difference(
+    run: RunDir, commit: dict, layout: Layout, index: int, name: str, node_cache: str = ""
+) -> torch.Tensor:
+    """What to add to a fragment of the version before (`merge.moved`): flat, float32. `name`: the
+    codec's. Raises ElasticError if damaged."""
+    path = verified(run, commit, f"difference-{index:02d}.safetensors", node_cache)
+    return codec(name).decode(load_file(path)["data"], layout.fragments[index])
 
 
 def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:
@@ -139,13 +175,16 @@ def read_exactly(run: RunDir, commit: dict, layout: Layout, index: int) -> list[
     return [_flat(layout, index, tensors, prefix) for prefix in ("param/", "momentum/")]
 
 
-def verified(run: RunDir, commit: dict, name: str) -> Path:
-    """The path of a committed file whose size and checksum are right. Raises ElasticError."""
+def verified(run: RunDir, commit: dict, name: str, node_cache: str = "") -> Path:
+    """The path of a committed file, or of its copy in the folder `node_cache`, whose size and
+    checksum are right. Raises ElasticError."""
     entries = {Path(entry["path"]).name: entry for entry in commit["files"]}
     if name not in entries:
         raise ElasticError(f"version {commit['version']} has no file {name}")
     path = run.path / entries[name]["path"]
     settle(run, commit)
+    if node_cache:
+        path = on_node(path, entries[name], node_cache)
     if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
     return path

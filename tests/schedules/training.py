@@ -21,21 +21,22 @@ import redis
 
 from elastic import agent, averaging, link, local_sgd, master
 from elastic.agent import SILENT, Agent
-from elastic.averaging import Averager, Checked, DeltaLost
+from elastic.averaging import Averager, Checked
 from elastic.errors import ElasticError, Fenced
 from elastic.ledger import count
 from elastic.link import Link, Place
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
-from elastic.rounds import Fragment, Header
+from elastic.rounds import Fragment, Header, Running
 from elastic.rundir import Control, Endpoint, RunDir
+from elastic.shard import DeltaLost, Recipe
 from elastic.store import Store
 from schedules.actors import Actor, Cast, Violation, must, operations
 from schedules.memory_redis import Client, Server
 
 SLOTS, SAMPLES, EPOCHS = 3, 9, 2
 QUIET_TURNS = 8  # after which nothing of what went wrong is left
-MOST_TURNS = 60  # of everybody, until the run is done
+MOST_TURNS = 120  # of everybody, until the run is done
 TURN_S = 1.5
 LAYOUT = SimpleNamespace(hash="abc", fragments=[0])
 CONFIG = SimpleNamespace(
@@ -43,6 +44,7 @@ CONFIG = SimpleNamespace(
     train=SimpleNamespace(batch_size=1, max_tokens=0, epochs=EPOCHS),
     local_sgd=SimpleNamespace(
         inner_steps=2, max_staleness=1, compression="none", overlap="off",
+        cold_start_steps=0, clip_norm=2.0, canary=0.3,
         quorum=0.5, deadline_k=4.0,
         min_deadline_s=2.0, last_call_s=3.0, outer_momentum=0.5,
     ),
@@ -168,10 +170,14 @@ class MemoryDraft:
 class MemoryAverager(Averager):
     """What is merged is written down. The bytes of a delta are the samples it has trained."""
 
-    def __init__(self, run, config, commit, pool, store):
-        self.run, self._commit, self.layout = run, commit, LAYOUT
+    def __init__(self, run, config, commit, store, notice):
+        self.run, self._commit, self.layout, self.running = run, commit, LAYOUT, Running()
+        self._next_running = Running()
 
     def use(self, store):
+        pass
+
+    def close(self):
         pass
 
     @property
@@ -183,17 +189,17 @@ class MemoryAverager(Averager):
         whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
         return Checked(header, 1.0, "" if whole else "damaged: other bytes")
 
-    def merge(self, accepted: list[Checked]) -> dict:
-        for each in accepted:
-            if self.check(each.header).refused:
-                raise DeltaLost(each.header.key, "damaged: they were good before")
-        return {}
+    def weigh(self, checked: list[Checked]) -> tuple[Recipe, dict]:
+        return Recipe(self._commit["version"], tuple(each.header for each in checked)), {}
 
-    def _write(self, draft: MemoryDraft) -> list:
+    def _advance(self, recipe: Recipe, writer: str) -> dict:
+        for header in recipe.headers:
+            if self.check(header).refused:
+                raise DeltaLost(header.key, "damaged: they were good before")
         self.run.world.edge("write a version")
         if self.run.world.full:
             raise OSError(28, "No space left on device")
-        return []
+        return {"files": []}
 
     def drop(self, keys: list) -> None:
         for key in keys:
@@ -269,7 +275,8 @@ class Life(LocalSGD):
             first = {"version": 0, "writer": self.place.job_id}
             self.run.link_commit(first | self._first_record(LAYOUT, len(dataset)))
         self._replica = SimpleNamespace(layout=LAYOUT, restore=lambda: None, delta=None)
-        self._encoder = SimpleNamespace(chosen=lambda last: SimpleNamespace(name="none"))
+        encoder = SimpleNamespace(residuals={}, chosen=lambda last: SimpleNamespace(name="none"))
+        self._exchange = SimpleNamespace(encoder=encoder)
 
     def _load(self, commit: dict) -> str:
         return ""
@@ -640,7 +647,7 @@ class Training:
                 self.calm, self.rejected, quiet = True, [], turn
                 self.log.append("all is quiet")
             if turn == quiet + 1:
-                self.one_clean_loss(self._schedule[-1] % 3)
+                self.one_clean_loss(self._schedule[-1] % 4)
             self.fair_turn()
             self.check()
             lost = [r for r in self.rejected if r["reason"].startswith("samples")
@@ -658,6 +665,8 @@ class Training:
                 self.cast.kill(actor)
         elif what == 2:
             self.log.append(f"flush: {self.on_flush(0)}")
+        elif what == 3:
+            self.log.append(f"another Redis: {self.on_kill_redis(0)}")
 
     def fair_turn(self) -> None:
         self.pass_time(TURN_S)

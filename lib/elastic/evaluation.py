@@ -1,0 +1,75 @@
+"""What a run's own task says of what was trained: of a committed version, or of the newest
+checkpoint of sync mode. Loads torch and the task into this process.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from elastic import tasks, versions
+from elastic.checkpoint import Checkpoints, read_params
+from elastic.config import Config
+from elastic.errors import UsageError
+from elastic.group import Group
+from elastic.layout import Layout
+from elastic.replica import Replica, shapes
+from elastic.rundir import RunDir
+
+
+def evaluate(run: RunDir, version: int | None = None) -> dict:
+    """{"version" or "step": which, and the task's scores}; by default of the newest there is."""
+    commit = run.newest_commit() if version is None else run.commit(version)
+    if version is None:
+        saved, _ = Checkpoints(run, Group(), "reader").newest(commit["version"] if commit else 0)
+        if saved:
+            return {"step": saved["step"], **of_checkpoint(run, saved)}
+    if commit is None:
+        wanted = "no version" if version is None else f"no version {version}"
+        raise UsageError(f"{wanted} of {run.name} is committed", f"elastic-status {run.name}")
+    kept = sorted(int(path.name) for path in (run.path / "versions").glob("[0-9]*"))
+    if commit["version"] not in kept:
+        hint = f"there are versions {', '.join(map(str, kept))}; see checkpoint.keep_every"
+        raise UsageError(f"version {commit['version']} is no longer on disk", hint)
+    return {"version": commit["version"], **of_version(run, commit)}
+
+
+def of_version(run: RunDir, commit: dict) -> dict[str, float]:
+    """Scores of a version's published parameters."""
+    with _task(run) as (task, model):
+        replica = Replica(model, versions.read_layout(run, commit["version"]))
+        for index in range(len(replica.layout.fragments)):
+            replica.adopt(index, versions.read_params(run, commit, replica.layout, index))
+        return task.validate(model)
+
+
+def of_checkpoint(run: RunDir, saved: dict) -> dict[str, float]:
+    """Scores of a checkpoint, by its record."""
+    with _task(run) as (task, model):
+        replica = Replica(model, Layout.of(shapes(model), math.inf))
+        for index, tensors in enumerate(replica.layout.fragments):
+            replica.load(index, read_params(run, saved, tensors))
+        return task.validate(model)
+
+
+@contextlib.contextmanager
+def _task(run: RunDir) -> Iterator[tuple[tasks.Task, nn.Module]]:
+    """The task and its model, where the run's own relative paths begin."""
+    with contextlib.chdir(run.config().run.folder):
+        task = load(run.config())
+        yield task, task.model().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load(config: Config) -> tasks.Task:
+    """The task of a run, if it can say how good a model is. UsageError: it cannot."""
+    name = config.run.name
+    if config.run.command:
+        what = f"run {name} has a loop of its own (run.command)"
+        raise UsageError(what, "only a run of a task (run.task) can be evaluated")
+    task = tasks.load_task(config.run.task, config.task, Path(config.run.folder))
+    if not hasattr(task, "validate"):
+        raise UsageError(f"task {config.run.task} has no validate()", "add one to the task")
+    return task

@@ -1,0 +1,149 @@
+"""What a worker moves: the fragments of its deltas out, and those of new versions in.
+
+Each fragment belongs to one of the worker's ranks, which encodes and stores it, or reads and checks
+it; from rank to rank it goes over the node's own links. So the ranks share the work, and what comes
+from outside comes to a worker once. While one fragment is stored the next is encoded, and while one
+is adopted the next is read.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from elastic.codec import Encoder
+from elastic.config import Config
+from elastic.errors import ElasticError
+from elastic.group import Group
+from elastic.merge import norm
+from elastic.replica import Replica
+from elastic.rounds import Fragment
+from elastic.rundir import RunDir
+from elastic.versions import has_differences, read_difference, read_params
+
+Put = Callable[[int, memoryview], Fragment]
+
+
+class Published(NamedTuple):
+    """A fragment of a version, as `Replica.adopt` takes it."""
+
+    values: torch.Tensor
+    is_difference: bool = False
+
+
+class Exchange:
+    def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group, owners: int):
+        """`owners`: how many of the ranks have fragments of their own."""
+        self.run, self.replica, self._group, self._owners = run, replica, group, owners
+        self.encoder = Encoder(config.local_sgd.compression, replica.layout)
+        self._down, self._node_cache = config.local_sgd.downlink, config.local_sgd.node_cache
+        self._indices = range(len(replica.layout.fragments))
+        self._version = -1  # the base's; -1: none, or by halves
+
+    def _is_mine(self, index: int) -> bool:
+        return index % self._owners == self._group.rank
+
+    # ---- out
+
+    def send(self, delta_of: Callable, last: bool, put: Put) -> tuple[list[Fragment], float]:
+        """Encode every fragment and `put` it. Returns what a header says of them, and the norm of
+        the delta; one that is not finite is not put as a whole. Collective."""
+        square, put_yet, before = 0.0, {}, None
+        with ThreadPoolExecutor(1, "sender") as sender:
+            for index in self._indices:
+                delta = delta_of(index)
+                if not self._is_mine(index):
+                    continue
+                square += norm(delta) ** 2
+                if math.isfinite(square):
+                    data = self.encoder.encode(index, delta, last)
+                    if before:
+                        before.result()
+                    before = put_yet[index] = sender.submit(put, index, data)
+        entries = [_entry(index, future.result()) for index, future in put_yet.items()]
+        gathered = self._group.gather([square, entries])
+        entries = sorted(entry for _, entries in gathered for entry in entries)
+        fragments = [Fragment(size, xxh3) for _, size, xxh3 in entries]
+        return fragments, sum(square for square, _ in gathered) ** 0.5
+
+    # ---- in
+
+    def adopt(self, commit: dict, fetched: list[Published] | None = None) -> None:
+        """Set the replica to a version (`fetched`: its fragments, where they are here already).
+        Collective; raises ElasticError, on all ranks, if it cannot be read."""
+        read = self._reader(commit)
+        self._version = -1
+        if fetched or self._group.world == 1:
+            for index, published in enumerate(fetched or read_ahead(read, self._indices)):
+                self.replica.adopt(index, *published)
+        else:
+            self._adopt_together(read)
+        self._version = commit["version"]
+
+    def _adopt_together(self, read: Callable[[int], Published]) -> None:
+        """Every rank reads its share, and hands it to the others."""
+        world, mine, trouble = self._group.world, {}, ""
+        try:
+            mine = {i: read(i) for i in self._indices if i % world == self._group.rank}
+        except ElasticError as error:
+            trouble = str(error)
+        if found := [each for each in self._group.gather(trouble) if each]:
+            raise ElasticError(found[0])
+        for index in self._indices:
+            published = mine.pop(index, None)
+            is_difference = self._group.share(published and published.is_difference, index % world)
+            empty = self.replica.empty(index, is_difference)
+            values = self._group.hand_out(published.values if published else empty, index % world)
+            self.replica.adopt(index, values, is_difference)
+
+    def rebase(self, commit: dict, deltas: list, brought: dict[int, list[Published]]) -> None:
+        """Likewise, and put what was done since `deltas` were taken on top. One rank only.
+
+        `brought`: a version's fragments, by its number, if `deltas` are shifted by them already.
+        """
+        fetched = brought.get(commit["version"])
+        if fetched is None:  # another one has come meanwhile
+            fetched = self.fetch(commit)  # all of them first: no rebase by halves
+            for other in brought.values():
+                self.shift(other, deltas, back=True)
+            self.shift(fetched, deltas)
+        self._version = -1
+        for index, published in enumerate(fetched):
+            self.replica.move(index, *published, deltas[index])
+        self._version = commit["version"]
+
+    def shift(self, fetched: list[Published], deltas: list, back: bool = False) -> None:
+        """See Replica.shift; of all fragments, in place."""
+        for index, published in enumerate(fetched):
+            self.replica.shift(index, *published, deltas[index], back)
+
+    def fetch(self, commit: dict) -> list[Published]:
+        """All of a version's fragments. Raises ElasticError."""
+        return list(map(self._reader(commit), self._indices))
+
+    def _reader(self, commit: dict) -> Callable[[int], Published]:
+        """How to read a fragment: the difference, if there is one to what the replica has."""
+        run, layout, cache = self.run, self.replica.layout, self._node_cache
+        if commit["version"] == self._version + 1 and has_differences(commit):
+            down = self._down
+            return lambda i: Published(read_difference(run, commit, layout, i, down, cache), True)
+        return lambda index: Published(read_params(run, commit, layout, index, cache))
+
+
+def _entry(index: int, fragment: Fragment) -> list:
+    return [index, fragment.bytes, fragment.xxh3]
+
+
+def read_ahead(read: Callable, indices: Sequence[int]) -> Iterator:
+    """`read` of each, in order; the next one while the caller is at work with one."""
+    coming: deque[Future] = deque()
+    with ThreadPoolExecutor(1, "reader") as pool:
+        for index in indices:
+            coming.append(pool.submit(read, index))
+            if len(coming) > 1:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
