@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.config import load
-from elastic.estimate import Model, Rates, cost, shards_for, size, warnings
+from elastic.estimate import Model, Rates, Save, cost, save_of, shards_for, size, warnings
 from helpers import ROOT, elastic, environment
 
 
@@ -35,6 +35,15 @@ def test_the_parts_of_a_round_by_hand():
     assert one.stall_s == pytest.approx(sum((2 * read_s, 0.875, 14, 22.4)))
 
 
+def test_what_a_notice_has_to_get_onto_disk():
+    """int8 and AdamW's moments; in sync mode a quarter of parameters and moments on each node."""
+    local, sync = (load(ROOT / "etc/7b.toml", ["slurm.partition=x", f"run.mode={mode}",
+                                               "elastic.min=8", "slurm.gpus_per_node=2"])
+                   for mode in ("local", "sync"))  # fmt: skip
+    assert save_of(MODEL, local) == Save(7_054_687_500, 7_054_687_500 + 56e9)
+    assert save_of(MODEL, sync) == Save(21e9, 21e9)
+
+
 def test_one_worker_is_bound_by_its_own_process():
     one = cost(MODEL, 1, rates=RATES)
     assert (one.deliver_s, one.pull_s) == (pytest.approx(7.0546875 / 5), pytest.approx(14 / 5))
@@ -48,6 +57,13 @@ def test_redis_copies_everything_three_times():
     one = cost(MODEL, 32, rates=RATES, through_redis=True)
     assert one.deliver_s == pytest.approx(2 * 32 * 7.0546875)
     assert one.merge_s == pytest.approx(32 * 7.0546875 + 0.875)
+
+
+def test_a_difference_is_half_to_pull_and_one_more_to_publish():
+    whole, less = (cost(MODEL, 32, rates=RATES, downlink=name) for name in ("bf16", "int8"))
+    assert less.pull_s == pytest.approx(whole.pull_s * (1 + 2 / 256) / 2)
+    assert less.publish_s == pytest.approx(whole.publish_s * (11 + 2 / 256) / 10)
+    assert (less.deliver_s, less.merge_s) == (whole.deliver_s, whole.merge_s)
 
 
 def test_shards_until_the_filesystem_itself_is_the_limit():
@@ -67,7 +83,8 @@ def test_sizes_as_people_read_them(amount, text):
 
 
 def config(**changes):
-    sgd = {"transport": "filesystem", "compression": "int8", "max_staleness": 2, **changes}
+    sgd = {"transport": "filesystem", "compression": "int8", "max_staleness": 2,
+           "downlink": "bf16", **changes}  # fmt: skip
     return SimpleNamespace(
         local_sgd=SimpleNamespace(**sgd), redis=SimpleNamespace(maxmemory_bytes=1 << 30),
         checkpoint=SimpleNamespace(keep=3, min_free_bytes=200e9),

@@ -11,7 +11,10 @@ overlap the four follow each other, and workers stand still for their sum.
 
 from dataclasses import dataclass
 
-PUBLISHED, KEPT = 2, 8  # bytes an element of a version that workers read, that the master does
+KEPT = 8  # bytes an element of a version that only the master reads
+DOWN = {"bf16": 2, "int8": 1 + 2 / 256, "int4": 1 / 2 + 2 / 128}  # that workers read
+SMALL_BYTES = 64_000_000  # of a round's deltas: a tenth of a second of Redis, in and out
+THREADS = 8  # of a process that averages: more of them wait for each other in Python
 ROUNDS_OF_TOPK = 1000  # ten times until a hundredth has been everything
 ENOUGH = 0.05  # of a round; to stand still for longer is worth a word
 
@@ -41,6 +44,14 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Save:
+    """What a job has to put on disk after a notice, and how much of that is its work."""
+
+    work_bytes: float
+    whole_bytes: float
+
+
+@dataclass(frozen=True)
 class Cost:
     """Seconds of a round's four parts."""
 
@@ -58,9 +69,20 @@ class Cost:
         return self.merge_s + self.publish_s
 
 
+def choose_transport(config, delta_bytes: int, workers: int) -> tuple[str, str]:
+    """The transport of a run ("redis" or "filesystem"), and why. `delta_bytes`: of one delta."""
+    if config.local_sgd.transport != "auto":
+        return config.local_sgd.transport, "local_sgd.transport says so"
+    at_once, most = workers * delta_bytes, min(SMALL_BYTES, config.redis.maxmemory_bytes // 4)
+    if config.redis.url:
+        return "filesystem", "the memory of the site's redis is not this run's"
+    said = f"a round's deltas are {size(at_once)}, redis is for up to {size(most)}"
+    return "redis" if at_once <= most else "filesystem", said
+
+
 def cost(
-    model: Model, workers: int, cores: int = 16, shards: int = 1,
-    rates: Rates = Rates(), through_redis: bool = False,
+    model: Model, workers: int, cores: int = 16, shards: int = 1, rates: Rates = Rates(),
+    through_redis: bool = False, downlink: str = "bf16",
 ) -> Cost:  # fmt: skip
     """Of one round, averaged by `shards` processes of `cores` cores, each on a node of its own."""
     up, wide = workers * model.delta_bytes, min(rates.filesystem, shards * rates.process)
@@ -70,11 +92,27 @@ def cost(
         deliver_s, read_s = 2 * up / rates.redis, up / rates.redis
     add_s = workers * model.numel / (rates.merged * cores * shards)
     step_s = model.numel / (rates.stepped * cores * shards)
-    down = PUBLISHED * model.numel
+    down = DOWN[downlink] * model.numel
+    written = version_bytes(model, downlink)
     return Cost(
-        deliver_s, max(read_s, add_s) + step_s, (PUBLISHED + KEPT) * model.numel / wide,
+        deliver_s, max(read_s, add_s) + step_s, written / wide,
         max(down / rates.process, workers * down / rates.filesystem),
     )  # fmt: skip
+
+
+def version_bytes(model: Model, downlink: str) -> float:
+    """What the master writes of a version."""
+    difference = DOWN[downlink] if downlink != "bf16" else 0
+    return (DOWN["bf16"] + KEPT + difference) * model.numel
+
+
+def save_of(model: Model, config) -> Save:
+    """In local mode a worker's delta, then AdamW's moments, without which its learning rate ramps
+    up again; in sync mode a node's share of a checkpoint of the smallest job."""
+    if config.run.mode == "local":
+        return Save(model.delta_bytes, model.delta_bytes + 8 * model.numel)
+    share = 12 * model.numel / max(1, config.elastic.min // config.slurm.gpus_per_node)
+    return Save(share, share)
 
 
 def shards_for(model: Model, workers: int, budget_s: float, most: int = 64, **how) -> int | None:
@@ -89,7 +127,7 @@ def shards_for(model: Model, workers: int, budget_s: float, most: int = 64, **ho
 def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
     """What is likely to hurt, with the way out. `config`: the run's; `rounds`: 0: not known."""
     sgd, up = config.local_sgd, workers * model.delta_bytes
-    version = (PUBLISHED + KEPT) * model.numel
+    version = version_bytes(model, sgd.downlink)
     space = version * (config.checkpoint.keep + 1) + up * (sgd.max_staleness + 1)
     found = {
         f"a round's deltas need {size(up)} of Redis, redis.maxmemory is"
@@ -98,37 +136,47 @@ def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
         f"versions and deltas take up to {size(space)}, checkpoint.min_free is only"
         f" {size(config.checkpoint.min_free_bytes)}: commits would wait for space":
             config.checkpoint.min_free_bytes < version,
-        f"topk needs some {ROUNDS_OF_TOPK} rounds to send everything once, the run has"
-        f" {rounds:.0f}: use int4, or fewer inner_steps":
-            sgd.compression == "topk" and 0 < rounds < ROUNDS_OF_TOPK,
+        too_short_for_topk(config, rounds): sgd.compression == "topk" and rounds > 0,
         f"the run has {rounds:.0f} rounds, and the outer optimizer wants a hundred:"
         " lower local_sgd.inner_steps": 0 < rounds < 100,
     }  # fmt: skip
-    return [text for text, holds in found.items() if holds]
+    return [text for text, holds in found.items() if holds and text]
+
+
+def too_short_for_topk(config, rounds: float) -> str:
+    """What to say of a run that leaves most of its deltas out; empty if nothing."""
+    if config.local_sgd.compression != "topk" or rounds >= ROUNDS_OF_TOPK:
+        return ""
+    return (f"topk needs some {ROUNDS_OF_TOPK} rounds to send everything once, the run has"
+            f" {rounds:.0f}: use int4, or fewer inner_steps")  # fmt: skip
 
 
 def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     """The plan of a run at its largest, as people read it."""
     sgd = config.local_sgd
-    cores = config.slurm.master_cpus or 16
-    one = cost(model, workers, cores, 1, rates, sgd.transport == "redis")
+    cores, nodes = config.slurm.master_cpus or 16, config.slurm.master_nodes
+    transport, why = choose_transport(config, model.delta_bytes, workers)
+    one = cost(model, workers, cores, nodes, rates, transport == "redis", sgd.downlink)
     per_step = config.train.batch_size * config.slurm.gpus_per_worker * model.tokens_per_sample
     per_round = per_step * sgd.inner_steps * workers
     rounds = config.train.max_tokens / per_round if per_round else 0
-    up, down = model.delta_bytes, PUBLISHED * model.numel
-    host = down + model.largest_bytes + (4 * model.numel if model.has_feedback else 0)
+    up, down = model.delta_bytes, DOWN[sgd.downlink] * model.numel
+    left_out = 4 * model.numel if model.has_feedback else 0
+    host = DOWN["bf16"] * model.numel + model.largest_bytes + left_out
     step_s = one.stall_s / ENOUGH / sgd.inner_steps
     lines = [
         ("model", f"{model.numel:,} parameters in {model.fragments} fragments"),
         ("a round", f"{workers} workers, {sgd.inner_steps} steps each; a delta is {size(up)}"
-                    f" ({sgd.compression}), the parameters are {size(down)}"),
+                    f" ({sgd.compression}), a version {size(down)} ({sgd.downlink})"),
         ("it moves", f"{size(workers * up)} up, read twice; {size(workers * down)} down;"
-                     f" a version on disk is {size((PUBLISHED + KEPT) * model.numel)}"),
+                     f" a version on disk is {size(version_bytes(model, sgd.downlink))}"),
+        ("through", f"{transport}: {why}"),
         ("it takes", f"{one.stall_s:.3g} s: deliver {one.deliver_s:.3g}, merge {one.merge_s:.3g},"
                      f" publish {one.publish_s:.3g}, pull {one.pull_s:.3g}"),
         ("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more"),
         ("memory", f"worker {size(host)} of its host's, beside training; master"
-                   f" {size(12 * model.numel + cores * model.largest_bytes)}"),
+                   f" {size(_held_bytes(model, sgd) / nodes)}"
+                   f"{f' on each of {nodes} nodes' if nodes > 1 else ''}"),
         ("taken for granted", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
                               f" the filesystem, {cores} cores for the master"),
     ]  # fmt: skip
@@ -136,6 +184,13 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
         lines.insert(2, ("rounds", f"{rounds:,.0f} of {per_round:,} tokens each"))
     lines += [("warning", text) for text in warnings(model, workers, config, rounds)]
     return "\n".join(f"  {name:18}{text}" for name, text in lines)
+
+
+def _held_bytes(model: Model, sgd) -> float:
+    """By the master: parameters and momentum, what is published where differences are made, and a
+    fragment of a delta and of a mean per thread."""
+    published = DOWN["bf16"] + DOWN[sgd.downlink] if sgd.downlink != "bf16" else 0
+    return (KEPT + published) * model.numel + THREADS * (model.largest_bytes + sgd.fragment_bytes)
 
 
 def size(amount: float) -> str:

@@ -17,7 +17,8 @@ K = 100
 
 def table() -> str:
     names = "".join(f" {place} |" for place in PLACES)
-    lines = [f"| model | workers | up | down |{names} shards |", "| --- " * (5 + len(PLACES)) + "|"]
+    head = f"| model | workers | up | down |{names} shards | Lustre, those shards, int8 down |"
+    lines = [head, "| --- " * (6 + len(PLACES)) + "|"]
     for name, (numel, step_s) in MODELS.items():
         for workers in WORKERS:
             model = Model(int(numel), int(numel * (1 + 2 / 256)), 110, 0, False)
@@ -28,7 +29,10 @@ def table() -> str:
             shards = shards_for(model, workers, K * step_s / 10, rates=PLACES["Lustre"][0])
             parts = [f"{s:.0f} s, {s / (K * step_s + s):.0%}" for s in stalls]
             up, down = size(workers * model.delta_bytes), size(2 * numel * workers)
-            lines.append(f"| {name} | {workers} | {up} | {down} | {' | '.join(parts)} | {shards} |")
+            whole = cost(model, workers, shards=shards, rates=PLACES["Lustre"][0], downlink="int8")
+            share = f"{whole.stall_s:.0f} s, {whole.stall_s / (K * step_s + whole.stall_s):.0%}"
+            parts += [str(shards), share]
+            lines.append(f"| {name} | {workers} | {up} | {down} | {' | '.join(parts)} |")
     return "\n".join(lines)
 
 

@@ -1,0 +1,229 @@
+"""What a trace of preemptions would do to a run, for each way to train through it. Pure.
+
+    requeue   a job of a fixed size that Slurm requeues: it saves now and then, and heeds no notice
+    sync      one job of the size there is, with a successor that waits behind it
+    local     a job per worker, averaged in rounds
+
+The trace is played to each (played.py, played_local.py), and what a run would do is decided by what
+decides it there: plan.plan (what is submitted and cancelled), sizing.fit and Growth (the trainer's
+size), cadence (its checkpoints), rounds (the life of a round), estimate (what a round moves and
+takes). The result goes through goodput.ledger, so its parts are those of `elastic-audit`.
+
+Taken for granted: all GPUs are as fast, a step of sync mode is shared out evenly and without loss,
+nothing fails but by the trace, the master is never taken, Slurm gives the run every GPU that is
+there, and the run lasts longer than the trace. Not played: deltas are not judged or weighed (only
+superseded ones are dropped), and nobody trains while a delta travels (local_sgd.overlap), so local
+mode is better than it looks here. Training are steps alone: a delta on its way is waiting, which a
+run's own ledger counts as training.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elastic import cadence, estimate, sizing
+from elastic.errors import UsageError
+from elastic.played import Change, Costs, Requeue, Sync, best_every_s
+from elastic.played_local import Local
+
+PASS_FLOPS = 6  # per parameter and token, forth and back
+SAVED = 12  # bytes an element of a checkpoint: float32, and AdamW's two
+MOSTLY = 0.9  # of the time; --min: so many GPUs are there
+AS_GOOD = 0.95  # of the best: then rounds are better short, because workers drift apart in them
+WORTH_SYNC = 0.97  # of local mode: then it is better, because it trains as if undisturbed
+KS = (25, 50, 100, 200, 500)
+MOST_ROUNDS = 50_000  # that are played
+LEAST_ROUND_S = 30.0  # no shorter ones are tried
+
+
+def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> Costs:
+    """The costs of a run by its configuration and size; what was `shown` goes before."""
+    said = config.plan
+    names = ("step_s", "startup_s", "queue_s", "requeue_s", "notice_s", "leave_s", "save_s")
+    found = {name: getattr(said, name) for name in names}
+    return Costs(**found | (_by_size(config, model) if model else {}) | dict(shown))
+
+
+def _by_size(config, model: estimate.Model) -> dict[str, float]:
+    said, slurm, gpus = config.plan, config.slurm, config.elastic.max
+    tokens = config.train.batch_size * (model.tokens_per_sample or 1)  # of a GPU's step
+    saved_bytes, workers = SAVED * model.numel, max(1, gpus // slurm.gpus_per_worker)
+    rates = estimate.Rates(process=said.process_bytes, filesystem=said.filesystem_bytes)
+    transport, _ = estimate.choose_transport(config, model.delta_bytes, workers)
+    one, alone = (
+        estimate.cost(model, count, slurm.master_cpus or 16, slurm.master_nodes, rates,
+                      transport == "redis", config.local_sgd.downlink)
+        for count in (workers, 1)
+    )  # fmt: skip
+    return {
+        "step_s": said.step_s or PASS_FLOPS * model.numel * tokens / said.flops,
+        "save_s": said.save_s or saved_bytes / min(rates.filesystem, gpus * rates.process),
+        "stall_s": saved_bytes / gpus / rates.process,  # into the hosts' memory
+        "deliver_s": one.deliver_s, "deliver_alone_s": alone.deliver_s,
+        "average_s": one.master_s, "pull_s": one.pull_s,
+        "total_steps": config.train.max_tokens / (tokens * slurm.gpus_per_worker),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a way to train makes of a trace. `parts`: of goodput.ledger, in GPU-seconds."""
+
+    mode: str
+    gpus: tuple[int, int]  # from and to
+    inner_steps: int  # 0 but in local mode
+    parts: Mapping[str, float]
+    offered_s: float  # GPU-seconds that a run could have had
+
+    @property
+    def goodput(self) -> float:
+        return self.parts["training"] / max(self.parts["allocated"] - self.parts["open"], 1e-9)
+
+    @property
+    def kept(self) -> float:
+        """Of all that was there to be had."""
+        return self.parts["training"] / max(self.offered_s, 1e-9)
+
+    def to_json(self) -> dict:
+        return {"mode": self.mode, "gpus": list(self.gpus), "inner_steps": self.inner_steps,
+                "goodput": self.goodput, "kept": self.kept, **self.parts}  # fmt: skip
+
+
+def silence(_text: str) -> None:
+    """Tell nobody."""
+
+
+class Forecaster:
+    """A trace until `end`, played to a run of that configuration at those costs. Takes seconds:
+    `say` is told of each play."""
+
+    def __init__(self, trace: Sequence[Change], end: float, config, costs: Costs, say=silence):
+        self.trace, self.end, self.config, self.costs = trace, end, config, costs
+        self._say = say
+
+    def local(self, inner_steps: int = 0) -> Forecast:
+        sgd = self.config.local_sgd
+        steps = inner_steps or sgd.inner_steps
+        self._say(f"playing the trace to local mode, inner_steps = {steps}")
+        config = replace(self.config, local_sgd=replace(sgd, inner_steps=steps))
+        return self._of("local", self._limits, steps, Local(self.trace, config, self.costs))
+
+    def sync(self, least: int = 0) -> Forecast:
+        limits = self.config.elastic
+        limits = replace(limits, min=least or limits.min)
+        self._say(f"playing the trace to sync mode, min = {limits.min}")
+        config = replace(self.config, elastic=limits)
+        return self._of("sync", (limits.min, limits.max), 0, Sync(self.trace, config, self.costs))
+
+    def requeue(self) -> Forecast:
+        """Of the size that turns out to be the best, of all from min to max."""
+        each = self.config.slurm.gpus_per_node
+        sizes = sizing.node_counts(self._limits, each)
+        self._say(f"playing the trace to --requeue, in {len(sizes)} sizes")
+        found = (self._of("requeue", (nodes * each,) * 2, 0,
+                          Requeue(self.trace, self.config, self.costs, [nodes]))
+                 for nodes in sizes)  # fmt: skip
+        return max(found, key=lambda each: each.kept)
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        return self.config.elastic.min, self.config.elastic.max
+
+    def _of(self, mode: str, gpus: tuple[int, int], inner_steps: int, play) -> Forecast:
+        return Forecast(mode, gpus, inner_steps, play.play(self.end), self._offered_s())
+
+    def _offered_s(self) -> float:
+        most = self._limits[1]
+        return sum(seconds * min(gpus, most) for gpus, seconds in spans(self.trace, self.end))
+
+
+def spans(trace: Sequence[Change], end: float) -> Iterator[tuple[int, float]]:
+    """(GPUs that are there, for so many seconds)."""
+    there: dict[str, int] = {}
+    at = 0.0
+    for change in trace:
+        if change.at > at:
+            yield sum(there.values()), min(change.at, end) - at
+        at, there[change.node] = min(change.at, end), change.gpus
+    yield sum(there.values()), end - at
+
+
+def mostly_there(trace: Sequence[Change], end: float) -> int:
+    """GPUs that are there for nine tenths of the time."""
+    left_s = (1 - MOSTLY) * end
+    for gpus, seconds in sorted(spans(trace, end)):
+        left_s -= seconds
+        if left_s < 0:
+            return gpus
+    return 0
+
+
+def forecast(trace: Sequence[Change], end: float, config, costs: Costs, say=silence) -> dict:
+    """All ways to train as `config` has them, and what to change: for views and for scripts."""
+    _check(end, config, costs)
+    most = max(gpus for gpus, _ in spans(trace, end))
+    least = max(config.slurm.gpus_per_worker, min(mostly_there(trace, end), config.elastic.max))
+    play = Forecaster(trace, end, config, costs, say)
+    rows = [play.requeue(), play.sync(), play.local()]
+    if not any(row.kept for row in rows):
+        what = f"nothing could be trained in the {end:.0f} s of the trace"
+        raise UsageError(what, "a longer trace, or smaller costs: section [plan]")
+    rows += _better(play, least, rows[1:])
+    best, why = _choose(rows)
+    if config.run.command and best.mode != config.run.mode:
+        best = [row for row in rows if row.mode == config.run.mode][-1]
+        why = f"run.command keeps its mode; as a task, {why}"
+    taken = [change.at for change in trace if not change.gpus]
+    moments, steps = len(set(taken)), best.inner_steps or config.local_sgd.inner_steps
+    every_s = best_every_s(costs, costs.stall_s, (end + cadence.PRIOR_S) / max(1, moments))
+    if best.mode == "local":
+        every_s = steps * costs.step_s + costs.deliver_s + costs.average_s + costs.pull_s
+    return {
+        "trace": {"seconds": end, "nodes": len({change.node for change in trace}),
+                  "most_gpus": most, "taken": len(taken), "moments": moments},
+        "costs": vars(costs),
+        "ways": [each.to_json() for each in rows],
+        "recommended": {
+            "mode": best.mode, "inner_steps": steps,
+            "min": best.gpus[0] if best.mode == "sync" else least,
+            "max": min(most, config.elastic.max),
+            "checkpoint_interval_s": every_s,  # in local mode, of versions
+            "reason": why,
+        },
+    }  # fmt: skip
+
+
+def _check(end: float, config, costs: Costs) -> None:
+    """Raise UsageError for what cannot be played, or not in sensible time."""
+    most, per_node = config.elastic.max, config.slurm.gpus_per_node
+    if most < per_node:
+        what = f"elastic.max = {most} is not one node (slurm.gpus_per_node = {per_node})"
+        raise UsageError(what, "a job of sync mode has whole nodes: change one of them")
+    round_s = config.local_sgd.inner_steps * costs.step_s + costs.deliver_s + costs.average_s
+    if end > MOST_ROUNDS * round_s:
+        what = f"a round of {round_s:.2g} s is too short to play {end:.0f} s of them"
+        raise UsageError(what, "give --set plan.step=SECONDS, or --measured RUN")
+
+
+def _better(play: Forecaster, least: int, found: Sequence[Forecast]) -> Iterator[Forecast]:
+    """Another min in sync mode, and another K in local mode, where they gain something."""
+    sync, local = found
+    if least != sync.gpus[0] and (other := play.sync(least)).kept > sync.kept:
+        yield other
+    others = (k for k in KS if k * play.costs.step_s >= LEAST_ROUND_S and k != local.inner_steps)
+    tried = [local, *map(play.local, others)]
+    enough = AS_GOOD * max(each.kept for each in tried)
+    best = min((each for each in tried if each.kept >= enough), key=lambda each: each.inner_steps)
+    if best is not local:
+        yield best
+
+
+def _choose(rows: Sequence[Forecast]) -> tuple[Forecast, str]:
+    """The way to take, and why."""
+    requeue = rows[0]
+    sync, local = ([each for each in rows if each.mode == mode][-1] for mode in ("sync", "local"))
+    best, other = (sync, local) if sync.kept >= WORTH_SYNC * local.kept else (local, sync)
+    exactly = ", step for step as if undisturbed," * (best is sync)
+    return best, (
+        f"it trains{exactly} for {best.kept:.0%} of the GPU time that is there, {other.mode} mode"
+        f" for {other.kept:.0%}, --requeue for {requeue.kept:.0%}"
+    )

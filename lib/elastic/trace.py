@@ -1,0 +1,118 @@
+"""Traces of preemptions, from files and runs; and what a run's own record says that things cost.
+
+A trace file has lines `milliseconds,add|remove,node`. A run's jobs make one, too: a job's GPUs are
+there from its start to its notice or its end, unless it had nothing left to do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+
+from elastic import goodput, rundir
+from elastic.errors import UsageError
+from elastic.goodput import IDLE_AT_THE_END, Allocation, Work
+from elastic.played import Change
+from elastic.rundir import RunDir
+
+
+def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
+    """The changes of a trace file, an events.jsonl or a run; and how many seconds it has."""
+    path = Path(source)
+    if path.is_file() and path.suffix != ".jsonl":
+        changes = sorted(_of_lines(path, gpus_per_node), key=lambda change: change.at)
+        end = changes[-1].at if changes else 0.0
+    else:
+        run = RunDir(path.resolve().parent) if path.is_file() else rundir.find(source)
+        events = run.lines(path.name) if path.is_file() else run.events()
+        changes, end = of_events(events, run.endings(), gpus_per_node)
+    if not end or not any(change.gpus for change in changes):
+        what = "no end" if not end else "no GPUs: nothing is added in it"
+        raise UsageError(f"trace {source} has {what}", "a line is MILLISECONDS,add|remove,NODE")
+    return changes, end
+
+
+def _of_lines(path: Path, gpus: int) -> Iterator[Change]:
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            milliseconds, verb, node = line.split(",")
+            yield Change(int(milliseconds) / 1000, node, {"add": gpus, "remove": 0}[verb])
+        except (ValueError, KeyError):
+            raise UsageError(f"{path}:{number}: {line[:80]!r} is no change of a trace",
+                             "a line is MILLISECONDS,add|remove,NODE") from None  # fmt: skip
+
+
+def of_events(
+    events: Sequence[Mapping], endings: Sequence[Mapping], gpus: int
+) -> tuple[list[Change], float]:
+    """The changes that a run has seen, on nodes of so many GPUs; and the time of its last event."""
+    if not events:
+        return [], 0.0
+    began, now = events[0]["time"], events[-1]["time"]
+    jobs = goodput.allocations(events, endings, gpus, now)
+    gpus = min([gpus, *(job.gpus for job in jobs if job.gpus)])  # its jobs may be smaller
+    return sorted(_of_jobs(jobs, began, gpus), key=lambda change: change.at), now - began
+
+
+def _of_jobs(jobs: Sequence[Allocation], began: float, gpus: int) -> Iterator[Change]:
+    for job in jobs:
+        slot = job.attempts[0][1][0] if job.attempts else -1
+        for part in range(job.gpus // gpus):
+            yield Change(max(0.0, job.start - began), f"{slot}.{part}", gpus)
+            if job.outcome and job.outcome not in IDLE_AT_THE_END:
+                yield Change((job.notice or job.end) - began, f"{slot}.{part}", 0)
+
+
+# ---- what a run has shown
+
+
+def measured(run: RunDir) -> dict[str, float]:
+    """Costs, by their names in played.Costs, as means of what the run has done so far; of the
+    pauses between rounds the median, because some have waited for somebody."""
+    config, events = run.config(), run.events()
+    now = events[-1]["time"] if events else 0.0
+    jobs = goodput.allocations(events, run.endings(), config.slurm.gpus_per_worker, now)
+    commits, metrics = list(run.commits()), run.lines("metrics.jsonl")
+    work = sorted(goodput.work_in(commits, metrics), key=lambda each: each.start)
+    gaps_s = [after.start - before.stop for before, after in _neighbours(work)]
+    deltas = [delta for commit in commits for delta in commit["deltas"] if delta.get("delivered")]
+    most = config.elastic.max
+    found = {
+        "startup_s": [first.start - job.start for job, first in _firsts(jobs, work)],
+        "leave_s": [job.end - max([job.notice, *_stops(job, work)]) for job in jobs
+                    if job.notice and job.outcome == "yielded"],
+        "step_s": [delta["seconds"] / delta["steps"] for delta in deltas if delta["steps"]]
+                  or [line["seconds"] * line["world"] / most for line in metrics],
+    }  # fmt: skip
+    shown = {name: fmean(values) for name, values in found.items() if values}
+    if deltas and gaps_s:  # all parts of a pause
+        shown |= dict.fromkeys(("deliver_s", "deliver_alone_s", "average_s"), 0.0)
+        shown |= {"pull_s": max(0.0, median(gaps_s))}
+    if deltas:
+        shown["total_steps"] = commits[0].get("total_tokens", 0) * _steps_per_token(deltas)
+    return shown
+
+
+def _steps_per_token(deltas: Sequence[Mapping]) -> float:
+    return sum(delta["steps"] for delta in deltas) / sum(delta["tokens"] for delta in deltas)
+
+
+def _neighbours(work: Sequence[Work]) -> Iterator[tuple[Work, Work]]:
+    """Of the same attempt, one after the other."""
+    for attempt in {each.attempt for each in work}:
+        yield from pairwise(each for each in work if each.attempt == attempt)
+
+
+def _firsts(jobs: Sequence[Allocation], work: Sequence[Work]) -> Iterator[tuple[Allocation, Work]]:
+    """Each job with the first work of its first attempt."""
+    first: dict[tuple[int, int], Work] = {}
+    for each in work:
+        first.setdefault(each.attempt, each)
+    for job in jobs:
+        if job.attempts and job.attempts[0][1] in first:
+            yield job, first[job.attempts[0][1]]
+
+
+def _stops(job: Allocation, work: Sequence[Work]) -> list[float]:
+    mine = {attempt for _, attempt in job.attempts}
+    return [each.stop for each in work if each.attempt in mine]
