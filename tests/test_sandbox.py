@@ -1,5 +1,6 @@
 """The private Slurm itself: up, faults, down without a trace; as root and as an ordinary user."""
 
+import json
 import os
 import pwd
 import shlex
@@ -75,6 +76,21 @@ def test_jobs_get_distinct_gpus(slurm, tmp_path):
         slurm.run("sbatch", "--nodelist=n1", "--gres=gpu:1", f"--output={output}", "-D/", show)
     wait_until(lambda: all(o.exists() and o.read_text() for o in outputs), 20, "both jobs run")
     assert {output.read_text().split()[0] for output in outputs} == {"0", "1"}
+
+
+def test_slurm_runs_what_scrontab_is_given(slurm, tmp_path):
+    """As a batch job with the same options: scrontab itself is not in Debian."""
+    lines = (ROOT / "etc/scrontab.example").read_text().splitlines()
+    options = [line.removeprefix("#SCRON ") for line in lines if line.startswith("#SCRON ")]
+    (line,) = [line for line in lines if not line.startswith("#")]
+    command = line.split(None, 5)[5].removesuffix(" --jitter")  # which would take its time
+    command = command.replace("/opt/elastic", str(ROOT))
+    output = tmp_path / "log"
+    where = (f"--output={output}", f"--chdir={tmp_path}", "--wait",
+             f"--export=ELASTIC_HOME_DIR={tmp_path},ELASTIC_PYTHON={sys.executable}")  # fmt: skip
+    slurm.run("sbatch", *options, *where, f"--wrap={command} --json")
+    said = json.loads(output.read_text())
+    assert (said["runs"], said["errors"]) == ([], [])
 
 
 def test_its_daemons_listen_on_loopback_only_where_that_is_the_hosts_address(slurm):

@@ -1,0 +1,479 @@
+"""What the doctor makes of what it saw: facts in, one finding per check out. Pure.
+
+A fact is a plain value, or Unknown with the reason why nobody could look: then the check is SKIP,
+or FAIL where runs cannot do without. FAIL: runs do not start here, or lose work whenever they are
+preempted. WARN: they work, and less well than they could. A good cluster gets nothing but OK.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from elastic.estimate import size
+
+OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
+OLDEST_SLURM = (22, 5)
+NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
+CRED_EXPIRE_S = 120  # Slurm's default, which a requeued job waits for
+LONG_REQUEUE_S = 30.0
+SLOW_DISK = 10e6  # bytes/s
+SLOW_REDIS = 20e6  # the most that a round moves through it, 64 MB, then takes seconds
+SLOW_IMPORT_S = 10.0
+# NTP keeps machines within milliseconds. 30 s: the pass acts on differences of that size (backoff,
+# reconcile_interval), and munge refuses everybody at 300 s.
+SKEWED_S, WRONG_S = 1.0, 30.0
+TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE|Partition_Limit")
+OF_ONE_MACHINE = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
+_UNFIT = ("down", "drain", "fail", "error", "unknown", "inval", "maint", "future", "not_resp")
+
+
+class Unknown(NamedTuple):
+    """Instead of a fact: why nobody knows, and the way out. `meant`: nobody was to look."""
+
+    why: str
+    fix: str = ""
+    meant: bool = False
+
+
+class Finding(NamedTuple):
+    check: str
+    verdict: str
+    seen: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node in a partition, as Slurm lists it."""
+
+    partition: str
+    name: str
+    host: str
+    address: str
+    state: str
+    gres: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What was found in the folder of runs."""
+
+    folder: str
+    kind: str  # as in /proc/mounts
+    shortage: str  # "" if there is room
+    faults: tuple[str, ...]  # of rename, link and fsync
+    free_bytes: float
+    write: float  # bytes/s
+    read: float
+
+
+class Check(NamedTuple):
+    """`judge` gets the `needs` (with a "?": also if Unknown); no run does without the `vital`."""
+
+    name: str
+    why: str
+    needs: str
+    judge: Callable[..., tuple[str, str, str]]
+    vital: str = ""
+
+
+def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
+    """One finding per check, in order."""
+    return [_finding(check, facts) for check in CHECKS]
+
+
+def _finding(check: Check, facts: Mapping[str, Any]) -> Finding:
+    needs = [(need.rstrip("?"), need.endswith("?")) for need in check.needs.split()]
+    for name, is_optional in needs:
+        if isinstance(missing := facts[name], Unknown) and not is_optional:
+            verdict = FAIL if name == check.vital and not missing.meant else SKIP
+            return Finding(check.name, verdict, missing.why, check.why, missing.fix)
+    try:
+        verdict, seen, fix = check.judge(*(facts[name] for name, _ in needs))
+    except (ValueError, KeyError, IndexError) as error:  # Slurm, or a setting, said what none does
+        verdict, seen, fix = SKIP, f"not understood: {type(error).__name__}: {error}", ""
+    return Finding(check.name, verdict, seen, check.why, fix)
+
+
+# ---- Slurm --------------------------------------------------------------------------------------
+
+
+def _slurm(cluster: Mapping[str, str]) -> tuple[str, str, str]:
+    version = cluster["SLURM_VERSION"]
+    seen = f"{version}, cluster {cluster['ClusterName']}"
+    if [int(part) for part in version.split(".")[:2]] < [*OLDEST_SLURM]:
+        return WARN, seen, "22.05 is the oldest that this was tried with"
+    return OK, seen, ""
+
+
+def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
+    slurm = config.slurm
+    if problem := _closed(slurm.partition, "slurm.partition", partitions, nodes):
+        return problem
+    inside = [node for node in nodes if node.partition == slurm.partition]
+    counts = [gpus_of(node.gres, slurm.gres) for node in inside]
+    seen = f"{slurm.partition}: UP, {_nodes(inside)}, {sum(counts)} GPUs"
+    per_job = slurm.gpus_per_worker if config.run.mode == "local" else slurm.gpus_per_node
+    if slurm.gres and max(counts) < per_job:
+        fit = sorted({n.partition for n in nodes if gpus_of(n.gres, "gpu") >= per_job})
+        there = f"nodes with {per_job} GPUs are in: {', '.join(fit) or 'no partition'}"
+        return FAIL, f"{seen}; no node with {slurm.gres}:{per_job}", f"set slurm.partition; {there}"
+    if slurm.gres and sum(counts) < config.elastic.max:
+        return WARN, f"{seen}; elastic.max is {config.elastic.max}", "lower elastic.max"
+    return OK, seen, ""
+
+
+def _masters_partition(config, cluster, partitions, nodes) -> tuple[str, str, str]:
+    if config.run.mode == "sync":
+        return SKIP, "sync mode has no master", ""
+    name = config.slurm.master_partition
+    if problem := _closed(name, "slurm.master_partition", partitions, nodes):
+        return problem
+    mode = preempt_mode(cluster, name, partitions, nodes)
+    seen = f"{name}: UP, {_nodes([node for node in nodes if node.partition == name])}"
+    if mode not in ("OFF", ""):
+        return WARN, f"{seen}; PreemptMode={mode}", "set slurm.master_partition to a CPU partition"
+    return OK, seen, ""
+
+
+def _nodes(inside: list[Node]) -> str:
+    return "1 node" if len(inside) == 1 else f"{len(inside)} nodes"
+
+
+def _closed(name: str, key: str, partitions, nodes) -> tuple[str, str, str] | None:
+    """What keeps jobs from running in a partition."""
+    if name not in partitions:
+        there = f"there are {', '.join(partitions)}"
+        return FAIL, f"no partition {name}" if name else f"{key} is not set", f"set {key}: {there}"
+    state = partitions[name]["State"]
+    if state != "UP":
+        return FAIL, f"{name}: {state}", f"wait for it, or set {key} to another"
+    states = [node.state for node in nodes if node.partition == name]
+    if all(state.startswith(_UNFIT) for state in states):
+        seen = f"{name}: none of {len(states)} nodes is up ({', '.join(sorted(set(states)))})"
+        return FAIL, seen, f"see sinfo -R, or set {key} to another"
+    return None
+
+
+def _time(config, partitions) -> tuple[str, str, str]:
+    slurm, seen, short = config.slurm, [], []
+    kinds = [("time", slurm.partition), ("master_time", slurm.master_partition)]
+    for key, name in kinds[: 1 if config.run.mode == "sync" else 2]:
+        wanted, most = getattr(slurm, key), partitions.get(name, {}).get("MaxTime", "UNLIMITED")
+        seen.append(f"{name}: MaxTime={most}" + (f", slurm.{key} = {wanted}" if wanted else ""))
+        if wanted and not TIME.fullmatch(wanted):
+            short.append(f"slurm.{key} = {wanted!r} is no time to Slurm: minutes, H:M:S, D-H")
+        elif wanted and limit_s(wanted) > limit_s(most):
+            short.append(f"lower slurm.{key} to {most}")
+    return FAIL if short else OK, "; ".join(seen), "; ".join(short)
+
+
+def limit_s(text: str) -> float:
+    """A time limit as Slurm writes it: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED."""
+    if not text[0].isdigit():
+        return math.inf
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+def gpus_of(gres: str, wanted: str) -> int:
+    """How many of `wanted` ("gpu", or with a type "gpu:a100") a node's Gres has."""
+    found = re.findall(r"([\w:.-]+):(\d+)(?=\(|,|$)", gres)
+    return sum(int(n) for kind, n in found if kind == wanted or kind.startswith(f"{wanted}:"))
+
+
+# ---- preemption ---------------------------------------------------------------------------------
+
+
+def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> str:
+    """What happens to a job in the partition when it is preempted; "": its QOS says.
+
+    Where the partition decides, only one of a higher tier on the same nodes preempts it.
+    """
+    kind, partition = cluster["PreemptType"], partitions[name]
+    if kind == "preempt/qos":
+        return ""
+    if kind == "preempt/none" or not _is_below_another(name, partitions, nodes):
+        return "OFF"
+    modes = [mode for mode in partition["PreemptMode"].split(",") if mode != "GANG"]
+    return modes[0] if modes else "OFF"
+
+
+def _is_below_another(name: str, partitions, nodes) -> bool:
+    """Is there one of a higher PriorityTier on its nodes? Where nobody knows: yes."""
+    tier = partitions[name].get("PriorityTier")
+    if tier is None or isinstance(nodes, Unknown):
+        return True
+    mine = {node.name for node in nodes if node.partition == name}
+    others = {node.partition for node in nodes if node.name in mine}
+    return any(int(partitions[other].get("PriorityTier", 0)) > int(tier)
+               for other in others if other in partitions)  # fmt: skip
+
+
+_BY_QOS = "PreemptType=preempt/qos: mode and GraceTime are those of the job's QOS"
+_SEE_QOS = "look: sacctmgr show qos format=Name,PreemptMode,GraceTime; wanted: REQUEUE, 30 s"
+
+
+def _mode(config, cluster, partitions, nodes) -> tuple[str, str, str]:
+    name = config.slurm.partition
+    if name not in partitions:
+        return SKIP, f"no partition {name}", ""
+    mode = preempt_mode(cluster, name, partitions, nodes)
+    if not mode:
+        return SKIP, _BY_QOS, _SEE_QOS
+    seen = f"{name}: {mode} ({cluster['PreemptType']})"
+    advice = {
+        "REQUEUE": (OK, ""),
+        "CANCEL": (WARN, f"runs go on: their jobs are submitted again, if elastic-reconcile is in a"
+                         f" crontab. For jobs of your own: PreemptMode=REQUEUE for {name}"),
+        "OFF": (WARN, "nothing is ever taken here: if another partition is the preemptible one, set"
+                      f" slurm.partition; if this is it: PreemptMode=REQUEUE for {name}"),
+    }  # fmt: skip
+    stopped = (FAIL, f"PreemptMode=REQUEUE for {name}: a stopped job gets no notice, looks lost,"
+                     " and keeps its GPUs' memory")  # fmt: skip
+    verdict, fix = advice.get(mode, stopped)
+    return verdict, seen, fix
+
+
+def _notice(config, cluster, partitions, nodes, disk, save) -> tuple[str, str, str]:
+    name = config.slurm.partition
+    known = name in partitions
+    mode = preempt_mode(cluster, name, partitions, nodes) if known else "OFF"
+    if mode in ("OFF", ""):
+        return SKIP, "nothing is preempted there" if mode else _BY_QOS, "" if mode else _SEE_QOS
+    grace_s, kill_s = int(partitions[name]["GraceTime"]), _number(cluster["KillWait"])
+    notice_s = (grace_s or kill_s) - NOTICE_MARGIN_S
+    seen = f"{notice_s:g} s ({f'GraceTime={grace_s}' if grace_s else f'KillWait={kill_s} alone'})"
+    for missing in (disk, save):
+        if isinstance(missing, Unknown):
+            return OK, f"{seen}; what a save takes is not known: {missing.why}", ""
+    if not save.whole_bytes:
+        return OK, f"{seen}, for {size(notice_s * disk.write)} at {size(disk.write)}/s", ""
+    whole_s, work_s = save.whole_bytes / disk.write, save.work_bytes / disk.write
+    part = f" ({work_s:.2g} s for what counts)" if work_s < whole_s else ""
+    seen += f"; a save takes {whole_s:.2g} s{part}: "
+    seen += f"{size(save.whole_bytes)} at {size(disk.write)}/s"
+    if 2 * whole_s <= notice_s:
+        return OK, seen, ""
+    fix = f"GraceTime={math.ceil(2 * whole_s + NOTICE_MARGIN_S)} for {name}, or a faster filesystem"
+    return FAIL if work_s > notice_s else WARN, seen, fix
+
+
+def _job_requeue(cluster) -> tuple[str, str, str]:
+    seen = f"JobRequeue={cluster['JobRequeue']}"
+    if cluster["JobRequeue"] == "0":
+        return WARN, seen, "give sbatch --requeue, or set JobRequeue=1. Runs do not need it"
+    return OK, seen, ""
+
+
+def _requeue_delay(cluster) -> tuple[str, str, str]:
+    found = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", "")) or (
+        re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
+    )
+    delay_s = 1 + (int(found[1]) if found else CRED_EXPIRE_S)
+    if delay_s > LONG_REQUEUE_S:
+        fix = "AuthInfo=cred_expire=10 and a restart of slurmctld, or scontrol update JobId=ID"
+        fix += " StartTime=now each time. Runs do not wait: their jobs are submitted anew"
+        return WARN, f"{delay_s} s", fix
+    return OK, f"{delay_s} s", ""
+
+
+def _number(text: str) -> int:
+    found = re.search(r"\d+", text)
+    return int(found[0]) if found else 0
+
+
+# ---- limits -------------------------------------------------------------------------------------
+
+
+def _limits(config, cluster, limits) -> tuple[str, str, str]:
+    most, fewest = wanted_jobs(config)
+    known = {} if isinstance(limits, Unknown) else limits
+    enforced = {"limits", "safe", "all"} & {*cluster["AccountingStorageEnforce"].split(",")}
+    if config.run.mode == "sync":  # of the two only one runs
+        known = {name: limit for name, limit in known.items() if "Submit" in name}
+    every = {"MaxJobCount of the cluster": int(cluster["MaxJobCount"])}
+    every |= known if enforced else {}
+    name, limit = min(every.items(), key=lambda item: item[1])
+    if limit < most:
+        fix = f"ask for {most}, or lower elastic.max (and min) to what fits"
+        seen = f"{name} is {limit}, the run has up to {most} jobs"
+        return FAIL if limit < fewest else WARN, seen, fix
+    if isinstance(limits, Unknown):
+        return SKIP, limits.why, limits.fix
+    return OK, f"{name} is {limit}, {most} jobs are wanted" if enforced else "not enforced", ""
+
+
+def wanted_jobs(config) -> tuple[int, int]:
+    """The jobs of a run at its largest, and the fewest with which it has `elastic.min` GPUs."""
+    if config.run.mode == "sync":
+        return 2, 1  # one, and its successor behind it
+    per_worker = config.slurm.gpus_per_worker
+    return 1 + config.elastic.max // per_worker, 1 + math.ceil(config.elastic.min / per_worker)
+
+
+# ---- files, Redis, network ----------------------------------------------------------------------
+
+
+def _folder(disk: Disk) -> tuple[str, str, str]:
+    if disk.faults:
+        return FAIL, f"{disk.folder}: {'; '.join(disk.faults)}", "set ELASTIC_RUNS to another"
+    if disk.shortage:
+        return FAIL, disk.shortage, "make room, or set ELASTIC_RUNS to another filesystem"
+    return OK, f"{disk.folder}: rename, link, fsync work; {size(disk.free_bytes)} free", ""
+
+
+def _shared(config, disk: Disk, nodes, here: str) -> tuple[str, str, str]:
+    others = other_hosts(config, nodes, here)
+    if disk.kind in OF_ONE_MACHINE and others:
+        seen = f"{disk.kind}, which {others[0]} and {len(others) - 1} others may not see"
+        return WARN, seen, "set ELASTIC_RUNS to a folder on the shared filesystem"
+    return OK, disk.kind, ""
+
+
+def other_hosts(config, nodes, here: str) -> list[str]:
+    """The machines but this one that the run's jobs may be on."""
+    if isinstance(nodes, Unknown):
+        return []
+    ours = {config.slurm.partition, config.slurm.master_partition}
+    return sorted({n.host for n in nodes if n.partition in ours and n.host.split(".")[0] != here})
+
+
+def _bandwidth(disk: Disk) -> tuple[str, str, str]:
+    seen = f"writes {size(disk.write)}/s, reads {size(disk.read)}/s, one process"
+    if min(disk.write, disk.read) < SLOW_DISK:
+        return WARN, seen, "set ELASTIC_RUNS to a faster filesystem"
+    return OK, seen, ""
+
+
+def _redis(redis: Mapping[str, Any]) -> tuple[str, str, str]:
+    if "set" not in redis:
+        return OK, redis["what"], ""
+    speed = f"SET {size(redis['set'])}/s, GET {size(redis['get'])}/s"
+    seen = f"{redis['what']}; {speed}"
+    if min(redis["set"], redis["get"]) < SLOW_REDIS:
+        return WARN, seen, 'local_sgd.transport = "filesystem" for all but small models'
+    return OK, seen, ""
+
+
+def _interface(config, network, nodes, here) -> tuple[str, str, str]:
+    if trouble := network.get("trouble"):
+        return WARN, f"{trouble.what}; the master's node may have it", trouble.hint
+    seen = f"{config.redis.bind}: {network['address']}"
+    seen += f" ({network['interface']})" if network["interface"] else ""
+    if not network["up"]:
+        return FAIL, f"{seen} is down", "set redis.bind to an interface that is up, or to auto"
+    if network["address"].startswith("127.") and other_hosts(config, nodes, here):
+        fix = f"set redis.bind to the interface that routes to them: {network['routed']}"
+        return WARN, f"{seen}: other machines cannot reach it", fix
+    return OK, seen, ""
+
+
+def _clock(clocks: Mapping[str, float]) -> tuple[str, str, str]:
+    seen = ", ".join(f"{name} {round(skew_s, 1) + 0.0:+} s" for name, skew_s in clocks.items())
+    if not clocks:
+        return SKIP, "nobody else's clock is known", ""
+    worst_s = max(map(abs, clocks.values()))
+    if worst_s <= SKEWED_S:
+        return OK, seen, ""
+    return FAIL if worst_s > WRONG_S else WARN, seen, "run NTP (chrony) on all of them"
+
+
+# ---- Python, GPUs, cron -------------------------------------------------------------------------
+
+
+def _torch(torch: Mapping[str, Any]) -> tuple[str, str, str]:
+    seen = f"Python {torch['python']}; torch {torch['version']}"
+    seen += f", imported in {torch['import_s']:.1f} s"
+    if torch["import_s"] > SLOW_IMPORT_S:
+        return WARN, seen, "put the venv on a faster filesystem, and see ELASTIC_PYTHON"
+    return OK, seen, ""
+
+
+def _gpus(torch: Mapping[str, Any]) -> tuple[str, str, str]:
+    if not torch["gpus"]:
+        return SKIP, "torch sees no GPU here", "on a node: srun --gres=gpu:1 elastic-doctor"
+    if torch["problems"]:
+        verdict = FAIL if torch["unfit"] else WARN
+        return verdict, "; ".join(torch["problems"]), "keep jobs away from the node: slurm.exclude"
+    return OK, f"{torch['gpus']} compute rightly, and report no memory errors", ""
+
+
+def _cron(cron: str, commands: str) -> tuple[str, str, str]:
+    if re.search(r"(?m)^[^#\n]*elastic[- ]reconcile", cron):
+        return OK, "elastic-reconcile is in the crontab", ""
+    line = f"*/2 * * * * {commands}/elastic-reconcile --jitter"
+    return WARN, "elastic-reconcile is not in the crontab", f"crontab -e: {line}"
+
+
+CHECKS = (
+    Check("slurm", "without it nothing can be submitted", "cluster", _slurm, "cluster"),
+    Check("partition", "workers and trainers run there",
+          "config partitions nodes", _workers_partition),
+    Check("master partition", "rounds stand still while the master is away",
+          "config cluster partitions nodes", _masters_partition),
+    Check("time limit", "a job that asks for more never starts", "config partitions", _time),
+    Check("preemption", "what becomes of a job whose GPUs are taken",
+          "config cluster partitions nodes?", _mode),
+    Check("notice", "what is not saved before the kill is lost",
+          "config cluster partitions nodes? disk? save?", _notice),
+    Check("job requeue", "whether sbatch scripts of your own come back", "cluster", _job_requeue),
+    Check("requeue delay", "a job that Slurm requeues waits so long", "cluster", _requeue_delay),
+    Check("limits", "a run gets no more GPUs than it may have jobs",
+          "config cluster limits?", _limits),
+    Check("run folder", "it is the durable truth of a run", "disk", _folder, "disk"),
+    Check("filesystem", "all jobs of a run work in one folder",
+          "config disk nodes? here", _shared),
+    Check("bandwidth", "saves, versions and deltas wait for it", "disk", _bandwidth),
+    Check("redis", "workers and master find each other there", "redis", _redis, "redis"),
+    Check("interface", "the master listens there for its workers",
+          "config network nodes? here", _interface, "network"),
+    Check("clock", "jobs, Slurm and the pass compare times that each other wrote",
+          "clocks", _clock),
+    Check("torch", "every start of a worker waits for its import", "torch", _torch, "torch"),
+    Check("gpus", "one that computes wrongly spoils the run", "torch", _gpus),
+    Check("cron", "only the pass replaces a master that is gone", "cron commands", _cron),
+)  # fmt: skip
+
+
+# ---- what a site file should say ----------------------------------------------------------------
+
+
+def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """("section.key", value, where it comes from), from what is known. #key: not to be set."""
+    found = []
+    if worker := _best_partition(facts, with_gpus=True):
+        found.append(("slurm.partition", *worker))
+    if master := _best_partition(facts, with_gpus=False):
+        found.append(("slurm.master_partition", *master))
+    if not isinstance(facts["account"], Unknown):
+        found.append(("slurm.#account", *facts["account"]))
+    if not isinstance(facts["server"], Unknown):
+        found.append(("redis.server", facts["server"], "found here"))
+    network, others = facts["network"], {n.host.split(".")[0] for n in facts["nodes"]}
+    is_hidden = not isinstance(network, Unknown) and network["address"].startswith("127.")
+    if is_hidden and network["routed"] and others - {facts["here"]}:
+        found.append(("redis.bind", network["routed"], "leads to other machines from here"))
+    return found
+
+
+def _best_partition(facts: Mapping[str, Any], with_gpus: bool) -> tuple[str, str] | None:
+    """For workers the one with GPUs that are taken, for masters one without, and without that."""
+    best = []
+    for name, partition in facts["partitions"].items():
+        inside = [node for node in facts["nodes"] if node.partition == name]
+        gpus = sum(gpus_of(node.gres, "gpu") for node in inside)
+        mode = preempt_mode(facts["cluster"], name, facts["partitions"], facts["nodes"])
+        is_fit = gpus and mode in ("REQUEUE", "CANCEL") if with_gpus else inside and mode == "OFF"
+        if is_fit and partition["State"] == "UP":
+            order = (mode == "REQUEUE", gpus) if with_gpus else (not gpus, len(inside))
+            what = f"PreemptMode={mode}, {_nodes(inside)}, {gpus} GPUs"
+            best.append((order, name, what))
+    return max(best)[1:] if best else None

@@ -1,0 +1,411 @@
+"""Looks at the cluster, this machine and the filesystem, and says what will work: elastic-doctor.
+
+Every probe is by itself: what it cannot see becomes Unknown with the reason, and the others go on.
+What they found is judged in diagnosis. Nothing is left behind: no job, no file, no server. torch is
+imported in a child alone, with a time limit: `python -m elastic.doctor` prints what it found there.
+"""
+
+import contextlib
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from elastic import config as configuration
+from elastic import estimate, network, proc, sched_slurm
+from elastic.config import Config
+from elastic.diagnosis import (
+    VERDICTS,
+    Disk,
+    Finding,
+    Unknown,
+    diagnose,
+    other_hosts,
+    propose,
+)
+from elastic.durable import create_once, write_atomic
+from elastic.errors import ElasticError, UsageError
+from elastic.rundir import Endpoint, RunDir
+
+BYTES = 64 << 20  # written and read to measure a filesystem
+TORCH_TIMEOUT_S = 120.0
+
+
+def unheard(_done: tuple[float, str]) -> None:
+    """For callers whom progress (share done, of what) does not interest."""
+
+
+def report(path: Path | None, overrides: Sequence[str], tell: Callable = unheard) -> dict[str, Any]:
+    """What there is to say of the run that `path` describes (None: of any run of this site):
+    "checks", a table each, and how many got each verdict."""
+    config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
+    found = examine(config, [str(path), *overrides] if path else [], tell)
+    counts = {verdict: sum(f.verdict == verdict for f in found) for verdict in VERDICTS}
+    return counts | {"checks": [finding._asdict() for finding in found]}
+
+
+def examine(config: Config, given: list[str], tell: Callable = unheard) -> list[Finding]:
+    """Look at everything. `given`: the run's file, if there is one, and its overrides."""
+    tell((0.0, "cluster"))
+    facts = {"config": config, "given": given, "here": _here(), "clocks": {}}
+    facts["commands"] = str(configuration.commands())
+    facts["cluster"] = _fact(_cluster, facts)
+    for done, (name, probe) in enumerate(PROBES.items(), 1):
+        tell((done / (len(PROBES) + 1), name))
+        # One wait for a Slurm that is silent is enough.
+        lost = name in OF_SLURM and isinstance(facts["cluster"], Unknown)
+        facts[name] = facts["cluster"] if lost else _fact(probe, facts)
+    return diagnose(facts)
+
+
+def _fact(probe: Callable[[dict], Any], facts: dict[str, Any]) -> Any:
+    try:
+        return probe(facts)
+    except ElasticError as error:
+        return Unknown(error.what, error.hint)
+    except Exception as error:  # whatever is broken here: the other lines are wanted all the same
+        return Unknown(f"{type(error).__name__}: {error}")
+
+
+def _here() -> str:
+    return network.hostname().split(".")[0]
+
+
+# ---- Slurm
+
+
+def _cluster(facts: dict) -> dict[str, str] | Unknown:
+    if facts["config"].run.scheduler == "local":
+        return Unknown('run.scheduler = "local"', meant=True)
+    before = time.time()
+    found = sched_slurm.cluster()
+    said = float(found["now"])  # in whole seconds
+    facts["clocks"]["slurmctld"] = off_s(said, before, time.time(), within_s=1.0)
+    return found
+
+
+def _limits(facts: dict) -> Any:
+    """The limits on the number of jobs, by name: of the account, and of the QOS that a job gets."""
+    cluster, slurm = facts["cluster"], facts["config"].slurm
+    row = _association(cluster, slurm.account)
+    if isinstance(row, Unknown):
+        return row
+    partition = facts["partitions"].get(slurm.partition, {}).get("QoS", "")
+    own = slurm.qos or row["Def QOS"] or row["QOS"]  # where there is but one, a job gets that
+    names = {name for name in (own, partition) if name not in ("", "N/A") and "," not in name}
+    kinds = {f"the account {row['Account']}": row}
+    every = sched_slurm.qos(*names) if names else []
+    kinds |= {f"the QOS {each['Name']}": each for each in every}
+    return {f"{name} of {kind}": int(value) for kind, table in kinds.items()
+            for name, value in table.items() if "Max" in name or "Grp" in name
+            if value}  # fmt: skip
+
+
+def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | Unknown:
+    """What accounting says of this user."""
+    if "slurmdbd" not in cluster["AccountingStorageType"]:
+        return Unknown("Slurm keeps no accounts here, and so no limits")
+    user = pwd.getpwuid(os.getuid()).pw_name
+    row = sched_slurm.association(user, account, cluster["ClusterName"])
+    return row or Unknown(f"accounting does not know {user} in account {account or '(default)'}")
+
+
+# ---- files
+
+
+def _disk(facts: dict) -> Disk:
+    """What the folder of runs can do, and how fast."""
+    root = configuration.runs_root()
+    there = next(path for path in (root, *root.parents) if path.exists())
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".elastic-doctor-", dir=there))
+    except OSError as error:
+        why = f"cannot write to {there}: {error.strerror}"
+        raise ElasticError(why, "set ELASTIC_RUNS to a folder on the shared filesystem") from None
+    try:
+        facts["clocks"]["run folder"] = _written_off_s(folder)
+        faults = tuple(_faults(folder))
+        write, read = _speeds(folder / "bytes")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    free = os.statvfs(there)
+    least = facts["config"].checkpoint.min_free_bytes
+    return Disk(str(there), filesystem_of(there.resolve()), RunDir(there).shortage(least), faults,
+                free.f_bavail * free.f_frsize, write, read)  # fmt: skip
+
+
+def _faults(folder: Path) -> list[str]:
+    """What does not work of the three ways in which durable.py writes."""
+    faults = []
+    for name, works in (("rename", _replaces), ("link", _links_once)):
+        try:
+            faults += [] if works(folder / name) else [f"{name} does not do what it says"]
+        except OSError as error:
+            faults.append(f"{name} or fsync: {error.strerror}")
+    return faults
+
+
+def _replaces(path: Path) -> bool:
+    write_atomic(path, b"old")
+    write_atomic(path, b"new")
+    return path.read_bytes() == b"new"
+
+
+def _links_once(path: Path) -> bool:
+    return create_once(path, b"mine") and not create_once(path, b"yours")
+
+
+def _speeds(path: Path) -> tuple[float, float]:
+    """Bytes a second, written and synced, and read past the cache as far as it lets go."""
+    block, began = os.urandom(1 << 20), time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(BYTES >> 20):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    middle = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while file.read(1 << 20):
+            pass
+    return BYTES / (middle - began), BYTES / (time.perf_counter() - middle)
+
+
+def filesystem_of(path: Path) -> str:
+    """Its type, as /proc/mounts has it."""
+    lines = [line.split()[1:3] for line in proc.read("/proc/mounts").splitlines()]
+    points = [(point.replace("\\040", " "), kind) for point, kind in reversed(lines)]
+    inside = [(len(point), kind) for point, kind in points if path.is_relative_to(point)]
+    return max(inside, key=lambda each: each[0], default=(0, "unknown"))[1]
+
+
+# ---- Redis, network, clocks
+
+
+def _redis(facts: dict) -> dict[str, Any]:
+    """What the run's redis-server is, and how fast; the site's is only asked for the time."""
+    from elastic import redis_server
+
+    config = facts["config"]
+    if config.run.mode == "sync":
+        return Unknown("sync mode has none", meant=True)
+    if config.redis.url:
+        return {"what": _ask_site(config.redis.url, facts)}
+    path = redis_server.find(config.redis.server)
+    version = ".".join(map(str, redis_server.version(path)))
+    with tempfile.TemporaryDirectory(prefix="elastic-doctor-") as folder:
+        return {"what": f"{version}, {path}", **redis_server.trial(config, Path(folder))}
+
+
+def _ask_site(url: str, facts: dict) -> str:
+    from elastic.store import Store
+
+    store = Store.connect(Endpoint("", 0, 0, url), "", "doctor")
+    before = time.time()
+    facts["clocks"]["redis"] = off_s(store.now(), before, time.time())
+    store.close()
+    return f"the site's, at {store.where}, answers; its speed is not measured"
+
+
+def _network(facts: dict) -> dict[str, Any]:
+    """The address that a master would listen on, and what leads from here to its node."""
+    config, nodes = facts["config"], facts["nodes"]
+    known = [] if isinstance(nodes, Unknown) else nodes
+    wanted = config.slurm.master_partition
+    masters = [node.address for node in known if wanted in ("", node.partition)]
+    peer = masters[0] if masters else "127.0.0.1"
+    try:
+        address = network.bind_address(config.redis.bind, peer)
+    except ElasticError as error:
+        if not other_hosts(config, nodes, facts["here"]):
+            raise
+        return {"address": "", "interface": "", "up": True, "routed": "", "trouble": error}
+    names = {each: name for name, each in network.interfaces().items()}
+    routed = ""
+    with contextlib.suppress(ElasticError):  # no route: a machine by itself
+        routed = names.get(network.routed("" if address.startswith("127.") else address), "")
+    name = names.get(address, "")
+    return {"address": address, "interface": name, "up": not name or network.is_up(name),
+            "routed": routed}  # fmt: skip
+
+
+def _written_off_s(folder: Path) -> float:
+    before = time.time()
+    (folder / "clock").write_bytes(b"")
+    return off_s((folder / "clock").stat().st_mtime, before, time.time())
+
+
+def off_s(seen: float, before: float, after: float, within_s: float = 0.0) -> float:
+    """How far ahead the clock is that said `seen`, or up to `within_s` more, between two looks at
+    this one."""
+    return seen - after if seen > after else min(0.0, seen + within_s - before)
+
+
+# ---- Python, cron
+
+
+def _torch(facts: dict) -> dict[str, Any]:
+    """What the child of the last section says."""
+    argv = [sys.executable, "-P", "-m", "elastic.doctor", *_describable(facts)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        why = f"importing torch takes more than {TORCH_TIMEOUT_S:g} s"
+        raise ElasticError(why, "put the venv on a faster filesystem") from None
+    if done.returncode:
+        why = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1]
+        raise ElasticError(why, f"{sys.executable} -c 'import torch'; or set ELASTIC_PYTHON")
+    return json.loads(done.stdout.splitlines()[-1])  # the task's code may print, too
+
+
+def _describable(facts: dict) -> list[str]:
+    """The run's file and its overrides, unless nobody but its own command knows the model."""
+    return [] if facts["config"].run.command else facts["given"]
+
+
+def _save(facts: dict) -> estimate.Save | Unknown:
+    """Of the run's model; of nothing where no run was named."""
+    if not facts["given"] or isinstance(facts["torch"], Unknown):
+        return facts["torch"] if facts["given"] else estimate.Save(0, 0)
+    model = facts["torch"]["model"]
+    if "trouble" in model:
+        return Unknown(model["trouble"])
+    return estimate.save_of(estimate.Model(**model), facts["config"])
+
+
+def _cron(facts: dict) -> str | Unknown:
+    """The user's crontab and scrontab, as far as there are any."""
+    found, asked = "", False
+    by_slurm = [] if isinstance(facts["cluster"], Unknown) else [sched_slurm.scrontab]
+    for listing in (_crontab, *by_slurm):
+        with contextlib.suppress(ElasticError, OSError):
+            answer = listing()
+            has_none = "no crontab" in answer.stderr
+            asked |= has_none or answer.returncode == 0
+            found += answer.stdout if answer.returncode == 0 else ""
+    hint = "on a machine with cron, every two minutes: elastic-reconcile --jitter"
+    return found if asked else Unknown("no crontab and no scrontab here", hint)
+
+
+def _crontab() -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["crontab", "-l"], capture_output=True, text=True, timeout=10)
+
+
+PROBES: dict[str, Callable[[dict], Any]] = {
+    "partitions": lambda _: sched_slurm.partitions(),
+    "nodes": lambda _: sched_slurm.nodes(),
+    "limits": _limits,
+    "disk": _disk,
+    "redis": _redis,
+    "network": _network,
+    "torch": _torch,
+    "save": _save,
+    "cron": _cron,
+}
+OF_SLURM = ("partitions", "nodes", "limits")
+
+
+# ---- the site file
+
+
+def init(force: bool) -> tuple[Path, str]:
+    """Write the site file from what is found here; where it is, and its text.
+
+    UsageError if one that sets anything is there, unless `force`; ElasticError without Slurm.
+    """
+    path = configuration.site_path().resolve()  # of several versions there is one file
+    _check_untouched(path, force)
+    facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
+    facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions(),
+              "nodes": sched_slurm.nodes()}  # fmt: skip
+    for name, probe in (("network", _network), ("server", _server), ("account", _account)):
+        facts[name] = _fact(probe, facts)
+    text = site_text(facts["cluster"], propose(facts))
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as draft:
+        draft.write(text)
+        draft.flush()
+        configuration.load_site(site=Path(draft.name))  # what it does not understand is not written
+    write_atomic(path, text.encode())
+    path.chmod(0o644)  # whatever the umask: every user reads it
+    return path, text
+
+
+def _check_untouched(path: Path, force: bool) -> None:
+    if path.exists() and not path.is_file():
+        raise UsageError(f"not a file: {path}", "set ELASTIC_SITE to where the site file is to be")
+    if path.exists() and not force and "." in "".join(configuration.load_site(site=path).origins):
+        raise UsageError(f"{path} sets something already", "--force replaces it")
+
+
+def _server(_facts: dict) -> str:
+    from elastic import redis_server
+
+    return redis_server.find()
+
+
+def _account(facts: dict) -> tuple[str, str] | Unknown:
+    row = _association(facts["cluster"], "")
+    unknown = isinstance(row, Unknown)
+    return row if unknown else (row["Account"], "yours; Slurm takes everybody's default")
+
+
+def site_text(cluster: Mapping[str, str], found: list[tuple[str, str, str]]) -> str:
+    """A site file that sets what was found, and says of each where it comes from."""
+    which = f"{cluster['ClusterName']} (Slurm {cluster['SLURM_VERSION']})"
+    lines = [f"# What is true of cluster {which}. Every run file inherits it and may override it.",
+             "# Written by elastic-doctor --init. Every key, with its default: etc/keys.toml"]
+    section = ""
+    for name, value, why in found:
+        table, key = name.split(".")
+        lines += [] if table == section else ["", f"[{table}]"]
+        section = table
+        lines.append(f"{key} = {configuration.toml_value(value)}  # {why}")
+    return "\n".join(lines) + "\n"
+
+
+# ---- the child that imports torch
+
+
+def _look_with_torch(given: list[str]) -> dict[str, Any]:
+    began, waited_s = time.perf_counter(), _waited_s()
+    import torch
+
+    import_s = time.perf_counter() - began - (_waited_s() - waited_s)
+    from elastic.health import UNFIT, check_gpu_health
+
+    gpus = torch.cuda.device_count()
+    problems = [each for index in range(gpus) for each in check_gpu_health(f"cuda:{index}")]
+    return {
+        "python": sys.version.split()[0], "version": torch.__version__, "import_s": import_s,
+        "gpus": gpus, "problems": problems, "model": _model(given),
+        "unfit": any(sign in problem for problem in problems for sign in UNFIT),
+    }  # fmt: skip
+
+
+def _waited_s() -> float:
+    """For a CPU, so far: a busy login node is no slow filesystem."""
+    return int((proc.read("/proc/self/schedstat").split() or [0, 0])[1]) / 1e9
+
+
+def _model(given: list[str]) -> dict[str, Any]:
+    from elastic.describe import describe
+
+    if not given:
+        return {"trouble": "only run.command knows its model"}
+    try:
+        path, *overrides = given
+        return asdict(describe(configuration.load(Path(path), overrides)))
+    except Exception as error:  # the user's code is run here
+        return {"trouble": getattr(error, "what", repr(error))}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_look_with_torch(sys.argv[1:])))

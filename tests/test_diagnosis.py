@@ -1,0 +1,320 @@
+"""What the doctor makes of facts: a good cluster is OK, and every misconfiguration is named."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic import config as configuration
+from elastic.diagnosis import (
+    FAIL,
+    OK,
+    SKIP,
+    WARN,
+    Disk,
+    Node,
+    Unknown,
+    diagnose,
+    gpus_of,
+    limit_s,
+    preempt_mode,
+    propose,
+)
+from elastic.doctor import off_s, site_text
+from elastic.errors import ElasticError
+from elastic.estimate import Save
+
+CLUSTER = {
+    "SLURM_VERSION": "22.05.8", "ClusterName": "lab", "PreemptType": "preempt/partition_prio",
+    "KillWait": "30 sec", "JobRequeue": "1", "AuthInfo": "cred_expire=10,socket=/run/munge",
+    "AccountingStorageEnforce": "associations,limits", "MaxJobCount": "10000",
+    "SchedulerParameters": "bf_interval=2",
+}  # fmt: skip
+PARTITION = {"State": "UP", "PreemptMode": "REQUEUE", "GraceTime": "30", "MaxTime": "1-00:00:00",
+             "QoS": "N/A"}  # fmt: skip
+PARTITIONS = {"gpu": PARTITION, "cpu": {**PARTITION, "PreemptMode": "OFF", "GraceTime": "0"}}
+NODES = [
+    Node("gpu", "n1", "n1.site", "n1", "idle", "gpu:a100:4(S:0-1)"),
+    Node("gpu", "n2", "n2.site", "n2", "down*", "gpu:a100:4(S:0-1)"),
+    Node("cpu", "c1", "c1.site", "c1", "mixed", "(null)"),
+]
+DISK = Disk("/runs", "lustre", "", (), 1e12, 1e9, 2e9)
+TORCH = {"python": "3.11.2", "version": "2.6.0", "import_s": 3.0, "gpus": 2, "problems": [],
+         "unfit": False}  # fmt: skip
+LOOPBACK = {"address": "127.0.0.1", "interface": "lo", "up": True, "routed": "ib0"}
+
+
+def settings(*overrides: str) -> configuration.Config:
+    here = ("slurm.partition=gpu", "slurm.master_partition=cpu", "elastic.max=8")
+    return configuration.load_site([*here, *overrides], Path(os.devnull))
+
+
+def facts(*overrides: str, **changes) -> dict:
+    """Those of a good cluster, but for the changes."""
+    return {
+        "config": settings(*overrides), "cluster": CLUSTER, "partitions": PARTITIONS,
+        "nodes": NODES, "limits": {"MaxSubmit of the account lab": 100}, "disk": DISK,
+        "redis": {"what": "7.0, /usr/bin/redis-server", "set": 1e9, "get": 2e9},
+        "network": {"address": "10.0.0.1", "interface": "ib0", "up": True, "routed": "ib0"},
+        "clocks": {"slurmctld": 0.0, "run folder": -0.004}, "torch": TORCH, "save": Save(1e9, 1e9),
+        "cron": "*/2 * * * * /opt/elastic/bin/elastic-reconcile\n", "commands": "/opt/elastic/bin",
+        "here": "login1", **changes,
+    }  # fmt: skip
+
+
+def partition(name: str = "gpu", **changes: str) -> dict:
+    return {"partitions": {**PARTITIONS, name: {**PARTITIONS[name], **changes}}}
+
+
+def cluster(**changes: str) -> dict:
+    return {"cluster": {**CLUSTER, **changes}}
+
+
+def not_ok(found: dict) -> list[tuple[str, str]]:
+    return [(each.check, each.verdict) for each in diagnose(found) if each.verdict != OK]
+
+
+@pytest.mark.parametrize("changes", [
+    {}, partition(GraceTime="0"), {"save": Save(0, 0)}, {"cron": "5 * * * * elastic reconcile"},
+])  # fmt: skip
+def test_on_a_good_cluster_everything_is_ok(changes):
+    assert not_ok(facts(**changes)) == []
+
+
+def test_a_finding_says_what_was_seen_why_it_matters_and_what_to_do():
+    found = {each.check: each for each in diagnose(facts(**partition(GraceTime="2")))}
+    assert found["notice"] == (
+        "notice", WARN, "1 s (GraceTime=2); a save takes 1 s: 1 GB at 1 GB/s",
+        "what is not saved before the kill is lost",
+        "GraceTime=3 for gpu, or a faster filesystem",
+    )  # fmt: skip
+
+
+# Changed settings of the run, changed facts, and the one finding that they give.
+MISCONFIGURED = {
+    "an old Slurm": ([], cluster(SLURM_VERSION="21.08.5"), "slurm", WARN, "21.08.5"),
+    "no partition named": (["slurm.partition="], {}, "partition", FAIL, "slurm.partition is not"),
+    "no such partition": (["slurm.master_partition=gone"], {}, "master partition", FAIL, "gone"),
+    "partition down": ([], partition(State="DOWN"), "partition", FAIL, "DOWN"),
+    "master partition draining": (
+        [], partition("cpu", State="DRAIN"), "master partition", FAIL, "DRAIN"),
+    "no node up": (
+        [], {"nodes": [*NODES[1:]]}, "partition", FAIL, "none of 1 nodes is up (down*)"),
+    "partition without GPUs": (
+        ["slurm.gres=gpu:h100"], {}, "partition", FAIL, "no node with gpu:h100:1"),
+    "too few GPUs on a node": (
+        ["slurm.gpus_per_worker=8"], {}, "partition", FAIL, "no node with gpu:8"),
+    "fewer GPUs than wanted": (["elastic.max=9"], {}, "partition", WARN, "elastic.max is 9"),
+    "a master that is preempted": (
+        ["slurm.master_partition=gpu"], {}, "master partition", WARN, "PreemptMode=REQUEUE"),
+    "time over the limit": (["slurm.time=25:00:00"], {}, "time limit", FAIL, "MaxTime=1-00"),
+    "master's time over the limit": (
+        ["slurm.master_time=2-0"], {}, "time limit", FAIL, "slurm.master_time = 2-0"),
+    "PreemptMode=CANCEL": ([], partition(PreemptMode="CANCEL"), "preemption", WARN, "CANCEL"),
+    "PreemptMode=SUSPEND": (
+        [], partition(PreemptMode="SUSPEND"), "preemption", FAIL, "SUSPEND"),
+    "a notice that is shorter than a save": (
+        [], {"save": Save(40e9, 60e9)}, "notice", FAIL,
+        "29 s (GraceTime=30); a save takes 60 s (40 s for what counts): 60 GB at 1 GB/s"),
+    "a notice that is hardly longer": (
+        [], {"save": Save(20e9, 20e9)}, "notice", WARN, "20 s: 20 GB"),
+    "a notice for the work, and not for inner state": (
+        [], {"save": Save(7e9, 60e9)}, "notice", WARN, "60 s (7 s for what counts)"),
+    "no grace, and a short KillWait": (
+        [], {**partition(GraceTime="0"), **cluster(KillWait="2 sec"), "save": Save(3e9, 3e9)},
+        "notice", FAIL, "1 s (KillWait=2 alone)"),
+    "JobRequeue=0": ([], cluster(JobRequeue="0"), "job requeue", WARN, "JobRequeue=0"),
+    "the default requeue delay": ([], cluster(AuthInfo="(null)"), "requeue delay", WARN, "121 s"),
+    "a requeue delay of its own": (
+        [], cluster(SchedulerParameters="requeue_delay=60"), "requeue delay", WARN, "61 s"),
+    "MaxSubmitJobs below max": (
+        [], {"limits": {"MaxSubmit of the account lab": 8}}, "limits", WARN, "8, the run has up"),
+    "MaxSubmitJobs below min": (
+        ["elastic.min=8"], {"limits": {"MaxSubmitPU of the QOS low": 8}}, "limits", FAIL, "QOS"),
+    "MaxJobCount": ([], {**cluster(MaxJobCount="5"), "limits": Unknown("no accounting")},
+                    "limits", WARN, "MaxJobCount of the cluster is 5"),
+    "one job where sync mode has two": (
+        ["run.mode=sync"], {"limits": {"MaxSubmit": 1}}, "limits", WARN, "up to 2 jobs"),
+    "a folder that cannot be written": (
+        [], {"disk": Unknown("cannot write to /runs: Permission denied", "set ELASTIC_RUNS")},
+        "run folder", FAIL, "Permission denied"),
+    "a filesystem without link": (
+        [], {"disk": Disk("/r", "beegfs", "", ("link or fsync: not supported",), 1e9, 1e9, 1e9)},
+        "run folder", FAIL, "link or fsync"),
+    "no space": ([], {"disk": Disk("/r", "nfs", "no space on /r", (), 1e3, 1e9, 1e9)},
+                 "run folder", FAIL, "no space on /r"),
+    "a folder of one machine": ([], {"disk": Disk("/tmp", "tmpfs", "", (), 1e9, 1e9, 1e9)},
+                                "filesystem", WARN, "tmpfs, which c1.site and 2 others"),
+    "a slow filesystem": (
+        [], {"disk": Disk("/r", "nfs", "", (), 1e9, 5e6, 1e9), "save": Save(1, 1)},
+        "bandwidth", WARN, "writes 5 MB/s"),
+    "no redis-server": ([], {"redis": Unknown("no redis-server (6.0 or newer)", "apt-get …")},
+                        "redis", FAIL, "no redis-server"),
+    "a slow Redis": ([], {"redis": {"what": "7", "set": 1e7, "get": 1e9}}, "redis", WARN, "10 MB"),
+    "no such interface": (
+        ["redis.bind=ib7"], {"network": Unknown("redis.bind = 'ib7' is no interface here")},
+        "interface", FAIL, "'ib7'"),
+    "an interface that a login node has not": (
+        ["redis.bind=ib0"],
+        {"network": {**LOOPBACK, "trouble": ElasticError("no ib0 here", "set it")}},
+        "interface", WARN, "no ib0 here; the master's node may have it"),
+    "an interface that is down": (
+        ["redis.bind=ib0"], {"network": {**LOOPBACK, "up": False}}, "interface", FAIL, "is down"),
+    "loopback, and several machines": (
+        [], {"network": LOOPBACK}, "interface", WARN, "other machines cannot reach it"),
+    "a clock that is off": ([], {"clocks": {"slurmctld": -2.0}}, "clock", WARN, "-2.0 s"),
+    "a clock that is wrong": ([], {"clocks": {"slurmctld": 0.0, "redis": 31.0}}, "clock", FAIL,
+                              "redis +31.0 s"),
+    "a slow import": ([], {"torch": {**TORCH, "import_s": 40.0}}, "torch", WARN, "in 40.0 s"),
+    "a sick GPU": ([], {"torch": {**TORCH, "problems": ["cuda:1 computes wrongly"], "unfit": True}},
+                   "gpus", FAIL, "cuda:1"),
+    "a worn GPU": ([], {"torch": {**TORCH, "problems": ["cuda:0: 3 uncorrected errors"]}},
+                   "gpus", WARN, "cuda:0"),
+    "no line in the crontab": (
+        [], {"cron": "# */2 * * * * elastic-reconcile\n"}, "cron", WARN, "not in the crontab"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISCONFIGURED)
+def test_what_is_wrong_is_named_and_nothing_else(what):
+    overrides, changes, check, verdict, words = MISCONFIGURED[what]
+    found = diagnose(facts(*overrides, **changes))
+    bad = [each for each in found if each.verdict in (WARN, FAIL)]
+    assert [(each.check, each.verdict) for each in bad] == [(check, verdict)]
+    assert words in bad[0].seen
+    assert bad[0].why
+    assert bad[0].fix or "Unknown" in repr(changes)
+
+
+def test_where_nothing_is_preempted_there_is_no_notice():
+    off = [("preemption", WARN), ("notice", SKIP)]
+    assert not_ok(facts(**partition(PreemptMode="OFF"))) == off
+    assert not_ok(facts(**cluster(PreemptType="preempt/none"))) == off
+
+
+def test_what_a_qos_decides_is_not_guessed():
+    found = facts(**cluster(PreemptType="preempt/qos"))
+    assert not_ok(found) == [("preemption", SKIP), ("notice", SKIP)]
+
+
+def test_without_slurm_one_line_fails_and_what_slurm_knows_is_skipped():
+    silence = Unknown("Command not found: scontrol", "is Slurm's bin directory in PATH?")
+    lost = dict.fromkeys(("cluster", "partitions", "nodes", "limits"), silence)
+    found = diagnose(facts(**lost))
+    assert [each.check for each in found if each.verdict == FAIL] == ["slurm"]
+    assert [each.check for each in found if each.verdict == SKIP] == [
+        "partition", "master partition", "time limit", "preemption", "notice", "job requeue",
+        "requeue delay", "limits",
+    ]  # fmt: skip
+    assert found[0].fix == silence.fix
+
+
+def test_on_the_local_scheduler_slurm_is_nobodys_business():
+    nobody = Unknown('run.scheduler = "local"', meant=True)
+    lost = dict.fromkeys(("cluster", "partitions", "nodes", "limits"), nobody)
+    assert {verdict for _, verdict in not_ok(facts(**lost))} == {SKIP}
+
+
+def test_limits_that_slurm_does_not_enforce_are_none():
+    lax = {**cluster(AccountingStorageEnforce="associations"), "limits": {"MaxSubmit": 1}}
+    assert not_ok(facts(**lax)) == []
+
+
+def test_in_sync_mode_one_job_runs_and_the_other_waits():
+    assert not_ok(facts("run.mode=sync", limits={"MaxJobs": 1, "MaxSubmit": 2})) == [
+        ("master partition", SKIP)]  # fmt: skip
+
+
+def test_a_save_that_cannot_be_weighed_leaves_the_notice_known():
+    found = {each.check: each for each in diagnose(facts(save=Unknown("no module x")))}
+    assert found["notice"].verdict == OK
+    assert found["notice"].seen == (
+        "29 s (GraceTime=30); what a save takes is not known: no module x"
+    )
+
+
+@pytest.mark.parametrize(("text", "seconds"), [
+    ("30", 1800), ("30:15", 1815), ("2:00:00", 7200), ("1-0", 86400), ("1-2:30", 95400),
+    ("1-00:00:01", 86401), ("UNLIMITED", float("inf")), ("INFINITE", float("inf")),
+])  # fmt: skip
+def test_time_limits_as_slurm_writes_them(text, seconds):
+    assert limit_s(text) == seconds
+
+
+@pytest.mark.parametrize(("gres", "wanted", "count"), [
+    ("gpu:2", "gpu", 2), ("gpu:a100:4(S:0-1)", "gpu", 4), ("gpu:a100:4(S:0,1)", "gpu:a100", 4),
+    ("gpu:a100:2,gpu:h100:1(S:0),shard:8", "gpu", 3), ("gpu:a100:4", "gpu:h100", 0),
+    ("(null)", "gpu", 0),
+])  # fmt: skip
+def test_gpus_of_a_node_as_slurm_writes_them(gres, wanted, count):
+    assert gpus_of(gres, wanted) == count
+
+
+def test_a_clock_is_off_only_as_far_as_it_must_be():
+    assert off_s(105.0, 100.0, 101.0) == 4.0
+    assert off_s(95.0, 100.0, 101.0) == -5.0
+    assert off_s(100.5, 100.0, 101.0) == 0.0
+    assert off_s(99.0, 99.9, 100.0, within_s=1.0) == 0.0
+
+
+# ---- the site file
+
+
+def proposed(**changes) -> dict[str, str]:
+    found = facts(account=("lab", "yours"), server="/usr/bin/redis-server", **changes)
+    return {name: value for name, value, _ in propose(found)}
+
+
+def test_a_site_file_names_what_is_preempted_and_what_is_not():
+    low = {**PARTITION, "PreemptMode": "CANCEL"}
+    nodes = [*NODES, Node("low", "n1", "n1", "n1", "idle", "gpu:8"),
+             Node("high", "n1", "n1", "n1", "idle", "gpu:8")]  # fmt: skip
+    high = {**PARTITION, "PreemptMode": "OFF"}
+    every = {"low": low, "high": high, **PARTITIONS}
+    assert proposed(partitions=every, nodes=nodes) == {
+        "slurm.partition": "gpu", "slurm.master_partition": "cpu", "slurm.#account": "lab",
+        "redis.server": "/usr/bin/redis-server",
+    }  # fmt: skip
+    assert proposed(partitions={"high": high}, nodes=nodes)["slurm.master_partition"] == "high"
+
+
+def test_a_site_file_leaves_out_what_nobody_knows():
+    nothing = facts(account=Unknown("x"), server=Unknown("x"), network=Unknown("x"))
+    assert [name for name, _, _ in propose(nothing | partition(PreemptMode="OFF"))] == [
+        "slurm.master_partition"]  # fmt: skip
+
+
+def test_a_site_file_binds_only_where_others_would_not_find_the_master():
+    assert proposed(network=LOOPBACK)["redis.bind"] == "ib0"
+    alone = [Node("gpu", "n1", "login1", "127.0.0.1", "idle", "gpu:2")]
+    assert "redis.bind" not in proposed(network=LOOPBACK, nodes=alone)
+
+
+def test_a_site_file_is_toml_that_the_configuration_takes(tmp_path):
+    found = [("slurm.partition", 'a"b', "x"), ("slurm.#account", "lab", "x"),
+             ("redis.bind", "ib0", "x")]  # fmt: skip
+    path = tmp_path / "site.toml"
+    path.write_text(site_text(CLUSTER, found))
+    loaded = configuration.load_site(site=path)
+    assert (loaded.slurm.partition, loaded.slurm.account, loaded.redis.bind) == ('a"b', "", "ib0")
+
+
+def test_only_a_partition_of_a_higher_tier_on_the_same_nodes_preempts():
+    tiers = {"gpu": {**PARTITION, "PriorityTier": "1"}, "cpu": {**PARTITION, "PriorityTier": "1"},
+             "high": {**PARTITION, "PriorityTier": "10"}}  # fmt: skip
+    nodes = [*NODES, Node("high", "n1", "n1.site", "n1", "idle", "gpu:a100:4(S:0-1)")]
+    modes = {name: preempt_mode(CLUSTER, name, tiers, nodes) for name in tiers}
+    assert modes == {"gpu": "REQUEUE", "cpu": "OFF", "high": "OFF"}
+    assert not_ok(facts(partitions=tiers, nodes=nodes)) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"), [("GANG,REQUEUE", "REQUEUE"), ("GANG", "OFF"), ("SUSPEND,GANG", "SUSPEND")]
+)
+def test_gang_alone_takes_nothing(mode: str, wanted: str):
+    found = partition(PreemptMode=mode)["partitions"]
+    assert preempt_mode(CLUSTER, "gpu", found, NODES) == wanted
+
+
+def test_a_time_that_slurm_does_not_know_is_named():
+    assert ("time limit", FAIL) in not_ok(facts("slurm.time=12h"))
