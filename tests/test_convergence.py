@@ -18,7 +18,7 @@ from elastic.shuffle import Shuffle
 from elastic.tasks import default_optimizer
 from elastic.versions import remove_drafts
 from merging import Rounds
-from validate import rig
+from validate import report, rig
 from validate.noisy_task import Noisy
 from validate.simulator import Simulator, Start, seeded_model
 
@@ -37,9 +37,23 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def tiny(config, kind: type[Simulator] = Simulator) -> Simulator:
+class Stateless(Noisy):
+    """Its inner optimizer knows nothing but the gradient."""
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.02)
+
+
+class Slope(Stateless):
+    """Its gradient is the same everywhere."""
+
+    def loss(self, model, batch):
+        return sum(param.sum() for param in model.parameters())
+
+
+def tiny(config, kind: type[Simulator] = Simulator, task: type[Noisy] = Noisy) -> Simulator:
     """At version 0 of a run whose parameters bf16 holds."""
-    task = Noisy(TASK)
+    task = task(TASK)
     model = seeded_model(task, config)
     replica = Replica(model, layout := Layout.of(shapes(model), config.local_sgd.fragment_bytes))
     params = [replica.whole(i).bfloat16().float() for i in range(len(layout.fragments))]
@@ -54,11 +68,20 @@ def loss(simulator: Simulator, count: int = 200) -> float:
         return simulator.task.loss(simulator.model, batch).item()
 
 
-def spend(simulator: Simulator, crew, steps: int) -> Simulator:
+def spend(simulator: Simulator, crew, steps: int, ahead: int | None = None) -> Simulator:
+    """`ahead`: steps while a delta travels; None: a trace that knows nothing of such."""
     batch = simulator.config.train.batch_size
-    for _ in simulator.replay(rig.trace(crew, 0, steps, batch)):
+    commits = rig.trace(crew, 0, steps, batch)
+    if ahead is not None:
+        commits = rig.overlapping(commits, ahead * batch)
+    for _ in simulator.replay(commits):
         pass
     return simulator
+
+
+def ends_alike(one: Simulator, other: Simulator, atol: float = 0.0) -> bool:
+    ends = zip(one.outer.params, other.outer.params, strict=True)
+    return all(torch.allclose(a, b, rtol=0, atol=atol) for a, b in ends)
 
 
 # ---- the simulator ------------------------------------------------------------------------------
@@ -109,6 +132,55 @@ def test_four_workers_that_are_badly_averaged_do_not(make_config, kind):
     assert not after < before  # it may be no number
 
 
+# ---- steps ahead --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("crew", [rig.cut(5, 0), rig.churn(5, 0, "donor")])
+def test_steps_ahead_are_the_first_of_the_workers_next_delta(crew):
+    commits = list(rig.overlapping(rig.trace(crew, 10, 300, 2), 3 * 2))
+    deltas = {(d["slot"], d["attempt"], d["base"]): d for c in commits for d in c["deltas"]}
+    found = 0
+    for (slot, attempt, base), delta in deltas.items():
+        later = deltas.get((slot, attempt, base + 1), {"samples": []})
+        found += len(later["samples"])
+        ahead = [(0, start, min(start + 6, stop)) for _, start, stop in later["samples"]]
+        assert delta["ahead"] == ahead
+    assert found > 20
+
+
+@pytest.mark.parametrize("overlap", ["discard", "rebase"])
+def test_no_steps_ahead_are_no_overlap_bit_for_bit(make_config, overlap):
+    off = spend(tiny(make_config(*SETTINGS)), rig.cut(5, 0), 60)
+    none = spend(tiny(make_config(*SETTINGS, f"local_sgd.overlap={overlap}")), rig.cut(5, 0), 60, 0)
+    some = spend(tiny(make_config(*SETTINGS, f"local_sgd.overlap={overlap}")), rig.cut(5, 0), 60, 1)
+    assert ends_alike(off, none)
+    assert not ends_alike(off, some, 1e-4)
+
+
+def test_discarded_steps_leave_nothing_but_inner_state_bit_for_bit(make_config):
+    off = spend(tiny(make_config(*SETTINGS), task=Stateless), rig.cut(5, 0), 60)
+    config = make_config(*SETTINGS, "local_sgd.overlap=discard")
+    assert ends_alike(off, spend(tiny(config, task=Stateless), rig.cut(5, 0), 60, 2))
+
+
+def test_steps_ahead_along_a_constant_gradient_end_where_others_do(make_config):
+    """Every step counts once: with the others silent, it does not matter where it was done."""
+    settings = (*SETTINGS, "train.schedule=constant", "local_sgd.overlap=rebase")
+    off, on, twice = (
+        spend(tiny(make_config(*settings), kind, Slope), rig.steady(1, 5), 60, ahead)
+        for kind, ahead in ((Simulator, 0), (Simulator, 2), (rig.LateApply, 2))
+    )
+    assert ends_alike(off, on, 1e-4)
+    assert not ends_alike(off, twice, 0.1)
+
+
+@pytest.mark.parametrize(("kind", "learns"), [(Simulator, True), (rig.LateApply, False)])
+def test_four_workers_learn_while_their_deltas_travel(make_config, kind, learns):
+    simulator = tiny(make_config(*SETTINGS, "local_sgd.overlap=rebase"), kind)
+    before = loss(simulator)
+    assert (loss(spend(simulator, rig.steady(4, 5), 240, 1)) < before / 4) == learns
+
+
 # ---- the validation's own verdicts --------------------------------------------------------------
 
 
@@ -153,6 +225,9 @@ def test_rules_hold_and_faults_are_seen_where_all_is_as_it_should_be():
         ("cut", 1.65, {"R6"}),
         ("churn_donor", 1.7, {"R7"}),
         ("no_clip", 1.611, {"R8"}),
+        ("int4", 1.68, {"R1", "R5"}),
+        ("discard", 1.645, {"R10"}),
+        ("rebase", 1.8, {"R1", "R10"}),
         ("churn_ramp", 6.0, {"R7", "R9"}),
         ("poison", float("nan"), {"R8", "R9"}),
     ],
@@ -170,6 +245,47 @@ def test_a_difference_that_the_seeds_do_not_agree_on_breaks_a_rule():
 def test_a_fault_without_effect_is_reported_as_unseen():
     (unseen,) = [each for each in rig.check_faults(losses(heavy_ball=1.61)) if not each["ok"]]
     assert unseen["arm"] == "heavy_ball"
+
+
+# ---- the table and the picture ------------------------------------------------------------------
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+
+
+def test_the_table_has_every_arm_that_is_shown_and_what_its_rules_say():
+    header, _, *rows = cells(report.table(rig.SHOWN, losses(), rig.check_rules(losses())))
+    assert [row[0] for row in rows] == list(rig.SHOWN.values())
+    assert all(len(row) == len(header) and all(row) for row in rows[2:])
+    worse = losses(int8=1.7)
+    _, _, *rows = cells(report.table(rig.SHOWN, worse, rig.check_rules(worse)))
+    assert [row[0] for row in rows if row[-1] == "BROKEN"] == ["int8"]
+
+
+def test_the_table_in_the_readme_is_of_all_arms_and_of_the_rules_as_they_are():
+    """What was measured is for `make validate --publish` to say; here its form."""
+
+    def form(table: str) -> list[list[str]]:
+        return [[row[0], row[4], row[7], row[8]] for row in cells(table)]
+
+    now = report.table(rig.SHOWN, losses(), rig.check_rules(losses()))
+    text = report.README.read_text()
+    assert form(report.published(text)) == form(now)
+    assert report.published(report.replaced(text, now)) == now
+    assert report.replaced(text, report.published(text)) == text
+
+
+def test_the_picture_shows_all_arms_and_is_the_same_when_drawn_again(tmp_path):
+    found = {arm: {seed: [(100, 2.0), (200, 1.5 + seed)] for seed in range(3)} for arm in rig.SHOWN}
+    pictures = [tmp_path / name for name in ("one.svg", "other.svg")]
+    for path in pictures:
+        report.draw(rig.SHOWN, found, path)
+    drawn, again = (path.read_text() for path in pictures)
+    assert drawn == again
+    for picture in (drawn, report.PICTURE.read_text()):
+        assert [name for name in rig.SHOWN.values() if f">{name}</text>" not in picture] == []
+        assert len(picture) < 150_000
 
 
 # ---- a commit -----------------------------------------------------------------------------------
@@ -197,7 +313,7 @@ def test_a_master_killed_between_any_two_system_calls_of_a_commit_changes_nothin
         run.new_master()  # reads, and verifies, what is on disk
         assert run.version == 2
         ends.append(torch.cat([run.theta, run.momentum]))
-        run.pool.shutdown()
+        run.averager.close()
         if survived:
             break
     assert len(ends) > 10

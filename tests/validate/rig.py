@@ -6,12 +6,12 @@ arms may be; a rule holds if the one-sided 95 % bound of the paired difference o
 within its margin. FAULTS are wrong implementations put in the place of right ones: each must break
 the rule that is there to catch it, or the rule proves nothing.
 
-    PYTHONPATH=lib:tests .venv/bin/python -m validate.rig --seeds 0 --arms base,dp,heavy_ball
+    make validate VALIDATE_ARGS='--seeds 0 --arms base,dp,heavy_ball'
 
-It prints tables, writes build/validate.json, and exits with 1 if a rule is broken or a fault goes
-unseen. Margins were set once, from three seeds, at three times the spread or more. What loss cannot
-show at this size (weights, ghosts, a local learning-rate schedule, a joiner without a ramp: +0.007)
-is for tests/test_merge.py and test_trace.py.
+It prints tables, writes build/validate.json, .md and .svg (report.py), and exits with 1 if a rule
+is broken or a fault goes unseen. Margins were set once, from three seeds, at three times the spread
+or more. What loss cannot show at this size (weights, ghosts, a local learning-rate schedule, a
+joiner without a ramp: +0.007) is for tests/test_merge.py and test_trace.py.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
 from statistics import mean, stdev
@@ -36,8 +37,10 @@ from elastic.config import Config
 from elastic.durable import checksum
 from elastic.errors import ElasticError
 from elastic.layout import Layout
+from elastic.local_sgd import AHEAD
 from elastic.replica import Replica, shapes
 from elastic.tasks import ByteText
+from validate import report
 from validate.simulator import RAMPED, Inner, Simulator, Start, seeded_model
 
 HERE = Path(__file__).resolve().parent
@@ -45,11 +48,15 @@ NO_SITE = Path(os.devnull)
 BUILD = HERE.parents[1] / "build"
 WORKERS = 4
 WARM_TOKENS = 409_600
+CURVE_TOKENS = 40_960  # between two points of a curve: two rounds of four workers
 T95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02}  # Student's t, one-sided 95 %, by seeds
 UNIFORM = math.log(256)  # nats per byte of knowing nothing
 
 Work = tuple[int, int, int, int, str]  # slot, attempt, base, steps, where the inner state is from
 Crew = Callable[[int], list[Work]]  # who trains what between version v and v + 1
+Curve = list[tuple[int, float]]  # tokens, nats per byte
+Curves = dict[str, dict[int, Curve]]  # arm -> seed
+Look = Callable[[Simulator, int], None]  # the model is what so many tokens have made of it
 
 
 # ---- who takes part -----------------------------------------------------------------------------
@@ -178,14 +185,23 @@ class Unguarded(Poison):
         return False
 
 
+class LateApply(Simulator):
+    """What a version changed is added to what the worker has by then. Its own last delta is part
+    of that change: it counts twice."""
+
+    def rebase(self, index, published, sent):
+        super().rebase(index, published, torch.zeros_like(sent))
+
+
 @dataclass(frozen=True)
 class Arm:
-    """`share` of the tokens, spent by `crew(steps of a round, seed)`; a round of 0 never ends."""
+    """`share` of the tokens, spent by `crew(steps of a round, seed)`."""
 
     crew: Callable[[int, int], Crew]
     settings: tuple[str, ...] = ()
     share: float = 1.0
-    rounds: bool = True
+    rounds: bool = True  # else it is one, without an end
+    ahead: float = 0.0  # of a round's steps: done while the delta travels
     kind: type[Simulator] = Simulator
     once: bool = False  # the first seed only
 
@@ -194,6 +210,8 @@ class Arm:
 # rate: of 4, 8 and 12e-3 for synchronous training, of 2, 3 and 4e-3 for all others.
 SYNCHRONOUS = ("train.batch_size=8", "train.learning_rate=8e-3")
 PLAIN = ("local_sgd.outer_lr=1.0", "local_sgd.outer_momentum=0.0")
+DISCARD, REBASE = ("local_sgd.overlap=discard",), ("local_sgd.overlap=rebase",)
+MOST, LESS = 1 / AHEAD, 1 / 10  # of a round is done ahead
 
 
 def alone(steps: int, _seed: int) -> Crew:
@@ -217,6 +235,10 @@ ARMS = {
     "lone_plain": Arm(alone, (*PLAIN, "train.learning_rate=4e-3"), rounds=False),
     **{name: Arm(all_four, (f"local_sgd.compression={name}",))
        for name in ("bf16", "int8", "int4", "topk", "lowrank")},
+    "discard": Arm(all_four, DISCARD, ahead=MOST),
+    "discard_less": Arm(all_four, DISCARD, ahead=LESS),
+    "rebase": Arm(all_four, REBASE, ahead=MOST),
+    "rebase_less": Arm(all_four, REBASE, ahead=LESS),
     "cut": Arm(lambda steps, seed: cut(steps, seed)),
     "churn": Arm(churning("own")),
     "churn_ramp": Arm(churning("ramp")),
@@ -233,6 +255,22 @@ ARMS = {
     "stale_anchor": Arm(all_four, kind=StaleAnchor, once=True),
     "one_late": Arm(lambda steps, seed: late(steps), ("local_sgd.reanchor=0",), once=True),
     "unguarded": Arm(all_four, kind=Unguarded, once=True),
+    "late_apply": Arm(all_four, REBASE, ahead=MOST, kind=LateApply, once=True),
+}
+
+# The arms of the table and of the picture, in their order, and what a reader calls them.
+SHOWN = {
+    "dp": "synchronous training",
+    "base": "local SGD, dense, no overlap",
+    "bf16": "bf16",
+    "int8": "int8",
+    "int4": "int4",
+    "topk": "topk",
+    "lowrank": "lowrank",
+    "discard": "discard, a quarter ahead",
+    "discard_less": "discard, a tenth ahead",
+    "rebase": "rebase, a quarter ahead",
+    "rebase_less": "rebase, a tenth ahead",
 }
 
 # ---- running one ---------------------------------------------------------------------------------
@@ -259,7 +297,22 @@ def trace(crew: Crew, first: int, steps: int, batch: int) -> Iterator[dict]:
         version += 1
 
 
-def simulate(arm: Arm, seed: int, start: Start | None, tokens: int) -> Simulator:
+def overlapping(commits: Iterator[dict], samples: int) -> Iterator[dict]:
+    """The same, where so many samples of a worker's next delta are trained ahead."""
+    for commit, later in pairwise(chain(commits, [{"deltas": []}])):
+        following = {(each["slot"], each["attempt"]): each for each in later["deltas"]}
+        for delta in commit["deltas"]:
+            upcoming = following.get((delta["slot"], delta["attempt"]), {"samples": []})
+            delta["ahead"] = [
+                (epoch, first, min(stop, first + samples))
+                for epoch, first, stop in upcoming["samples"]
+            ]
+        yield commit
+
+
+def simulate(
+    arm: Arm, seed: int, start: Start | None, tokens: int, look: Look = lambda _s, _t: None
+) -> Simulator:
     """Spend the tokens; stops early when the parameters are not finite any more."""
     torch.set_num_threads(1)
     config = settings_of(seed, arm.settings)
@@ -270,10 +323,20 @@ def simulate(arm: Arm, seed: int, start: Start | None, tokens: int) -> Simulator
         config = settings_of(seed, (*arm.settings, f"local_sgd.inner_steps={steps}"))
     start = start or untrained(task, config)
     simulator = arm.kind(task, config, start, len(task.dataset()), config.train.max_tokens)
-    crew = arm.crew(config.local_sgd.inner_steps, seed)
-    for _ in simulator.replay(trace(crew, start.tokens // context, steps, batch)):
+    if arm.rounds:
+        simulator.adopt(simulator.versions[0].published)
+        look(simulator, start.tokens)
+    else:  # there are no versions on the way
+        simulator.before_step = lambda version, done: look(simulator, version.tokens + done)
+    commits = trace(
+        arm.crew(config.local_sgd.inner_steps, seed), start.tokens // context, steps, batch
+    )
+    ahead = int(arm.ahead * config.local_sgd.inner_steps)
+    for version in simulator.replay(overlapping(commits, ahead * batch)):
         if not all(param.isfinite().all() for param in simulator.outer.params):
             break
+        simulator.adopt(simulator.versions[version].published)
+        look(simulator, simulator.versions[version].tokens)
     return simulator
 
 
@@ -314,13 +377,21 @@ def read_start(tensors: dict[str, torch.Tensor]) -> Start:
     return Start([params[index] for index in sorted(params)], WARM_TOKENS, WORKERS, inner)
 
 
-def run_arm(name: str, seed: int) -> float:
-    """The validation loss of the published parameters, in nats per byte; nan if it got lost."""
-    tokens = settings_of(seed).train.max_tokens - WARM_TOKENS
+def run_arm(name: str, seed: int) -> Curve:
+    """Validation losses of what is shown on the way, and of the published parameters at the end, in
+    nats per byte; nan if the arm got lost."""
+    total, curve = settings_of(seed).train.max_tokens, []
+
+    def look(simulator: Simulator, tokens: int) -> None:
+        if name in SHOWN and tokens % CURVE_TOKENS == 0 and tokens < total:
+            loss = simulator.task.validate(simulator.model)["validation_loss"]
+            curve.append((tokens, loss))
+
     try:
-        return simulate(ARMS[name], seed, warm(seed), tokens).validate()["validation_loss"]
+        simulator = simulate(ARMS[name], seed, warm(seed), total - WARM_TOKENS, look)
+        return [*curve, (total, simulator.validate()["validation_loss"])]
     except ElasticError:  # the worker's own guard: its gradients are not finite any more
-        return math.nan
+        return [*curve, (total, math.nan)]
 
 
 # ---- rules and faults ----------------------------------------------------------------------------
@@ -366,6 +437,16 @@ RULES = [
     Rule("R8", "bad deltas do no harm", "poison", "base", 0.01),
     Rule("R8", "the guards change nothing else", "no_clip", "base", 0.0),
     Rule("R8", "the guards change nothing else", "no_clip", "base", 0.0, at_least=True),
+    Rule("R10", "steps ahead, done again, cost little", "discard", "base", 0.02),
+    Rule("R10", "and a few of them", "discard_less", "base", 0.02),
+    Rule("R10", "steps ahead, put on top, cost some", "rebase", "base", 0.03),
+    Rule("R10", "and a few of them", "rebase_less", "base", 0.02),
+]
+# Against synchronous training each may cost what local SGD does, too.
+RULES += [
+    Rule("R1", f"nor is {rule.arm} worse", rule.arm, "dp", round(RULES[0].margin + rule.margin, 3))
+    for rule in RULES
+    if rule.arm in SHOWN and rule.against == "base"
 ]
 
 
@@ -392,6 +473,8 @@ FAULTS = [
     Fault("nothing is exchanged", "quarter", "base", "R2"),
     Fault("one worker alone skips the outer step", "lone_plain", "lone", "R4"),
     Fault("bad deltas are let through", "unguarded", "poison", "R8"),
+    Fault("a version's change is applied late", "late_apply", "rebase", "R10"),
+    Fault("and a whole round late", "one_late", "discard", "R10"),
 ]
 
 Losses = dict[str, dict[int, float]]  # arm -> seed -> nats per byte
@@ -448,26 +531,60 @@ def check_faults(losses: Losses) -> list[dict]:
 
 
 def main() -> int:
-    options = parse(sys.argv[1:])
-    began, losses = time.monotonic(), {}
-    work = [(arm, seed) for seed in options.seeds for arm in options.arms if wanted(arm, seed)]
+    options, began = parse(sys.argv[1:]), time.monotonic()
+    BUILD.mkdir(exist_ok=True)
+    curves = train(options, kept() if options.resume else {})
+    found = judged(curves)
+    save(found)
+    table = report.table(SHOWN, found["losses"], found["rules"])
+    (BUILD / "validate.md").write_text(table)
+    report.draw(SHOWN, curves, BUILD / "validate.svg")
+    if options.publish:
+        report.publish(BUILD)
+    print("\n".join(tables(found["losses"], found["rules"], found["faults"])))
+    seconds, verdict = time.monotonic() - began, "ok" if found["ok"] else "VIOLATED"
+    print(f"\n{table}\n{verdict} after {seconds:.0f} s; see build/validate.*")
+    return 0 if found["ok"] else 1
+
+
+def train(options: argparse.Namespace, curves: Curves) -> Curves:
+    """The curves, with those of the arms and seeds that are asked for and not there yet."""
+    began = time.monotonic()
+    work = [(arm, seed) for seed in options.seeds for arm in options.arms
+            if wanted(arm, seed) and seed not in curves.get(arm, {})]  # fmt: skip
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
-        list(pool.map(warm, options.seeds))
+        list(pool.map(warm, {seed for _, seed in work}))
         futures = {pool.submit(run_arm, *each): each for each in work}
         for done, future in enumerate(as_completed(futures), 1):
             arm, seed = futures[future]
-            losses.setdefault(arm, {})[seed] = future.result()
+            curves.setdefault(arm, {})[seed] = future.result()
+            save(judged(curves))
             at = f"{time.monotonic() - began:6.0f} s  {done:3}/{len(work)}"
-            print(f"{at}  {arm} seed {seed}: {future.result():.4f}", flush=True)
+            print(f"{at}  {arm} seed {seed}: {future.result()[-1][1]:.4f}", flush=True)
+    return {arm: curves[arm] for arm in ARMS if arm in curves}
+
+
+def judged(curves: Curves) -> dict:
+    losses = {arm: {seed: curve[-1][1] for seed, curve in by_seed.items()}
+              for arm, by_seed in curves.items()}  # fmt: skip
     rules, faults = check_rules(losses), check_faults(losses)
-    seconds = round(time.monotonic() - began, 1)
     ok = all(each["ok"] for each in rules + faults)
-    report = {"ok": ok, "seconds": seconds, "losses": losses, "rules": rules, "faults": faults}
-    (BUILD / "validate.json").write_text(json.dumps(report, indent=1) + "\n")
-    print("\n".join(tables(losses, rules, faults)))
-    print(f"\n{'ok' if ok else 'VIOLATED'} after {seconds:.0f} s; build/validate.json has it all")
-    return 0 if ok else 1
+    return {"ok": ok, "losses": losses, "rules": rules, "faults": faults, "curves": curves}
+
+
+def save(found: dict) -> None:
+    temporary = BUILD / "validate.json.new"
+    temporary.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(temporary, BUILD / "validate.json")
+
+
+def kept() -> Curves:
+    """What earlier runs have found."""
+    path = BUILD / "validate.json"
+    found = json.loads(path.read_text())["curves"] if path.exists() else {}
+    return {arm: {int(seed): curve for seed, curve in by_seed.items()}
+            for arm, by_seed in found.items()}  # fmt: skip
 
 
 def parse(args: list[str]) -> argparse.Namespace:
@@ -477,6 +594,8 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", default=[0, 1, 2], **numbers, help="default: 0,1,2")
     parser.add_argument("--arms", default=list(ARMS), **names, help=f"of {', '.join(ARMS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    parser.add_argument("--resume", action="store_true", help="keep what build/validate.json has")
+    parser.add_argument("--publish", action="store_true", help="table and picture into the README")
     options = parser.parse_args(args)
     if unknown := set(options.arms) - set(ARMS):
         parser.error(f"no arm {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")

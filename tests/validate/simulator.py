@@ -4,10 +4,12 @@
     commits made up  ──▶ Simulator.replay ──▶ what that participation would have led to
 
 A trace is a list of commits. Of each delta it needs slot, attempt, base, steps, the samples in the
-order they were trained, and where the inner state came from; everything else follows. The worker's
-training loop, replica, codec, shuffle and schedule, and the merging, are the product's own. The
-life of a worker and of the master are not: they are stated here a second time, as the algorithm
-has them, so that a run and its replay agree only if the processes did nothing else.
+order they were trained, and where the inner state came from; everything else follows. A delta that
+is made up may also say which samples its worker trained `ahead`, while it travelled; the worker's
+next delta begins with them. The worker's training loop, replica, codec, shuffle and schedule, and
+the merging, are the product's own. The life of a worker and of the master are not: they are stated
+here a second time, as the algorithm has them, so that a run and its replay agree only if the
+processes did nothing else.
 
 A fault is a subclass that overrides one of the small methods without an underscore. A delta whose
 inner state depends on work that no commit shows cannot be replayed: `Untold`.
@@ -43,10 +45,21 @@ ORIGIN = re.compile(
 )
 
 Key = tuple[int, int, int]  # slot, attempt, base
+Done = tuple[int, int]  # steps and tokens since a base
 
 
 class Untold(Exception):
     """The trace does not say what a delta was made from."""
+
+
+@dataclass
+class Ahead:
+    """Steps that were done on an older base while a delta travelled; by default none."""
+
+    done: Done = (0, 0)
+    base: list[torch.Tensor] = field(default_factory=list)  # its published fragments
+    sent: list[torch.Tensor] = field(default_factory=list)  # the delta, before it was encoded
+    params: list[torch.Tensor] = field(default_factory=list)  # float32 fragments, after the steps
 
 
 @dataclass
@@ -57,6 +70,7 @@ class Inner:
     rng: torch.Tensor
     ramp: int = 0  # inner steps still to go
     residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # of error feedback
+    ahead: Ahead = field(default_factory=Ahead)
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Start:
 
 
 class Script:
-    """Stands in for LocalSGD: hands the worker's own training loop the batches of one delta."""
+    """Stands in for LocalSGD: hands the worker's own training loop the batches it is given."""
 
     group, loss_scale, tokens_per_sample = Group(), 1.0, 1
 
@@ -178,34 +192,77 @@ class Simulator:
 
     def _train(self, work: dict) -> Delta:
         inner = self.inner_before(work)
-        self.adopt(self.base(work))
+        before = self._start_from(work, inner.ahead)
         for param, state in zip(self._params(), inner.state, strict=False):
             self.optimizer.state[param] = state
         torch.set_rng_state(inner.rng)
+        steps, tokens = self._run(work, inner, self._batches(work)[before[0] :], before)
+        encoder = Encoder(self.config.local_sgd.compression, self.outer.layout)
+        encoder.residuals = dict(inner.residuals)
+        sent = [self.delta(work, index) for index in range(len(self.outer.params))]
+        fragments = self._arrived(work, encoder, sent)
+        inner.ahead = self._go_ahead(work, inner, sent, (steps, tokens))
+        self._remember(work, inner, encoder.residuals)
+        norm = sum(merge.norm(fragment) ** 2 for fragment in fragments) ** 0.5
+        if work.get("tokens", tokens) != tokens:
+            raise Untold(f"{_key(work)}: {tokens} tokens, its commit says {work['tokens']}")
+        return Delta(*_key(work), steps, tokens, fragments, norm)
+
+    def _start_from(self, work: dict, ahead: Ahead) -> Done:
+        """Adopt the work's base, below the steps ahead if they count. Returns what is done."""
+        if self.config.local_sgd.overlap != "rebase" or not ahead.sent:
+            self.adopt(self.base(work))
+            return (0, 0)
+        self.adopt(ahead.base)
+        for index, fragment in enumerate(self.base(work)):
+            self.replica.load(index, ahead.params[index])
+            self.rebase(index, fragment, ahead.sent[index])
+        return ahead.done
+
+    def _run(self, work: dict, inner: Inner, batches: list[list[int]], before: Done) -> Done:
+        """Train on the work's base, after what was done on it before. Returns what is done then."""
         version = self.versions[work["base"]]
 
-        def prepare(steps: int, tokens: int) -> None:
-            ramp = max(0, inner.ramp - steps)
+        def prepare(more_steps: int, more_tokens: int) -> None:
+            steps, tokens = before[0] + more_steps, before[1] + more_tokens
+            self.before_step(version, tokens)
+            ramp = max(0, inner.ramp - more_steps)
             factor = self.factor(version, steps, tokens) * self._ramp(ramp)
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * factor
 
-        script = Script(self.config, self._batches(work), prepare)
+        script = Script(self.config, batches, prepare)
         self.model.train()
         train(self.task, self.model, self.optimizer, script, CPU)
-        encoder = Encoder(self.config.local_sgd.compression, self.outer.layout)
-        encoder.residuals = dict(inner.residuals)
+        inner.ramp = max(0, inner.ramp - script.steps)
+        return before[0] + script.steps, before[1] + script.tokens
+
+    def _arrived(self, work: dict, encoder: Encoder, sent: list[torch.Tensor]) -> list:
+        """The fragments of a delta, as the master decodes them."""
         codec = self._codecs[work.get("codec", encoder.codec.name)]
         is_last = codec.name != encoder.codec.name
         fragments = []
         for index, part in enumerate(self.outer.layout.fragments):
-            data = encoder.encode(index, self.delta(work, index), is_last)
+            data = encoder.encode(index, sent[index], is_last)
             fragments.append(codec.decode(torch.frombuffer(data, dtype=torch.uint8), part).clone())
-        self._remember(work, inner, script.steps, encoder.residuals)
-        norm = sum(merge.norm(fragment) ** 2 for fragment in fragments) ** 0.5
-        if work.get("tokens", script.tokens) != script.tokens:
-            raise Untold(f"{_key(work)}: {script.tokens} tokens, its commit says {work['tokens']}")
-        return Delta(*_key(work), script.steps, script.tokens, fragments, norm)
+        return fragments
+
+    def _go_ahead(self, work: dict, inner: Inner, sent: list[torch.Tensor], before: Done) -> Ahead:
+        """Train on while the delta travels, with the samples that the trace says, if any."""
+        batches = self._cut(work.get("ahead", []))
+        if not batches:
+            return Ahead()
+        steps, tokens = self._run(work, inner, batches, before)
+        done = (steps - before[0], tokens - before[1])
+        params = [self.replica.whole(index) for index in range(len(sent))]
+        return Ahead(done, self.base(work), sent, params)
+
+    def before_step(self, version: Version, tokens: int) -> None:
+        """Called before each step, with the tokens done on the version."""
+
+    def rebase(self, index: int, published: torch.Tensor, sent: torch.Tensor) -> None:
+        """Put the steps since a fragment of a delta was taken on top of a published fragment."""
+        self.replica.rebase(index, published, False, sent)
 
     def base(self, work: dict) -> list[torch.Tensor]:
         """The published fragments that the worker starts from."""
@@ -231,13 +288,16 @@ class Simulator:
             self.replica.adopt(index, fragment)
 
     def _batches(self, work: dict) -> list[list[int]]:
-        """Dataset indices: full batches, and at most one that is not, the last."""
-        indices = [i for each in work["samples"] for i in self._indices(*each)]
-        size = self.config.train.batch_size
-        batches = [indices[at : at + size] for at in range(0, len(indices), size)]
+        batches = self._cut(work["samples"])
         if len(batches) != work["steps"]:
-            raise Untold(f"{_key(work)}: {work['steps']} steps of {len(indices)} samples")
+            raise Untold(f"{_key(work)}: {work['steps']} steps, samples for {len(batches)}")
         return batches
+
+    def _cut(self, samples: list) -> list[list[int]]:
+        """Dataset indices: full batches, and at most one that is not, the last."""
+        indices = [i for each in samples for i in self._indices(*each)]
+        size = self.config.train.batch_size
+        return [indices[at : at + size] for at in range(0, len(indices), size)]
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
         if epoch not in self._shuffles:
@@ -278,10 +338,10 @@ class Simulator:
             self._trained[key] = self._train(self._untrained.pop(key))
         return self._inner[key]
 
-    def _remember(self, work: dict, inner: Inner, steps: int, residuals: dict) -> None:
+    def _remember(self, work: dict, inner: Inner, residuals: dict) -> None:
         state = [self.optimizer.state.pop(param, {}) for param in self._params()]
-        rng, ramp = torch.get_rng_state(), max(0, inner.ramp - steps)
-        self._inner[_key(work)] = Inner(state, rng, ramp, residuals)
+        rng = torch.get_rng_state()
+        self._inner[_key(work)] = Inner(state, rng, inner.ramp, residuals, inner.ahead)
 
     def first_rng(self) -> torch.Tensor:
         return torch.Generator().manual_seed(self.config.run.seed + 1).get_state()
@@ -301,7 +361,7 @@ class Simulator:
         lr = rounds.outer_lr(settings.outer_lr, weight, self.running, settings.thin_rounds)
         self.step(means, lr)
         whole = rounds.whole_norms(deltas, norms)
-        self.running = self.running.after(sum(whole) / len(whole), weight)
+        self.running = self.running.after(whole, weight, 0.0)
         self.clipped += sum(share.clip < 1 for share in shares)
         tokens = self.versions[self.version].tokens + sum(delta.tokens for delta in deltas)
         self.version += 1
