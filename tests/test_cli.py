@@ -13,11 +13,12 @@ from pathlib import Path
 import click
 import pytest
 
+from elastic import cli
 from helpers import ROOT, elastic, environment, wait_until
 
 COMMANDS = [
-    "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "evaluate", "config",
-    "chaos", "sandbox",
+    "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "report", "metrics",
+    "evaluate", "validate", "config", "doctor", "plan", "chaos", "sandbox",
 ]  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def test_every_option_and_command_says_what_it_does():
 def test_the_list_of_commands_fits_one_screen_and_cuts_nothing_off(env):
     answer = subprocess.run([ROOT / "bin/elastic"], env=env, capture_output=True, text=True)
     text = answer.stdout + answer.stderr
-    assert len(text.splitlines()) <= 24
+    assert len(text.splitlines()) <= 28
     listed = text.split("Commands:")[1].splitlines()[1:]
     assert [line.split()[0] for line in listed] == COMMANDS
     assert not any(line.endswith("...") for line in listed)
@@ -301,6 +302,46 @@ def test_limits_that_make_no_sense_change_nothing(config, env):
     for limits in (["--min", 3], ["--max", 0], ["--min", 2, "--max", 1], ["--min", 0]):
         assert elastic("scale", "quiet", *limits, env=env).returncode == 2
     assert (status_of(env, "quiet")["min"], status_of(env, "quiet")["max"]) == (1, 2)
+
+
+def test_a_limit_below_one_worker_is_refused(env, tmp_path):
+    config = write_config(tmp_path / "wide.toml", run='command = ["sleep", "600"]',
+                          elastic="min = 8\nmax = 16",
+                          slurm='partition = "p"\ngpus_per_worker = 8')  # fmt: skip
+    env["PATH"] = fake_slurm(tmp_path / "slurm", squeue="exit 0", sbatch="echo 7", sinfo="exit 0")
+    (tmp_path / "runs").mkdir()
+    elastic("submit", config, env=env)
+    answer = elastic("scale", "wide", "--min", 4, "--max", 4, env=env)
+    assert (answer.returncode, "slurm.gpus_per_worker is 8" in answer.stderr) == (2, True)
+
+
+def test_json_has_no_number_that_is_none():
+    given = {"a": [1.5, float("nan")], "b": (float("inf"), "nan"), "c": 3}
+    assert cli.finite(given) == {"a": [1.5, None], "b": [None, "nan"], "c": 3}
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    cli.put(pipe, b"whole")
+    assert reader.communicate()[0] == b"whole"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_metrics_into_what_is_no_file_leave_its_mode_alone(env, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    answer = elastic("metrics", "--prometheus", pipe, env=env)
+    assert (answer.returncode, b"# TYPE elastic_" in reader.communicate()[0]) == (0, True)
+    assert stat.S_IMODE(pipe.stat().st_mode) == 0o600
+
+
+def test_faults_without_a_pause_are_refused(config, env):
+    elastic("submit", config, env=env)
+    answer = elastic("chaos", "quiet", "--every", "0s", env=env)
+    assert (answer.returncode, "--every 0s" in answer.stderr) == (2, True)
 
 
 # ---- a scheduler that is silent or refuses

@@ -96,7 +96,6 @@ def test_what_is_left_open_is_settled_once(write):
     made = config.load(path)
     assert made.run.name == "small-1"
     assert made.run.folder == str(path.resolve().parent)
-    assert made.local_sgd.transport == "filesystem"
     for steps, momentum in [(200, 0.9), (100, 0.9), (99, 0.8), (11, 0.8), (10, 0.5), (1, 0.5)]:
         made = config.load(path, [f"local_sgd.inner_steps={steps}"])
         assert made.local_sgd.outer_momentum == momentum

@@ -3,6 +3,7 @@
 pytest tests/test_views.py
 """
 
+import contextlib
 import io
 import math
 
@@ -10,18 +11,21 @@ import pytest
 from rich.console import Console
 
 from elastic import views
+from elastic.wording import event_words, one_line
+from helpers import wait_until
 
 WORKER = {
     "slot": 7, "attempt": 2, "job_id": "4711", "node": "node0123.cluster", "pid": 1, "version": 3,
     "state": "training", "step": 40, "tokens_per_s": 12345.6, "loss": 2.5, "last_beat_s": 1.2,
 }  # fmt: skip
 SEEN = {
+    "summary": "", "losses": [], "preemptions_per_h": 4.0, "inner_steps": 100, "gpus": 2,
     "run": "demo", "path": "/runs/demo", "mode": "local", "state": "running", "detail": "",
     "reason": "2 workers, fewer than the 4 wanted; 3 jobs wait (Resources)", "next": "nothing",
     "version": 12, "tokens": 1234567, "tokens_goal": 5000000, "loss": 2.3456, "tokens_per_s": 999.9,
     "goodput": 0.93, "min": 4, "max": 8, "workers": [WORKER, {**WORKER, "state": "stalled"}],
     "jobs": [{"job_id": "9", "role": "worker", "slot": 3, "state": "PENDING", "reason": "[Prio]"}],
-    "events": [{"time": 0.0, "kind": "lost", "slot": 1, "reason": "x" * 200}],
+    "events": [{"time": 0.0, "kind": "lost", "slot": 1, "node": "x" * 200}],
 }  # fmt: skip
 EMPTY = {
     **SEEN, "state": "waiting", "version": None, "tokens": 0, "tokens_goal": None, "loss": None,
@@ -43,9 +47,9 @@ def plain(renderable) -> str:
 
 def test_a_run_shows_progress_workers_jobs_reasons_and_events():
     text = plain(views.run_view(SEEN))
-    for words in ("version 12", "1.23M tokens of 5M", "loss 2.346", "goodput 93%", "1k tokens/s",
-                  "1 alive of 4..8", "fewer than the 4 wanted", "4711", "node0123.cluster",
-                  "stalled", "12.3k", "PENDING", "[Prio]", "lost", "slot=1"):  # fmt: skip
+    for words in ("version 12", "1.23M tokens of 5M", "loss 2.346", "4 preemptions/h",
+                  "1 alive, on 1 of 4..8 GPUs", "fewer than the 4 wanted", "4711", "stalled",
+                  "node0123.cluster", "12.3k", "PENDING", "[Prio]", "slot 1 is lost"):  # fmt: skip
         assert words in text
 
 
@@ -125,9 +129,53 @@ def test_a_flat_curve_and_points_at_one_place_are_drawn():
     assert views.loss_curve([(1, 2.0), (1, 3.0)])
 
 
+def test_who_waits_for_long_hears_for_what(monkeypatch):
+    heard = []
+    monkeypatch.setattr(views, "busy", lambda what: contextlib.nullcontext(heard.append(what)))
+    with views.busy_if_slow("quick", 60):
+        pass
+    with views.busy_if_slow("slow", 0):
+        wait_until(lambda: heard, 10, "a word")
+    assert heard == ["slow"]
+
+
 @pytest.mark.parametrize(
     ("number", "text"),
     [(0, "0"), (950, "950"), (999.7, "1k"), (12345, "12.3k"), (7.89e9, "7.89G"), (None, "-")],
 )
 def test_counts_are_short(number, text):
     assert views.si(number) == text
+
+
+def test_gpus_are_counted_not_workers():
+    of_eight = {**SEEN, "gpus": 16, "max": 32}
+    assert "1 alive, on 8 of 4..32 GPUs" in plain(views.run_view(of_eight))
+    assert "8 of 4..32" in plain(views.runs_table([of_eight]))
+
+
+def test_a_name_that_is_to_be_copied_is_whole():
+    name = "a-run-with-a-name-that-is-rather-long"
+    lines = plain(views.runs_table([{**SEEN, "run": name}])).splitlines()
+    assert name in "".join(line.split(" ")[0] for line in lines)
+
+
+@pytest.mark.parametrize(("event", "words"), [
+    ({"kind": "lost", "role": "worker", "slot": 3, "reason": "exit 1", "steps": 4},
+     "slot 3 failed: exit 1"),
+    ({"kind": "lost", "slot": 3, "node": "n1", "steps": 4},
+     "slot 3 is lost: n1 was silent after step 4"),
+    ({"kind": "done", "version": 4, "tokens": 9}, "the run is done: nothing is left to train"),
+    ({"kind": "restore", "step": 40, "world": 8}, "training goes on from step 40 on 8 GPUs"),
+    ({"kind": "restore", "resume": "", "world": 8},
+     "training goes on from the beginning on 8 GPUs"),
+    ({"kind": "restore", "resume": "x/y", "world": 8}, "training goes on from x/y on 8 GPUs"),
+    ({"kind": "outer-step", "version": 4, "workers": 1, "loss": 2.5},
+     "version 4 from 1 worker, loss 2.5"),
+])  # fmt: skip
+def test_an_event_says_what_happened(event, words):
+    assert event_words(event) == words
+
+
+def test_anybodys_words_are_one_line_of_limited_length():
+    assert one_line("a\n  b\tc") == "a b c"
+    assert one_line("word " * 100, 20) == "word word word wo..."

@@ -42,7 +42,7 @@ BACK_S = 120.0  # how long the last faults are given to be over
 MOST_FILL_BYTES = 1 << 30
 FAKETIME = "FAKETIME_TIMESTAMP_FILE"  # the file that libfaketime reads in the run's jobs
 IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis", "partition", "corrupt-delta")
-HERE_ONLY = ("kill-redis", "partition", "hang-worker", "slow-worker")
+HERE_ONLY = ("kill-redis", "partition", "hang-worker", "slow-worker", "corrupt-checkpoint")
 
 
 class Chaos:
@@ -74,7 +74,8 @@ class Chaos:
         return []
 
     def _trainer(self) -> list[Slot]:
-        ranks, said = self._pids("trainer"), self.run.lines("metrics.jsonl", 1)
+        ranks = self._pids("trainer") if self.is_local or self.box else [0]  # reached by its job
+        said = self.run.lines("metrics.jsonl", 1)
         if not ranks or not said or said[0]["attempt"] != self.run.latest_attempt(0):
             return []
         step, job_id = said[0]["step"], (self.run.progress() or {}).get("job_id", "")

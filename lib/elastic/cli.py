@@ -3,30 +3,32 @@ status, audit and reconcile; here are only options, checks before a run starts, 
 
 A command changes at most the run's control file and runs one reconcile pass, so it may be repeated
 at any time. Errors (ElasticError, OSError) become "error: what", "hint: way out" and a code, in one
-place. torch, and everything that needs it, is imported by `evaluate` alone: the other commands
-run under cron and on login nodes, where seconds and memory count.
+place. torch, and everything that needs it, is imported by `evaluate` and `validate` alone: the
+others run under cron and on login nodes, where seconds and memory count.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
+import math
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elastic import __version__, estimate, rundir, submission, views
+from elastic import __version__, estimate, rundir, submission, wording
 from elastic import config as configuration
 from elastic import reconcile as reconciling
 from elastic.audit import audit as audit_ledger
 from elastic.audit import gpu_seconds
-from elastic.durable import checksum
+from elastic.durable import checksum, write_atomic
 from elastic.errors import ElasticError, Exit, UsageError
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox, Shape, default_folder
@@ -35,6 +37,7 @@ from elastic.submission import jobs_of
 
 JITTER_S = 20.0  # spread the cron passes of many users over this time
 WATCH_S = 2.0
+FOLLOW_S = 10.0
 WAIT_S = 2.0
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 
@@ -76,6 +79,11 @@ def command(*examples: str, cls: type[click.Command] | None = None) -> Callable:
 overrides_option = click.option(
     "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
     help="Set any key of the configuration (repeatable; submit also takes --SEC.KEY=VALUE).",
+)  # fmt: skip
+run_argument = functools.partial(
+    click.argument, "run",
+    shell_complete=lambda _ctx, _argument, typed: [
+        run.name for run in rundir.registered() if run.name.startswith(typed)],
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
@@ -134,13 +142,22 @@ def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: 
 
 def on_paper(resolved, config: Path, settings: list[str]) -> str:
     """What a round of the run would move and take, if its model can be known here."""
+    model, reason = described(config, settings)
+    if not model:
+        return f"  model             cannot be known here: {reason}"
+    workers = resolved.elastic.max // resolved.slurm.gpus_per_worker
+    return estimate.report(model, workers, resolved)
+
+
+def described(config: Path, settings: Sequence[str]) -> tuple[estimate.Model | None, str]:
+    """The run's model; or None, and why it cannot be known here."""
     command = [sys.executable, "-P", "-m", "elastic.describe", str(config), *settings]
     found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode:
-        reason = (found.stderr.strip() or f"exit {found.returncode}").splitlines()[-1]
-        return f"  model             cannot be known here: {reason}"
-    workers = resolved.elastic.max // resolved.slurm.gpus_per_worker
-    return estimate.report(estimate.Model(**json.loads(found.stdout)), workers, resolved)
+        lines = found.stderr.strip().splitlines()
+        said = [line for line in lines if not line.startswith("  hint: ")]
+        return None, said[-1] if said else f"exit {found.returncode}"
+    return estimate.Model(**json.loads(found.stdout.splitlines()[-1])), ""  # its task may print
 
 
 def started_text(run: RunDir) -> str:
@@ -150,25 +167,42 @@ def started_text(run: RunDir) -> str:
          f"  its logs:  elastic-logs {run.name} -f",
          f"  resize it: elastic-scale {run.name} --max N",
          f"  end it:    elastic-stop {run.name}",
-         f"  cron line: */2 * * * * {configuration.elastic_home()}/bin/elastic-reconcile"]
+         f"  cron line: */2 * * * * {configuration.commands()}/elastic-reconcile"]
     )  # fmt: skip
 
 
 def wait_for_end(run: RunDir) -> int:
     """Reconcile as cron would until the run is done (0), has failed or was stopped (1)."""
+    from elastic import views
+
     interval_s = run.config().elastic.reconcile_interval_s
     next_pass = time.monotonic() + interval_s
-    while True:
-        if run.done():
-            return Exit.OK
-        if failed := run.failed():
-            raise ElasticError(f"run {run.name} failed: {failed['reason']}", "elastic-logs")
-        if run.control().state == "stopped":
-            raise ElasticError(f"run {run.name} was stopped", f"elastic-scale {run.name}")
-        time.sleep(WAIT_S)
-        if time.monotonic() >= next_pass:
-            one_pass([run])
-            next_pass = time.monotonic() + interval_s
+    with views.progress() as tell:
+        while True:
+            if run.done():
+                return Exit.OK
+            if failed := run.failed():
+                what = f"run {run.name} failed: {failed['reason']}"
+                raise ElasticError(what, f"elastic-logs {run.name}")
+            if run.control().state == "stopped":
+                raise ElasticError(f"run {run.name} was stopped", f"elastic-scale {run.name}")
+            tell(progress_of([run], 1))
+            time.sleep(WAIT_S)
+            if time.monotonic() >= next_pass:
+                one_pass([run])
+                next_pass = time.monotonic() + interval_s
+
+
+def progress_of(runs: list[RunDir], count: int) -> tuple[float, str]:
+    """How much of `count` runs is trained, of which some are not begun; words on the newest."""
+    shares, words = [], ""
+    for run in runs:
+        newest, of_sync = run.newest_commit() or {}, run.progress() or {}
+        tokens = max(newest.get("tokens", 0), of_sync.get("tokens", 0))
+        goal = of_sync.get("total_tokens") or newest.get("total_tokens")
+        shares.append(1.0 if run.done() else tokens / goal if goal else 0.0)
+        words = f"{run.name}: {wording.si(tokens)} tokens"
+    return sum(shares) / count, words
 
 
 # ---- reconcile ----------------------------------------------------------------------------------
@@ -215,7 +249,7 @@ def echo_pass(run: RunDir) -> None:
 
 
 @command("status", "status demo --watch", "status demo --json")
-@click.argument("run", required=False)
+@run_argument(required=False)
 @click.option("--watch", is_flag=True, help="Redraw every 2 s until Ctrl-C.")
 @json_option
 def show_status(run: str | None, watch: bool, as_json: bool):
@@ -224,34 +258,55 @@ def show_status(run: str | None, watch: bool, as_json: bool):
     One run: its progress, its workers and jobs, why it waits, what the next
     reconcile pass will do, and the last events.
     """
-    from elastic import status  # and with it redis, which a cron pass has no use for
+    from elastic import status, views  # and with them redis and rich: a pass needs neither
 
     found = [rundir.find(run)] if run else rundir.registered()
     view = views.run_view if run else views.runs_table
 
     def seen() -> dict | list[dict]:
-        every = status.observe_all(found)
+        every = status.observe_all(found, brief=not (run or as_json))
         return every[0] if run else every
 
     if not watch:
-        show(as_json, seen(), view)
+        with views.busy_if_slow("asking the scheduler and the masters"):
+            observed = seen()
+        show(as_json, observed, view)
         return
     with contextlib.suppress(KeyboardInterrupt), views.live() as draw:
         while True:
-            draw(view(seen()))
+            draw(functools.partial(view, seen()))
             time.sleep(WATCH_S)
 
 
 def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
     """Print data for a script, or the view of it for a person."""
     if as_json:
-        click.echo(json.dumps(data, indent=1))
+        click.echo(json.dumps(finite(data), indent=1, allow_nan=False))
     else:
+        from elastic import views
+
         views.console().print(view(data))
 
 
+def finite(data: Any) -> Any:
+    """The same data with null for a number that JSON has none for."""
+    if isinstance(data, dict):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def put(path: Path, data: bytes) -> None:
+    """Replace a file as a whole; what is none (a pipe, /dev/stdout) is written to."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        write_atomic(path, data)
+
+
 @command("logs demo", "logs demo 3 -f", "logs demo master")
-@click.argument("run")
+@run_argument()
 @click.argument("slot", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing what is added.")
 @click.option("-n", "--lines", default=200, show_default=True, help="Lines of each log.")
@@ -271,7 +326,8 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
     paths = [path for path in paths if path.exists()]
     if not paths:
         raise ElasticError(f"no log of {slot or 'any job'} yet", f"elastic-status {found.name}")
-    follows = ["-F"] if follow else []
+    is_over = found.done() or found.failed()
+    follows = ["-F"] if follow and not is_over else []
     sys.exit(subprocess.run(["tail", "-n", str(lines), *follows, "--", *paths]).returncode)
 
 
@@ -279,7 +335,7 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
 
 
 @command("scale demo --max 16", "scale demo --min 4 --max 4", "scale demo --mode sync")
-@click.argument("run")
+@run_argument()
 @click.option("--min", "fewest", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
 @click.option("--max", "most", type=int, metavar="GPUS", help="Most GPUs to use.")
 @click.option("--mode", type=click.Choice(["local", "sync"]), help="How the GPUs train together.")
@@ -297,6 +353,10 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
     most = before.max if most is None else most
     if not 1 <= fewest <= most:
         raise UsageError(f"min {fewest} and max {most}: not 1 <= min <= max", "give both")
+    slurm = found.config().slurm
+    if most < slurm.gpus_per_worker and found.config().run.scheduler != "local":
+        raise UsageError(f"max {most} is below one worker: slurm.gpus_per_worker is "
+                         f"{slurm.gpus_per_worker}", "give a larger --max")  # fmt: skip
     mode = mode or before.mode
     if mode != before.mode:
         submission.check_mode(found, mode)
@@ -313,7 +373,7 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
 
 
 @command("stop demo", "stop demo --now", "stop demo --wait")
-@click.argument("run")
+@run_argument()
 @click.option("--now", is_flag=True, help="Kill the jobs: steps of the open round are lost.")
 @click.option("--wait", "wait_for_it", is_flag=True, help="Return when its jobs are gone.")
 def stop(run: str, now: bool, wait_for_it: bool):
@@ -342,7 +402,7 @@ def stop(run: str, now: bool, wait_for_it: bool):
 
 
 @command("audit demo", "audit demo --files --json")
-@click.argument("run")
+@run_argument()
 @click.option("--files", is_flag=True, help="Check the checksums of all kept files, too.")
 @json_option
 def audit(run: str, files: bool, as_json: bool):
@@ -352,6 +412,8 @@ def audit(run: str, files: bool, as_json: bool):
     committed twice or never, tokens that do not add up, a file that is gone.
     Also says what the GPUs were used for, to the second.
     """
+    from elastic import views
+
     found = rundir.find(run)
     report = audit_ledger(found.path, found.config().checkpoint.keep, checksum if files else None)
     report["gpu_seconds"] = gpu_seconds(found)
@@ -359,46 +421,143 @@ def audit(run: str, files: bool, as_json: bool):
     sys.exit(Exit.ERROR if report["problems"] else Exit.OK)
 
 
+@command("report demo", "report demo --png", "report demo --only time,jobs -o demo.svg")
+@run_argument()
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
+              help="Where to: .html, .png or .svg (default: RUN.html, here).")
+@click.option("--png", is_flag=True, help="RUN.png, a picture instead of a page.")
+@click.option("--only", default="", metavar="A,B",
+              help="Of tokens, time, speed, jobs, goodput these alone.")
+def report(run: str, out: Path | None, png: bool, only: str):
+    """Draw RUN: loss, speed, jobs, goodput, incidents.
+
+    One HTML file that needs nothing else and no network; every curve and bar
+    comes from the run directory, so it works for runs that have ended, too.
+    """
+    from elastic import report as drawing
+    from elastic import views
+
+    found = rundir.find(run)
+    path = out or Path(f"{found.name}.{'png' if png else 'html'}")
+    form, chosen = drawing.form_of(path), drawing.panels(only)
+    with views.busy(f"drawing {found.name}"):
+        facts = drawing.gather(found)
+        if form == "html":
+            data = drawing.page(facts, chosen).encode()
+        else:
+            data = drawing.picture(facts, form, chosen)
+    put(path, data)
+    click.echo(path)
+
+
+@command("metrics --prometheus /var/lib/node_exporter/elastic.prom",
+         "metrics demo --jsonl demo.jsonl", "metrics demo --tensorboard tb --follow")
+@run_argument(required=False)
+@click.option("--prometheus", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write all runs (or RUN) as they are now.")
+@click.option("--jsonl", type=click.Path(path_type=Path), metavar="FILE",
+              help="Append a line per version (sync mode: step) of RUN.")
+@click.option("--tensorboard", type=click.Path(path_type=Path), metavar="DIR",
+              help="Likewise; needs the package tensorboard.")
+@click.option("--wandb", metavar="PROJECT", help="Likewise; needs the package wandb.")
+@click.option("--follow", is_flag=True, help="Go on until RUN has ended, or for ever.")
+def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
+    """Hand the numbers of runs to other tools.
+
+    May be stopped and started again at any time: a file goes on where it
+    ends, and so does the run of TensorBoard or W&B, whatever was preempted.
+    """
+    from elastic import metrics as numbers
+
+    if not (prometheus or any(series.values())):
+        raise UsageError("nowhere to write to", "elastic-metrics --help lists the formats")
+    if any(series.values()) and not run:
+        raise UsageError("of which RUN? Only --prometheus takes all of them", "elastic-status")
+    found = rundir.find(run) if run else None
+    sinks = numbers.sinks(found, **series) if found else []
+
+    def step() -> bool:
+        if prometheus:
+            from elastic import status
+
+            every = status.observe_all([found] if found else rundir.registered())
+            put(prometheus, numbers.prometheus(every).encode())
+            if prometheus.is_file():
+                prometheus.chmod(0o644)  # who collects it is somebody else
+        is_over = bool(found and found.closing())
+        if sinks:
+            numbers.feed(found, sinks)
+        return follow and not is_over
+
+    with contextlib.suppress(KeyboardInterrupt):
+        while step():
+            time.sleep(FOLLOW_S)
+
+
 @command("evaluate demo", "evaluate demo --version 0 --json")
-@click.argument("run")
+@run_argument()
 @click.option("--version", type=int, metavar="V", help="A version still on disk (default: newest).")
 @json_option
 def evaluate(run: str, version: int | None, as_json: bool):
-    """Validate a committed version of RUN.
+    """Validate what RUN has trained.
 
-    Loads the run's task here and prints what its validate() says.
+    Loads the run's task here and prints what its validate() says of the
+    newest checkpoint of sync mode, else of the newest version, or of V.
     """
-    found = rundir.find(run)
-    commit = found.newest_commit() if version is None else found.commit(version)
-    if commit is None:
-        wanted = "no version" if version is None else f"no version {version}"
-        raise UsageError(f"{wanted} of {found.name} is committed", f"elastic-status {found.name}")
-    kept = sorted(int(path.name) for path in (found.path / "versions").glob("[0-9]*"))
-    if commit["version"] not in kept:
-        hint = f"there are versions {', '.join(map(str, kept))}; see checkpoint.keep_every"
-        raise UsageError(f"version {version} is no longer on disk", hint)
-    scores = {"version": commit["version"], **validate(found, commit)}
+    from elastic.evaluation import evaluate as score
+
+    scores = score(rundir.find(run), version)
     show(as_json, scores, lambda each: "  ".join(f"{k} {v:.6g}" for k, v in each.items()))
 
 
-def validate(run: RunDir, commit: dict) -> dict[str, float]:
-    """What the run's task says of a committed version's published parameters. Loads torch."""
-    import torch
+@command("validate etc/demo.toml", "validate 7b.toml --arms int8,topk --seeds 5 --at-once 8")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--arms", default="int8", show_default=True, metavar="A,B",
+              help="Compressions of local mode to try.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(1, 10),
+              help="Runs of each; the noise is judged by them.")
+@click.option("--margin", default=0.02, show_default=True,
+              help="How much more loss is still as good, in its unit.")
+@click.option("--metric", default="", help="Of validate() (default: the first that says loss).")
+@click.option("--at-once", default=1, show_default=True, type=click.IntRange(1),
+              help="Runs at a time.")  # fmt: skip
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
+              help="The picture (default: NAME-validate.png here).")
+@overrides_option
+@json_option
+def validate(config: Path, arms: str, seeds: int, out: Path | None, overrides, as_json, **how):
+    """Compare local mode with sync mode at equal tokens.
 
-    from elastic import tasks, versions
-    from elastic.replica import Replica
+    Trains CONFIG in both, with the same samples and seeds on elastic.max
+    GPUs, and says how much loss local mode costs, with its noise. Goes on
+    where it was if it is started again. Exits 1 unless every arm is ok.
+    """
+    from elastic import report as drawing
+    from elastic import validation, views
+    from elastic.evaluation import load
 
-    config = run.config()
-    folder = Path(config.run.folder)
-    with contextlib.chdir(folder):  # where the run's own relative paths begin
-        task = tasks.load_task(config.run.task, config.task, folder)
-        if not hasattr(task, "validate"):
-            raise UsageError(f"task {config.run.task} has no validate()", "add one to the task")
-        model = task.model().to("cuda" if torch.cuda.is_available() else "cpu")
-        replica = Replica(model, versions.read_layout(run, commit["version"]))
-        for index in range(len(replica.layout.fragments)):
-            replica.adopt(index, versions.read_params(run, commit, replica.layout, index))
-        return task.validate(model)
+    base = configuration.load(config, overrides)
+    load(base)  # what cannot be evaluated need not be trained
+    every = validation.trials(
+        lambda more: configuration.load(config, [*overrides, *more]), arms.split(","), seeds
+    )
+    root = configuration.runs_root() / f"{base.run.name}-validate"
+    with views.progress() as tell:
+        done = validation.train(
+            every, root, how["at_once"], lambda runs: tell(progress_of(runs, len(every)))
+        )
+    losses, curves = {}, {}
+    for trial, run in sorted(done.items(), key=lambda pair: every.index(pair[0])):
+        losses.setdefault(trial.arm, {})[trial.seed] = validation.final_loss(run, how["metric"])
+        curves.setdefault(trial.arm, {})[trial.seed] = validation.curve(run)
+    rows = list(validation.verdicts(losses, how["margin"]))
+    path = out or Path(f"{base.run.name}-validate.png")
+    put(path, drawing.comparison(curves, losses))
+    found = {"picture": str(path), "runs": str(root), "losses": losses,
+             "verdicts": [dataclasses.asdict(row) for row in rows]}  # fmt: skip
+    show(as_json, found, functools.partial(views.validation_view, curves=curves))
+    is_ok = all(row.words.startswith("ok") for row in rows if row.gap is not None)
+    sys.exit(Exit.OK if is_ok else Exit.ERROR)
 
 
 @command("config etc/7b.toml", "config etc/7b.toml --set train.epochs=2 --json")
@@ -407,16 +566,93 @@ def validate(run: RunDir, commit: dict) -> dict[str, float]:
 @json_option
 def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
     """Print every value of CONFIG, with unit and origin."""
+    from elastic import views
+
     rows = configuration.load(config, overrides).explain()
     names = ("key", "value", "unit", "default", "origin", "meaning")
     show(as_json, [dict(zip(names, row, strict=True)) for row in rows], views.config_view)
+
+
+# ---- doctor -------------------------------------------------------------------------------------
+
+
+@command("doctor", "doctor 7b.toml", "doctor --init    # an admin, once")
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@overrides_option
+@json_option
+@click.option("--init", is_flag=True, help="Write the site file from what is found here.")
+@click.option("--force", is_flag=True, help="With --init: replace one that sets something.")
+def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, init: bool, force: bool):
+    """Look at this cluster and say what will work.
+
+    Every line is OK, WARN (works, and could do better), FAIL (does not start,
+    or loses work), or SKIP (could not look). For the run that CONFIG describes,
+    or for what the site file says. Exits 1 if there is a FAIL.
+    """
+    from elastic import doctor as examining
+    from elastic import views
+
+    if init:
+        path, text = examining.init(force)
+        click.echo(f"{text}\nwritten to {path}")
+        return
+    with views.progress() as tell:
+        report = examining.report(config, overrides, tell)
+    show(as_json, report, views.doctor_view)
+    sys.exit(Exit.ERROR if report["FAIL"] else Exit.OK)
+
+
+# ---- plan ---------------------------------------------------------------------------------------
+
+
+@command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace last-run --measured last-run")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--trace", "source", required=True, metavar="FILE|RUN",
+              help="When nodes came and went: a CSV file, an events.jsonl, a run.")
+@click.option("--measured", metavar="RUN", help="Take costs from what this run has shown.")
+@overrides_option
+@json_option
+def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, ...],
+         as_json: bool):  # fmt: skip
+    """Forecast how CONFIG would fare with preemptions.
+
+    Plays a trace to plain --requeue, sync mode and local mode, and says which
+    to take, and with what settings. What things cost is in section [plan].
+    A line of a CSV file is MILLISECONDS,add|remove,NODE.
+    """
+    from elastic import trace, views
+    from elastic.forecast import costs, forecast
+
+    overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
+    resolved = configuration.load(config, overrides)
+    slurm = resolved.slurm
+    changes, end = trace.read(source, max(slurm.gpus_per_worker, slurm.gpus_per_node))
+    shown = trace.measured(rundir.find(measured)) if measured else {}
+    said = {f"{key}_s" for key in ("step", "startup", "leave")
+            if resolved.origin(f"plan.{key}") == "command line"}  # fmt: skip
+    shown = {name: seconds for name, seconds in shown.items() if name not in said}
+    model, reason = None, "only run.command knows the model"
+    if not resolved.run.command:
+        model, reason = described(config, overrides)
+    found = costs(resolved, model, shown)
+    if not found.step_s:
+        raise UsageError(f"how long a step takes cannot be known: {reason}",
+                         "give --set plan.step=SECONDS, or --measured RUN")  # fmt: skip
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    if not model:
+        say(f"saves and deltas are taken to cost no time: {reason}")
+    found = forecast(changes, end, resolved, found, *[say] * sys.stderr.isatty())
+    show(as_json, found, views.plan_view)
 
 
 # ---- chaos --------------------------------------------------------------------------------------
 
 
 @command("chaos demo --every 29s --for 30m", "chaos demo --faults kill-worker,preempt --seed 7")
-@click.argument("run")
+@run_argument()
 @click.option("--every", default="29s", show_default=True, help="A fault so often, on average.")
 @click.option("--for", "lasting", default="10m", show_default=True, help="How long.")
 @click.option("--before", default="0s", show_default=True,
@@ -431,11 +667,18 @@ def chaos(run: str, every: str, lasting: str, before: str, seed: int, faults: st
     done here. Nothing that is committed can be lost by it.
     """
     from elastic import chaos as doing
+    from elastic import views
     from elastic.faults import schedule
 
     lengths_s = [configuration.parse(configuration.TIME, each)
                  for each in (every, lasting, before)]  # fmt: skip
-    agent = doing.Chaos(rundir.find(run), seed)
+    if not lengths_s[0]:
+        raise UsageError(f"--every {every}: faults need time between them", "give --every 10s")
+    found = rundir.find(run)
+    if over := found.closing():
+        what = f"run {found.name} is {over}: there is nobody to hit"
+        raise UsageError(what, f"elastic-scale {found.name}, if it was stopped or has failed")
+    agent = doing.Chaos(found, seed)
     kinds, refused = doing.choose(agent, faults)
     for kind, why in refused.items():
         click.echo(f"not done: {kind}: {why}", err=True)
@@ -465,7 +708,11 @@ def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> Non
 
     @functools.wraps(method)
     def call(name: str, folder: Path | None, **given: Any) -> None:
-        said = method(Sandbox((folder or default_folder()).absolute() / name), **given)
+        from elastic import views
+
+        box = Sandbox((folder or default_folder()).absolute() / name)
+        with views.busy(f"sandbox {name}: {method.__name__.strip('_').replace('_', ' ')}"):
+            said = method(box, **given)
         if said:
             click.echo(said)
 

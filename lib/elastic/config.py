@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,19 +154,29 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         WINDOW),
 ), "local_sgd": (
     Key("inner_steps", INT, 200, "steps", "K: inner steps of a worker in one round", COUNT),
+    Key("cold_start_steps", INT, 10, "steps", "K of the first round; doubles every ten rounds, or "
+        "faster in a short run; 0: inner_steps at once", NATURAL),
     Key("outer_lr", AUTO, "auto", "",
         "of the outer optimizer, SGD with Nesterov momentum; auto: 0.7, with topk 1", RATE),
     Key("outer_momentum", AUTO, "auto", "",
         "auto: 0.9 where inner_steps is 100 or more, 0.8 above 10, else 0.5; with topk 0", DECAY),
     Key("compression", TEXT, "int8", "", "of deltas; none: float32",
         _one_of("none", "bf16", "int8", "int4", "topk", "lowrank")),
-    Key("transport", TEXT, "auto", "", "of deltas and parameters; auto: filesystem",
+    Key("transport", TEXT, "auto", "", "of deltas; auto: redis for few bytes, else filesystem",
         _one_of("auto", "filesystem", "redis")),
+    Key("downlink", TEXT, "bf16", "", "what workers read of a new version: all of it, or the "
+        "difference to the one before", _one_of("bf16", "int8", "int4")),
+    Key("node_cache", TEXT, "", "folder", "of each node, such as /dev/shm: its jobs read a version "
+        "from the filesystem once; empty: the filesystem's own cache does that"),
+    Key("shards", INT, 0, "processes", "that average; 0: one per 8 cores of the master's job",
+        NATURAL),
     Key("overlap", TEXT, "off", "", "what becomes of the steps that a worker does while its delta "
         "travels; discard: done again; rebase: put on top", _one_of("off", "discard", "rebase")),
     Key("max_staleness", INT, 2, "versions", "a delta that is later is rejected", NATURAL),
     Key("reanchor", REAL, 0.5, "", "kappa: how far a late delta moves to the present", SHARE),
     Key("clip_norm", REAL, 2.0, "medians", "largest delta norm of a round; 0: no limit", NATURAL),
+    Key("canary", REAL, 0.3, "nats", "that the first losses may rise by from one version to the "
+        "next, or six times their usual change, before it is taken back; 0: any", NATURAL),
     Key("thin_rounds", BOOL, True, "", "step less in a round with fewer tokens than usual"),
     Key("quorum", REAL, 0.5, "of live", "workers that deliver before a last call", SHARE),
     Key("deadline_k", REAL, 4.0, "MADs", "above the median time a worker is late", NATURAL),
@@ -214,7 +224,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("gres", TEXT, "gpu", "", "name of the GPUs, with a type where needed: gpu:a100"),
     Key("cpus_per_gpu", INT, 0, "CPUs", "0: the partition's default", NATURAL),
     Key("mem_per_gpu", TEXT, "", "", "as sbatch takes it (64G); empty: the partition's default"),
-    Key("master_cpus", INT, 0, "CPUs", "0: the partition's default", NATURAL),
+    Key("master_nodes", INT, 1, "nodes", "of the master's job, which share the averaging", COUNT),
+    Key("master_cpus", INT, 0, "CPUs", "per node; 0: the partition's default", NATURAL),
     Key("signal", TEXT, "", "", "before the time limit, as sbatch takes it (USR2@60); empty: none"),
     Key("options", LIST, [], "", "further sbatch options of workers"),
     Key("master_options", LIST, [], "", "further sbatch options of the master"),
@@ -229,6 +240,20 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
 ), "local_scheduler": (
     Key("gpus", INT, 0, "GPUs", "that this machine pretends to have; 0: elastic.max", NATURAL),
     Key("grace", TIME, "10s", "", "from the notice of a preemption to the kill"),
+), "plan": (
+    Key("step", TIME, "0s", "", "of an inner step, as elastic-plan takes it; 0: by the model's "
+        "size"),
+    Key("flops", REAL, 1.2e14, "per s", "that training gets out of a GPU, where plan.step is 0",
+        POSITIVE),
+    Key("startup", TIME, "60s", "", "from a job's start to its first step"),
+    Key("queue", TIME, "2s", "", "from a GPU being free to the start of the job that waits for it"),
+    Key("requeue", TIME, "121s", "", "that Slurm lets a requeued job wait: cred_expire and a bit"),
+    Key("notice", TIME, "30s", "", "of a preemption: GraceTime, or KillWait where that is 0"),
+    Key("leave", TIME, "2s", "", "from the last delivery or save of a job to its end"),
+    Key("save", TIME, "0s", "", "of a checkpoint of sync mode; 0: by the model's size"),
+    Key("process", SIZE, "5gb", "per s", "that one process reads or writes", POSITIVE),
+    Key("filesystem", SIZE, "20gb", "per s", "that all processes read or write together",
+        POSITIVE),
 )}
 # fmt: on
 
@@ -295,10 +320,16 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) ->
     what `to_toml` wrote, which is complete in itself.
     """
     site = site or _site_file()
-    below = [_read(Path(site))] if site else []
-    if below and "task" in below[0][0]:
-        raise UsageError(f"{_shown(site)}: [task] belongs into a run's file")
+    below = [_read_site(site)] if site else []
     return _resolve([*below, _read(Path(path)), _override_layer(overrides)], Path(path))
+
+
+def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:
+    """What every run inherits: the site file over the defaults, under `overrides`. What that leaves
+    to a run's file, such as how long to train, is left open."""
+    site = site or _site_file() or Path(os.devnull)
+    layers = [_read_site(site), _override_layer(overrides)]
+    return _resolve(layers, site, {"train.epochs", "slurm.partition"})
 
 
 def reference() -> str:
@@ -365,9 +396,16 @@ def _read(path: Path) -> _Layer:
         raise UsageError(f"cannot read {_shown(path)}: {error.strerror}") from error
     except ValueError as error:  # not TOML, or not UTF-8
         raise UsageError(f"{_shown(path)} is not TOML: {error}") from error
-    lines = _line_numbers(text)
+    lines, shown = _line_numbers(text), _shown(path)
     names = [*tables, *(f"{s}.{k}" for s, t in tables.items() if isinstance(t, dict) for k in t)]
-    return tables, {n: f"{_shown(path)}:{lines[n]}" if n in lines else _shown(path) for n in names}
+    return tables, {n: f"{shown}:{lines[n]}" if n in lines else shown for n in names}
+
+
+def _read_site(path: Path) -> _Layer:
+    layer = _read(Path(path))
+    if "task" in layer[0]:
+        raise UsageError(f"{_shown(path)}: [task] belongs into a run's file")
+    return layer
 
 
 def _line_numbers(text: str) -> dict[str, int]:
@@ -411,7 +449,7 @@ def _override_value(text: str, is_text: bool) -> Any:
 # --- resolving -----------------------------------------------------------------------------------
 
 
-def _resolve(layers: Sequence[_Layer], path: Path) -> Config:
+def _resolve(layers: Sequence[_Layer], path: Path, left_open: Set[str] = frozenset()) -> Config:
     values = {s: {_field(k): parse(k.kind, k.default) for k in keys} for s, keys in KEYS.items()}
     task: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -426,7 +464,7 @@ def _resolve(layers: Sequence[_Layer], path: Path) -> Config:
                 problems += _take(section, table, places, values[section])
         origins |= places
     _settle(values, path)
-    problems += _conflicts(values, {name for name, _ in problems})
+    problems += _conflicts(values, {name for name, _ in problems} | left_open)
     if problems:
         texts = [text for _, text in problems]
         raise UsageError("\n  ".join([f"{_shown(path)} cannot be used:", *texts]))
@@ -481,8 +519,6 @@ def _settle(values: dict[str, dict[str, Any]], path: Path) -> None:
     if sgd["outer_momentum"] == "auto":  # what topk leaves out and adds later is a momentum itself
         usual = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
         sgd["outer_momentum"] = 0.0 if is_sparse else usual
-    if sgd["transport"] == "auto":
-        sgd["transport"] = "filesystem"
     slurm["master_partition"] = slurm["master_partition"] or slurm["partition"]
 
 
@@ -562,6 +598,14 @@ def elastic_home() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
+def commands() -> Path:
+    """The folder of the commands for crontabs and people: of versions side by side the one that
+    leads to the current one."""
+    home = elastic_home()
+    follows = home.parent / "bin"
+    return follows if (home.parent / "current").is_symlink() and follows.is_dir() else home / "bin"
+
+
 def torch_program(name: str) -> list[str]:
     """The command line of a process that uses torch; its arguments follow."""
     return [sys.executable, "-P", "-m", "elastic.start", name]
@@ -580,10 +624,13 @@ def registry_dir() -> Path:
     return folder
 
 
+def site_path() -> Path:
+    """Where the site file is to be: $ELASTIC_SITE, else etc/site.toml of the installation."""
+    return Path(env("ELASTIC_SITE") or elastic_home() / "etc" / "site.toml")
+
+
 def _site_file() -> Path | None:
-    default = elastic_home() / "etc" / "site.toml"
-    named = env("ELASTIC_SITE")
-    return Path(named) if named else default if default.exists() else None
+    return site_path() if env("ELASTIC_SITE") or site_path().exists() else None
 
 
 def _shown(path: Path) -> str:

@@ -14,8 +14,8 @@ from statistics import median
 from elastic import config as configuration
 from elastic import signals, submission, views
 from elastic.chaos import Chaos
-from elastic.cli import validate
 from elastic.errors import ElasticError
+from elastic.evaluation import of_version
 from elastic.reconcile import run_pass
 from elastic.rundir import RunDir
 
@@ -128,7 +128,8 @@ class Demo:
         commits = list(self.run.commits())
         points = [(commit["tokens"], commit["loss"]) for commit in commits[1:]]
         print(f"\ntraining loss (nats per byte) against tokens\n{views.loss_curve(points)}\n")
-        first, last = (validate(self.run, c)["validation_loss"] for c in (commits[0], commits[-1]))
+        ends = (commits[0], commits[-1])
+        first, last = (of_version(self.run, each)["validation_loss"] for each in ends)
         verdict = f"to be below {BOUND}: {'ok' if last < BOUND else 'WRONG'}"
         print(f"validation loss: version 0 {first:.3f}, at the end {last:.3f}, {verdict}\n")
         pauses = [b["time"] - a["time"] for a, b in zip(commits, commits[1:], strict=False)]

@@ -3,6 +3,7 @@
 Workers come from Redis when it answers, else from what the jobs wrote into the run directory, and
 the reason says so. Jobs come from one question to the scheduler for all runs; the same listing,
 through a dry reconcile pass, tells what that pass would do next. Nothing is changed by looking.
+A table of many runs costs little for each: it has workers by their jobs, and asks no Redis.
 
     state    running   workers train (or load, or deliver)      done     finished
              waiting   it wants to run, and no worker is there  failed   `reason` says why
@@ -10,21 +11,28 @@ through a dry reconcile pass, tells what that pass would do next. Nothing is cha
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 
-from elastic import membership, reconcile
+from elastic import membership, reconcile, wording
 from elastic.audit import read_checkpoints
 from elastic.config import Config
-from elastic.errors import TryAgain
+from elastic.errors import ElasticError, TryAgain
+from elastic.history import MASTER, RECENT_S, WORKER
+from elastic.rounds import inner_steps
 from elastic.rundir import RunDir
 from elastic.sched import Job, cluster_of, parse_job_name, scheduler_of
-from elastic.store import Store
+from elastic.wording import counted, one_line
 
-EVENTS = 20
+EVENTS, LOOKED_AT = 20, 300
+CURVE = 60  # newest versions whose loss is shown
 WINDOW = 10  # newest versions over which speed and goodput are measured
+TAKEN_AWAY = ("yielded", "killed", "lost")  # outcomes of jobs that the scheduler ended
 NOT_REACHED_S = 2.0  # how long a master that does not answer is waited for
+ASKED = 8  # of so many runs at most each one's Redis is asked for a row of the table
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,19 @@ class Listing:
     def spare_gpus(self, *_) -> int:
         return 0
 
+    @functools.cached_property
+    def by_run(self) -> dict[str, list[dict]]:
+        """The jobs that have not ended, as `observe` tells them, by run, role and slot."""
+        named = [(parse_job_name(job.name), job) for job in self.listed if not job.ended]
+        found: dict[str, list[dict]] = {}
+        for name, job in sorted(filter(itemgetter(0), named), key=itemgetter(0)):
+            reason = "" if job.reason == "None" else job.reason
+            found.setdefault(name[0], []).append(
+                {"job_id": job.job_id, "role": name[1], "slot": name[2], "state": job.state,
+                 "reason": reason, "node": job.node, "submitted": job.submit_time or None}
+            )  # fmt: skip
+        return found
+
 
 def listing(run: RunDir) -> Listing:
     """Ask the run's scheduler once."""
@@ -52,50 +73,112 @@ def listing(run: RunDir) -> Listing:
         return Listing(trouble=silence.what)
 
 
-def observe_all(runs: Sequence[RunDir]) -> list[dict]:
-    """`observe` of every run, with one question per scheduler."""
+def observe_all(runs: Sequence[RunDir], brief: bool = False) -> list[dict]:
+    """`observe` of every run, with one question per scheduler; of several, if `brief`, `row`."""
     listings: dict[tuple[str, str], Listing] = {}
     seen = []
+    is_one = len(runs) == 1
+    look = functools.partial(observe, whole=is_one)
+    if brief and not is_one:
+        look = functools.partial(row, asks=len(runs) <= ASKED)
     for run in runs:
-        cluster = cluster_of(run.config().run.scheduler, run.environment())
-        if cluster not in listings:
-            listings[cluster] = listing(run)
-        seen.append(observe(run, listings[cluster]))
+        try:
+            cluster = cluster_of(run.config().run.scheduler, run.environment())
+            if cluster not in listings:
+                listings[cluster] = listing(run)
+            seen.append(look(run, listings[cluster]))
+        except (ElasticError, OSError) as error:
+            if is_one:
+                raise
+            seen.append(_damaged(run, str(error)))  # it must not hide the others
     return seen
 
 
-def observe(run: RunDir, jobs: Listing | None = None) -> dict:
-    """All about one run. Raises ElasticError only if its directory is damaged."""
+def _damaged(run: RunDir, trouble: str) -> dict:
+    """What there is to say of a run whose directory cannot be read."""
+    unknown = dict.fromkeys(("version", "tokens_goal", "loss", "tokens_per_s", "goodput",
+                             "inner_steps", "transport", "min", "max"))  # fmt: skip
+    return {**unknown, "run": run.name, "path": str(run.path), "mode": "", "state": "damaged",
+            "reason": trouble, "summary": f"damaged: {trouble}", "detail": "", "next": "nothing",
+            "tokens": 0, "losses": [], "preemptions_per_h": 0.0, "transport_reason": "",
+            "gpus": 0, "workers": [], "jobs": [], "events": []}  # fmt: skip
+
+
+def row(run: RunDir, jobs: Listing, asks: bool) -> dict:
+    """Of what `observe` says the part that a table of runs shows. `asks`: ask Redis for workers,
+    else they are those whose job runs."""
+    config, control, newest = run.config(), run.control(), run.newest_commit() or {}
+    mine, is_sync = jobs.by_run.get(run.name, []), control.mode == "sync"
+    if is_sync:
+        workers, master = _ranks(run, mine)
+    else:
+        workers, master = _workers(run, config, mine) if asks else (_by_jobs(mine), {})
+    short = run.shortage(config.checkpoint.min_free_bytes)
+    gpus = len(workers) * (1 if is_sync else config.slurm.gpus_per_worker)
+    seen = {"jobs": mine, "workers": workers, "gpus": gpus, "min": control.min, "master": master,
+            "newest": newest, "short": short}  # fmt: skip
+    state, reason = judge(run, seen, jobs.trouble)
+    return {
+        "run": run.name, "state": state, "reason": reason, "version": newest.get("version"),
+        "tokens": newest.get("tokens", 0), "loss": newest.get("loss"),
+        **_on_top(run, newest.get("version", 0), is_sync),
+        "min": control.min, "max": control.max, "gpus": gpus, "workers": workers,
+        "asked": is_sync or asks,
+    }  # fmt: skip
+
+
+def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dict:
+    """All about one run; of one among many not its `losses` and `events`, which would have to be
+    read. Raises ElasticError only if its directory is damaged."""
     config, control, now = run.config(), run.control(), time.time()
     jobs = jobs or listing(run)
-    mine, commits = _jobs(run, jobs), _newest_commits(run)
+    mine = jobs.by_run.get(run.name, [])
+    history = _newest_commits(run, CURVE if whole else WINDOW)
+    commits = history[-WINDOW - 1 :]
     newest = commits[-1] if commits else {}
     is_sync = control.mode == "sync"
     workers, master = _ranks(run, mine) if is_sync else _workers(run, config, mine)
     short = run.shortage(config.checkpoint.min_free_bytes)
-    seen = {"jobs": mine, "workers": workers, "master": master, "newest": newest, "short": short}
-    state, reason = judge(run, {**seen, "min": control.min}, jobs.trouble)
-    return {
+    gpus = len(workers) * (1 if is_sync else config.slurm.gpus_per_worker)
+    seen = {"jobs": mine, "workers": workers, "gpus": gpus, "min": control.min, "master": master,
+            "newest": newest, "short": short}  # fmt: skip
+    state, reason = judge(run, seen, jobs.trouble)
+    found = {
         "run": run.name,
         "path": str(run.path),
         "mode": control.mode,
         "state": state,
         "reason": reason,
+        "summary": "",
         "detail": (run.failed() or {}).get("detail", "") if state == "failed" else "",
         "next": _next(run, jobs, now),
         "version": newest.get("version"),
         "tokens": newest.get("tokens", 0),
         "tokens_goal": (run.commit(0) or {}).get("total_tokens"),
         "loss": newest.get("loss"),
-        "tokens_per_s": _speed(commits, now if state == "running" and not is_sync else 0.0),
+        "tokens_per_s": _speed(commits, 0.0 if is_sync else now),
         **_on_top(run, newest.get("version", 0), is_sync),
+        **({} if state == "running" else {"tokens_per_s": None}),
+        "losses": [[commit["tokens"], commit["loss"]] for commit in history
+                   if whole and commit.get("loss") is not None],
         "goodput": _goodput(run, commits),
+        "preemptions_per_h": _preemptions_per_h(run, now),
+        "inner_steps": inner_steps(newest, config.local_sgd) if newest and not is_sync else None,
+        "transport": newest.get("transport"),
+        "transport_reason": newest.get("transport_reason", ""),
         "min": control.min,
         "max": control.max,
+        "gpus": gpus,
         "workers": workers,
         "jobs": mine,
-        "events": run.events(last=EVENTS),
+        "events": _news(run) if whole else [],
     }
+    return {**found, "summary": wording.sentence(found, now)}
+
+
+def _news(run: RunDir) -> list[dict]:
+    """The newest events; a delta is none, as its round is told."""
+    return [each for each in run.events(last=LOOKED_AT) if each["kind"] != "delta"][-EVENTS:]
 
 
 def _on_top(run: RunDir, version: int, is_sync: bool) -> dict:
@@ -116,11 +199,11 @@ def _on_top(run: RunDir, version: int, is_sync: bool) -> dict:
 def judge(run: RunDir, seen: dict, trouble: str) -> tuple[str, str]:
     """(state, one sentence why). `seen` is what was observed; `trouble` is the scheduler's."""
     jobs, workers = seen["jobs"], seen["workers"]
-    leaving = f"; {len(jobs)} jobs are still leaving" if jobs else ""
+    leaving = f"; still leaving: {counted(len(jobs), 'job')}" if jobs else ""
     if done := run.done():
         return "done", f"finished: {done.get('reason', 'nothing is left to train')}{leaving}"
     if failed := run.failed():
-        return "failed", f"{failed['reason']}{leaving}"
+        return "failed", f"{one_line(failed['reason'])}{leaving}"
     if run.control().state == "stopped":
         return "stopped", f"stopped by elastic-stop{leaving}"
     state = "running" if workers else "waiting"
@@ -129,12 +212,14 @@ def judge(run: RunDir, seen: dict, trouble: str) -> tuple[str, str]:
 
 def _reasons(seen: dict, trouble: str) -> Iterator[str]:
     """What holds a run that is not over, the most telling first."""
-    workers, least = seen["workers"], seen["min"]
+    workers, gpus, least = seen["workers"], seen["gpus"], seen["min"]
     if silence := seen["master"].get("trouble"):
         yield f"the master is not reachable{_since(seen['newest'])}: {silence}"
     else:
-        short = f", fewer than the {least} wanted" if len(workers) < least else ""
-        yield f"{len(workers)} workers{short}" if workers else "no worker is there"
+        there = counted(len(workers), "worker")
+        there += f" on {gpus} GPUs" if gpus > len(workers) else ""
+        short = f", fewer than the {least} wanted" if gpus < least else ""
+        yield f"{there}{short}" if workers else "no worker is there"
     # A full disk is looked at from here, too: with it, nobody else may be able to say so.
     yield seen["short"] or seen["master"].get("reason", "")
     stalled = [str(worker["slot"]) for worker in workers if worker["state"] == "stalled"]
@@ -143,7 +228,8 @@ def _reasons(seen: dict, trouble: str) -> Iterator[str]:
     slots = ", ".join(str(worker["slot"]) for worker in blocked)
     yield f"slots {slots} cannot write, and wait: {blocked[0]['trouble']}" if blocked else ""
     pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
-    yield f"{len(pending)} jobs wait ({pending[0]['reason'] or 'PENDING'})" if pending else ""
+    waits = f"{counted(len(pending), 'job')} {'waits' if len(pending) == 1 else 'wait'}"
+    yield f"{waits} ({pending[0]['reason'] or 'PENDING'})" if pending else ""
     yield f"the scheduler does not answer: {trouble}" if trouble else ""
     if not (workers or seen["jobs"] or trouble):
         yield "no job is queued or running"
@@ -173,19 +259,10 @@ def _next(run: RunDir, jobs: Listing, now: float) -> str:
 # ---- who
 
 
-def _jobs(run: RunDir, jobs: Listing) -> list[dict]:
-    """The run's jobs that have not ended, as the scheduler sees them."""
-    named = [(parse_job_name(job.name), job) for job in jobs.listed if not job.ended]
-    mine = [(name, job) for name, job in named if name and name[0] == run.name]
-    return [
-        {"job_id": job.job_id, "role": name[1], "slot": name[2], "state": job.state,
-         "reason": "" if job.reason == "None" else job.reason, "node": job.node}
-        for name, job in sorted(mine, key=lambda pair: pair[0])
-    ]  # fmt: skip
-
-
 def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict], dict]:
     """The workers and the master's own words; both from Redis, if that answers."""
+    from elastic.store import Store  # a third of the time that status takes, and only here
+
     try:
         with contextlib.closing(Store.open(run, NOT_REACHED_S)) as store:
             now, slots, master = store.now(), store.slots(), store.master()
@@ -218,27 +295,41 @@ def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
     return {**asdict(slot), "state": state, "last_beat_s": round(max(0.0, now - slot.beat), 3)}
 
 
+def _by_jobs(jobs: list[dict]) -> list[dict]:
+    """Workers whose job is running; their progress is not known."""
+    unknown = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
+               "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
+    return [{**unknown, **{name: job[name] for name in ("slot", "job_id", "node")}}
+            for job in jobs if job["role"] == WORKER and job["state"] == "RUNNING"]  # fmt: skip
+
+
 def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:
-    """Workers whose job is running and has written that it started; progress is not known."""
-    running = {job["job_id"] for job in jobs if job["state"] == "RUNNING"}
-    unknown = {"pid": None, "version": None, "step": 0, "tokens_per_s": 0.0, "loss": None}
+    """Those of them that have written that they started."""
+    found = {worker["job_id"]: worker for worker in _by_jobs(jobs)}
     return [
-        {**unknown, "slot": record["slot"], "attempt": record.get("attempt", 0),
-         "job_id": record["job_id"], "node": record.get("node", ""), "state": "unknown",
-         "last_beat_s": None}
+        {**found[record["job_id"]], "attempt": record.get("attempt", 0),
+         "node": record.get("node", "")}
         for record in run.endings()
-        if record.get("role") == "worker" and record["job_id"] in running
+        if record.get("role") == WORKER and record["job_id"] in found
     ]  # fmt: skip
 
 
 # ---- how fast
 
 
-def _newest_commits(run: RunDir) -> list[dict]:
-    """Up to WINDOW newest commits, oldest first."""
+def _newest_commits(run: RunDir, most: int) -> list[dict]:
+    """The newest commit and up to `most` before it, oldest first."""
     newest = run.newest_version()
-    found = [run.commit(version) for version in range(max(0, newest - WINDOW), newest + 1)]
+    found = [run.commit(version) for version in range(max(0, newest - most), newest + 1)]
     return [commit for commit in found if commit]
+
+
+def _preemptions_per_h(run: RunDir, now: float) -> float:
+    """Of the last half hour, by what reconcile passes remember."""
+    memory = reconcile.remembered(run, now)
+    taken = [end for end in memory.ended if end.outcome in TAKEN_AWAY and end.role != MASTER
+             and end.started_at and now - end.at < RECENT_S]  # fmt: skip
+    return len(taken) * 3600 / RECENT_S
 
 
 def _speed(commits: list[dict], now: float) -> float | None:

@@ -5,9 +5,12 @@ cron mail) the same words come plain. Nothing here reads a file, asks Redis or d
 """
 
 import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,14 +18,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from elastic import wording
+from elastic.diagnosis import VERDICTS
 from elastic.goodput import PARTS
+from elastic.wording import si
 
 STATE_STYLES = {
     "running": "green", "training": "green", "done": "green", "ok": "green",
     "waiting": "yellow", "stalled": "yellow", "stopped": "yellow", "loading": "cyan",
-    "failed": "red", "WRONG": "red", "blocked": "red",
+    "failed": "red", "damaged": "red", "WRONG": "red", "blocked": "red",
+    "OK": "green", "WARN": "yellow", "FAIL": "red", "SKIP": "dim",
 }  # fmt: skip
 LOSS, BEAT = "{:.3f}", "{:.0f}s"
+BARS = "▁▂▃▄▅▆▇█"
+MOST_ROWS, MOST_EVENTS = 24, 8  # of workers; where nobody scrolls a screen has fewer
+HEAD_LINES, ROOMY_LINES = 14, 32  # what a run takes without its tables; a screen with space
 
 
 def console() -> Console:
@@ -31,45 +41,81 @@ def console() -> Console:
 
 
 @contextmanager
-def live() -> Iterator[Callable[[RenderableType], None]]:
-    """A screen that is redrawn with whatever the yielded function is given."""
+def live() -> Iterator[Callable[[Callable[[int], RenderableType]], None]]:
+    """A screen that is redrawn with what the yielded function is given: a view of its height."""
     with Live(console=console(), auto_refresh=False, vertical_overflow="crop") as screen:
-        yield lambda renderable: screen.update(renderable, refresh=True)
+        yield lambda view: screen.update(view(screen.console.height), refresh=True)
+
+
+def busy(what: str) -> AbstractContextManager:
+    """Says on a terminal that something is under way, for as long as it is."""
+    return Console(stderr=True).status(f"{escape(what)} …")
+
+
+@contextmanager
+def busy_if_slow(what: str, after_s: float = 1.0) -> Iterator[None]:
+    """`busy`, for what seldom takes long."""
+    with ExitStack() as later:
+        timer = threading.Timer(after_s, lambda: later.enter_context(busy(what)))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[tuple[float, str]], None]]:
+    """A bar on a terminal, moved by (share done, words); elsewhere nothing."""
+    from rich.progress import Progress  # which takes longer to import than most commands run
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda done: bar.update(task, completed=done[0], description=escape(done[1]))
 
 
 # ---- status -------------------------------------------------------------------------------------
 
 
-def runs_table(observations: Sequence[dict]) -> RenderableType:
-    """One line per run."""
+def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
+    """A row per run; on a screen of `height` lines (0: any), of as many as it holds."""
     if not observations:
         return Text("no runs: elastic-submit CONFIG starts one")
-    table = _table("run", "state", ">version", ">tokens", ">loss", ">workers", "why")
-    for seen in observations:
-        limits = f"{len(_alive(seen))} of {seen['min']}..{seen['max']}"
+    most = max(3, (height - 3) // 2) if height else len(observations)
+    table = _table("run", "state", ">version", ">tokens", ">loss", ">GPUs", "why")
+    for seen in observations[:most]:
+        limits = f"{_alive_gpus(seen)} of {seen['min']}..{seen['max']}"
         table.add_row(
             escape(seen["run"]), _state(seen["state"]), _number(seen["version"]),
             si(seen["tokens"]), _number(seen["loss"], LOSS), limits, escape(seen["reason"]),
         )  # fmt: skip
-    return table
+    left = len(observations) - most
+    notes = [f"and {left} more"] if left > 0 else []
+    if not all(seen.get("asked", True) for seen in observations):
+        notes.append("workers are counted by their jobs: elastic-status RUN asks them")
+    return Group(table, *notes)
 
 
-def run_view(seen: dict) -> RenderableType:
-    """Everything about one run, on about one screen."""
-    parts: list[RenderableType] = [_summary(seen)]
+def run_view(seen: dict, height: int = 0) -> RenderableType:
+    """Everything about one run; on a screen of `height` lines (0: any), the most telling of it."""
+    parts: list[RenderableType] = [_summary(seen, height)]
     if seen.get("detail"):
         parts += ["", Text(seen["detail"].rstrip(), style="red")]
+    waiting = [job for job in seen["jobs"] if job["state"] != "RUNNING"]
+    tables = sum(map(bool, (seen["workers"], waiting, seen["events"])))
+    rows = max(3, (height - HEAD_LINES) // max(1, tables)) if height else MOST_ROWS
     if seen["workers"]:
-        parts += ["", _workers_table(seen["workers"])]
-    if seen["jobs"]:
-        parts += ["", _jobs_table(seen["jobs"])]
+        parts += ["", *_workers_table(seen["workers"], rows)]
+    if waiting:
+        parts += ["", *_jobs_table(waiting, max(2, rows // 2))]
     if seen["events"]:
-        lines = map(event_line, seen["events"][-8:])
+        lines = map(event_line, seen["events"][-(rows if height else MOST_EVENTS) :])
         parts += ["", *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines)]
     return Group(*parts)
 
 
-def _summary(seen: dict) -> RenderableType:
+def _summary(seen: dict, height: int) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -78,53 +124,82 @@ def _summary(seen: dict) -> RenderableType:
         f"version {_number(seen['version'])} · {si(seen['tokens'])} tokens{goal}"
         f" · loss {_number(seen['loss'], LOSS)}"
     )
-    speed = f"{len(_alive(seen))} alive of {seen['min']}..{seen['max']} wanted"
-    if seen.get("tokens_per_s"):
-        speed += f" · {si(seen['tokens_per_s'])} tokens/s"
-    if seen.get("goodput") is not None:
-        speed += f" · goodput {seen['goodput']:.0%}"
+    wanted = f"{seen['min']}..{seen['max']}"
+    alive = f"{len(_alive(seen))} alive, on {_alive_gpus(seen)} of {wanted} GPUs"
+    if seen["preemptions_per_h"]:
+        alive += f" · {seen['preemptions_per_h']:.0f} preemptions/h"
+    space = not 0 < height < ROOMY_LINES
     for name, text in (
         (escape(seen["run"]), f"{_state(seen['state'])} · mode {seen['mode']}"),
-        ("progress", numbers),
-        ("workers", speed),
+        ("", escape(seen["summary"])),
+        ("progress", " ".join([_bar(seen["tokens"], seen["tokens_goal"]), numbers]).strip()),
+        ("round", _round(seen)),
+        ("loss", sparkline([loss for _, loss in seen["losses"]])),
+        ("workers", alive),
+        ("deltas", _transport(seen) if space else ""),
         ("why", escape(seen["reason"])),
-        ("next", escape(seen["next"])),
-        ("where", escape(seen.get("path", ""))),
+        ("waits", escape(_waits(seen["jobs"]))),
+        ("where", escape(seen["path"]) if space else ""),
     ):
         if text:
             rows.add_row(name, text)
     return rows
 
 
-def _workers_table(workers: Sequence[dict]) -> Table:
+def _round(seen: dict) -> str:
+    """How far the open round is, over all workers in it."""
+    steps = [w["step"] for w in seen["workers"] if w["version"] == seen["version"]]
+    if not (seen.get("inner_steps") and steps):
+        return ""
+    done, most = sum(steps), len(steps) * seen["inner_steps"]
+    states = Counter(worker["state"] for worker in seen["workers"])
+    words = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    return f"{_bar(done, most)} steps {min(steps)}..{max(steps)} of {seen['inner_steps']} · {words}"
+
+
+def _waits(jobs: Sequence[dict]) -> str:
+    """What the scheduler's reasons mean, and what to do."""
+    reasons = dict.fromkeys(job["reason"] for job in jobs if job["state"] == "PENDING")
+    said = [(reason, wording.way_out(reason)) for reason in reasons if reason]
+    return "; ".join(f"{reason}: {words}" for reason, words in said if words)
+
+
+def _transport(seen: dict) -> str:
+    if seen["mode"] != "local" or not seen.get("transport"):
+        return ""
+    return escape(f"through {seen['transport']}: {seen['transport_reason']}")
+
+
+def _workers_table(workers: Sequence[dict], most: int) -> list[RenderableType]:
+    """A row per worker; of too many, those that are in trouble, then those that are slowest."""
     columns = (">slot", ">try", "job", "node", "state", ">version", ">step", ">tok/s", ">beat")
     table = _table(*columns)
-    for worker in workers:
+    telling = sorted(workers, key=lambda w: (w["state"] == "training", w["tokens_per_s"]))[:most]
+    for worker in sorted(telling, key=lambda each: each["slot"]):
         table.add_row(
             str(worker["slot"]), str(worker["attempt"]), escape(str(worker["job_id"])),
             escape(worker["node"]), _state(worker["state"]), _number(worker["version"]),
             str(worker["step"]), si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
         )  # fmt: skip
-    return table
+    left = len(workers) - len(telling)
+    return [table, *([f"and {left} more, none of them slower or in trouble"] if left else [])]
 
 
-def _jobs_table(jobs: Sequence[dict]) -> Table:
+def _jobs_table(jobs: Sequence[dict], most: int) -> list[RenderableType]:
     table = _table("job", "role", ">slot", "scheduler says", "because")
-    for job in jobs:
+    for job in jobs[:most]:
         reason = "" if job["reason"] in ("None", "none") else job["reason"]
         table.add_row(
             escape(str(job["job_id"])), job["role"], str(job["slot"]), job["state"], escape(reason)
         )
-    return table
+    left = len(jobs) - most
+    return [table, *([f"and {left} more jobs that do not run"] if left > 0 else [])]
 
 
 def event_line(event: dict) -> str:
-    """One event as one line: time, kind, then its fields."""
+    """One event as one line: when, and what in plain words."""
     clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
-    fields = " ".join(
-        f"{name}={_brief(value)}" for name, value in event.items() if name not in ("time", "kind")
-    )
-    return f"{clock} {event.get('kind', '?'):<10} {fields}"
+    return f"{clock} {wording.event_words(event)}"
 
 
 # ---- audit, configuration -----------------------------------------------------------------------
@@ -171,12 +246,66 @@ def chaos_view(report: dict) -> RenderableType:
     return Group(*parts, "", audit_view(report["run"], report["audit"]))
 
 
+def doctor_view(report: dict) -> RenderableType:
+    """A line per check; below what is not OK, why that matters and what to do."""
+    rows = Table.grid(padding=(0, 2))
+    for width in ({"no_wrap": True}, {"no_wrap": True}, {"overflow": "fold"}):
+        rows.add_column(**width)
+    for check in report["checks"]:
+        verdict = check["verdict"]
+        rows.add_row(_state(verdict), check["check"], escape(check["seen"]))
+        if verdict in ("WARN", "FAIL"):
+            rows.add_row("", Text("why", style="dim"), escape(check["why"]))
+        if check["fix"]:
+            rows.add_row("", Text("to do", style="dim"), escape(check["fix"]))
+    counts = [f"{report[verdict]} {verdict}" for verdict in VERDICTS if report[verdict]]
+    return Group(rows, "", f"{len(report['checks'])} checks: {', '.join(counts)}")
+
+
+def plan_view(found: dict) -> RenderableType:
+    """A row per way to train through a trace, and what to do."""
+    seen, best = found["trace"], found["recommended"]
+    columns = ("start-up", "waiting", "replay", "lost", "notice")
+    table = _table("way", ">GPUs", ">K", ">goodput", ">kept", *(f">{name}" for name in columns))
+    for way in found["ways"]:
+        whole, sizes = way["allocated"] or 1.0, dict.fromkeys(way["gpus"])
+        table.add_row(
+            "--requeue" if way["mode"] == "requeue" else way["mode"],
+            "..".join(map(str, sizes)), str(way["inner_steps"] or ""),
+            *(f"{way[name]:.1%}" for name in ("goodput", "kept")),
+            *(f"{way[name] / whole:.1%}" for name in columns),
+        )  # fmt: skip
+    hours, every_s = seen["seconds"] / 3600, best["checkpoint_interval_s"]
+    saves = f"checkpoint.interval {every_s:.0f}s"
+    if best["mode"] == "local":
+        saves = f"inner_steps {best['inner_steps']} (a version every {every_s:.0f} s)"
+    return Group(
+        f"{hours:.3g} hours of {seen['nodes']} nodes, up to {seen['most_gpus']} GPUs at a time;"
+        f" nodes were taken {seen['taken']} times, at {seen['moments']} moments",
+        "", table, "",
+        f"take --mode {best['mode']} --min {best['min']} --max {best['max']}, {saves}:"
+        f" {best['reason']}",
+    )  # fmt: skip
+
+
 def _gpu_seconds(ledger: dict[str, float]) -> str:
     """The goodput ledger in a line or two."""
     whole = ledger["allocated"] or 1.0
     parts = [f"{name} {ledger[name] / whole:.1%}" for name in PARTS if ledger[name]]
     return (f"{si(ledger['allocated'])} GPU-seconds: {', '.join(parts)}; "
             f"{si(ledger['queued'])} more were waited for")  # fmt: skip
+
+
+def validation_view(found: dict, curves: dict) -> RenderableType:
+    """Loss, gap and verdict of each arm, below the first seed's curve of the last of them."""
+    table = _table("arm", ">loss", ">± seeds", ">gap", ">95 % below", "verdict")
+    for row in found["verdicts"]:
+        table.add_row(row["arm"], LOSS.format(row["loss"]), _number(row["spread"], LOSS),
+                      _number(row["gap"], "{:+.3f}"), _number(row["bound"], "{:+.3f}"),
+                      escape(row["words"]))  # fmt: skip
+    drawn = [Text(f"{arm}: training loss against tokens\n{loss_curve(seeds[0], height=6)}\n")
+             for arm, seeds in curves.items()]  # fmt: skip
+    return Group(*drawn, table, "", Text(f"picture: {found['picture']}   runs: {found['runs']}"))
 
 
 def config_view(rows: Sequence[dict]) -> RenderableType:
@@ -216,26 +345,42 @@ def loss_curve(points: Sequence[tuple[float, float]], width: int = 64, height: i
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row of a cell
 
 
-def si(number: float | None) -> str:
-    """A count in four characters or so: 950, 12.3k, 4.56M, 7.89G."""
-    if number is None:
-        return "-"
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= 0.9995 * size:  # or it would print as 1e+03
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """First and last value, and between them a bar for each of `width` stretches."""
+    values = [value for value in values if math.isfinite(value)]
+    if len(values) < 2:
+        return ""
+    count = min(width, len(values))
+    cuts = [len(values) * i // count for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    bars = "".join(BARS[round((v - low) / ((high - low) or 1) * (len(BARS) - 1))] for v in means)
+    return f"{LOSS.format(values[0])} {bars} {LOSS.format(values[-1])}"
+
+
+def _bar(done: float, most: float | None, width: int = 16) -> str:
+    """How much of it is done; empty where nobody knows how much it will be."""
+    if not most:
+        return ""
+    full = round(min(1.0, done / most) * width)
+    return f"{'━' * full}{'╌' * (width - full)} {min(1.0, done / most):.0%}"
 
 
 def _table(*columns: str) -> Table:
     """A borderless table; a leading ">" aligns a column to the right."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column[0] == ">" else "left")
+        side = "right" if column[0] == ">" else "left"
+        table.add_column(column.lstrip(">"), justify=side, overflow="fold")  # it may be copied
     return table
 
 
 def _alive(seen: dict) -> list[dict]:
     return [worker for worker in seen["workers"] if worker["state"] != "stalled"]
+
+
+def _alive_gpus(seen: dict) -> int:
+    return seen["gpus"] * len(_alive(seen)) // max(1, len(seen["workers"]))
 
 
 def _state(state: str) -> str:
@@ -245,8 +390,3 @@ def _state(state: str) -> str:
 
 def _number(value: float | None, form: str = "{}") -> str:
     return "-" if value is None else form.format(value)
-
-
-def _brief(value: object) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,149 @@
+"""What happened to a run and to whom, in the order of time. Pure: from its events, its exit records
+and its commits, for the pages and pictures of report.py.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from elastic import wording
+
+INCIDENTS = ("chaos", "preempt", "lost", "hang", "restart", "reject", "taken-back", "redis-lost",
+             "disk", "warning", "nodes-lost", "fail")  # fmt: skip
+UNWANTED = ("killed", "lost", "failed", "refused", "held")  # outcomes that no event of a job told
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A job on its nodes. `outcome` is empty while it is there."""
+
+    role: str
+    slot: int
+    job_id: str
+    node: str
+    start: float
+    end: float
+    outcome: str = ""
+    reason: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"slot {self.slot}" if self.role == "worker" else self.role
+
+    @property
+    def words(self) -> str:
+        """All about it, in a line."""
+        ending = f"{self.outcome}: {self.reason}" if self.outcome else "still there"
+        length = wording.span(self.end - self.start)
+        return f"{self.place}, job {self.job_id} on {self.node}, {length}; {ending}"
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that went wrong, or was made to; `back_s`: until all was as before, if it was."""
+
+    time: float
+    kind: str
+    words: str
+    back_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """A version, or a step of sync mode; the rate is that since the one before."""
+
+    time: float
+    tokens: int
+    loss: float
+    tokens_per_s: float
+
+
+def stays(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Stay]:
+    """Every job that has had nodes, by role, slot and start."""
+    found = {}
+    for end in endings:
+        if end.get("state") != "ended" and "started" in end:
+            found[_key(end)] = _stay(end, end["started"], now)
+    for event in events:
+        if event["kind"] == "end" and event.get("started"):
+            words = (event["outcome"], event["reason"])
+            key = (*_key(event), event["started"])  # a requeued job has its id again
+            found.pop(_key(event), None)
+            found[key] = _stay(event, event["started"], event["ended"], *words)
+    return sorted(found.values(), key=lambda stay: (stay.role, stay.slot, stay.start))
+
+
+def _key(record: Mapping) -> tuple:
+    return record["job_id"], record["role"], record["slot"]
+
+
+def _stay(record: Mapping, *fields) -> Stay:
+    return Stay(record["role"], record["slot"], record["job_id"], record.get("node", ""), *fields)
+
+
+def incidents(events: Sequence[Mapping]) -> list[Incident]:
+    """What a reader should know of, oldest first."""
+    found, joins, commit_at = [], {}, None  # the next ones, seen from the end
+    for event in reversed(events):
+        if event["kind"] == "join":
+            joins[event["slot"]] = event["time"]
+        elif event["kind"] == "outer-step":
+            commit_at = event["time"]
+        is_ending = event["kind"] == "end" and event["outcome"] in UNWANTED
+        is_takeover = event["kind"] == "master" and event["epoch"] > 1
+        if event["kind"] in INCIDENTS or is_ending or is_takeover:
+            kind = event.get("fault") or event.get("outcome") or event["kind"]
+            words = wording.event_words(event)
+            back = commit_at if _is_masters(event) else _next_join(event, joins)
+            back_s = None if back is None else back - event["time"]
+            found.append(Incident(event["time"], kind, words, back_s))
+    return found[::-1]
+
+
+def _is_masters(event: Mapping) -> bool:
+    """All is as before when a version is committed."""
+    return event.get("role") == "master" or event["kind"] in ("redis-lost", "master")
+
+
+def _next_join(event: Mapping, joins: Mapping[int, float]) -> float | None:
+    """When the place was filled again."""
+    is_workers = event.get("role", "worker") == "worker"
+    is_loss = event["kind"] in ("preempt", "lost", "end")
+    return joins.get(event.get("slot")) if is_workers and is_loss else None
+
+
+def points(commits: Sequence[Mapping], metrics: Iterable[Mapping] = ()) -> list[Point]:
+    """The way of loss and speed, over versions of local mode and steps of sync mode."""
+    versions, steps = ([(row["time"], row["tokens"], row.get("loss")) for row in rows]
+                       for rows in (commits, metrics))  # fmt: skip
+    # By tokens, not by time: machines may disagree about that.
+    return list(_rates(_growing(sorted(versions + _growing(steps), key=lambda row: row[1]))))
+
+
+def _growing(rows: Iterable[tuple]) -> list[tuple]:
+    """Without what was trained again: of equal tokens the newest counts."""
+    kept: list[tuple] = []
+    for row in rows:
+        while kept and kept[-1][1] >= row[1]:
+            kept.pop()
+        kept.append(row)
+    return kept
+
+
+def _rates(rows: Sequence[tuple]) -> Iterator[Point]:
+    for (before, fewer, _), (time, tokens, loss) in pairwise(rows):
+        if loss is not None:
+            passed_s = time - before if time > before else math.nan
+            yield Point(time, tokens, loss, (tokens - fewer) / passed_s)
+
+
+def workers_over_time(stays_: Iterable[Stay]) -> list[tuple[float, int]]:
+    """(time, how many jobs that train are there from then on)."""
+    changes = [(s.start, 1) for s in stays_ if s.role != "master"]
+    changes += [(s.end, -1) for s in stays_ if s.role != "master" and s.outcome]
+    count, steps = 0, []
+    for time, change in sorted(changes):
+        count += change
+        steps.append((time, count))
+    return steps

@@ -1,0 +1,188 @@
+"""A run in plain words: one sentence about it, its events, and what a scheduler's reason means.
+
+Pure text, from the dictionaries of `status.observe` and from events; what it looks like on a
+screen or a page is up to views.py and report.py.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+EVENTS = {
+    "submit": "{who} is queued as job {job_id}: {reason}",
+    "cancel": "{who} is cancelled: {reason}",
+    "start": "{who} starts on {node}",
+    "join": "slot {slot} joined on {node} (attempt {attempt})",
+    "notice": "{who} is told to leave ({signal})",
+    "preempt": "{who} was preempted: {reason}; {steps} steps in all",
+    "leave": "{who} left: {reason}",
+    "lost": "{who} is lost: {node} was silent after step {steps}",
+    "crash": "{who} failed: {reason}",
+    "end": "job {job_id} of {who} ended ({outcome}): {reason}",
+    "restart": "{who} starts again in its job: {reason}",
+    "hang": "{who} showed no life for {seconds} s and was killed",
+    "delta": "slot {slot} delivered {steps} steps on version {base}",
+    "last-call": "last call of round {version}: {reason}",
+    "outer-step": "version {version} from {workers}, loss {loss}",
+    "reject": "a delta of slot {slot} is refused: {reason}",
+    "taken-back": "version {version} was taken back: {reason}",
+    "master": "master {epoch} is at work on {node}",
+    "redis-lost": "the Redis of master {epoch} is gone: {reason}",
+    "scale": "wanted from now on: {min} to {max} GPUs, mode {mode}",
+    "stop": "elastic-stop was called",
+    "fail": "the run failed: {reason}",
+    "done": "the run is done: {done}",
+    "chaos": "fault {fault}: {what}",
+    "warning": "warning: {reason}",
+    "disk": "the disk refused a write: {reason}",
+    "mode": "mode {mode} from version {version}",
+    "nodes-lost": "nodes lost: {nodes}; {left} are left",
+    "restore": "training goes on from {from} on {world} GPUs",
+}
+STARTED = "started, for {min} to {max} GPUs on {scheduler}"
+
+# What a job waits for (the words of Slurm, as a pattern), and what to do about it.
+PENDING = (
+    ("Resources", "no node is free; it starts when one is"),
+    ("Priority", "others come first; nothing to do"),
+    ("BeginTime", "it was requeued and starts in a minute or two"),
+    ("(QOS|Assoc)MaxWall", "longer than allowed: lower slurm.time"),
+    ("QOSMax|AssocMax|MaxJobs|MaxSubmit", "your limit is reached: lower --max, or ask for more"),
+    ("QOSGrp|AssocGrp", "your group's limit is reached: it waits for colleagues"),
+    ("QOSMin|.*MinGRES", "the QOS wants larger jobs: choose another slurm.qos"),
+    ("PartitionTimeLimit|QOSTimeLimit", "longer than allowed: lower slurm.time"),
+    ("PartitionNodeLimit|PartitionConfig", "more than the partition gives: see slurm.partition"),
+    ("Partition(Down|Inactive)", "the partition is closed: ask its admin"),
+    ("ReqNodeNotAvail|NodeDown|Reservation", "nodes are down, drained or reserved: ask the admin"),
+    ("BadConstraints", "no node fits: see slurm.gpus_per_node and slurm.options"),
+    ("Invalid(Account|QOS)", "not yours to use: see slurm.account and slurm.qos"),
+    ("JobHeldUser", "held by its owner: release it, or cancel it and it is replaced"),
+    ("JobHeldAdmin|.*held", "held: elastic-reconcile replaces it"),
+    ("DependencyNeverSatisfied", "what it waits for will never come: cancel it"),
+    ("Dependency", "it waits for another job"),
+    ("Licenses", "no licence is free"),
+)
+
+
+def way_out(reason: str) -> str:
+    """What a pending job's reason means for its owner; empty for one that is not known."""
+    return next((words for pattern, words in PENDING if re.match(pattern, reason)), "")
+
+
+def event_words(event: Mapping[str, Any]) -> str:
+    """One event as a sentence; one of an unknown kind as its fields."""
+    kind = event.get("kind", "?")
+    if kind == "submit" and "role" not in event:
+        return STARTED.format_map(_Fields(event))
+    if kind not in EVENTS:
+        rest = (f"{name}={brief(v)}" for name, v in event.items() if name not in ("time", "kind"))
+        return " ".join([kind, *rest])
+    if kind == "lost" and "reason" in event:  # it said so itself
+        kind = "crash"
+    return EVENTS[kind].format_map(_Fields(event, **_derived(event)))
+
+
+def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
+    """What sentences need beside the fields."""
+    step = f"step {event['step']}" if "step" in event else "the beginning"
+    found = {"who": who(event), "done": event.get("reason", "nothing is left to train"),
+             "from": event.get("resume") or step}  # fmt: skip
+    if "workers" in event:
+        found["workers"] = counted(event["workers"], "worker")
+    return found
+
+
+class _Fields(dict):
+    """Fields of an event for a sentence: short, and "?" where there is none."""
+
+    def __getitem__(self, name: str) -> str:
+        return brief(super().__getitem__(name))
+
+    def __missing__(self, _name: str) -> str:
+        return "?"
+
+
+def who(event: Mapping[str, Any]) -> str:
+    """The place that an event, or a job, is about."""
+    role, slot = event.get("role", "worker"), event.get("slot", "?")
+    return f"slot {slot}" if role == "worker" else f"the {role}"
+
+
+def brief(value: object) -> str:
+    """A value of an event in at most 100 characters."""
+    return one_line(f"{value:.4g}" if isinstance(value, float) else str(value), 100)
+
+
+def one_line(text: str, most: int = 300) -> str:
+    """Anybody's words in at most so many characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+# ---- the sentence
+
+
+def sentence(seen: Mapping[str, Any], now: float) -> str:
+    """A run in one sentence: what it does, how far and how fast, and what it waits for."""
+    doing = {"running": "training on", "waiting": "waiting, with"}.get(seen["state"])
+    if not doing:
+        return ", ".join([_ended(seen), *_progress(seen)])
+    if seen["workers"] and all(worker["state"] == "unknown" for worker in seen["workers"]):
+        doing = "nobody says how it goes, on"
+    gpus = f"{doing} {seen['gpus']} of {seen['min']}–{seen['max']} GPUs"
+    parts = [", ".join([gpus, *_progress(seen)]), _pending(seen["jobs"], now)]
+    following = "nothing" if seen["next"].startswith("nothing: ") else seen["next"]
+    return "; ".join([*filter(None, parts), f"next: {following}"])
+
+
+def _ended(seen: Mapping[str, Any]) -> str:
+    return seen["state"] if seen["state"] != "failed" else f"failed: {seen['reason']}"
+
+
+def _progress(seen: Mapping[str, Any]) -> list[str]:
+    unit = "step" if seen["mode"] == "sync" else "round"
+    words = [f"{unit} {seen['version']}"] if seen["version"] is not None else []
+    if seen["loss"] is not None:
+        words.append(f"loss {seen['loss']:.2f}")
+    if seen["state"] == "running" and seen["tokens_per_s"]:
+        words.append(f"{si(seen['tokens_per_s'])} tokens/s")
+    if seen["goodput"] is not None:
+        words.append(f"{seen['goodput']:.0%} goodput")
+    return words
+
+
+def _pending(jobs: list[dict], now: float) -> str:
+    waiting = [job for job in jobs if job["state"] == "PENDING"]
+    if not waiting:
+        return ""
+    since = min((job["submitted"] for job in waiting if job["submitted"]), default=now)
+    reason = waiting[0]["reason"] or "no reason yet"
+    return f"{counted(len(waiting), 'job')} pending for {span(now - since)}: {reason}"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 job, 2 jobs."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def span(seconds: float) -> str:
+    """A length of time in one unit or two: 12 s, 4 min, 3 h 20 min, 2 d 5 h."""
+    minutes = int(max(0.0, seconds)) // 60
+    if minutes < 1:
+        return f"{max(0.0, seconds):.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    large, small, names = (minutes // 60, minutes % 60, ("h", "min"))
+    if large >= 24:
+        large, small, names = (large // 24, large % 24, ("d", "h"))
+    return f"{large} {names[0]} {small} {names[1]}" if small else f"{large} {names[0]}"
+
+
+def si(number: float | None) -> str:
+    """A count in four characters or so: 950, 12.3k, 4.56M, 7.89G."""
+    if number is None:
+        return "-"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 0.9995 * size:  # or it would print as 1e+03
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

@@ -1,0 +1,73 @@
+"""What status asks of others, and what it does not: a table of many runs must cost little."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elastic import status
+from elastic.rundir import Control, Endpoint, RunDir
+from elastic.sched import Job, job_name
+
+
+@contextlib.contextmanager
+def hanging_up(came: list) -> Iterator[Endpoint]:
+    """A server that counts who comes, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    line, address = server.accept()
+                    came.append(address)
+                    line.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield Endpoint("127.0.0.1", server.getsockname()[1], 1)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.fixture
+def runs(tmp_path, make_config, monkeypatch) -> list[RunDir]:
+    """As many as are asked, and one more; each with a worker's job that runs and one that waits."""
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / "registry"))
+    names = [f"run{number}" for number in range(status.ASKED + 1)]
+    control = Control("local", "running", 1, 4)
+    made = [RunDir.create(tmp_path / "runs", make_config(name=name), control, {}) for name in names]
+    jobs = [Job(f"{run.name}.{slot}", job_name(run.name, "worker", slot), state, node="n1")
+            for run in made for slot, state in enumerate(["RUNNING", "PENDING"])]  # fmt: skip
+    monkeypatch.setattr(status, "listing", lambda run: status.Listing(jobs))
+    return made
+
+
+def test_of_many_runs_workers_are_counted_by_jobs_and_no_redis_is_asked(runs):
+    came = []
+    with hanging_up(came) as endpoint:
+        for run in runs:
+            run.set_endpoint(endpoint)
+        many = status.observe_all(runs, brief=True)
+        assert not came
+        few = status.observe_all(runs[:-1], brief=True)
+        assert len(came) >= len(few)
+    assert [(row["run"], len(row["workers"]), row["asked"]) for row in many] == [
+        (run.name, 1, False) for run in runs]  # fmt: skip
+    assert {row["reason"] for row in many} == {"1 worker; 1 job waits (PENDING)"}
+    assert all("not reachable" in row["reason"] for row in few)
+
+
+def test_a_row_is_a_part_of_what_is_told_of_the_run(runs):
+    for row, whole in zip(
+        status.observe_all(runs[:2], brief=True), status.observe_all(runs[:2]), strict=True
+    ):
+        assert {name: whole[name] for name in row if name != "asked"} == {
+            name: value for name, value in row.items() if name != "asked"}  # fmt: skip
+
+
+def test_a_damaged_run_does_not_hide_the_others(runs):
+    (runs[0].path / "run.toml").write_text("no toml")
+    states = [row["state"] for row in status.observe_all(runs, brief=True)]
+    assert states == ["damaged"] + ["running"] * status.ASKED

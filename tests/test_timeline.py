@@ -1,0 +1,118 @@
+"""What happened, out of events and commits; and the words for it."""
+
+import pytest
+
+from elastic import timeline, wording
+from elastic.timeline import Point, Stay
+
+
+def event(kind: str, time: float, **fields) -> dict:
+    return {"kind": kind, "time": time, **fields}
+
+
+WORKER = {"role": "worker", "slot": 3, "job_id": "7", "node": "n1"}
+END = event("end", 20.5, **WORKER, submitted=1.0, started=10.0, ended=20.0, outcome="yielded",
+            reason="notice: SIGTERM")  # fmt: skip
+
+
+def test_a_stay_is_a_job_that_had_nodes():
+    (stay,) = timeline.stays([END], [], now=99.0)
+    assert stay == Stay("worker", 3, "7", "n1", 10.0, 20.0, "yielded", "notice: SIGTERM")
+    assert stay.words == "slot 3, job 7 on n1, 10 s; yielded: notice: SIGTERM"
+
+
+def test_a_job_that_is_still_there_stays_until_now():
+    (stay,) = timeline.stays([], [{**WORKER, "state": "started", "started": 10.0}], now=99.0)
+    assert (stay.end, stay.outcome) == (99.0, "")
+    assert "still there" in stay.words
+
+
+def test_a_requeued_job_has_stayed_twice():
+    again = {**END, "time": 40.5, "started": 30.0, "ended": 40.0}
+    assert [stay.start for stay in timeline.stays([END, again], [], 99.0)] == [10.0, 30.0]
+
+
+def test_a_job_that_never_had_a_node_did_not_stay():
+    assert timeline.stays([{**END, "started": None}], [], 99.0) == []
+
+
+def test_a_job_that_has_ended_is_not_there_twice():
+    """Its exit record may still say that it started: it was killed."""
+    record = {**WORKER, "state": "started", "started": 10.0}
+    assert len(timeline.stays([END], [record], 99.0)) == 1
+
+
+def test_a_preempted_slot_is_back_when_its_next_attempt_joins():
+    lost = event("preempt", 20.0, **WORKER, attempt=1, reason="notice", steps=5)
+    other = event("join", 21.0, slot=4, attempt=1, node="n2", job_id="9")
+    back = event("join", 26.0, slot=3, attempt=2, node="n2", job_id="8")
+    (incident,) = timeline.incidents([lost, other, back])
+    assert (incident.kind, incident.back_s) == ("preempt", 6.0)
+    assert timeline.incidents([lost, other])[0].back_s is None
+
+
+def test_a_master_is_back_when_it_has_committed():
+    death = event("end", 20.0, role="master", slot=0, job_id="1", outcome="killed", reason="gone")
+    new = event("master", 22.0, epoch=2, node="n1")
+    step = event("outer-step", 25.0, version=7, workers=2, loss=1.0)
+    first = event("master", 1.0, epoch=1, node="n1")
+    found = timeline.incidents([first, death, new, step])
+    assert [(each.kind, each.back_s) for each in found] == [("killed", 5.0), ("master", 3.0)]
+
+
+def test_an_end_that_was_announced_is_no_second_incident():
+    assert timeline.incidents([END]) == []
+
+
+def test_points_have_the_speed_since_the_one_before():
+    commits = [{"time": 0.0, "tokens": 0}, {"time": 2.0, "tokens": 100, "loss": 3.0},
+               {"time": 4.0, "tokens": 300, "loss": 2.0}]  # fmt: skip
+    assert timeline.points(commits) == [Point(2.0, 100, 3.0, 50.0), Point(4.0, 300, 2.0, 100.0)]
+
+
+def test_of_steps_that_were_trained_again_the_second_time_counts():
+    steps = [(1.0, 10, 5.0), (2.0, 20, 4.0), (3.0, 30, 3.0), (9.0, 20, 4.5), (10.0, 30, 3.5)]
+    lines = [{"time": time, "tokens": tokens, "loss": loss} for time, tokens, loss in steps]
+    assert [(p.time, p.tokens) for p in timeline.points([], lines)] == [(9.0, 20), (10.0, 30)]
+
+
+def test_the_number_of_jobs_that_train_rises_and_falls():
+    stays = [Stay("worker", 0, "1", "n", 0.0, 9.0, "done"), Stay("worker", 1, "2", "n", 3.0, 9.0),
+             Stay("master", 0, "3", "n", 0.0, 9.0)]  # fmt: skip
+    assert timeline.workers_over_time(stays) == [(0.0, 1), (3.0, 2), (9.0, 1)]
+
+
+# ---- words
+
+
+@pytest.mark.parametrize("kind", wording.EVENTS)
+def test_an_event_without_its_fields_is_told_all_the_same(kind: str):
+    words = wording.event_words({"time": 0.0, "kind": kind, "role": "worker"})
+    assert words
+    assert "{" not in words
+
+
+def test_what_is_not_short_is_cut():
+    words = wording.event_words({"kind": "reject", "slot": 1, "reason": "x" * 5000})
+    assert len(words) < 200
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [("Priority", "others"), ("Resources", "no node"), ("QOSMaxJobsPerUserLimit", "--max"),
+     ("ReqNodeNotAvail, UnavailableNodes:n1", "drained"), ("PartitionTimeLimit", "slurm.time"),
+     ("AssocGrpGRES", "group"), ("launch failed requeued held", "held"), ("BeginTime", "minute"),
+     ("InvalidQOS", "slurm.qos"), ("Whatever", ""), ("", "")],
+)  # fmt: skip
+def test_what_a_pending_job_waits_for_is_said_in_plain_words(reason: str, words: str):
+    assert words in wording.way_out(reason)
+    assert bool(wording.way_out(reason)) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59, "59 s"), (60, "1 min"), (3599, "59 min"), (3600, "1 h"),
+     (3600 * 3 + 1200, "3 h 20 min"), (86400 * 2 + 3600 * 5, "2 d 5 h"), (-5, "0 s")],
+)  # fmt: skip
+def test_a_span_has_one_unit_or_two(seconds: float, text: str):
+    assert wording.span(seconds) == text
