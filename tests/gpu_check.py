@@ -19,6 +19,7 @@ import torch
 from helpers import ROOT, elastic, environment
 
 sys.path.insert(0, str(ROOT / "lib"))
+from elastic.codec import CODECS  # noqa: E402
 from elastic.layout import Layout  # noqa: E402
 from elastic.replica import Replica, shapes  # noqa: E402
 from elastic.tasks import ByteText  # noqa: E402
@@ -31,6 +32,7 @@ def main() -> int:
     gpus = torch.cuda.device_count()
     print(f"gpu-check: {gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     check_pinned()
+    check_codecs()
     check_run("one GPU, bf16", gpus_per_worker=1)
     if gpus > 1:
         check_run("two GPUs, FSDP2 over NCCL", gpus_per_worker=2)
@@ -51,8 +53,33 @@ def check_pinned() -> None:
         for parameter in model.parameters():
             parameter.sub_(0.25)
     for index in range(len(layout.fragments)):
-        assert torch.allclose(replica.delta(index), torch.tensor(0.25), atol=1e-5)
-    print("base pinned, delta from the GPU exact: ok")
+        delta = replica.delta(index)
+        assert delta.is_cuda
+        assert torch.allclose(delta.cpu(), torch.tensor(0.25), atol=1e-5)
+    print("base pinned, delta made on the GPU exact: ok")
+
+
+def check_codecs() -> None:
+    """What the GPU encodes is what the CPU encodes; factors of a matrix, as close as float32 is."""
+    fragment = Layout.of([("a", (2048, 2048)), ("b", (1000,))], 1e9).fragments[0]
+    delta = torch.randn(2048 * 2048 + 1000, generator=torch.Generator().manual_seed(1))
+    for name, codec in CODECS.items():
+        on_cpu, on_gpu = (bytes(codec.encode(each, fragment)) for each in (delta, delta.cuda()))
+        assert len(on_cpu) == len(on_gpu) == codec.size_bytes(fragment)
+        if name != "lowrank":
+            assert on_cpu == on_gpu, name
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        codec.encode(delta.cuda(), fragment)
+        print(f"{name}: the GPU's bytes are the CPU's, {time.monotonic() - began:.3f} s: ok")
+    left, right = (CODECS["lowrank"].decode(bytes_of(each, fragment), fragment)
+                   for each in (delta, delta.cuda()))  # fmt: skip
+    assert (left - right).norm() < 0.01 * left.norm()
+
+
+def bytes_of(delta: torch.Tensor, fragment: tuple) -> torch.Tensor:
+    data = bytearray(CODECS["lowrank"].encode(delta, fragment))
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def check_run(what: str, gpus_per_worker: int) -> None:

@@ -1,21 +1,25 @@
-"""What a codec costs and saves: bytes, and how fast a core encodes, and decodes into a mean.
+"""What a codec costs and saves: bytes, and how fast one encodes, and averages what comes.
 
     .venv/bin/python tests/bench/bench_codec.py [--millions 16]
 
-Per codec, on one thread: bytes of a delta beside float32; encoding, and what the master does with a
-delta (decode, add to the mean), beside the same additions of float32 that needs no decoding: what
-the memory of this machine allows.
+Per codec: bytes of a delta beside float32; encoding, on one thread; averaging, which is what the
+master does with a delta (decode, add to the mean), beside the same additions of float32 that needs
+no decoding, which is what the memory of this machine allows. Averaging and additions on one thread,
+and on as many at a time as there are cores, each with a fragment of its own, as the master's.
 
 Predicted before the first measurement: decoding int8 0.8 x the plain additions, int4 0.3 x, topk
 3 x (it touches a hundredth, but clears everything), lowrank 1 x; encoding a third of decoding. The
 first answer was 0.11, 0.09, 0.12 and 0.07: fresh memory for every fragment. So they go by tiles.
+Then, for all cores: none 0.95 x, int8 0.6 x, as the additions there are bound by memory.
 """
 
 import argparse
 import math
+import os
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from figures import ROOT, record
@@ -24,7 +28,7 @@ sys.path.insert(0, str(ROOT / "lib"))
 from elastic.codec import CODECS, codec  # noqa: E402
 from elastic.layout import Layout  # noqa: E402
 
-TRIES = 7
+TRIES = 11
 WIDTH = 1024
 
 
@@ -34,23 +38,49 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = parser.parse_args().millions * 1_000_000 // WIDTH
     (fragment,) = Layout.of([("weight", (rows, WIDTH))], math.inf).fragments
-    numel = rows * WIDTH
-    delta, mean = torch.randn(numel) * 1e-3, torch.zeros(numel)
-    add_s = seconds(lambda: mean.add_(delta, alpha=0.5))
-    record("codec", "add: elements a second", numel / add_s / 1e9, "G/s")
+    delta = torch.randn(rows * WIDTH) * 1e-3
     for name in CODECS:
-        measure(name, fragment, delta, mean, add_s)
+        measure_encoding(name, fragment, delta)
+    for threads in sorted({1, len(os.sched_getaffinity(0))}):
+        measure_averaging(fragment, delta, threads)
 
 
-def measure(name: str, fragment, delta: torch.Tensor, mean: torch.Tensor, add_s: float) -> None:
+def measure_encoding(name: str, fragment, delta: torch.Tensor) -> None:
     chosen, numel = codec(name), delta.numel()
-    data = torch.frombuffer(bytearray(chosen.encode(delta, fragment)), dtype=torch.uint8)
-    record("codec", f"{name}: bytes of a delta", len(data) / 1e6, "MB", "float32", 4 * numel / 1e6)
-    encode_s = seconds(lambda: chosen.encode(delta, fragment))
-    merge_s = seconds(lambda: add(mean, chosen.tiles(data, fragment)))
-    record("codec", f"{name}: encode", numel / encode_s / 1e9, "G/s", "add", numel / add_s / 1e9)
-    record("codec", f"{name}: decode, add", numel / merge_s / 1e9, "G/s", "add",
-           numel / add_s / 1e9)  # fmt: skip
+    size = chosen.size_bytes(fragment)
+    record("codec", f"{name}: bytes of a delta", size / 1e6, "MB", "float32", 4 * numel / 1e6)
+    (encode_s,) = seconds(lambda: chosen.encode(delta, fragment))
+    record("codec", f"{name}: encode", numel / encode_s / 1e9, "G/s")
+
+
+def measure_averaging(fragment, delta: torch.Tensor, threads: int) -> None:
+    means = [torch.zeros_like(delta) for _ in range(threads)]
+    deltas = [delta.clone() for _ in range(threads)]
+    total, words = threads * delta.numel() / 1e9, f"threads: {threads}"
+    with ThreadPoolExecutor(threads) as pool:
+
+        def additions():
+            list(pool.map(plain_add, means, deltas))
+
+        record("codec", f"{words}, add", total / seconds(additions)[0], "G/s")
+        for name in CODECS:
+            chosen = codec(name)
+            data = torch.frombuffer(bytearray(chosen.encode(delta, fragment)), dtype=torch.uint8)
+            copies = [data.clone() for _ in range(threads)]
+
+            def average(mean, data, chosen=chosen):
+                add(mean, chosen.tiles(data, fragment))
+
+            def averaging(work=average, copies=copies):
+                list(pool.map(work, means, copies))
+
+            add_s, merge_s = seconds(additions, averaging)
+            record("codec", f"{words}, {name}: average", total / merge_s, "G/s", "add",
+                   total / add_s)  # fmt: skip
+
+
+def plain_add(mean: torch.Tensor, delta: torch.Tensor) -> None:
+    mean.add_(delta, alpha=0.5)
 
 
 def add(mean: torch.Tensor, tiles) -> None:
@@ -59,14 +89,16 @@ def add(mean: torch.Tensor, tiles) -> None:
         mean[start : start + tile.numel()].add_(tile, alpha=0.5)
 
 
-def seconds(work) -> float:
-    """The middle of several, after one to warm up."""
-    times = []
+def seconds(*works) -> list[float]:
+    """The middle of several tries of each, after one to warm up; by turns, so that what else the
+    machine does meets all of them."""
+    times = [[] for _ in works]
     for _ in range(TRIES + 1):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+        for took, work in zip(times, works, strict=True):
+            began = time.perf_counter()
+            work()
+            took.append(time.perf_counter() - began)
+    return [statistics.median(took[1:]) for took in times]
 
 
 if __name__ == "__main__":

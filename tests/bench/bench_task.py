@@ -18,8 +18,8 @@ class Flat:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([model.head], lr=1e-3)
 
-    def dataset(self) -> list:
-        return [torch.tensor([float(i % 7)]) for i in range(100_000)]
+    def dataset(self) -> "_Samples":
+        return _Samples()
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return ((model.head.sum() - batch) ** 2).mean()
@@ -39,6 +39,41 @@ class Paced(Flat):
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         time.sleep(self.table["step_s"])
         return sum(param.square().mean() for param in model.parameters()) + batch.sum() * 0
+
+
+class Waiting(Flat):
+    """A step waits for `step_s`, in place of a GPU's work, and costs the CPU next to nothing.
+
+    `moments`: each parameter has AdamW's two, which an inner state holds; all but the head are
+    trained in a process's first step alone.
+    """
+
+    def __init__(self, table: dict):
+        super().__init__(table)
+        self._begun = False
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if not self.table.get("moments"):
+            return super().optimizer(model)
+        model.requires_grad_(True)
+        return torch.optim.AdamW(model.parameters())
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.table["step_s"])
+        loss, first, self._begun = super().loss(model, batch), not self._begun, True
+        if first and self.table.get("moments"):
+            loss = loss + sum(param.sum() for param in model.parameters()) * 0
+        return loss
+
+
+class _Samples:
+    """Nothing that would be counted as memory of the round."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index % 7)])
 
 
 class _Model(nn.Module):

@@ -8,15 +8,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def record(bench: str, case: str, value: float, unit: str, against: str = "", base: float = 0.0):
     """One figure; with `against`, its ratio to `base`, measured in the same run."""
-    ratio = round(value / base, 3) if base else None
+    ratio = float(f"{value / base:.4g}") if base else None
     row = {"bench": bench, "case": case, "value": round(value, 6), "unit": unit,
            "against": against, "ratio": ratio}  # fmt: skip
     path = ROOT / "build" / "bench.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
-    beside = f"   {ratio:8.2f} x {against}" if base else ""
-    print(f"{bench:10} {case:46} {value:12.4f} {unit:6}{beside}", flush=True)
+    beside = f"   {ratio:8.4g} x {against}" if base else ""
+    print(f"{bench:10} {case:52} {value:12.4f} {unit:6}{beside}", flush=True)
 
 
 def status_bytes(pid: int, key: str) -> int:
@@ -34,3 +34,11 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process, from /proc/PID/stat."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100.0
+
+
+def available_bytes() -> int:
+    """Memory that processes can still have."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
