@@ -9,7 +9,12 @@ PYTEST_ARGS ?=
 VENV := .venv
 READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
-DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/*) Makefile requirements.txt
+DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/man/* etc/traces/* etc/examples/*) \
+    Makefile requirements.txt
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' lib/elastic/__init__.py)
+HERE := $(DESTDIR)$(PREFIX)
+TREE := $(HERE)/$(VERSION)
+MODULES := $(HERE)/modulefiles
 
 .PHONY: help venv demo demo-slurm test lint bench validate matrix soak gpu-check install uninstall
 .DELETE_ON_ERROR:
@@ -44,21 +49,26 @@ test: $(READY)  ## All tests; PYTEST_ARGS='-k name' for some
 	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff and shellcheck
-	$(VENV)/bin/ruff check lib tests
-	shellcheck $(PROGRAMS) $(wildcard sbatch/*) .ci/run
+	$(VENV)/bin/ruff check lib tests etc
+	shellcheck $(PROGRAMS) $(wildcard sbatch/*) etc/completion.bash .ci/run
 
-bench: $(READY)  ## Stall of a round, memory, load of the master, restarts; writes build/bench.jsonl
+# torchft and hivemind are installed into build/peers if there is a PyPI, and left out if not.
+bench: $(READY)  ## Rounds beside torchft and hivemind, the master's load, restarts; an hour
 	rm -f build/bench.jsonl
-	$(VENV)/bin/python tests/bench/bench_round.py
-	$(VENV)/bin/python tests/bench/bench_master.py
-	$(VENV)/bin/python tests/bench/bench_restart.py
+	$(VENV)/bin/python tests/bench/bench_peers.py
+	$(VENV)/bin/python tests/bench/bench_round.py --params 10 --workers 2 --compression none,int8,topk
+	$(VENV)/bin/python tests/bench/bench_overlap.py
 	$(VENV)/bin/python tests/bench/bench_codec.py
+	$(VENV)/bin/python tests/bench/bench_master.py
+	$(VENV)/bin/python tests/bench/bench_status.py
+	$(VENV)/bin/python tests/bench/bench_restart.py
 
-validate: $(READY)  ## Local mode against a synchronous baseline at equal tokens (minutes)
-	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig
+validate: $(READY)  ## Each way to train against a synchronous one, at equal tokens (half an hour)
+	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig $(VALIDATE_ARGS)
 
-matrix: $(READY)  ## What a preemption costs, for all 72 ways to announce it (minutes)
-	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/python -m pytest -s tests/test_notice_matrix.py
+matrix: $(READY)  ## What a preemption costs, for all 72 ways to announce it; forecasts (minutes)
+	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/python -m pytest -s tests/test_notice_matrix.py \
+	    tests/test_forecast_slurm.py
 
 soak: $(READY)  ## Chaos on a private Slurm with 16 workers; what it cost (three quarters of an hour)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python soak.py $(SOAK_ARGS)
@@ -66,21 +76,35 @@ soak: $(READY)  ## Chaos on a private Slurm with 16 workers; what it cost (three
 gpu-check: $(READY)  ## What runs only where there is a GPU
 	$(VENV)/bin/python tests/gpu_check.py
 
-# PREFIX is a folder of its own; link PREFIX/bin/elastic* into a PATH. A site file stays as it is.
-install:  ## Copy bin, lib, sbatch and etc into PREFIX
-	for f in $(PROGRAMS); do install -D -m 0755 $$f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
+# PREFIX holds a folder per version, `current` and links to it, modulefiles, and one etc/site.toml
+# for all versions, which is never overwritten. Runs go on with the version they were started with.
+install:  ## Copy this version into PREFIX and switch to it
+	@for d in bin share; do test ! -e '$(HERE)'/$$d -o -L '$(HERE)'/$$d || { \
+	    echo "error: '$(HERE)'/$$d is there already: PREFIX is a folder for elastic alone" >&2; \
+	    exit 1; }; done
+	for f in $(PROGRAMS); do install -C -D -m 0755 $$f '$(TREE)'/$$f || exit 1; done
 	for f in $(filter-out etc/site.toml,$(DATA)); do \
-	    mode=0644; test ! -x $$f || mode=0755; \
-	    install -D -m $$mode $$f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
-	test -e $(DESTDIR)$(PREFIX)/etc/site.toml || \
-	    install -D -m 0644 etc/site.toml $(DESTDIR)$(PREFIX)/etc/site.toml
-	@echo 'next: make -C $(PREFIX) venv'
+	    mode=0644; test ! -x $$f || mode=0755; install -C -D -m $$mode $$f '$(TREE)'/$$f || exit 1; done
+	test -e '$(HERE)'/etc/site.toml || install -D -m 0644 etc/site.toml '$(HERE)'/etc/site.toml
+	ln -sfn ../../etc/site.toml '$(TREE)'/etc/site.toml
+	install -D -m 0644 etc/man/elastic.1 '$(TREE)'/share/man/man1/elastic.1
+	for f in $(notdir $(PROGRAMS)); do test $$f = elastic || \
+	    echo .so man1/elastic.1 | install -m 0644 /dev/stdin '$(TREE)'/share/man/man1/$$f.1; done
+	for kind in lua tcl; do name=$(VERSION); test $$kind = tcl || name=$$name.lua; \
+	    sed 's|@PREFIX@|$(PREFIX)|g; s|@VERSION@|$(VERSION)|g' etc/modulefile.$$kind \
+	        | install -D -m 0644 /dev/stdin '$(MODULES)'/$$kind/elastic/$$name || exit 1; done
+	ln -sfn $(VERSION) '$(HERE)'/.current && mv -T '$(HERE)'/.current '$(HERE)'/current
+	ln -sfn current/bin '$(HERE)'/bin
+	ln -sfn current/share '$(HERE)'/share
+	@echo 'next: make -C $(PREFIX)/current venv'
 
-uninstall:  ## Remove exactly what install copied (an edited site file stays)
-	cmp -s etc/site.toml $(DESTDIR)$(PREFIX)/etc/site.toml && \
-	    rm -f $(DESTDIR)$(PREFIX)/etc/site.toml || true
-	for f in $(PROGRAMS) $(filter-out etc/site.toml,$(DATA)); do \
-	    rm -f $(DESTDIR)$(PREFIX)/$$f || exit 1; done
-	rm -rf $(DESTDIR)$(PREFIX)/lib/elastic/__pycache__
-	for d in bin lib/elastic lib sbatch etc/sandbox etc ""; do \
-	    rmdir --ignore-fail-on-non-empty $(DESTDIR)$(PREFIX)/$$d 2>/dev/null || true; done
+uninstall:  ## Remove what install copied of this version (an edited site file stays)
+	@test -n '$(VERSION)' && test -n '$(PREFIX)'
+	rm -rf '$(TREE)' '$(MODULES)'/lua/elastic/$(VERSION).lua '$(MODULES)'/tcl/elastic/$(VERSION)
+	if ! test -e '$(HERE)'/current; then \
+	    other=$$(cd '$(HERE)' 2>/dev/null && ls -d [0-9]*/bin | sort -V | tail -n 1); \
+	    if test -n "$$other"; then ln -sfn "$${other%/bin}" '$(HERE)'/current; exit; fi; \
+	    rm -f '$(HERE)'/current '$(HERE)'/bin '$(HERE)'/share; \
+	    ! cmp -s etc/site.toml '$(HERE)'/etc/site.toml || rm -f '$(HERE)'/etc/site.toml; fi
+	for d in $(addprefix modulefiles/,lua/elastic lua tcl/elastic tcl "") etc ""; do \
+	    rmdir --ignore-fail-on-non-empty '$(HERE)'/$$d 2>/dev/null || true; done

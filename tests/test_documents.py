@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic import __version__, cli, manual, tasks
 from elastic import config as configuration
-from elastic import tasks
 from helpers import ROOT, checkout, elastic, environment
 from running import running
 
@@ -33,6 +33,8 @@ CHAOS = "test_the_command_does_faults_to_a_live_run_and_reports_them"
 MODES = "test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on"
 NODES = "test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled"
 NODE = "test_one_node_trains_under_srun_and_under_torchrun"
+VALIDATE = "test_the_command_trains_compares_draws_and_goes_on"
+PLAN = "test_the_forecast_in_the_readme_is_what_the_command_says"
 ALL = "all of them"
 
 # Every command line of both documents (without its comment), and the test that runs it.
@@ -41,11 +43,14 @@ SHOWN_BY = {
     "*/2 * * * * bin/elastic-reconcile": FIRST,
     "bin/elastic-scale 7b --mode local": MODES,
     "bin/elastic-chaos demo --every 29s --for 30m --seed 1": CHAOS,
+    "bin/elastic-validate etc/demo.toml --arms int8,topk --seeds 3": VALIDATE,
+    "bin/elastic-plan etc/125m.toml --set elastic.max=32"
+    " --trace etc/traces/spot-addremove-aws-p3.csv": PLAN,
     "make demo": DEMO,
     "make demo-slurm": DEMO,
     "git clone … elastic && cd elastic": DEMO,
     "make install PREFIX=/opt/elastic": ADMIN,
-    "make -C /opt/elastic venv": ADMIN,
+    "make -C /opt/elastic/current venv": ADMIN,
     "$EDITOR /opt/elastic/etc/site.toml": ADMIN,
     "ln -s /opt/elastic/bin/elastic* /usr/local/bin/": ADMIN,
     "*/2 * * * * /opt/elastic/bin/elastic-reconcile --jitter": ADMIN,
@@ -122,13 +127,66 @@ def test_an_admin_installs_and_uninstalls_by_the_book(tmp_path):
         done = run(line, ROOT, EDITOR="grep -q slurm", ELASTIC_HOME_DIR=str(tmp_path))
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         if line.startswith("make install"):  # this venv will do: no second torch to download
-            (prefix / ".venv").symlink_to(sys.prefix)
-            os.utime(prefix / "requirements.txt", (0, 0))
-    answer = run(f"{links}/elastic-config {prefix}/etc/demo.toml", tmp_path)
+            (prefix / "current" / ".venv").symlink_to(sys.prefix)
+            os.utime(prefix / "current" / "requirements.txt", (0, 0))
+    answer = run(f"{links}/elastic-config {prefix}/current/etc/demo.toml", tmp_path)
     assert "elastic.max" in answer.stdout, answer.stderr
-    (prefix / ".venv").unlink()
     done = run(here("make uninstall PREFIX=/opt/elastic"), ROOT)
     assert (done.returncode, prefix.exists()) == (0, False), done.stderr
+
+
+def test_a_new_version_is_switched_to_and_the_old_one_stays(tmp_path):
+    """Runs that began with the old one go on with it; the site file is that of both."""
+    prefix = tmp_path / "elastic"
+    new = checkout(tmp_path)
+    first = new / "lib" / "elastic" / "__init__.py"
+    first.write_text(re.sub(r'(__version__ = ).*', r'\1"9.9"', first.read_text()))
+    old = run(f"make install PREFIX={prefix}", ROOT)
+    assert old.returncode == 0, old.stderr
+    site = prefix / "etc" / "site.toml"
+    site.write_text('[slurm]\npartition = "theirs"\n')
+    assert run(f"make install PREFIX={prefix}", new).returncode == 0
+    assert os.readlink(prefix / "current") == "9.9"
+    ask = "from elastic import config; print(config.commands())"
+    said = run(f"PYTHONPATH={prefix}/{__version__}/lib {sys.executable} -c '{ask}'", new)
+    assert said.stdout == f"{prefix}/bin\n", "crontabs follow the current version"
+    pins = prefix / "9.9" / "requirements.txt"
+    os.utime(pins, (1, 1))
+    assert run(f"make install PREFIX={prefix}", new).returncode == 0
+    assert pins.stat().st_mtime == 1, "what has not changed asks for no new venv"
+    for version in (__version__, "9.9"):
+        assert (prefix / version / "etc" / "site.toml").read_text() == site.read_text()
+        module = prefix / "modulefiles" / "tcl" / "elastic" / version
+        assert f"{prefix}/{version}/bin" in module.read_text()
+    assert run(f"make uninstall PREFIX={prefix}", new).returncode == 0
+    assert not (prefix / "9.9").exists()
+    assert os.readlink(prefix / "current") == __version__
+    assert run(f"make uninstall PREFIX={prefix}", ROOT).returncode == 0
+    assert [path.name for path in prefix.rglob("*") if path.is_file()] == ["site.toml"]
+
+
+def test_the_manual_page_is_what_the_commands_say():
+    """If not: PYTHONPATH=lib .venv/bin/python -m elastic.manual > etc/man/elastic.1"""
+    assert (ROOT / "etc" / "man" / "elastic.1").read_text() == manual.page()
+    programs = {f"elastic-{name}" for name in cli.elastic.commands}
+    completed = (ROOT / "etc" / "completion.bash").read_text()
+    names = re.search(r"elastic-\{([a-z,]+)\}", completed)[1].split(",")
+    assert {f"elastic-{name}" for name in names} == programs
+    assert programs <= {path.name for path in (ROOT / "bin").iterdir()}
+
+
+def test_bash_completes_commands_options_and_runs(tmp_path):
+    registry = tmp_path / "home" / "runs"
+    registry.mkdir(parents=True)
+    (tmp_path / "seven").mkdir()
+    (tmp_path / "seven" / "control.json").write_text("{}")
+    (registry / "seven").symlink_to(tmp_path / "seven")
+    ask = """source etc/completion.bash; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1))
+    _elastic; echo "${{COMPREPLY[@]}}" """
+    for words, wanted in (("bin/elastic sta", "status"), ("bin/elastic-status --wa", "--watch"),
+                          ("bin/elastic-stop se", "seven")):  # fmt: skip
+        done = run(ask.format(words=words), ROOT, ELASTIC_HOME_DIR=str(tmp_path / "home"))
+        assert done.stdout.split() == [wanted], done.stderr
 
 
 def test_a_venv_is_asked_for_what_is_pinned(tmp_path):
@@ -153,6 +211,14 @@ def test_some_tests_lint_and_gpu_check_run(tmp_path):
     for line in ("make test PYTEST_ARGS='-k audit'", "make lint", "make gpu-check"):
         done = run(f"unset MAKEFLAGS; {line}", folder)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def test_the_forecast_in_the_readme_is_what_the_command_says():
+    (line,) = [line for line, test in SHOWN_BY.items() if test == PLAN]
+    said = run(line, ROOT)
+    assert said.returncode == 0, said.stderr
+    _, _, *shown = block(README, "take --mode").splitlines()
+    assert [each.split() for each in said.stdout.splitlines()] == [each.split() for each in shown]
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| `elastic-(\w+).*", README.read_text(), re.M))

@@ -16,14 +16,15 @@ from helpers import ROOT
 PACKAGE = ROOT / "lib" / "elastic"
 LAYERS = [
     ("core", "errors ledger rounds membership shuffle schedule history plan layout sizing cadence "
-             "command goodput faults estimate"),
+             "command goodput faults estimate wording timeline diagnosis "
+             "played played_local forecast"),
     ("numerics", "codec merge models tasks replica group"),
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
               "sched sched_local sched_slurm signals network proc sandbox versions inner_state "
-              "slurm_info health peers device checkpoint handover"),
-    ("processes", "averaging link courier local_sgd agent worker master trainer launch start "
-                  "reconcile describe"),
-    ("people", "submission status audit views chaos cli demo"),
+              "slurm_info health peers device checkpoint handover node_cache trace"),
+    ("processes", "shard averaging link courier exchange local_sgd agent worker master trainer "
+                  "launch start reconcile describe evaluation doctor"),
+    ("people", "submission status audit views chaos validation report metrics cli manual demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:
 # versions and inner_state write tensors; tasks is handed its table and reads no configuration.
@@ -32,7 +33,7 @@ NOT_IN_CORE = {"time", "os", "random", "logging", "torch", "redis", "socket", "s
 ONE_HOME = {"redis": {"store"}, "rich": {"views", "cli"}}
 FAST = ["status", "reconcile", "submission", "cli", "agent", "launch", "sandbox", "sched_slurm",
         "views"]
-MOST_CODE_LINES = 9200
+MOST_CODE_LINES = 12_450
 MOST_SHELL_LINES = 1000
 MOST_FUNCTION_LINES = 60
 

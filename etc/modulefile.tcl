@@ -1,0 +1,8 @@
+#%Module1.0
+# Environment Modules: put @PREFIX@/modulefiles/tcl into MODULEPATH, then "module load elastic".
+proc ModulesHelp {} {
+    puts stderr "elastic @VERSION@: train on preemptible Slurm partitions without losing work. man elastic"
+}
+module-whatis "elastic @VERSION@"
+prepend-path PATH "@PREFIX@/@VERSION@/bin"
+prepend-path MANPATH "@PREFIX@/@VERSION@/share/man:"
