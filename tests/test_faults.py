@@ -112,7 +112,7 @@ def test_a_flushed_redis_costs_no_process_and_no_commit(run: Running):
     assert run.run.newest_epoch() == epoch
 
 
-@pytest.mark.parametrize("fault", ["killed", "flushed"])
+@pytest.mark.parametrize("fault", ["killed", "flushed", "silent"])
 def test_a_round_waits_for_those_whose_leases_a_redis_took_with_it(run: Running, fault: str):
     """They train on, and none of their work is lost, nor are their samples given to others."""
     before = len(run.run.events())
@@ -124,8 +124,12 @@ def test_a_round_waits_for_those_whose_leases_a_redis_took_with_it(run: Running,
               30, "slot 0 has delivered")  # fmt: skip
     if fault == "killed":
         run.kill("redis")
-    else:
+    elif fault == "flushed":
         run.flush()
+    else:
+        server = run.kill("redis", signal.SIGSTOP)
+        time.sleep(run.config.health.lease_s + 1)
+        os.kill(server, signal.SIGCONT)
     run.until(lambda: run.version > version, 60, "the round closes")
     run.even_pace()
     slots = {delta["slot"] for delta in run.run.commit(version + 1)["deltas"]}

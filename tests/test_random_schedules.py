@@ -307,6 +307,7 @@ TRAINING = {
     "ledger: keeps what the lost held": {(Ledger, "give_back"): lambda self, owner: 0},
     "master: no fence": {(Master, "_fence"): lambda self: None},
     "master: does not settle": {(Master, "_settle"): lambda self: None},
+    "master: takes silence for a loss": {(Master, "_allow_for_silence"): lambda *_: None},
     "master: superseded deltas count": {(rounds, "superseded"): lambda headers: []},
     "commit: replaces one that is there": {
         (training.MemoryRun, "link_commit"): replaces_the_commit

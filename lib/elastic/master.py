@@ -92,11 +92,11 @@ class Master:
         self._attempts: dict[int, int] = {}
         self._granted: dict[tuple[int, int], tuple[int, list]] = {}
         self._durations: list[float] = []
-        self._is_deserted = False  # no lease is left of those there were
         self._state = "running"
         self._reason = self._said = ""
         self._workers: dict[int, Slot] = {}
         self._clock = self._control_at = self._settle_until = self._ending_since = 0.0
+        self._looked_at = 0.0
         self._reconcile = Reconcile(run, self.config)
 
     # ---- the program
@@ -137,6 +137,7 @@ class Master:
         now = self._observe_control()
         asks = self._store.take_asks()
         slots = self._store.slots()  # after asks: who asked before its lease was there asks again
+        self._allow_for_silence(slots, now)
         self._remember_attempts(slots)
         if self._round is None and self._state == "running":
             self._open_run()
@@ -331,6 +332,17 @@ class Master:
         """Redis TIME as of the last turn, moved on: for when Redis may not answer."""
         return self._clock + time.monotonic()
 
+    def _allow_for_silence(self, slots: dict[int, Slot], now: float) -> None:
+        """Leases that lapse while Redis answers nobody say nothing of those who held them."""
+        before, self._looked_at = self._looked_at, now
+        health = self.config.health
+        if self._now() - before <= health.lease_s - health.heartbeat_s:
+            return
+        for slot, known in self._workers.items():
+            lease = slots.get(slot)
+            if not lease or (lease.attempt == known.attempt and lease.joined > before):
+                self._settle()
+
     def _remember_attempts(self, slots: dict[int, Slot]) -> None:
         known = self._store.attempts()
         self._attempts |= {s: max(n, self._attempts.get(s, 0)) for s, n in known.items()}
@@ -446,10 +458,6 @@ class Master:
 
     def _take_back(self, slots: dict[int, Slot], now: float) -> None:
         """Samples of workers that are gone are free again."""
-        if not slots and self._workers and not self._is_deserted:
-            self._is_deserted = True  # as a rule a Redis that stood still, and all leases with it
-            self._settle()
-        self._is_deserted &= not slots
         if now < self._settle_until:
             return
         alive = {(worker.slot, worker.attempt) for worker in slots.values()}

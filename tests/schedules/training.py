@@ -64,6 +64,7 @@ TABLE = (
     "kill", *["notice"] * 2, *["start master"] * 4, "flush", "kill redis", *["lose a call"] * 4,
     *["forge"] * 4, "disk", *["freeze"] * 3,
     *["freeze master"] * 3, "stop",
+    "silence",
 )  # fmt: skip
 
 
@@ -545,6 +546,14 @@ class Training:
         self.faults.append(how % 3)
         return ("before it is made", "its answer", "it is made twice")[how % 3]
 
+    def on_silence(self, how: int) -> str:
+        """Redis answers nobody until all leases have lapsed; some agents then call again later."""
+        health = self.config.health
+        self.now += health.lease_s + 1.0
+        for number, worker in enumerate(self.workers):
+            worker.next_beat = self.now + health.heartbeat_s * (how >> number & 1)
+        return "of a lease and more"
+
     def on_disk(self, how: int) -> str:
         self.full = how % 2 > 0
         return "full" if self.full else "has space"
@@ -659,7 +668,9 @@ class Training:
 
     def one_clean_loss(self, what: int) -> None:
         """Of a kind of which a good worker must not feel anything."""
-        if what == 1:
+        if what == 0:
+            self.log.append(f"silence: {self.on_silence(self._schedule[-2])}")
+        elif what == 1:
             self.log.append("a new master")
             for actor, _, _ in self.masters:
                 self.cast.kill(actor)
