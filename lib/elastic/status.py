@@ -130,47 +130,30 @@ def row(run: RunDir, jobs: Listing, asks: bool) -> dict:
 def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dict:
     """All about one run; of one among many not its `losses` and `events`, which would have to be
     read. Raises ElasticError only if its directory is damaged."""
-    config, control, now = run.config(), run.control(), time.time()
-    jobs = jobs or listing(run)
-    mine = jobs.by_run.get(run.name, [])
+    mode, now, jobs = run.control().mode, time.time(), jobs or listing(run)
+    is_sync, found = mode == "sync", row(run, jobs, asks=True)
+    is_running, has_failed = found["state"] == "running", found["state"] == "failed"
     history = _newest_commits(run, CURVE if whole else WINDOW)
     commits = history[-WINDOW - 1 :]
     newest = commits[-1] if commits else {}
-    is_sync = control.mode == "sync"
-    workers, master = _ranks(run, mine) if is_sync else _workers(run, config, mine)
-    short = run.shortage(config.checkpoint.min_free_bytes)
-    gpus = len(workers) * (1 if is_sync else config.slurm.gpus_per_worker)
-    seen = {"jobs": mine, "workers": workers, "gpus": gpus, "min": control.min, "master": master,
-            "newest": newest, "short": short}  # fmt: skip
-    state, reason = judge(run, seen, jobs.trouble)
     found = {
-        "run": run.name,
-        "path": str(run.path),
-        "mode": control.mode,
-        "state": state,
-        "reason": reason,
-        "summary": "",
-        "detail": (run.failed() or {}).get("detail", "") if state == "failed" else "",
-        "next": _next(run, jobs, now),
-        "version": newest.get("version"),
-        "tokens": newest.get("tokens", 0),
-        "tokens_goal": (run.commit(0) or {}).get("total_tokens"),
-        "loss": newest.get("loss"),
         "tokens_per_s": _speed(commits, 0.0 if is_sync else now),
-        **_on_top(run, newest.get("version", 0), is_sync),
-        **({} if state == "running" else {"tokens_per_s": None}),
+        "tokens_goal": (run.commit(0) or {}).get("total_tokens"),
+        **found,
+        **({} if is_running else {"tokens_per_s": None}),
+        "path": str(run.path),
+        "mode": mode,
+        "detail": (run.failed() or {}).get("detail", "") if has_failed else "",
+        "next": _next(run, jobs, now),
         "losses": [[commit["tokens"], commit["loss"]] for commit in history
                    if whole and commit.get("loss") is not None],
         "goodput": _goodput(run, commits),
         "preemptions_per_h": _preemptions_per_h(run, now),
-        "inner_steps": inner_steps(newest, config.local_sgd) if newest and not is_sync else None,
+        "inner_steps": None if is_sync or not newest
+                       else inner_steps(newest, run.config().local_sgd),
         "transport": newest.get("transport"),
         "transport_reason": newest.get("transport_reason", ""),
-        "min": control.min,
-        "max": control.max,
-        "gpus": gpus,
-        "workers": workers,
-        "jobs": mine,
+        "jobs": jobs.by_run.get(run.name, []),
         "events": _news(run) if whole else [],
     }
     return {**found, "summary": wording.sentence(found, now)}

@@ -16,12 +16,11 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
-from figures import ROOT, cpu_seconds, record
+from figures import ROOT, cpu_seconds, record, scratch
 
 sys.path.insert(0, str(ROOT / "lib"))
 from elastic import config as configuration  # noqa: E402
@@ -63,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", default="64,256,1024")
     for workers in map(int, parser.parse_args().workers.split(",")):
-        with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        with scratch() as folder:
             measure(Path(folder), workers)
 
 

@@ -18,12 +18,11 @@ its steps, those of `rebase` as long.
 
 import argparse
 import statistics
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 
 from bench_round import Size, follow, full_rounds, kill, median_stall_s, start, stop
-from figures import ROOT, record
+from figures import record, scratch
 
 K, WORKERS = 100, 2
 CASES = {
@@ -53,7 +52,7 @@ def measure(size: Size, step_s: float, settings: dict) -> tuple[float, float]:
     """Seconds of stall, and from commit to commit; medians."""
     given = {"run.task": "bench_task:Waiting", "task.step_s": step_s, "local_sgd.inner_steps": K,
              "local_sgd.inner_state_every": int("task.moments" in settings)}  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=ROOT / "build") as name:
+    with scratch() as name:
         folder = Path(name)
         try:
             run = start(folder, size, given | settings)

@@ -37,10 +37,10 @@ from pathlib import Path
 
 import bench_round
 from bench_round import OURS, Size, fits, idle_bytes, size_options, sizes
-from figures import ROOT, record, status_bytes
+from figures import BUILD, record, status_bytes
 
 HERE = Path(__file__).parent
-VENV = ROOT / "build" / "peers"
+VENV = BUILD / "peers"
 PYTHON = VENV / "bin" / "python"
 # Bytes of a replica, and bytes per parameter, with the processes beside it: what was found.
 NEEDS = {"torchft": (0, 25), "hivemind": (700_000_000, 48)}

@@ -27,12 +27,11 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from figures import ROOT, available_bytes, record, status_bytes
+from figures import BUILD, ROOT, available_bytes, record, scratch, status_bytes
 
 sys.path.insert(0, str(ROOT / "lib"))
 from elastic.rundir import RunDir  # noqa: E402
@@ -98,7 +97,7 @@ def size_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--params", default="1,10,100", help="millions of parameters")
     parser.add_argument("--workers", default="2,4,8")
-    parser.add_argument("--folder", default=ROOT / "build", help="where the run directory is made")
+    parser.add_argument("--folder", type=Path, default=BUILD, help="where the runs are made")
     return parser
 
 
@@ -120,7 +119,7 @@ def fits(size: Size, needs: tuple[int, int], idle: dict[str, int], what: str) ->
 
 def measure(size: Size, where: Path, idle: dict[str, int], compression: str = "none") -> float:
     """Records the figures of one size; returns the seconds of the plain copy."""
-    with tempfile.TemporaryDirectory(dir=where) as name:
+    with scratch(where) as name:
         folder = Path(name)
         try:
             run = start(folder, size, {"local_sgd.compression": compression})

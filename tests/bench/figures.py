@@ -1,9 +1,17 @@
 """Figures of a benchmark: printed as a table, appended to build/bench.jsonl, one object each."""
 
 import json
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build"
+
+
+def scratch(where: Path = BUILD) -> tempfile.TemporaryDirectory:
+    """A folder for what is measured, on this checkout's disk."""
+    where.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=where)
 
 
 def record(bench: str, case: str, value: float, unit: str, against: str = "", base: float = 0.0):
@@ -11,9 +19,8 @@ def record(bench: str, case: str, value: float, unit: str, against: str = "", ba
     ratio = float(f"{value / base:.4g}") if base else None
     row = {"bench": bench, "case": case, "value": round(value, 6), "unit": unit,
            "against": against, "ratio": ratio}  # fmt: skip
-    path = ROOT / "build" / "bench.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
+    BUILD.mkdir(exist_ok=True)
+    with (BUILD / "bench.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     beside = f"   {ratio:8.4g} x {against}" if base else ""
     print(f"{bench:10} {case:52} {value:12.4f} {unit:6}{beside}", flush=True)
