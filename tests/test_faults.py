@@ -161,6 +161,22 @@ def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Runn
     assert run.trainer_of(0) == pid
 
 
+def test_a_master_that_hangs_is_told_of_and_can_be_replaced(run: Running):
+    pid, epoch = run.pids("master")[0], run.run.newest_epoch()
+    os.kill(pid, signal.SIGSTOP)
+
+    def reason() -> str:
+        return status.observe(run.run)["reason"]
+
+    run.until(lambda: "the master has stood still for" in reason(), 30, "status tells it")
+    job = run.jobs()["master", 0]
+    assert f"end its job {job.job_id}" in reason()
+    os.kill(pid, signal.SIGKILL)
+    run.until(lambda: run.run.newest_epoch() > epoch, 30, "another master")
+    run.versions(1)
+    assert "stood still" not in reason()
+
+
 def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(run: Running):
     other = run.trainer_of(1)
     run.pace(0.3, slot=0)

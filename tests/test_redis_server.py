@@ -72,6 +72,17 @@ def test_it_is_not_there_on_other_addresses_of_the_node(start):
         socket.create_connection(("127.0.0.2", server.endpoint.port), timeout=5)
 
 
+def test_what_a_killed_master_left_goes_when_the_next_one_starts_its_server(start):
+    run, server = start()
+    server.process.kill()
+    server.process.wait()
+    assert server.folder.is_dir()
+    after = redis_server.start(run, run.config(), "127.0.0.1", epoch=2)
+    assert not server.folder.exists()
+    assert after.folder.is_dir()
+    after.stop()
+
+
 def test_stopping_it_leaves_nothing(start):
     _, server = start()
     server.stop()

@@ -98,8 +98,9 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
     Raises ElasticError with the server's last words (a port that is taken, say).
     """
     port = config.redis.port or free_port(address)
-    folder = run.path / f"redis-{epoch:06d}"
+    folder = _folder(run, epoch)
     folder.mkdir(mode=0o700, exist_ok=True)
+    shutil.rmtree(_folder(run, epoch - 1), ignore_errors=True)  # of a master that was killed
     program = find(config.redis.server)
     certificate = _make_certificate(folder) if config.redis.tls else ""
     settings = folder / "redis.conf"
@@ -125,6 +126,10 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
             "and redis.tls = false if this redis-server was built without TLS",
         ) from None
     return server
+
+
+def _folder(run: RunDir, epoch: int) -> Path:
+    return run.path / f"redis-{epoch:06d}"
 
 
 def trial(config: Config, folder: Path) -> dict[str, float]:

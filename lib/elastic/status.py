@@ -203,6 +203,9 @@ def _reasons(seen: dict, trouble: str) -> Iterator[str]:
         there += f" on {gpus} GPUs" if gpus > len(workers) else ""
         short = f", fewer than the {least} wanted" if gpus < least else ""
         yield f"{there}{short}" if workers else "no worker is there"
+    if still_s := seen["master"].get("still_s"):
+        yield (f"the master has stood still for {wording.span(still_s)}: to have another, "
+               f"end its job {seen['master']['job_id']}")  # fmt: skip
     # A full disk is looked at from here, too: with it, nobody else may be able to say so.
     yield seen["short"] or seen["master"].get("reason", "")
     stalled = [str(worker["slot"]) for worker in workers if worker["state"] == "stalled"]
@@ -251,9 +254,11 @@ def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict],
             now, slots, master = store.now(), store.slots(), store.master()
     except TryAgain as silence:
         return _workers_on_record(run, jobs), {"trouble": silence.what}
+    stall_after_s = config.health.stall_after_s
     if not master:
         master = {"trouble": f"Redis at {store.where} knows no master"}
-    stall_after_s = config.health.stall_after_s
+    elif (still_s := now - float(master["beat"])) > stall_after_s:
+        master["still_s"] = still_s
     return [_worker(slots[n], now, stall_after_s) for n in sorted(slots)], master
 
 
