@@ -10,7 +10,7 @@ over, nothing goes wrong any more, and the run has to come to its end within a b
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from schedules.actors import Actor, Cast, Violation, must, operations
 from schedules.memory_redis import Client, Server
 
 SLOTS, SAMPLES, EPOCHS = 3, 9, 2
+PAUSE_TURNS = 6  # longer than a lease
 QUIET_TURNS = 8  # after which nothing of what went wrong is left
 MOST_TURNS = 120  # of everybody, until the run is done
 TURN_S = 1.5
@@ -66,6 +67,10 @@ TABLE = (
     *["freeze master"] * 3, "stop",
     "silence",
 )  # fmt: skip
+
+
+def positions(ranges: list) -> Iterator[tuple[int, int]]:
+    return ((epoch, at) for epoch, start, stop in ranges for at in range(start, stop))
 
 
 class MemoryRun(RunDir):
@@ -298,7 +303,8 @@ class Life(LocalSGD):
         world = self.run.world
         world.edge("write a delta")
         text = str(round_.samples)
-        world.bytes[(self.place.slot, self.place.attempt, round_.base)] = text
+        key = (self.place.slot, self.place.attempt, round_.base)
+        world.bytes[key], world.sent[key] = text, list(positions(round_.samples))
         return [Fragment(4, text)]
 
     def live(self) -> None:
@@ -366,6 +372,9 @@ class Training:
         self.workers: list[Worker] = []
         self.faults: list[int] = []  # what happens to the next calls of Redis
         self.rejected: list[dict] = []
+        self.sent: dict[tuple[int, int, int], list] = {}  # the samples of each delta
+        self.paused: Worker | None = None
+        self.over: set[tuple[int, int]] = set()  # samples committed before all was quiet
         self.seen: dict[int, str] = {}
         self.committed: dict[tuple[int, int], int] = {}
         self.late: dict[int, int] = {}
@@ -630,11 +639,10 @@ class Training:
             must(delta["job_id"] != "of run-b", f"{who}: it is another run's")
             must(0 <= version - 1 - delta["base"] <= 1, f"{who} is based on {delta['base']}")
             must(delta["tokens"] == count(delta["samples"]), f"{who}: tokens are not samples")
-            for e, start, stop in delta["samples"]:
-                for at in range(start, stop):
-                    first = self.committed.setdefault((e, at), version)
-                    must(first == version, f"sample {e}:{at} is in versions {first} and {version}")
-                    self.committed[e, at] = -version
+            for e, at in positions(delta["samples"]):
+                first = self.committed.setdefault((e, at), version)
+                must(first == version, f"sample {e}:{at} is in versions {first} and {version}")
+                self.committed[e, at] = -version
         if version and epoch < self.run.epochs:
             self.late[epoch] = self.late.get(epoch, 0) + 1
             must(self.late[epoch] == 1, f"master epoch {epoch} goes on committing, fenced")
@@ -654,17 +662,27 @@ class Training:
                 break
             if not self.calm and turn >= QUIET_TURNS and len(self.run.linked) > done:
                 self.calm, self.rejected, quiet = True, [], turn
+                self.over = set(self.committed)
                 self.log.append("all is quiet")
             if turn == quiet + 1:
-                self.one_clean_loss(self._schedule[-1] % 4)
+                self.one_clean_loss(self._schedule[-1] % 5)
+            if self.paused and turn == quiet + PAUSE_TURNS:
+                self.paused.actor.frozen = False
             self.fair_turn()
             self.check()
-            lost = [r for r in self.rejected if r["reason"].startswith("samples")
-                    and (r["slot"], r["attempt"], r["base"]) not in self.merged]  # fmt: skip
-            must(not (self.calm and lost), f"a good delta is rejected: {lost}")
+            lost = [r for r in self.rejected if self.calm and self.was_good(r)]
+            must(not lost, f"a good delta is rejected: {lost}")
         must(self.run.end, f"the run does not end: {len(self.committed)} samples committed; "
              + ", ".join(f"{a.name} at {a.where!r}" for a in self.living()))  # fmt: skip
         must(len(self.committed) == SAMPLES * EPOCHS, "a sample is missing")
+
+    def was_good(self, rejected: dict) -> bool:
+        """Is its work lost, though its samples were nobody else's when all became quiet?"""
+        key = tuple(rejected[name] for name in ("slot", "attempt", "base"))
+        old = self.over.intersection(self.sent.get(key, ()))
+        is_late = self.paused and key[:2] == (self.paused.slot, self.paused.attempt)
+        is_lost = rejected["reason"].startswith("samples") and key not in self.merged
+        return is_lost and not old and not is_late
 
     def one_clean_loss(self, what: int) -> None:
         """Of a kind of which a good worker must not feel anything."""
@@ -678,6 +696,10 @@ class Training:
             self.log.append(f"flush: {self.on_flush(0)}")
         elif what == 3:
             self.log.append(f"another Redis: {self.on_kill_redis(0)}")
+        elif what == 4:
+            self.paused = self.workers[self._schedule[-2] % len(self.workers)]
+            self.paused.actor.frozen = True
+            self.log.append(f"{self.paused.actor.name} stands still at {self.paused.actor.where!r}")
 
     def fair_turn(self) -> None:
         self.pass_time(TURN_S)
