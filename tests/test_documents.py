@@ -56,7 +56,7 @@ SHOWN_BY = {
     "*/2 * * * * /opt/elastic/bin/elastic-reconcile --jitter": ADMIN,
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make venv": VENV,
     "make venv": VENV,
-    "make test PYTEST_ARGS='-k audit'": QUICK,
+    "make test PYTEST_ARGS='-n 0 -k audit'": QUICK,
     "make lint": QUICK,
     "make gpu-check": QUICK,
     "sbatch --nodes=4 --gres=gpu:8 -c 64 sbatch/multi-node.sbatch python train.py": NODES,
@@ -208,7 +208,7 @@ def test_some_tests_lint_and_gpu_check_run(tmp_path):
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed: apt-get install shellcheck")
     folder = checkout(tmp_path)
-    for line in ("make test PYTEST_ARGS='-k audit'", "make lint", "make gpu-check"):
+    for line in ("make test PYTEST_ARGS='-n 0 -k audit'", "make lint", "make gpu-check"):
         done = run(f"unset MAKEFLAGS; {line}", folder)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
