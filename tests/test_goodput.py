@@ -99,13 +99,16 @@ def test_jobs_are_known_by_their_events_and_exit_records():
         {"kind": "start", "time": 41, "job_id": "9", "attempt": 2, **key},
     ]  # fmt: skip
     endings = [
-        {"job_id": "7", "state": "ended", "started": 5, "time": 33, **key},
+        {"job_id": "7", "state": "ended", "started": 5, "time": 33, "outcome": "yielded", **key},
         {"job_id": "9", "state": "started", "started": 41, "time": 41, **key},
         {"job_id": "6", "state": "started", "started": 2, "time": 2, "role": "master", "slot": 0},
-    ]
+        {"job_id": "5", "state": "ended", "started": 6, "time": 20, "outcome": "done", "gpus": 1,
+         "role": "trainer", "slot": 0},
+    ]  # fmt: skip
     assert allocations(events, endings, 2, 50) == [
-        Allocation(2, 41, 41, 50, "", ((41, (3, 2)),)),
         Allocation(2, 1, 4, 33, "yielded", ((5, (3, 1)),), 30),
+        Allocation(2, 41, 41, 50, "", ((41, (3, 2)),)),
+        Allocation(1, 6, 6, 20, "done"),  # no pass has come by since it ended
     ]
 
 

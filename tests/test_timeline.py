@@ -27,6 +27,14 @@ def test_a_job_that_is_still_there_stays_until_now():
     assert "still there" in stay.words
 
 
+def test_a_job_that_has_ended_and_no_pass_has_come_by_stayed_until_it_said_so():
+    record = {**WORKER, "state": "ended", "started": 10.0, "time": 20.0, "outcome": "done",
+              "reason": "run done"}  # fmt: skip
+    (stay,) = timeline.stays([], [record], now=99.0)
+    assert (stay.end, stay.outcome) == (20.0, "done")
+    assert len(timeline.stays([END], [record], 99.0)) == 1
+
+
 def test_a_requeued_job_has_stayed_twice():
     again = {**END, "time": 40.5, "started": 30.0, "ended": 40.0}
     assert [stay.start for stay in timeline.stays([END, again], [], 99.0)] == [10.0, 30.0]

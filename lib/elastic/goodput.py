@@ -86,9 +86,10 @@ def allocations(
             notices[key] = event["time"]
     found: dict[tuple, tuple] = {}
     for end in endings:
-        if end.get("state") != "ended" and "started" in end:
+        if "started" in end:  # no pass may have noted yet that it has ended
+            until = (end["time"], end["outcome"]) if end.get("state") == "ended" else (now, "")
             key = (end["job_id"], end["role"], end["slot"])
-            found[key] = (end.get("gpus", gpus), end["started"], end["started"], now, "")
+            found[key] = (end.get("gpus", gpus), end["started"], end["started"], *until)
     for event in events:
         if event["kind"] == "end" and event.get("started"):
             names = ("gpus", "submitted", "started", "ended", "outcome")

@@ -340,8 +340,13 @@ class Master:
             return
         for slot, known in self._workers.items():
             lease = slots.get(slot)
-            if not lease or (lease.attempt == known.attempt and lease.joined > before):
+            has_claimed = lease and lease.attempt == known.attempt and lease.joined > before
+            if has_claimed or (not lease and not self._has_left(known)):
                 self._settle()
+
+    def _has_left(self, worker: Slot) -> bool:
+        """Has its job said how it ended?"""
+        return (self.run.ending(worker.job_id) or {}).get("state") == "ended"
 
     def _remember_attempts(self, slots: dict[int, Slot]) -> None:
         known = self._store.attempts()
@@ -466,8 +471,7 @@ class Master:
             self._granted.pop(owner, None)
         for slot in [slot for slot in self._workers if slot not in slots]:
             worker = self._workers.pop(slot)
-            ending = self.run.ending(worker.job_id) or {}
-            if ending.get("state") != "ended":
+            if not self._has_left(worker):
                 self._event("lost", slot=slot, attempt=worker.attempt, job_id=worker.job_id,
                             node=worker.node, steps=worker.step)  # fmt: skip
 

@@ -63,8 +63,10 @@ def stays(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> 
     """Every job that has had nodes, by role, slot and start."""
     found = {}
     for end in endings:
-        if end.get("state") != "ended" and "started" in end:
-            found[_key(end)] = _stay(end, end["started"], now)
+        if "started" in end:  # no pass may have noted yet that it has ended
+            has_ended = end.get("state") == "ended"
+            until = (end["time"], end["outcome"], end["reason"]) if has_ended else (now,)
+            found[_key(end)] = _stay(end, end["started"], *until)
     for event in events:
         if event["kind"] == "end" and event.get("started"):
             words = (event["outcome"], event["reason"])
