@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from helpers import ROOT
 from running import running
 
@@ -32,31 +34,22 @@ def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path
     assert commits[-1]["loss"] < commits[1]["loss"] / 4
 
 
-def example(name: str, batch: int) -> dict:
-    return {"run.command": [sys.executable, str(EXAMPLES / name)], "train.batch_size": batch,
-            "elastic.max": 2, "local_sgd.inner_steps": 10,
-            "local_sgd.compression": "int8"}  # fmt: skip
-
-
-def test_the_plain_example_learns_to_the_end_through_a_kill(tmp_path: Path):
-    with running(tmp_path, example("plain_loop.py", 8)) as run:
+@pytest.mark.parametrize(
+    ("script", "batch", "bound"), [("plain_loop.py", 8, 0.5), ("hf_loop.py", 4, 0.6)]
+)
+def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: int, bound: float):
+    """`bound`: of the first version's loss that is left."""
+    settings = {"run.command": [sys.executable, str(EXAMPLES / script)], "train.epochs": 100,
+                "train.batch_size": batch, "elastic.max": 2, "local_sgd.inner_steps": 10,
+                "local_sgd.compression": "int8"}  # fmt: skip
+    with running(tmp_path, settings) as run:
         run.workers(2)
         run.versions(2)
-        run.kill("plain_loop.py")
-        run.finish(200)
-        commits = run.commits()
-    assert commits[-1]["loss"] < 0.5 * commits[1]["loss"]
-
-
-def test_the_example_in_hugging_faces_style_learns_through_a_kill(tmp_path: Path):
-    with running(tmp_path, example("hf_loop.py", 4)) as run:
+        killed, first = run.kill(script), run.commits()[1]["loss"]
+        run.until(lambda: len({*run.pids(script)} - {killed}) == 2, 30, "it is started again")
         run.workers(2)
         run.versions(2)
-        killed, first = run.kill("hf_loop.py"), run.commits()[1]["loss"]
-        run.until(lambda: len({*run.pids("hf_loop.py")} - {killed}) == 2, 30, "started again")
-        run.workers(2)
-        run.versions(2)
-        run.until(lambda: run.commits()[-1]["loss"] < 0.6 * first, 100, "it has learnt")
+        run.until(lambda: run.commits()[-1]["loss"] < bound * first, 100, "it has learnt")
         run.audit()
 
 
