@@ -155,6 +155,25 @@ def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held,
     assert (1, 1, 5) in master._round.answered, "the others' answers stay"
 
 
+@pytest.mark.parametrize(
+    ("heard_s_ago", "record", "claimed", "settles"),
+    [
+        (5.0, {"state": "started"}, None, True), (5.0, {"state": "ended"}, None, False),
+        (5.0, {}, 103.0, True), (5.0, {}, 50.0, False), (3.0, {}, None, False),
+    ],
+)  # fmt: skip
+def test_leases_that_lapse_in_a_silence_say_nothing(master, heard_s_ago, record, claimed, settles):
+    """But for those of workers that have said that they left."""
+    settled, health = [], SimpleNamespace(lease_s=6.0, heartbeat_s=2.0)
+    master.config, master.run.ending = SimpleNamespace(health=health), lambda _job_id: record
+    master._settle, master._now = lambda: settled.append(True), lambda: 100.0 + heard_s_ago
+    master._looked_at = 100.0
+    master._workers = {3: SimpleNamespace(attempt=1, joined=50.0, job_id="7")}
+    slots = {3: SimpleNamespace(attempt=1, joined=claimed)} if claimed else {}
+    master._allow_for_silence(slots, 100.0)
+    assert bool(settled) == settles
+
+
 def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(master):
     mine, written = Endpoint("n2", 6379, 2), []
     master.epoch, master._endpoint, master._state = 2, mine, "running"
