@@ -1,12 +1,8 @@
 """What workers move: differences instead of versions, one read per node, the choice of transport,
 and who of a worker's ranks moves what."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +10,14 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from elastic import node_cache, transport, versions
-from elastic.durable import measure
+from elastic import transport, versions
 from elastic.errors import ElasticError
 from elastic.estimate import choose_transport
 from elastic.exchange import Exchange, read_ahead
 from elastic.group import Group
 from elastic.merge import moved
 from elastic.replica import Replica
-from elastic.versions import read_exactly, read_params, save_tensors
-from helpers import ROOT
+from elastic.versions import read_exactly, read_params
 from merging import SHAPES, Rounds
 from running import running
 
@@ -160,8 +154,7 @@ def test_adding_a_difference_rounds_once():
 
 @pytest.mark.parametrize("overlap", ["off", "rebase"])
 def test_a_run_with_differences_trains_as_ever(tmp_path, overlap):
-    settings = {"elastic.max": 2, "local_sgd.downlink": "int8", "local_sgd.overlap": overlap,
-                "local_sgd.node_cache": str(tmp_path)}  # fmt: skip
+    settings = {"elastic.max": 2, "local_sgd.downlink": "int8", "local_sgd.overlap": overlap}
     with running(tmp_path, settings, samples=2400) as run:
         run.workers(2)
         run.versions(3)
@@ -170,72 +163,8 @@ def test_a_run_with_differences_trains_as_ever(tmp_path, overlap):
         run.versions(2)
         run.finish()
         commits = run.commits()
-        cached = list((tmp_path / f"elastic-{os.getuid()}").rglob("*.safetensors"))
     assert commits[-1]["loss"] < commits[1]["loss"] / 2
-    assert any("difference" in path.name for path in cached)
-    assert len({path.parent.name for path in cached}) <= 3  # earlier versions are gone
-
-
-# ---- one read per node --------------------------------------------------------------------------
-
-
-def committed_file(folder, size: int = 1 << 20):
-    path = folder / "versions" / "000007" / "params-00.safetensors"
-    path.parent.mkdir(parents=True)
-    save_tensors({"x": torch.randint(255, (size,), dtype=torch.uint8)}, path)
-    return path, measure(path)
-
-
-def test_of_many_jobs_on_a_node_one_reads_the_filesystem(tmp_path):
-    """Processes, all at once; how often the file was copied is counted where it happens."""
-    path, entry = committed_file(tmp_path)
-    (tmp_path / "shm").mkdir()
-    script = f"""if True:
-        import sys
-        from pathlib import Path
-        from elastic import node_cache
-        real = node_cache._copied
-        def counted(*args):
-            print("copied", flush=True)
-            return real(*args)
-        node_cache._copied = counted
-        sys.stdin.readline()
-        print(node_cache.on_node(Path({str(path)!r}), {entry!r}, {str(tmp_path / "shm")!r}))
-    """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    jobs = [
-        subprocess.Popen([sys.executable, "-c", script], env={"PYTHONPATH": str(ROOT / "lib")},
-                         **pipes)
-        for _ in range(6)
-    ]  # fmt: skip
-    said = []
-    for job in jobs:
-        job.stdin.write("go\n")
-        job.stdin.flush()
-    for job in jobs:
-        said += job.communicate(timeout=60)[0].split()
-    (copy,) = set(said) - {"copied"}
-    assert said.count("copied") == 1
-    assert said.count(copy) == 6
-    assert copy.startswith(str(tmp_path / "shm"))
-    assert Path(copy).read_bytes() == path.read_bytes()
-
-
-def test_a_cache_that_cannot_be_used_is_no_obstacle(tmp_path):
-    path, entry = committed_file(tmp_path)
-    assert node_cache.on_node(path, entry, str(tmp_path / "nowhere")) == path
-    shm = tmp_path / "shm"
-    shm.mkdir()
-    (shm / f"elastic-{os.getuid()}").write_text("no folder")
-    assert node_cache.on_node(path, entry, str(shm)) == path
-    (shm / f"elastic-{os.getuid()}").unlink()
-    (shm / f"elastic-{os.getuid()}").mkdir(mode=0o777)
-    (shm / f"elastic-{os.getuid()}").chmod(0o777)
-    assert node_cache.on_node(path, entry, str(shm)) == path  # others may write there
-    (shm / f"elastic-{os.getuid()}").chmod(0o700)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert node_cache.on_node(path, entry, str(shm)) == path  # a damaged file is not kept
-    assert not list(shm.rglob("*.safetensors"))
+    assert any("/difference-" in entry["path"] for entry in commits[-1]["files"])
 
 
 # ---- the choice of transport --------------------------------------------------------------------
@@ -306,9 +235,9 @@ def test_each_rank_moves_its_own_fragments(open_rounds, monkeypatch):
 
         found[number] = exchange.send(replica.delta, False, stored), base(exchange)
 
-    def counted(run, commit, layout, index, cache=""):
+    def counted(run, commit, layout, index):
         read[index] = read.get(index, 0) + 1
-        return real(run, commit, layout, index, cache)
+        return real(run, commit, layout, index)
 
     monkeypatch.setattr("elastic.exchange.read_params", counted)
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]

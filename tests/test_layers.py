@@ -15,13 +15,13 @@ from helpers import ROOT
 
 PACKAGE = ROOT / "lib" / "elastic"
 LAYERS = [
-    ("core", "errors ledger rounds membership shuffle schedule history plan layout sizing cadence "
-             "command goodput faults estimate wording timeline diagnosis "
+    ("core", "errors ledger guards rounds membership shuffle schedule history plan layout sizing "
+             "cadence command goodput faults estimate wording timeline diagnosis "
              "played played_local forecast"),
     ("numerics", "codec merge models tasks replica group"),
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
               "sched sched_local sched_slurm signals network proc sandbox versions inner_state "
-              "slurm_info health peers device checkpoint handover node_cache trace"),
+              "slurm_info health peers device checkpoint handover trace"),
     ("processes", "shard averaging link courier exchange local_sgd agent worker master trainer "
                   "launch start reconcile describe evaluation doctor"),
     ("people", "submission status audit views chaos validation report metrics cli manual demo"),

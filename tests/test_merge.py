@@ -267,7 +267,7 @@ def test_the_first_commit_says_what_the_outer_step_did(open_rounds):
     commit = runs.close([runs.deliver(slot, -ones, 100) for slot in range(3)])
     assert (commit["cos"], commit["clipped"], commit["outer_lr"]) == (0.0, 0, 0.7)
     assert commit["bytes"] == 3 * 4 * SIZE
-    assert commit["running"]["norm"] == pytest.approx(SIZE**0.5)
+    assert commit["running"]["reach"]["straight"] == pytest.approx(SIZE**0.5 / 0.01)
     assert commit["running"]["weight"] == 300.0
     assert (commit["inner_steps"], commit["outer_momentum"]) == (200, 0.9)
     assert torch.allclose(runs.theta, -0.7 * 1.9 * ones)  # b = g; eta (g + mu b)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from elastic import merge, rounds
+from elastic.guards import Moved, Running
 from elastic.layout import Layout
-from elastic.rounds import Running
 from test_rounds import header
 
 SIZE = 4
@@ -53,8 +53,8 @@ def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, for
         sent = deltas(problem, history[base])
         counts = tokens or problem.tokens
         headers = [header(slot, base=base, tokens=n) for slot, n in enumerate(counts)]
-        norms = [merge.norm(delta) for delta in sent]
-        shares = rounds.shares(headers, norms, version, 0.0, Running())
+        moves = [Moved(merge.norm(delta), 20, 1.0) for delta in sent]
+        shares = rounds.shares(headers, moves, version, 0.0, Running())
         total = sum(share.weight for share in shares)
         anchor = history[base] if base < version else None
         terms = [

@@ -7,7 +7,6 @@
 
 import json
 import math
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic import membership, rounds
-from elastic.rounds import Facts, Fragment, Header, Move, Running, Share, Verdict, View
+from elastic.guards import MEMORY_ROUNDS, Moved, Running
+from elastic.rounds import Facts, Fragment, Header, Move, Share, Verdict, View
 
 HEADER = Header(
     run="a", slot=1, attempt=2, job_id="17", base=7, layout="abc", codec="none", steps=20,
@@ -363,8 +363,13 @@ def test_a_round_that_is_due_too_early_does_not_stay_so(known_s):
 NEVER = Running()
 
 
+def moved(norm: float, steps: int = 20, lr: float = 1e-3) -> Moved:
+    return Moved(norm, steps, steps * lr)
+
+
 def shares(headers, norms, clip=2.0, running=NEVER):
-    return rounds.shares(headers, norms, version=7, clip_norm=clip, running=running)
+    moves = [moved(norm, each.steps) for norm, each in zip(norms, headers, strict=True)]
+    return rounds.shares(headers, moves, version=7, clip_norm=clip, running=running)
 
 
 def test_weights_are_tokens_and_a_late_delta_weighs_less():
@@ -372,44 +377,14 @@ def test_weights_are_tokens_and_a_late_delta_weighs_less():
     assert shares(headers, [1, 1, 1]) == [Share(100, 1.0), Share(240, 1.0), Share(20, 1.0)]
 
 
-def test_an_outlier_is_clipped_to_twice_the_median():
+def test_a_delta_that_is_too_long_is_clipped():
     headers = [header(slot) for slot in range(5)]
     clips = [share.clip for share in shares(headers, [1.0, 2.0, 3.0, 4.0, 60.0])]
-    assert clips == [1.0, 1.0, 1.0, 1.0, 0.1]  # 2 x 3 / 60
-
-
-def test_partial_deltas_do_not_set_the_norm_that_others_are_clipped_to():
-    """Three short deltas of tiny norm beside three whole ones, one of which is an outlier."""
-    headers = [header(s, steps=20 if s < 3 else 9) for s in range(6)]
-    clips = [share.clip for share in shares(headers, [3.0, 3.0, 9.0, 0.1, 0.1, 0.1])]
-    assert clips == [1.0, 1.0, 2 / 3, 1.0, 1.0, 1.0]
-    assert rounds.whole_norms(headers, [1, 2, 3, 4, 5, 6]) == [1, 2, 3]
-    half = [header(0, steps=20), header(1, steps=10)]
-    assert rounds.whole_norms(half, [1, 2]) == [1, 2]
-
-
-def test_few_deltas_are_clipped_against_the_running_mean():
-    headers = [header(0), header(1)]
-    assert [s.clip for s in shares(headers, [1.0, 8.0], running=Running(norm=2.0))] == [1.0, 0.5]
-    assert [s.clip for s in shares(headers, [1.0, 8.0])] == [1.0, 1.0]  # no mean yet
-
-
-def test_clipping_can_be_switched_off_and_a_zero_delta_is_no_error():
-    headers = [header(slot) for slot in range(3)]
-    assert [s.clip for s in shares(headers, [1.0, 1.0, 90.0], clip=0.0)] == [1.0, 1.0, 1.0]
-    assert [s.clip for s in shares(headers, [0.0, 0.0, 0.0])] == [1.0, 1.0, 1.0]
-
-
-def test_running_means_start_at_the_first_value_and_move_by_a_twentieth():
-    first = Running().after([3.0, 5.0], 100.0, first_loss=2.0)
-    assert first == Running(4.0, 100.0, spread=1.0, deltas=2, first_loss=2.0)
-    second = first.after([8.0], 0.0, first_loss=1.5)
-    assert second == Running(4.2, 95.0, 1.0 + 15 / 20, 3, 1.5, unrest=0.25, rounds=1)
-    assert second.after([8.0], 0.0, first_loss=0.0).rounds == 1
+    assert clips == [1.0, 1.0, 1.0, 1.0, pytest.approx(0.1)]  # 2 x 3 / 60
 
 
 def test_a_thin_round_steps_less_and_a_thick_one_no_more():
-    running = Running(norm=1.0, weight=400.0)
+    running = Running(weight=400.0)
     assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=True) == pytest.approx(0.35)
     assert rounds.outer_lr(0.7, 400.0, running, thin_rounds=True) == 0.7
     assert rounds.outer_lr(0.7, 1600.0, running, thin_rounds=True) == 0.7
@@ -419,8 +394,8 @@ def test_a_thin_round_steps_less_and_a_thick_one_no_more():
 
 def test_a_lone_worker_gets_the_full_step_back_within_its_horizon():
     running = Running(weight=800.0)
-    for _ in range(3 * rounds.MEMORY_ROUNDS):
-        running = running.after([1.0], 100.0, 0.0)
+    for _ in range(3 * MEMORY_ROUNDS):
+        running = running.after([moved(1.0)], 100.0, 0.0)
     assert rounds.outer_lr(0.7, 100.0, running, thin_rounds=True) > 0.55
     assert rounds.outer_lr(0.7, 100.0, Running(weight=800.0), thin_rounds=True) < 0.25
 
@@ -509,91 +484,7 @@ def test_momentum_is_less_while_rounds_are_short_because_it_is_early():
     assert rounds.momentum(10, settings_of(outer_momentum=0.3)) == 0.3
 
 
-# ---- guards -------------------------------------------------------------------------------------
-
-
-def test_a_worker_does_not_send_what_is_far_off_its_own_usual():
-    assert rounds.strays(1.0, 0.0) == rounds.strays(10.0, 1.0) == ""
-    assert rounds.strays(10.1, 1.0).startswith("outlier")
-    assert rounds.strays(math.inf, 1.0).startswith("non-finite")
-    assert rounds.strays(math.nan, 0.0).startswith("non-finite")
-
-
-CALM = Running(norm=1.0, weight=100.0, spread=0.01, deltas=200)
-
-
-@pytest.mark.parametrize(
-    ("norms", "running", "clip", "left_out"),
-    [
-        ([1.0, 1.1, 0.9, 2.5], CALM, 2.0, [3]),  # 15 sigma, and 2.4 medians
-        ([1.0, 1.1, 0.9, 1.6], CALM, 2.0, []),  # 6 sigma, and within what is clipped
-        ([3.0, 3.1, 2.9, 3.2], CALM, 2.0, []),  # all have grown: the learning rate, say
-        ([1.0, 1.1, 0.9, 2.5], replace(CALM, spread=1.0), 2.0, []),  # clipped, and no more
-        ([1.0, 1.1, 0.9, 9.5], replace(CALM, deltas=119), 2.0, []),  # too early to tell
-        ([9.5], CALM, 2.0, [0]),
-        ([9.5], CALM, 0.0, []),
-    ],
-)
-def test_a_delta_longer_than_deltas_ever_are_is_left_out(norms, running, clip, left_out):
-    headers = [header(slot) for slot in range(len(norms))]
-    found = rounds.outliers(headers, norms, clip, running)
-    assert [each.slot for each, _ in found] == left_out
-    assert all(reason.startswith("outlier: norm ") for _, reason in found)
-
-
-def test_the_mean_of_a_round_is_no_longer_than_three_usual_deltas():
-    headers = [header(slot) for slot in range(4)]
-    found = rounds.shares(headers, [9.0] * 4, 0, 2.0, CALM)
-    assert [share.clip for share in found] == [pytest.approx(1 / 3)] * 4
-    early = rounds.shares(headers, [9.0] * 4, 0, 2.0, replace(CALM, deltas=10))
-    assert [share.clip for share in early] == [1.0] * 4
-    healthy = rounds.shares(headers, [1.0, 1.2, 0.9, 1.1], 0, 2.0, CALM)
-    assert [share.clip for share in healthy] == [1.0] * 4
-
-
-SEEN = Running(first_loss=2.0, unrest=0.0001, rounds=50)
-
-
-@pytest.mark.parametrize(
-    ("first_loss", "running", "most", "bad"),
-    [
-        (2.31, SEEN, 0.3, True),
-        (2.29, SEEN, 0.3, False),
-        (1.0, SEEN, 0.3, False),
-        (2.7, replace(SEEN, unrest=0.01), 0.3, True),
-        (2.5, replace(SEEN, unrest=0.01), 0.3, False),  # six times what is usual is 0.6
-        (99.0, replace(SEEN, rounds=9), 0.3, False),  # too early to tell
-        (99.0, replace(SEEN, first_loss=0.0), 0.3, False),  # the version before was taken back
-        (0.0, SEEN, 0.3, False),  # nobody has seen it
-        (99.0, SEEN, 0.0, False),
-    ],
-)
-def test_the_canary_sees_a_loss_that_rises_by_more_than_chance(first_loss, running, most, bad):
-    assert bool(rounds.canary(first_loss, running, most)) == bad
-
-
-def test_the_canary_is_silent_on_a_healthy_run_and_heard_on_a_sick_one():
-    """Noisy batches of few workers, 2,000 rounds: not once; then the parameters go bad."""
-    draw, running = random.Random(1), Running()
-    for number in range(2000):
-        loss = 4.0 * math.exp(-number / 500) + 1.0 + draw.gauss(0, 0.15)
-        assert not rounds.canary(loss, running, 0.3)
-        running = running.after([1.0], 1.0, loss)
-    assert rounds.canary(running.first_loss + 2.0, running, 0.3)
-
-
-def test_first_losses_count_by_tokens_and_only_of_the_newest_version():
-    fresh = [header(0, tokens=100), header(1, tokens=300), header(2, base=4, tokens=999)]
-    losses = [replace(each, first_loss=n) for each, n in zip(fresh, (1.0, 2.0, 9.0), strict=True)]
-    assert rounds.first_loss(losses, 7) == 1.75
-    assert rounds.first_loss(losses[2:], 7) == 0.0
-
-
-def test_the_longest_delta_of_a_bad_version_is_suspect_where_it_stands_out():
-    deltas = [{"slot": s, "attempt": 1, "norm": n} for s, n in enumerate((1.0, 1.1, 1.9))]
-    assert rounds.suspect(deltas) == (2, 1)
-    assert rounds.suspect(deltas[:2]) is None
-    assert rounds.suspect(deltas[:1]) is None
+# ---- versions that were taken back -------------------------------------------------------------
 
 
 def test_deltas_on_a_version_that_was_taken_back_are_refused():

@@ -195,7 +195,7 @@ class WithoutMomentum(Simulator):
 
 class LearningRateByLocalSteps(Simulator):
     def factor(self, version, steps, tokens):
-        return super().factor(Version([], 64 * steps, version.workers), steps, tokens)
+        return super().factor(replace(version, tokens=64 * steps), steps, tokens)
 
 
 class NeverRamped(Simulator):

@@ -58,6 +58,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "deltas": sum(len(commit.get("deltas", ())) for commit in commits),
         "masters": len({commit["master_epoch"] for commit in commits[1:]}),
         "finished": finished,
+        "taken_back": taken_back(commits),
         **{name: sum(epoch[name] for epoch in epochs) for name in totals},
         "files": files + len(found),
         "epochs": epochs,
@@ -132,6 +133,13 @@ def check_sums(before: dict, after: dict) -> list[str]:
     if coverage(after["samples"]) != coverage(samples):
         problems.append(f"{name}: its samples are not those of its deltas")
     return problems
+
+
+def taken_back(commits: list[dict]) -> list[tuple[int, int]]:
+    """Versions that were taken back, and how many committed samples are in no parameters so."""
+    versions = [commit["taken_back"] for commit in commits if "taken_back" in commit]
+    spans = {commit["version"]: commit["samples"] for commit in commits}
+    return [(v, sum(stop - start for _, start, stop in spans[v])) for v in versions if v in spans]
 
 
 def coverage(spans: list[list[int]]) -> list[tuple[int, int, int, int]]:

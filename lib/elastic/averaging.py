@@ -9,14 +9,15 @@ The bits of a version do not depend on how many shards there are.
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
-from elastic import merge, rounds
+from elastic import guards, merge, rounds
 from elastic.codec import accepted
 from elastic.config import Config, elastic_home, env
 from elastic.estimate import THREADS
-from elastic.rounds import Header, Running
+from elastic.guards import Moved, Running
+from elastic.rounds import Header
 from elastic.rundir import RunDir
 from elastic.shard import Averages, Part, Recipe, RemoteShard, Shard, wait_for
 from elastic.signals import Notice
@@ -27,11 +28,16 @@ from elastic.versions import Draft, read_layout
 
 @dataclass(frozen=True)
 class Checked:
-    """A delta whose bytes were read once: its norm, or why it is refused."""
+    """A delta whose bytes were read once: what was measured, or why it is refused."""
 
     header: Header
     norm: float = 0.0
     refused: str = ""
+    along: float = 0.0  # its cosine with the outer momentum; 0: unknown
+
+    @property
+    def moved(self) -> Moved:
+        return Moved(self.norm, self.header.steps, self.header.lr_sum, self.along)
 
 
 class Averager:
@@ -48,7 +54,7 @@ class Averager:
         self.shards = self._open_shards(store, notice)
         self._asking = ThreadPoolExecutor(len(self.shards), "asking")
         self.use(store)
-        self.running = self._next_running = Running(**commit.get("running", {}))
+        self.running = self._next_running = Running.of(commit)
 
     def _open_shards(self, store: Store, notice: Notice) -> list[Averages]:
         nodes = _nodes(self.config)
@@ -75,16 +81,17 @@ class Averager:
     # ---- as deltas arrive
 
     def check(self, header: Header) -> Checked:
-        """Read a delta once: are its bytes whole, is it finite, how long is it?"""
-        squares: dict[int, float] = {}
+        """Read a delta once: are its bytes whole, is it finite, how long is it, and where to?"""
+        products: dict[int, merge.Products] = {}
         for found in self._ask(lambda shard: shard.check(header)):
             if isinstance(found, str):
                 return Checked(header, refused=found)
-            squares |= found
-        square = sum(squares[index] for index in sorted(squares))
+            products |= found
+        told = [products[index] for index in sorted(products)]
+        square = sum(delta for _, _, delta in told)
         if not square < math.inf:
             return Checked(header, refused="non-finite: an element is nan or inf, or overflows")
-        return Checked(header, square**0.5)
+        return Checked(header, square**0.5, along=merge.cosine(told))
 
     def _ask(self, question) -> list:
         """Every shard's answer, all asked at once."""
@@ -97,20 +104,20 @@ class Averager:
     def weigh(self, checked: list[Checked]) -> tuple[Recipe, dict]:
         """How these deltas become the next version, and what the commit says about it."""
         checked = sorted(checked, key=lambda each: each.header.key)
-        headers, norms = [each.header for each in checked], [each.norm for each in checked]
+        headers, moves = [each.header for each in checked], [each.moved for each in checked]
         settings, base = self.config.local_sgd, self._commit["version"]
-        shares = rounds.shares(headers, norms, base, settings.clip_norm, self.running)
+        shares = rounds.shares(headers, moves, base, settings.clip_norm, self.running)
         weight = sum(share.weight for share in shares)
         factors = [share.weight * share.clip / weight for share in shares]
         lr = rounds.outer_lr(settings.outer_lr, weight, self.running, settings.thin_rounds)
         steps = rounds.inner_steps(self._commit, settings)
         momentum = rounds.momentum(steps, settings)
-        whole, seen = rounds.whole_norms(headers, norms), rounds.first_loss(headers, base)
-        self._next_running = self.running.after(whole, weight, seen)
+        loss = guards.round_loss(headers, base)
+        self._next_running = self.running.after(moves, weight, loss)
         said = {
             "outer_lr": lr, "outer_momentum": momentum, "inner_steps": steps,
             "clipped": sum(share.clip < 1 for share in shares),
-            "running": asdict(self._next_running),
+            "running": self._next_running.to_json(),
             "bytes": sum(part.bytes for header in headers for part in header.fragments),
         }  # fmt: skip
         return Recipe(base, tuple(headers), tuple(factors), lr, momentum), said
@@ -119,9 +126,9 @@ class Averager:
         """How the version before becomes the next one, as `weigh` does. Without momentum: what
         made this version bad may be in it."""
         base = self._commit["version"]
-        self._next_running = replace(self.running, first_loss=0.0)  # the next has no one before
-        said = {"taken_back": base, "suspect": rounds.suspect(self._commit["deltas"]),
-                "running": asdict(self._next_running), "bytes": 0}  # fmt: skip
+        self._next_running = self.running.after_taking_back()
+        said = {"taken_back": base, "suspect": guards.suspect(self._commit["deltas"]),
+                "running": self._next_running.to_json(), "bytes": 0}  # fmt: skip
         return Recipe(base, restore=base - 1), said
 
     def commit(self, epoch: int, recipe: Recipe, record: dict) -> dict | None:

@@ -154,7 +154,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         WINDOW),
 ), "local_sgd": (
     Key("inner_steps", INT, 200, "steps", "K: inner steps of a worker in one round", COUNT),
-    Key("cold_start_steps", INT, 10, "steps", "K of the first round; doubles every ten rounds, or "
+    Key("cold_start_steps", INT, 1, "steps", "K of the first round; doubles every ten rounds, or "
         "faster in a short run; 0: inner_steps at once", NATURAL),
     Key("outer_lr", AUTO, "auto", "",
         "of the outer optimizer, SGD with Nesterov momentum; auto: 0.7, with topk 1", RATE),
@@ -166,17 +166,16 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         _one_of("auto", "filesystem", "redis")),
     Key("downlink", TEXT, "bf16", "", "what workers read of a new version: all of it, or the "
         "difference to the one before", _one_of("bf16", "int8", "int4")),
-    Key("node_cache", TEXT, "", "folder", "of each node, such as /dev/shm: its jobs read a version "
-        "from the filesystem once; empty: the filesystem's own cache does that"),
     Key("shards", INT, 0, "processes", "that average; 0: one per 8 cores of the master's job",
         NATURAL),
     Key("overlap", TEXT, "off", "", "what becomes of the steps that a worker does while its delta "
         "travels; discard: done again; rebase: put on top", _one_of("off", "discard", "rebase")),
     Key("max_staleness", INT, 2, "versions", "a delta that is later is rejected", NATURAL),
     Key("reanchor", REAL, 0.5, "", "kappa: how far a late delta moves to the present", SHARE),
-    Key("clip_norm", REAL, 2.0, "medians", "largest delta norm of a round; 0: no limit", NATURAL),
-    Key("canary", REAL, 0.3, "nats", "that the first losses may rise by from one version to the "
-        "next, or six times their usual change, before it is taken back; 0: any", NATURAL),
+    Key("clip_norm", REAL, 2.0, "usual norms", "of such steps: largest delta; 0: no limit",
+        NATURAL),
+    Key("canary", REAL, 0.3, "nats", "that a round's loss may rise by, or six times its usual "
+        "change; more, and the version it was trained on is taken back; 0: any", NATURAL),
     Key("thin_rounds", BOOL, True, "", "step less in a round with fewer tokens than usual"),
     Key("quorum", REAL, 0.5, "of live", "workers that deliver before a last call", SHARE),
     Key("deadline_k", REAL, 4.0, "MADs", "above the median time a worker is late", NATURAL),

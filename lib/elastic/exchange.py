@@ -39,7 +39,7 @@ class Exchange:
         """`owners`: how many of the ranks have fragments of their own."""
         self.run, self.replica, self._group, self._owners = run, replica, group, owners
         self.encoder = Encoder(config.local_sgd.compression, replica.layout)
-        self._down, self._node_cache = config.local_sgd.downlink, config.local_sgd.node_cache
+        self._down = config.local_sgd.downlink
         self._indices = range(len(replica.layout.fragments))
         self._version = -1  # the base's; -1: none, or by halves
 
@@ -126,11 +126,11 @@ class Exchange:
 
     def _reader(self, commit: dict) -> Callable[[int], Published]:
         """How to read a fragment: the difference, if there is one to what the replica has."""
-        run, layout, cache = self.run, self.replica.layout, self._node_cache
+        run, layout = self.run, self.replica.layout
         if commit["version"] == self._version + 1 and has_differences(commit):
             down = self._down
-            return lambda i: Published(read_difference(run, commit, layout, i, down, cache), True)
-        return lambda index: Published(read_params(run, commit, layout, index, cache))
+            return lambda i: Published(read_difference(run, commit, layout, i, down), True)
+        return lambda index: Published(read_params(run, commit, layout, index))
 
 
 def _entry(index: int, fragment: Fragment) -> list:

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from elastic import estimate, inner_state, rounds
+from elastic import estimate, guards, inner_state, rounds
 from elastic.codec import accepted
 from elastic.courier import Courier
 from elastic.durable import until_written
@@ -67,7 +67,8 @@ class LocalSGD:
         self._told_epoch = -1  # the master epoch that knows what we hold
         self._bad_rounds = self._delivered = 0
         self._was_void = False  # its last delta was not merged
-        self._usual_norm = 0.0  # running mean, of its own whole deltas
+        self._reach = guards.Reach()  # of its own deltas
+        self._strayed = False  # it has refused its last delta, and will send the next
         self._last_step_at = self._deliver_s = 0.0
         self._sent: _Round | None = None  # on its way, with a courier
         self._ahead: _Ahead | None = None
@@ -132,8 +133,12 @@ class LocalSGD:
 
     def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
         """An inner step is done. `tokens` it covered on this worker (default: its samples)."""
+        self._count(loss, tokens, _rate(self.optimizer))
+
+    def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
         done = self._round
         done.steps += 1
+        done.lr_sum += rate
         done.tokens += done.pending * self.tokens_per_sample if tokens is None else tokens
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         now = time.monotonic()
@@ -152,7 +157,7 @@ class LocalSGD:
 
     def skip(self) -> None:
         """The batch is to have no effect (a loss that is not finite): count it as seen."""
-        self.step(self._round.mean_loss, None)
+        self._count(self._round.mean_loss, None, rate=0.0)
 
     # ---- the life of a worker
 
@@ -461,12 +466,19 @@ class LocalSGD:
             return self._put(name, data)
 
         fragments, length = self._exchange.send(delta_of, round_.is_last, put)
-        if reason := rounds.strays(length, self._usual_norm):
+        moved = guards.Moved(length, round_.steps, round_.lr_sum)
+        reason = self._why_not_sent(moved)
+        if 2 * round_.steps >= self._inner_steps and math.isfinite(length):
+            self._reach = self._reach.after([moved])
+        self._strayed = bool(reason)
+        if reason:
             self._drop_delta(round_, reason)
             return None
-        if 2 * round_.steps >= self._inner_steps:
-            self._usual_norm = rounds.blend(self._usual_norm, length)
         return fragments
+
+    def _why_not_sent(self, moved: guards.Moved) -> str:
+        """A delta that is too long is trained again; one that comes out so again is sent."""
+        return guards.stray(moved, guards.Reach() if self._strayed else self._reach)
 
     def _put(self, name: str, data: memoryview) -> Fragment:
         """Store a fragment's bytes; a full disk is waited out. Raises TryAgain at a notice."""
@@ -488,6 +500,7 @@ class LocalSGD:
             self._queue = round_.samples + self._queue
         self._replica.restore()
         self.optimizer.state.clear()
+        self._ramp = self.config.local_sgd.join_ramp
         self._void_round("were no good")
 
     def _header(self, done: "_Round", fragments: list) -> Header:
@@ -499,7 +512,7 @@ class LocalSGD:
             steps=done.steps, tokens=done.tokens, samples=tuple(_joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._inner_from, seconds=round(time.monotonic() - done.started, 3),
-            stall_s=round(done.stall_s, 4),
+            stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,
         )  # fmt: skip
 
     def _redeliver(self, round_: "_Round", delta_of: Callable) -> None:
@@ -522,7 +535,8 @@ class LocalSGD:
             self._snapshots = [torch.empty(numel) for numel in self._replica.layout.numels]
         deltas = [self._replica.delta(i, into) for i, into in enumerate(self._snapshots)]
         length = math.hypot(*map(norm, deltas))
-        return [] if rounds.strays(length, self._usual_norm) else deltas
+        moved = guards.Moved(length, self._round.steps, self._round.lr_sum)
+        return [] if self._why_not_sent(moved) else deltas
 
     def _send_ahead(self, deltas: list[torch.Tensor]) -> Courier:
         sent = self._sent = self._round
@@ -569,7 +583,7 @@ class LocalSGD:
             round_.stall_s = ahead.round.stall_s
         if ahead and ahead.counts:
             before = ahead.round
-            round_.steps, round_.tokens = before.steps, before.tokens
+            round_.steps, round_.tokens, round_.lr_sum = before.steps, before.tokens, before.lr_sum
             round_.samples, round_.loss_sum = before.samples, before.loss_sum
             round_.started = before.started
         return round_
@@ -639,7 +653,7 @@ class _Round:
         self.base = base
         self.steps = self.tokens = self.pending = 0
         self.samples: list[Range] = []
-        self.loss_sum = 0.0
+        self.loss_sum = self.lr_sum = 0.0
         self.first_loss = self.stall_s = 0.0
         self.first_step = (0, 0.0)  # tokens and time at its end
         self.has_begun = False  # a step was done on this base
@@ -660,6 +674,11 @@ class _Ahead:
         self.round, self.deltas = round_, deltas
         self.counts = True  # else they are to be done again
         self.fetched: dict[int, list[Published]] = {}  # version -> its fragments
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of a step: the largest of its groups."""
+    return max((float(group["lr"]) for group in optimizer.param_groups), default=0.0)
 
 
 def _take(queue: list[Range], want: int) -> list[Range]:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from elastic import rounds
+from elastic import guards, rounds
 from elastic.averaging import Averager, Checked
 from elastic.config import Config, elastic_home, env
 from elastic.durable import SPACE_S
@@ -539,10 +539,10 @@ class Master:
         for header in rounds.superseded(headers):
             self._withdraw(header.key, "superseded: the slot delivered a newer delta")
         headers = [checked.header for checked in round_.accepted.values()]
-        if reason := self._is_bad(rounds.first_loss(headers, round_.version)):
+        if reason := self._is_bad(guards.round_loss(headers, round_.version)):
             accepted, (recipe, said) = {}, self._averager.take_back()
         else:
-            self._leave_out_outliers(round_)
+            self._leave_out_damaged(round_)
             if not (accepted := round_.accepted):
                 return
             recipe, said = self._averager.weigh(list(accepted.values()))
@@ -569,21 +569,20 @@ class Master:
         if not accepted:
             self._tell_what_was_taken_back(bad["version"], reason, headers)
 
-    def _leave_out_outliers(self, round_: Round) -> None:
+    def _leave_out_damaged(self, round_: Round) -> None:
         accepted = list(round_.accepted.values())
-        headers, norms = [each.header for each in accepted], [each.norm for each in accepted]
-        clip_norm, running = self.config.local_sgd.clip_norm, self._averager.running
-        for header, reason in rounds.outliers(headers, norms, clip_norm, running):
-            self._withdraw(header.key, reason)
+        found = guards.damaged([each.moved for each in accepted], self._averager.running)
+        for index, reason in found.items():
+            self._withdraw(accepted[index].header.key, reason)
 
-    def _is_bad(self, first_loss: float) -> str:
+    def _is_bad(self, loss: float) -> str:
         """Why the newest version is to be taken back, or "". Only one that deltas have made can be,
         and the one before must still be there."""
         commit, settings = self._commit, self.config.local_sgd
         before = self.run.version_path(commit["version"] - 1)
         if not commit["deltas"] or not before.is_dir() or self._state != "running":
             return ""
-        return rounds.canary(first_loss, self._averager.running, settings.canary)
+        return guards.canary(loss, self._averager.running, settings.canary)
 
     def _tell_what_was_taken_back(self, version: int, reason: str, headers: list[Header]) -> None:
         """To those who trained on it. Nothing depends on it: there is a newer version for all."""
@@ -603,7 +602,8 @@ class Master:
                 "codec": h.codec,
                 "steps": h.steps, "tokens": h.tokens, "loss": h.loss, "inner": h.inner,
                 "first_loss": h.first_loss, "samples": [list(each) for each in h.samples],
-                "norm": checked.norm, "seconds": h.seconds, "stall_s": h.stall_s,
+                "norm": checked.norm, "along": round(checked.along, 4), "lr_sum": h.lr_sum,
+                "seconds": h.seconds, "stall_s": h.stall_s,
                 "delivered": round(round_.arrived[h.key], 3),
             }
             for checked in sorted(accepted.values(), key=lambda c: c.header.key)

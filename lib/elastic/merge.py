@@ -19,6 +19,8 @@ import torch
 from elastic.codec import TILE
 from elastic.layout import Layout
 
+Products = tuple[float, float, float]  # b·g, |b|², |g|²: what `cosine` needs
+
 
 class Outer:
     """What the master holds, per fragment and flat: float32 parameters and outer momentum."""
@@ -46,9 +48,9 @@ class Outer:
                 g.add_(momentum, alpha=self.mu)
             param.add_(g, alpha=-lr)
 
-    def products(self, index: int, mean: torch.Tensor) -> tuple[float, float, float]:
-        """b·g, |b|², |g|² of a fragment, before the step: what `cosine` needs."""
-        momentum = self.momentum[index]
+    def products(self, index: int, mean: torch.Tensor, start: int = 0) -> Products:
+        """Of a fragment, or of the piece of it from `start` on, before the step."""
+        momentum = self.momentum[index][start : start + mean.numel()]
         return (momentum @ mean).item(), norm(momentum) ** 2, norm(mean) ** 2
 
 
@@ -61,9 +63,15 @@ class Term:
     anchor: torch.Tensor | None = None  # the late delta's base parameters; None: not late
 
 
-def cosine(products: Iterable[tuple[float, float, float]]) -> float:
-    """cos(b, g) over all fragments: do rounds agree? 0 at the first."""
+def added(products: Iterable[Products]) -> Products:
+    """Of all pieces together."""
     dot, momentum, mean = map(sum, zip(*products, strict=True))
+    return dot, momentum, mean
+
+
+def cosine(products: Iterable[Products]) -> float:
+    """cos(b, g) over all fragments: do rounds agree? 0 at the first."""
+    dot, momentum, mean = added(products)
     return dot / math.sqrt(momentum * mean) if momentum and mean else 0.0
 
 

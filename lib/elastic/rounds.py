@@ -5,9 +5,10 @@
     shares(accepted, ...)   how much does each delta weigh?  -> weights and clips
     outer_lr(...)           the step of a thin round
 
-Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount, median clip and the
-thin-round rule as in the README's section "The algorithm". Everything is keyed and sorted by
-(slot, attempt, base), so that the order in which deltas arrive cannot matter.
+Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount and the thin-round rule
+as in the README's section "The algorithm"; guards.py says which deltas are damaged or too long.
+Everything is keyed and sorted by (slot, attempt, base), so that the order in which deltas arrive
+cannot matter.
 """
 
 import math
@@ -15,19 +16,14 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from statistics import median
 
+from elastic.guards import Moved, Running, clips
 from elastic.ledger import Range
 
 MAX_FRAGMENTS = 100_000
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
-MEMORY_ROUNDS = 20  # horizon of the running means
 NOTHING = "no steps to give"
 DOUBLES_ROUNDS, COLD = 10, 0.05  # of a cold start: K doubles in so many, until so much is trained
 FEW_STEPS, EARLY_MOMENTUM = 20, 0.5
-STRAYS = 10.0  # times the usual norm: a delta that its worker takes for broken itself
-OUTLIER, KNOWN_DELTAS = 3.0, 120  # standard deviations; of so many deltas at least (EDiT)
-STANDS_OUT = 1.5  # medians: the longest delta of a version that is taken back
-MOST_MEAN = 3.0  # running means: no mean delta is longer
-CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,7 @@ class Header:
     inner: str = ""  # where the inner optimizer state came from, for the record
     seconds: float = 0.0  # from the start of the round to the delivery, on the worker's clock
     stall_s: float = 0.0  # from the last inner step on the base before to the first on this one
+    lr_sum: float = 0.0  # of the steps' learning rates; 0: unknown
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -72,7 +69,7 @@ class Header:
         if not isinstance(data, dict):
             raise ValueError("a header is a table")
         kinds = cls.__annotations__ | {"samples": list, "fragments": list}
-        fields = {"inner": "", "seconds": 0.0, "stall_s": 0.0, **data}
+        fields = {"inner": "", "seconds": 0.0, "stall_s": 0.0, "lr_sum": 0.0, **data}
         if set(fields) != set(kinds):
             raise ValueError(f"fields differ: {sorted(set(fields) ^ set(kinds))}")
         for name, kind in kinds.items():
@@ -83,7 +80,7 @@ class Header:
                 raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
             if kind is int and not 0 <= value < 2**62:
                 raise ValueError(f"{name} is {value}")
-            if name in ("seconds", "stall_s") and not 0 <= value < math.inf:
+            if name in ("seconds", "stall_s", "lr_sum") and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}")
         samples = tuple(_range(each) for each in fields.pop("samples"))
         fragments = fields.pop("fragments")
@@ -184,7 +181,7 @@ class View:
 def inner_steps(commit: dict, settings) -> int:
     """K of the round on top of `commit`: few steps from a cold start, where workers drift apart.
 
-    min(K, 10 · 2^(v/10)), and all of K once a twentieth of the tokens is committed.
+    min(K, k₀ 2^(v/10)), and all of K once a twentieth of the tokens is committed.
     """
     most, first = settings.inner_steps, settings.cold_start_steps
     if not first:
@@ -285,93 +282,6 @@ class Share:
     clip: float
 
 
-@dataclass(frozen=True)
-class Running:
-    """Means over recent rounds; part of every commit, so that a new master goes on with them."""
-
-    norm: float = 0.0  # of accepted deltas
-    weight: float = 0.0  # of whole rounds
-    spread: float = 0.0  # variance of those norms
-    deltas: int = 0
-    first_loss: float = 0.0  # of workers on the newest version but one, before their first step
-    unrest: float = 0.0  # mean square of its change from round to round
-    rounds: int = 0  # that have told such a change
-
-    def after(self, norms: list[float], weight: float, first_loss: float) -> "Running":
-        norm, change = sum(norms) / len(norms), first_loss - self.first_loss
-        off = sum((each - (self.norm or norm)) ** 2 for each in norms) / len(norms)
-        told = bool(self.first_loss and first_loss)
-        return Running(
-            blend(self.norm, norm), blend(self.weight, weight), blend(self.spread, off),
-            self.deltas + len(norms), first_loss,
-            blend(self.unrest, change**2) if told else self.unrest, self.rounds + told,
-        )  # fmt: skip
-
-
-def blend(mean: float, value: float) -> float:
-    """A running mean, one value later; 0: none yet."""
-    return value if mean == 0.0 else mean + (value - mean) / MEMORY_ROUNDS
-
-
-def strays(norm: float, usual: float) -> str:
-    """Why a worker should not send a delta of that norm; `usual`: the mean of its own, or 0."""
-    if not math.isfinite(norm):
-        return "non-finite: its own delta"
-    if usual and norm > STRAYS * usual:
-        return f"outlier: its own delta, of norm {norm:.3g}; usual is {usual:.3g}"
-    return ""
-
-
-def outliers(
-    headers: list[Header], norms: list[float], clip_norm: float, running: Running
-) -> list[tuple[Header, str]]:
-    """Deltas to be left out: longer than what is clipped, and by far longer than they ever were.
-
-    z > 3 (EDiT, arXiv 2412.07210), but by both measures: a rising learning rate lifts all norms,
-    and with them the median.
-    """
-    sigma, reference = math.sqrt(running.spread), _reference(headers, norms, running)
-    if running.deltas < KNOWN_DELTAS or not sigma or not clip_norm:
-        return []
-    z = [(norm - running.norm) / sigma for norm in norms]
-    return [
-        (header, f"outlier: norm {norm:.3g}, {each:.1f} sigma above the mean {running.norm:.3g}")
-        for header, norm, each in zip(headers, norms, z, strict=True)
-        if each > OUTLIER and norm > clip_norm * reference
-    ]
-
-
-def first_loss(headers: list[Header], version: int) -> float:
-    """What workers saw on their first batch of a version, by tokens; 0: none did."""
-    fresh = [header for header in headers if header.base == version and header.first_loss]
-    tokens = sum(header.tokens for header in fresh)
-    return sum(h.first_loss * h.tokens for h in fresh) / tokens if tokens else 0.0
-
-
-def suspect(deltas: list[dict]) -> tuple[int, int] | None:
-    """Slot and attempt of the longest of a commit's deltas, where it stands out."""
-    if len(deltas) < 2:
-        return None
-    longest = max(deltas, key=lambda delta: delta["norm"])
-    stands_out = longest["norm"] > STANDS_OUT * median(delta["norm"] for delta in deltas)
-    return (longest["slot"], longest["attempt"]) if stands_out else None
-
-
-def canary(first_loss: float, running: Running, most_rise: float) -> str:
-    """Why the version that workers have just seen for the first time is to be taken back, or "".
-
-    Its loss has risen by more than `most_rise`, and more than chance explains.
-    """
-    rise = first_loss - running.first_loss
-    if not most_rise or running.rounds < KNOWN_ROUNDS or not (first_loss and running.first_loss):
-        return ""
-    bound = max(most_rise, CANARY_SIGMAS * math.sqrt(running.unrest))
-    if rise <= bound:
-        return ""
-    return (f"the first losses rose from {running.first_loss:.3f} to {first_loss:.3f},"
-            f" by more than {bound:.3f}")  # fmt: skip
-
-
 def superseded(headers: list[Header]) -> list[Header]:
     """Those of which the same attempt has delivered one with a newer base."""
     newest: dict[tuple[int, int], int] = {}
@@ -382,39 +292,12 @@ def superseded(headers: list[Header]) -> list[Header]:
 
 
 def shares(
-    headers: list[Header], norms: list[float], version: int, clip_norm: float, running: Running
+    headers: list[Header], moves: list[Moved], version: int, clip_norm: float, running: Running
 ) -> list[Share]:
-    """Weight by tokens, discount staleness, clip what is longer than `clip_norm` x the median.
-
-    With fewer than three whole deltas the reference is the running mean; clip_norm 0 never clips.
-    """
+    """Weight by tokens, discount staleness, clip what is too long for its steps."""
     late = [version - header.base for header in headers]
     weights = [h.tokens / (1 + STALE_DISCOUNT * s) for h, s in zip(headers, late, strict=True)]
-    reference = _reference(headers, norms, running)
-    clips = [
-        min(1.0, clip_norm * reference / norm) if clip_norm and reference and norm else 1.0
-        for norm in norms
-    ]
-    if running.deltas < KNOWN_DELTAS or not clip_norm:
-        return [Share(w, c) for w, c in zip(weights, clips, strict=True)]
-    # The mean is at most as long as the mean of the lengths.
-    total = sum(weights)
-    length = sum(w * c * n for w, c, n in zip(weights, clips, norms, strict=True)) / (total or 1.0)
-    most = MOST_MEAN * running.norm
-    cap = most / length if length > most else 1.0
-    return [Share(w, c * cap) for w, c in zip(weights, clips, strict=True)]
-
-
-def _reference(headers: list[Header], norms: list[float], running: Running) -> float:
-    """The norm that others are measured by."""
-    whole = whole_norms(headers, norms)
-    return median(whole) if len(whole) >= 3 else running.norm
-
-
-def whole_norms(headers: list[Header], norms: list[float]) -> list[float]:
-    """The norms of deltas that are not partial: at least half as many steps as the longest."""
-    most = max((header.steps for header in headers), default=0)
-    return [norm for h, norm in zip(headers, norms, strict=True) if 2 * h.steps >= most]
+    return list(map(Share, weights, clips(moves, clip_norm, running.reach)))
 
 
 def outer_lr(lr: float, weight: float, running: Running, thin_rounds: bool) -> float:

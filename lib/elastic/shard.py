@@ -72,15 +72,15 @@ class Part:
     """A fragment of the next version: `merge.Outer.products`, and its files' entries."""
 
     index: int
-    products: tuple[float, float, float]
+    products: merge.Products
     files: list[dict]
 
 
 class Averages(Protocol):
     """A shard, wherever it runs."""
 
-    def check(self, header: Header) -> dict[int, float] | str:
-        """Squared norms of its fragments of a delta, or why that is refused."""
+    def check(self, header: Header) -> dict[int, merge.Products] | str:
+        """By fragment, of the outer momentum and a delta; or why that is refused."""
 
     def advance(self, recipe: Recipe, writer: str) -> list[Part]:
         """Write its fragments of the next version into the draft of `writer`.
@@ -128,12 +128,13 @@ class Shard:
 
     # ---- as deltas arrive
 
-    def check(self, header: Header) -> dict[int, float] | str:
-        def squared(index: int) -> float:
-            return sum(merge.norm(tile) ** 2 for _, tile in self._read(header, index))
+    def check(self, header: Header) -> dict[int, merge.Products] | str:
+        def products(index: int) -> merge.Products:
+            tiles = self._read(header, index)
+            return merge.added(self._outer.products(index, tile, at) for at, tile in tiles)
 
         try:
-            return dict(zip(self.indices, self._all(squared), strict=True))
+            return dict(zip(self.indices, self._all(products), strict=True))
         except (Damaged, ValueError) as error:
             return str(error)
 
@@ -264,9 +265,9 @@ class RemoteShard:
         self._lock = threading.Lock()
         self._process = self._started()
 
-    def check(self, header: Header) -> dict[int, float] | str:
+    def check(self, header: Header) -> dict[int, merge.Products] | str:
         found = self._ask({"do": "check", "header": header.to_json()})
-        return found if isinstance(found, str) else {int(index): n for index, n in found.items()}
+        return found if isinstance(found, str) else {int(i): tuple(p) for i, p in found.items()}
 
     def advance(self, recipe: Recipe, writer: str) -> list[Part]:
         found = self._ask({"do": "advance", "recipe": asdict(recipe), "writer": writer})
@@ -361,7 +362,7 @@ class Answering:
         except OSError as error:
             return {"os": [error.errno, error.strerror]}
 
-    def _check(self, header: dict) -> dict[int, float] | str:
+    def _check(self, header: dict) -> dict[int, merge.Products] | str:
         return self._shard.check(Header.from_json(header))
 
     def _advance(self, recipe: dict, writer: str) -> list[tuple]:

@@ -31,7 +31,6 @@ from elastic.codec import codec
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.merge import Outer
-from elastic.node_cache import on_node
 from elastic.rundir import RunDir
 
 # What each commit takes over from the one before.
@@ -141,11 +140,9 @@ def read_layout(run: RunDir, version: int) -> Layout:
     return Layout.from_json(manifest["layout"])
 
 
-def read_params(
-    run: RunDir, commit: dict, layout: Layout, index: int, node_cache: str = ""
-) -> torch.Tensor:
+def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.Tensor:
     """The published parameters of a fragment: flat, bf16. Raises ElasticError if damaged."""
-    tensors = load_file(verified(run, commit, f"params-{index:02d}.safetensors", node_cache))
+    tensors = load_file(verified(run, commit, f"params-{index:02d}.safetensors"))
     return _flat(layout, index, tensors, "")
 
 
@@ -154,11 +151,11 @@ def has_differences(commit: dict) -> bool:
 
 
 def read_difference(
-    run: RunDir, commit: dict, layout: Layout, index: int, name: str, node_cache: str = ""
+    run: RunDir, commit: dict, layout: Layout, index: int, name: str
 ) -> torch.Tensor:
     """What to add to a fragment of the version before (`merge.moved`): flat, float32. `name`: the
     codec's. Raises ElasticError if damaged."""
-    path = verified(run, commit, f"difference-{index:02d}.safetensors", node_cache)
+    path = verified(run, commit, f"difference-{index:02d}.safetensors")
     return codec(name).decode(load_file(path)["data"], layout.fragments[index])
 
 
@@ -175,16 +172,13 @@ def read_exactly(run: RunDir, commit: dict, layout: Layout, index: int) -> list[
     return [_flat(layout, index, tensors, prefix) for prefix in ("param/", "momentum/")]
 
 
-def verified(run: RunDir, commit: dict, name: str, node_cache: str = "") -> Path:
-    """The path of a committed file, or of its copy in the folder `node_cache`, whose size and
-    checksum are right. Raises ElasticError."""
+def verified(run: RunDir, commit: dict, name: str) -> Path:
+    """The path of a committed file whose size and checksum are right. Raises ElasticError."""
     entries = {Path(entry["path"]).name: entry for entry in commit["files"]}
     if name not in entries:
         raise ElasticError(f"version {commit['version']} has no file {name}")
     path = run.path / entries[name]["path"]
     settle(run, commit)
-    if node_cache:
-        path = on_node(path, entries[name], node_cache)
     if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
     return path

@@ -220,6 +220,10 @@ def audit_view(run: str, report: dict) -> RenderableType:
         )
     if report.get("gpu_seconds"):
         parts.append(_gpu_seconds(report["gpu_seconds"]))
+    parts += [
+        f"version {version} was taken back: its {samples:,} samples are in no parameters"
+        for version, samples in report.get("taken_back", [])
+    ]
     parts += [Text(f"wrong: {problem}", style="red") for problem in report["problems"]]
     state = "finished" if report.get("finished") else "not finished"
     verdict = _state("WRONG") if report["problems"] else _state("ok")

@@ -23,11 +23,12 @@ from elastic import agent, averaging, link, local_sgd, master
 from elastic.agent import SILENT, Agent
 from elastic.averaging import Averager, Checked
 from elastic.errors import ElasticError, Fenced
+from elastic.guards import Running
 from elastic.ledger import count
 from elastic.link import Link, Place
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
-from elastic.rounds import Fragment, Header, Running
+from elastic.rounds import Fragment, Header
 from elastic.rundir import Control, Endpoint, RunDir
 from elastic.shard import DeltaLost, Recipe
 from elastic.store import Store

@@ -28,9 +28,9 @@ from elastic import merge, rounds
 from elastic.codec import Encoder, accepted
 from elastic.config import Config
 from elastic.group import Group
+from elastic.guards import Moved, Running
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
-from elastic.rounds import Running
 from elastic.rundir import RunDir
 from elastic.schedule import learning_rate, tokens_at
 from elastic.shuffle import Shuffle
@@ -45,7 +45,7 @@ ORIGIN = re.compile(
 )
 
 Key = tuple[int, int, int]  # slot, attempt, base
-Done = tuple[int, int]  # steps and tokens since a base
+Done = tuple[int, int, float]  # steps, tokens and sum of learning rates since a base
 
 
 class Untold(Exception):
@@ -56,7 +56,7 @@ class Untold(Exception):
 class Ahead:
     """Steps that were done on an older base while a delta travelled; by default none."""
 
-    done: Done = (0, 0)
+    done: Done = (0, 0, 0.0)
     base: list[torch.Tensor] = field(default_factory=list)  # its published fragments
     sent: list[torch.Tensor] = field(default_factory=list)  # the delta, before it was encoded
     params: list[torch.Tensor] = field(default_factory=list)  # float32 fragments, after the steps
@@ -82,6 +82,7 @@ class Delta:
     base: int
     steps: int
     tokens: int
+    lr_sum: float
     fragments: list[torch.Tensor] = field(repr=False)
     norm: float
 
@@ -97,6 +98,7 @@ class Version:
     published: list[torch.Tensor]  # bf16 fragments
     tokens: int
     workers: int
+    steps: int  # K of the round on top
 
 
 @dataclass
@@ -117,18 +119,22 @@ class Script:
     def __init__(self, config: Config, batches: list[list[int]], prepare):
         self.config, self._batches, self._prepare = config, batches, prepare
         self.steps = self.tokens = self._pending = 0
+        self.lr_sum = self._rate = 0.0
 
     def batches(self, dataset) -> Iterator:
         for indices in self._batches:
             self._pending = len(indices)
-            self._prepare(self.steps, self.tokens)
+            self._rate = self._prepare(self.steps, self.tokens)
             yield default_collate([dataset[index] for index in indices])
 
     def step(self, _loss=0.0, tokens: int | None = None) -> None:
+        self.lr_sum += self._rate
         self.steps += 1
         self.tokens += self._pending * self.tokens_per_sample if tokens is None else tokens
 
-    skip = step
+    def skip(self) -> None:
+        self._rate = 0.0
+        self.step()
 
 
 class Simulator:
@@ -196,23 +202,24 @@ class Simulator:
         for param, state in zip(self._params(), inner.state, strict=False):
             self.optimizer.state[param] = state
         torch.set_rng_state(inner.rng)
-        steps, tokens = self._run(work, inner, self._batches(work)[before[0] :], before)
+        done = self._run(work, inner, self._batches(work)[before[0] :], before)
+        steps, tokens, lr_sum = done
         encoder = Encoder(self.config.local_sgd.compression, self.outer.layout)
         encoder.residuals = dict(inner.residuals)
         sent = [self.delta(work, index) for index in range(len(self.outer.params))]
         fragments = self._arrived(work, encoder, sent)
-        inner.ahead = self._go_ahead(work, inner, sent, (steps, tokens))
+        inner.ahead = self._go_ahead(work, inner, sent, done)
         self._remember(work, inner, encoder.residuals)
         norm = sum(merge.norm(fragment) ** 2 for fragment in fragments) ** 0.5
         if work.get("tokens", tokens) != tokens:
             raise Untold(f"{_key(work)}: {tokens} tokens, its commit says {work['tokens']}")
-        return Delta(*_key(work), steps, tokens, fragments, norm)
+        return Delta(*_key(work), steps, tokens, lr_sum, fragments, norm)
 
     def _start_from(self, work: dict, ahead: Ahead) -> Done:
         """Adopt the work's base, below the steps ahead if they count. Returns what is done."""
         if self.config.local_sgd.overlap != "rebase" or not ahead.sent:
             self.adopt(self.base(work))
-            return (0, 0)
+            return Ahead().done
         self.adopt(ahead.base)
         for index, fragment in enumerate(self.base(work)):
             self.replica.load(index, ahead.params[index])
@@ -223,19 +230,20 @@ class Simulator:
         """Train on the work's base, after what was done on it before. Returns what is done then."""
         version = self.versions[work["base"]]
 
-        def prepare(more_steps: int, more_tokens: int) -> None:
+        def prepare(more_steps: int, more_tokens: int) -> float:
             steps, tokens = before[0] + more_steps, before[1] + more_tokens
             self.before_step(version, tokens)
             ramp = max(0, inner.ramp - more_steps)
             factor = self.factor(version, steps, tokens) * self._ramp(ramp)
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * factor
+            return max(self._peaks) * factor
 
         script = Script(self.config, batches, prepare)
         self.model.train()
         train(self.task, self.model, self.optimizer, script, CPU)
         inner.ramp = max(0, inner.ramp - script.steps)
-        return before[0] + script.steps, before[1] + script.tokens
+        return before[0] + script.steps, before[1] + script.tokens, before[2] + script.lr_sum
 
     def _arrived(self, work: dict, encoder: Encoder, sent: list[torch.Tensor]) -> list:
         """The fragments of a delta, as the master decodes them."""
@@ -252,8 +260,8 @@ class Simulator:
         batches = self._cut(work.get("ahead", []))
         if not batches:
             return Ahead()
-        steps, tokens = self._run(work, inner, batches, before)
-        done = (steps - before[0], tokens - before[1])
+        after = self._run(work, inner, batches, before)
+        done = tuple(now - then for now, then in zip(after, before, strict=True))
         params = [self.replica.whole(index) for index in range(len(sent))]
         return Ahead(done, self.base(work), sent, params)
 
@@ -271,7 +279,7 @@ class Simulator:
     def factor(self, version: Version, steps: int, tokens: int) -> float:
         """The learning rate, of its peak, after `steps` of `tokens` on the version."""
         train, workers = self.config.train, max(1, version.workers)
-        round_samples = self.config.local_sgd.inner_steps * train.batch_size * workers
+        round_samples = version.steps * train.batch_size * workers
         now = tokens_at(version.tokens, tokens, workers, round_samples * self._sample_tokens)
         return learning_rate(now, self.total_tokens, train) / train.learning_rate
 
@@ -354,14 +362,14 @@ class Simulator:
     def _merge(self, deltas: list[Delta]) -> None:
         settings = self.config.local_sgd
         deltas = sorted((d for d in deltas if not self.refuse(d)), key=lambda delta: delta.key)
-        norms = [delta.norm for delta in deltas]
-        shares = rounds.shares(deltas, norms, self.version, settings.clip_norm, self.running)
+        moves = [self._moved(delta) for delta in deltas]
+        shares = rounds.shares(deltas, moves, self.version, settings.clip_norm, self.running)
         weight = sum(share.weight for share in shares)
         means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
         lr = rounds.outer_lr(settings.outer_lr, weight, self.running, settings.thin_rounds)
+        self.outer.mu = rounds.momentum(self.versions[self.version].steps, settings)
         self.step(means, lr)
-        whole = rounds.whole_norms(deltas, norms)
-        self.running = self.running.after(whole, weight, 0.0)
+        self.running = self.running.after(moves, weight, 0.0)
         self.clipped += sum(share.clip < 1 for share in shares)
         tokens = self.versions[self.version].tokens + sum(delta.tokens for delta in deltas)
         self.version += 1
@@ -380,6 +388,11 @@ class Simulator:
         late = delta.base < self.version
         return self.versions[delta.base].published[index] if late else None
 
+    def _moved(self, delta: Delta) -> Moved:
+        pieces = enumerate(delta.fragments)
+        along = merge.cosine(self.outer.products(index, piece) for index, piece in pieces)
+        return Moved(delta.norm, delta.steps, delta.lr_sum, along)
+
     def refuse(self, delta: Delta) -> bool:
         """Is the delta not finite?"""
         return not delta.norm < math.inf
@@ -394,7 +407,9 @@ class Simulator:
         self.outer.step(means, lr)
 
     def _publish(self, tokens: int, workers: int) -> Version:
-        return Version([p.to(torch.bfloat16) for p in self.outer.params], tokens, workers)
+        commit = {"version": self.version, "tokens": tokens, "total_tokens": self.total_tokens}
+        steps = rounds.inner_steps(commit, self.config.local_sgd)
+        return Version([p.to(torch.bfloat16) for p in self.outer.params], tokens, workers, steps)
 
     def _forget(self) -> None:
         """Drop what no later delta can refer to."""

@@ -1,0 +1,200 @@
+"""Guards: which deltas are damaged, how long one may be, which version is bad. Pure.
+
+    stray(moved, reach)       the worker, before it sends a delta: go back to the base?
+    damaged(moves, ...)       the master, before it merges: which deltas are left out?
+    clips(moves, ...)         how much of each delta is merged?
+    canary(loss, ...)         has the newest version made the loss rise?
+
+A length is judged by what its steps could have moved. k steps whose learning rates sum to S move
+c S if they all go one way, and c S / sqrt(k) if each goes its own; a healthy delta is in between.
+`Reach` knows both constants, and expects the longer one: a learning rate that rises and rounds that
+get more or fewer steps make no healthy delta look long. No guard stops a run: every mean follows
+what was seen, refused deltas too; a worker refuses its own delta once, and sends the next; and
+where fewer than three deltas are there none is left out.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median, variance
+
+MEMORY_ROUNDS = 20  # horizon of the running means
+STRAY = 10.0  # expected lengths: a delta that its worker takes for broken
+SURE = 6.0  # spreads of the deltas' agreement: it is no chance that they agree
+STANDS_OUT = 1.5  # medians: the longest delta of a version that is taken back
+CANARY_SAMPLES = 128  # of a round whose loss can tell
+CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What was measured of a delta: its norm, its steps, the sum of their learning rates, and its
+    cosine with the outer momentum (0: unknown)."""
+
+    norm: float
+    steps: int
+    lr_sum: float
+    along: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Can the norm be compared with that of others?"""
+        return self.norm > 0 and self.steps > 0 and self.lr_sum > 0
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far steps usually go: norm / S and norm sqrt(k) / S, as geometric means over rounds."""
+
+    straight: float = 0.0
+    wandering: float = 0.0
+    rounds: int = 0
+
+    def length(self, moved: Moved) -> float:
+        """The norm that is expected of such steps; 0: unknown."""
+        return moved.lr_sum * max(self.straight, self.wandering / math.sqrt(max(1, moved.steps)))
+
+    def after(self, moves: Sequence[Moved]) -> "Reach":
+        """One round later. Deltas of few steps say little of what all of them do."""
+        if not (known := whole(moves)):
+            return self
+        now, blend = _reach(known), 1 / min(MEMORY_ROUNDS, self.rounds + 1)
+        return Reach(
+            (self.straight or 1.0) ** (1 - blend) * now.straight**blend,
+            (self.wandering or 1.0) ** (1 - blend) * now.wandering**blend,
+            self.rounds + 1,
+        )
+
+
+def _reach(known: Sequence[Moved]) -> Reach:
+    """That of one round: the medians."""
+    return Reach(
+        median(each.norm / each.lr_sum for each in known),
+        median(each.norm * math.sqrt(each.steps) / each.lr_sum for each in known),
+    )
+
+
+def whole(moves: Sequence[Moved]) -> list[Moved]:
+    """Deltas that are not partial: at least half as many steps as the longest."""
+    most = max((each.steps for each in moves), default=0)
+    return [each for each in moves if each.is_known and 2 * each.steps >= most]
+
+
+@dataclass(frozen=True)
+class Running:
+    """Means over recent rounds; part of every commit, so that a new master goes on with them."""
+
+    reach: Reach = field(default_factory=Reach)
+    weight: float = 0.0  # of whole rounds
+    apart: float = 0.0  # variance of `along` within a round
+    compared: int = 0  # rounds that have told such a variance
+    loss: float = 0.0  # of the last round
+    unrest: float = 0.0  # mean square of the loss's change from round to round
+    rounds: int = 0  # that have told such a change
+
+    @classmethod
+    def of(cls, commit: dict) -> "Running":
+        """As a commit has them; those of an older commit that has others are begun anew."""
+        told = commit.get("running", {})
+        if "reach" not in told:
+            return cls(weight=told.get("weight", 0.0))
+        return cls(**{**told, "reach": Reach(**told["reach"])})
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    def after(self, moves: Sequence[Moved], weight: float, loss: float) -> "Running":
+        """One round later; `loss`: `round_loss`."""
+        told, change = bool(self.loss and loss), loss - self.loss
+        along = [each.along for each in whole(moves) if each.along]
+        compared = len(along) >= 3
+        apart = blend(self.apart, variance(along)) if compared else self.apart
+        return Running(
+            self.reach.after(moves), blend(self.weight, weight),
+            apart, self.compared + compared, loss,
+            blend(self.unrest, change**2) if told else self.unrest, self.rounds + told,
+        )  # fmt: skip
+
+    def after_taking_back(self) -> "Running":
+        """The next version has none before it whose loss it could be compared with."""
+        return replace(self, loss=0.0)
+
+
+def blend(mean: float, value: float) -> float:
+    """A running mean, one value later; 0: none yet."""
+    return value if mean == 0.0 else mean + (value - mean) / MEMORY_ROUNDS
+
+
+# ---- at the worker ------------------------------------------------------------------------------
+
+
+def stray(moved: Moved, reach: Reach) -> str:
+    """Why a worker should not send its delta; `reach`: of the deltas it made before."""
+    if not math.isfinite(moved.norm):
+        return "non-finite: its own delta"
+    usual = reach.length(moved)
+    if usual and moved.norm > STRAY * usual:
+        return f"outlier: its own delta, of norm {moved.norm:.3g}; its steps make {usual:.3g}"
+    return ""
+
+
+# ---- at the master ------------------------------------------------------------------------------
+
+
+def damaged(moves: Sequence[Moved], running: Running) -> dict[int, str]:
+    """Which of a round's deltas are left out, and why: where three or more tell what is usual,
+    one whose steps moved nothing, and one that goes back while all others agree."""
+    if len(moves) < 3:
+        return {}
+    zero = {i: f"zero: {each.steps} steps moved nothing" for i, each in enumerate(moves)
+            if each.norm == 0 and each.lr_sum > 0}  # fmt: skip
+    told = [each for each in whole(moves) if each.along]
+    usual = median(each.along for each in told) if len(told) >= 3 else 0.0
+    agree = running.compared >= KNOWN_ROUNDS and usual > SURE * math.sqrt(running.apart)
+    back = {i: f"backward: its cosine with the momentum is {each.along:.2f}, of others {usual:.2f}"
+            for i, each in enumerate(moves)
+            if agree and each in told and each.along < -usual / 2}  # fmt: skip
+    return back if len(zero) == len(moves) else zero | back
+
+
+def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]:
+    """What is left of each delta that is longer than `clip_norm` times what is expected of its
+    steps: by three or more whole deltas of this round, else by three or more rounds before it.
+    0 never clips."""
+    known = whole(moves)
+    usual = _reach(known) if len(known) >= 3 else reach if reach.rounds >= 3 else Reach()
+    most = [clip_norm * usual.length(each) for each in moves]
+    return [min(1.0, m / each.norm) if m and each.norm else 1.0
+            for m, each in zip(most, moves, strict=True)]  # fmt: skip
+
+
+def suspect(deltas: list[dict]) -> tuple[int, int] | None:
+    """Slot and attempt of the longest of a commit's deltas, where it stands out."""
+    if len(deltas) < 2:
+        return None
+    longest = max(deltas, key=lambda delta: delta["norm"])
+    stands_out = longest["norm"] > STANDS_OUT * median(delta["norm"] for delta in deltas)
+    return (longest["slot"], longest["attempt"]) if stands_out else None
+
+
+def round_loss(headers: Sequence, version: int) -> float:
+    """Mean training loss on a version, by tokens; 0: of too few samples to tell anything."""
+    fresh = [header for header in headers if header.base == version]
+    tokens = sum(header.tokens for header in fresh)
+    samples = sum(stop - start for header in fresh for _, start, stop in header.samples)
+    if samples < CANARY_SAMPLES:
+        return 0.0
+    return sum(header.loss * header.tokens for header in fresh) / tokens
+
+
+def canary(loss: float, running: Running, most_rise: float) -> str:
+    """Why the version that a whole round has been trained on is to be taken back, or "".
+
+    The round's loss has risen by more than `most_rise`, and more than chance explains.
+    """
+    if not most_rise or running.rounds < KNOWN_ROUNDS or not (loss and running.loss):
+        return ""
+    bound = max(most_rise, CANARY_SIGMAS * math.sqrt(running.unrest))
+    if loss - running.loss <= bound:
+        return ""
+    return f"the loss rose from {running.loss:.3f} to {loss:.3f}, by more than {bound:.3f}"

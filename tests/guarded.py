@@ -1,0 +1,195 @@
+"""A run of local SGD whose every decision is the product's, on a problem that takes milliseconds.
+
+Workers do Adam on a noisy quadratic with eigenvalues from 0.01 to 1; K, the learning rate, guards,
+shares, the outer step and the canary are the product's own functions. A fault is a function that is
+given a delta of a chosen worker in chosen rounds. What the guards did is counted.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+
+from elastic import guards, merge, rounds
+from elastic.guards import Moved, Reach, Running
+from elastic.layout import Layout
+from elastic.rounds import Header
+from elastic.schedule import learning_rate, tokens_at
+
+SIZE, BATCH = 256, 8
+LAYOUT = Layout.of([("x", (SIZE,))], 1 << 30)
+SPECTRUM = torch.logspace(-2, 0, SIZE)
+NOISE = 0.5  # of a gradient, per element
+ODD, ODD_LOSS = 0.01, 6.0  # share of odd documents, and by how much their loss is higher
+Fault = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class World:
+    """What the run is like."""
+
+    workers: int = 4
+    steps: int = 2000  # of a worker, in all
+    inner_steps: int = 50
+    cold_start_steps: int = 1
+    warmup_fraction: float = 0.01
+    learning_rate: float = 0.01
+    swinging: bool = False  # workers come and go, with deltas of any length
+    seed: int = 0
+    fault: Fault | None = None
+    faulty_rounds: tuple[int, ...] = ()
+
+
+@dataclass
+class Told:
+    """What the guards did."""
+
+    strays: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    clips: list[float] = field(default_factory=list)  # of each round: what is left of its mean
+    faulty_clips: list[float] = field(default_factory=list)  # of the faulty deltas that were merged
+    taken_back: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # of faulty deltas
+    versions: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+class Worker:
+    """One slot: Adam's moments, and what it knows of its own deltas."""
+
+    def __init__(self, noise: torch.Generator):
+        self.noise, self.reach, self.strayed = noise, Reach(), False
+        self.forget()
+
+    def forget(self) -> None:
+        self.m, self.v, self.t = torch.zeros(SIZE), torch.zeros(SIZE), 0
+
+    def train(self, base: torch.Tensor, rates: list[float]) -> tuple[torch.Tensor, float]:
+        """base - local after steps of these learning rates; the mean loss of a batch."""
+        x, total = base.clone(), 0.0
+        for rate in rates:
+            total += 0.5 * (SPECTRUM * x * x).sum().item()
+            gradient = SPECTRUM * x
+            gradient += torch.empty(SIZE).normal_(0, NOISE / math.sqrt(BATCH), generator=self.noise)
+            self.t += 1
+            self.m.mul_(0.9).add_(gradient, alpha=0.1)
+            self.v.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+            m, v = self.m / (1 - 0.9**self.t), self.v / (1 - 0.95**self.t)
+            x.addcdiv_(m, v.sqrt_().add_(1e-8), value=-rate)
+        return base - x, total / len(rates)
+
+
+class Run:
+    def __init__(self, world: World):
+        self.world, self.told = world, Told()
+        self.draw, self.faulty_rounds = random.Random(world.seed), set(world.faulty_rounds)
+        noise = torch.Generator().manual_seed(world.seed)
+        start = torch.empty(SIZE).normal_(0, 1, generator=noise)
+        momentum = 0.9 if world.inner_steps >= 100 else 0.8
+        self.settings = SimpleNamespace(
+            inner_steps=world.inner_steps, cold_start_steps=world.cold_start_steps,
+            outer_momentum=momentum, outer_lr=0.7, learning_rate=world.learning_rate,
+            schedule="cosine", warmup_fraction=world.warmup_fraction, decay_fraction=0.2,
+            final_lr_fraction=0.1,
+        )  # fmt: skip
+        self.outer = merge.Outer(LAYOUT, [start], [torch.zeros(SIZE)], momentum)
+        self.workers = [Worker(noise) for _ in range(world.workers)]
+        self.running, self.version, self.samples, self.present = Running(), 0, 0, 1
+        self.before = None  # parameters of the version before
+        self.total = world.steps * world.workers * BATCH
+
+    def train(self) -> Told:
+        while self.samples < self.total:
+            self.round()
+        self.told.versions = self.version
+        return self.told
+
+    def round(self) -> None:
+        commit = {"version": self.version, "tokens": self.samples, "total_tokens": self.total}
+        steps = rounds.inner_steps(commit, self.settings)
+        crew = self.workers
+        if self.world.swinging:
+            crew = self.draw.sample(crew, self.draw.randint(1, len(crew)))
+        is_faulty = self.version in self.faulty_rounds
+        self.faulty_rounds.discard(self.version)  # once: who is refused trains again, rightly
+        found = [self.delta(worker, steps, is_faulty and worker is crew[0]) for worker in crew]
+        sent = [each for each in found if each is not None]
+        if sent:
+            self.merge(sent, steps)
+
+    def delta(self, worker: Worker, most: int, is_faulty: bool):
+        """A worker's delta as it is sent, or None if it refuses to."""
+        steps = self.draw.randint(1, most) if self.world.swinging else most
+        cap = most * BATCH * self.present
+        at = [tokens_at(self.samples, i * BATCH, self.present, cap) for i in range(steps)]
+        rates = [learning_rate(tokens, self.total, self.settings) for tokens in at]
+        delta, loss = worker.train(self.outer.params[0], rates)
+        if is_faulty:
+            delta = self.world.fault(delta)
+        moved = Moved(merge.norm(delta), steps, sum(rates), self.along(delta))
+        reason = guards.stray(moved, Reach() if worker.strayed else worker.reach)
+        if 2 * steps >= most and math.isfinite(moved.norm):
+            worker.reach = worker.reach.after([moved])
+        worker.strayed = bool(reason)
+        if reason:
+            (self.told.refused if is_faulty else self.told.strays).append(reason)
+            worker.forget()
+            return None
+        return worker, delta, moved, loss + self.odd(steps), is_faulty
+
+    def along(self, delta: torch.Tensor) -> float:
+        return merge.cosine([self.outer.products(0, delta)])
+
+    def odd(self, steps: int) -> float:
+        """What odd documents add to a mean loss."""
+        count = sum(self.draw.random() < ODD for _ in range(steps * BATCH))
+        return ODD_LOSS * count / (steps * BATCH)
+
+    def merge(self, sent: list, steps: int) -> None:
+        moves = [each[2] for each in sent]
+        left_out = guards.damaged(moves, self.running)
+        for index, reason in left_out.items():
+            (self.told.refused if sent[index][4] else self.told.left_out).append(reason)
+        sent = [each for index, each in enumerate(sent) if index not in left_out]
+        moves = [each[2] for each in sent]
+        headers = [self.header(each) for each in sent]
+        loss = guards.round_loss(headers, self.version)
+        self.samples += sum(header.tokens for header in headers)
+        if self.before is not None and (why := guards.canary(loss, self.running, 0.3)):
+            self.told.taken_back.append(why)
+            self.outer.params[0].copy_(self.before)
+            self.outer.momentum[0].zero_()
+            self.running = self.running.after_taking_back()
+            self.before = None
+        else:
+            self.step(sent, moves, headers, steps)
+            self.told.losses.append(sum(h.loss for h in headers) / len(headers))
+        self.version, self.present = self.version + 1, len(sent)
+
+    def step(self, sent: list, moves: list[Moved], headers: list[Header], steps: int) -> None:
+        shares = rounds.shares(headers, moves, self.version, 2.0, self.running)
+        weight = sum(share.weight for share in shares)
+        parts = [(share.weight / weight, share.clip) for share in shares]
+        self.told.clips.append(sum(part * clip for part, clip in parts))
+        self.told.faulty_clips += [
+            clip for (_, clip), each in zip(parts, sent, strict=True) if each[4]
+        ]
+        self.before = self.outer.params[0].clone()
+        mean = sum(part * clip * each[1] for (part, clip), each in zip(parts, sent, strict=True))
+        self.outer.mu = rounds.momentum(steps, self.settings)
+        lr = rounds.outer_lr(self.settings.outer_lr, weight, self.running, True)
+        self.outer.step_one(0, mean, lr)
+        loss = guards.round_loss(headers, self.version)
+        self.running = self.running.after(moves, weight, loss)
+
+    def header(self, each) -> Header:
+        worker, _, moved, loss, _ = each
+        slot, tokens = self.workers.index(worker), moved.steps * BATCH
+        return Header(
+            run="r", slot=slot, attempt=1, job_id="1", base=self.version, layout="l", codec="none",
+            steps=moved.steps, tokens=tokens, samples=((0, 0, tokens),), loss=loss,
+            first_loss=loss, fragments=(), lr_sum=moved.lr_sum,
+        )  # fmt: skip

@@ -1,0 +1,257 @@
+"""Guards: what is damaged is caught, and what is healthy is left alone, in runs of every kind."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from elastic import guards
+from elastic.guards import Moved, Reach, Running
+from guarded import Run, Told, World
+from helpers import PATIENCE
+from running import running
+from test_rounds import header
+
+LR = 1e-3
+
+
+def moved(norm: float, steps: int = 20, lr: float = LR, along: float = 0.0) -> Moved:
+    return Moved(norm, steps, steps * lr, along)
+
+
+# ---- how long a delta may be --------------------------------------------------------------------
+
+KNOWN = Reach().after([moved(1.0)])
+
+
+@pytest.mark.parametrize(
+    ("steps", "lr", "expected"),
+    [
+        (20, LR, 1.0),
+        (20, 100 * LR, 100.0),  # the learning rate has risen
+        (200, LR, 10.0),  # more steps, which may all go one way
+        (5, LR, 0.5),  # fewer, which may each have gone its own
+    ],
+)
+def test_a_length_is_judged_by_what_its_steps_could_have_moved(steps, lr, expected):
+    assert KNOWN.length(moved(0.0, steps, lr)) == pytest.approx(expected)
+
+
+def test_one_delta_of_a_hundred_times_the_length_hardly_moves_what_is_usual():
+    reach = KNOWN
+    for _ in range(30):
+        reach = reach.after([moved(1.0)])
+    assert reach.after([moved(100.0)]).length(moved(0.0)) < 1.3
+
+
+def test_what_is_usual_follows_what_was_seen():
+    reach = KNOWN
+    for _ in range(60):
+        reach = reach.after([moved(50.0)])
+    assert reach.length(moved(0.0)) == pytest.approx(50.0, rel=0.2)
+
+
+def test_partial_deltas_do_not_say_what_is_usual():
+    moves = [moved(3.0), moved(3.0), moved(9.0), *[moved(0.1, steps=9)] * 3]
+    assert guards.whole(moves) == moves[:3]
+    assert guards.clips(moves, 2.0, Reach()) == [1.0, 1.0, pytest.approx(2 / 3), 1.0, 1.0, 1.0]
+    assert guards.whole([moved(0.0), moved(1.0, lr=0.0)]) == []  # they compare with nothing
+
+
+def test_few_deltas_are_clipped_by_the_rounds_before_once_there_are_three():
+    early, late = KNOWN.after([moved(1.0)]), KNOWN.after([moved(1.0)]).after([moved(1.0)])
+    assert guards.clips([moved(8.0)], 2.0, early) == [1.0]
+    assert guards.clips([moved(8.0)], 2.0, late) == [pytest.approx(0.25)]
+    assert guards.clips([moved(8.0)], 0.0, late) == [1.0]
+    assert guards.clips([moved(0.0)] * 3, 2.0, late) == [1.0] * 3
+
+
+def test_a_worker_does_not_send_what_its_steps_could_not_have_moved():
+    assert guards.stray(moved(9.9), KNOWN) == guards.stray(moved(1e9), Reach()) == ""
+    assert guards.stray(moved(10.1), KNOWN).startswith("outlier: its own delta")
+    for norm in (math.inf, math.nan):
+        assert guards.stray(moved(norm), Reach()).startswith("non-finite")
+
+
+# ---- what the master leaves out -----------------------------------------------------------------
+
+AGREED = Running(apart=0.03**2, compared=10)
+
+
+@pytest.mark.parametrize(
+    ("along", "running", "left_out"),
+    [
+        ([0.4, 0.35, 0.42, -0.38], AGREED, [3]),
+        ([0.4, 0.35, -0.38], AGREED, [2]),
+        ([0.4, -0.38], AGREED, []),  # who is right?
+        ([-0.4, -0.35, -0.42], AGREED, []),  # the round has turned
+        ([0.4, 0.35, 0.42, -0.1], AGREED, []),
+        ([0.4, 0.35, 0.42, -0.38], replace(AGREED, compared=9), []),  # too early to tell
+        ([0.4, 0.35, 0.42, -0.38], replace(AGREED, apart=0.1**2), []),  # they never agreed
+        ([0.0, 0.0, 0.0, 0.0], AGREED, []),  # no momentum
+    ],
+)
+def test_a_delta_that_goes_back_while_others_agree_is_left_out(along, running, left_out):
+    moves = [moved(1.0, along=each) for each in along]
+    found = guards.damaged(moves, running)
+    assert list(found) == left_out
+    assert all(reason.startswith("backward: ") for reason in found.values())
+
+
+def test_a_delta_of_nothing_is_left_out_where_three_or_more_are_there():
+    nothing = moved(0.0)
+    assert list(guards.damaged([moved(1.0), nothing, moved(1.0)], Running())) == [1]
+    assert guards.damaged([moved(1.0), nothing], Running()) == {}
+    assert guards.damaged([nothing] * 4, Running()) == {}  # a frozen model stops no run
+    skipped = Moved(0.0, 20, 0.0)  # all of its batches were not finite
+    assert guards.damaged([moved(1.0), skipped, moved(1.0)], Running()) == {}
+
+
+def test_the_longest_delta_of_a_bad_version_is_suspect_where_it_stands_out():
+    deltas = [{"slot": s, "attempt": 1, "norm": n} for s, n in enumerate((1.0, 1.1, 1.9))]
+    assert guards.suspect(deltas) == (2, 1)
+    assert guards.suspect(deltas[:2]) is None
+    assert guards.suspect(deltas[:1]) is None
+
+
+# ---- the canary ---------------------------------------------------------------------------------
+
+SEEN = Running(loss=2.0, unrest=0.0001, rounds=50)
+
+
+@pytest.mark.parametrize(
+    ("loss", "running", "most", "bad"),
+    [
+        (2.31, SEEN, 0.3, True),
+        (2.29, SEEN, 0.3, False),
+        (1.0, SEEN, 0.3, False),
+        (2.7, replace(SEEN, unrest=0.01), 0.3, True),
+        (2.5, replace(SEEN, unrest=0.01), 0.3, False),  # six times what is usual is 0.6
+        (99.0, replace(SEEN, rounds=9), 0.3, False),  # too early to tell
+        (99.0, SEEN.after_taking_back(), 0.3, False),
+        (0.0, SEEN, 0.3, False),  # nobody has seen it
+        (99.0, SEEN, 0.0, False),
+    ],
+)
+def test_the_canary_sees_a_loss_that_rises_by_more_than_chance(loss, running, most, bad):
+    assert bool(guards.canary(loss, running, most)) == bad
+
+
+def test_a_loss_counts_by_tokens_of_the_newest_version_and_of_enough_samples():
+    fresh = [header(0, tokens=100), header(1, tokens=300), header(2, base=4, tokens=999)]
+    told = [
+        replace(each, loss=loss, samples=((0, 0, 64),))
+        for each, loss in zip(fresh, (1.0, 2.0, 9.0), strict=True)
+    ]
+    assert guards.round_loss(told, 7) == 1.75
+    assert guards.round_loss(told[1:], 7) == 0.0
+
+
+def test_means_of_a_commit_are_read_back_and_those_of_an_older_one_begin_anew():
+    running = Running().after([moved(1.0, along=0.1)] * 3, 10.0, 2.0).after([moved(2.0)], 10.0, 1.9)
+    assert Running.of({"running": running.to_json()}) == running
+    assert Running.of({}) == Running()
+    older = {"norm": 0.5, "weight": 7.0, "spread": 0.1, "deltas": 200, "first_loss": 2.0}
+    assert Running.of({"running": older}) == Running(weight=7.0)
+
+
+# ---- healthy runs of every kind -----------------------------------------------------------------
+
+AXES = {
+    "workers": (1, 2, 4, 16), "swinging": (False, True), "cold_start_steps": (0, 1, 10),
+    "warmup_fraction": (0.0, 0.01, 0.1), "learning_rate": (1e-3, 1e-2, 1e-1),
+    "steps": (500, 3000), "inner_steps": (20, 200),
+}  # fmt: skip
+MOST_STEPS = 6000  # of all workers of a case
+LONG = {"workers": 1, "steps": 100_000, "inner_steps": 200, "cold_start_steps": 1}
+SAMPLE = 36
+
+
+def healthy() -> list[dict]:
+    """A sample of all combinations, the same every time, and one long run."""
+    every = itertools.product(*AXES.values())
+    cases = [dict(zip(AXES, each, strict=True)) for each in every]
+    short = [case for case in cases if case["workers"] * case["steps"] <= MOST_STEPS]
+    return [LONG, *random.Random(14).sample(short, SAMPLE)]
+
+
+@pytest.mark.parametrize("case", healthy(), ids=lambda case: "-".join(map(str, case.values())))
+def test_no_guard_touches_a_healthy_run(case: dict):
+    told = trained(World(**case))
+    assert told.strays == told.left_out == told.taken_back == []
+    assert min(told.clips) > 0.9
+    assert told.losses[-1] < told.losses[0]
+
+
+def trained(world: World) -> Told:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return Run(world).train()
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- planted faults -----------------------------------------------------------------------------
+
+
+def flipped(bit: int):
+    """The largest element with one bit of its float32 the other way round."""
+
+    def flip(delta: torch.Tensor) -> torch.Tensor:
+        delta = delta.clone()
+        delta.view(torch.int32)[delta.abs().argmax()] ^= 1 << bit
+        return delta
+
+    return flip
+
+
+FAULTS = {
+    "not a number": (lambda delta: delta.index_fill(0, torch.tensor([3]), math.nan), 1),
+    "too long": (lambda delta: 100 * delta, 1),
+    "a bit of its exponent": (flipped(30), 1),
+    "nothing": (torch.zeros_like, 3),  # with fewer workers it only costs its own share
+    "wrong sign": (lambda delta: -delta, 3),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 16])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_damaged_delta_is_refused_and_the_run_learns_as_before(name: str, workers: int):
+    """Once, while workers agree. Fewer than three leave none out, and go on all the same."""
+    fault, least_workers = FAULTS[name]
+    steps = 1600 if workers < 3 else 800
+    world = World(workers, steps, cold_start_steps=0, learning_rate=1e-3)
+    sound, told = trained(world), trained(replace(world, fault=fault, faulty_rounds=(12,)))
+    assert len(told.refused) == (workers >= least_workers)
+    assert told.strays == told.left_out == []
+    assert sum(told.losses[-3:]) < 1.3 * sum(sound.losses[-3:])
+
+
+@pytest.mark.parametrize("bit", range(31))
+def test_no_flipped_bit_carries_a_mean_away(bit: int):
+    """It is refused, or the delta is no longer than twice what its steps make."""
+    world = World(2, steps=700, cold_start_steps=0, fault=flipped(bit), faulty_rounds=(9,))
+    told = trained(world)
+    assert told.refused or told.faulty_clips
+    assert not told.taken_back
+    assert told.losses[-1] < 0.5 * told.losses[0]
+
+
+# ---- the same with processes --------------------------------------------------------------------
+
+
+def test_a_run_with_nothing_but_defaults_refuses_none_of_its_deltas(tmp_path):
+    """Thousands of steps of warm-up, with rounds that grow from one step to two hundred."""
+    defaults = {"local_sgd.cold_start_steps": 1, "local_sgd.inner_steps": 200,
+                "train.learning_rate": 0.02, "elastic.max": 2}  # fmt: skip
+    with running(tmp_path, defaults, step_s=0, samples=24_000) as run:
+        run.finish(4 * PATIENCE)
+        assert run.events("reject") == []
+        assert run.events("restart") == []
+        commits = list(run.run.commits())
+        assert not [commit["version"] for commit in commits if commit.get("clipped")]
+        assert commits[-1]["loss"] < 0.1 * commits[1]["loss"]
