@@ -102,35 +102,35 @@ LOCAL = replace(COSTS, deliver_s=1, deliver_alone_s=1, average_s=1, pull_s=1)
 
 
 def test_a_worker_that_is_preempted_delivers_the_steps_it_has():
-    """Rounds from 10, 23, 35 and 47, all but the first of 9 steps: they are due as long after their
-    opening as the first one took. At 50 the second worker has done three, delivers them until 51,
-    and is gone at 52; the round is committed at 58."""
-    found = Local(there(("a", 0, 999), ("b", 0, 50)), run_of(), LOCAL).play(58.5)
+    """Rounds from 10, 23, 35 and 48. The second is due as long after its opening as the first one
+    took, which had no version to read before: it has 9 steps, and the others 10. At 50 the second
+    worker has done two, delivers them until 51, and is gone at 52; the round is committed at 60."""
+    found = Local(there(("a", 0, 999), ("b", 0, 50)), run_of(), LOCAL).play(60.5)
     assert parts(found) == {
-        "training": 37 + 31, "start-up": 20, "waiting": 9 + 9, "notice": 2, "open": 2.5,
-        "allocated": 58.5 + 52,
+        "training": 39 + 31, "start-up": 20, "waiting": 9 + 9, "notice": 2, "open": 2.5,
+        "allocated": 60.5 + 52,
     }  # fmt: skip
 
 
 def test_a_worker_that_is_killed_loses_its_round_and_the_others_call_in_vain():
-    """The other one waits from 56 on: for a deadline, 14.4 s after the round was opened at 46, then
+    """The other one waits from 58 on: for a deadline, 14.4 s after the round was opened at 47, then
     for an answer to the last call; the next round begins two seconds later."""
     changes = there(("a", 0, 999), ("b", 0, 50.5))
     found = Local(changes, run_of(), replace(LOCAL, notice_s=0)).play(80)
-    assert parts(found)["lost"] == 50.5 - 44  # since its last step that counts
-    late_s = 60.4 + 1 + 2 - 56
+    assert parts(found)["lost"] == 50.5 - 45  # since its last step that counts
+    late_s = 61.4 + 1 + 2 - 58
     assert found["waiting"] == pytest.approx(9 + 6 + late_s, abs=0.05)
     lease = Local(changes, run_of(health__lease="4s"), replace(LOCAL, notice_s=0)).play(80)
     assert lease["waiting"] == pytest.approx(9 + 6 + 3)
 
 
 def test_a_worker_that_joins_stops_when_the_round_is_due():
-    """The round of 47 is due at 57; who comes at 52 has 4 s until it must deliver."""
+    """The round of 48 is due at 59; who comes at 52 has 6 s until it must deliver."""
     changes = there(("a", 0, 999), ("b", 42, 999))
     found = Local(changes, run_of(), LOCAL)
-    found.play(63)
+    found.play(65)
     steps = {(each.attempt, each.start): each.tokens for each in found.work}
-    assert (steps[(0, 1), 47], steps[(1, 1), 52]) == (9, 4)
+    assert (steps[(0, 1), 48], steps[(1, 1), 52]) == (10, 6)
 
 
 def test_a_run_starts_as_many_jobs_at_once_as_may_wait_in_the_queue():

@@ -107,18 +107,40 @@ def test_a_last_call_is_taken_back_with_the_last_delta(master):
     assert master._round.called is None
 
 
-def test_a_delta_that_waited_for_its_master_tells_the_pace_of_its_worker(master):
-    """Not how soon after the master it came, or rounds would be due at once from then on."""
+@pytest.mark.parametrize(("opened_by", "pace_s"), [(1, 40.0 / 8), (2, 42.0 / 8)])
+def test_a_delta_that_waited_for_its_master_tells_the_pace_of_its_worker(
+    master, opened_by, pace_s
+):
+    """Not how soon after the master it came, or rounds would be due at once from then on. Of a
+    round that this master has opened itself it counts what came before the worker's start, too."""
     header = SimpleNamespace(key=(3, 1, 5), slot=3, attempt=1, base=5, steps=8, tokens=8,
-                             seconds=40.0)  # fmt: skip
+                             seconds=40.0, stall_s=3.0)  # fmt: skip
     done = SimpleNamespace(done=lambda: True, result=lambda: Checked(header))
     steps = SimpleNamespace(inner_steps=8, cold_start_steps=0)
-    master.config, master._commit = SimpleNamespace(local_sgd=steps), {}
-    master._durations, master._now = [], lambda: master._round.opened + 1.0
+    master.config, master._commit = SimpleNamespace(local_sgd=steps), {"master_epoch": opened_by}
+    took_s = {1: 1.0, 2: 42.0}[opened_by]
+    master.epoch, master._paces_s = 2, {3: 0.1}
+    master._now = lambda: master._round.opened + took_s
     master._round.checking[header.key] = done
     master._collect_checked()
-    assert master._durations == [40.0]
-    assert master._round.has_told_pace
+    assert master._paces_s == {3: pace_s}
+
+
+def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version(master):
+    """Those of them that are live. In a round it comes nearer, and is not put off."""
+    master.config = SimpleNamespace(
+        local_sgd=SimpleNamespace(inner_steps=8, cold_start_steps=0, min_deadline_s=1.0),
+        train=SimpleNamespace(max_tokens=0),
+    )  # fmt: skip
+    master._now, master._paces_s, master._workers = lambda: 0.0, {}, {3: None}
+    told = [{"slot": slot, "steps": 4, "seconds": 2.0 * slot} for slot in (1, 3)]
+    deltas = [*told, {"slot": 0, "steps": 7}]  # of sync mode, which says nothing of seconds
+    master._begin_round({"version": 6, "tokens": 0, "deltas": deltas})
+    assert master._due_s() == 8 * 1.5
+    master._paces_s[3] = 9.0
+    assert master._due_s() == 8 * 1.5
+    master._workers = {1: None}
+    assert master._due_s() == 8 * 0.5
 
 
 def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master, monkeypatch):

@@ -178,7 +178,7 @@ def view(expected=(0, 1, 2, 3), answered=(), accepted=None, **changes):
         expected={slot: joined.get(slot, 50.0) for slot in expected},
         answered=frozenset(answered),
         accepted=len(answered) if accepted is None else accepted,
-        preparing=changes.pop("preparing", 0), durations_s=changes.pop("durations_s", ()),
+        preparing=changes.pop("preparing", 0), due_s=changes.pop("due_s", math.inf),
     )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def test_a_delta_whose_bytes_are_being_read_is_waited_for():
 
 
 def test_below_the_quorum_there_is_no_deadline():
-    seen = view(answered=(0,), durations_s=(10.0,))
+    seen = view(answered=(0,), due_s=10.0)
     move, reason = decide(seen, 1e9)
     assert (move, reason) == (Move.WAIT, "waiting for slots 1, 2, 3")
 
@@ -227,14 +227,14 @@ def test_below_the_quorum_there_is_no_deadline():
 def test_the_quorum_is_a_part_of_the_live_workers_rounded_up(quorum, workers, enough):
     patience = SimpleNamespace(**{**vars(PATIENCE), "quorum": quorum})
     for answered in range(1, workers):
-        seen = view(range(workers), range(answered), durations_s=(10.0,))
+        seen = view(range(workers), range(answered), due_s=10.0)
         assert (decide(seen, 1e9, patience)[0] is Move.CALL) == (answered >= enough)
 
 
 def test_a_slow_worker_gets_a_last_call_and_then_the_round_closes_without_it():
-    """A story with a stepped clock: three took 20, 21 and 22 s, the fourth does not come."""
-    seen = view(answered=(0, 1, 2), durations_s=(20.0, 21.0, 22.0))
-    deadline = 100.0 + 21.0 + 4 * 21 / 20  # the MAD of 1 is less than a twentieth of the median
+    """A story with a stepped clock: three have come by 21 s, the fourth does not."""
+    seen = view(answered=(0, 1, 2), due_s=21.0)
+    deadline = 100.0 + 21.0 + 4 * 21 / 20
     move, reason = decide(seen, deadline - 0.01)
     assert (move, reason) == (Move.WAIT, "waiting for slots 3, at most 25.2 s")
     move, reason = decide(seen, deadline)
@@ -252,7 +252,7 @@ def test_a_lost_worker_is_not_waited_for():
 
 
 def test_who_joined_in_mid_round_does_not_hold_up_the_others():
-    seen = view(answered=(0, 1, 2), joined={3: 110.0}, durations_s=(20.0,))
+    seen = view(answered=(0, 1, 2), joined={3: 110.0}, due_s=20.0)
     move, reason = decide(seen, 120.0)
     assert move is Move.CALL
     assert reason == "only workers that joined late are still at it: slots 3"
@@ -266,7 +266,7 @@ def test_who_joined_before_the_round_opened_is_waited_for():
 
 
 def test_a_joiner_beside_a_slow_worker_changes_nothing():
-    seen = view(answered=(0, 1), joined={3: 110.0}, durations_s=(20.0, 20.0))
+    seen = view(answered=(0, 1), joined={3: 110.0}, due_s=20.0)
     assert decide(seen, 111.0)[0] is Move.WAIT
     assert decide(seen, 124.0)[0] is Move.CALL
 
@@ -276,37 +276,47 @@ def test_a_reason_stays_short_when_many_are_missing():
     assert reason == "waiting for slots 1, 2, 3, 4, 5, 6, 7, 8 and 991 more"
 
 
-def test_the_deadline_adapts_to_how_long_workers_take():
-    assert rounds.deadline_s((20.0, 20.0, 20.0), PATIENCE) == 20 + 4 * 1.0  # 5 % of the median
-    assert rounds.deadline_s((10.0, 20.0, 40.0), PATIENCE) == 20 + 4 * 10.0  # MAD 10
-    assert rounds.deadline_s((0.1, 0.1), PATIENCE) == 5.0  # min_deadline
+def test_the_deadline_follows_the_due_time_and_before_there_is_one_there_is_none():
+    assert rounds.deadline_s(20.0, PATIENCE) == 20 + 4 * 1.0
     exact = SimpleNamespace(**{**vars(PATIENCE), "deadline_k": 0.0})
-    assert rounds.deadline_s((20.0,), exact) == 20.0
+    assert rounds.deadline_s(20.0, exact) == 20.0
+    assert decide(view(answered=(0, 1, 2)), 1e9) == (Move.WAIT, "waiting for slots 3")
 
 
 # ---- pace ---------------------------------------------------------------------------------------
 
 
-def delta_of(steps, seconds):
-    return replace(header(), steps=steps, seconds=seconds)
+def delta_of(steps, seconds, stall_s=0.0):
+    return replace(header(), steps=steps, seconds=seconds, stall_s=stall_s)
 
 
-def test_a_whole_round_is_known_from_half_of_it():
-    assert rounds.whole_s(delta_of(100, 50.0), 60.0, 100) == 60.0
-    assert rounds.whole_s(delta_of(50, 30.0), 33.0, 100) == 33.0 + 50 * 0.6
-    assert rounds.whole_s(delta_of(49, 30.0), 33.0, 100) is None
+def test_every_delta_tells_the_pace_of_its_worker():
+    """10 s pass before it begins: they come once, however many steps there are."""
+    whole, part = delta_of(100, 50.0, stall_s=12.0), delta_of(10, 5.0, stall_s=12.0)
+    assert rounds.pace_s(whole, 60.0, 100) == pytest.approx(0.6)
+    assert rounds.pace_s(part, 15.0, 100) == pytest.approx(0.6)
 
 
-def test_a_round_is_due_when_the_faster_quarter_is_through():
-    assert rounds.due_s((), PATIENCE) is None
-    assert rounds.due_s((9.0,), PATIENCE) == 9.0
-    assert rounds.due_s((40.0, 10.0, 11.0, 12.0), PATIENCE) == 11.0
-    assert rounds.due_s((0.1,), PATIENCE) == 5.0  # for rounds so short nobody hurries
+def test_who_joined_in_mid_round_is_not_taken_for_slow():
+    assert rounds.pace_s(delta_of(10, 5.0), 45.0, 100) == 0.5
 
 
-def test_one_odd_worker_does_not_set_the_pace():
-    assert rounds.due_s((1.0, *[20.0] * 15), PATIENCE) == 20.0
-    assert rounds.due_s((200.0, *[20.0] * 15), PATIENCE) == 20.0
+def test_steps_ahead_of_the_round_were_no_part_of_its_time():
+    """It came 40 s after the opening; it had begun 10 s before."""
+    assert rounds.pace_s(delta_of(100, 50.0, stall_s=0.1), 40.0, 100) == pytest.approx(0.4)
+
+
+def test_a_round_is_due_when_the_fastest_quarter_is_through():
+    assert rounds.due_s([], 10, PATIENCE) == math.inf
+    assert rounds.due_s([0.9], 10, PATIENCE) == 9.0
+    assert rounds.due_s([4.0, 1.0, 1.1, 1.2], 10, PATIENCE) == 10.0
+    assert rounds.due_s([4.0, 1.0, 1.1, 1.2, 5.0], 10, PATIENCE) == 11.0
+    assert rounds.due_s([0.01], 10, PATIENCE) == 5.0  # for rounds so short nobody hurries
+
+
+def test_of_many_workers_one_odd_one_does_not_set_the_pace():
+    assert rounds.due_s([0.1, *[2.0] * 15], 10, PATIENCE) == 20.0
+    assert rounds.due_s([20.0, *[2.0] * 15], 10, PATIENCE) == 20.0
 
 
 def test_a_worker_stops_at_the_step_nearest_to_the_due_time():
@@ -323,10 +333,10 @@ def test_a_worker_stops_at_the_step_nearest_to_the_due_time():
 )
 def test_workers_of_any_pace_end_a_round_within_half_a_step_of_each_other(paces, inner_steps):
     """Played to the end: round by round, until the pace has settled."""
-    durations = tuple(pace * inner_steps for pace in paces)  # the first round has no due time
+    known = paces  # in the first round, which has no due time, all do all steps
     patience = SimpleNamespace(min_deadline_s=0.0)
     for _ in range(3):
-        due = rounds.due_s(durations, patience)
+        due = rounds.due_s(known, inner_steps, patience)
         turns = []
         for pace in paces:
             steps = 0
@@ -337,25 +347,32 @@ def test_workers_of_any_pace_end_a_round_within_half_a_step_of_each_other(paces,
             turns.append((steps, steps * pace))
         for (steps, took), pace in zip(turns, paces, strict=True):
             assert steps in (1, inner_steps) or abs(took - due) <= pace / 2 + 1e-9
-        seen = [rounds.whole_s(delta_of(n, took), took, inner_steps) for n, took in turns if n]
-        durations = tuple(each for each in seen if each is not None)
+        known = [rounds.pace_s(delta_of(n, took), took, inner_steps) for n, took in turns if n]
     # It does not run away: however often, it is the pace of one of the workers.
     assert min(abs(due - pace * inner_steps) for pace in paces) < 1e-6
 
 
-@pytest.mark.parametrize("known_s", [2.0, 40.0])
-def test_a_round_that_is_due_too_early_does_not_stay_so(known_s):
-    """Else rounds stay short for ever after workers have become much slower."""
-    assert rounds.without_the_quickest((3.0, 1.0, 2.0, 4.0, 5.0)) == (3.0, 4.0, 5.0)
-    assert rounds.without_the_quickest(()) == ()
-    durations, inner_steps, pace_s = (known_s,) * 16, 200, 0.5
-    for _ in range(20):
-        due = rounds.due_s(durations, PATIENCE)
-        steps = inner_steps if due is None else min(inner_steps, round(due / pace_s))
-        took = steps * pace_s
-        told = rounds.whole_s(delta_of(steps, took), took, inner_steps)
-        durations = (*durations, told) if told else rounds.without_the_quickest(durations)
+@given(
+    known_s=st.floats(0.001, 10.0), pace_s=st.floats(0.01, 1.0), once_s=st.floats(0.0, 5.0),
+    inner_steps=st.integers(1, 200),
+)  # fmt: skip
+def test_a_round_that_is_due_too_early_or_too_late_does_not_stay_so(
+    known_s, pace_s, once_s, inner_steps
+):
+    """Else rounds stay short for ever after workers have become much slower. `once_s` is what a
+    delivery takes; the worker keeps it free."""
+    patience = SimpleNamespace(min_deadline_s=0.0)
+    for _ in range(4):
+        due = rounds.due_s([known_s], inner_steps, patience) - once_s
+        steps = 0
+        while steps < inner_steps and not rounds.is_due(
+            due - steps * pace_s, steps, steps * pace_s
+        ):
+            steps += 1
+        took_s = max(1, steps) * pace_s + once_s
+        known_s = rounds.pace_s(delta_of(max(1, steps), took_s), took_s, inner_steps)
     assert steps == inner_steps
+    assert known_s * inner_steps == pytest.approx(inner_steps * pace_s + once_s)
 
 
 # ---- weights ------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         "change; more, and the version it was trained on is taken back; 0: any", NATURAL),
     Key("thin_rounds", BOOL, True, "", "step less in a round with fewer tokens than usual"),
     Key("quorum", REAL, 0.5, "of live", "workers that deliver before a last call", SHARE),
-    Key("deadline_k", REAL, 4.0, "MADs", "above the median time a worker is late", NATURAL),
+    Key("deadline_k", REAL, 4.0, "20ths of a round", "that a worker may be late", NATURAL),
     Key("min_deadline", TIME, "5s", "", "a round waits at least so long for the slow"),
     Key("last_call", TIME, "10s", "", "least time given to answer the last call"),
     Key("fragment", SIZE, "32mb", "", "float32 bytes delivered and averaged as one", POSITIVE),

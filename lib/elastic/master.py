@@ -45,7 +45,6 @@ TICK_S = 0.5
 LOOK_S = 0.02  # at what is being checked
 CONTROL_S = 1.0
 LEAVE_S = 20.0  # workers are given this long to deliver and leave when the run ends
-DURATIONS_KEPT = 64
 MOST_HEADER_BYTES = 16 << 20
 MOST_STEP_S = 30.0  # an inner step that is waited for before samples are given to others
 MOST_REASON = 300  # characters: it may quote what is wrong
@@ -63,13 +62,13 @@ class Round:
     def __init__(self, version: int, opened: float):
         self.version, self.opened = version, opened
         self.called: float | None = None
+        self.due_s = inf
         self.seen: dict[tuple[int, str], bytes] = {}  # (base, name) -> header as it came
         self.judged: set[tuple[int, int, int]] = set()
         self.accepted: dict[tuple[int, int, int], Checked] = {}
         self.arrived: dict[tuple[int, int, int], float] = {}  # Redis TIME
         self.checking: dict[tuple[int, int, int], Future] = {}
         self.answered: set[tuple[int, int, int]] = set()
-        self.has_told_pace = False
         self.rejected: dict[str, int] = {}
 
 
@@ -91,7 +90,7 @@ class Master:
         self._taken_back: set[int] = set()  # versions
         self._attempts: dict[int, int] = {}
         self._granted: dict[tuple[int, int], tuple[int, list]] = {}
-        self._durations: list[float] = []
+        self._paces_s: dict[int, float] = {}  # of a step, by slot: its newest delta's
         self._state = "running"
         self._reason = self._said = ""
         self._workers: dict[int, Slot] = {}
@@ -246,10 +245,9 @@ class Master:
 
     def _begin_round(self, commit: dict) -> None:
         """Open the round on top of `commit`, or see that it was the last. Needs no Redis."""
-        before = self._inner_steps if self._commit else 0
         self._commit, self._round = commit, Round(commit["version"], self._now())
-        if before and (factor := self._inner_steps / before) != 1.0:
-            self._durations = [each * factor for each in self._durations]
+        told = {d["slot"]: d["seconds"] / d["steps"] for d in commit["deltas"] if d.get("seconds")}
+        self._paces_s = told | self._paces_s  # a new master knows no others
         if self._budget_is_spent():
             reached = {name: commit[name] for name in ("version", "tokens")} | {"time": time.time()}
             self._written(self.run.mark_done, reached)
@@ -284,13 +282,27 @@ class Master:
     def _due(self) -> float:
         """Redis TIME at which the open round is due; inf: whenever. One that nobody has delivered
         to by its deadline has lost its workers, and those that come are to do all steps."""
-        durations, settings = tuple(self._durations), self.config.local_sgd
-        if not self._round or (due_s := rounds.due_s(durations, settings)) is None:
+        if not self._round:
             return inf
-        waited_s = self._now() - self._round.opened
-        if not self._round.accepted and waited_s > rounds.deadline_s(durations, settings):
+        due_s, waited_s = self._due_s(), self._now() - self._round.opened
+        if not self._round.accepted and waited_s > rounds.deadline_s(due_s, self.config.local_sgd):
             return inf
         return round(self._round.opened + due_s, 3)
+
+    def _due_s(self) -> float:
+        """After the opening. It is put off no more in a round: who has stopped would wait."""
+        paces_s = [pace_s for slot, pace_s in self._paces_s.items() if slot in self._workers]
+        due_s = rounds.due_s(paces_s, self._inner_steps, self.config.local_sgd)
+        self._round.due_s = min(self._round.due_s, due_s)
+        return self._round.due_s
+
+    def _note_pace(self, header: Header) -> None:
+        """The time since the opening counts where both saw it: not of a delta that waited for this
+        master, nor of one for a round before."""
+        took_s, round_ = header.seconds, self._round
+        if header.base == round_.version and self._commit["master_epoch"] == self.epoch:
+            took_s = round_.arrived[header.key] - round_.opened
+        self._paces_s[header.slot] = rounds.pace_s(header, took_s, self._inner_steps)
 
     # ---- observe
 
@@ -423,11 +435,7 @@ class Master:
             header = checked.header
             if header.base == self._round.version:
                 self._round.answered.add(key)
-                # One that was done before this master came has taken its worker longer.
-                took_s = max(self._round.arrived[key] - self._round.opened, header.seconds)
-                whole_s = rounds.whole_s(header, took_s, self._inner_steps)
-                self._round.has_told_pace |= whole_s is not None
-                self._durations = [*self._durations, *filter(None, [whole_s])][-DURATIONS_KEPT:]
+            self._note_pace(header)
             self._event("delta", slot=header.slot, attempt=header.attempt, base=header.base,
                         steps=header.steps, tokens=header.tokens)  # fmt: skip
 
@@ -520,7 +528,7 @@ class Master:
             answered=frozenset(slot for slot, worker in present.items()
                                if (slot, worker.attempt, round_.version) in round_.answered),
             accepted=len(round_.accepted), preparing=len(round_.checking),
-            durations_s=tuple(self._durations),
+            due_s=self._due_s(),
         )  # fmt: skip
         move, reason = rounds.decide(view, self.config.local_sgd, now)
         if not view.preparing:
@@ -626,8 +634,6 @@ class Master:
         before = self._round
         for key in before.accepted:
             self._ledger.commit(key)
-        if before.accepted and not before.has_told_pace:
-            self._durations = list(rounds.without_the_quickest(tuple(self._durations)))
         self._begin_round(commit)
         with contextlib.suppress(TryAgain):
             self._publish_state(wake=f"version {commit['version']}")

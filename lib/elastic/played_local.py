@@ -16,7 +16,6 @@ from elastic.plan import SUBMIT, Limits, World, plan
 from elastic.played import Change, Costs, Play, nothing
 
 AFTER_LEAVE_S = 2.0  # from a worker's leave to the pass that replaces it, as the master has it
-DURATIONS_KEPT = 64  # as the master does
 LATE_S = 0.01  # that it looks after a deadline has passed
 LOADING, TRAINING, DELIVERING, WAITING = "loading", "training", "delivering", "waiting"
 
@@ -33,14 +32,10 @@ class Worker:
     began: float = 0.0  # its round
     steps: int = 0
     stopped: float | None = None  # the end of its last step
+    seconds: float = 0.0  # from the start of its round to the delivery, as a header has it
     stall_s: float = 0.0  # between that and its round
     notice: float | None = None
     turn: int = 0  # an event planned for an earlier one is off
-
-    @property
-    def seconds(self) -> float:
-        """Of its round; as a header has it."""
-        return self.stopped - self.began
 
 
 class Local(Play):
@@ -58,9 +53,10 @@ class Local(Play):
         self.accepted: list[Worker] = []  # copies, as they were when they delivered
         self.merging: list[Worker] = []
         self.answered: set[tuple[int, int]] = set()
-        self.durations_s: tuple[float, ...] = ()
+        self.paces_s: dict[int, float] = {}  # by slot
         self.most = rounds.inner_steps(self.commit, self.sgd)  # K of the round
-        self.due, self._look = inf, 0.0
+        self.due_s = self.due = inf
+        self._look = 0.0
         self._is_news = True  # for a pass
         self.at(0.0, self.each, config.elastic.reconcile_interval_s, self._pass)
 
@@ -216,20 +212,24 @@ class Local(Play):
     # ---- the master
 
     def _accept(self, worker: Worker, is_late: bool) -> None:
+        worker.seconds = self.now - worker.began
         delta = copy(worker)
         self.accepted.append(delta)
-        whole_s = rounds.whole_s(delta, self.now - self.opened, self.most)
-        if whole_s is not None and not (is_late or self.merging):
-            self.durations_s = (*self.durations_s, whole_s)[-DURATIONS_KEPT:]
+        took_s = delta.seconds if is_late or self.merging else self.now - self.opened
+        self.paces_s[worker.slot] = rounds.pace_s(delta, took_s, self.most)
+
+    def _due_s(self) -> float:
+        live = self.silent.keys() | {worker.slot for worker in self.workers}
+        paces_s = [pace_s for slot, pace_s in self.paces_s.items() if slot in live]
+        self.due_s = min(self.due_s, rounds.due_s(paces_s, self.most, self.sgd))
+        return self.due_s
 
     def _due(self) -> float:
         """When the round is due; as the master says it."""
-        if not self.durations_s:
+        due_s = self._due_s()
+        if not self.accepted and self.now - self.opened > rounds.deadline_s(due_s, self.sgd):
             return inf
-        is_empty = not self.accepted
-        if is_empty and self.now - self.opened > rounds.deadline_s(self.durations_s, self.sgd):
-            return inf
-        return self.opened + rounds.due_s(self.durations_s, self.sgd)
+        return self.opened + due_s
 
     def settle(self) -> None:
         self._fill()
@@ -243,7 +243,7 @@ class Local(Play):
             opened=self.opened, called=self.called,
             expected=self.silent | {w.slot: w.start for w in present},
             answered=frozenset(w.slot for w in present if (w.slot, w.attempt) in self.answered),
-            accepted=len(self.accepted), preparing=0, durations_s=self.durations_s,
+            accepted=len(self.accepted), preparing=0, due_s=self._due_s(),
         )  # fmt: skip
         move, _ = rounds.decide(view, self.sgd, self.now)
         if move is rounds.Move.CLOSE:
@@ -252,8 +252,8 @@ class Local(Play):
             self.called = self.now
             self._plan_ends()
             self.at(self.now + self.sgd.last_call_s + LATE_S, nothing)
-        elif self.accepted and self.durations_s:
-            self._look_at(self.opened + rounds.deadline_s(self.durations_s, self.sgd) + LATE_S)
+        elif self.accepted and view.due_s < inf:
+            self._look_at(self.opened + rounds.deadline_s(view.due_s, self.sgd) + LATE_S)
 
     def _look_at(self, time: float) -> None:
         if self._look != time > self.now:
@@ -276,12 +276,11 @@ class Local(Play):
         for delta in self.merging:
             who = (delta.slot, delta.attempt)
             self.work.append(Work(who, delta.began, delta.stopped, delta.steps, delta.stall_s))
-        before = self.most
         steps = self.commit["tokens"] + sum(delta.steps for delta in self.merging)
         self.commit |= {"version": self.commit["version"] + 1, "tokens": steps}
         self.most = rounds.inner_steps(self.commit, self.sgd)
-        self.durations_s = tuple(each * self.most / before for each in self.durations_s)
         self.opened, self.called, self.merging, self.answered = self.now, None, [], set()
+        self.due_s = inf
         self.due = self._due()
         for worker in self.workers:
             if worker.state == WAITING and worker.notice is None:

@@ -175,7 +175,7 @@ class View:
     answered: frozenset[int]  # slots with a judged header based on this version
     accepted: int  # deltas that would be merged if the round closed now
     preparing: int  # deltas whose bytes are still being checked
-    durations_s: tuple[float, ...]  # how long workers took, this round and recently
+    due_s: float  # how long after its opening it is due; inf: nobody knows yet
 
 
 def inner_steps(commit: dict, settings) -> int:
@@ -197,31 +197,28 @@ def momentum(steps: int, settings) -> float:
     return min(settings.outer_momentum, EARLY_MOMENTUM) if is_early else settings.outer_momentum
 
 
-def whole_s(header: Header, took_s: float, inner_steps: int) -> float | None:
-    """How long a round of all `inner_steps` takes this worker, by a delta that came `took_s` after
-    the round was opened; None by one of so few steps that it says little."""
-    if 2 * header.steps < inner_steps:
-        return None
-    return took_s + (inner_steps - header.steps) * header.seconds / header.steps
+def pace_s(delta: Header, took_s: float, inner_steps: int) -> float:
+    """Seconds that each of `inner_steps` takes a worker, by its delta, which came `took_s` after
+    the round was opened.
+
+    Of few steps it says too much, never too little: what happens once (a compilation, a delivery)
+    is taken for part of each. So a round may be due too late once, and the next delta is of all
+    steps; one that is due too early does not stay so.
+    """
+    late_s = min(took_s - delta.seconds, delta.stall_s)  # who joined late has had no stall
+    return delta.seconds / delta.steps + late_s / inner_steps
 
 
-def due_s(durations_s: tuple[float, ...], settings) -> float | None:
-    """When a round is due, after its opening: by then the faster quarter have done all their steps.
+def due_s(paces_s: list[float], inner_steps: int, settings) -> float:
+    """When a round is due, after its opening: by then a quarter of the workers, the fastest, have
+    done all their steps. `paces_s`: of live workers, as far as they are known; of none: inf.
 
     Whoever is slower, or came later, stops there with fewer steps, so that all finish together
-    (as DyLU, arXiv 2401.09135, but with a quantile that one odd worker cannot move).
+    (as DyLU, arXiv 2401.09135, but with a quantile: of many workers one odd one sets no pace).
     """
-    if not durations_s:
-        return None
-    return max(settings.min_deadline_s, sorted(durations_s)[len(durations_s) // 4])
-
-
-def without_the_quickest(durations_s: tuple[float, ...]) -> tuple[float, ...]:
-    """After a round in which nobody came far: the quickest quarter of what was known is no longer
-    true, or a round that is due too early would keep itself so."""
-    by_length = sorted(range(len(durations_s)), key=durations_s.__getitem__)
-    kept = sorted(by_length[-(-len(durations_s) // 4) :])
-    return tuple(durations_s[at] for at in kept)
+    if not paces_s:
+        return math.inf
+    return max(settings.min_deadline_s, inner_steps * sorted(paces_s)[(len(paces_s) - 1) // 4])
 
 
 def is_due(left_s: float, steps: int, trained_s: float) -> bool:
@@ -230,17 +227,16 @@ def is_due(left_s: float, steps: int, trained_s: float) -> bool:
     return left_s < (trained_s / steps / 2 if steps else 0.0)
 
 
-def deadline_s(durations_s: tuple[float, ...], settings) -> float:
-    """median + k MAD of the workers' times, the MAD no less than a twentieth of the median."""
-    middle = median(durations_s)
-    spread = max(median(abs(d - middle) for d in durations_s), middle / 20)
-    return max(settings.min_deadline_s, middle + settings.deadline_k * spread)
+def deadline_s(due_s: float, settings) -> float:
+    """How long after its opening a round that is due after `due_s` waits for who is late: all that
+    hear of it stop then, whatever their pace, and differ by a step and a delivery."""
+    return due_s * (1 + settings.deadline_k / 20)
 
 
 def decide(view: View, settings, now: float) -> tuple[Move, str]:
     """What to do with the open round, and why. One worker is enough; with none it stays open.
 
-    Of `settings` (config section local_sgd) count quorum, deadline_k, min_deadline_s, last_call_s.
+    Of `settings` (config section local_sgd) count quorum, deadline_k and last_call_s.
     """
     missing = sorted(set(view.expected) - view.answered)
     if view.preparing:
@@ -257,9 +253,9 @@ def decide(view: View, settings, now: float) -> tuple[Move, str]:
         return Move.CALL, f"only workers that joined late are still at it: slots {_some(missing)}"
     enough = max(1, math.ceil(settings.quorum * len(view.expected)))
     answered = len(view.expected) - len(missing)
-    if answered < enough or not view.durations_s:
+    if answered < enough or view.due_s == math.inf:
         return Move.WAIT, f"waiting for slots {_some(missing)}"
-    wait_s = deadline_s(view.durations_s, settings)
+    wait_s = deadline_s(view.due_s, settings)
     if now - view.opened >= wait_s:
         return Move.CALL, f"slots {_some(missing)} took longer than {wait_s:.1f} s"
     return Move.WAIT, f"waiting for slots {_some(missing)}, at most {wait_s:.1f} s"
