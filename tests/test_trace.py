@@ -17,7 +17,7 @@ from elastic.rundir import RunDir
 from elastic.versions import read_outer
 from running import Running, running
 from validate.noisy_task import Noisy
-from validate.simulator import Simulator, Version
+from validate.simulator import Simulator
 
 STEPS = 16
 HEARD_S = 0.6  # what was said is heard by then: by the master of a worker, by a worker of a notice

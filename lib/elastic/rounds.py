@@ -14,7 +14,6 @@ cannot matter.
 import math
 from dataclasses import asdict, dataclass
 from enum import Enum
-from statistics import median
 
 from elastic.guards import Moved, Running, clips
 from elastic.ledger import Range
