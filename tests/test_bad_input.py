@@ -1,6 +1,7 @@
 """What is wrong is said at once, clearly, and nothing is left behind."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic import config as configuration
 from elastic import status
+from elastic.errors import UsageError
 from elastic.network import free_port
-from helpers import elastic, environment
+from helpers import ROOT, elastic, environment
 from running import SETTINGS, TESTS, kill_all, members, running, toml
 
 
@@ -248,3 +251,28 @@ def test_a_read_only_run_root_is_refused_before_anything_is_made(small_disk: Pat
     assert f"cannot write to {small_disk}" in done.stderr
     assert "ELASTIC_RUNS" in done.stderr
     assert_clean(home)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [(["{python}", "there.py", "{steps}"], 2, "run.command says {steps}"),
+     (["bash", "-c", "echo ${ckpt}"], 2, "run.command says ${ckpt}"),
+     (["no-such-program", "there.py"], 1, "no program 'no-such-program'"),
+     (["./missing"], 1, "no program './missing'"),
+     (["{python}", "missing.py"], 1, "no program 'missing.py'"),
+     (["{python}", "there.py", "--out={checkpoints}", "{resume?--resume}"], 0, "would start")],
+)  # fmt: skip
+def test_a_command_that_cannot_be_run_is_refused_at_submission(tmp_path, command, code, told):
+    (tmp_path / "there.py").touch()
+    text = f'[run]\nmode = "sync"\nscheduler = "local"\ncommand = {json.dumps(command)}\n'
+    (tmp_path / "own.toml").write_text(text)  # how long to train is the program's own affair
+    env = environment(tmp_path)
+    done = elastic("submit", tmp_path / "own.toml", "--dry-run", env=env)
+    assert (done.returncode, told in done.stdout + done.stderr) == (code, True), done
+    assert "Traceback" not in done.stderr
+
+
+def test_a_pattern_of_checkpoints_stays_below_their_folder(tmp_path):
+    for pattern in ("/scratch/*", "../x*", "**/x"):
+        with pytest.raises(UsageError, match="sync.resume"):
+            configuration.load(ROOT / "etc" / "demo.toml", [f"sync.resume={pattern}"])

@@ -24,6 +24,7 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elastic.command import STACKS, expand
 from elastic.config import env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
@@ -128,13 +129,15 @@ class Agent:
             "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
         }  # fmt: skip
-        command = list(self.config.run.command) or torch_program("worker")
+        names = {"python": sys.executable, "run": str(self.run.path), "slot": str(self.slot),
+                 "attempt": str(self.attempt)}  # fmt: skip
+        command = expand(self.config.run.command, names) or torch_program("worker")
         processes = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
                 subprocess.Popen(
-                    command, env={**environment(), **shared, **own}, pass_fds=[writer],
+                    command, env={**STACKS, **environment(), **shared, **own}, pass_fds=[writer],
                     cwd=self.config.run.folder if self.config.run.command else None,
                     stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=subprocess.PIPE,
                     preexec_fn=die_with_parent,

@@ -65,6 +65,11 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     }
 
 
+def has_ledger(run: RunDir) -> bool:
+    """False for a program in sync mode: nobody here knows which samples it has trained."""
+    return not run.config().run.command or run.control().mode == "local"
+
+
 def gpu_seconds(run: RunDir) -> dict[str, float]:
     """What the GPUs of a run were used for, from its commits and events: see goodput."""
     events, per_worker = run.events(), run.config().slurm.gpus_per_worker

@@ -27,7 +27,7 @@ from elastic import __version__, estimate, rundir, submission, wording
 from elastic import config as configuration
 from elastic import reconcile as reconciling
 from elastic.audit import audit as audit_ledger
-from elastic.audit import gpu_seconds
+from elastic.audit import gpu_seconds, has_ledger
 from elastic.durable import checksum, write_atomic
 from elastic.errors import ElasticError, Exit, UsageError
 from elastic.rundir import RunDir
@@ -415,6 +415,9 @@ def audit(run: str, files: bool, as_json: bool):
     from elastic import views
 
     found = rundir.find(run)
+    if not has_ledger(found):
+        raise UsageError(f"run {found.name} has no ledger: in sync mode run.command keeps count of "
+                         "its samples itself", f"elastic-logs {found.name}")  # fmt: skip
     report = audit_ledger(found.path, found.config().checkpoint.keep, checksum if files else None)
     report["gpu_seconds"] = gpu_seconds(found)
     show(as_json, report, functools.partial(views.audit_view, found.name))

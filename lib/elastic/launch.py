@@ -22,8 +22,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from elastic import cadence, sched_slurm, sizing, wording
-from elastic.command import expand
+from elastic import cadence, sched_local, sched_slurm, sizing, wording
+from elastic.command import STACKS, expand
 from elastic.config import elastic_home, env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit
@@ -34,7 +34,7 @@ from elastic.slurm_info import (
     get_slurm_info,
     log_job_info,
     notice_s,
-    resolve_resume_path,
+    resume_paths,
     with_end_time,
 )
 
@@ -44,6 +44,9 @@ KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are kill
 LINGER_S = 10.0  # for srun to return after a rank crashed; where a node is gone it takes minutes
 POLL_S = 0.1
 PASS_S = 60.0
+SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
+AT_ONCE_S = 300.0  # a program that dies so soon may have died of the checkpoint that it was given
+ABORT_S = 0.5  # to print stack traces
 BAD_EXIT = re.compile(
     r"srun: error: \S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93))"
 )
@@ -58,7 +61,11 @@ class Launcher:
         self.attempt = self.gpus = 0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._crashes = 0
-        self._error = ""  # the exception that the ranks died of
+        self._at_start = self._checkpoints_there()
+        self._error = ""  # what the ranks died of, if they or we can tell
+        self._began = 0.0  # the attempt
+        self._resume: Path | None = None  # what run.command was given
+        self._refused: dict[Path, int] = {}  # what it died of, and when that was written
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         info = get_slurm_info()
         self._nodes = list(info.nodes) if info else [hostname()]
@@ -73,14 +80,18 @@ class Launcher:
         if over := self.run.closing("sync"):
             return self._end("done" if over == "done" else "stopped", f"the run is {over}")
         self._release_nodes()
+        self._have_successors()
         while True:
-            before = self._newest_checkpoint()
+            before = self._checkpoints_there()
             outcome, reason = self._judge(self._train())
             if outcome != "crashed":
                 return self._end(outcome, reason)
-            progressed = self._newest_checkpoint() > before
+            progressed = self._has_progressed(before)
             self._crashes = 1 if progressed else self._crashes + 1
-            if self._lost_nodes():
+            lost = self._lost_nodes()
+            if not (progressed or lost) and time.time() - self._began < AT_ONCE_S:
+                self._refused |= {self._resume: before.get(self._resume, 0)}
+            if lost:
                 if not (nodes := self._fitting(self.config.slurm.gpus_per_node, len(self._nodes))):
                     return self._end("yielded", f"only {len(self._nodes)} nodes still answer")
                 self._nodes, self._crashes = self._nodes[:nodes], 0
@@ -136,13 +147,33 @@ class Launcher:
         if self.notice and not 0 <= code <= 128:  # a signal, as Popen or a shell writes it
             return "yielded", f"notice, and the ranks ended with {name_of(code)}"
         end = f"the ranks ended with {name_of(code)}"
-        self._error = wording.last_error("\n".join(self._tail)) if 0 < code < 128 else ""
+        if 0 < code < 128:
+            self._error = wording.last_error("\n".join(self._tail))
         return "crashed", f"{self._error} ({end})" if self._error else end
 
-    def _newest_checkpoint(self) -> tuple[int, str]:
-        """When it was written, and its name: what it was not before is progress."""
-        newest = resolve_resume_path(self._checkpoints())
-        return (newest.stat().st_mtime_ns, str(newest)) if newest else (0, "")
+    def _has_progressed(self, before: dict[Path, int]) -> bool:
+        """Is there a checkpoint that was not there before? One that was refused does not count if
+        it was written again on the way to where the ranks died: that way has no end."""
+        return any(
+            written > before.get(path, 0) and (path not in self._refused or path == self._resume)
+            for path, written in self._checkpoints_there().items()
+        )
+
+    def _checkpoints_there(self) -> dict[Path, int]:
+        """The whole ones and when they were written, the one to go on from first."""
+        return resume_paths(self._checkpoints(), self.config.sync.resume)
+
+    def _choose_resume(self) -> str:
+        """The newest checkpoint on which the program has not died at once; else the newest."""
+        there = self._checkpoints_there()
+        good = (path for path, written in there.items() if self._refused.get(path) != written)
+        self._resume = next(good, next(iter(there), None))
+        names = sorted(path.name for path in self._checkpoints().iterdir())
+        if names and not there:
+            found = wording.brief(", ".join(names))
+            self.run.event("warning", reason=f"nothing in {self._checkpoints()} looks like a whole "
+                           f"checkpoint (there are: {found}); sync.resume can say which is one")
+        return str(self._resume or "")
 
     def _checkpoints(self) -> Path:
         """Where they are; a relative path is one below the run file's folder."""
@@ -158,7 +189,7 @@ class Launcher:
         self.attempt = until_written(lambda: self.run.claim_attempt(0, who), self.notice)
         self._event("start", node=hostname())
         self._tail.clear()
-        self._bad_exit_at = math.inf
+        self._error, self._bad_exit_at, self._began = "", math.inf, time.time()
         processes = self._start_in_slurm() if env("SLURM_JOB_ID") else self._start_here()
         readers = [threading.Thread(target=self._copy, args=[p.stderr]) for p in processes]
         for reader in readers:
@@ -211,8 +242,8 @@ class Launcher:
         checkpoints = self._checkpoints()
         checkpoints.mkdir(parents=True, exist_ok=True)
         values = {
-            "resume": str(resolve_resume_path(checkpoints) or ""), "checkpoints": str(checkpoints),
-            "run": str(self.run.path), "attempt": str(self.attempt),
+            "resume": self._choose_resume(), "checkpoints": str(checkpoints),
+            "python": sys.executable, "run": str(self.run.path), "attempt": str(self.attempt),
             "mtbi_s": f"{cadence.observed_mtbi_s(self.run.endings()):.0f}",
             "master_addr": shared["MASTER_ADDR"], "master_port": shared["MASTER_PORT"],
             "nodes": str(nodes), "gpus_per_node": str(gpus_per_node), "gpus": str(self.gpus),
@@ -225,8 +256,8 @@ class Launcher:
 
     def _spawn(self, command: list[str], extra: dict[str, str]) -> subprocess.Popen:
         return subprocess.Popen(
-            command, env=environment() | extra, stdin=subprocess.DEVNULL, stdout=sys.stdout,
-            cwd=self.config.run.folder if self.config.run.command else None,
+            command, env=STACKS | environment() | extra, stdin=subprocess.DEVNULL,
+            stdout=sys.stdout, cwd=self.config.run.folder if self.config.run.command else None,
             stderr=subprocess.PIPE, text=True, errors="replace", preexec_fn=die_with_parent,
             process_group=0,  # so that a program's own children go with it
         )  # fmt: skip
@@ -250,6 +281,10 @@ class Launcher:
                 told = True
                 self._event("notice", signal=self.notice.signal_name)
                 self._tell(processes)
+            if self._is_silent():
+                self._abort(processes)
+                crashed = [-signal.SIGABRT]
+                break
             late = self.notice and time.time() - self.notice.since > KILL_AFTER_S
             if late or time.monotonic() - self._bad_exit_at > LINGER_S:
                 crashed = [-signal.SIGKILL]
@@ -260,6 +295,25 @@ class Launcher:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return crashed[0] if crashed else max(codes)
+
+    def _is_silent(self) -> bool:
+        """Has run.command neither said nor saved anything for `sync.silent_timeout`?"""
+        limit_s = self.config.sync.silent_timeout_s if self.config.run.command else 0.0
+        heard = max(self._began, os.fstat(sys.stdout.fileno()).st_mtime)  # the job's log
+        if not limit_s or time.time() - heard < limit_s:
+            return False
+        return time.time() - max(self._checkpoints_there().values(), default=0) / 1e9 > limit_s
+
+    def _abort(self, processes: list[subprocess.Popen]) -> None:
+        """End ranks that hang; they print their stacks."""
+        limit_s = self.config.sync.silent_timeout_s
+        self._error = f"no output and no new checkpoint for {limit_s:g} s (sync.silent_timeout)"
+        self._event("hang", seconds=round(limit_s))
+        if job_id := env("SLURM_JOB_ID"):
+            sched_slurm.signal_steps(job_id, "ABRT")
+        for process in processes if not job_id else ():
+            os.killpg(process.pid, signal.SIGABRT)
+        time.sleep(ABORT_S)
 
     def _tell(self, processes: list[subprocess.Popen]) -> None:
         """Pass a notice on. Never through srun, which would kill its tasks at once."""
@@ -278,13 +332,22 @@ class Launcher:
         progress = self.run.progress() or {}
         mine = progress if progress.get("job_id") == self.job_id else {}
         measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
-        self._event(kind, reason=reason, steps=progress.get("step", 0))
+        steps = {} if self.config.run.command else {"steps": progress.get("step", 0)}
+        worked = {"steps": int(self._has_progressed(self._at_start)), **steps}
+        self._event(kind, reason=reason, **steps)
         self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason,
-                      "detail": detail, "steps": progress.get("step", 0),
-                      **measured})  # fmt: skip
+                      "detail": detail, **worked, **measured})  # fmt: skip
         print(f"trainer  {outcome}: {reason}", flush=True)
         self._reconcile()
         return code
+
+    def _have_successors(self) -> None:
+        """Without cron, too: one waits in the queue soon, and is started however this one ends."""
+        timer = threading.Timer(SUCCESSOR_S, self._reconcile)
+        timer.daemon = True
+        timer.start()
+        if self.config.run.scheduler == "local":
+            sched_local.pass_after_me(self.run.path, self.config.elastic.backoff_s)
 
     def _reconcile(self) -> None:
         """See to the successor now, or to the end of the run; cron would come later."""

@@ -35,6 +35,9 @@ from elastic.sched import Job, JobSpec
 
 # Becomes the job: the redirection fails where the claim exists (set -C opens with O_EXCL).
 CLAIM = 'set -C; read -r me < /proc/$$/stat; echo "$me" 2>/dev/null > "$0" && exec "$@"'
+# PID PROGRAM RUN SECONDS…: once PID has ended, PROGRAM each time that so many seconds have passed.
+AFTERWARDS = """tail --pid="$0" -s 0.2 -f /dev/null; program="$1" run="$2"; shift 2
+for seconds; do sleep "$seconds"; "$program" "$run"; done"""
 NEVER = b"-"  # the claim of whoever cancelled a pending job
 START_S = 5.0  # for a new process to make its claim
 POLL_S = 0.01
@@ -249,6 +252,17 @@ def _detached(
     given = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL}
     output = output or subprocess.DEVNULL
     subprocess.run(["setsid", "--fork", *command], stdout=output, stderr=output, **given)
+
+
+def pass_after_me(run_dir: Path, backoff_s: float) -> None:
+    """A reconcile pass once this process has ended, however that was: nobody may call again. Two
+    more when what crashed may be tried again."""
+    environment = configuration.environment()
+    environment.pop(MARK, None)  # it must outlive this process
+    program = configuration.elastic_home() / "bin" / "elastic-reconcile"
+    times = [f"{seconds:.1f}" for seconds in (0, backoff_s + 1, 2 * backoff_s + 1)]
+    _detached(["sh", "-c", AFTERWARDS, str(os.getpid()), str(program), str(run_dir), *times],
+              environment)  # fmt: skip
 
 
 def _least_used(in_use: Sequence[int], count: int) -> list[int]:

@@ -21,7 +21,7 @@ from elastic import membership, reconcile, wording
 from elastic.audit import read_checkpoints
 from elastic.config import Config
 from elastic.errors import ElasticError, TryAgain
-from elastic.history import MASTER, RECENT_S, WORKER
+from elastic.history import MASTER, RECENT_S, TRAINER, WORKER
 from elastic.rounds import inner_steps
 from elastic.rundir import RunDir
 from elastic.sched import Job, cluster_of, parse_job_name, scheduler_of
@@ -31,6 +31,9 @@ EVENTS, LOOKED_AT = 20, 300
 CURVE = 60  # newest versions whose loss is shown
 WINDOW = 10  # newest versions over which speed and goodput are measured
 TAKEN_AWAY = ("yielded", "killed", "lost")  # outcomes of jobs that the scheduler ended
+# A worker that says nothing of itself.
+UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
+           "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
 NOT_REACHED_S = 2.0  # how long a master that does not answer is waited for
 ASKED = 8  # of so many runs at most each one's Redis is asked for a row of the table
 
@@ -123,7 +126,7 @@ def row(run: RunDir, jobs: Listing, asks: bool) -> dict:
         "tokens": newest.get("tokens", 0), "loss": newest.get("loss"),
         **_on_top(run, newest.get("version", 0), is_sync),
         "min": control.min, "max": control.max, "gpus": gpus, "workers": workers,
-        "asked": is_sync or asks,
+        "program": master.get("program", ""), "asked": is_sync or asks,
     }  # fmt: skip
 
 
@@ -213,7 +216,7 @@ def _reasons(seen: dict, trouble: str) -> Iterator[str]:
     blocked = [worker for worker in workers if worker["state"] == "blocked"]
     slots = ", ".join(str(worker["slot"]) for worker in blocked)
     yield f"slots {slots} cannot write, and wait: {blocked[0]['trouble']}" if blocked else ""
-    pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
+    pending = wording.awaited(seen)
     waits = f"{counted(len(pending), 'job')} {'waits' if len(pending) == 1 else 'wait'}"
     yield f"{waits} ({pending[0]['reason'] or 'PENDING'})" if pending else ""
     yield f"the scheduler does not answer: {trouble}" if trouble else ""
@@ -264,6 +267,8 @@ def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict],
 
 def _ranks(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
     """One row per GPU of the trainer that runs now, from what its rank 0 wrote last."""
+    if run.config().run.command:
+        return _ranks_of_program(run, jobs)
     progress = run.progress() or {}
     running = {job["job_id"]: job for job in jobs if job["state"] == "RUNNING"}
     job = running.get(progress.get("job_id"))
@@ -278,6 +283,24 @@ def _ranks(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
     return [{"slot": rank, **row} for rank in range(world)], {"reason": progress["cadence"]}
 
 
+def _ranks_of_program(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
+    """The same of a program that says nothing of its progress, by its job's record alone."""
+    running = [job for job in jobs if job["role"] == TRAINER and job["state"] == "RUNNING"]
+    record = run.ending(running[0]["job_id"]) if running else None
+    if not record or record["state"] != "training":
+        return [], {}
+    now, log = time.time(), run.log_path(TRAINER, 0)
+    row = {**UNKNOWN, "attempt": record["attempt"], "job_id": record["job_id"],
+           "node": running[0]["node"], "state": "running"}  # fmt: skip
+    gpus, since = counted(record["gpus"], "GPU"), wording.span(now - record["started"])
+    words = f"running job {record['job_id']} on {row['node']}, {gpus}, since {since}"
+    silent_s = now - log.stat().st_mtime if log.exists() else 0.0
+    if silent_s > run.config().health.hang_timeout_s:
+        words += f", without output for {wording.span(silent_s)}"
+    rows = [{**row, "slot": rank} for rank in range(record["gpus"])]
+    return rows, {"program": f"{words}; its progress is its own (elastic-logs)"}
+
+
 def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
     state = membership.state(slot, now, stall_after_s)
     return {**asdict(slot), "state": state, "last_beat_s": round(max(0.0, now - slot.beat), 3)}
@@ -285,9 +308,7 @@ def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
 
 def _by_jobs(jobs: list[dict]) -> list[dict]:
     """Workers whose job is running; their progress is not known."""
-    unknown = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
-               "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
-    return [{**unknown, **{name: job[name] for name in ("slot", "job_id", "node")}}
+    return [{**UNKNOWN, **{name: job[name] for name in ("slot", "job_id", "node")}}
             for job in jobs if job["role"] == WORKER and job["state"] == "RUNNING"]  # fmt: skip
 
 

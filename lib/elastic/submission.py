@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from elastic import config as configuration
+from elastic.command import NAMES, expand
 from elastic.config import Config
 from elastic.durable import check_private
 from elastic.errors import ElasticError, UsageError
@@ -95,8 +96,23 @@ def _check_redis(config: Config) -> None:
         redis_server.find(config.redis.server)
 
 
+def _check_command(run) -> None:
+    """Is what the first start would run there, and are its {names} known?"""
+    values = {**dict.fromkeys(NAMES[run.mode], "0"), "resume": "", "python": sys.executable}
+    words = expand(run.command, {name: values[name] for name in NAMES[run.mode]})
+    programs = [*words[:1], *(word for word in words[1:2] if word.endswith((".py", ".sh")))]
+    for number, program in enumerate(programs):
+        is_path = number > 0 or "/" in program
+        if not (Path(run.folder, program).is_file() if is_path else shutil.which(program)):
+            raise ElasticError(
+                f"no program {program!r}, which run.command names",
+                f"put it {f'into {run.folder}' if is_path else 'on PATH'}, or write its whole path",
+            )
+
+
 def _check_task(config: Config) -> None:
     if config.run.command:
+        _check_command(config.run)
         return
     module = config.run.task.partition(":")[0]
     parts = module.split(".")

@@ -120,7 +120,7 @@ def _summary(seen: dict, height: int) -> RenderableType:
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
     goal = f" of {si(seen['tokens_goal'])}" if seen.get("tokens_goal") else ""
-    numbers = (
+    numbers = "" if seen.get("program") else (
         f"version {_number(seen['version'])} · {si(seen['tokens'])} tokens{goal}"
         f" · loss {_number(seen['loss'], LOSS)}"
     )
@@ -138,7 +138,7 @@ def _summary(seen: dict, height: int) -> RenderableType:
         ("workers", alive),
         ("deltas", _transport(seen) if space else ""),
         ("why", escape(seen["reason"])),
-        ("waits", escape(_waits(seen["jobs"]))),
+        ("waits", escape(_waits(wording.awaited(seen)))),
         ("where", escape(seen["path"]) if space else ""),
     ):
         if text:
@@ -159,7 +159,7 @@ def _round(seen: dict) -> str:
 
 def _waits(jobs: Sequence[dict]) -> str:
     """What the scheduler's reasons mean, and what to do."""
-    reasons = dict.fromkeys(job["reason"] for job in jobs if job["state"] == "PENDING")
+    reasons = dict.fromkeys(job["reason"] for job in jobs)
     said = [(reason, wording.way_out(reason)) for reason in reasons if reason]
     return "; ".join(f"{reason}: {words}" for reason, words in said if words)
 

@@ -84,12 +84,16 @@ def event_words(event: Mapping[str, Any]) -> str:
         return " ".join([kind, *rest])
     if kind == "lost" and "reason" in event:  # it said so itself
         kind = "crash"
-    return EVENTS[kind].format_map(_Fields(event, **_derived(event)))
+    words = EVENTS[kind]
+    if "steps" not in event:  # of a program whose steps nobody knows
+        words = words.removesuffix("; {steps} steps in all")
+    return words.format_map(_Fields(event, **_derived(event)))
 
 
 def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
     """What sentences need beside the fields."""
-    step = f"step {event['step']}" if "step" in event else "the beginning"
+    again = "what the program itself finds" if event.get("attempt", 1) > 1 else "the beginning"
+    step = f"step {event['step']}" if "step" in event else again
     found = {"who": who(event), "done": event.get("reason", "nothing is left to train"),
              "from": event.get("resume") or step}  # fmt: skip
     if "workers" in event:
@@ -129,13 +133,15 @@ def one_line(text: str, most: int = 300) -> str:
 
 def sentence(seen: Mapping[str, Any], now: float) -> str:
     """A run in one sentence: what it does, how far and how fast, and what it waits for."""
+    if seen["state"] == "running" and seen.get("program"):
+        return seen["program"]
     doing = {"running": "training on", "waiting": "waiting, with"}.get(seen["state"])
     if not doing:
         return ", ".join([_ended(seen), *_progress(seen)])
     if seen["workers"] and all(worker["state"] == "unknown" for worker in seen["workers"]):
         doing = "nobody says how it goes, on"
     gpus = f"{doing} {seen['gpus']} of {seen['min']}–{seen['max']} GPUs"
-    parts = [", ".join([gpus, *_progress(seen)]), _pending(seen["jobs"], now)]
+    parts = [", ".join([gpus, *_progress(seen)]), _pending(seen, now)]
     following = "nothing" if seen["next"].startswith("nothing: ") else seen["next"]
     return "; ".join([*filter(None, parts), f"next: {following}"])
 
@@ -156,8 +162,14 @@ def _progress(seen: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _pending(jobs: list[dict], now: float) -> str:
-    waiting = [job for job in jobs if job["state"] == "PENDING"]
+def awaited(seen: Mapping[str, Any]) -> list[dict]:
+    """The pending jobs that matter: a successor in sync mode waits for the end of a job at work."""
+    pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
+    return [job for job in pending if job["role"] != "trainer" or not seen["workers"]]
+
+
+def _pending(seen: Mapping[str, Any], now: float) -> str:
+    waiting = awaited(seen)
     if not waiting:
         return ""
     since = min((job["submitted"] for job in waiting if job["submitted"]), default=now)
