@@ -15,7 +15,8 @@ from helpers import ROOT, elastic, environment, wait_until
 from running import Running, running
 
 EXAMPLES = ROOT / "etc" / "examples"
-SYNC = {"run.mode": "sync", "elastic.max": 1, "local_scheduler.gpus": 2}
+SYNC = {"run.mode": "sync", "elastic.max": 1, "local_scheduler.gpus": 2,
+        "local_scheduler.grace": "60s"}  # fmt: skip
 PROGRAM = """
 import os, pathlib, sys, time
 folder, resume = pathlib.Path(sys.argv[1]), sys.argv[2:]
@@ -33,8 +34,8 @@ def example(name: str, *more: str) -> dict:
     found = {f"{section}.{key}": value for section, table in tables.items()
              for key, value in table.items() if key != "name"}  # fmt: skip
     found["run.command"] = ["env", "OMP_NUM_THREADS=1", *found["run.command"], *more]
-    return {**(SYNC if found.get("run.mode") == "sync" else {}), **found,
-            "run.folder": str(path.parent)}  # fmt: skip
+    kind = SYNC if found.get("run.mode") == "sync" else {"local_scheduler.grace": "60s"}
+    return {**kind, **found, "run.folder": str(path.parent)}
 
 
 def program(home: Path, text: str, *arguments: str) -> dict:

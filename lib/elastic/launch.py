@@ -65,7 +65,7 @@ class Launcher:
         self._error = ""  # what the ranks died of, if they or we can tell
         self._began = 0.0  # the attempt
         self._resume: Path | None = None  # what run.command was given
-        self._refused: dict[Path, int] = {}  # what it died of, and when that was written
+        self._older = 0  # so many checkpoints are passed over: it died on them at once
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         info = get_slurm_info()
         self._nodes = list(info.nodes) if info else [hostname()]
@@ -89,8 +89,8 @@ class Launcher:
             progressed = self._has_progressed(before)
             self._crashes = 1 if progressed else self._crashes + 1
             lost = self._lost_nodes()
-            if not (progressed or lost) and time.time() - self._began < AT_ONCE_S:
-                self._refused |= {self._resume: before.get(self._resume, 0)}
+            at_once = time.time() - self._began < AT_ONCE_S and not (progressed or lost)
+            self._older = self._older + 1 if at_once else 0
             if lost:
                 if not (nodes := self._fitting(self.config.slurm.gpus_per_node, len(self._nodes))):
                     return self._end("yielded", f"only {len(self._nodes)} nodes still answer")
@@ -152,27 +152,23 @@ class Launcher:
         return "crashed", f"{self._error} ({end})" if self._error else end
 
     def _has_progressed(self, before: dict[Path, int]) -> bool:
-        """Is there a checkpoint that was not there before? One that was refused does not count if
-        it was written again on the way to where the ranks died: that way has no end."""
-        return any(
-            written > before.get(path, 0) and (path not in self._refused or path == self._resume)
-            for path, written in self._checkpoints_there().items()
-        )
+        """Is there a checkpoint that was not there before, or the one resumed from, written anew?
+        Others are written again on the way to where the ranks died: that has no end."""
+        return any(written > before.get(path, 0) and (path not in before or path == self._resume)
+                   for path, written in self._checkpoints_there().items())  # fmt: skip
 
     def _checkpoints_there(self) -> dict[Path, int]:
         """The whole ones and when they were written, the one to go on from first."""
         return resume_paths(self._checkpoints(), self.config.sync.resume)
 
     def _choose_resume(self) -> str:
-        """The newest checkpoint on which the program has not died at once; else the newest."""
-        there = self._checkpoints_there()
-        good = (path for path, written in there.items() if self._refused.get(path) != written)
-        self._resume = next(good, next(iter(there), None))
-        names = sorted(path.name for path in self._checkpoints().iterdir())
+        """The newest checkpoint on which the program has not died at once; else the oldest."""
+        there, names = [*self._checkpoints_there()], sorted(os.listdir(self._checkpoints()))
+        self._resume = there[min(self._older, len(there) - 1)] if there else None
         if names and not there:
+            what = f"nothing in {self._checkpoints()} looks like a whole checkpoint"
             found = wording.brief(", ".join(names))
-            self.run.event("warning", reason=f"nothing in {self._checkpoints()} looks like a whole "
-                           f"checkpoint (there are: {found}); sync.resume can say which is one")
+            self.run.event("warning", reason=f"{what} (there are: {found}): see sync.resume")
         return str(self._resume or "")
 
     def _checkpoints(self) -> Path:

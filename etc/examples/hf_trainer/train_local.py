@@ -17,6 +17,7 @@ class ElasticTrainer(Trainer):
             for batch in sgd.batches(self.train_dataset, self.data_collator):
                 yield batch
                 sgd.step(self.loss)  # the next batch is asked for after optimizer.step()
+            self.control.should_training_stop = True  # the run is over, or a notice has come
 
     def training_step(self, *args, **kwargs):
         self.loss = super().training_step(*args, **kwargs)
