@@ -234,11 +234,13 @@ def test_lightnings_own_requeue_is_refused_and_the_run_goes_on(tmp_path: Path):
                  "sync.notice_signal": "USR1", "local_scheduler.grace": "3s"}  # fmt: skip
     with running(tmp_path, settings) as run:
         run.until(lambda: saved(run, "*.ckpt"), 90, "a checkpoint")
-        preempted(run)
+        run.scheduler.preempt(run.jobs()["trainer", 0].job_id)  # it trains on until the kill
+        run.until(lambda: len(run.events("restore")) == 2, 90, "the successor")
         finished(run)
         assert said(run, "Requeuing SLURM job 7 failed")
-        (_, resume) = [event["resume"] for event in run.events("restore")]
-    assert resume.endswith("hpc_ckpt_1.ckpt")
+        assert saved(run, "hpc_ckpt_1.ckpt")
+        assert run.events("restore")[1]["resume"].endswith(".ckpt")
+        assert {int(each) for each in said(run, r"step (\d+) of")} == set(range(0, 600, 20))
 
 
 def test_accelerate_goes_on_from_its_checkpoint(tmp_path: Path):

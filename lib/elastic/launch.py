@@ -65,6 +65,7 @@ class Launcher:
         self._error = ""  # what the ranks died of, if they or we can tell
         self._began = 0.0  # the attempt
         self._resume: Path | None = None  # what run.command was given
+        self._follower: subprocess.Popen | None = None  # who passes when this has ended
         self._older = 0  # so many checkpoints are passed over: it died on them at once
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         info = get_slurm_info()
@@ -334,6 +335,11 @@ class Launcher:
         self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason,
                       "detail": detail, **worked, **measured})  # fmt: skip
         print(f"trainer  {outcome}: {reason}", flush=True)
+        if self._follower and outcome in ("done", "stopped", "fenced"):
+            os.killpg(self._follower.pid, signal.SIGKILL)
+        elif self._follower and outcome == "failed":
+            backoff_s = self.config.elastic.backoff_s + 1
+            sched_local.pass_after_me(self.run.path, backoff_s, 2 * backoff_s)
         self._reconcile()
         return code
 
@@ -343,7 +349,7 @@ class Launcher:
         timer.daemon = True
         timer.start()
         if self.config.run.scheduler == "local":
-            sched_local.pass_after_me(self.run.path, self.config.elastic.backoff_s)
+            self._follower = sched_local.pass_after_me(self.run.path, 0)
 
     def _reconcile(self) -> None:
         """See to the successor now, or to the end of the run; cron would come later."""

@@ -254,15 +254,16 @@ def _detached(
     subprocess.run(["setsid", "--fork", *command], stdout=output, stderr=output, **given)
 
 
-def pass_after_me(run_dir: Path, backoff_s: float) -> None:
-    """A reconcile pass once this process has ended, however that was: nobody may call again. Two
-    more when what crashed may be tried again."""
+def pass_after_me(run_dir: Path, *delays_s: float) -> subprocess.Popen:
+    """Reconcile passes over the run once this process has ended, however that was, one after each
+    delay: nobody may call again. The process group that waits for it."""
     environment = configuration.environment()
     environment.pop(MARK, None)  # it must outlive this process
     program = configuration.elastic_home() / "bin" / "elastic-reconcile"
-    times = [f"{seconds:.1f}" for seconds in (0, backoff_s + 1, 2 * backoff_s + 1)]
-    _detached(["sh", "-c", AFTERWARDS, str(os.getpid()), str(program), str(run_dir), *times],
-              environment)  # fmt: skip
+    what = map(str, (os.getpid(), program, run_dir, *delays_s))
+    return subprocess.Popen(["sh", "-c", AFTERWARDS, *what], env=environment, cwd="/",
+                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
 
 
 def _least_used(in_use: Sequence[int], count: int) -> list[int]:
