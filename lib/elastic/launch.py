@@ -337,9 +337,6 @@ class Launcher:
         print(f"trainer  {outcome}: {reason}", flush=True)
         if self._follower and outcome in ("done", "stopped", "fenced"):
             os.killpg(self._follower.pid, signal.SIGKILL)
-        elif self._follower and outcome == "failed":
-            backoff_s = self.config.elastic.backoff_s + 1
-            sched_local.pass_after_me(self.run.path, backoff_s, 2 * backoff_s)
         self._reconcile()
         return code
 
@@ -349,7 +346,7 @@ class Launcher:
         timer.daemon = True
         timer.start()
         if self.config.run.scheduler == "local":
-            self._follower = sched_local.pass_after_me(self.run.path, 0)
+            self._follower = sched_local.pass_after_me(self.run.path)
 
     def _reconcile(self) -> None:
         """See to the successor now, or to the end of the run; cron would come later."""

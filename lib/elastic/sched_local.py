@@ -35,9 +35,7 @@ from elastic.sched import Job, JobSpec
 
 # Becomes the job: the redirection fails where the claim exists (set -C opens with O_EXCL).
 CLAIM = 'set -C; read -r me < /proc/$$/stat; echo "$me" 2>/dev/null > "$0" && exec "$@"'
-# PID PROGRAM RUN SECONDS…: once PID has ended, PROGRAM each time that so many seconds have passed.
-AFTERWARDS = """tail --pid="$0" -s 0.2 -f /dev/null; program="$1" run="$2"; shift 2
-for seconds; do sleep "$seconds"; "$program" "$run"; done"""
+AFTERWARDS = 'tail --pid="$0" -s 0.2 -f /dev/null; exec "$@"'  # PID PROGRAM RUN
 NEVER = b"-"  # the claim of whoever cancelled a pending job
 START_S = 5.0  # for a new process to make its claim
 POLL_S = 0.01
@@ -254,16 +252,16 @@ def _detached(
     subprocess.run(["setsid", "--fork", *command], stdout=output, stderr=output, **given)
 
 
-def pass_after_me(run_dir: Path, *delays_s: float) -> subprocess.Popen:
-    """Reconcile passes over the run once this process has ended, however that was, one after each
-    delay: nobody may call again. The process group that waits for it."""
+def pass_after_me(run_dir: Path) -> subprocess.Popen:
+    """A reconcile pass over the run once this process has ended, however that was: nobody may call
+    again. Returns the process group that waits for it."""
     environment = configuration.environment()
     environment.pop(MARK, None)  # it must outlive this process
     program = configuration.elastic_home() / "bin" / "elastic-reconcile"
-    what = map(str, (os.getpid(), program, run_dir, *delays_s))
+    what = [str(each) for each in (os.getpid(), program, run_dir)]
+    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     return subprocess.Popen(["sh", "-c", AFTERWARDS, *what], env=environment, cwd="/",
-                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                            stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+                            start_new_session=True, **nothing)  # fmt: skip
 
 
 def _least_used(in_use: Sequence[int], count: int) -> list[int]:
