@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from elastic import views
-from elastic.wording import event_words, one_line
+from elastic.wording import event_words, last_error, one_line
 from helpers import wait_until
 
 WORKER = {
@@ -179,3 +179,21 @@ def test_an_event_says_what_happened(event, words):
 def test_anybodys_words_are_one_line_of_limited_length():
     assert one_line("a\n  b\tc") == "a b c"
     assert one_line("word " * 100, 20) == "word word word wo..."
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [("Traceback (most recent call last):\n  File x\n    loss()\nValueError: a banana\nbye\n",
+      "ValueError: a banana"),
+     ("[rank1]: Traceback (most recent call last):\n[rank1]:   File x\n[rank1]: KeyError: 'x'\n",
+      "KeyError: 'x'"),
+     ("Traceback (most recent call last):\n  File x\nKeyError: 'x'\nTraceback (most recent call "
+      "last):\n  File run\nsubprocess.CalledProcessError: Command died\n", "KeyError: 'x'"),
+     ("usage: t.py [-h]\nt.py: error: unrecognized arguments: --resume\n",
+      "t.py: error: unrecognized arguments: --resume"),
+     ("python: can't open file '/x/t.py': [Errno 2] No such file\n",
+      "python: can't open file '/x/t.py': [Errno 2] No such file"),
+     ("step 3\nsrun: error: n1: task 0: Exited with exit code 1\n", ""), ("", "")],
+)  # fmt: skip
+def test_the_last_words_of_a_program_say_why_it_died(said: str, why: str):
+    assert last_error(said) == why

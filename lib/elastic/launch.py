@@ -22,7 +22,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from elastic import cadence, sched_slurm, sizing
+from elastic import cadence, sched_slurm, sizing, wording
 from elastic.command import expand
 from elastic.config import elastic_home, env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
@@ -38,7 +38,7 @@ from elastic.slurm_info import (
     with_end_time,
 )
 
-TAIL_LINES = 40
+TAIL_LINES = 60
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
 KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
 LINGER_S = 10.0  # for srun to return after a rank crashed; where a node is gone it takes minutes
@@ -58,6 +58,7 @@ class Launcher:
         self.attempt = self.gpus = 0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._crashes = 0
+        self._error = ""  # the exception that the ranks died of
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         info = get_slurm_info()
         self._nodes = list(info.nodes) if info else [hostname()]
@@ -134,7 +135,9 @@ class Launcher:
             return ("done" if over == "done" else "stopped"), f"the run is {over}"
         if self.notice and not 0 <= code <= 128:  # a signal, as Popen or a shell writes it
             return "yielded", f"notice, and the ranks ended with {name_of(code)}"
-        return "crashed", f"the ranks ended with {name_of(code)}"
+        end = f"the ranks ended with {name_of(code)}"
+        self._error = wording.last_error("\n".join(self._tail)) if 0 < code < 128 else ""
+        return "crashed", f"{self._error} ({end})" if self._error else end
 
     def _newest_checkpoint(self) -> tuple[int, str]:
         """When it was written, and its name: what it was not before is progress."""

@@ -64,6 +64,11 @@ PENDING = (
 )
 
 
+RANK = re.compile(r"^\[rank\d+\]: ?")  # as torchrun begins a line
+ERROR = re.compile(r"(?!srun: )\S.*(\berror: |\[Errno |: command not found)|\w*(Error|Exception)\b")
+LAUNCHED = re.compile(r"ChildFailedError|CalledProcessError")  # torchrun's, of its ranks' crash
+
+
 def way_out(reason: str) -> str:
     """What a pending job's reason means for its owner; empty for one that is not known."""
     return next((words for pattern, words in PENDING if re.match(pattern, reason)), "")
@@ -158,6 +163,18 @@ def _pending(jobs: list[dict], now: float) -> str:
     since = min((job["submitted"] for job in waiting if job["submitted"]), default=now)
     reason = waiting[0]["reason"] or "no reason yet"
     return f"{counted(len(waiting), 'job')} pending for {span(now - since)}: {reason}"
+
+
+def last_error(said: str) -> str:
+    """The line of a program's last words that says why it died: that of the newest exception, else
+    one that calls itself an error; "" if there is none."""
+    lines = [RANK.sub("", line) for line in said.splitlines()]
+    starts = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+    ends = (lines[at + 1 :] for at in starts)
+    named = [next((line for line in end if line and not line[0].isspace()), "") for end in ends]
+    named = named or [line for line in lines if ERROR.match(line)]
+    first_hand = [line for line in named if not LAUNCHED.search(line)]
+    return one_line((first_hand or named or [""])[-1])
 
 
 def counted(number: int, noun: str) -> str:
