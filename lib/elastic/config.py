@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -613,6 +614,12 @@ def commands() -> Path:
     home = elastic_home()
     follows = home.parent / "bin"
     return follows if (home.parent / "current").is_symlink() and follows.is_dir() else home / "bin"
+
+
+def cron_line() -> str:
+    """What a user's crontab is to have."""
+    program = shlex.quote(str(commands() / "elastic-reconcile"))
+    return f"*/2 * * * * {program} --jitter"
 
 
 def torch_program(name: str) -> list[str]:

@@ -7,7 +7,8 @@ on this machine as child processes, in a Slurm job through one `srun`. A notice 
 (Slurm itself sends it to the step); they save and leave. When ranks crash they are started again
 here, from the newest checkpoint, without going back to the queue: on the nodes that still answer,
 if those are enough, and as long as a new checkpoint was committed in between or
-`sync.crash_retries` allow. The last act is a reconcile pass. No torch in this process.
+`sync.crash_retries` allow. Where they die of the same error twice before the run's first step, the
+run has failed. The last act is a reconcile pass. No torch in this process.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ class Launcher:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._crashes = 0
         self._at_start = self._checkpoints_there()
-        self._error = ""  # what the ranks died of, if they or we can tell
+        self._error = self._failure = ""  # what the ranks died of; and the time before
         self._began = 0.0  # the attempt
         self._resume: Path | None = None  # what run.command was given
         self._follower: subprocess.Popen | None = None  # who passes when this has ended
@@ -87,6 +88,7 @@ class Launcher:
             outcome, reason = self._judge(self._train())
             if outcome != "crashed":
                 return self._end(outcome, reason)
+            is_same, self._failure = self._error and self._error == self._failure, self._error
             progressed = self._has_progressed(before)
             self._crashes = 1 if progressed else self._crashes + 1
             lost = self._lost_nodes()
@@ -97,6 +99,10 @@ class Launcher:
                     return self._end("yielded", f"only {len(self._nodes)} nodes still answer")
                 self._nodes, self._crashes = self._nodes[:nodes], 0
             if self._crashes > self.config.sync.crash_retries or self.notice:
+                return self._end("failed", reason)
+            if is_same and not (before or self.run.progress() or self.run.newest_version() > 0):
+                told = "\n".join(self._tail)
+                self.run.mark_failed(f"the trainer failed twice at its start: {reason}", told)
                 return self._end("failed", reason)
             self._event("restart", reason=reason)
 
@@ -232,7 +238,8 @@ class Launcher:
     def _rank_command(self, nodes: int, gpus_per_node: int, shared: dict[str, str]) -> list[str]:
         """What every rank runs; adds what a program of the user's may read to `shared`."""
         self.gpus = nodes * gpus_per_node
-        self._record({"state": "training"})  # reconcile compares with what there might be
+        # Reconcile compares the GPUs with what there might be.
+        self._record({"state": "training", "trouble": self._failure})
         program = str(elastic_home() / "bin" / "elastic-rank")
         if not self.config.run.command:
             return [program, *torch_program("trainer"), str(self.run.path)]

@@ -12,9 +12,9 @@ EVENTS = {
     "submit": "{who} is queued as job {job_id}: {reason}",
     "cancel": "{who} is cancelled: {reason}",
     "start": "{who} starts on {node}",
-    "join": "slot {slot} joined on {node} (attempt {attempt})",
+    "join": "slot {slot} is there, on {node} (attempt {attempt})",
     "notice": "{who} is told to leave ({signal})",
-    "preempt": "{who} was preempted: {reason}; {steps} steps in all",
+    "preempt": "{who} had to leave: {reason}; {steps} steps in all",
     "leave": "{who} left: {reason}",
     "lost": "{who} is lost: {node} was silent after step {steps}",
     "crash": "{who} failed: {reason}",
@@ -135,15 +135,22 @@ def sentence(seen: Mapping[str, Any], now: float) -> str:
     """A run in one sentence: what it does, how far and how fast, and what it waits for."""
     if seen["state"] == "running" and seen.get("program"):
         return seen["program"]
-    doing = {"running": "training on", "waiting": "waiting, with"}.get(seen["state"])
-    if not doing:
+    if seen["state"] not in ("running", "waiting"):
         return ", ".join([_ended(seen), *_progress(seen)])
-    if seen["workers"] and all(worker["state"] == "unknown" for worker in seen["workers"]):
-        doing = "nobody says how it goes, on"
-    gpus = f"{doing} {seen['gpus']} of {seen['min']}–{seen['max']} GPUs"
-    parts = [", ".join([gpus, *_progress(seen)]), _pending(seen, now)]
-    following = "nothing" if seen["next"].startswith("nothing: ") else seen["next"]
-    return "; ".join([*filter(None, parts), f"next: {following}"])
+    gpus = f"{_doing(seen)} {seen['gpus']} of {seen['min']}..{seen['max']} GPUs"
+    following = "" if seen["next"].startswith("nothing: ") else f"next: {seen['next']}"
+    doing = ", ".join([gpus, *_progress(seen)])
+    parts = [doing, seen.get("trouble"), _pending(seen, now), following]
+    return "; ".join(filter(None, parts))
+
+
+def _doing(seen: Mapping[str, Any]) -> str:
+    """What the workers do, if they all do the same; else those that train count."""
+    states = {"failing" if each.get("trouble") else each["state"] for each in seen["workers"]}
+    words = {"unknown": "nobody says how it goes, on", "loading": "starting on",
+             "failing": "failing on"}  # fmt: skip
+    same = words.get(min(states), "") if len(states) == 1 else ""
+    return same or ("training on" if states else "waiting, with")
 
 
 def _ended(seen: Mapping[str, Any]) -> str:
@@ -156,9 +163,7 @@ def _progress(seen: Mapping[str, Any]) -> list[str]:
     if seen["loss"] is not None:
         words.append(f"loss {seen['loss']:.2f}")
     if seen["state"] == "running" and seen["tokens_per_s"]:
-        words.append(f"{si(seen['tokens_per_s'])} tokens/s")
-    if seen["goodput"] is not None:
-        words.append(f"{seen['goodput']:.0%} goodput")
+        words.append(f"{si(seen['tokens_per_s'])} {seen['unit']}/s")
     return words
 
 
@@ -175,6 +180,16 @@ def _pending(seen: Mapping[str, Any], now: float) -> str:
     since = min((job["submitted"] for job in waiting if job["submitted"]), default=now)
     reason = waiting[0]["reason"] or "no reason yet"
     return f"{counted(len(waiting), 'job')} pending for {span(now - since)}: {reason}"
+
+
+def unit(commit: Mapping[str, Any], progress: Mapping[str, Any] | None = None) -> str:
+    """What "tokens" counts in a run: "samples" where its task has no tokens(). By the deltas of a
+    version, or by the last step of sync mode."""
+    deltas = [(each["tokens"], sum(stop - start for *_, start, stop in each["samples"]))
+              for each in commit.get("deltas", ())]  # fmt: skip
+    if not deltas and progress:
+        deltas = [(progress["tokens"], progress.get("samples", (0, 0))[1])]
+    return "samples" if any(tokens == samples > 0 for tokens, samples in deltas) else "tokens"
 
 
 def last_error(said: str) -> str:
