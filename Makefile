@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
-DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/man/* etc/traces/* etc/examples/*) \
+DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/man/* etc/traces/* etc/examples/*/*) \
     Makefile requirements.txt
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' lib/elastic/__init__.py)
 HERE := $(DESTDIR)$(PREFIX)

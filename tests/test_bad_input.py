@@ -1,6 +1,7 @@
 """What is wrong is said at once, clearly, and nothing is left behind."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic import config as configuration
 from elastic import status
+from elastic.errors import UsageError
 from elastic.network import free_port
-from helpers import elastic, environment
+from helpers import ROOT, elastic, environment
 from running import SETTINGS, TESTS, kill_all, members, running, toml
 
 
@@ -162,7 +165,7 @@ def test_a_server_that_the_site_provides_serves_as_well(home: Path):
 
 
 def test_a_task_that_raises_stops_the_run_with_its_traceback(home: Path):
-    with running(home, {"elastic.max_failures": 1}, raise_at_step=3) as run:
+    with running(home, {"elastic.max_failures": 1}, raise_at_step=3, step_s=0.6) as run:
         failed = run.until_failed(200)
         seen = status.observe(run.run)
         assert (seen["state"], seen["reason"].startswith(failed["reason"])) == ("failed", True)
@@ -181,6 +184,40 @@ def test_a_task_that_does_not_import_stops_the_run_and_names_the_line(home: Path
         failed = run.until_failed(90)
     assert "no_such_module_at_all" in failed["detail"]
     assert "broken_task.py:3" in failed["detail"]
+
+
+TYPO = """
+from tiny_task import Tiny
+
+class Typo(Tiny):
+    def loss(self, model, batch):
+        return torch.zeros(())
+"""
+NAME_ERROR = "NameError: name 'torch' is not defined"
+
+
+@pytest.mark.parametrize("mode", ["local", "sync"])
+def test_the_same_exception_twice_before_the_first_step_stops_the_run(home: Path, mode: str):
+    (home / "typo_task.py").write_text(TYPO)
+    settings = {"run.task": "typo_task:Typo", "run.mode": mode, "elastic.max": 2,
+                "elastic.backoff": "30s", "local_scheduler.gpus": 2}  # fmt: skip
+    with running(home, settings) as run:
+        while not run.events("restart"):
+            run.reconcile()
+        (first, *_) = run.events("restart")
+        assert first["reason"].startswith(NAME_ERROR)
+        said = ""
+        while not run.run.failed() and NAME_ERROR not in said:
+            said = status.observe(run.run)["summary"]
+        assert NAME_ERROR in said
+        failed = run.until_failed(120)
+        assert NAME_ERROR in failed["reason"]
+        assert "twice at its start" in failed["reason"]
+        assert failed["detail"].rstrip().endswith(NAME_ERROR) or mode == "sync"
+        seen = status.observe(run.run)
+        assert NAME_ERROR in seen["summary"]
+        assert max(event["attempt"] for event in run.events("start")) == 2
+        assert run.jobs() == {}
 
 
 def test_a_sample_that_is_not_a_number_is_skipped_and_counted(home: Path):
@@ -248,3 +285,28 @@ def test_a_read_only_run_root_is_refused_before_anything_is_made(small_disk: Pat
     assert f"cannot write to {small_disk}" in done.stderr
     assert "ELASTIC_RUNS" in done.stderr
     assert_clean(home)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [(["{python}", "there.py", "{steps}"], 2, "run.command says {steps}"),
+     (["bash", "-c", "echo ${ckpt}"], 2, "run.command says ${ckpt}"),
+     (["no-such-program", "there.py"], 1, "no program 'no-such-program'"),
+     (["./missing"], 1, "no program './missing'"),
+     (["{python}", "missing.py"], 1, "no program 'missing.py'"),
+     (["{python}", "there.py", "--out={checkpoints}", "{resume?--resume}"], 0, "would start")],
+)  # fmt: skip
+def test_a_command_that_cannot_be_run_is_refused_at_submission(tmp_path, command, code, told):
+    (tmp_path / "there.py").touch()
+    text = f'[run]\nmode = "sync"\nscheduler = "local"\ncommand = {json.dumps(command)}\n'
+    (tmp_path / "own.toml").write_text(text)  # how long to train is the program's own affair
+    env = environment(tmp_path)
+    done = elastic("submit", tmp_path / "own.toml", "--dry-run", env=env)
+    assert (done.returncode, told in done.stdout + done.stderr) == (code, True), done
+    assert "Traceback" not in done.stderr
+
+
+def test_a_pattern_of_checkpoints_stays_below_their_folder(tmp_path):
+    for pattern in ("/scratch/*", "../x*", "**/x"):
+        with pytest.raises(UsageError, match="sync.resume"):
+            configuration.load(ROOT / "etc" / "demo.toml", [f"sync.resume={pattern}"])

@@ -5,6 +5,7 @@ pytest tests/test_cli.py
 
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -91,6 +92,16 @@ def test_every_command_has_its_program_in_bin():
     names = {path.name.removeprefix("elastic-") for path in (ROOT / "bin").glob("elastic-*")}
     assert set(COMMANDS) | {"agent", "master", "sandbox", "demo"} <= names
     assert all(os.access(path, os.X_OK) for path in (ROOT / "bin").iterdir())
+
+
+@pytest.mark.parametrize("program", sorted(path.name for path in (ROOT / "bin").iterdir()))
+def test_every_program_answers_a_call_for_help(program, tmp_path):
+    for option in ("--help", "-h"):
+        answer = subprocess.run([ROOT / "bin" / program, option], env=environment(tmp_path),
+                                capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
+        assert (answer.returncode, answer.stderr) == (0, "")
+        assert answer.stdout.lower().startswith("usage: elastic")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_programs_work_through_symbolic_links(env, tmp_path):
@@ -228,6 +239,84 @@ def test_logs_are_printed_by_slot(config, env):
     assert elastic("logs", "quiet", "seven", env=env).returncode == 2
 
 
+# ---- a first step of the task, before anything is made
+
+TASKS = """
+import torch as t
+from tiny_task import Tiny
+
+class Typo(Tiny):
+    def loss(self, model, batch):
+        return torch.zeros(())
+
+class Elsewhere(Tiny):
+    def dataset(self):
+        raise FileNotFoundError("/scratch/of/the/compute/nodes")
+
+class NeedsGpu(Tiny):
+    def loss(self, model, batch):
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+class Big(Typo):
+    def model(self):
+        return t.nn.Linear(10_000, 10_000)
+"""
+
+
+@pytest.fixture
+def task(env, tmp_path):
+    """Submits a task that is named; the answer."""
+    (tmp_path / "lacks.py").write_text("import missing_here\n")
+    (tmp_path / "mine.py").write_text(TASKS)
+    (tmp_path / "pace").write_text("0")
+    env["PYTHONPATH"] = str(ROOT / "tests")
+
+    def submit(name: str, *options: str):
+        config = write_config(tmp_path / "t.toml", run=f'scheduler = "local"\ntask = "{name}"',
+                              train="epochs = 1", task=f'pace = "{tmp_path}/pace"')  # fmt: skip
+        return elastic("submit", config, *options, env=env)
+
+    return submit
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_a_task_that_cannot_train_is_refused_with_its_traceback(task, tmp_path, options):
+    answer = task("mine:Typo", *options)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("error: the task fails:\nTraceback (most recent call last):\n")
+    assert 'mine.py", line' in answer.stderr.splitlines()[2]
+    assert "NameError: name 'torch' is not defined\n  hint: " in answer.stderr
+    answer = task("mine:Nobody", *options)
+    assert (answer.returncode, "no class Nobody in" in answer.stderr) == (1, True)
+    assert (answer.stdout, left_behind(tmp_path)) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("mine:Elsewhere", "/scratch/of/the/compute/nodes"), ("lacks:Task", "missing_here"),
+     ("mine:NeedsGpu", "NVIDIA"), ("mine:Big", "100,010,000 parameters are too many")],
+)  # fmt: skip
+def test_what_only_this_machine_lacks_is_said_and_no_reason_to_refuse(task, name, words):
+    answer = task(name, "--dry-run")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr.startswith("warning: the task was not tried: ")
+    assert words in answer.stderr
+
+
+def test_a_first_step_may_be_left_out(task, tmp_path):
+    assert task("mine:Typo", "--no-try").returncode == 0
+    assert (tmp_path / "runs" / "t").exists()
+
+
+def test_a_dry_run_needs_neither_a_slurm_nor_a_site_file_nor_the_space(env, tmp_path):
+    config = write_config(tmp_path / "far.toml", run='command = ["sleep", "1"]',
+                          checkpoint='min_free = "900tb"')  # fmt: skip
+    answer = elastic("submit", config, "--dry-run", env={**env, "PATH": "/usr/bin:/bin"})
+    assert answer.returncode == 0, answer.stderr
+    warnings = [line for line in answer.stderr.splitlines() if line.startswith("warning: ")]
+    assert ["no space" in warnings[0], "squeue" in warnings[1]] == [True, True]
+
+
 # ---- bad input: one clear error, the right code, nothing left behind
 
 BAD = {
@@ -246,7 +335,7 @@ BAD = {
     "slurm without a partition": (["--scheduler", "slurm"], 2, "slurm.partition"),
     "a task that is no class": (["--set", "run.task=nowhere"], 2, "package.module:Class"),
     "a task that does not exist": (
-        ["--set", "run.task=no.such:Task", "--set", "run.command=[]"], 1, "no module no.such",
+        ["--set", "run.task=no.such:Task", "--set", "run.command=[]"], 1, "module no.such does not",
     ),
     "no redis-server": (["--set", "redis.server=/no/redis-server"], 1, "no redis-server"),
     "a full disk": (["--set", "checkpoint.min_free=900tb"], 1, "checkpoint.min_free"),
@@ -313,6 +402,17 @@ def test_a_limit_below_one_worker_is_refused(env, tmp_path):
     elastic("submit", config, env=env)
     answer = elastic("scale", "wide", "--min", 4, "--max", 4, env=env)
     assert (answer.returncode, "slurm.gpus_per_worker is 8" in answer.stderr) == (2, True)
+
+
+def test_a_screen_that_is_watched_has_no_json(config, env):
+    answer = elastic("status", "--watch", "--json", env=env)
+    assert (answer.returncode, "--watch is for a screen" in answer.stderr) == (2, True)
+
+
+def test_the_line_for_the_crontab_is_one_where_a_folder_has_a_space(monkeypatch):
+    monkeypatch.setattr(cli.configuration, "commands", lambda: Path("/home/me/my copy/bin"))
+    line = cli.configuration.cron_line()
+    assert shlex.split(line)[5:] == ["/home/me/my copy/bin/elastic-reconcile", "--jitter"]
 
 
 def test_json_has_no_number_that_is_none():

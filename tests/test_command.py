@@ -31,6 +31,19 @@ def test_names_in_braces_are_replaced_and_others_refused():
         expand(["a", "{size}"], values)
 
 
+def test_a_shells_variable_is_refused_with_the_way_out():
+    with pytest.raises(UsageError, match=r"\$\{resume\}") as raised:
+        expand(["bash", "-c", "x ${resume}"], {"resume": "a"})
+    assert "$NAME" in raised.value.hint
+    assert expand(["echo", "${HOME} $x {}"], {}) == ["echo", "${HOME} $x {}"]
+
+
+def test_a_flag_is_there_where_there_is_something_to_resume():
+    command = ["a", "-x", "{resume?--init_from=resume}", "b"]
+    assert expand(command, {"resume": "/c/ckpt.pt"}) == ["a", "-x", "--init_from=resume", "b"]
+    assert expand(command, {"resume": ""}) == ["a", "-x", "b"]
+
+
 @pytest.mark.parametrize(
     ("command", "first"),
     [(["a", "--resume", "{resume}", "b"], ["a", "b"]), (["a", "--resume={resume}"], ["a"]),

@@ -98,7 +98,7 @@ class Turns(Master):
     def __init__(self, run: RunDir):
         super().__init__(run, Notice())
         self._reconcile = SimpleNamespace(tick=lambda: None, soon=lambda: None,
-                                          close=lambda last: None)  # fmt: skip
+                                          close=lambda: None, last=lambda: None)  # fmt: skip
 
     def _wait(self) -> list[str]:
         return []

@@ -57,7 +57,8 @@ def facts(*overrides: str, **changes) -> dict:
         "redis": {"what": "7.0, /usr/bin/redis-server", "set": 1e9, "get": 2e9},
         "network": {"address": "10.0.0.1", "interface": "ib0", "up": True, "routed": "ib0"},
         "clocks": {"slurmctld": 0.0, "run folder": -0.004}, "torch": TORCH, "save": Save(1e9, 1e9),
-        "cron": "*/2 * * * * /opt/elastic/bin/elastic-reconcile\n", "commands": "/opt/elastic/bin",
+        "cron": "*/2 * * * * /opt/elastic/bin/elastic-reconcile\n",
+        "cron_line": "*/2 * * * * /opt/elastic/bin/elastic-reconcile --jitter",
         "here": "login1", **changes,
     }  # fmt: skip
 
@@ -170,6 +171,7 @@ MISCONFIGURED = {
                    "gpus", FAIL, "cuda:1"),
     "a worn GPU": ([], {"torch": {**TORCH, "problems": ["cuda:0: 3 uncorrected errors"]}},
                    "gpus", WARN, "cuda:0"),
+    "no crontab at all": ([], {"cron": None}, "cron", WARN, "no crontab and no scrontab here"),
     "no line in the crontab": (
         [], {"cron": "# */2 * * * * elastic-reconcile\n"}, "cron", WARN, "not in the crontab"),
 }  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from elastic import status, timeline
 from elastic.checkpoint import steps as saved_steps
 from elastic.replica import Replica
 from elastic.versions import read_layout, read_params
@@ -122,6 +123,32 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
         assert losses[at] < losses[at - 1] + noise
         assert max(losses[at + 1 : at + 4]) < losses[at] + noise
         assert losses[-1] < 2 * noise
+
+
+def test_either_mode_hands_over_to_the_other_where_nobody_has_cron(tmp_path):
+    with both(tmp_path) as run:
+        run.reconcile = lambda: None  # as a user without the line in the crontab
+        run.until(lambda: run.version >= 2, 60, "versions")
+        to_sync(run)
+        to_local(run)
+        finish(run)
+
+
+def test_what_its_user_asks_for_is_no_preemption(tmp_path):
+    def taken() -> tuple[float, set[str]]:
+        kinds = {each.kind for each in timeline.incidents(run.events())}
+        return status.observe(run.run)["preemptions_per_h"], kinds - {"reject"}
+
+    with both(tmp_path) as run:
+        run.until(lambda: run.version >= 2, 60, "versions")
+        answer = elastic("scale", run.run.path, "--max", 1, env=environment(run.home))
+        assert answer.returncode == 0, answer.stderr
+        run.until(lambda: run.events("preempt") and run.events("end"), 60, "a worker leaves")
+        assert taken() == (0.0, set())
+        ((_, slot),) = (place for place in run.jobs() if place[0] == "worker")
+        run.scheduler.preempt(run.jobs()["worker", slot].job_id)
+        run.until(lambda: len(run.events("end")) == 2, 60, "the other one is taken away")
+        assert taken() == (2.0, {"preempt"})
 
 
 def kill_all_of(run: Running, kind: str) -> None:

@@ -35,7 +35,7 @@ def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("script", "batch", "bound"), [("plain_loop.py", 8, 0.5), ("hf_loop.py", 4, 0.6)]
+    ("script", "batch", "bound"), [("plain_loop/train.py", 8, 0.5), ("hf_loop/train.py", 4, 0.6)]
 )
 def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: int, bound: float):
     """`bound`: of the first version's loss that is left."""

@@ -457,6 +457,8 @@ def ended(outcome, **more):
         ("VANISHED", started(), "killed"),
         ("CANCELLED by 0", started(), "killed"),
         ("CANCELLED by 0", None, "cancelled"),
+        ("CANCELLED by 0", ended("yielded"), "cancelled"),
+        ("PREEMPTED", ended("yielded"), "yielded"),
         ("OUT_OF_MEMORY", started(), "failed"),
         ("VANISHED", None, "failed"),
         ("FAILED", None, "failed"),
@@ -468,6 +470,12 @@ def ended(outcome, **more):
 def test_how_a_job_ended_is_told_by_its_record_else_by_its_state(state, record, outcome):
     job = JobSeen("1", "worker", 0, state, submitted_at=NOW - 10)
     assert history.ending(job, record, NOW).outcome == outcome
+
+
+def test_a_job_that_left_as_it_was_asked_was_not_taken_away_and_has_worked():
+    job = JobSeen("1", "worker", 0, "COMPLETED", cancelled_at=NOW - 5)
+    end = history.ending(job, ended("yielded", steps=5), NOW)
+    assert (end.outcome, end.worked) == ("cancelled", True)
 
 
 def test_a_crash_of_a_job_that_was_told_to_go_is_no_crash():
@@ -527,6 +535,17 @@ def test_a_trainer_grows_once_where_it_pays_and_its_successor_is_there():
     assert plan(sync_world(*told, growth=growth), NOW) == []
     (action,) = plan(sync_world(trainer(), growth=growth), NOW)
     assert action.verb == SUBMIT  # first the successor
+
+
+def test_a_job_of_the_other_mode_that_has_said_its_last_word_is_not_waited_for():
+    """The pass that the master ends with is the last, where there is no cron."""
+    at_work = JobSeen("6", "worker", 1, "RUNNING")
+    jobs = (JobSeen("5", "master", 0, "RUNNING", over="stopped"), replace(at_work, over="stopped"))
+    memory = Memory(0.0, jobs=jobs, mode="sync", mode_since=NOW - 10)
+    (start,) = plan(World(0, memory, mode="sync"), NOW)
+    assert (start.verb, start.role) == ("submit", "trainer")
+    still_there = replace(memory, jobs=(jobs[0], at_work))
+    assert [each.verb for each in plan(World(0, still_there, mode="sync"), NOW)] == [WAIT]
 
 
 def test_a_run_that_changes_its_mode_waits_for_the_other_modes_jobs():

@@ -5,6 +5,7 @@ pytest tests/test_report.py
 """
 
 import contextlib
+import getpass
 import html
 import json
 import os
@@ -258,11 +259,12 @@ def test_prometheus_reads_all_runs(lived, tmp_path: Path):
     path = tmp_path / "elastic.prom"
     done = elastic("metrics", "--prometheus", path, env=environment(lived[0].home))
     assert done.returncode == 0, done.stderr
-    sample = re.compile(r'elastic_[a-z_]+\{run="tiny"(,state="\w+")?\} -?[0-9.e+-]+')
+    sample = re.compile(r'elastic_[a-z_]+\{run="tiny",user="\w+"(,state="\w+")?\} -?[0-9.e+-]+')
     lines = path.read_text().splitlines()
     assert all(line[0] == "#" or sample.fullmatch(line) for line in lines)
-    assert 'elastic_state{run="tiny",state="running"} 1' in lines
-    assert any(line.startswith("elastic_goodput_ratio") for line in lines)
+    user = f'run="tiny",user="{getpass.getuser()}"'  # of two users' runs each is its own series
+    assert f'elastic_state{{{user},state="running"}} 1' in lines
+    assert any(line.startswith("elastic_tokens_per_second") for line in lines)
 
 
 def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path):

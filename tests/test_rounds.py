@@ -197,7 +197,7 @@ def test_with_no_delta_the_round_stays_open_for_ever():
 
 def test_one_worker_is_enough():
     move, reason = decide(view(expected=(2,), answered=(2,)), 100.1)
-    assert (move, reason) == (Move.CLOSE, "all 1 live workers delivered")
+    assert (move, reason) == (Move.CLOSE, "all 1 live workers have answered")
 
 
 def test_the_round_closes_when_all_have_delivered():

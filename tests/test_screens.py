@@ -45,7 +45,7 @@ EVENTS = [
     event("join", 200, slot=3, attempt=2, node="node0003", job_id="4703"),
     event("reject", 100, slot=5, attempt=1, base=121, reason="stale: based on version 119"),
     event("outer-step", 40, version=123, workers=11, loss=2.3123, tokens=1, seconds=61.0,
-          reason="all 11 live workers delivered"),
+          reason="all 11 live workers have answered"),
     event("something-new", 1, where="here", size=3.14159265),
 ]  # fmt: skip
 
@@ -54,9 +54,10 @@ def seen(**changes) -> dict:
     """What status.observe says of a healthy run."""
     plain = {
         "run": "7b", "path": "/lustre/project42/runs/7b", "mode": "local", "state": "running",
-        "reason": "11 workers; 2 jobs wait (Priority)", "detail": "",
+        "reason": "2 jobs wait (Priority)", "detail": "",
         "next": "nothing: all is as wanted", "version": 123, "tokens": 1_310_000_000,
-        "tokens_goal": 7_000_000_000, "loss": 2.3123, "tokens_per_s": 41_000.0, "goodput": 0.96,
+        "tokens_goal": 7_000_000_000, "unit": "tokens", "loss": 2.3123,
+        "tokens_per_s": 41_000.0,
         "losses": [[i * 10_000_000, 2.3 + 3 / (1 + i / 6)] for i in range(61)],
         "preemptions_per_h": 4.0, "inner_steps": 100, "transport": "filesystem",
         "transport_reason": "a round of 128 MB is above 64 MB", "min": 8, "max": 32, "gpus": 11,
@@ -75,7 +76,7 @@ TROUBLED = [worker(3, state="stalled", tokens_per_s=0.0, last_beat_s=2.0),
 CROWD = [worker(slot) for slot in range(128) if slot not in (3, 64, 90)] + TROUBLED
 ON_RECORD = [worker(slot, pid=None, version=None, step=0, loss=None, last_beat_s=None,
                     tokens_per_s=0.0, state="unknown") for slot in range(2)]  # fmt: skip
-NOBODY = {"workers": [], "gpus": 0, "tokens_per_s": None, "goodput": None}
+NOBODY = {"workers": [], "gpus": 0, "tokens_per_s": None}
 NOT_YET = {"version": None, "tokens": 0, "tokens_goal": None, "loss": None, "losses": []}
 WAITING = seen(
     **NOBODY, **NOT_YET, state="waiting", reason="no worker is there; 3 jobs wait (Resources)",
@@ -95,6 +96,17 @@ SILENT = seen(
 SYNC = seen(mode="sync", inner_steps=None, version=4700, transport=None, losses=[],
             workers=[worker(rank, version=4700, step=4700) for rank in range(8)], gpus=8,
             jobs=[job(0, role="trainer")])  # fmt: skip
+NAME_ERROR = "NameError: name 'torch' is not defined"
+FAILING = seen(
+    **NOT_YET, tokens_per_s=None, gpus=2, preemptions_per_h=0.0, unit="samples",
+    workers=[worker(slot, state="loading", version=-1, step=0, tokens_per_s=0.0, attempt=2,
+                    trouble=NAME_ERROR) for slot in range(2)],
+    trouble=f"slot 0: {NAME_ERROR}", jobs=[job(0), job(1)],
+    reason=f"2 GPUs, fewer than the 8 wanted; slots 0, 1: {NAME_ERROR}"
+           "; no pass since 3 min: is elastic-reconcile in your crontab?",
+    events=[event("restart", 2, slot=0, reason=f"{NAME_ERROR} (the training process ended with "
+                                               "code 1)")],
+)  # fmt: skip
 DONE = seen(**NOBODY, state="done", reason="finished: nothing is left to train", next="nothing",
             jobs=[])  # fmt: skip
 CHECKS = [
@@ -119,11 +131,13 @@ SCREENS_OF = {
     "run-128-workers": lambda: views.run_view(seen(workers=CROWD, gpus=128)),
     "run-waiting": lambda: views.run_view(WAITING),
     "run-failed": lambda: views.run_view(FAILED),
+    "run-failing": lambda: views.run_view(FAILING),
     "run-done": lambda: views.run_view(DONE),
     "run-nobody-answers": lambda: views.run_view(SILENT),
     "run-sync": lambda: views.run_view(SYNC),
     "audit": lambda: views.audit_view("7b", {
-        "commits": 124, "deltas": 1300, "tokens": 1_310_000_000, "masters": 2, "files": 9,
+        "commits": 124, "deltas": 1300, "tokens": 1_310_000_000, "unit": "tokens",
+        "masters": 2, "files": 9,
         "finished": False, "problems": ["epoch 0: 64 samples are committed twice: 0..64"],
         "gpu_seconds": {"training": 9000.0, "replay": 0.0, "start-up": 400.0, "waiting": 300.0,
                         "notice": 20.0, "lost": 30.0, "open": 50.0, "allocated": 9800.0,

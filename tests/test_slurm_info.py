@@ -1,5 +1,6 @@
 """What Slurm says about a job: environments and answers as Slurm writes them, and resume paths."""
 
+import os
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -21,6 +22,7 @@ from elastic.slurm_info import (
     notice_s,
     resolve_resume_path,
     resume_order,
+    resume_paths,
     with_end_time,
 )
 
@@ -234,3 +236,67 @@ def test_what_was_not_written_to_its_end_is_passed_over(tmp_path: Path):
     assert resolve_resume_path(tmp_path) == shards
 
 
+
+
+REAL_NAMES = {  # as programs leave them, oldest first; the last one but for `best` is the newest
+    "nanoGPT": "ckpt.pt",
+    "PyTorch's tutorial": "snapshot.pt",
+    "minGPT-ddp": "gpt_snapshot.pt",
+    "imagenet": "checkpoint.pth.tar model_best.pth.tar",
+    "timm": "checkpoint-2.pth.tar checkpoint-3.pth.tar last.pth.tar model_best.pth.tar",
+    "fairseq": "checkpoint1.pt checkpoint2.pt checkpoint_last.pt checkpoint_best.pt",
+    "detectron2": "metrics.json last_checkpoint model_0000999.pth model_0004999.pth",
+    "Composer": "ep0-ba10-rank0.pt ep1-ba20-rank1.pt ep1-ba20-rank0.pt",
+    "Composer's latest": "latest-rank0.pt",
+    "accelerate": "checkpoints/checkpoint_0/ checkpoints/checkpoint_1/",
+    "diffusion": "model-99.pt model-100.pt",
+    "OpenCLIP": "epoch_1.pt epoch_latest.pt",
+    "a state": "state.pt",
+    "Lightning's own requeue": "epoch=0-step=50.ckpt hpc_ckpt_1.ckpt",
+    "Lightning after one": "hpc_ckpt_1.ckpt epoch=0-step=50.ckpt epoch=0-step=100.ckpt",
+    "Megatron": "latest_checkpointed_iteration.txt iter_0000900/ iter_0001000/",
+    "Hugging Face": "checkpoint-900/ checkpoint-1000/",
+    "YOLO": "last.pt best.pt",
+}
+
+
+@pytest.mark.parametrize("names", REAL_NAMES.values(), ids=REAL_NAMES)
+def test_the_names_that_programs_give_are_found(tmp_path: Path, names: str):
+    for second, name in enumerate(names.split(), 1):
+        write(tmp_path, name, second)
+    *_, newest = (name for name in names.split() if "best" not in name)
+    assert resolve_resume_path(tmp_path) == tmp_path / newest
+
+
+def write(folder: Path, name: str, second: int) -> Path:
+    """A file, or NAME/ a folder with one, written that many seconds after 1970."""
+    path = folder / name
+    file = path / "state" if name.endswith("/") else path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"x")
+    for each in (file, path):
+        os.utime(each, (second, second))
+    return path
+
+
+def test_of_one_kind_the_step_counts_and_the_others_follow_by_age(tmp_path: Path):
+    for second, name in enumerate(("step_30.pt", "step_9.pt", "last.pt", "state.txt", "best.pt")):
+        write(tmp_path, name, second)
+    assert [path.name for path in resume_paths(tmp_path)] == ["last.pt", "step_30.pt", "step_9.pt"]
+
+
+def test_a_pattern_says_what_a_checkpoint_is(tmp_path: Path):
+    for second, name in enumerate(("a/weights", "b/weights", "step_3.pt", ".weights")):
+        write(tmp_path, name, second)
+    assert resolve_resume_path(tmp_path, "*/weights") == tmp_path / "b" / "weights"
+    assert resolve_resume_path(tmp_path, "odd*") is None
+
+
+def test_folders_that_say_or_show_that_they_are_half_written_are_passed_over(tmp_path: Path):
+    good = write(tmp_path, "checkpoint-100/", 1)
+    write(tmp_path, "checkpoint-112/checkpoint-is-incomplete.txt", 2)
+    write(tmp_path, "checkpoint-125/config.json", 3)
+    write(tmp_path, "checkpoint-125/model.safetensors", 3)
+    assert resolve_resume_path(tmp_path) == good
+    write(tmp_path, "checkpoint-125/trainer_state.json", 3)
+    assert resolve_resume_path(tmp_path) == tmp_path / "checkpoint-125"

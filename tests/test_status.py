@@ -1,8 +1,10 @@
 """What status asks of others, and what it does not: a table of many runs must cost little."""
 
 import contextlib
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from elastic import status
 from elastic.rundir import Control, Endpoint, RunDir
 from elastic.sched import Job, job_name
+from elastic.wording import unit
 
 
 @contextlib.contextmanager
@@ -55,8 +58,26 @@ def test_of_many_runs_workers_are_counted_by_jobs_and_no_redis_is_asked(runs):
         assert len(came) >= len(few)
     assert [(row["run"], len(row["workers"]), row["asked"]) for row in many] == [
         (run.name, 1, False) for run in runs]  # fmt: skip
-    assert {row["reason"] for row in many} == {"1 worker; 1 job waits (PENDING)"}
+    assert {row["reason"] for row in many} == {"1 job waits (PENDING)"}
     assert all("not reachable" in row["reason"] for row in few)
+
+
+def test_a_run_that_no_pass_has_looked_at_for_minutes_says_so(runs):
+    assert "no pass" not in status.observe_all(runs)[0]["reason"]  # it was just made
+    lock = runs[0].path / "reconcile.lock"
+    lock.touch()
+    assert "no pass" not in status.observe_all(runs)[0]["reason"]
+    os.utime(lock, (0, time.time() - 200))
+    said = "no pass since 3 min: is elastic-reconcile in your crontab?"
+    assert said in status.observe_all(runs)[0]["reason"]
+
+
+def test_a_run_counts_samples_where_its_task_counts_no_tokens():
+    delta = {"tokens": 30, "samples": [[0, 0, 20], [1, 40, 50]]}  # epoch, from, to
+    assert unit({"deltas": [delta]}) == "samples"
+    assert unit({"deltas": [{**delta, "tokens": 30 * 128}]}) == "tokens"
+    assert unit({"deltas": []}, {"tokens": 50, "samples": [40, 50]}) == "samples"
+    assert unit({}, {"tokens": 6400, "samples": [40, 50]}) == unit({}) == "tokens"
 
 
 def test_a_damaged_run_does_not_hide_the_others(runs):

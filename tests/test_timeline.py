@@ -59,6 +59,14 @@ def test_a_preempted_slot_is_back_when_its_next_attempt_joins():
     assert timeline.incidents([lost, other])[0].back_s is None
 
 
+def test_a_worker_that_was_asked_to_leave_is_no_incident():
+    asked = event("cancel", 19.0, role="worker", slot=3, job_id="7", reason="2 slots now")
+    left = event("preempt", 20.0, **WORKER, attempt=1, reason="notice", steps=5)
+    assert timeline.incidents([asked, left, {**END, "outcome": "cancelled"}]) == []
+    taken = {**left, "slot": 4, "job_id": "9"}
+    assert [each.kind for each in timeline.incidents([asked, left, taken])] == ["preempt"]
+
+
 def test_a_master_is_back_when_it_has_committed():
     death = event("end", 20.0, role="master", slot=0, job_id="1", outcome="killed", reason="gone")
     new = event("master", 22.0, epoch=2, node="n1")

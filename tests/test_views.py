@@ -3,7 +3,6 @@
 pytest tests/test_views.py
 """
 
-import contextlib
 import io
 import math
 
@@ -11,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from elastic import views
-from elastic.wording import event_words, one_line
-from helpers import wait_until
+from elastic.wording import event_words, last_error, one_line
 
 WORKER = {
     "slot": 7, "attempt": 2, "job_id": "4711", "node": "node0123.cluster", "pid": 1, "version": 3,
@@ -23,13 +21,13 @@ SEEN = {
     "run": "demo", "path": "/runs/demo", "mode": "local", "state": "running", "detail": "",
     "reason": "2 workers, fewer than the 4 wanted; 3 jobs wait (Resources)", "next": "nothing",
     "version": 12, "tokens": 1234567, "tokens_goal": 5000000, "loss": 2.3456, "tokens_per_s": 999.9,
-    "goodput": 0.93, "min": 4, "max": 8, "workers": [WORKER, {**WORKER, "state": "stalled"}],
+    "unit": "tokens", "min": 4, "max": 8, "workers": [WORKER, {**WORKER, "state": "stalled"}],
     "jobs": [{"job_id": "9", "role": "worker", "slot": 3, "state": "PENDING", "reason": "[Prio]"}],
     "events": [{"time": 0.0, "kind": "lost", "slot": 1, "node": "x" * 200}],
 }  # fmt: skip
 EMPTY = {
     **SEEN, "state": "waiting", "version": None, "tokens": 0, "tokens_goal": None, "loss": None,
-    "tokens_per_s": None, "goodput": None, "workers": [], "jobs": [], "events": [],
+    "tokens_per_s": None, "workers": [], "jobs": [], "events": [],
 }  # fmt: skip
 ON_RECORD = {**WORKER, "pid": None, "version": None, "loss": None, "last_beat_s": None,
              "state": "unknown"}  # fmt: skip
@@ -78,7 +76,8 @@ def test_markup_in_names_and_reasons_is_printed_as_it_is():
 def test_an_audit_says_what_is_wrong_and_its_verdict():
     counts = {"committed": 90, "repeated": 1, "missing": 0, "open": 2, "not_reached": 8}
     report = {
-        "commits": 3, "deltas": 5, "tokens": 1000, "masters": 1, "files": 6, "finished": False,
+        "commits": 3, "deltas": 5, "tokens": 1000, "unit": "tokens", "masters": 1, "files": 6,
+        "finished": False,
         "epochs": [{"epoch": 0, **counts}], "problems": ["epoch 0: 1 samples [twice]"],
     }  # fmt: skip
     text = plain(views.audit_view("demo", report))
@@ -129,16 +128,6 @@ def test_a_flat_curve_and_points_at_one_place_are_drawn():
     assert views.loss_curve([(1, 2.0), (1, 3.0)])
 
 
-def test_who_waits_for_long_hears_for_what(monkeypatch):
-    heard = []
-    monkeypatch.setattr(views, "busy", lambda what: contextlib.nullcontext(heard.append(what)))
-    with views.busy_if_slow("quick", 60):
-        pass
-    with views.busy_if_slow("slow", 0):
-        wait_until(lambda: heard, 10, "a word")
-    assert heard == ["slow"]
-
-
 @pytest.mark.parametrize(
     ("number", "text"),
     [(0, "0"), (950, "950"), (999.7, "1k"), (12345, "12.3k"), (7.89e9, "7.89G"), (None, "-")],
@@ -168,6 +157,10 @@ def test_a_name_that_is_to_be_copied_is_whole():
     ({"kind": "restore", "step": 40, "world": 8}, "training goes on from step 40 on 8 GPUs"),
     ({"kind": "restore", "resume": "", "world": 8},
      "training goes on from the beginning on 8 GPUs"),
+    ({"kind": "restore", "resume": "", "world": 8, "attempt": 3},
+     "training goes on from what the program itself finds on 8 GPUs"),
+    ({"kind": "preempt", "role": "trainer", "reason": "notice"},
+     "the trainer had to leave: notice"),
     ({"kind": "restore", "resume": "x/y", "world": 8}, "training goes on from x/y on 8 GPUs"),
     ({"kind": "outer-step", "version": 4, "workers": 1, "loss": 2.5},
      "version 4 from 1 worker, loss 2.5"),
@@ -179,3 +172,21 @@ def test_an_event_says_what_happened(event, words):
 def test_anybodys_words_are_one_line_of_limited_length():
     assert one_line("a\n  b\tc") == "a b c"
     assert one_line("word " * 100, 20) == "word word word wo..."
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [("Traceback (most recent call last):\n  File x\n    loss()\nValueError: a banana\nbye\n",
+      "ValueError: a banana"),
+     ("[rank1]: Traceback (most recent call last):\n[rank1]:   File x\n[rank1]: KeyError: 'x'\n",
+      "KeyError: 'x'"),
+     ("Traceback (most recent call last):\n  File x\nKeyError: 'x'\nTraceback (most recent call "
+      "last):\n  File run\nsubprocess.CalledProcessError: Command died\n", "KeyError: 'x'"),
+     ("usage: t.py [-h]\nt.py: error: unrecognized arguments: --resume\n",
+      "t.py: error: unrecognized arguments: --resume"),
+     ("python: can't open file '/x/t.py': [Errno 2] No such file\n",
+      "python: can't open file '/x/t.py': [Errno 2] No such file"),
+     ("step 3\nsrun: error: n1: task 0: Exited with exit code 1\n", ""), ("", "")],
+)  # fmt: skip
+def test_the_last_words_of_a_program_say_why_it_died(said: str, why: str):
+    assert last_error(said) == why

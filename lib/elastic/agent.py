@@ -8,7 +8,9 @@ hung trainer is seen as stalled and not as live. A notice goes on to the trainer
 what it has. When everything has ended, the exit record says why, and the lease is given up.
 
 A trainer that crashes is started again here, without going back to the queue, as long as it
-delivers something between crashes. No torch in this process: it must answer in milliseconds.
+delivers something between crashes. One that dies of the same error twice before its first step,
+in a run in which nobody has trained yet, would do so everywhere: the run has failed. No torch in
+this process: it must answer in milliseconds.
 """
 
 import contextlib
@@ -24,6 +26,8 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elastic import wording
+from elastic.command import STACKS, expand
 from elastic.config import env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
@@ -52,6 +56,7 @@ class Trainer:
     said: dict = field(default_factory=SILENT.copy)
     tail: bytes = b""
     rest: bytes = b""
+    error: str = ""  # the exception that it died of
     moved: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
 
@@ -76,6 +81,7 @@ class Agent:
         self._store: Store | None = None
         self._next_beat = 0.0
         self._crashes = 0
+        self._failure = ""  # the exception that the attempt before died of
         self._told = False  # the notice has been passed on
 
     # ---- the program
@@ -91,6 +97,11 @@ class Agent:
             if outcome != "crashed":
                 return self._end(outcome, reason, trainer)
             if self._crashes > CRASHES_IN_PLACE or self.notice:
+                return self._end("failed", reason, trainer)
+            is_same, self._failure = trainer.error == self._failure != "", trainer.error
+            if is_same and self._nobody_has_trained():
+                what = f"worker {self.slot} failed twice at its start: {reason}"
+                self.run.mark_failed(what, _tail(trainer))
                 return self._end("failed", reason, trainer)
             self._event("restart", reason=reason)
 
@@ -108,9 +119,19 @@ class Agent:
         if over := self.run.closing("local"):
             return "done" if over == "done" else "stopped", f"the run is {over}"
         self._crashes = 1 if trainer.said.get("delivered") else self._crashes + 1
-        if code == 0:
-            return "crashed", "the training process left before the run was over"
-        return "crashed", f"the training process ended with {name_of(code)}"
+        end = "left before the run was over" if code == 0 else f"ended with {name_of(code)}"
+        if code > 0 and code != Exit.TRY_AGAIN:
+            trainer.error = wording.last_error(_tail(trainer))
+        end = f"the training process {end}"
+        return "crashed", f"{trainer.error} ({end})" if trainer.error else end
+
+    def _nobody_has_trained(self) -> bool:
+        """So far, in this run: then the fault is not this slot's alone."""
+        with contextlib.suppress(TryAgain):
+            workers = self._store.slots().values() if self._store else ()
+            newest = 0 if self._store else -1
+            return self.run.newest_version() <= newest and not any(w.steps_total for w in workers)
+        return False
 
     # ---- the trainer
 
@@ -128,13 +149,15 @@ class Agent:
             "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
         }  # fmt: skip
-        command = list(self.config.run.command) or torch_program("worker")
+        names = {"python": sys.executable, "run": str(self.run.path), "slot": str(self.slot),
+                 "attempt": str(self.attempt)}  # fmt: skip
+        command = expand(self.config.run.command, names) or torch_program("worker")
         processes = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
                 subprocess.Popen(
-                    command, env={**environment(), **shared, **own}, pass_fds=[writer],
+                    command, env={**STACKS, **environment(), **shared, **own}, pass_fds=[writer],
                     cwd=self.config.run.folder if self.config.run.command else None,
                     stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=subprocess.PIPE,
                     preexec_fn=die_with_parent,
@@ -236,6 +259,7 @@ class Agent:
             "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id,
             "node": hostname(), "pid": trainer.processes[0].pid,
             **{name: said[name] for name in SILENT},
+            "trouble": said["trouble"] or ("" if said["steps_total"] else self._failure),
         }  # fmt: skip
 
     def _drop_store(self) -> None:
@@ -247,7 +271,7 @@ class Agent:
 
     def _end(self, outcome: str, reason: str, trainer: Trainer | None = None) -> int:
         code = EXIT_CODES.get(outcome, Exit.OK)
-        detail = trainer.tail.decode(errors="replace") if trainer and outcome == "failed" else ""
+        detail = _tail(trainer) if trainer and outcome == "failed" else ""
         steps = trainer.said["steps_total"] if trainer else 0
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         self._event(kind, reason=reason, steps=steps)
@@ -271,6 +295,10 @@ class Agent:
     def _record(self, fields: dict) -> None:
         who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "node": hostname()}
         self.run.write_ending(self.job_id, {**who, **fields})
+
+
+def _tail(trainer: Trainer) -> str:
+    return trainer.tail.decode(errors="replace")
 
 
 def _available(descriptor: int) -> bytes:

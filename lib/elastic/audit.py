@@ -21,6 +21,7 @@ from pathlib import Path
 from elastic import goodput
 from elastic.durable import damage, draft_of
 from elastic.rundir import RunDir
+from elastic.wording import unit
 
 PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
 
@@ -55,6 +56,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "commits": len(commits) or len(saved),
         "version": newest if commits else saved[-1]["step"],
         "tokens": trained[-1]["tokens"],
+        "unit": unit(trained[-1]),
         "deltas": sum(len(commit.get("deltas", ())) for commit in commits),
         "masters": len({commit["master_epoch"] for commit in commits[1:]}),
         "finished": finished,
@@ -64,6 +66,11 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "epochs": epochs,
         "problems": problems + altered + [*filter(None, found)],
     }
+
+
+def has_ledger(run: RunDir) -> bool:
+    """False for a program in sync mode: nobody here knows which samples it has trained."""
+    return not run.config().run.command or run.control().mode == "local"
 
 
 def gpu_seconds(run: RunDir) -> dict[str, float]:

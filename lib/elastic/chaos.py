@@ -266,7 +266,8 @@ class Chaos:
             "run": self.run.name, "seconds": round(end - began, 1), "faults": len(costs),
             "kinds": kinds, "tokens_per_s": rate, "baseline_tokens_per_s": before,
             "kept": rate / before if before else None,
-            "restarts": sum(e["kind"] == "start" and e["time"] > began for e in self.run.events()),
+            "restarts": sum(e["kind"] == "start" and e["time"] > began and e["attempt"] > 1
+                            for e in self.run.events()),
             "steps_lost": sum(cost.steps_lost for _, cost in costs),
             "worst": f"{worst[0].kind}: {worst[0].what}" if worst else "",
             "audit": {**audit(self.run.path, self.config.checkpoint.keep),

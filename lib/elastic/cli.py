@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from elastic import __version__, estimate, rundir, submission, wording
 from elastic import config as configuration
 from elastic import reconcile as reconciling
 from elastic.audit import audit as audit_ledger
-from elastic.audit import gpu_seconds
+from elastic.audit import gpu_seconds, has_ledger
 from elastic.durable import checksum, write_atomic
 from elastic.errors import ElasticError, Exit, UsageError
 from elastic.rundir import RunDir
@@ -111,24 +111,35 @@ class Overridable(click.Command):
 @overrides_option
 @click.option("--dry-run", is_flag=True,
               help="Check everything, say what a round would cost, start nothing.")
+@click.option("--no-try", is_flag=True, help="Do not try a first step of the task here.")
 @click.option("--parsable", is_flag=True, help="Print the name of the run and nothing else.")
 @click.option("--wait", "wait_for_it", is_flag=True, help="Return when the run has ended.")
-def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: bool, **named):
+def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
+           wait_for_it: bool, **named):  # fmt: skip
     """Start the run that CONFIG describes and return.
 
     Makes the run directory below $ELASTIC_RUNS (default ./runs), then runs the
-    first reconcile pass. Everything is checked before anything is made.
+    first reconcile pass. Everything is checked before anything is made: the
+    task's model, a batch, loss and backward are tried here (of a model of more
+    than 30 million parameters only the making and the batch).
     """
     named = {key.replace("_", ".", 1): value for key, value in named.items() if value is not None}
     settings = [f"{key}={value}" for key, value in named.items()]
-    resolved = configuration.load(config, [*overrides, *settings])
+    anywhere = ["slurm.partition=any"] * dry_run  # a laptop has no site file
+    resolved = configuration.load(config, [*anywhere, *overrides, *settings])
     root = configuration.runs_root()
-    submission.check(resolved, root)
+    warnings = submission.check(resolved, root, dry_run)
+    model, reason, untried = None, "", ""
+    if not resolved.run.command and (dry_run or not no_try):
+        given = [*overrides, *settings]
+        model, reason, untried = submission.described(config, given, tries=not no_try)
+    for each in (*warnings, *([f"the task was not tried: {untried}"] if untried else [])):
+        click.echo(f"warning: {each}", err=True)
     if dry_run:
         limits = f"{resolved.elastic.min}..{resolved.elastic.max} GPUs"
         click.echo(f"would start run {resolved.run.name} on {limits} in {root / resolved.run.name}")
         if resolved.run.mode == "local" and not resolved.run.command:
-            click.echo(on_paper(resolved, config, [*overrides, *settings]))
+            click.echo(on_paper(resolved, model, reason))
         return
     run = submission.start(resolved, root)
     errors = one_pass([run]).errors
@@ -140,24 +151,12 @@ def submit(config: Path, overrides, dry_run: bool, parsable: bool, wait_for_it: 
         sys.exit(wait_for_end(run))
 
 
-def on_paper(resolved, config: Path, settings: list[str]) -> str:
-    """What a round of the run would move and take, if its model can be known here."""
-    model, reason = described(config, settings)
+def on_paper(resolved, model: estimate.Model | None, reason: str) -> str:
+    """What a round of the run would move and take, if its model is known."""
     if not model:
         return f"  model             cannot be known here: {reason}"
     workers = resolved.elastic.max // resolved.slurm.gpus_per_worker
     return estimate.report(model, workers, resolved)
-
-
-def described(config: Path, settings: Sequence[str]) -> tuple[estimate.Model | None, str]:
-    """The run's model; or None, and why it cannot be known here."""
-    command = [sys.executable, "-P", "-m", "elastic.describe", str(config), *settings]
-    found = subprocess.run(command, capture_output=True, text=True)
-    if found.returncode:
-        lines = found.stderr.strip().splitlines()
-        said = [line for line in lines if not line.startswith("  hint: ")]
-        return None, said[-1] if said else f"exit {found.returncode}"
-    return estimate.Model(**json.loads(found.stdout.splitlines()[-1])), ""  # its task may print
 
 
 def started_text(run: RunDir) -> str:
@@ -167,7 +166,7 @@ def started_text(run: RunDir) -> str:
          f"  its logs:  elastic-logs {run.name} -f",
          f"  resize it: elastic-scale {run.name} --max N",
          f"  end it:    elastic-stop {run.name}",
-         f"  cron line: */2 * * * * {configuration.commands()}/elastic-reconcile"]
+         f"  cron line: {configuration.cron_line()}"]
     )  # fmt: skip
 
 
@@ -201,7 +200,7 @@ def progress_of(runs: list[RunDir], count: int) -> tuple[float, str]:
         tokens = max(newest.get("tokens", 0), of_sync.get("tokens", 0))
         goal = of_sync.get("total_tokens") or newest.get("total_tokens")
         shares.append(1.0 if run.done() else tokens / goal if goal else 0.0)
-        words = f"{run.name}: {wording.si(tokens)} tokens"
+        words = f"{run.name}: {wording.si(tokens)} {wording.unit(newest, of_sync)}"
     return sum(shares) / count, words
 
 
@@ -267,8 +266,10 @@ def show_status(run: str | None, watch: bool, as_json: bool):
         every = status.observe_all(found, brief=not (run or as_json))
         return every[0] if run else every
 
+    if watch and as_json:
+        raise UsageError("--watch is for a screen, and --json for a script", "give one of them")
     if not watch:
-        with views.busy_if_slow("asking the scheduler and the masters"):
+        with views.busy("asking the scheduler and the masters"):
             observed = seen()
         show(as_json, observed, view)
         return
@@ -415,6 +416,9 @@ def audit(run: str, files: bool, as_json: bool):
     from elastic import views
 
     found = rundir.find(run)
+    if not has_ledger(found):
+        raise UsageError(f"run {found.name} has no ledger: in sync mode run.command keeps count of "
+                         "its samples itself", f"elastic-logs {found.name}")  # fmt: skip
     report = audit_ledger(found.path, found.config().checkpoint.keep, checksum if files else None)
     report["gpu_seconds"] = gpu_seconds(found)
     show(as_json, report, functools.partial(views.audit_view, found.name))
@@ -633,7 +637,7 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     shown = {name: seconds for name, seconds in shown.items() if name not in said}
     model, reason = None, "only run.command knows the model"
     if not resolved.run.command:
-        model, reason = described(config, overrides)
+        model, reason, _ = submission.described(config, overrides)
     found = costs(resolved, model, shown)
     if not found.step_s:
         raise UsageError(f"how long a step takes cannot be known: {reason}",

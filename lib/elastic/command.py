@@ -1,12 +1,14 @@
 """Any program as the ranks of a synchronous job: what it is told, and where it goes on. Pure.
 
-    command = ["python", "train.py", "--checkpoint_dir", "{checkpoints}", "--resume", "{resume}"]
+    command = ["{python}", "train.py", "--checkpoint_dir", "{checkpoints}", "--resume", "{resume}"]
+    command = ["{python}", "train.py", "--out_dir={checkpoints}", "{resume?--init_from=resume}"]
     command = ["torchrun", "--nnodes={nodes}", "--nproc-per-node={gpus_per_node}",
                "--rdzv-backend=c10d", "--rdzv-endpoint={master_addr}:{master_port}", "train.py"]
 
 The same values are in the environment (ELASTIC_RESUME, ELASTIC_CHECKPOINTS, …) beside torch's own
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Where there is nothing to resume from
-yet, the argument that says {resume} is left out, and the option before it.
+yet, the argument that says {resume} is left out, and the option before it; {resume?WORDS} is WORDS
+where there is. {python} is the Python of this installation. In local mode a program is told less.
 """
 
 import re
@@ -14,21 +16,27 @@ from collections.abc import Mapping, Sequence
 
 from elastic.errors import UsageError
 
-_NAME = re.compile(r"{([a-z_]+)}")
+NAMES = {
+    "sync": ("resume", "checkpoints", "python", "run", "attempt", "mtbi_s", "master_addr",
+             "master_port", "nodes", "gpus_per_node", "gpus"),
+    "local": ("python", "run", "slot", "attempt"),
+}  # fmt: skip
+STACKS = {"PYTHONFAULTHANDLER": "1"}  # environment of a program that prints them at a SIGABRT
+_NAME = re.compile(r"(\$?){([a-z_]+)(?:\?([^{}]*))?}")
 
 
 def expand(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """`command` with every {name} replaced. UsageError for a name that there is not."""
     words: list[str] = []
     for word in command:
-        names = _NAME.findall(word)
-        if unknown := [name for name in names if name not in values]:
+        named = list(_NAME.finditer(word))
+        if unknown := [match[0] for match in named if match[1] or match[2] not in values]:
             legal = ", ".join(f"{{{name}}}" for name in values)
-            raise UsageError(f"run.command says {{{unknown[0]}}}", f"it may say {legal}")
-        if "resume" in names and not values["resume"]:
+            hint = f"it may say {legal}; a variable of a shell is $NAME, without braces"
+            raise UsageError(f"run.command says {unknown[0]}", hint)
+        if not all(values[match[2]] for match in named):
             if word == "{resume}" and words and words[-1].startswith("-"):
                 words.pop()
             continue
-        words.append(_NAME.sub(lambda match: values[match[1]], word))
+        words.append(_NAME.sub(lambda match: match[3] or values[match[2]], word))
     return words
-

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -102,6 +103,8 @@ CLASS = Check(
     lambda value: all(map(str.isidentifier, re.split("[.:]", value))) and value.count(":") == 1,
 )
 
+BELOW = Check('relative, without ".." and "**"',
+              lambda value: not (value.startswith("/") or ".." in value or "**" in value))
 WINDOW = Check('written "FIRST:LAST"', lambda value: re.fullmatch(r"(\d+:\d+)?", value) is not None)
 INTERVAL = Check(
     '"auto", "N steps" or a duration ("10m")',
@@ -114,7 +117,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("task", TEXT, "elastic.tasks:ByteText", "", "class that gives model, data and loss", CLASS),
     Key("folder", TEXT, "", "", "where the task's module is looked for; empty: beside the file"),
     Key("command", LIST, [], "", "a training loop of one's own instead of the built-in one; in "
-        "sync mode any program, with {resume}, {checkpoints} and the like"),
+        "sync mode any program, with {resume}, {resume?--flag}, {checkpoints} and the like; "
+        "{python}: this installation's"),
     Key("mode", TEXT, "local", "", "local: independent jobs, averaged; sync: one job that resizes",
         _one_of("local", "sync")),
     Key("seed", INT, 0, "", "of the first parameters and of the order of samples", NATURAL),
@@ -190,6 +194,10 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         NATURAL),
     Key("sizes", INTS, [], "GPUs", "that a job may have, of all from min to max; empty: any"),
     Key("checkpoints", TEXT, "", "", "where run.command saves; empty: RUN/checkpoints"),
+    Key("resume", TEXT, "", "", 'pattern below checkpoints of what {resume} may be ("ckpt*.pt"); '
+        "empty: by the names that programs usually choose", BELOW),
+    Key("silent_timeout", TIME, "0s", "", "run.command without output or a new checkpoint so long: "
+        "ended, with its stacks, and started again; 0: never"),
     Key("notice_signal", TEXT, "TERM", "", "what run.command gets as the notice", SIGNAL),
     Key("ranks_per_node", INT, 0, "", "of run.command; 0: one per GPU; 1: for torchrun", NATURAL),
     Key("grow_after", TIME, "10m", "", "least age of a job that is restarted to use more GPUs"),
@@ -540,7 +548,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (("elastic.max", "slurm.gpus_per_worker", "run.scheduler"),
      lambda high, needed, scheduler: scheduler == "local" or high >= needed,
      "elastic.max ({}) is below slurm.gpus_per_worker ({})"),
-    (("train.epochs", "train.max_tokens"), lambda epochs, tokens: bool(epochs) != bool(tokens),
+    (("train.epochs", "train.max_tokens", "run.command", "run.mode"),
+     lambda epochs, tokens, command, mode: (command and mode == "sync")
+     or bool(epochs) != bool(tokens),
      "set one of train.epochs ({}) and train.max_tokens ({})"),
     (("train.warmup_fraction", "train.decay_fraction"), lambda up, down: up + down <= 1,
      "train.warmup_fraction ({}) and train.decay_fraction ({}) are more than the whole run"),
@@ -603,6 +613,12 @@ def commands() -> Path:
     home = elastic_home()
     follows = home.parent / "bin"
     return follows if (home.parent / "current").is_symlink() and follows.is_dir() else home / "bin"
+
+
+def cron_line() -> str:
+    """What a user's crontab is to have."""
+    program = shlex.quote(str(commands() / "elastic-reconcile"))
+    return f"*/2 * * * * {program} --jitter"
 
 
 def torch_program(name: str) -> list[str]:

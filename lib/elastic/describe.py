@@ -1,28 +1,42 @@
-"""What a run's model is, as JSON: `python -m elastic.describe CONFIG KEY=VALUE...`.
+"""What a run's model is, as JSON: `python -m elastic.describe [--try] CONFIG KEY=VALUE...`.
 
 A process of its own, because it needs torch and the user's code, and `elastic-submit --dry-run` is
 to say what it can without either. Nothing is allocated: the model is made on the meta device.
+
+With --try also a worker's first step, on the CPU: one batch, and of a model of at most MOST_TRIED
+parameters loss and backward. What fails since this machine lacks something (a file, a module, a
+GPU) says nothing of the task; every other exception is the task's own: exit USAGE, a traceback.
 """
 
 import json
+import re
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch.utils.data import default_collate
 
 from elastic import config as configuration
 from elastic.codec import codec
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, Exit
 from elastic.estimate import Model
 from elastic.layout import Layout
 from elastic.replica import shapes
-from elastic.tasks import load_task
+from elastic.tasks import count_tokens, load_task
+
+MOST_TRIED = 30_000_000  # parameters: seconds of two cores, 0.5 GB with gradients and the rest
+LACKING = (OSError, ImportError, MemoryError)
 
 
 def describe(config) -> Model:
     """Raises ElasticError for what the user's code does."""
-    task = load_task(config.run.task, config.task, Path(config.run.folder))
+    return measured(config, load_task(config.run.task, config.task, Path(config.run.folder)))
+
+
+def measured(config, task) -> Model:
+    """The task's model, which is not allocated."""
     with torch.device("meta"):
         model = task.model()
     layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
@@ -35,14 +49,50 @@ def describe(config) -> Model:
     )  # fmt: skip
 
 
-def main() -> int:
-    path, *settings = sys.argv[1:]
+def attempt(config, task, numel: int) -> str:
+    """Do a worker's first step; why it was left out, or "". Raises the task's own errors."""
     try:
-        print(json.dumps(asdict(describe(configuration.load(Path(path), settings)))))
-    except ElasticError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        dataset = task.dataset()
+        batch = default_collate([dataset[index] for index in range(min(2, len(dataset)))])
+        if numel > MOST_TRIED:
+            return f"{numel:,} parameters are too many to train here"
+        torch.manual_seed(config.run.seed)
+        count_tokens(task, batch)
+        task.loss(task.model(), batch).backward()
+    except Exception as error:
+        if not _is_lacking(error, ElasticError):
+            raise
+        return str(error)
+    return ""
+
+
+def _is_lacking(error: BaseException, *more: type) -> bool:
+    """Is it this machine's fault?"""
+    cause = error.__cause__ or error
+    wants_gpu = re.search("CUDA|NVIDIA", str(cause)) and not torch.cuda.is_available()
+    return isinstance(cause, (*LACKING, *more)) or bool(wants_gpu)
+
+
+def main() -> int:
+    tries, (path, *settings) = "--try" in sys.argv, [a for a in sys.argv[1:] if a != "--try"]
+    excused: tuple = ()
+    config = configuration.load(Path(path), settings)
+    try:
+        task = load_task(config.run.task, config.task, Path(config.run.folder))
+        excused = (ElasticError, RuntimeError)  # not every model can do without memory
+        model, excused = measured(config, task), ()
+        untried = attempt(config, task, model.numel) if tries else ""
+    except Exception as error:
+        at = error.__traceback__
+        while at.tb_next and at.tb_frame.f_code.co_filename == __file__:
+            at = at.tb_next  # to the task's own frames
+        said = "".join(traceback.format_exception(type(error), error, at))
+        print(error if isinstance(error, ElasticError) else said, file=sys.stderr)
+        # A task whose own module is missing is missing everywhere.
+        is_own = config.run.task.startswith(getattr(error.__cause__, "name", None) or ":")
+        return Exit.USAGE if tries and (is_own or not _is_lacking(error, *excused)) else Exit.ERROR
+    print(json.dumps({"model": asdict(model), "untried": untried}))
+    return Exit.OK
 
 
 if __name__ == "__main__":

@@ -406,11 +406,13 @@ def _gpus(torch: Mapping[str, Any]) -> tuple[str, str, str]:
     return OK, f"{torch['gpus']} compute rightly, and report no memory errors", ""
 
 
-def _cron(cron: str, commands: str) -> tuple[str, str, str]:
+def _cron(cron: str | None, cron_line: str) -> tuple[str, str, str]:
+    if cron is None:
+        fix = f"where runs are submitted from, or on any machine with cron: {cron_line}"
+        return WARN, "there is no crontab and no scrontab here", fix
     if re.search(r"(?m)^[^#\n]*elastic[- ]reconcile", cron):
         return OK, "elastic-reconcile is in the crontab", ""
-    line = f"*/2 * * * * {commands}/elastic-reconcile --jitter"
-    return WARN, "elastic-reconcile is not in the crontab", f"crontab -e: {line}"
+    return WARN, "elastic-reconcile is not in the crontab", f"crontab -e: {cron_line}"
 
 
 CHECKS = (
@@ -439,7 +441,7 @@ CHECKS = (
           "clocks", _clock),
     Check("torch", "every start of a worker waits for its import", "torch", _torch, "torch"),
     Check("gpus", "one that computes wrongly spoils the run", "torch", _gpus),
-    Check("cron", "only the pass replaces a master that is gone", "cron commands", _cron),
+    Check("cron", "only its pass replaces jobs when no master does", "cron cron_line", _cron),
 )  # fmt: skip
 
 

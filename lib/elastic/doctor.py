@@ -56,7 +56,7 @@ def examine(config: Config, given: list[str], tell: Callable = unheard) -> list[
     """Look at everything. `given`: the run's file, if there is one, and its overrides."""
     tell((0.0, "cluster"))
     facts = {"config": config, "given": given, "here": _here(), "clocks": {}}
-    facts["commands"] = str(configuration.commands())
+    facts["cron_line"] = configuration.cron_line()
     facts["cluster"] = _fact(_cluster, facts)
     for done, (name, probe) in enumerate(PROBES.items(), 1):
         tell((done / (len(PROBES) + 1), name))
@@ -281,8 +281,8 @@ def _save(facts: dict) -> estimate.Save | Unknown:
     return estimate.save_of(estimate.Model(**model), facts["config"])
 
 
-def _cron(facts: dict) -> str | Unknown:
-    """The user's crontab and scrontab, as far as there are any."""
+def _cron(facts: dict) -> str | None:
+    """The user's crontab and scrontab; None where there is neither program."""
     found, asked = "", False
     by_slurm = [] if isinstance(facts["cluster"], Unknown) else [sched_slurm.scrontab]
     for listing in (_crontab, *by_slurm):
@@ -291,8 +291,7 @@ def _cron(facts: dict) -> str | Unknown:
             has_none = "no crontab" in answer.stderr
             asked |= has_none or answer.returncode == 0
             found += answer.stdout if answer.returncode == 0 else ""
-    hint = "on a machine with cron, every two minutes: elastic-reconcile --jitter"
-    return found if asked else Unknown("no crontab and no scrontab here", hint)
+    return found if asked else None
 
 
 def _crontab() -> subprocess.CompletedProcess[str]:

@@ -203,13 +203,14 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
         ended_at = record.get("time", 0.0)
         age_s = ended_at - record.get("started", ended_at)
     did_some = job.role == MASTER or record.get("steps", 0) > 0
+    said = record.get("outcome", "") if outcome == "cancelled" else outcome
     return Ended(
         *(job.job_id, job.role, job.slot, outcome, now),
         node=str(record.get("node") or job.node),
         submitted_at=job.submitted_at,
         reason=reason,
         detail=str(record.get("detail") or ""),
-        worked=age_s >= WORKED_S or (did_some and outcome in ("done", "stopped", "yielded")),
+        worked=age_s >= WORKED_S or (did_some and said in ("done", "stopped", "yielded")),
         final=outcome == "failed" and record.get("code") == Exit.DO_NOT_RESTART,
         started_at=job.started_at,
         ended_at=job.ended_at or ended_at,
@@ -237,7 +238,8 @@ def _own(job: JobSeen, record: Mapping | None) -> Mapping:
 def _outcome(job: JobSeen, record: Mapping) -> tuple[str, str]:
     state, cancelled = _word(job.state), job.cancelled_at is not None
     said = record.get("outcome", "") if record.get("state") == "ended" else ""
-    if said and not (said == "failed" and cancelled):
+    cancelled |= state == "CANCELLED" and said == "yielded"  # by its owner: no preemption ends so
+    if said and not (said in ("failed", "yielded") and cancelled):
         return said, str(record.get("reason") or said)
     if cancelled or (state == "CANCELLED" and not record):
         return ("held", job.broken_hold) if job.broken_hold else ("cancelled", "cancelled")

@@ -7,7 +7,8 @@ on this machine as child processes, in a Slurm job through one `srun`. A notice 
 (Slurm itself sends it to the step); they save and leave. When ranks crash they are started again
 here, from the newest checkpoint, without going back to the queue: on the nodes that still answer,
 if those are enough, and as long as a new checkpoint was committed in between or
-`sync.crash_retries` allow. The last act is a reconcile pass. No torch in this process.
+`sync.crash_retries` allow. Where they die of the same error twice before the run's first step, the
+run has failed. The last act is a reconcile pass. No torch in this process.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from elastic import cadence, sched_slurm, sizing
-from elastic.command import expand
+from elastic import cadence, sched_local, sched_slurm, sizing, wording
+from elastic.command import STACKS, expand
 from elastic.config import elastic_home, env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit
@@ -34,16 +35,19 @@ from elastic.slurm_info import (
     get_slurm_info,
     log_job_info,
     notice_s,
-    resolve_resume_path,
+    resume_paths,
     with_end_time,
 )
 
-TAIL_LINES = 40
+TAIL_LINES = 60
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
 KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
 LINGER_S = 10.0  # for srun to return after a rank crashed; where a node is gone it takes minutes
 POLL_S = 0.1
 PASS_S = 60.0
+SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
+AT_ONCE_S = 300.0  # a program that dies so soon may have died of the checkpoint that it was given
+ABORT_S = 0.5  # to print stack traces
 BAD_EXIT = re.compile(
     r"srun: error: \S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93))"
 )
@@ -58,6 +62,12 @@ class Launcher:
         self.attempt = self.gpus = 0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._crashes = 0
+        self._at_start = self._checkpoints_there()
+        self._error = self._failure = ""  # what the ranks died of; and the time before
+        self._began = 0.0  # the attempt
+        self._resume: Path | None = None  # what run.command was given
+        self._follower: subprocess.Popen | None = None  # who passes when this has ended
+        self._older = 0  # so many checkpoints are passed over: it died on them at once
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         info = get_slurm_info()
         self._nodes = list(info.nodes) if info else [hostname()]
@@ -72,18 +82,27 @@ class Launcher:
         if over := self.run.closing("sync"):
             return self._end("done" if over == "done" else "stopped", f"the run is {over}")
         self._release_nodes()
+        self._have_successors()
         while True:
-            before = self._newest_checkpoint()
+            before = self._checkpoints_there()
             outcome, reason = self._judge(self._train())
             if outcome != "crashed":
                 return self._end(outcome, reason)
-            progressed = self._newest_checkpoint() > before
+            is_same, self._failure = self._error and self._error == self._failure, self._error
+            progressed = self._has_progressed(before)
             self._crashes = 1 if progressed else self._crashes + 1
-            if self._lost_nodes():
+            lost = self._lost_nodes()
+            at_once = time.time() - self._began < AT_ONCE_S and not (progressed or lost)
+            self._older = self._older + 1 if at_once else 0
+            if lost:
                 if not (nodes := self._fitting(self.config.slurm.gpus_per_node, len(self._nodes))):
                     return self._end("yielded", f"only {len(self._nodes)} nodes still answer")
                 self._nodes, self._crashes = self._nodes[:nodes], 0
             if self._crashes > self.config.sync.crash_retries or self.notice:
+                return self._end("failed", reason)
+            if is_same and not (before or self.run.progress() or self.run.newest_version() > 0):
+                told = "\n".join(self._tail)
+                self.run.mark_failed(f"the trainer failed twice at its start: {reason}", told)
                 return self._end("failed", reason)
             self._event("restart", reason=reason)
 
@@ -134,12 +153,30 @@ class Launcher:
             return ("done" if over == "done" else "stopped"), f"the run is {over}"
         if self.notice and not 0 <= code <= 128:  # a signal, as Popen or a shell writes it
             return "yielded", f"notice, and the ranks ended with {name_of(code)}"
-        return "crashed", f"the ranks ended with {name_of(code)}"
+        end = f"the ranks ended with {name_of(code)}"
+        if 0 < code < 128:
+            self._error = wording.last_error("\n".join(self._tail))
+        return "crashed", f"{self._error} ({end})" if self._error else end
 
-    def _newest_checkpoint(self) -> tuple[int, str]:
-        """When it was written, and its name: what it was not before is progress."""
-        newest = resolve_resume_path(self._checkpoints())
-        return (newest.stat().st_mtime_ns, str(newest)) if newest else (0, "")
+    def _has_progressed(self, before: dict[Path, int]) -> bool:
+        """Is there a checkpoint that was not there before, or the one resumed from, written anew?
+        Others are written again on the way to where the ranks died: that has no end."""
+        return any(written > before.get(path, 0) and (path not in before or path == self._resume)
+                   for path, written in self._checkpoints_there().items())  # fmt: skip
+
+    def _checkpoints_there(self) -> dict[Path, int]:
+        """The whole ones and when they were written, the one to go on from first."""
+        return resume_paths(self._checkpoints(), self.config.sync.resume)
+
+    def _choose_resume(self) -> str:
+        """The newest checkpoint on which the program has not died at once; else the oldest."""
+        there, names = [*self._checkpoints_there()], sorted(os.listdir(self._checkpoints()))
+        self._resume = there[min(self._older, len(there) - 1)] if there else None
+        if names and not there:
+            what = f"nothing in {self._checkpoints()} looks like a whole checkpoint"
+            found = wording.brief(", ".join(names))
+            self.run.event("warning", reason=f"{what} (there are: {found}): see sync.resume")
+        return str(self._resume or "")
 
     def _checkpoints(self) -> Path:
         """Where they are; a relative path is one below the run file's folder."""
@@ -155,7 +192,7 @@ class Launcher:
         self.attempt = until_written(lambda: self.run.claim_attempt(0, who), self.notice)
         self._event("start", node=hostname())
         self._tail.clear()
-        self._bad_exit_at = math.inf
+        self._error, self._bad_exit_at, self._began = "", math.inf, time.time()
         processes = self._start_in_slurm() if env("SLURM_JOB_ID") else self._start_here()
         readers = [threading.Thread(target=self._copy, args=[p.stderr]) for p in processes]
         for reader in readers:
@@ -201,15 +238,16 @@ class Launcher:
     def _rank_command(self, nodes: int, gpus_per_node: int, shared: dict[str, str]) -> list[str]:
         """What every rank runs; adds what a program of the user's may read to `shared`."""
         self.gpus = nodes * gpus_per_node
-        self._record({"state": "training"})  # reconcile compares with what there might be
+        # Reconcile compares the GPUs with what there might be.
+        self._record({"state": "training", "trouble": self._failure})
         program = str(elastic_home() / "bin" / "elastic-rank")
         if not self.config.run.command:
             return [program, *torch_program("trainer"), str(self.run.path)]
         checkpoints = self._checkpoints()
         checkpoints.mkdir(parents=True, exist_ok=True)
         values = {
-            "resume": str(resolve_resume_path(checkpoints) or ""), "checkpoints": str(checkpoints),
-            "run": str(self.run.path), "attempt": str(self.attempt),
+            "resume": self._choose_resume(), "checkpoints": str(checkpoints),
+            "python": sys.executable, "run": str(self.run.path), "attempt": str(self.attempt),
             "mtbi_s": f"{cadence.observed_mtbi_s(self.run.endings()):.0f}",
             "master_addr": shared["MASTER_ADDR"], "master_port": shared["MASTER_PORT"],
             "nodes": str(nodes), "gpus_per_node": str(gpus_per_node), "gpus": str(self.gpus),
@@ -222,8 +260,8 @@ class Launcher:
 
     def _spawn(self, command: list[str], extra: dict[str, str]) -> subprocess.Popen:
         return subprocess.Popen(
-            command, env=environment() | extra, stdin=subprocess.DEVNULL, stdout=sys.stdout,
-            cwd=self.config.run.folder if self.config.run.command else None,
+            command, env=STACKS | environment() | extra, stdin=subprocess.DEVNULL,
+            stdout=sys.stdout, cwd=self.config.run.folder if self.config.run.command else None,
             stderr=subprocess.PIPE, text=True, errors="replace", preexec_fn=die_with_parent,
             process_group=0,  # so that a program's own children go with it
         )  # fmt: skip
@@ -247,6 +285,10 @@ class Launcher:
                 told = True
                 self._event("notice", signal=self.notice.signal_name)
                 self._tell(processes)
+            if self._is_silent():
+                self._abort(processes)
+                crashed = [-signal.SIGABRT]
+                break
             late = self.notice and time.time() - self.notice.since > KILL_AFTER_S
             if late or time.monotonic() - self._bad_exit_at > LINGER_S:
                 crashed = [-signal.SIGKILL]
@@ -257,6 +299,25 @@ class Launcher:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return crashed[0] if crashed else max(codes)
+
+    def _is_silent(self) -> bool:
+        """Has run.command neither said nor saved anything for `sync.silent_timeout`?"""
+        limit_s = self.config.sync.silent_timeout_s if self.config.run.command else 0.0
+        heard = max(self._began, os.fstat(sys.stdout.fileno()).st_mtime)  # the job's log
+        if not limit_s or time.time() - heard < limit_s:
+            return False
+        return time.time() - max(self._checkpoints_there().values(), default=0) / 1e9 > limit_s
+
+    def _abort(self, processes: list[subprocess.Popen]) -> None:
+        """End ranks that hang; they print their stacks."""
+        limit_s = self.config.sync.silent_timeout_s
+        self._error = f"no output and no new checkpoint for {limit_s:g} s (sync.silent_timeout)"
+        self._event("hang", seconds=round(limit_s))
+        if job_id := env("SLURM_JOB_ID"):
+            sched_slurm.signal_steps(job_id, "ABRT")
+        for process in processes if not job_id else ():
+            os.killpg(process.pid, signal.SIGABRT)
+        time.sleep(ABORT_S)
 
     def _tell(self, processes: list[subprocess.Popen]) -> None:
         """Pass a notice on. Never through srun, which would kill its tasks at once."""
@@ -275,13 +336,24 @@ class Launcher:
         progress = self.run.progress() or {}
         mine = progress if progress.get("job_id") == self.job_id else {}
         measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
-        self._event(kind, reason=reason, steps=progress.get("step", 0))
+        steps = {} if self.config.run.command else {"steps": progress.get("step", 0)}
+        worked = {"steps": int(self._has_progressed(self._at_start)), **steps}
+        self._event(kind, reason=reason, **steps)
         self._record({"state": "ended", "outcome": outcome, "code": code, "reason": reason,
-                      "detail": detail, "steps": progress.get("step", 0),
-                      **measured})  # fmt: skip
+                      "detail": detail, **worked, **measured})  # fmt: skip
         print(f"trainer  {outcome}: {reason}", flush=True)
+        if self._follower and outcome in ("done", "stopped", "fenced"):
+            os.killpg(self._follower.pid, signal.SIGKILL)
         self._reconcile()
         return code
+
+    def _have_successors(self) -> None:
+        """Without cron, too: one waits in the queue soon, and is started however this one ends."""
+        timer = threading.Timer(SUCCESSOR_S, self._reconcile)
+        timer.daemon = True
+        timer.start()
+        if self.config.run.scheduler == "local":
+            self._follower = sched_local.pass_after_me(self.run.path)
 
     def _reconcile(self) -> None:
         """See to the successor now, or to the end of the run; cron would come later."""

@@ -711,7 +711,7 @@ class Master:
         with contextlib.suppress(TryAgain):
             if self._store and self._state == "over":
                 self._publish_state(wake="stop")
-        self._reconcile.close(last=self._state == "over")
+        self._reconcile.close()
         if self._server:
             self._server.stop()
 
@@ -723,6 +723,8 @@ class Master:
         said = {"outcome": outcome, "code": code, "reason": reason, "detail": detail}
         self._record({"state": "ended", **said})
         self._say(f"{outcome}: {reason}")
+        if outcome != "failed":
+            self._reconcile.last()
         return code
 
     def _record(self, fields: dict) -> None:
@@ -762,13 +764,17 @@ class Reconcile:
         """A worker has left: look again once its job has had time to end."""
         self._next = min(self._next, time.monotonic() + AFTER_LEAVE_S)
 
-    def close(self, last: bool) -> None:
-        """Wait for a pass under way; `last`: one more, so that nothing is left pending."""
+    def close(self) -> None:
+        """Wait for a pass under way."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self._process:
                 self._process.wait(PASS_S)
-            if last:
-                subprocess.run(self._command, stdin=subprocess.DEVNULL, timeout=PASS_S)
+
+    def last(self) -> None:
+        """After the master's last word: nothing is left pending, and whoever follows (another
+        master, the other mode's job) is submitted, also where there is no cron."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(self._command, stdin=subprocess.DEVNULL, timeout=PASS_S)
 
 
 def run(notice: Notice) -> int:

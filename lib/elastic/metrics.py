@@ -8,6 +8,7 @@ A run is the same one across restarts and modes: each of the last three knows ho
 tokens it has heard of, and is told what came after, however often the command is started again.
 """
 
+import getpass
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,12 @@ from elastic.rundir import RunDir
 
 GAUGES = {
     "version": ("version", "Newest version; in sync mode the newest step."),
-    "tokens": ("tokens", "Committed tokens."),
+    "tokens": ("tokens", "Committed tokens; samples, of a task without tokens()."),
     "tokens_goal": ("tokens_goal", "Tokens at which the run is done."),
     "loss": ("loss", "Mean training loss of the newest version."),
     "tokens_per_second": ("tokens_per_s", "Committed tokens per second, over ten versions."),
-    "goodput_ratio": ("goodput", "Committed training per allocated GPU second."),
-    "preemptions_per_hour": ("preemptions_per_h", "Jobs taken away, by the last half hour."),
+    "preemptions_per_hour": ("preemptions_per_h", "Jobs that the scheduler took away, by the last"
+                             " half hour."),
     "gpus": ("gpus", "GPUs at work."),
     "gpus_min": ("min", "Fewest GPUs wanted."),
     "gpus_max": ("max", "Most GPUs to use."),
@@ -56,7 +57,7 @@ def prometheus(observations: Sequence[dict]) -> str:
 
 def _label(seen: dict) -> str:
     name = seen["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'run="{name}"'
+    return f'run="{name}",user="{getpass.getuser()}"'
 
 
 # ---- one run, version by version

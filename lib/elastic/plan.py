@@ -5,7 +5,7 @@ Invariants, whatever the world looks like:
 - at most one job per slot, one master or, in sync mode, one trainer; of several the one furthest
   along stays. Behind a trainer at work one successor waits in the queue, held back by Slurm's
   `singleton`: it starts within a second of the other's end, whoever ended it and however;
-- nothing starts in one mode while a job of the other mode is there;
+- nothing starts in one mode while a job of the other mode is there and has not said its last word;
 - worker jobs <= slots, queued jobs <= max_pending (only a missing master may exceed it);
 - nothing is submitted for a run that is done, failed or stopped;
 - in the world that carrying out a plan leads to, the next plan does nothing.
@@ -250,7 +250,7 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
     workers += sum(role == WORKER for role, _ in unsure)
     pending = sum(job.queued for job in memory.jobs) + len(unsure)
     last = {end.place: end for end in memory.ended}
-    foreign = [job.job_id for job in memory.jobs if not world.own(job.role)]
+    foreign = [job.job_id for job in memory.jobs if not (world.own(job.role) or job.over)]
     for place in world.places:
         is_worker = place[0] == WORKER
         if place in taken or (is_worker and workers >= world.slots and place not in unsure):

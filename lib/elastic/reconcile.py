@@ -24,7 +24,7 @@ from elastic import cadence, history, sched, sizing
 from elastic.config import Config
 from elastic.durable import read_json, to_json, write_atomic
 from elastic.errors import ElasticError, TryAgain
-from elastic.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
+from elastic.history import ALONE, MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
@@ -32,6 +32,7 @@ from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
 DYING_S = 60.0  # how long a submission may still turn up whose pass was killed: past SETTLE_S, too
 UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes
 LATER_S = 60.0  # between tries when a submit limit is reached
+LOCK = "reconcile.lock"  # its time is that of the last pass
 REFUSED_S = 600.0  # … when a job is refused while others of the run go on
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 
@@ -118,9 +119,10 @@ def _errors_of(run: RunDir, report: PassReport) -> Iterator[None]:
 @contextlib.contextmanager
 def _lock(run: RunDir) -> Iterator[bool]:
     """True if this pass alone has the run now. The kernel drops the lock of a killed pass."""
-    descriptor = os.open(run.path / "reconcile.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.utime(descriptor)
         is_mine = True
     except BlockingIOError:
         is_mine = False
@@ -158,6 +160,13 @@ def _load(run: RunDir, now: float) -> _Notes:
 def remembered(run: RunDir, now: float) -> Memory:
     """What the newest pass over the run has left to the next."""
     return _load(run, now).memory
+
+
+def since_last(run: RunDir) -> float:
+    """Seconds since a pass last looked at the run; 0 if none ever has."""
+    with contextlib.suppress(FileNotFoundError):
+        return max(0.0, time.time() - (run.path / LOCK).stat().st_mtime)
+    return 0.0
 
 
 def _is_settled(run: RunDir) -> bool:
@@ -221,6 +230,8 @@ class _Pass:
         mode = self.run.control().mode
         memory = history.enter(self.memory, self.run.closing(), self.now, mode)
         news = history.gone(memory, listed, self.now)
+        if memory.closing in ("stopped", "done"):  # jobs that end now do as they were asked
+            news = [replace(job, cancelled_at=self.now) for job in news]
         endings = [history.ending(job, self.run.ending(job.job_id), self.now) for job in news]
         keep = self.limits.max_failures + 1
         self.memory = history.learn(memory, listed, endings, self.now, keep)
@@ -321,7 +332,6 @@ class _Pass:
 
     def _fail(self, reason: str, detail: str) -> None:
         self.run.mark_failed(reason, detail)
-        self._event("fail", reason=reason)
         self._say(f"failed: {reason}")
 
     def _note_unsure(self, place: tuple[str, int], duration_s: float) -> None:
@@ -366,7 +376,8 @@ def _seen(job: Job, run: RunDir) -> JobSeen | None:
     times = {"submitted_at": job.submit_time, "started_at": job.start_time,
              "ended_at": job.end_time}  # fmt: skip
     seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node, **times)
-    if name[1] == TRAINER and seen.started:
+    is_foreign = (name[1] == TRAINER) != (run.control().mode == "sync")
+    if (name[1] in ALONE and seen.started) or (is_foreign and not seen.queued):
         record = run.ending(job.job_id) or {}
         seen = replace(seen, over=history.said_at_end(seen, record))
     return seen

@@ -99,7 +99,7 @@ def newest(stays: Sequence[Stay]) -> list[Stay]:
 def draw_loss_by_tokens(axes: Any, facts: Facts) -> None:
     points = thinned(facts.points)
     axes.plot([p.tokens for p in points], [p.loss for p in points], color=BLUE)
-    axes.set(xlabel="committed tokens", ylabel="training loss")
+    axes.set(xlabel=f"committed {facts.seen['unit']}", ylabel="training loss")
     axes.xaxis.set_major_formatter(lambda value, _at: wording.si(value))
 
 
@@ -114,7 +114,7 @@ def draw_throughput(axes: Any, facts: Facts) -> None:
     points = thinned(facts.points)
     axes.step([facts.at(p.time) for p in points], [p.tokens_per_s for p in points],
               where="pre", color=BLUE)  # fmt: skip
-    axes.set(ylabel="tokens/s", ylim=(0, None))
+    axes.set(ylabel=f"{facts.seen['unit']}/s", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _at: wording.si(value))
     steps = timeline.workers_over_time(facts.stays)
     other = axes.twinx()
@@ -181,7 +181,8 @@ PANELS = {
     "tokens": Panel("Loss against tokens", draw_loss_by_tokens, lambda _: 3.0),
     "time": Panel("Loss against time", draw_loss_by_time, lambda _: 3.0),
     "speed": Panel("Throughput", draw_throughput, lambda _: 2.6),
-    "jobs": Panel("Jobs (triangle: preempted with notice; cross: died without; dotted: a fault)",
+    "jobs": Panel("Jobs (triangle: preempted with notice; cross: died without; bar: as asked;"
+                  " dotted: a fault)",
                   draw_jobs, lambda f: 1.2 + 0.18 * min(60, len({s.place for s in f.stays}))),
     "goodput": Panel("What the time of the GPUs went into, from the first job on",
                      draw_goodput, lambda _: 1.8),
@@ -214,7 +215,8 @@ def page(facts: Facts, chosen: Sequence[Panel]) -> str:
     parts = [
         f"<h1>{_safe(seen['run'])}</h1>",
         f"<p>{_safe(seen['summary'])}</p>",
-        f"<p>{_safe(seen['reason'])}. Looked at {_clock(time.time())}; {_safe(seen['path'])}</p>",
+        f"<p>{_safe(seen['reason'])}</p>",
+        f"<p>Looked at {_clock(time.time())}; {_safe(seen['path'])}</p>",
     ]
     for panel in chosen:
         parts += [f"<h2>{_safe(panel.title)}</h2>", with_titles(_svg(panel, facts), titles)]

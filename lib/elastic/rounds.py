@@ -243,7 +243,7 @@ def decide(view: View, settings, now: float) -> tuple[Move, str]:
     if not view.accepted:
         return Move.WAIT, "no delta yet" if view.expected else "no worker"
     if not missing:
-        return Move.CLOSE, f"all {len(view.expected)} live workers delivered"
+        return Move.CLOSE, f"all {len(view.expected)} live workers have answered"
     if view.called is not None:
         if now - view.called >= settings.last_call_s:
             return Move.CLOSE, f"last call is over, without slots {_some(missing)}"

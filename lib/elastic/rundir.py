@@ -205,6 +205,7 @@ class RunDir:
     def mark_failed(self, reason: str, detail: str = "") -> None:
         record = {"time": time.time(), "reason": reason, "detail": detail}
         write_atomic(self.path / "failed.json", to_json(record))
+        self.event("fail", reason=reason)
 
     def clear_failed(self) -> None:
         (self.path / "failed.json").unlink(missing_ok=True)

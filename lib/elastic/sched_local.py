@@ -35,6 +35,7 @@ from elastic.sched import Job, JobSpec
 
 # Becomes the job: the redirection fails where the claim exists (set -C opens with O_EXCL).
 CLAIM = 'set -C; read -r me < /proc/$$/stat; echo "$me" 2>/dev/null > "$0" && exec "$@"'
+AFTERWARDS = 'tail --pid="$0" -s 0.2 -f /dev/null; exec "$@"'  # PID PROGRAM RUN
 NEVER = b"-"  # the claim of whoever cancelled a pending job
 START_S = 5.0  # for a new process to make its claim
 POLL_S = 0.01
@@ -249,6 +250,18 @@ def _detached(
     given = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL}
     output = output or subprocess.DEVNULL
     subprocess.run(["setsid", "--fork", *command], stdout=output, stderr=output, **given)
+
+
+def pass_after_me(run_dir: Path) -> subprocess.Popen:
+    """A reconcile pass over the run once this process has ended, however that was: nobody may call
+    again. Returns the process group that waits for it."""
+    environment = configuration.environment()
+    environment.pop(MARK, None)  # it must outlive this process
+    program = configuration.elastic_home() / "bin" / "elastic-reconcile"
+    what = [str(each) for each in (os.getpid(), program, run_dir)]
+    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    return subprocess.Popen(["sh", "-c", AFTERWARDS, *what], env=environment, cwd="/",
+                            start_new_session=True, **nothing)  # fmt: skip
 
 
 def _least_used(in_use: Sequence[int], count: int) -> list[int]:

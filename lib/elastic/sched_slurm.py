@@ -118,9 +118,9 @@ def release_nodes(job_id: str, kept: int) -> None:
         script.unlink(missing_ok=True)
 
 
-def signal_steps(job_id: str) -> None:
+def signal_steps(job_id: str, name: str = "TERM") -> None:
     """Notice to the steps of a running job, and to nothing else of it. (KILL would end the job.)"""
-    slurm_command(("scancel", "--signal=TERM", job_id))
+    slurm_command(("scancel", f"--signal={name}", job_id))
 
 
 def step_argv(nodes: Sequence[str], per_node: int, command: Sequence[str]) -> list[str]:

@@ -6,9 +6,11 @@ once, by the caller's wish; None where it does not say. Parsing is pure. Host li
 here, because scontrol cannot do it without a slurm.conf.
 """
 
+import contextlib
 import itertools
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,8 +21,12 @@ from elastic.config import env
 from elastic.errors import ElasticError
 
 _TEMPORARY = re.compile(r"^\.|^tmp|\.(tmp|partial)\b|~$")
-_WORDS = "(step)|iteration|iter|checkpoint|ckpt|epoch"
+_WORDS = r"(step|\bba)|iteration|iter|checkpoint|ckpt|epoch|\bep|snapshot|state|model(?=[-_]\d+\.)"
 _NUMBERED = re.compile(rf"(?:(?:{_WORDS})[-_=.]?|^(?=\d+(?:\.|$)))(\d+)", re.IGNORECASE)
+_POINTER = re.compile(r"(^|[-_.])(latest|last)([-_.]|$)", re.IGNORECASE)
+_PLAIN = re.compile(r"(^|[-_.])(checkpoint|ckpt|snapshot|state)(\.(pt|pth|ckpt|tar|bin|pkl))+$")
+_OTHER = re.compile(r"(^|[-_.])best([-_.]|$)|-of-\d|\.(txt|jsonl?|ya?ml|toml|log|csv|md|py)$")
+_OF_TRAINER = {"training_args.bin", "config.json", "adapter_config.json"}  # Hugging Face's
 
 
 @dataclass(frozen=True)
@@ -114,14 +120,46 @@ def expand_hostlist(text: str) -> list[str]:
     return hosts
 
 
-def resolve_resume_path(folder: Path) -> Path | None:
-    """The newest whole checkpoint: `latest` or `last`, else the highest step; else None."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    pointers = [name for name in names if re.fullmatch(r"(latest|last)(\.[a-z]+)?", name)]
-    paths = [folder / name for name in [*pointers, *resume_order(names)]]
-    # A link may move while the checkpoint is read: what it names now.
-    named = [folder / path.readlink() if path.is_symlink() else path for path in paths]
-    return next(filter(_is_whole, named), None)
+def resolve_resume_path(folder: Path, pattern: str = "") -> Path | None:
+    """The checkpoint to resume from: the first of `resume_paths`; None if there is none."""
+    return next(iter(resume_paths(folder, pattern)), None)
+
+
+def resume_paths(folder: Path, pattern: str = "") -> dict[Path, int]:
+    """The whole checkpoints in `folder`, the one to resume from first, and when each was written.
+
+    Which they are says `pattern`; where it is empty, the names do that programs usually choose. Of
+    names that differ in numbers alone the highest step comes first, or what a link (`latest`)
+    leads to; of different ones (last.ckpt, epoch=3.ckpt) what was written last.
+    """
+    alike: dict[str, list[Path]] = defaultdict(list)
+    for path in _candidates(folder, pattern):
+        # A link may move while the checkpoint is read: what it names now.
+        target = path.parent / path.readlink() if path.is_symlink() else path
+        if _is_whole(target):
+            alike[re.sub(r"\d+", "#", target.name)].append(target)
+    newest_first = sorted(alike.values(), key=lambda paths: _written(paths[0]), reverse=True)
+    return {path: _written(path) for paths in newest_first for path in paths}
+
+
+def _candidates(folder: Path, pattern: str) -> list[Path]:
+    if pattern:
+        found = [path for path in folder.glob(pattern) if not _TEMPORARY.search(path.name)]
+    else:  # accelerate makes a folder of its own
+        there = [*_parts(folder), *_parts(folder / "checkpoints")]
+        # A file without a suffix is a note that names one.
+        found = [path for path in there if _is_named_so(path.name)
+                 and (path.is_dir() or path.resolve().suffix)]  # fmt: skip
+    pointers = [path for path in found if _POINTER.search(path.name)]
+    steps = resume_order(path.name for path in found)
+    rank = {name: place for place, name in enumerate(steps)}
+    found.sort(key=lambda path: (rank.get(path.name, len(rank)), -_written(path)))
+    return [*pointers, *found]
+
+
+def _is_named_so(name: str) -> bool:
+    is_known = any(pattern.search(name) for pattern in (_POINTER, _NUMBERED, _PLAIN))
+    return is_known and not (_TEMPORARY.search(name) or _OTHER.search(name))
 
 
 def resume_order(names: Iterable[str]) -> list[str]:
@@ -136,11 +174,27 @@ def _step(name: str) -> int:
 
 
 def _is_whole(path: Path) -> bool:
-    if path.is_file():  # without a suffix it is a note that names one
-        return path.suffix != "" and path.stat().st_size > 0
-    names = [each.name for each in path.iterdir()] if path.is_dir() else []
-    sharded = any(name.endswith(".distcp") for name in names)
-    return ".metadata" in names if sharded else bool(names)  # DCP writes .metadata last
+    if path.is_file():
+        return path.stat().st_size > 0
+    names = {part.name for part in _parts(path)}
+    if any(name.endswith(".distcp") for name in names):
+        return ".metadata" in names  # DCP writes it last
+    if names & _OF_TRAINER and re.fullmatch(r"checkpoint-\d+", path.name):
+        return "trainer_state.json" in names  # so does the Trainer
+    return bool(names) and not any("incomplete" in name for name in names)
+
+
+def _written(path: Path) -> int:
+    """When a checkpoint was written, in ns; 0 for one that is just being removed."""
+    with contextlib.suppress(OSError):
+        return max(part.stat().st_mtime_ns for part in (path, *_parts(path)))
+    return 0
+
+
+def _parts(path: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return [*path.iterdir()]
+    return []
 
 
 def _ask(*what: str) -> str:

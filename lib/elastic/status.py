@@ -21,7 +21,7 @@ from elastic import membership, reconcile, wording
 from elastic.audit import read_checkpoints
 from elastic.config import Config
 from elastic.errors import ElasticError, TryAgain
-from elastic.history import MASTER, RECENT_S, WORKER
+from elastic.history import MASTER, RECENT_S, TRAINER, WORKER
 from elastic.rounds import inner_steps
 from elastic.rundir import RunDir
 from elastic.sched import Job, cluster_of, parse_job_name, scheduler_of
@@ -29,8 +29,12 @@ from elastic.wording import counted, one_line
 
 EVENTS, LOOKED_AT = 20, 300
 CURVE = 60  # newest versions whose loss is shown
-WINDOW = 10  # newest versions over which speed and goodput are measured
+WINDOW = 10  # newest versions over which speed is measured
+NO_PASS_S = 180.0  # cron passes every two minutes
 TAKEN_AWAY = ("yielded", "killed", "lost")  # outcomes of jobs that the scheduler ended
+# A worker that says nothing of itself.
+UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
+           "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
 NOT_REACHED_S = 2.0  # how long a master that does not answer is waited for
 ASKED = 8  # of so many runs at most each one's Redis is asked for a row of the table
 
@@ -96,11 +100,12 @@ def observe_all(runs: Sequence[RunDir], brief: bool = False) -> list[dict]:
 
 def _damaged(run: RunDir, trouble: str) -> dict:
     """What there is to say of a run whose directory cannot be read."""
-    unknown = dict.fromkeys(("version", "tokens_goal", "loss", "tokens_per_s", "goodput",
+    unknown = dict.fromkeys(("version", "tokens_goal", "loss", "tokens_per_s",
                              "inner_steps", "transport", "min", "max"))  # fmt: skip
     return {**unknown, "run": run.name, "path": str(run.path), "mode": "", "state": "damaged",
             "reason": trouble, "summary": f"damaged: {trouble}", "detail": "", "next": "nothing",
-            "tokens": 0, "losses": [], "preemptions_per_h": 0.0, "transport_reason": "",
+            "tokens": 0, "unit": "tokens", "losses": [], "preemptions_per_h": 0.0,
+            "transport_reason": "",
             "gpus": 0, "workers": [], "jobs": [], "events": []}  # fmt: skip
 
 
@@ -116,14 +121,17 @@ def row(run: RunDir, jobs: Listing, asks: bool) -> dict:
     short = run.shortage(config.checkpoint.min_free_bytes)
     gpus = len(workers) * (1 if is_sync else config.slurm.gpus_per_worker)
     seen = {"jobs": mine, "workers": workers, "gpus": gpus, "min": control.min, "master": master,
-            "newest": newest, "short": short}  # fmt: skip
+            "newest": newest, "short": short, "pass_s": reconcile.since_last(run)}  # fmt: skip
     state, reason = judge(run, seen, jobs.trouble)
     return {
         "run": run.name, "state": state, "reason": reason, "version": newest.get("version"),
-        "tokens": newest.get("tokens", 0), "loss": newest.get("loss"),
+        "tokens": newest.get("tokens", 0), "unit": wording.unit(newest, run.progress()),
+        "loss": newest.get("loss"),
+        "trouble": next((f"slot {worker['slot']}: {worker['trouble']}" for worker in workers
+                         if worker.get("trouble")), master.get("crash", "")),
         **_on_top(run, newest.get("version", 0), is_sync),
         "min": control.min, "max": control.max, "gpus": gpus, "workers": workers,
-        "asked": is_sync or asks,
+        "program": master.get("program", ""), "asked": is_sync or asks,
     }  # fmt: skip
 
 
@@ -147,7 +155,6 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
         "next": _next(run, jobs, now),
         "losses": [[commit["tokens"], commit["loss"]] for commit in history
                    if whole and commit.get("loss") is not None],
-        "goodput": _goodput(run, commits),
         "preemptions_per_h": _preemptions_per_h(run, now),
         "inner_steps": None if is_sync or not newest
                        else inner_steps(newest, run.config().local_sgd),
@@ -199,10 +206,9 @@ def _reasons(seen: dict, trouble: str) -> Iterator[str]:
     if silence := seen["master"].get("trouble"):
         yield f"the master is not reachable{_since(seen['newest'])}: {silence}"
     else:
-        there = counted(len(workers), "worker")
-        there += f" on {gpus} GPUs" if gpus > len(workers) else ""
-        short = f", fewer than the {least} wanted" if gpus < least else ""
-        yield f"{there}{short}" if workers else "no worker is there"
+        there = counted(gpus, "GPU")
+        yield f"{there}, fewer than the {least} wanted" if gpus < least and workers else ""
+        yield "" if workers else "no worker is there"
     if still_s := seen["master"].get("still_s"):
         yield (f"the master has stood still for {wording.span(still_s)}: to have another, "
                f"end its job {seen['master']['job_id']}")  # fmt: skip
@@ -210,15 +216,19 @@ def _reasons(seen: dict, trouble: str) -> Iterator[str]:
     yield seen["short"] or seen["master"].get("reason", "")
     stalled = [str(worker["slot"]) for worker in workers if worker["state"] == "stalled"]
     yield f"slots {', '.join(stalled)} beat but do not advance" if stalled else ""
-    blocked = [worker for worker in workers if worker["state"] == "blocked"]
-    slots = ", ".join(str(worker["slot"]) for worker in blocked)
-    yield f"slots {slots} cannot write, and wait: {blocked[0]['trouble']}" if blocked else ""
-    pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
+    troubled = [worker for worker in workers if worker.get("trouble")]
+    slots = ", ".join(str(worker["slot"]) for worker in troubled)
+    waits = "cannot write, and wait: " if any(w["state"] == "blocked" for w in troubled) else ""
+    yield f"slots {slots}: {waits}{troubled[0]['trouble']}" if troubled else ""
+    pending = wording.awaited(seen)
     waits = f"{counted(len(pending), 'job')} {'waits' if len(pending) == 1 else 'wait'}"
     yield f"{waits} ({pending[0]['reason'] or 'PENDING'})" if pending else ""
     yield f"the scheduler does not answer: {trouble}" if trouble else ""
     if not (workers or seen["jobs"] or trouble):
         yield "no job is queued or running"
+    if seen["pass_s"] > NO_PASS_S:
+        yield (f"no pass since {wording.span(seen['pass_s'])}: is elastic-reconcile in your "
+               "crontab?")  # fmt: skip
 
 
 def _since(newest: dict) -> str:
@@ -264,11 +274,15 @@ def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict],
 
 def _ranks(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
     """One row per GPU of the trainer that runs now, from what its rank 0 wrote last."""
+    if run.config().run.command:
+        return _ranks_of_program(run, jobs)
     progress = run.progress() or {}
     running = {job["job_id"]: job for job in jobs if job["state"] == "RUNNING"}
     job = running.get(progress.get("job_id"))
     if job is None:
-        return [], {}
+        records = filter(None, map(run.ending, running))
+        troubles = [each["trouble"] for each in records if each.get("trouble")]
+        return [], {"crash": f"starting again after {troubles[0]}" if troubles else ""}
     beat_s = round(max(0.0, time.time() - progress["time"]), 3)
     world = progress["world"]
     row = {"attempt": progress["attempt"], "job_id": job["job_id"], "node": job["node"],
@@ -278,6 +292,24 @@ def _ranks(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
     return [{"slot": rank, **row} for rank in range(world)], {"reason": progress["cadence"]}
 
 
+def _ranks_of_program(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
+    """The same of a program that says nothing of its progress, by its job's record alone."""
+    running = [job for job in jobs if job["role"] == TRAINER and job["state"] == "RUNNING"]
+    record = run.ending(running[0]["job_id"]) if running else None
+    if not record or record["state"] != "training":
+        return [], {}
+    now, log = time.time(), run.log_path(TRAINER, 0)
+    row = {**UNKNOWN, "attempt": record["attempt"], "job_id": record["job_id"],
+           "node": running[0]["node"], "state": "running"}  # fmt: skip
+    gpus, since = counted(record["gpus"], "GPU"), wording.span(now - record["started"])
+    words = f"running job {record['job_id']} on {row['node']}, {gpus}, since {since}"
+    silent_s = now - log.stat().st_mtime if log.exists() else 0.0
+    if silent_s > run.config().health.hang_timeout_s:
+        words += f", without output for {wording.span(silent_s)}"
+    rows = [{**row, "slot": rank} for rank in range(record["gpus"])]
+    return rows, {"program": f"{words}; its progress is its own (elastic-logs)"}
+
+
 def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
     state = membership.state(slot, now, stall_after_s)
     return {**asdict(slot), "state": state, "last_beat_s": round(max(0.0, now - slot.beat), 3)}
@@ -285,9 +317,7 @@ def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
 
 def _by_jobs(jobs: list[dict]) -> list[dict]:
     """Workers whose job is running; their progress is not known."""
-    unknown = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
-               "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
-    return [{**unknown, **{name: job[name] for name in ("slot", "job_id", "node")}}
+    return [{**UNKNOWN, **{name: job[name] for name in ("slot", "job_id", "node")}}
             for job in jobs if job["role"] == WORKER and job["state"] == "RUNNING"]  # fmt: skip
 
 
@@ -326,18 +356,3 @@ def _speed(commits: list[dict], now: float) -> float | None:
         return None
     passed_s = max(now, commits[-1]["time"]) - commits[0]["time"]
     return (commits[-1]["tokens"] - commits[0]["tokens"]) / passed_s if passed_s > 0 else None
-
-
-def _goodput(run: RunDir, commits: list[dict]) -> float | None:
-    """Seconds of committed training in the window per second that workers had their GPUs."""
-    if len(commits) < 2:
-        return None
-    start, stop = commits[0]["time"], commits[-1]["time"]
-    deltas = [delta for commit in commits[1:] for delta in commit["deltas"]]
-    useful_s = sum(delta.get("seconds", 0.0) for delta in deltas)
-    held_s = 0.0
-    for record in run.endings():
-        if record.get("role") == "worker":
-            end = record["time"] if record.get("state") == "ended" else stop
-            held_s += max(0.0, min(end, stop) - max(record.get("started", stop), start))
-    return min(1.0, useful_s / held_s) if held_s and useful_s else None

@@ -1,33 +1,78 @@
 """The start of a run: everything that can be known to be wrong is found before anything is made.
 
-Checked: space and permission below the run root, the task's module (looked for, not imported: it
-may need what only a compute node has), a redis-server, a scheduler that answers, and no jobs left
-over from an earlier run of that name. The last word is the scheduler's: if it refuses the jobs, the
-run is undone again.
+Checked: space and permission below the run root, the task (its first step is tried in a process of
+its own: see describe.py) or the run's own program, a redis-server, a scheduler that answers, and no
+jobs left over from an earlier run of that name. The last word is the scheduler's: if it refuses the
+jobs, the run is undone again.
 """
 
-import importlib.machinery
+import json
 import os
 import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from elastic import config as configuration
+from elastic import estimate
+from elastic.command import NAMES, expand
 from elastic.config import Config
 from elastic.durable import check_private
-from elastic.errors import ElasticError, UsageError
+from elastic.errors import ElasticError, Exit, UsageError
 from elastic.rundir import Control, RunDir
 from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
 
+TRY_S = 60.0  # for a first step of the task
+SAID_LINES = 12  # of a traceback
 UNDO_S = 30.0  # how long the jobs of a run that is undone may take to go
 
 
-def check(config: Config, root: Path) -> None:
-    """Raise ElasticError saying what would stop the run from starting; make nothing."""
-    _check_root(root, config)
-    _check_task(config)
-    _check_redis(config)
+def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
+    """Raise ElasticError saying what would stop the run from starting; make nothing.
+
+    What a dry run, which may be on a laptop, finds of the machine alone is returned instead.
+    """
+    if config.run.command:
+        _check_command(config.run)
+    lacking = []
+    for look in (lambda: _check_root(root, config), lambda: _check_redis(config),
+                 lambda: _check_name(config)):  # fmt: skip
+        try:
+            look()
+        except ElasticError as error:
+            if not is_dry or isinstance(error, UsageError):
+                raise
+            lacking.append(str(error))
+    return lacking
+
+
+def described(
+    config: Path, settings: Sequence[str], tries: bool = False
+) -> tuple[estimate.Model | None, str, str]:
+    """(the run's model or None, why it cannot be known here, why a first step was not tried).
+
+    `tries`: try that step. Raises ElasticError with the end of the traceback if the task fails.
+    """
+    command = [sys.executable, "-P", "-m", "elastic.describe", *["--try"] * tries, str(config),
+               "slurm.partition=any", *settings]  # fmt: skip
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
+    except subprocess.TimeoutExpired:
+        return None, *[f"it takes more than {TRY_S:g} s here"] * 2
+    lines = found.stderr.strip().splitlines()
+    if found.returncode == Exit.USAGE:
+        said = "\n".join(["the task fails:", *lines[-SAID_LINES:]])
+        raise ElasticError(said, "mend it; --no-try, if it can only work on a compute node")
+    if found.returncode:
+        said = [line for line in lines if not line.startswith("  hint: ")]
+        return None, *[said[-1] if said else f"exit {found.returncode}"] * 2
+    answer = json.loads(found.stdout.splitlines()[-1])  # its task may print, too
+    return estimate.Model(**answer["model"]), "", answer["untried"]
+
+
+def _check_name(config: Config) -> None:
     name = config.run.name
     if jobs := jobs_of(name, open_scheduler(config.run.scheduler, config)):
         raise UsageError(
@@ -95,17 +140,15 @@ def _check_redis(config: Config) -> None:
         redis_server.find(config.redis.server)
 
 
-def _check_task(config: Config) -> None:
-    if config.run.command:
-        return
-    module = config.run.task.partition(":")[0]
-    parts = module.split(".")
-    search = [*sys.path, config.run.folder]
-    for depth, part in enumerate(parts, 1):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), search)
-        if spec is None:
+def _check_command(run) -> None:
+    """Is what the first start would run there, and are its {names} known?"""
+    values = {**dict.fromkeys(NAMES[run.mode], "0"), "resume": "", "python": sys.executable}
+    words = expand(run.command, {name: values[name] for name in NAMES[run.mode]})
+    programs = [*words[:1], *(word for word in words[1:2] if word.endswith((".py", ".sh")))]
+    for number, program in enumerate(programs):
+        is_path = number > 0 or "/" in program
+        if not (Path(run.folder, program).is_file() if is_path else shutil.which(program)):
             raise ElasticError(
-                f"no module {module} for the task {config.run.task} (looked for {part!r})",
-                f"put it on PYTHONPATH or into {config.run.folder}",
+                f"no program {program!r}, which run.command names",
+                f"put it {f'into {run.folder}' if is_path else 'on PATH'}, or write its whole path",
             )
-        search = list(spec.submodule_search_locations or [])

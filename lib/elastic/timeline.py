@@ -77,7 +77,7 @@ def stays(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> 
 
 
 def _key(record: Mapping) -> tuple:
-    return record["job_id"], record["role"], record["slot"]
+    return record.get("job_id"), record.get("role"), record.get("slot")
 
 
 def _stay(record: Mapping, *fields) -> Stay:
@@ -87,6 +87,8 @@ def _stay(record: Mapping, *fields) -> Stay:
 def incidents(events: Sequence[Mapping]) -> list[Incident]:
     """What a reader should know of, oldest first."""
     found, joins, commit_at = [], {}, None  # the next ones, seen from the end
+    # What a pass has asked to leave is gone by its user's will.
+    asked = {_key(event) for event in events if event["kind"] == "cancel"}
     for event in reversed(events):
         if event["kind"] == "join":
             joins[event["slot"]] = event["time"]
@@ -94,7 +96,8 @@ def incidents(events: Sequence[Mapping]) -> list[Incident]:
             commit_at = event["time"]
         is_ending = event["kind"] == "end" and event["outcome"] in UNWANTED
         is_takeover = event["kind"] == "master" and event["epoch"] > 1
-        if event["kind"] in INCIDENTS or is_ending or is_takeover:
+        is_asked = event["kind"] == "preempt" and _key(event) in asked
+        if (event["kind"] in INCIDENTS and not is_asked) or is_ending or is_takeover:
             kind = event.get("fault") or event.get("outcome") or event["kind"]
             words = wording.event_words(event)
             back = commit_at if _is_masters(event) else _next_join(event, joins)

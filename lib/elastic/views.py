@@ -5,11 +5,10 @@ cron mail) the same words come plain. Nothing here reads a file, asks Redis or d
 """
 
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
@@ -53,19 +52,6 @@ def busy(what: str) -> AbstractContextManager:
 
 
 @contextmanager
-def busy_if_slow(what: str, after_s: float = 1.0) -> Iterator[None]:
-    """`busy`, for what seldom takes long."""
-    with ExitStack() as later:
-        timer = threading.Timer(after_s, lambda: later.enter_context(busy(what)))
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()
-
-
-@contextmanager
 def progress() -> Iterator[Callable[[tuple[float, str]], None]]:
     """A bar on a terminal, moved by (share done, words); elsewhere nothing."""
     from rich.progress import Progress  # which takes longer to import than most commands run
@@ -106,7 +92,7 @@ def run_view(seen: dict, height: int = 0) -> RenderableType:
     tables = sum(map(bool, (seen["workers"], waiting, seen["events"])))
     rows = max(3, (height - HEAD_LINES) // max(1, tables)) if height else MOST_ROWS
     if seen["workers"]:
-        parts += ["", *_workers_table(seen["workers"], rows)]
+        parts += ["", *_workers_table(seen["workers"], rows, seen["unit"])]
     if waiting:
         parts += ["", *_jobs_table(waiting, max(2, rows // 2))]
     if seen["events"]:
@@ -120,8 +106,8 @@ def _summary(seen: dict, height: int) -> RenderableType:
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
     goal = f" of {si(seen['tokens_goal'])}" if seen.get("tokens_goal") else ""
-    numbers = (
-        f"version {_number(seen['version'])} · {si(seen['tokens'])} tokens{goal}"
+    numbers = "" if seen.get("program") else (
+        f"version {_number(seen['version'])} · {si(seen['tokens'])} {seen['unit']}{goal}"
         f" · loss {_number(seen['loss'], LOSS)}"
     )
     wanted = f"{seen['min']}..{seen['max']}"
@@ -135,10 +121,10 @@ def _summary(seen: dict, height: int) -> RenderableType:
         ("progress", " ".join([_bar(seen["tokens"], seen["tokens_goal"]), numbers]).strip()),
         ("round", _round(seen)),
         ("loss", sparkline([loss for _, loss in seen["losses"]])),
-        ("workers", alive),
+        ("workers", alive if seen["workers"] or seen["state"] in ("running", "waiting") else ""),
         ("deltas", _transport(seen) if space else ""),
         ("why", escape(seen["reason"])),
-        ("waits", escape(_waits(seen["jobs"]))),
+        ("waits", escape(_waits(wording.awaited(seen)))),
         ("where", escape(seen["path"]) if space else ""),
     ):
         if text:
@@ -159,7 +145,7 @@ def _round(seen: dict) -> str:
 
 def _waits(jobs: Sequence[dict]) -> str:
     """What the scheduler's reasons mean, and what to do."""
-    reasons = dict.fromkeys(job["reason"] for job in jobs if job["state"] == "PENDING")
+    reasons = dict.fromkeys(job["reason"] for job in jobs)
     said = [(reason, wording.way_out(reason)) for reason in reasons if reason]
     return "; ".join(f"{reason}: {words}" for reason, words in said if words)
 
@@ -170,15 +156,17 @@ def _transport(seen: dict) -> str:
     return escape(f"through {seen['transport']}: {seen['transport_reason']}")
 
 
-def _workers_table(workers: Sequence[dict], most: int) -> list[RenderableType]:
+def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[RenderableType]:
     """A row per worker; of too many, those that are in trouble, then those that are slowest."""
-    columns = (">slot", ">try", "job", "node", "state", ">version", ">step", ">tok/s", ">beat")
+    speed = {"tokens": ">tok/s"}.get(unit, f">{unit}/s")
+    columns = (">slot", ">try", "job", "node", "state", ">version", ">step", speed, ">beat")
     table = _table(*columns)
     telling = sorted(workers, key=lambda w: (w["state"] == "training", w["tokens_per_s"]))[:most]
     for worker in sorted(telling, key=lambda each: each["slot"]):
         table.add_row(
             str(worker["slot"]), str(worker["attempt"]), escape(str(worker["job_id"])),
-            escape(worker["node"]), _state(worker["state"]), _number(worker["version"]),
+            escape(worker["node"]), _state(worker["state"]),
+            _number(None if worker["version"] == -1 else worker["version"]),
             str(worker["step"]), si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
         )  # fmt: skip
     left = len(workers) - len(telling)
@@ -215,7 +203,8 @@ def audit_view(run: str, report: dict) -> RenderableType:
             table.add_row(str(epoch["epoch"]), *(f"{epoch[name]:,}" for name in columns))
         parts.append(table)
         parts.append(
-            f"{report['commits']} versions, {report['deltas']} deltas, {report['tokens']:,} tokens,"
+            f"{report['commits']} versions, {report['deltas']} deltas,"
+            f" {report['tokens']:,} {report['unit']},"
             f" {report['masters']} masters, {report['files']} files"
         )
     if report.get("gpu_seconds"):
@@ -233,18 +222,19 @@ def audit_view(run: str, report: dict) -> RenderableType:
 
 def chaos_view(report: dict) -> RenderableType:
     """What faults cost a run: a row per kind, then the sums."""
+    kept = [">kept"] if report["kept"] is not None else []  # of the rate before the first fault
     table = _table("fault", ">times", ">steps lost", ">next commit after (worst)",
-                   ">all back after (worst)", ">kept")  # fmt: skip
+                   ">all back after (worst)", *kept)  # fmt: skip
     for row in report["kinds"]:
         spans = [" ".join([_number(middle, "{:.1f} s"), f"({_number(worst, '{:.1f}')})"])
                  for middle, worst in (row["next_commit_s"], row["back_s"])]  # fmt: skip
-        kept = _number(row["kept"], "{:.1%}")
-        table.add_row(row["kind"], str(row["count"]), str(row["steps_lost"]), *spans, kept)
+        spans += [_number(row["kept"], "{:.1%}") for _ in kept]
+        table.add_row(row["kind"], str(row["count"]), str(row["steps_lost"]), *spans)
     parts: list[RenderableType] = [table, ""]
     parts.append(f"{report['faults']} faults in {report['seconds']:.0f} s, "
                  f"{report['restarts']} restarts, {report['steps_lost']} steps lost; "
-                 f"{si(report['tokens_per_s'])} tokens/s, "
-                 f"{_number(report['kept'], '{:.1%}')} of those without faults")  # fmt: skip
+                 f"{si(report['tokens_per_s'])} {report['audit'].get('unit', 'tokens')}/s"
+                 + (f", {report['kept']:.1%} of those without faults" if kept else ""))  # fmt: skip
     if report["worst"]:
         parts.append(f"the longest to recover from: {escape(report['worst'])}")
     return Group(*parts, "", audit_view(report["run"], report["audit"]))
@@ -295,8 +285,9 @@ def plan_view(found: dict) -> RenderableType:
 def _gpu_seconds(ledger: dict[str, float]) -> str:
     """The goodput ledger in a line or two."""
     whole = ledger["allocated"] or 1.0
-    parts = [f"{name} {ledger[name] / whole:.1%}" for name in PARTS if ledger[name]]
-    return (f"{si(ledger['allocated'])} GPU-seconds: {', '.join(parts)}; "
+    goodput, *parts = [f"{name} {ledger[name] / whole:.1%}" for name in PARTS
+                       if ledger[name] or name == "training"]  # fmt: skip
+    return (f"goodput: {goodput} of {si(ledger['allocated'])} GPU-seconds, {', '.join(parts)}; "
             f"{si(ledger['queued'])} more were waited for")  # fmt: skip
 
 

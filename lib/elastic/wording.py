@@ -12,9 +12,9 @@ EVENTS = {
     "submit": "{who} is queued as job {job_id}: {reason}",
     "cancel": "{who} is cancelled: {reason}",
     "start": "{who} starts on {node}",
-    "join": "slot {slot} joined on {node} (attempt {attempt})",
+    "join": "slot {slot} is there, on {node} (attempt {attempt})",
     "notice": "{who} is told to leave ({signal})",
-    "preempt": "{who} was preempted: {reason}; {steps} steps in all",
+    "preempt": "{who} had to leave: {reason}; {steps} steps in all",
     "leave": "{who} left: {reason}",
     "lost": "{who} is lost: {node} was silent after step {steps}",
     "crash": "{who} failed: {reason}",
@@ -64,6 +64,11 @@ PENDING = (
 )
 
 
+RANK = re.compile(r"^\[rank\d+\]: ?")  # as torchrun begins a line
+ERROR = re.compile(r"(?!srun: )\S.*(\berror: |\[Errno |: command not found)|\w*(Error|Exception)\b")
+LAUNCHED = re.compile(r"ChildFailedError|CalledProcessError")  # torchrun's, of its ranks' crash
+
+
 def way_out(reason: str) -> str:
     """What a pending job's reason means for its owner; empty for one that is not known."""
     return next((words for pattern, words in PENDING if re.match(pattern, reason)), "")
@@ -79,12 +84,16 @@ def event_words(event: Mapping[str, Any]) -> str:
         return " ".join([kind, *rest])
     if kind == "lost" and "reason" in event:  # it said so itself
         kind = "crash"
-    return EVENTS[kind].format_map(_Fields(event, **_derived(event)))
+    words = EVENTS[kind]
+    if "steps" not in event:  # of a program whose steps nobody knows
+        words = words.removesuffix("; {steps} steps in all")
+    return words.format_map(_Fields(event, **_derived(event)))
 
 
 def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
     """What sentences need beside the fields."""
-    step = f"step {event['step']}" if "step" in event else "the beginning"
+    again = "what the program itself finds" if event.get("attempt", 1) > 1 else "the beginning"
+    step = f"step {event['step']}" if "step" in event else again
     found = {"who": who(event), "done": event.get("reason", "nothing is left to train"),
              "from": event.get("resume") or step}  # fmt: skip
     if "workers" in event:
@@ -124,15 +133,24 @@ def one_line(text: str, most: int = 300) -> str:
 
 def sentence(seen: Mapping[str, Any], now: float) -> str:
     """A run in one sentence: what it does, how far and how fast, and what it waits for."""
-    doing = {"running": "training on", "waiting": "waiting, with"}.get(seen["state"])
-    if not doing:
+    if seen["state"] == "running" and seen.get("program"):
+        return seen["program"]
+    if seen["state"] not in ("running", "waiting"):
         return ", ".join([_ended(seen), *_progress(seen)])
-    if seen["workers"] and all(worker["state"] == "unknown" for worker in seen["workers"]):
-        doing = "nobody says how it goes, on"
-    gpus = f"{doing} {seen['gpus']} of {seen['min']}–{seen['max']} GPUs"
-    parts = [", ".join([gpus, *_progress(seen)]), _pending(seen["jobs"], now)]
-    following = "nothing" if seen["next"].startswith("nothing: ") else seen["next"]
-    return "; ".join([*filter(None, parts), f"next: {following}"])
+    gpus = f"{_doing(seen)} {seen['gpus']} of {seen['min']}..{seen['max']} GPUs"
+    following = "" if seen["next"].startswith("nothing: ") else f"next: {seen['next']}"
+    doing = ", ".join([gpus, *_progress(seen)])
+    parts = [doing, seen.get("trouble"), _pending(seen, now), following]
+    return "; ".join(filter(None, parts))
+
+
+def _doing(seen: Mapping[str, Any]) -> str:
+    """What the workers do, if they all do the same; else those that train count."""
+    states = {"failing" if each.get("trouble") else each["state"] for each in seen["workers"]}
+    words = {"unknown": "nobody says how it goes, on", "loading": "starting on",
+             "failing": "failing on"}  # fmt: skip
+    same = words.get(min(states), "") if len(states) == 1 else ""
+    return same or ("training on" if states else "waiting, with")
 
 
 def _ended(seen: Mapping[str, Any]) -> str:
@@ -145,19 +163,45 @@ def _progress(seen: Mapping[str, Any]) -> list[str]:
     if seen["loss"] is not None:
         words.append(f"loss {seen['loss']:.2f}")
     if seen["state"] == "running" and seen["tokens_per_s"]:
-        words.append(f"{si(seen['tokens_per_s'])} tokens/s")
-    if seen["goodput"] is not None:
-        words.append(f"{seen['goodput']:.0%} goodput")
+        words.append(f"{si(seen['tokens_per_s'])} {seen['unit']}/s")
     return words
 
 
-def _pending(jobs: list[dict], now: float) -> str:
-    waiting = [job for job in jobs if job["state"] == "PENDING"]
+def awaited(seen: Mapping[str, Any]) -> list[dict]:
+    """The pending jobs that matter: a successor in sync mode waits for the end of a job at work."""
+    pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
+    return [job for job in pending if job["role"] != "trainer" or not seen["workers"]]
+
+
+def _pending(seen: Mapping[str, Any], now: float) -> str:
+    waiting = awaited(seen)
     if not waiting:
         return ""
     since = min((job["submitted"] for job in waiting if job["submitted"]), default=now)
     reason = waiting[0]["reason"] or "no reason yet"
     return f"{counted(len(waiting), 'job')} pending for {span(now - since)}: {reason}"
+
+
+def unit(commit: Mapping[str, Any], progress: Mapping[str, Any] | None = None) -> str:
+    """What "tokens" counts in a run: "samples" where its task has no tokens(). By the deltas of a
+    version, or by the last step of sync mode."""
+    deltas = [(each["tokens"], sum(stop - start for *_, start, stop in each["samples"]))
+              for each in commit.get("deltas", ())]  # fmt: skip
+    if not deltas and progress:
+        deltas = [(progress["tokens"], progress.get("samples", (0, 0))[1])]
+    return "samples" if any(tokens == samples > 0 for tokens, samples in deltas) else "tokens"
+
+
+def last_error(said: str) -> str:
+    """The line of a program's last words that says why it died: that of the newest exception, else
+    one that calls itself an error; "" if there is none."""
+    lines = [RANK.sub("", line) for line in said.splitlines()]
+    starts = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+    ends = (lines[at + 1 :] for at in starts)
+    named = [next((line for line in end if line and not line[0].isspace()), "") for end in ends]
+    named = named or [line for line in lines if ERROR.match(line)]
+    first_hand = [line for line in named if not LAUNCHED.search(line)]
+    return one_line((first_hand or named or [""])[-1])
 
 
 def counted(number: int, noun: str) -> str:

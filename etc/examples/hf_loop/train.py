@@ -1,12 +1,6 @@
-"""The same around a model in the style of Hugging Face: a config, a forward() that takes labels and
-returns its loss, parameters of which two are one (the embedding and the head).
-
-    [run]
-    name = "hf"
-    command = ["python", "hf_loop.py"]    # beside the run file; a Python that has torch, redis,
-    [train]                               # safetensors, xxhash: .venv/bin/python, or your own
-    epochs = 1
-    batch_size = 8
+"""A loop of one's own in local mode around a model in the style of Hugging Face: a config, a
+forward() that takes labels and returns its loss, parameters of which two are one (the embedding and
+the head).
 
 `TinyForCausalLM` stands where AutoModelForCausalLM.from_pretrained(…) would, so that nothing has to
 be downloaded; the loop is the same, and so is the optimizer.

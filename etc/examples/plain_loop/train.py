@@ -1,12 +1,5 @@
 """A training loop of one's own in local mode: an ordinary PyTorch program with four lines more.
 
-    [run]
-    name = "plain"
-    command = ["python", "plain_loop.py"]    # beside the run file; a Python that has torch, redis,
-    [train]                               # safetensors, xxhash: .venv/bin/python, or your own
-    epochs = 1
-    batch_size = 8
-
 The lines with an arrow are all that a preemptible partition asks for. What comes of them: samples
 are handed out and counted, the loop goes on where the run is after every restart, a preemption
 delivers the steps there are, and everybody's steps are averaged.
