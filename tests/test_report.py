@@ -101,8 +101,8 @@ def lived(tmp_path_factory) -> Iterator[tuple[Running, list[str]]]:
 def test_a_watched_run_shows_what_happens_to_it(lived):
     _, seen = lived
     everything = "\n".join(seen)
-    assert re.search(r"training on [23] of 2–3 GPUs, round \d+", everything)
-    for words in ("tokens/s", "steps ", " workers, loss ", "training"):
+    assert re.search(r"training on [23] of 2\.\.3 GPUs, round \d+", everything)
+    for words in ("samples/s", "steps ", " workers, loss ", "training"):
         assert words in everything, seen[-1]
     newest: dict[str, int] = {}
     for slot, attempt in re.findall(r"^ +(\d+) +(\d+) +\d+ ", everything, re.M):
@@ -156,8 +156,8 @@ def test_a_browser_opens_the_page_without_a_word_and_shows_what_happened(page: P
     shown = html.unescape(re.sub(r"<[^>]*>", "", done.stdout))
     for event in run.events("chaos"):
         assert f"fault {event['fault']}: {event['what']}" in shown
-    for words in ("committed tokens", "tokens/s", "slot 0", "slot 2", "master", "training ",
-                  "start-up", "was preempted", "Incidents"):  # fmt: skip
+    for words in ("committed samples", "samples/s", "slot 0", "slot 2", "master", "training ",
+                  "start-up", "had to leave", "Incidents"):  # fmt: skip
         assert words in shown, words
     stays = timeline.stays(run.run.events(), run.run.endings(), 0)
     ended = [stay for stay in stays if stay.outcome]
