@@ -174,7 +174,7 @@ def test_a_run_under_all_faults_commits_every_sample_once(tmp_path):
 def allocated_by_slurm(there: soak.Stage) -> float:
     """GPU-seconds of all workers by Slurm's own books, which still have every job."""
     lines = there.box.run("squeue", "--states=all", "--noheader", "--format=%j %T %S %e")
-    jobs = [line.split() for line in lines.splitlines() if "/worker/" in line]
+    jobs = [line.split() for line in lines.splitlines() if "/w" in line]
     assert not {"PENDING", "RUNNING"} & {state for _, state, *_ in jobs}
     times = [(float(start), float(end)) for *_, start, end in jobs if "N/A" not in (start, end)]
     return sum(end - start for start, end in times)

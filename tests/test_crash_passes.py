@@ -202,7 +202,7 @@ def fail_worker_0(run: RunDir, slurm: Filed) -> None:
     for row in rows:
         if row["state"] == "PENDING":
             row |= {"state": "RUNNING", "start_time": slurm.now}
-    last = [row for row in rows if row["name"].endswith("/worker/0")][-1]
+    last = [row for row in rows if parse_job_name(row["name"])[1:] == ("worker", 0)][-1]
     last["state"] = "ENDED"
     slurm.write(rows)
     ended(run, last["job_id"], 0, "failed", slurm.now)

@@ -12,7 +12,7 @@ import pytest
 
 from elastic import config, sched_slurm
 from elastic.errors import ElasticError, TryAgain
-from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure
+from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.sched_slurm import (
     SlurmScheduler,
     _job_python,
@@ -26,14 +26,15 @@ from helpers import ROOT, wait_until
 pytest_plugins = ["slurm_sandbox"]
 
 # squeue --me --states=all, 22.05.8: a worker runs, one waits, one was preempted, the master was
-# cancelled and had been renamed by the site; others' jobs with a newline, a separator, and a name
-# that only looks like one of ours.
+# cancelled and had been renamed by the site, one comes from a version that had other names; others'
+# jobs with a newline, a separator, and names that only look like ours.
 SQUEUE = """\
-41|RUNNING|1795257556|1795257557|1795343957|n1|None|elastic:big/worker/3|elastic:big/worker/3;
-42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|elastic:big/worker/4|(null);
+41|RUNNING|1795257556|1795257557|1795343957|n1|None|big/w3@elastic|elastic:big/worker/3;
+42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|big/w4@elastic|(null);
 22|PENDING|1795257762|N/A|N/A||None|a b"
  d|x|y;
-23|RUNNING|1795257762|1795257763|N/A|c1|None|elastic:big/worker|(null);
+23|RUNNING|1795257762|1795257763|N/A|c1|None|big/w3|(null);
+24|RUNNING|1795257762|1795257763|N/A|c1|None|big/x3@elastic|elastic:big/worker;
 40|PREEMPTED|1795257500|1795257501|1795257540|n2|None|elastic:big/worker/5|elastic:big/worker/5;
 39|CANCELLED|1795257490|1795257491|1795257499|c1|None|renamed by site|elastic:big/master/0;
 """.replace("|", "\x1f").replace(";", "\x1e")
@@ -41,15 +42,24 @@ SQUEUE = """\
 
 def test_squeue_answer_becomes_the_elastic_jobs_in_it():
     assert parse_squeue(SQUEUE) == [
-        Job("41", "elastic:big/worker/3", "RUNNING", "None", 1795257556.0, 1795257557.0, "n1"),
-        Job("42", "elastic:big/worker/4", "PENDING",
-            "Nodes are DOWN, DRAINED", 1795257558.0, None, ""),
+        Job("41", "big/w3@elastic", "RUNNING", "None", 1795257556.0, 1795257557.0, "n1"),
+        Job("42", "big/w4@elastic", "PENDING", "Nodes are DOWN, DRAINED", 1795257558.0, None, ""),
         Job("40", "elastic:big/worker/5", "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2",
             1795257540.0),
         Job("39", "elastic:big/master/0", "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1",
             1795257499.0),
     ]  # fmt: skip
     assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, True]
+
+
+def test_a_job_is_found_by_its_name_and_by_its_token_alone(tmp_path):
+    spec = make_spec(tmp_path, SLURM_TOML, role="trainer", slot=0)
+    assert spec.name == "big/t0@elastic"
+    whose = ("big", "trainer", 0)
+    assert parse_job_name(spec.name) == parse_job_name(spec.token) == whose
+    for other in ("big/t0", "t0@elastic", "big/t@elastic", "big/t00@elastic", "big/x0@elastic",
+                  "elastic:big", "a/b/t0@elastic", "big/t0@elastic2"):  # fmt: skip
+        assert parse_job_name(other) is None, other
 
 
 def test_no_jobs_is_an_answer():
@@ -116,7 +126,7 @@ def test_sbatch_command_of_a_worker_with_every_option(tmp_path):
     spec = make_spec(tmp_path, SLURM_TOML, run_dir=Path("/runs/5% off/big"), exclude=("n1", "n2"))
     assert sbatch_argv(spec, Path("/opt/elastic"), "/opt/venv/bin/python") == [
         "sbatch", "--parsable",
-        "--job-name=elastic:big/worker/7", "--comment=elastic:big/worker/7",
+        "--job-name=big/w7@elastic", "--comment=elastic:big/worker/7",
         "--no-requeue", "--dependency=singleton", "--export=ALL",
         "--chdir=/runs/5% off/big", "--open-mode=append",
         "--output=/runs/5%% off/big/logs/worker-0007.log",
@@ -344,7 +354,7 @@ def test_a_job_runs_the_agent_as_a_step_and_ends_with_its_code(stage):
     job_id = stage.submit()
     stage.started(job_id)
     job = stage.job(job_id)
-    assert (job.name, job.state, job.ended) == ("elastic:big/worker/7", "RUNNING", False)
+    assert (job.name, job.state, job.ended) == ("big/w7@elastic", "RUNNING", False)
     assert job.node in ("n1", "n2", "n3", "n4")
     assert before - 2 < job.submit_time <= job.start_time < time.time() + 2
     assert stage.said() == f"start job={job_id} home={stage.home} gpus=0,1 tasks=1\n"
@@ -448,7 +458,7 @@ def test_while_the_controller_hangs_nothing_is_known_and_the_job_may_exist_after
 
     def ghost() -> list[Job]:
         try:
-            return [job for job in stage.scheduler.jobs() if job.name == "elastic:big/worker/7"]
+            return [job for job in stage.scheduler.jobs() if job.name == "big/w7@elastic"]
         except TryAgain:
             return []
 

@@ -26,7 +26,7 @@ from elastic.history import has_ended
 from elastic.membership import WORKING, Slot
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox
-from elastic.sched import Job, parse_job_name
+from elastic.sched import Job, job_name, parse_job_name
 from elastic.sched_slurm import SlurmScheduler
 from elastic.store import Store
 from helpers import ROOT, elastic, wait_until
@@ -300,7 +300,8 @@ def passes_with_nothing_to_do_are_silent(story: Story) -> None:
 
 def a_refused_submission_is_no_crash(story: Story) -> None:
     """Some refusals leave a job in the list that has failed before it had a node."""
-    job = ("--job-name=elastic:story/worker/0", "--partition=preempt", "--chdir=/", "--wrap=true")
+    name = job_name("story", "worker", 0)
+    job = (f"--job-name={name}", "--partition=preempt", "--chdir=/", "--wrap=true")
     with pytest.raises(ElasticError, match="not available"):
         story.box.run("sbatch", "--nodes=1", "--gres=gpu:3", *job)
     story.until(lambda: "refused" in story.outcomes(), "reconcile sees it")

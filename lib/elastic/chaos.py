@@ -26,11 +26,12 @@ from elastic.audit import audit, gpu_seconds, read_metrics
 from elastic.config import elastic_home
 from elastic.errors import ElasticError, TryAgain, UsageError
 from elastic.faults import Cost, Fault
+from elastic.history import MASTER
 from elastic.membership import Slot
 from elastic.proc import read
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox
-from elastic.sched import Job, scheduler_of
+from elastic.sched import Job, parse_job_name, scheduler_of
 from elastic.store import Store
 from elastic.submission import jobs_of
 
@@ -159,7 +160,7 @@ class Chaos:
 
     def _kill_master(self, _victim: Slot) -> str:
         if not (self.is_local or self.box):
-            job_ids = [job.job_id for job in self._jobs() if "/master/" in job.name]
+            job_ids = [j.job_id for j in self._jobs() if parse_job_name(j.name)[1] == MASTER]
             for job_id in job_ids:
                 self.scheduler.cancel(job_id, now=True)
             return f"jobs {job_ids}"

@@ -1,10 +1,10 @@
 """The scheduler as the rest of the toolkit sees it: three verbs, one job, one name.
 
 `sched_slurm` and `sched_local` implement `Scheduler`; nobody else knows how jobs come to be.
-A job is identified by its name token (`job_name`: run, role, slot) together with its id and its
-submit time, because ids are reused after a controller crash and a submission can succeed while
-its client sees an error. States are Slurm's words; whatever word is not in `ENDED_STATES`,
-a word never seen before included, is a job that still exists.
+A job is identified by its name (`job_name`: run, role, slot), or by its token where a site has
+changed that, together with its id and its submit time, because ids are reused after a controller
+crash and a submission can succeed while its client sees an error. States are Slurm's words; a
+word that is not in `ENDED_STATES`, one never seen before included, is a job that still exists.
 
 `jobs` answers completely or raises `TryAgain`: a partial answer is no answer.
 """
@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from elastic import config as configuration
 from elastic.errors import ElasticError
-from elastic.history import TRAINER, WORKER, has_ended
+from elastic.history import MASTER, TRAINER, WORKER, has_ended
 
 if TYPE_CHECKING:
     from elastic.config import Config
     from elastic.rundir import RunDir
 
-_NAME = re.compile(r"elastic:([A-Za-z0-9][A-Za-z0-9._-]{0,62})/([a-z]+)/(0|[1-9][0-9]*)")
+_RUN, _SLOT = "([A-Za-z0-9][A-Za-z0-9._-]{0,62})", "(0|[1-9][0-9]*)"
+_NAME = re.compile(f"{_RUN}/([mtw]){_SLOT}@elastic")
+_TOKEN = re.compile(f"elastic:{_RUN}/([a-z]+)/{_SLOT}")
+_ROLES = {role[0]: role for role in (MASTER, TRAINER, WORKER)}
 
 
 class Refused(ElasticError):
@@ -77,6 +80,12 @@ class JobSpec:
         return job_name(self.run, self.role, self.slot)
 
     @property
+    def token(self) -> str:
+        """The job's comment: whose it is where a site's submit plugin renames jobs, and for
+        versions that know no other form."""
+        return f"elastic:{self.run}/{self.role}/{self.slot}"
+
+    @property
     def gpu_range(self) -> tuple[int, int]:
         """The fewest and the most GPUs that it takes."""
         if self.role == TRAINER:
@@ -119,14 +128,15 @@ class Scheduler(Protocol):
 
 
 def job_name(run: str, role: str, slot: int) -> str:
-    return f"elastic:{run}/{role}/{slot}"
+    """squeue shows eight characters of it, so run and slot come first: 7b/w3@elastic."""
+    return f"{run}/{role[0]}{slot}@elastic"
 
 
 @functools.lru_cache(1 << 14)  # of every job in a listing each run asks whether it is its own
 def parse_job_name(text: str) -> tuple[str, str, int] | None:
-    """(run, role, slot) of a name that `job_name` made, else None."""
-    match = _NAME.fullmatch(text)
-    return (match[1], match[2], int(match[3])) if match else None
+    """(run, role, slot) of a name that `job_name` made, or of a job's token; else None."""
+    match = _NAME.fullmatch(text) or _TOKEN.fullmatch(text)
+    return (match[1], _ROLES.get(match[2], match[2]), int(match[3])) if match else None
 
 
 def open_scheduler(

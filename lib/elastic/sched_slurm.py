@@ -281,7 +281,7 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
     `lists`: this Slurm takes lists of sizes."""
     log = str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)).replace("%", "%%")
     return [
-        "sbatch", "--parsable", f"--job-name={spec.name}", f"--comment={spec.name}",
+        "sbatch", "--parsable", f"--job-name={spec.name}", f"--comment={spec.token}",
         "--no-requeue", "--dependency=singleton", "--export=ALL",
         f"--chdir={spec.run_dir}", "--open-mode=append", f"--output={log}",
         *_resources(spec, lists),
