@@ -37,7 +37,8 @@ from elastic.models import PRESETS, Shape, Transformer, create
 REQUIRED = ("model", "dataset", "loss")
 HELD_OUT_OF = 25  # files: one of so many is kept for validation
 VALIDATION_TOKENS = 8192  # at a time
-NOT_STDLIB = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+NOT_STDLIB = {"test", "tests", "idlelib", "distutils", "lib2to3", "site-packages", "dist-packages",
+              "__pycache__"}  # fmt: skip
 OF_ONE_MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
@@ -263,7 +264,8 @@ def text_files(root: Path, pattern: str = "*") -> list[str]:
 
 
 def stdlib_sources(root: Path) -> list[str]:
-    """What every installation of this Python has: no tests, packages, or files of one machine."""
+    """What every installation of this Python has: no tests, packages, files of one machine, or
+    what Debian packages apart and Python 3.13 has no more."""
     names = [name for name in text_files(root, "*.py") if not name.startswith(OF_ONE_MACHINE)]
     return [name for name in names if not NOT_STDLIB.intersection(name.split("/"))]
 
