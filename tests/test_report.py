@@ -23,7 +23,7 @@ import pytest
 
 from elastic import metrics, report, timeline
 from elastic.chaos import Chaos
-from elastic.errors import UsageError
+from elastic.errors import ElasticError, UsageError
 from helpers import ROOT, elastic, environment
 from running import Running, running
 
@@ -339,6 +339,13 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     with pytest.raises(Exception, match="Weights & Biases") as caught:
         metrics.WandB("project", "run")
     assert caught.value.hint == "pip install wandb"
+
+
+def test_without_matplotlib_the_way_to_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ElasticError, match="draws with matplotlib") as caught:
+        report._pyplot()
+    assert caught.value.hint.startswith("make venv")
 
 
 def test_nowhere_to_write_to_is_wrong_usage(tmp_path: Path):

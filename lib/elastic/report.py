@@ -289,7 +289,8 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ElasticError(f"elastic-report draws with matplotlib: {error}", "make venv") from None
+        hint = "make venv (a venv of make demo is without), or pip install matplotlib"
+        raise ElasticError(f"elastic-report draws with matplotlib: {error}", hint) from None
     matplotlib.use("agg")  # no display
     from matplotlib import pyplot
 
