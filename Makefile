@@ -10,7 +10,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
 DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/man/* etc/traces/* \
-    etc/examples/*/*) Makefile $(wildcard requirements*.txt)
+    etc/examples/*/*) Makefile README.md INSTALL.md $(wildcard requirements*.txt)
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' lib/elastic/__init__.py)
 HERE := $(DESTDIR)$(PREFIX)
 TREE := $(HERE)/$(VERSION)
@@ -22,8 +22,8 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 ALL := $(READY) $(VENV)/.report $(VENV)/.test
 
 .PHONY: help venv redis demo demo-slurm test lint bench validate matrix soak gpu-check
-.PHONY: install uninstall
-.SILENT: $(READY) redis
+.PHONY: install switch uninstall
+.SILENT: $(READY) redis install switch uninstall
 .DELETE_ON_ERROR:
 
 help:  ## This list
@@ -99,10 +99,12 @@ gpu-check: $(ALL)  ## What runs only where there is a GPU
 
 # PREFIX holds a folder per version, `current` and links to it, modulefiles, and one etc/site.toml
 # for all versions, which is never overwritten. Runs go on with the version they were started with.
-install:  ## Copy this version into PREFIX and switch to it
-	@for d in bin share; do test ! -e '$(HERE)'/$$d -o -L '$(HERE)'/$$d || { \
+# Commands and crontabs follow `current`, which is switched when the new version works.
+install:  ## Copy this version into PREFIX, make its venv, and switch to it
+	for d in bin share; do test ! -e '$(HERE)'/$$d -o -L '$(HERE)'/$$d || { \
 	    echo "error: '$(HERE)'/$$d is there already: PREFIX is a folder for elastic alone" >&2; \
 	    exit 1; }; done
+	echo "copying version $(VERSION) to $(TREE)"
 	for f in $(PROGRAMS); do install -C -D -m 0755 $$f '$(TREE)'/$$f || exit 1; done
 	for f in $(filter-out etc/site.toml,$(DATA)); do \
 	    mode=0644; test ! -x $$f || mode=0755; install -C -D -m $$mode $$f '$(TREE)'/$$f || exit 1; done
@@ -114,10 +116,18 @@ install:  ## Copy this version into PREFIX and switch to it
 	for kind in lua tcl; do name=$(VERSION); test $$kind = tcl || name=$$name.lua; \
 	    sed 's|@PREFIX@|$(PREFIX)|g; s|@VERSION@|$(VERSION)|g' etc/modulefile.$$kind \
 	        | install -D -m 0644 /dev/stdin '$(MODULES)'/$$kind/elastic/$$name || exit 1; done
+	if test -n '$(DESTDIR)'; then echo 'next, there: make -C $(PREFIX)/$(VERSION) venv'; \
+	    elif test -z "$$ELASTIC_PYTHON"; then $(MAKE) --no-print-directory -C '$(TREE)' venv; fi
+	$(MAKE) --no-print-directory switch
+
+switch:  ## Make VERSION=, which is installed in PREFIX, the current one: a rollback, say
+	test -n '$(DESTDIR)' || { test ! -e '$(TREE)'/.venv -o -e '$(TREE)'/.venv/.ready && \
+	    '$(TREE)'/bin/elastic --version >/dev/null; } || { \
+	    echo "error: version $(VERSION) does not work in $(HERE): nothing is switched" >&2; exit 1; }
 	ln -sfn $(VERSION) '$(HERE)'/.current && mv -T '$(HERE)'/.current '$(HERE)'/current
 	ln -sfn current/bin '$(HERE)'/bin
 	ln -sfn current/share '$(HERE)'/share
-	@echo 'next: make -C $(PREFIX)/current venv'
+	echo 'current version: $(VERSION)'
 
 uninstall:  ## Remove what install copied of this version (an edited site file stays)
 	@test -n '$(VERSION)' && test -n '$(PREFIX)'

@@ -29,7 +29,7 @@ from elastic.sandbox import Sandbox
 from elastic.sched import Job, job_name, parse_job_name
 from elastic.sched_slurm import SlurmScheduler
 from elastic.store import Store
-from helpers import ROOT, elastic, wait_until
+from helpers import ROOT, elastic, pretended_python, wait_until
 from running import SETTINGS, TESTS, toml
 
 pytest_plugins = ["slurm_sandbox"]
@@ -382,7 +382,8 @@ def test_an_ordinary_user_trains_with_what_root_installed(users_folder):
     if subprocess.run([*become, *needs], cwd="/", capture_output=True).returncode != 0:
         pytest.skip(f"nobody may not run {sys.executable}")
     prefix, home = users_folder / "elastic", users_folder / "home"
-    install = ["make", "--silent", "-C", ROOT, "install", f"PREFIX={prefix}"]
+    python = pretended_python(users_folder)
+    install = ["make", "--silent", "-C", ROOT, "install", f"PREFIX={prefix}", f"PYTHON={python}"]
     subprocess.run(install, check=True, umask=0o022, stdout=subprocess.DEVNULL)
     shutil.copy(TESTS / "tiny_task.py", home)
     (home / "pace").write_text("0")
