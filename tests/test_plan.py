@@ -546,6 +546,8 @@ def test_a_job_of_the_other_mode_that_has_said_its_last_word_is_not_waited_for()
     assert (start.verb, start.role) == ("submit", "trainer")
     still_there = replace(memory, jobs=(jobs[0], at_work))
     assert [each.verb for each in plan(World(0, still_there, mode="sync"), NOW)] == [WAIT]
+    may_come = replace(memory, jobs=(), unsure=(UnsureSubmission("master", 0, NOW + 9),))
+    assert [each.verb for each in plan(World(0, may_come, mode="sync"), NOW)] == [WAIT]
 
 
 def test_a_run_that_changes_its_mode_waits_for_the_other_modes_jobs():

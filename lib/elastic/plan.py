@@ -251,6 +251,7 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
     pending = sum(job.queued for job in memory.jobs) + len(unsure)
     last = {end.place: end for end in memory.ended}
     foreign = [job.job_id for job in memory.jobs if not (world.own(job.role) or job.over)]
+    foreign += ["that may have been submitted" for u in memory.unsure if not world.own(u.role)]
     for place in world.places:
         is_worker = place[0] == WORKER
         if place in taken or (is_worker and workers >= world.slots and place not in unsure):
