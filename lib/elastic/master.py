@@ -771,8 +771,8 @@ class Reconcile:
                 self._process.wait(PASS_S)
 
     def last(self) -> None:
-        """After the master's last word: nothing is left pending, and whoever follows (another
-        master, the other mode's job) is submitted, also where there is no cron."""
+        """After the master's last word: nothing is left pending, and the other mode's job is
+        submitted, also where there is no cron."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(self._command, stdin=subprocess.DEVNULL, timeout=PASS_S)
 

@@ -24,7 +24,7 @@ from elastic import cadence, history, sched, sizing
 from elastic.config import Config
 from elastic.durable import read_json, to_json, write_atomic
 from elastic.errors import ElasticError, TryAgain
-from elastic.history import ALONE, MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
+from elastic.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
@@ -376,8 +376,8 @@ def _seen(job: Job, run: RunDir) -> JobSeen | None:
     times = {"submitted_at": job.submit_time, "started_at": job.start_time,
              "ended_at": job.end_time}  # fmt: skip
     seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node, **times)
+    over = "" if seen.queued else history.said_at_end(seen, run.ending(job.job_id) or {})
     is_foreign = (name[1] == TRAINER) != (run.control().mode == "sync")
-    if (name[1] in ALONE and seen.started) or (is_foreign and not seen.queued):
-        record = run.ending(job.job_id) or {}
-        seen = replace(seen, over=history.said_at_end(seen, record))
+    if (name[1] == TRAINER and seen.started) or (is_foreign and over == "stopped"):
+        seen = replace(seen, over=over)
     return seen
