@@ -1,6 +1,6 @@
 """Programs of others, as etc/examples starts them: preempted, killed, hung, crashing at once.
 
-pytest tests/test_programs.py     (without what tests/programs/requirements.txt lists it skips some)
+pytest tests/test_programs.py     (it skips what needs a package that is not installed)
 """
 
 import os
