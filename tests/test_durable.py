@@ -9,7 +9,10 @@ import itertools
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -183,6 +186,28 @@ def test_lines_are_written_where_files_cannot_be_locked(path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", fail_with(errno.ENOLCK))
     append_line(path, {"n": 1})
     assert path.read_text() == '{"n":1}\n'
+
+
+HOLD = """
+import fcntl, os, signal, sys
+with open(sys.argv[1], "ab") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_line_does_not_wait_for_one_who_stands_still_with_the_lock(path):
+    command = [sys.executable, "-c", HOLD, str(path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    with holder, ThreadPoolExecutor() as threads:
+        try:
+            assert holder.stdout.readline() == b"held\n"
+            for n in (1, 2):
+                threads.submit(append_line, path, {"n": n}).result(20)
+        finally:
+            holder.kill()
+    assert path.read_text() == '{"n":1}\n{"n":2}\n'
 
 
 # ---- reading ------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ import xxhash
 from elastic.errors import ElasticError, TryAgain
 
 SPACE_S = 2.0  # between two tries on a full disk
+LOCK_TRIES, LOCK_S = 10, 0.01
 # What a filesystem gets over, as soon as somebody makes room or raises a limit.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE)
 
@@ -68,14 +69,27 @@ def create_once(path: Path, data: bytes) -> bool:
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Append `record` as one JSON line."""
+    """Append `record` as one JSON line.
+
+    Between the nodes of an NFS only a lock keeps two lines apart; elsewhere O_APPEND does. Who has
+    it may be suspended, or its node dead: a line that may be torn is better than to wait for that.
+    """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with path.open("a+b", buffering=0) as file:
-        with contextlib.suppress(OSError):  # a filesystem without locks: O_APPEND has to do
-            fcntl.flock(file, fcntl.LOCK_EX)
+        _lock_if_free(file)
         size = os.fstat(file.fileno()).st_size
         torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a disk that was full
         file.write(b"\n" * bool(torn) + line)
+
+
+def _lock_if_free(file: io.FileIO) -> None:
+    """Lock it for as long as it is open, unless somebody has it for longer than a line takes."""
+    with contextlib.suppress(OSError):  # a filesystem without locks
+        for _ in range(LOCK_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(LOCK_S)
 
 
 def until_written(write: Callable, notice: object, tell: Callable = lambda _: None):
