@@ -202,6 +202,65 @@ def test_a_link_whose_answer_was_lost_is_still_the_writers_own(run, monkeypatch)
     assert draft.commit(LAYOUT, files, {})
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_who_never_hears_of_its_link_throws_nothing_away(make_run, monkeypatch, goes_on):
+    """The link is made, and neither its answer comes nor that of the question after it."""
+    rounds = Rounds(make_run(), torch.zeros(30))
+    accepted = [rounds.deliver(0, rounds.base() + 1, 10)]
+    with monkeypatch.context() as patch:
+        deaf = deaf_after_link(patch)
+        with pytest.raises(OSError, match="no answer"):
+            rounds.close(accepted)
+        assert deaf == ["link"]
+    if goes_on:  # as after a full disk
+        recipe, said = rounds.averager.weigh(accepted)
+        assert rounds.averager.commit(1, recipe, COMMIT | said) is None
+    remove_drafts(rounds.run, rounds.run.newest_commit())
+    rounds.new_master()
+    assert rounds.version == 1
+    assert torch.equal(rounds.base(), read_whole(rounds))
+    rounds.averager.close()
+
+
+def read_whole(rounds):
+    commit, indices = rounds.run.commit(1), range(len(rounds.layout.fragments))
+    outer = [versions.read_exactly(rounds.run, commit, rounds.layout, i)[0] for i in indices]
+    return torch.cat(outer).bfloat16().float()
+
+
+def deaf_after_link(patch) -> list:
+    """From the link of a commit on no call is answered; what was linked so far."""
+    link, stat, read, linked = os.link, os.stat, Path.read_bytes, []
+
+    def deaf(real):
+        def call(*args, **options):
+            if linked:
+                raise OSError(errno.EIO, "no answer")
+            return real(*args, **options)
+
+        return call
+
+    def lost(source, target):
+        link(source, target)
+        linked.append("link")
+        raise OSError(errno.EIO, "no answer")
+
+    patch.setattr(os, "link", lost)
+    patch.setattr(os, "stat", deaf(stat))
+    patch.setattr(Path, "read_bytes", deaf(read))
+    return linked
+
+
+def test_a_draft_of_a_committed_version_is_not_begun_anew(run):
+    draft, files = write(run, 0)
+    run.link_commit({"version": 0, "writer": "epoch1", "files": files, "tokens": 0})
+    Draft(run, 0, "epoch1")
+    draft.discard()
+    assert drafts(run) == [".000000.epoch1"]
+    Draft(run, 0, "epoch2").discard()
+    assert drafts(run) == [".000000.epoch1"]
+
+
 def test_a_committed_version_that_did_not_get_its_name_gets_it_later(run, monkeypatch):
     commit(run, 0)
     with monkeypatch.context() as patch:

@@ -132,12 +132,15 @@ class Averager:
         return Recipe(base, restore=base - 1), said
 
     def commit(self, epoch: int, recipe: Recipe, record: dict) -> dict | None:
-        """Take every fragment one version further, write and link it; None if another master
-        committed it first. Raises DeltaLost if a delta's bytes went bad meanwhile.
+        """Take every fragment one version further, write and link it; None if it is committed
+        already: by another master, or by a try whose answer was lost. Raises DeltaLost if a delta's
+        bytes went bad meanwhile.
 
         OSError (a full disk) leaves nothing behind and loses nothing: call it again.
         """
         version, writer = recipe.base + 1, f"epoch{epoch}"
+        if self.run.commit(version):
+            return None
         draft = Draft(self.run, version, writer)
         try:
             record = record | self._advance(recipe, writer)

@@ -167,7 +167,8 @@ class Checkpoints:
         except CheckpointException as error:  # the same on every rank
             failure, errno = _cause(error)
         if self._group.leads and failure:
-            shutil.rmtree(flight.writer.path, ignore_errors=True)
+            record = _record_path(self._run, flight.step)
+            durable.discard(flight.writer.path, record, self._writer)
         elif self._group.leads:
             _prune(self._run, flight.step, self._keep, self._skipped)
         now = time.monotonic()

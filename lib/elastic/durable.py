@@ -226,6 +226,14 @@ def draft_of(final: Path, writer: str) -> Path:
     return final.with_name(f".{final.name}.{writer}")
 
 
+def discard(draft: Path, commit: Path, writer: str) -> None:
+    """Remove a draft of `writer`, unless it is what `commit` names: a link() may be made, and its
+    answer lost. Who cannot tell leaves it there."""
+    with contextlib.suppress(OSError, ElasticError):
+        if (read_json(commit) or {}).get("writer") != writer:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
 def settle(final: Path, writer: str) -> None:
     """Give a committed folder its name, if its writer did not live to do it."""
     if not final.exists():

@@ -49,7 +49,7 @@ class Draft:
         self.run, self.version, self.writer = run, version, writer
         self.folder = durable.draft_of(run.version_path(version), writer)
         if not is_shared:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.discard()
 
     def write_fragment(
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
@@ -94,7 +94,8 @@ class Draft:
         return False
 
     def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove it, unless it is committed."""
+        durable.discard(self.folder, self.run.commit_path(self.version), self.writer)
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> dict:
         path = self.folder / name
@@ -130,8 +131,8 @@ def remove_drafts(run: RunDir, newest: dict) -> None:
 def _remove_drafts_below(run: RunDir, version: int) -> None:
     for folder in (run.path / "versions").glob(".[0-9]*.*"):
         number = int(folder.name[1:].partition(".")[0])
-        if number < version:
-            settle(run, run.commit(number))
+        if number < version and (commit := run.commit(number)):  # else it is not seen here yet
+            settle(run, commit)
             shutil.rmtree(folder, ignore_errors=True)
 
 
