@@ -196,6 +196,18 @@ class TestRedisTransport(TransportContract):
         assert get(transport, NAME, fragment) == view(250)
 
 
+def test_a_folder_that_is_pruned_while_one_writes_to_it_is_no_crash(run, monkeypatch):
+    """Only the deltas of a base go from which nothing is merged any more."""
+    def pruned(path, _data):
+        path.parent.rmdir()
+        raise FileNotFoundError(str(path))
+
+    monkeypatch.setattr("elastic.transport_fs.replace_quickly", pruned)
+    fragment = FileTransport(run).put(NAME, view(10))
+    with pytest.raises(Damaged):
+        get(FileTransport(run), NAME, fragment)
+
+
 def test_the_first_commit_names_the_transport(run, store):
     def opened(commit):
         return open_transport(transport_of(commit), run, store)

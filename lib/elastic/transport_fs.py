@@ -1,5 +1,6 @@
 """Deltas as files: RUN/deltas/BASE/SLOT.ATTEMPT.FRAGMENT. Renamed when whole, not fsynced."""
 
+import contextlib
 import os
 
 from elastic.durable import replace_quickly
@@ -15,7 +16,9 @@ class FileTransport:
     def put(self, name: str, data: memoryview) -> Fragment:
         path = self._root / name
         path.parent.mkdir(exist_ok=True)
-        replace_quickly(path, data)
+        # The master may just have pruned the folder: of a base that nothing is merged of any more.
+        with contextlib.suppress(FileNotFoundError):
+            replace_quickly(path, data)
         return Fragment(len(data), checksum(data))
 
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
