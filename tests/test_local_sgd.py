@@ -4,14 +4,16 @@ The worker is a stand-in with the few things that the decision reads; whole work
 test_rejections.py, test_faults.py and test_overlap.py.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from elastic import local_sgd
 from elastic.errors import ElasticError
-from elastic.link import Link
+from elastic.link import Link, Place
 from elastic.local_sgd import LocalSGD
+from elastic.transport import fragment_name
 
 
 def hidden(for_looks: int) -> SimpleNamespace:
@@ -62,13 +64,76 @@ def test_what_a_rejected_delta_has_left_out_does_not_come_again(was_void):
                                               ("altered: 3 bytes", True)])  # fmt: skip
 def test_samples_that_came_with_those_of_others_are_not_trained(reason, kept):
     verdict = {"base": 5, "reason": reason}
-    store = SimpleNamespace(take_verdict=lambda slot, attempt: verdict)
+    store = SimpleNamespace(take_verdict=lambda *_: verdict, offered=lambda *_: False)
     worker = SimpleNamespace(
-        _link=SimpleNamespace(still_offered=lambda base: False, reach=lambda act: act(store)),
+        _link=SimpleNamespace(reach=lambda act: act(store)),
         place=SimpleNamespace(slot=0, attempt=1), _queue=[(0, 4, 8)],
     )  # fmt: skip
-    assert not LocalSGD._stands(worker, SimpleNamespace(base=5, steps=3), None)
+    assert not LocalSGD._stands(worker, SimpleNamespace(base=5, steps=3))
     assert worker._queue == ([(0, 4, 8)] if kept else [])
+
+
+def worker_that_has_delivered(transport: str, reach) -> SimpleNamespace:
+    """Two samples trained on version 5, whose bytes were `put`."""
+    place = SimpleNamespace(slot=0, attempt=1)
+    link = Link(Place(None, 0, 1, "7"), False)
+    link.reach = reach
+    header = SimpleNamespace(to_json=lambda: {"base": 5})
+    round_ = SimpleNamespace(base=5, header=header, sent={}, samples=[(0, 0, 2)], answered=True)
+    if transport == "redis":
+        round_.sent = {fragment_name((0, 1, 5), 0): memoryview(b"bytes")}
+    return SimpleNamespace(place=place, run=SimpleNamespace(path=Path("/nowhere")), _link=link,
+                           _transport=transport, _round=round_, _sent=None, _queue=[(0, 4, 8)],
+                           _written=lambda write: write())  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", ["redis", "filesystem"])
+def test_a_delta_comes_with_its_bytes_to_a_server_that_has_not_got_them(make_store, transport):
+    """Redis may die after the bytes and before the header, or be emptied at any time."""
+    store = make_store("new-server")
+    store.claim(0, 1, {"job_id": "7"}, 60.0)
+    worker = worker_that_has_delivered(transport, lambda act: act(store))
+    for _ in range(2):
+        LocalSGD._offer(worker, worker._round)
+        assert store.offered(0, 1, 5)
+        for name, data in worker._round.sent.items():
+            assert store.get_bytes(f"{name}:0", 100) == data
+            store.drop_bytes([f"{name}:0"])
+        store.drop_offers(5, ["0:1"])
+
+
+def test_samples_of_a_delta_that_is_delivered_are_still_held_for_a_new_master():
+    worker = worker_that_has_delivered("filesystem", None)
+    assert LocalSGD._held(worker) == [(0, 4, 8), (0, 0, 2)]
+
+
+def test_a_new_master_is_told_while_a_delta_is_being_written():
+    told, worker = [], worker_that_has_delivered("filesystem", None)
+    worker._tell_new_master = lambda: told.append(True)
+    worker._written = lambda write: None
+    LocalSGD._put(worker, "name", memoryview(b""))
+    assert told
+
+
+@pytest.mark.parametrize("newest", [9, 2])
+def test_who_is_told_of_a_version_that_is_pruned_adopts_the_newest_there_is(newest):
+    """A master may be behind for a while: no reason to ask it again and again."""
+    looked = iter([2000 - 1, 2000, newest + 2000])
+    worker = SimpleNamespace(
+        _link=SimpleNamespace(say=lambda **_: None), _wait_for_version=lambda: (2, ""),
+        _was_void=False, _round=SimpleNamespace(base=-1, steps=0), _ahead=None, _queue=[],
+        group=SimpleNamespace(share=lambda said: said, gather=lambda said: [said]),
+        run=SimpleNamespace(newest_version=lambda: next(looked)),
+        _commit_of=lambda version: {"version": version}, _adopt_inner_state=lambda version: None,
+        _load=lambda commit: "pruned" if commit["version"] < newest + 2000 else "",
+        _after_ahead=lambda version: SimpleNamespace(base=version),
+    )  # fmt: skip
+    assert LocalSGD._adopt_newest(worker)
+    assert worker._round.base == newest + 2000
+    worker._round, worker._load = SimpleNamespace(base=-1, steps=0), lambda commit: "damaged"
+    worker.run.newest_version = lambda: 2
+    with pytest.raises(ElasticError, match="damaged"):
+        LocalSGD._adopt_newest(worker)
 
 
 def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():

@@ -155,6 +155,13 @@ class TestRedisTransport(TransportContract):
         with pytest.raises(Damaged, match=":1 has 101 bytes of 100 bytes"):
             get(transport, NAME, fragment)
 
+    def test_all_chunks_or_none_are_there(self, transport):
+        assert not transport.has(NAME, 250)
+        transport.put(NAME, view(250))
+        assert transport.has(NAME, 250)
+        transport._store.drop_bytes([f"{NAME}:1"])
+        assert not transport.has(NAME, 250)
+
     def test_a_lost_chunk_is_damaged(self, transport):
         fragment = transport.put(NAME, view(250))
         transport._store.drop_bytes([f"{NAME}:1"])

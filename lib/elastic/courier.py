@@ -18,6 +18,11 @@ class Courier:
     def is_back(self) -> bool:
         return not self._thread.is_alive()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Is it back, within that time?"""
+        self._thread.join(timeout_s)
+        return self.is_back
+
     def __enter__(self) -> "Courier":
         self._thread.start()
         return self

@@ -117,16 +117,13 @@ class Link:
     def _hang_up(self) -> None:
         self._stores.clear()  # a courier may be using one: it ends with its last user
 
-    def offer(self, base: int, header: dict) -> None:
-        """Announce a delta. Raises Fenced."""
+    def offer(self, announce: Callable[[Store], bool]) -> None:
+        """`announce` a delta, until the lease is there. Raises Fenced."""
         place = self.place
-        while not self.reach(lambda s: s.offer(place.slot, place.attempt, base, header)):
+        while not self.reach(announce):
             if self._notice and time.time() - self._notice.since > LEAVING_S:
                 raise TryAgain(f"slot {place.slot}: the lease is gone")
             time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
-
-    def still_offered(self, base: int) -> bool:
-        return self.reach(lambda s: s.offered(self.place.slot, self.place.attempt, base))
 
     def ask(self, want: int, held: list[Range], enough: Callable[[], bool]) -> list[Range] | None:
         """Ask for samples, waiting for the answer; None if `enough()` became true first."""

@@ -106,6 +106,8 @@ class LocalSGD:
                 with self._send_ahead(deltas) as courier:
                     yield from self._train(dataset, order, collate, courier)
                     self._link.say(state="waiting")
+                    while not courier.wait(DRY_S):
+                        self._tell_new_master()
                 self._come_back(courier)
             else:
                 if self._link:
@@ -247,10 +249,11 @@ class LocalSGD:
                 self._replica.restore()
             return True
         commit = self._commit_of(version)
-        if trouble := [each for each in self.group.gather(self._load(commit)) if each]:
-            if self.group.share(self.run.newest_version() if self._link else None) > version:
-                return self._adopt_newest()  # it was pruned while this worker slept
-            raise ElasticError(trouble[0])
+        while trouble := [each for each in self.group.gather(self._load(commit)) if each]:
+            before, newest = version, self.run.newest_version() if self._link else None
+            if (version := self.group.share(newest)) <= before:
+                raise ElasticError(trouble[0])
+            commit = self._commit_of(version)  # it was pruned: this worker slept, or its master
         if self._round.base < 0:
             self._adopt_inner_state(version)
         else:
@@ -322,7 +325,7 @@ class LocalSGD:
         if not round_.answered:
             return True
         self._tell_new_master()
-        if not self._stands(round_, self._replica.delta):
+        if not self._stands(round_):
             self._void_round("were rejected")  # the samples are others' by now
             return True
         if round_.steps or self._round_is_over():
@@ -336,10 +339,10 @@ class LocalSGD:
         round_.answered = not self._queue
         return not round_.answered
 
-    def _stands(self, round_: "_Round", delta_of: Callable) -> bool:
+    def _stands(self, round_: "_Round") -> bool:
         """Was its delta not rejected? One that a new server has never heard of is brought again."""
         place, link = self.place, self._link
-        offered = link.still_offered(round_.base)
+        offered = link.reach(lambda s: s.offered(place.slot, place.attempt, round_.base))
         verdict = link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
         if verdict and verdict["base"] == round_.base and round_.steps:
             print(f"worker  delta rejected: {verdict['reason']}", flush=True)
@@ -347,7 +350,7 @@ class LocalSGD:
                 self._queue.clear()  # what came with them is others' as well
             return False
         if not offered and link.refresh().version <= round_.base and not link.news.over:
-            self._redeliver(round_, delta_of)
+            self._offer(round_)
         return True
 
     def _void_round(self, what: str) -> None:
@@ -386,14 +389,17 @@ class LocalSGD:
         return [(epoch, at) for epoch, start, stop in taken for at in range(start, stop)]
 
     def _held(self) -> list[Range]:
-        """What the ledger must not give to others: not what is offered already."""
-        rounds_ = [each for each in (self._sent, self._round) if each and not each.answered]
+        """What the ledger must not give to others; a new one does not know what was offered."""
+        rounds_ = [each for each in (self._sent, self._round) if each]
         return self._queue + [each for round_ in rounds_ for each in round_.samples]
 
     def _tell_new_master(self) -> None:
+        """What this worker holds. It may know what the master does not yet: a newer version; but if
+        that is gone, put back to what it was by hand, say, nobody would ever merge what it does."""
         if self._told_epoch != self._link.news.epoch:
             self._told_epoch = self._link.news.epoch
             self._link.declare(self._held())
+            self._commit_of(self._round.base)
 
     def _round_is_over(self) -> bool:
         news = self._link.news
@@ -439,7 +445,7 @@ class LocalSGD:
             fragments = self._send_fragments(round_, delta_of)
         if self._link and fragments is not None:
             round_.header = self._header(round_, fragments)
-            self._link.offer(round_.base, round_.header.to_json())
+            self._offer(round_)
             round_.answered = True
             if round_.steps:
                 self._delivered += 1
@@ -461,7 +467,7 @@ class LocalSGD:
 
         def put(index: int, data: memoryview) -> Fragment:
             name = fragment_name(key, index)
-            if self._exchange.encoder.codec.feedback:  # it cannot be encoded a second time
+            if self._transport == "redis":  # they go with its server
                 round_.sent[name] = data
             return self._put(name, data)
 
@@ -483,6 +489,8 @@ class LocalSGD:
     def _put(self, name: str, data: memoryview) -> Fragment:
         """Store a fragment's bytes; a full disk is waited out. Raises TryAgain at a notice."""
         transport, run = self._transport, self.run
+        if self._link and not self._sent:  # else it trains on, and tells by itself
+            self._tell_new_master()
         if transport != "redis":
             return self._written(partial(open_transport(transport, run, None).put, name, data))
         put = partial(self._link.reach, lambda s: open_transport(transport, run, s).put(name, data))
@@ -515,13 +523,18 @@ class LocalSGD:
             stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,
         )  # fmt: skip
 
-    def _redeliver(self, round_: "_Round", delta_of: Callable) -> None:
-        """Redis has forgotten our offer: bring the bytes and the header again."""
-        for name, data in round_.sent.items():
-            self._put(name, data)
-        if round_.steps and not round_.sent and self.group.world == 1:
-            self._send_fragments(round_, delta_of)
-        self._link.offer(round_.base, round_.header.to_json())
+    def _offer(self, round_: "_Round") -> None:
+        """Announce a delta, now or again; a server that is new to it gets its bytes first."""
+        place, header = self.place, round_.header.to_json()
+
+        def announce(store) -> bool:
+            transport = open_transport(self._transport, self.run, store)
+            for name, data in round_.sent.items():
+                if not transport.has(name, len(data)):
+                    transport.put(name, data)
+            return store.offer(place.slot, place.attempt, round_.base, header)
+
+        self._written(lambda: self._link.offer(announce))
 
     # ---- training on while the delta travels
 
@@ -560,7 +573,7 @@ class LocalSGD:
                         self._exchange.shift(fetched, list(map(delta_of, range(len(fetched)))))
                     return {version: fetched}
                 break  # pruned meanwhile, or damaged: who adopts it finds out
-            if not self._stands(sent, delta_of):
+            if not self._stands(sent):
                 sent.is_void = True
                 break
         return {}

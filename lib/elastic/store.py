@@ -359,6 +359,9 @@ class Store:
         """No more than `most` + 1 bytes, whatever was put there; b"" if nothing was."""
         return self._redis.getrange(self._key("delta", name), 0, most)
 
+    def has_bytes(self, names: list[str]) -> bool:
+        return self._redis.exists(*(self._key("delta", name) for name in names)) == len(names)
+
     def drop_bytes(self, names: list[str]) -> None:
         if names:
             self._redis.unlink(*(self._key("delta", name) for name in names))

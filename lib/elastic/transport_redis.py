@@ -33,6 +33,10 @@ class RedisTransport:
                 raise OSError(errno.ENOSPC, f"redis.maxmemory = {allowed}: it is full", name)
         return Fragment(len(data), checksum(data))
 
+    def has(self, name: str, size: int) -> bool:
+        """Is all of it there?"""
+        return self._store.has_bytes([key for key, _ in _chunks(name, size)])
+
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
         for key, start in _chunks(name, fragment.bytes):
             space = into[start : start + CHUNK_BYTES]
