@@ -257,11 +257,11 @@ def toml(settings: dict) -> Iterator[str]:
                 yield f"{key.partition('.')[2]} = {json.dumps(value)}"
 
 
-def second_master(run: Running) -> subprocess.Popen:
-    """A master beside the one that reconcile started."""
+def second_master(run: Running, first: Path = TESTS) -> subprocess.Popen:
+    """A master beside the one that reconcile started. `first`: as for `running`."""
     return subprocess.Popen(
         [str(ROOT / "bin" / "elastic-master"), str(run.run.path)],
-        env={**environment(run.home, PYTHONPATH=str(TESTS)), "ELASTIC_JOB_ID": "by-hand"},
+        env={**environment(run.home, PYTHONPATH=f"{first}:{TESTS}"), "ELASTIC_JOB_ID": "by-hand"},
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from elastic import status
-from helpers import elastic, environment
-from running import Running, members, running, second_master
+from helpers import elastic, environment, wait_until
+from running import TESTS, Running, members, running, second_master
 
 TWO = {"elastic.max": 2, "elastic.max_failures": 50}
 PACE_S = 0.06  # of an inner step: faster than this, commits alone keep a core busy
@@ -345,3 +345,27 @@ def _called(run: Running) -> bool:
     with run.store() as store:
         master = store.master()
     return master.get("call") == master.get("version")
+
+
+def test_masters_that_see_new_names_late_leave_nobody_waiting(tmp_path: Path):
+    """As on NFS: the older one goes on for a while, and the newer one sees what it commits late."""
+    late, settings = TESTS / "late", {**TWO, "elastic.reconcile_interval": "1h"}
+    with running(tmp_path, settings, late, samples=100_000, step_s=0.05) as run:
+        run.workers(2)
+        run.versions(1)
+        older, before = run.jobs()["master", 0].job_id, run.version
+        trainers = set(run.pids("trainer"))
+        second_master(run, late)  # and no third one: from here on no pass is made
+
+        def is_fenced() -> bool:
+            return (run.run.ending(older) or {}).get("outcome") == "fenced"
+
+        wait_until(is_fenced, 30, "the older one is fenced")
+        goal = run.version + 3
+        wait_until(lambda: run.version >= goal, 30, "the newer one goes on")
+        assert [commit["master_epoch"] for commit in run.run.commits(goal)][0] == 2
+        assert set(run.pids("trainer")) == trainers
+        bad = [e for e in run.events("reject") if e["base"] > before]
+        assert not [e for e in bad if not e["reason"].startswith("superseded")], run.story()
+        run.pace(2)
+        run.audit()

@@ -145,15 +145,43 @@ def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version(maste
 
 def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master, monkeypatch):
     master._ledger.hold((3, 1), [(0, 20, 30)])
-    commit = {"version": 6, "dataset_samples": 100, "epochs": 1}
-    master.run = SimpleNamespace(newest_commit=lambda: commit, path=Path("/nowhere"),
-                                 commits=lambda: [{"samples": [[0, 20, 22]]}])  # fmt: skip
-    master.config = master.notice = master._averager = None
+    deltas = [{"slot": 1, "attempt": 1, "base": 5}]
+    commit = {"version": 6, "dataset_samples": 100, "epochs": 1, "master_epoch": 1,
+              "samples": [[0, 20, 22]], "deltas": deltas}  # fmt: skip
+    dropped, master.epoch = [], 1
+    master.run = SimpleNamespace(
+        newest_commit=lambda: commit, path=Path("/nowhere"), commits=lambda: [commit],
+        newest_epoch=lambda: 1, commit=lambda version: commit,
+    )  # fmt: skip
+    master._store = SimpleNamespace(drop_offers=lambda base, names: dropped.append((base, names)))
+    master.config = SimpleNamespace(local_sgd=SimpleNamespace(max_staleness=0))
+    master.notice = master._averager = None
     master._begin_round = master._publish_state = lambda *_, **__: None
     monkeypatch.setattr("elastic.master.remove_drafts", lambda *_: None)
     monkeypatch.setattr("elastic.master.Averager", lambda *_: None)
     master._open_run()
     assert list(master._ledger.held[3, 1]) == [(0, 22, 30)]
+    assert dropped == [(5, ["1:1"])], "what is merged is not judged again"
+
+
+def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):
+    """Whatever it can see of the newer one's claim."""
+    master.epoch = 1
+    master.run = SimpleNamespace(newest_commit=lambda: {"master_epoch": 2}, newest_epoch=lambda: 1)
+    with pytest.raises(Fenced, match="epoch 2 has taken over"):
+        master._open_run()
+
+
+@pytest.mark.parametrize("seen", [[], [{"version": 0, "samples": []}]])
+def test_a_run_is_not_opened_before_all_of_its_commits_are_seen(master, monkeypatch, seen):
+    """Else the samples of those that are hidden would be handed out again."""
+    newest = {"version": 2, "master_epoch": 1}
+    master.epoch, master._round = 1, None
+    master.run = SimpleNamespace(newest_commit=lambda: newest, newest_epoch=lambda: 1,
+                                 path=Path("/nowhere"), commits=lambda: seen)  # fmt: skip
+    monkeypatch.setattr("elastic.master.remove_drafts", lambda *_: None)
+    master._open_run()
+    assert master._round is None
 
 
 @pytest.mark.parametrize(("held", "free", "answered"), [((), 100, False), ((), 0, True),
@@ -202,7 +230,7 @@ def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(m
     master._control_at, master._publish_state = 0.0, lambda wake="": None
     master._store.now, master._is_short_of_space = lambda: 1000.0, lambda: False
     master.run = SimpleNamespace(
-        newest_epoch=lambda: 2, endpoint=lambda: Endpoint("n1", 6379, 1),
+        newest_epoch=lambda: 2, newest_version=lambda: 5, endpoint=lambda: Endpoint("n1", 6379, 1),
         set_endpoint=written.append, closing=lambda mode: "",
     )  # fmt: skip
     master._observe_control()
@@ -306,6 +334,14 @@ def offer_leaves_it_free(self, offer, ranges):
     self.free.add(self.offered[offer])
 
 
+def judges_what_is_ahead(self):
+    round_ = self._round
+    for base, offers in self._store.offers([round_.version + 1]).items():
+        for name, body in offers.items():
+            self._judge(base, name, body)
+    REAL_TAKE_OFFERS(self)
+
+
 def loser_goes_on(self, epoch, recipe, record):
     won = REAL_COMMIT(self, epoch, recipe, record)
     if won is None:
@@ -326,6 +362,7 @@ def forgets_what_is_granted(self, owner, want, sharers=1, least=1):
 
 
 REAL_OFFER, REAL_COMMIT, REAL_GRANT = Ledger.offer, Averager.commit, Ledger.grant
+REAL_TAKE_OFFERS = Master._take_offers
 REAL_JUDGE, REAL_PLAN, REAL_PASS_OVER = rounds.judge, plan.plan, reconcile._pass_over
 TRAINING = {
     "judge: any attempt": judge_without("fenced"),
@@ -346,8 +383,10 @@ TRAINING = {
         (Ledger, "withdraw"): lambda self, offer: self.offered.pop(offer, None)
     },
     "ledger: keeps what the lost held": {(Ledger, "give_back"): lambda self, owner: 0},
-    "master: no fence": {(Master, "_fence"): lambda self: None},
+    "master: no fence": {(Master, "_fence"): lambda self, newest=0: None},
     "master: does not settle": {(Master, "_settle"): lambda self: None},
+    "master: never looks at the run again": {(Master, "_is_behind"): lambda self: False},
+    "master: judges what is ahead of it": {(Master, "_take_offers"): judges_what_is_ahead},
     "master: takes silence for a loss": {(Master, "_allow_for_silence"): lambda *_: None},
     "master: superseded deltas count": {(rounds, "superseded"): lambda headers: []},
     "commit: replaces one that is there": {

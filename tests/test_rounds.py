@@ -57,7 +57,6 @@ def test_what_an_earlier_attempt_delivered_before_it_left_counts(attempt):
 REJECTIONS = [
     (header(run="b"), FACTS, "", "other-run: it is a delta of run 'b'"),
     (HEADER, replace(FACTS, judged=frozenset({(1, 2, 7)})), "", "duplicate: slot 1"),
-    (header(base=8), FACTS, "", "future: based on version 8"),
     (header(base=4), FACTS, "", "stale: based on version 4, 3 behind"),
     (header(base=6), replace(FACTS, max_staleness=0), "", "stale: based on version 6, 1 behind"),
     (header(attempt=3), FACTS, "", "fenced: attempt 3 never claimed slot 1"),

@@ -214,22 +214,42 @@ class Master:
         commit = self.run.newest_commit()
         if commit is None:
             return
+        self._fence(commit["master_epoch"])
         remove_drafts(self.run, commit)
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             commit = self._take_over_from_sync(commit)
+        committed, self._taken_back, newest = [], set(), -1
+        for record in self.run.commits():
+            newest = record["version"]
+            committed += map(tuple, record["samples"])
+            self._taken_back |= {record["taken_back"]} if "taken_back" in record else set()
+        if newest != commit["version"]:  # some are not seen here yet
+            return
         if self._averager:
             self._averager.close()
         self._averager = Averager(self.run, self.config, commit, self._store, self.notice)
-        committed, self._taken_back = [], set()
-        for record in self.run.commits():
-            committed += map(tuple, record["samples"])
-            self._taken_back |= {record["taken_back"]} if "taken_back" in record else set()
         held = self._ledger.held if self._ledger else {}  # nobody would say it again
         self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], committed)
         for owner, ranges in held.items():
             self._ledger.hold(owner, ranges)
         self._begin_round(commit)
-        self._publish_state(wake=f"version {commit['version']}")
+        self._publish_state(wake=f"version {newest}")
+        for version in range(max(0, newest - self.config.local_sgd.max_staleness), newest + 1):
+            for delta in self.run.commit(version)["deltas"]:  # offered again, and merged by now
+                name = f"{delta['slot']}:{delta['attempt']}"
+                self._store.drop_offers(delta["base"], [name])
+
+    def _is_behind(self) -> bool:
+        """A master that has been replaced may commit for another minute, where names that were not
+        there are remembered (NFS), and just once more anywhere."""
+        return self.run.newest_version() > self._round.version
+
+    def _start_over(self) -> None:
+        """Another master has committed the next version: go on from that, with all that it left."""
+        self._say(f"version {self._round.version + 1} was committed by another master")
+        self._round = None
+        self._granted.clear()
+        self._settle()
 
     def _take_over_from_sync(self, commit: dict) -> dict:
         """The newest version, which is the newest checkpoint if sync mode went on from `commit`."""
@@ -263,8 +283,8 @@ class Master:
         most = self.config.train.max_tokens
         return self._ledger.complete or bool(most and self._commit["tokens"] >= most)
 
-    def _fence(self) -> None:
-        newest = self.run.newest_epoch()
+    def _fence(self, newest: int = 0) -> None:
+        newest = max(newest, self.run.newest_epoch())
         if newest > self.epoch > 0:
             raise Fenced(f"master epoch {self.epoch}: epoch {newest} has taken over")
 
@@ -334,6 +354,8 @@ class Master:
             if self.run.endpoint() != self._endpoint:  # an older master was just writing its own
                 self._written(self.run.set_endpoint, self._endpoint)
             self._is_short_of_space()
+            if self._round and self._state == "running" and self._is_behind():
+                self._start_over()
             if self._state == "running" and (over := self.run.closing("local")):
                 self._state = "stopping"
                 self._say(f"leaving: the run is {over}")
@@ -378,7 +400,8 @@ class Master:
     def _take_offers(self) -> None:
         version, late = self._round.version, self.config.local_sgd.max_staleness
         # Further back than may be merged, so that too stale a delta is told apart from a lost one.
-        bases = range(max(0, version - late - 2), version + 2)
+        # One that is based on a version which is not seen here yet waits for it.
+        bases = range(max(0, version - late - 2), version + 1)
         for base, offers in self._store.offers(bases).items():
             for name, body in sorted(offers.items()):
                 if self._round.seen.get((base, name)) != body:
@@ -562,12 +585,9 @@ class Master:
         except DeltaLost as error:
             self._withdraw(error.key, error.what)
             return
-        if commit is None:  # a fenced master's last commit: start from that
+        if commit is None:
             self._fence()
-            self._say(f"version {round_.version + 1} was committed by another master")
-            self._round = None
-            self._granted.clear()
-            self._settle()
+            self._start_over()
             return
         if not accepted:
             for header in headers:

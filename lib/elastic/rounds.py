@@ -138,7 +138,6 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
     rules = [
         (header.run != facts.run, f"other-run: it is a delta of run {header.run!r}"),
         (header.key in facts.judged, f"duplicate: slot {header.slot} delivered it before"),
-        (behind < 0, f"future: based on version {base}"),
         (behind > facts.max_staleness, f"stale: based on version {base}, {behind} behind"),
         (base in facts.taken_back, f"taken-back: version {base} has made the loss rise"),
         (attempt > claimed, f"fenced: attempt {attempt} never claimed slot {header.slot}"),

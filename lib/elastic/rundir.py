@@ -164,7 +164,9 @@ class RunDir:
         return _next_number(self.path / "masters", record)
 
     def newest_epoch(self) -> int:
-        return _newest_number(self.path / "masters")
+        """NFS may hide a name for a minute, but not what is in a file that is opened."""
+        endpoint = self.endpoint()
+        return max(_newest_number(self.path / "masters"), endpoint.epoch if endpoint else 0)
 
     # ---- slots
 

@@ -40,6 +40,7 @@ PAUSE_TURNS = 6  # longer than a lease
 QUIET_TURNS = 8  # after which nothing of what went wrong is left
 MOST_TURNS = 120  # of everybody, until the run is done
 TURN_S = 1.5
+LATE_S = 20.0  # that a master may see names late, as where NFS remembers that they were not there
 LAYOUT = SimpleNamespace(hash="abc", fragments=[0])
 CONFIG = SimpleNamespace(
     run=SimpleNamespace(seed=1, scheduler="local"),
@@ -66,12 +67,22 @@ TABLE = (
     "kill", *["notice"] * 2, *["start master"] * 4, "flush", "kill redis", *["lose a call"] * 4,
     *["forge"] * 4, "disk", *["freeze"] * 3,
     *["freeze master"] * 3, "stop",
-    "silence",
+    "silence", *["see late"] * 3,
 )  # fmt: skip
 
 
 def positions(ranges: list) -> Iterator[tuple[int, int]]:
     return ((epoch, at) for epoch, start, stop in ranges for at in range(start, stop))
+
+
+@dataclass
+class View:
+    """What a master sees that sees new names late: how many there were."""
+
+    until: float
+    epochs: int
+    commits: int
+    where: Endpoint | None
 
 
 class MemoryRun(RunDir):
@@ -112,7 +123,13 @@ class MemoryRun(RunDir):
 
     def endpoint(self):
         self.world.edge("read endpoint.json")
-        return self.where
+        view = self.world.view()
+        return view.where if view else self.where
+
+    def seen(self) -> int:
+        """How many commits whoever acts can see."""
+        view = self.world.view()
+        return min(view.commits, len(self.linked)) if view else len(self.linked)
 
     def set_endpoint(self, endpoint):
         self.world.changes("write endpoint.json")
@@ -125,9 +142,11 @@ class MemoryRun(RunDir):
 
     def newest_epoch(self):
         self.world.edge("look for a newer epoch")
-        if self.epochs > self.world.epoch_of_acting():
+        view = self.world.view()
+        newest = view.epochs if view else self.epochs
+        if newest > self.world.epoch_of_acting():
             self.world.fenced()
-        return self.epochs
+        return newest
 
     def claim_attempt(self, slot, record):
         self.attempts[slot] = self.attempts.get(slot, 0) + 1
@@ -142,14 +161,17 @@ class MemoryRun(RunDir):
 
     def commit(self, version):
         self.world.edge("read a commit")
-        return json.loads(self.linked[version]) if version in self.linked else None
+        return json.loads(self.linked[version]) if version < self.seen() else None
 
     def newest_version(self):
         self.world.edge("look for the newest version")
-        return len(self.linked) - 1
+        return self.seen() - 1
 
     def link_commit(self, record):
         self.world.changes("link a commit")
+        if view := self.world.view():  # the server decides, and then the name is known here
+            view.commits = max(view.commits, record["version"] + 1)
+            self.world.linked_late.add(record["version"])
         if record["version"] in self.linked:
             return False
         self.linked[record["version"]] = json.dumps(record)
@@ -284,6 +306,7 @@ class Life(LocalSGD):
         self._replica = SimpleNamespace(layout=LAYOUT, restore=lambda: None, delta=None)
         encoder = SimpleNamespace(residuals={}, chosen=lambda last: SimpleNamespace(name="none"))
         self._exchange = SimpleNamespace(encoder=encoder)
+        self._transport = "filesystem"
 
     def _load(self, commit: dict) -> str:
         return ""
@@ -375,6 +398,8 @@ class Training:
         self.rejected: list[dict] = []
         self.sent: dict[tuple[int, int, int], list] = {}  # the samples of each delta
         self.paused: Worker | None = None
+        self.views: dict[Actor, View] = {}
+        self.linked_late: set[int] = set()  # versions
         self.over: set[tuple[int, int]] = set()  # samples committed before all was quiet
         self.seen: dict[int, str] = {}
         self.committed: dict[tuple[int, int], int] = {}
@@ -398,6 +423,14 @@ class Training:
     def refuse_the_fenced(self, where: str) -> None:
         actor = self.cast.acting
         must(not (actor and actor.fenced), f"{actor and actor.name} goes on, fenced: {where}")
+
+    def view(self) -> View | None:
+        """What whoever acts sees, if that is not what is there."""
+        view = self.views.get(self.cast.acting)
+        if view and view.until <= self.now:
+            del self.views[self.cast.acting]
+            return None
+        return view
 
     def fenced(self) -> None:
         """Whoever is acting has been told that a higher number has taken over."""
@@ -448,6 +481,7 @@ class Training:
                 if note := getattr(self, "on_" + name.replace(" ", "_"))(how):
                     self.log.append(f"{name}: {note}")
                 self.check()
+                self.check_rejected()
             self.end_well()
         finally:
             self.cast.close()
@@ -585,6 +619,17 @@ class Training:
         actor.freezes_at = EDGES[how // 2 % len(EDGES)]
         return f"{actor.name} will stand still at {actor.freezes_at!r}"
 
+    def on_see_late(self, how: int) -> str:
+        """A master sees no new name for a while, and its workers stay with it; there is another
+        one, that may be it, too."""
+        if not self.masters:
+            return ""
+        actor = self.masters[how % len(self.masters)][0]
+        run, seconds = self.run, LATE_S * (1 + how // 2 % 3) / 3
+        self.views[actor] = View(self.now + seconds, run.epochs, len(run.linked), run.where)
+        other = self.on_start_master(how) if how // 8 % 2 else ""
+        return f"{actor.name} sees no new names for {seconds:.0f} s; {other}"
+
     def on_stop(self, how: int) -> str:
         state = "stopped" if self.run.wanted.state == "running" else "running"
         self.run.wanted = replace(self.run.wanted, state=state)
@@ -644,9 +689,18 @@ class Training:
                 first = self.committed.setdefault((e, at), version)
                 must(first == version, f"sample {e}:{at} is in versions {first} and {version}")
                 self.committed[e, at] = -version
-        if version and epoch < self.run.epochs:
+        before = json.loads(self.seen[version - 1])["master_epoch"] if version else 0
+        must(epoch >= before, f"version {version} is of epoch {epoch}, the one before of {before}")
+        if version and epoch < self.run.epochs and version not in self.linked_late:
             self.late[epoch] = self.late.get(epoch, 0) + 1
             must(self.late[epoch] == 1, f"master epoch {epoch} goes on committing, fenced")
+
+    def check_rejected(self) -> None:
+        """Who has adopted a version that its master does not see yet has done nothing wrong."""
+        for rejected in self.rejected:
+            key = tuple(rejected[name] for name in ("slot", "attempt", "base"))
+            ahead = rejected["reason"].startswith("future") and key in self.sent
+            must(not ahead, f"a delta is rejected that is ahead of its master: {rejected}")
 
     # ---- the end
 
@@ -657,11 +711,14 @@ class Training:
         self.run.wanted = replace(self.run.wanted, state="running")
         for actor in self.cast.actors:
             actor.frozen, actor.freezes_at = False, ""
-        done, quiet = len(self.run.linked), MOST_TURNS
+        done, quiet, since = len(self.run.linked), MOST_TURNS, 0
         for turn in range(MOST_TURNS):
             if self.run.end:
                 break
-            if not self.calm and turn >= QUIET_TURNS and len(self.run.linked) > done:
+            if any(view.until > self.now for view in self.views.values()):
+                since = turn  # two masters may hand out the same samples, and only one be right
+            is_quiet = turn - since >= QUIET_TURNS and len(self.run.linked) > done
+            if not self.calm and is_quiet:
                 self.calm, self.rejected, quiet = True, [], turn
                 self.over = set(self.committed)
                 self.log.append("all is quiet")
@@ -671,6 +728,7 @@ class Training:
                 self.paused.actor.frozen = False
             self.fair_turn()
             self.check()
+            self.check_rejected()
             lost = [r for r in self.rejected if self.calm and self.was_good(r)]
             must(not lost, f"a good delta is rejected: {lost}")
         must(self.run.end, f"the run does not end: {len(self.committed)} samples committed; "
@@ -682,7 +740,8 @@ class Training:
         key = tuple(rejected[name] for name in ("slot", "attempt", "base"))
         old = self.over.intersection(self.sent.get(key, ()))
         is_late = self.paused and key[:2] == (self.paused.slot, self.paused.attempt)
-        is_lost = rejected["reason"].startswith("samples") and key not in self.merged
+        is_honest = key in self.sent and key not in self.merged
+        is_lost = rejected["reason"].startswith("samples") and is_honest
         return is_lost and not old and not is_late
 
     def one_clean_loss(self, what: int) -> None:
