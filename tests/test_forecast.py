@@ -359,5 +359,5 @@ def test_a_task_that_prints_is_described_all_the_same(tmp_path):
     config.write_text('[run]\nscheduler = "local"\ntask = "loud:Tiny"\n[train]\nepochs = 1\n'
                       '[task]\npace = "none"\n')  # fmt: skip
     env = environment(tmp_path, PYTHONPATH=str(TESTS))
-    answer = elastic("submit", config, "--dry-run", env=env)
+    answer = elastic("submit", config, "--dry-run", "--no-try", env=env)
     assert "parameters" in answer.stdout, answer.stderr
