@@ -230,12 +230,12 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
     for module in (master, averaging, shard, exchange):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
-    for module, name in ((master, "TICK_S"), (master, "SPACE_S"), (master, "LEAVE_S"),
+    for module, name in ((master, "TICK_S"), (master, "SPACE_S"),
                          (durable, "SPACE_S"),
                          (link, "RETRY_S"), (local_sgd, "DRY_S"),
                          (local_sgd, "UNSEEN_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.01)
-    monkeypatch.setattr(link, "LEAVING_S", 1.0)
+    monkeypatch.setattr(durable, "AGAIN_S", (0.01, 0.01))
     monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays
     torch.set_num_threads(1)
     tempfile.gettempdir()  # finds out by writing a file, the first time somebody in torch asks
@@ -467,8 +467,12 @@ def test_a_checkpoint(world, run, request):
 
 
 def test_bytes_that_are_not_durable_before_the_commit_are_found(world, run, monkeypatch):
-    sync = durable.sync_path
-    monkeypatch.setattr(durable, "sync_path", lambda p: sync(p) if "versions" not in str(p) else 0)
+    def unsynced(path: Path, parts) -> dict:
+        with path.open("xb") as file:
+            file.writelines(parts)
+        return durable.measure(path)
+
+    monkeypatch.setattr(durable, "write_measured", unsynced)
 
     def check(_: Point) -> None:
         if run.newest_version() == 0:

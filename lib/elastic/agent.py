@@ -33,18 +33,20 @@ from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.network import free_port, hostname
 from elastic.rundir import RunDir
-from elastic.signals import Notice, die_with_parent, install, name_of
+from elastic.signals import KILL_WAIT_S, Notice, die_with_parent, install, name_of
+from elastic.slurm_info import notice_here
 from elastic.store import Store
 
 TAIL_BYTES = 8192  # the last words of a trainer
 MOST_READ = 1 << 20  # more than a pipe holds; who says more is heard the next time
-KILL_AFTER_S = 40.0  # a trainer that ignores its notice this long is killed
 ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 EXIT_CODES = {"stopped": Exit.DO_NOT_RESTART, "failed": Exit.ERROR}
 # What a trainer reports that has not spoken yet.
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
-          "tokens_per_s": 0.0, "trouble": ""}  # fmt: skip
+          "tokens_per_s": 0.0, "trouble": "", "moves": 0}  # fmt: skip
+
+MOVING = ("state", "step", "version", "moves")  # who changes none of them may hang
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Agent:
         self._crashes = 0
         self._failure = ""  # the exception that the attempt before died of
         self._told = False  # the notice has been passed on
+        self._too_short = ""  # why a notice does not suffice to deliver
 
     # ---- the program
 
@@ -91,6 +94,7 @@ class Agent:
         self._record({"state": "started"})
         if over := self.run.closing("local"):
             return self._end("done" if over == "done" else "stopped", f"the run is {over}")
+        self.notice.window_s = notice_here(self.config) or KILL_WAIT_S
         while True:
             trainer = self._start()
             outcome, reason = self._judge(trainer, self._watch(trainer))
@@ -138,7 +142,7 @@ class Agent:
     def _start(self) -> Trainer:
         who = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()}
         claim = functools.partial(self.run.claim_attempt, self.slot, who)
-        self.attempt = until_written(claim, self.notice)
+        self.attempt = until_written(claim, self.notice.__bool__)
         print(f"agent  slot {self.slot} attempt {self.attempt} job {self.job_id}", flush=True)
         self._event("start", node=hostname())
         reader, writer = os.pipe()
@@ -147,6 +151,7 @@ class Agent:
             "ELASTIC_RUN_DIR": str(self.run.path), "ELASTIC_SLOT": str(self.slot),
             "ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
             "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
+            "ELASTIC_NOTICE_S": str(self.notice.window_s),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
         }  # fmt: skip
         names = {"python": sys.executable, "run": str(self.run.path), "slot": str(self.slot),
@@ -175,6 +180,8 @@ class Agent:
                 if self.notice and not self._told:
                     self._told = True
                     self._event("notice", signal=self.notice.signal_name)
+                    if self._too_short:  # the last word, if the kill comes first
+                        self._record({"state": "leaving", "reason": self._too_short})
                     trainer.signal(signal.SIGTERM)
                 self._kill_if_hung(trainer)
                 if time.monotonic() >= self._next_beat:
@@ -212,7 +219,7 @@ class Agent:
         for line in lines:
             trainer.said |= json.loads(line)
             trainer.heard = time.monotonic()
-        if any(before.get(key) != trainer.said.get(key) for key in ("state", "step", "version")):
+        if any(before.get(key) != trainer.said.get(key) for key in MOVING):
             trainer.moved = time.monotonic()
         if before.get("state") != trainer.said.get("state"):
             self._next_beat = 0.0
@@ -228,14 +235,14 @@ class Agent:
             trainer.signal(signal.SIGABRT)  # prints its stacks
             time.sleep(ABORT_S)
             trainer.signal(signal.SIGKILL)
-        if self.notice and time.time() - self.notice.since > KILL_AFTER_S:
-            trainer.signal(signal.SIGKILL)
+        # After a notice it is the scheduler that kills: until then whoever moves may deliver.
 
     # ---- the lease
 
     def _beat(self, trainer: Trainer) -> None:
         """Renew the lease; claim it where it is not known. A silent server is no reason to stop."""
         health = self.config.health
+        self._compare_with_notice(trainer.said.get("needs_s", 0.0))
         self._next_beat = time.monotonic() + health.heartbeat_s
         try:
             if self._store is None:
@@ -246,9 +253,20 @@ class Agent:
                 raise Fenced(f"slot {self.slot} has an attempt higher than {self.attempt}")
         except TryAgain:
             self._drop_store()
-            newest = self.run.latest_attempt(self.slot)
-            if newest > self.attempt:
-                raise Fenced(f"slot {self.slot} has attempt {newest}") from None
+            with contextlib.suppress(TryAgain):
+                newest = self.run.latest_attempt(self.slot)
+                if newest > self.attempt:
+                    raise Fenced(f"slot {self.slot} has attempt {newest}") from None
+
+    def _compare_with_notice(self, needs_s: float) -> None:
+        """Say once if a preemption would cost the steps since the last delivery."""
+        window_s = self.notice.window_s
+        if needs_s > window_s and not self._too_short:
+            self._too_short = (
+                f"the notice of {window_s:g} s is too short: "
+                f"a step, a delivery and the inner state take {needs_s:g} s"
+            )
+            self._event("warning", reason=self._too_short)
 
     def _fields(self, trainer: Trainer) -> dict:
         said = trainer.said
@@ -273,6 +291,8 @@ class Agent:
         code = EXIT_CODES.get(outcome, Exit.OK)
         detail = _tail(trainer) if trainer and outcome == "failed" else ""
         steps = trainer.said["steps_total"] if trainer else 0
+        if self._too_short and outcome == "yielded":
+            reason += f"; {self._too_short}"
         kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
         self._event(kind, reason=reason, steps=steps)
         self._record(

@@ -23,8 +23,9 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -32,8 +33,15 @@ from elastic.errors import ElasticError, TryAgain
 
 SPACE_S = 2.0  # between two tries on a full disk
 LOCK_TRIES, LOCK_S = 10, 0.01
+AGAIN_S = (0.1, 0.5, 2.0)  # before each further try where the filesystem fails for now
+# What a network filesystem says now and then, of a file that is sound: a server that is replaced,
+# a file that was replaced between two calls.
+PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
+           errno.ESHUTDOWN, errno.ENOTCONN, errno.ECONNRESET, errno.EREMOTEIO)  # fmt: skip
 # What a filesystem gets over, as soon as somebody makes room or raises a limit.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE)
+FULL = (*PASSING, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+
+T = TypeVar("T")
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -92,9 +100,9 @@ def _lock_if_free(file: io.FileIO) -> None:
             time.sleep(LOCK_S)
 
 
-def until_written(write: Callable, notice: object, tell: Callable = lambda _: None):
-    """What `write()` returns, tried again while the disk is full; `tell(error)` in between.
-    Raises TryAgain at a notice."""
+def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: None):
+    """What `write()` returns, tried again while the disk is full or fails for now; `tell(error)` in
+    between. Raises TryAgain once `hurry()` is true."""
     said = False
     while True:
         try:
@@ -102,7 +110,7 @@ def until_written(write: Callable, notice: object, tell: Callable = lambda _: No
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            if notice:
+            if hurry():
                 raise TryAgain(f"a notice came while waiting for space: {error}") from None
             if not said:
                 print(f"waiting for space, will try on: {error}", flush=True)
@@ -126,10 +134,35 @@ def log_what_fits() -> None:
         setattr(sys, name, io.TextIOWrapper(raw, errors="replace", line_buffering=True))
 
 
-def read_json(path: Path) -> dict | None:
-    """The table in `path`, or None if the file is not there. Raises ElasticError if damaged."""
+def insist(action: Callable[..., T], *args) -> T:
+    """What `action(*args)` returns, tried again a beat later where the filesystem fails for now.
+    Raises TryAgain if it goes on failing."""
+    for wait_s in (*AGAIN_S, None):
+        try:
+            return action(*args)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            if wait_s is None:
+                raise TryAgain(f"the filesystem fails for now: {error}") from None
+            time.sleep(wait_s)
+    raise AssertionError("the last try has returned or raised")
+
+
+def exists(path: Path) -> bool:
+    """Is the name there? No answer is not a no: raises TryAgain."""
     try:
-        data = json.loads(path.read_bytes())
+        insist(os.stat, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def read_json(path: Path) -> dict | None:
+    """The table in `path`, or None if the file is not there. Raises ElasticError if damaged, and
+    TryAgain if the filesystem does not say."""
+    try:
+        data = json.loads(insist(path.read_bytes))
     except FileNotFoundError:
         return None
     except (ValueError, UnicodeDecodeError) as error:
@@ -206,12 +239,27 @@ def measure(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "xxh3": checksum(path)}
 
 
+def write_measured(path: Path, parts: Iterable[bytes | memoryview]) -> dict:
+    """Write a new file, durably. Returns what `measure` says of these bytes: of those in memory, as
+    a filesystem may lose some, and say so only to this descriptor's fsync or close."""
+    size, found = 0, xxhash.xxh3_128()
+    with path.open("xb") as file:
+        for part in parts:
+            found.update(part)
+            size += file.write(part)
+        file.flush()
+        os.fchmod(file.fileno(), 0o644)
+        os.fsync(file.fileno())
+    return {"bytes": size, "xxh3": found.hexdigest()}
+
+
 def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum) -> str:
     """What is wrong with a committed file, by its size and what it is the checksum `of`; or ""."""
     try:
-        size, found = path.stat().st_size, of(path) if of else entry.get("xxh3")
-    except OSError as error:
-        why = "it is gone" if isinstance(error, FileNotFoundError) else error.strerror
+        size = insist(path.stat).st_size
+        found = insist(of, path) if of else entry.get("xxh3")
+    except (OSError, TryAgain) as error:
+        why = "it is gone" if isinstance(error, FileNotFoundError) else str(error)
         return f"committed file cannot be read: {path}: {why}"
     if (size, found) == (entry.get("bytes"), entry.get("xxh3")):
         return ""
@@ -236,7 +284,7 @@ def discard(draft: Path, commit: Path, writer: str) -> None:
 
 def settle(final: Path, writer: str) -> None:
     """Give a committed folder its name, if its writer did not live to do it."""
-    if not final.exists():
+    if not exists(final):
         with contextlib.suppress(FileNotFoundError):  # another process was faster, or it is gone
             os.rename(draft_of(final, writer), final)
 

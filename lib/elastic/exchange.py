@@ -42,6 +42,7 @@ class Exchange:
         self._down = config.local_sgd.downlink
         self._indices = range(len(replica.layout.fragments))
         self._version = -1  # the base's; -1: none, or by halves
+        self.moved: Callable[[], object] = lambda: None  # called for each fragment
 
     def _is_mine(self, index: int) -> bool:
         return index % self._owners == self._group.rank
@@ -60,6 +61,7 @@ class Exchange:
                 square += norm(delta) ** 2
                 if math.isfinite(square):
                     data = self.encoder.encode(index, delta, last)
+                    self.moved()
                     if before:
                         before.result()
                     before = put_yet[index] = sender.submit(put, index, data)
@@ -125,6 +127,16 @@ class Exchange:
         return list(map(self._reader(commit), self._indices))
 
     def _reader(self, commit: dict) -> Callable[[int], Published]:
+        """How to read a fragment, and say so."""
+        read = self._reader_of(commit)
+
+        def read_and_say(index: int) -> Published:
+            self.moved()
+            return read(index)
+
+        return read_and_say
+
+    def _reader_of(self, commit: dict) -> Callable[[int], Published]:
         """How to read a fragment: the difference, if there is one to what the replica has."""
         run, layout = self.run, self.replica.layout
         if commit["version"] == self._version + 1 and has_differences(commit):

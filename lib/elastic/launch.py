@@ -34,14 +34,13 @@ from elastic.signals import Notice, die_with_parent, install, name_of
 from elastic.slurm_info import (
     get_slurm_info,
     log_job_info,
-    notice_s,
+    notice_here,
     resume_paths,
     with_end_time,
 )
 
 TAIL_LINES = 60
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
-KILL_AFTER_S = 600.0  # ranks that have not left so long after a notice are killed
 LINGER_S = 10.0  # for srun to return after a rank crashed; where a node is gone it takes minutes
 POLL_S = 0.1
 PASS_S = 60.0
@@ -189,7 +188,7 @@ class Launcher:
     def _train(self) -> int:
         """Start the ranks and wait for their end; the exit status of the first that failed."""
         who = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()}
-        self.attempt = until_written(lambda: self.run.claim_attempt(0, who), self.notice)
+        self.attempt = until_written(lambda: self.run.claim_attempt(0, who), self.notice.__bool__)
         self._event("start", node=hostname())
         self._tail.clear()
         self._error, self._bad_exit_at, self._began = "", math.inf, time.time()
@@ -208,13 +207,8 @@ class Launcher:
         """What every rank finds in its environment; they meet at `address`, on this node."""
         return {"ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
                 "ELASTIC_STARTED": str(time.time()), "ELASTIC_RUN_DIR": str(self.run.path),
-                "ELASTIC_NOTICE_S": str(self._notice_s() or ""),
+                "ELASTIC_NOTICE_S": str(notice_here(self.config) or ""),
                 "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}  # fmt: skip
-
-    def _notice_s(self) -> float | None:
-        """From the notice of a preemption to the kill."""
-        info = get_slurm_info()
-        return notice_s(info.partition) if info else self.config.local_scheduler.grace_s
 
     def _start_here(self) -> list[subprocess.Popen]:
         given = int(env("ELASTIC_GPUS", "1"))
@@ -289,8 +283,7 @@ class Launcher:
                 self._abort(processes)
                 crashed = [-signal.SIGABRT]
                 break
-            late = self.notice and time.time() - self.notice.since > KILL_AFTER_S
-            if late or time.monotonic() - self._bad_exit_at > LINGER_S:
+            if time.monotonic() - self._bad_exit_at > LINGER_S:
                 crashed = [-signal.SIGKILL]
                 break
             time.sleep(POLL_S)

@@ -20,12 +20,11 @@ from elastic.config import env
 from elastic.errors import ElasticError, TryAgain
 from elastic.ledger import Range
 from elastic.rundir import RunDir
-from elastic.signals import Notice
+from elastic.signals import KILL_WAIT_S, Notice
 from elastic.store import Ask, Store
 
 POLL_S = 1.0
 RETRY_S = 0.5
-LEAVING_S = 25.0  # how long a worker that was given notice keeps trying to deliver
 
 T = TypeVar("T")
 
@@ -41,6 +40,7 @@ class Place:
     rank: int = 0
     world: int = 1
     progress_fd: int = -1
+    notice_s: float = KILL_WAIT_S
 
     @classmethod
     def from_env(cls) -> "Place":
@@ -55,6 +55,7 @@ class Place:
             RunDir(Path(folder)), int(env("ELASTIC_SLOT")), int(env("ELASTIC_ATTEMPT")),
             env("ELASTIC_JOB_ID", ""), int(env("RANK", "0")), int(env("WORLD_SIZE", "1")),
             int(env("ELASTIC_PROGRESS_FD", "-1")),
+            float(env("ELASTIC_NOTICE_S") or KILL_WAIT_S),
         )  # fmt: skip
 
 
@@ -109,10 +110,14 @@ class Link:
                 return action(self._stores.setdefault(role, store))
             except TryAgain:
                 self._hang_up()
-                since = self._notice.since
-                if (since and time.time() - since > LEAVING_S) or self.run.closing("local"):
+                if self._notice.has_run_out() or self._is_over():
                     raise
                 self._closed.wait(RETRY_S)
+
+    def _is_over(self) -> bool:
+        with contextlib.suppress(TryAgain):
+            return bool(self.run.closing("local"))
+        return False
 
     def _hang_up(self) -> None:
         self._stores.clear()  # a courier may be using one: it ends with its last user
@@ -121,7 +126,7 @@ class Link:
         """`announce` a delta, until the lease is there. Raises Fenced."""
         place = self.place
         while not self.reach(announce):
-            if self._notice and time.time() - self._notice.since > LEAVING_S:
+            if self._notice.has_run_out():
                 raise TryAgain(f"slot {place.slot}: the lease is gone")
             time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
 

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, default_collate
 from elastic import estimate, guards, inner_state, rounds
 from elastic.codec import accepted
 from elastic.courier import Courier
-from elastic.durable import until_written
+from elastic.durable import insist, until_written
 from elastic.errors import ElasticError, TryAgain
 from elastic.exchange import Exchange, Published
 from elastic.group import Group
@@ -69,7 +69,9 @@ class LocalSGD:
         self._was_void = False  # its last delta was not merged
         self._reach = guards.Reach()  # of its own deltas
         self._strayed = False  # it has refused its last delta, and will send the next
-        self._last_step_at = self._deliver_s = 0.0
+        self._last_step_at = self._step_s = self._deliver_s = self._save_s = 0.0
+        self._moves = 0  # fragments that went out or came in: a sign of life
+        notice.window_s = place.notice_s
         self._sent: _Round | None = None  # on its way, with a courier
         self._ahead: _Ahead | None = None
         self._snapshots: list[torch.Tensor] = []  # kept: fresh memory costs more than the copy
@@ -146,6 +148,8 @@ class LocalSGD:
         now = time.monotonic()
         if not done.has_begun:
             done.first_loss, done.first_step, done.has_begun = value, (done.tokens, now), True
+        if done.steps > 1:
+            self._step_s = (now - done.first_step[1]) / (done.steps - 1)
         done.loss_sum += value
         self._steps_total += 1
         self._ramp = max(0, self._ramp - 1)
@@ -175,6 +179,7 @@ class LocalSGD:
         self._transport = transport_of(newest)
         owners = 1 if self._transport == "redis" else self.group.world  # rank 0 has the line
         self._exchange = Exchange(self.run, self.config, self._replica, self.group, owners)
+        self._exchange.moved = self._has_moved
         samples = newest["dataset_samples"]
         if samples != len(dataset):
             raise ElasticError(
@@ -188,6 +193,12 @@ class LocalSGD:
                 f"this model is not the run's: {len(mine)} parameters, the run has {len(found)}",
                 "a run keeps its model; submit a new run for another one",
             )
+
+    def _has_moved(self) -> None:
+        """A fragment went out or came in: for the agent and the master, which look for a hang."""
+        if self._link:
+            self._moves += 1
+            self._link.say(moves=self._moves)
 
     def _create_first_version(self, samples: int) -> None:
         layout = Layout.of(shapes(self.model), self.config.local_sgd.fragment_bytes)
@@ -434,7 +445,7 @@ class LocalSGD:
 
     def _deliver(self, round_: "_Round", delta_of: Callable[[int], torch.Tensor]) -> None:
         """Send base - local with the steps there are. Collective among the worker's ranks."""
-        self._dry, said = False, None
+        self._dry, said, began = False, None, time.monotonic()
         if self._link:
             said = [bool(self.notice) or self._link.news.over, self._is_too_late(round_)]
         round_.is_last, is_too_late = self.group.share(said)
@@ -449,7 +460,8 @@ class LocalSGD:
             round_.answered = True
             if round_.steps:
                 self._delivered += 1
-                self._link.say(delivered=self._delivered)
+                needs_s = self._step_s + time.monotonic() - began + self._save_s
+                self._link.say(delivered=self._delivered, needs_s=round(needs_s, 1))
 
     def _is_too_late(self, round_: "_Round") -> bool:
         """Rank 0: would the delta be refused as stale? Then its bytes stay here."""
@@ -498,7 +510,9 @@ class LocalSGD:
 
     def _written(self, write: Callable):
         say = self._link.say if self._link else lambda **_said: None
-        return until_written(write, self.notice, lambda e: say(state="blocked", trouble=str(e)))
+        return until_written(
+            write, self.notice.has_run_out, lambda e: say(state="blocked", trouble=str(e))
+        )
 
     def _drop_delta(self, round_: "_Round", reason: str) -> None:
         """Never sent: back to the base, with fresh moments, and its samples again."""
@@ -641,21 +655,23 @@ class LocalSGD:
 
     def _save_inner(self) -> None:
         """Save the state after this round's steps. Collective; a failure costs only a ramp."""
-        place, version = self.place, self._round.base
+        place, version, began = self.place, self._round.base, time.monotonic()
         try:
-            entry = inner_state.save(
-                self.run.slot_path(place.slot), f"inner-{version:06d}.{place.attempt}",
+            entry = insist(
+                inner_state.save, self.run.slot_path(place.slot), f"inner-{version:06d}.{place.attempt}",
                 self.optimizer, self.group.rank, self._exchange.encoder.residuals,
             )  # fmt: skip
-        except OSError as error:
+        except (OSError, TryAgain) as error:
             entry = None
             self.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
         entries = self.group.gather(entry)
+        self._save_s = time.monotonic() - began
         # A successor has saved its own, or will.
         if self._link and all(entries) and self.run.latest_attempt(place.slot) == place.attempt:
             # Not announced, the slot's own file is there all the same.
             with contextlib.suppress(OSError, TryAgain):
-                pointer = inner_state.publish(self.run, place.slot, place.attempt, version, entries)
+                who = (place.slot, place.attempt)
+                pointer = insist(inner_state.publish, self.run, *who, version, entries)
                 self._link.reach(lambda s: s.set_inner(place.slot, pointer))
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from elastic import guards, rounds
 from elastic.averaging import Averager, Checked
 from elastic.config import Config, elastic_home, env
-from elastic.durable import SPACE_S
+from elastic.durable import PASSING, SPACE_S, exists
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.estimate import THREADS
 from elastic.ledger import Ledger
@@ -44,9 +44,7 @@ from elastic.versions import carried, prune, remove_drafts
 TICK_S = 0.5
 LOOK_S = 0.02  # at what is being checked
 CONTROL_S = 1.0
-LEAVE_S = 20.0  # workers are given this long to deliver and leave when the run ends
 MOST_HEADER_BYTES = 16 << 20
-MOST_STEP_S = 30.0  # an inner step that is waited for before samples are given to others
 MOST_REASON = 300  # characters: it may quote what is wrong
 AFTER_LEAVE_S = 2.0
 PASS_S = 60.0
@@ -94,7 +92,9 @@ class Master:
         self._state = "running"
         self._reason = self._said = ""
         self._workers: dict[int, Slot] = {}
-        self._clock = self._control_at = self._settle_until = self._ending_since = 0.0
+        self._has_told: set[tuple[int, int]] = set()  # who has asked this master, or declared
+        self._clock = self._control_at = self._ending_since = 0.0
+        self._settle_from = self._settle_until = 0.0
         self._looked_at = 0.0
         self._reconcile = Reconcile(run, self.config)
 
@@ -122,11 +122,13 @@ class Master:
         """One turn. A Redis that does not answer is replaced, and the turn tried again."""
         try:
             self._tick(self._wait())
-        except TryAgain as error:
+        except (TryAgain, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in PASSING:
+                raise
             if self.notice:
                 return  # a scheduler that ends this job signals its Redis, too
             if self._server and not self._server.alive():
-                self.run.event("redis-lost", epoch=self.epoch, reason=error.what)
+                self.run.event("redis-lost", epoch=self.epoch, reason=str(error))
                 self._open_redis()
             else:
                 self._say(str(error))
@@ -143,6 +145,7 @@ class Master:
         if self._round:
             self._take_offers()  # after slots and asks: a worker offers before it leaves or asks
             self._collect_checked()
+            self._settle_early(slots, now)
             self._take_back(slots, now)
             self._answer(asks, slots, now)
             if self._state == "running" and now >= self._settle_until:
@@ -170,8 +173,16 @@ class Master:
         commit = self._commit or self.run.newest_commit() or {"deltas": []}
         # What sync mode has committed says nothing of seconds.
         steps_s = [d.get("seconds", 0.0) / d["steps"] for d in commit["deltas"] if d["steps"]]
-        step_s = min(MOST_STEP_S, max(steps_s, default=0.0))
-        self._settle_until = self._store.now() + 2 * self.config.health.heartbeat_s + 1.0 + step_s
+        health = self.config.health
+        self._settle_from = self._store.now() + 2 * health.heartbeat_s + 1.0
+        wait_s = max(health.stall_after_s, min(max(steps_s, default=0.0), health.hang_timeout_s))
+        self._settle_until = self._settle_from + wait_s
+
+    def _settle_early(self, slots: dict[int, Slot], now: float) -> None:
+        """Everybody who may hold samples has told this master."""
+        holders = {(s.slot, s.attempt) for s in slots.values() if s.state != "loading"}
+        if now >= self._settle_from and holders <= self._has_told:
+            self._settle_until = min(self._settle_until, now)
 
     def _open_redis(self) -> None:
         """Start the run's server (or use the site's) and tell everybody where it is."""
@@ -380,7 +391,9 @@ class Master:
 
     def _has_left(self, worker: Slot) -> bool:
         """Has its job said how it ended?"""
-        return (self.run.ending(worker.job_id) or {}).get("state") == "ended"
+        with contextlib.suppress(TryAgain):
+            return (self.run.ending(worker.job_id) or {}).get("state") == "ended"
+        return False
 
     def _remember_attempts(self, slots: dict[int, Slot]) -> None:
         known = self._store.attempts()
@@ -515,6 +528,7 @@ class Master:
             owner = (ask.slot, ask.attempt)
             if ask.attempt < self._attempts.get(ask.slot, 0):
                 continue
+            self._has_told.add(owner)
             last, ranges = self._granted.get(owner, (-1, []))
             if ask.sequence != last:
                 self._ledger.keep(owner, ask.held)
@@ -608,7 +622,7 @@ class Master:
         and the one before must still be there."""
         commit, settings = self._commit, self.config.local_sgd
         before = self.run.version_path(commit["version"] - 1)
-        if not commit["deltas"] or not before.is_dir() or self._state != "running":
+        if not commit["deltas"] or not exists(before) or self._state != "running":
             return ""
         return guards.canary(loss, self._averager.running, settings.canary)
 
@@ -684,13 +698,22 @@ class Master:
         if self._state == "running":
             return
         self._ending_since = self._ending_since or now
-        waited_s = now - self._ending_since
         round_ = self._round
-        if (slots or (round_ and round_.checking)) and waited_s < LEAVE_S:
+        if self._are_leaving(slots, now) or (round_ and round_.checking):
             return
         if self._state == "stopping" and round_ and round_.accepted:
             self._close_round("the run is being stopped")
+            if self._round is round_:
+                return  # without a delta that was damaged: the others are merged the next time
         self._state = "over"
+
+    def _are_leaving(self, slots: dict[int, Slot], now: float) -> bool:
+        """Is there a worker that may still deliver? One that hangs is ended by its agent."""
+        health = self.config.health
+        most_s = health.lease_s if self._state == "done" else health.hang_timeout_s
+        still_s = [now - max(s.moved, self._ending_since) for s in slots.values()
+                   if s.state != "loading"]  # fmt: skip
+        return min(still_s, default=most_s) < most_s
 
     def _is_short_of_space(self, failed: OSError | None = None) -> bool:
         refused = f"waiting to write to {self.run.path}: {failed.strerror}" if failed else ""

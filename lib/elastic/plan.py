@@ -27,6 +27,7 @@ from elastic.sizing import Growth
 SUBMIT, CANCEL, FAIL, WAIT = "submit", "cancel", "fail", "wait"
 
 # Time to leave by themselves: the master leaves last, a trainer saves a checkpoint first.
+# A hang is their own to find, so this is on top of `hang_timeout_s`.
 LEAVE_S = {WORKER: 60.0, MASTER: 120.0, TRAINER: 300.0}
 MAX_BACKOFF_S = 3600.0
 MAX_EXCLUDED = 8  # nodes; more than that is not the nodes' fault
@@ -40,6 +41,7 @@ class Limits:
     max_pending: int = 8
     max_failures: int = 3
     backoff_s: float = 30.0
+    hang_timeout_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def plan(world: World, now: float) -> list[Action]:
     """What to do about `world`, to be carried out in this order."""
     memory = world.memory
     if memory.closing:
-        return list(_close(memory.jobs, memory.closing, now - memory.closing_since, now))
+        closing_s = now - memory.closing_since - world.limits.hang_timeout_s
+        return list(_close(memory.jobs, memory.closing, closing_s, now))
     blamed = bad_nodes(memory, now)
     chains = _chains(memory, blamed)
     for place, chain in sorted(chains.items()):

@@ -189,7 +189,10 @@ class _Pass:
         self.notes = _load(run, now)
         self.memory = self.notes.memory
         elastic = self.config.elastic
-        self.limits = Limits(elastic.max_pending, elastic.max_failures, elastic.backoff_s)
+        hang_s = self.config.health.hang_timeout_s
+        self.limits = Limits(
+            elastic.max_pending, elastic.max_failures, elastic.backoff_s, hang_s
+        )
 
     def world(self, scheduler: Scheduler) -> World:
         control = self.run.control()

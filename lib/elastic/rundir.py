@@ -33,12 +33,14 @@ from elastic.durable import (
     append_line,
     check_private,
     create_once,
+    exists,
+    insist,
     read_json,
     replace_quickly,
     to_json,
     write_atomic,
 )
-from elastic.errors import ElasticError, UsageError
+from elastic.errors import ElasticError, TryAgain, UsageError
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
@@ -137,7 +139,7 @@ class RunDir:
 
     def secret(self, role: str = "master") -> str:
         """The password of `role` (master, worker, reader) on the run's Redis."""
-        return (self.path / SECRETS[role]).read_text().strip()
+        return insist((self.path / SECRETS[role]).read_text).strip()
 
     def control(self) -> Control:
         found = read_json(self._control_path)
@@ -172,7 +174,8 @@ class RunDir:
 
     def slot_path(self, slot: int) -> Path:
         path = self.path / "slots" / f"{slot:04d}"
-        path.mkdir(exist_ok=True)
+        if not exists(path):
+            path.mkdir(exist_ok=True)
         return path
 
     def claim_attempt(self, slot: int, record: dict) -> int:
@@ -217,13 +220,13 @@ class RunDir:
 
         A full disk costs the record, and no more: the job counts as killed.
         """
-        now = time.time()
-        before = {} if record["state"] == "started" else self.ending(job_id) or {}
+        now, path = time.time(), self.path / "exit" / f"{job_id}.json"
+        before = {} if record["state"] == "started" else _hint(path) or {}
         times = {"time": now, "started": before.get("started", now)}  # ids come back: start anew
         data = to_json({"job_id": job_id, **times, **record})
         try:
-            write_atomic(self.path / "exit" / f"{job_id}.json", data)
-        except OSError as error:
+            insist(write_atomic, path, data)
+        except (OSError, TryAgain) as error:
             print(f"{record['role']}  no exit record: {error}", file=sys.stderr, flush=True)
 
     def ending(self, job_id: str) -> dict | None:
@@ -287,7 +290,7 @@ class RunDir:
     def newest_version(self) -> int:
         """Number of the newest commit, -1 if there is none. `newest` is a hint; names decide."""
         version = (_hint(self.path / "newest.json") or {"version": -1})["version"]
-        while self.commit_path(version + 1).exists():
+        while exists(self.commit_path(version + 1)):
             version += 1
         return version
 
@@ -311,7 +314,7 @@ class RunDir:
 
     def shortage(self, least_bytes: int) -> str:
         """What the filesystem is short of, and the way out; "" if there is room to go on."""
-        disk = os.statvfs(self.path)
+        disk = insist(os.statvfs, self.path)
         free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
         if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
             return ""
@@ -333,11 +336,11 @@ def _number_path(folder: Path, number: int) -> Path:
 def _newest_number(folder: Path) -> int:
     """Highest n whose record exists (0: none), by galloping over exact names."""
     step, newest = 1, 0
-    while _number_path(folder, newest + step).exists():
+    while exists(_number_path(folder, newest + step)):
         newest, step = newest + step, step * 2
     while step > 1:
         step //= 2
-        if _number_path(folder, newest + step).exists():
+        if exists(_number_path(folder, newest + step)):
             newest += step
     return newest
 

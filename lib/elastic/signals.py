@@ -13,6 +13,8 @@ import signal
 import threading
 import time
 
+KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
+MARGIN_S = 2.0  # to say how it ended; GraceTime has been seen half a second short
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -28,11 +30,16 @@ class Notice:
         self.exit_code = exit_code
         self.signal_name = ""
         self.since: float | None = None
+        self.window_s = KILL_WAIT_S  # from a notice to the kill, as the scheduler has it
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
 
     def __bool__(self) -> bool:
         return self.since is not None
+
+    def has_run_out(self) -> bool:
+        """Is the kill so near that only the last words can still be said?"""
+        return self.since is not None and time.time() - self.since > self.window_s - MARGIN_S
 
     def fileno(self) -> int:
         """Becomes readable at the notice: for select()."""

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic import sched_slurm
-from elastic.config import env
+from elastic.config import Config, env
 from elastic.errors import ElasticError
 
 _TEMPORARY = re.compile(r"^\.|^tmp|\.(tmp|partial)\b|~$")
@@ -89,6 +89,12 @@ def notice_s(partition: str) -> float | None:
     if not seconds and (found := re.search(r"\bKillWait *= *(\d+)", _ask("config"))):
         seconds = int(found[1])
     return float(seconds) or None
+
+
+def notice_here(config: Config) -> float | None:
+    """Likewise, for the job around this process, of the run with this configuration."""
+    info = get_slurm_info()
+    return notice_s(info.partition) if info else config.local_scheduler.grace_s
 
 
 def log_job_info(info: SlurmInfo, say: Callable[[str], object] = print) -> None:

@@ -79,10 +79,11 @@ end
 # Renew a lease and note progress.
 BEAT = f"""{NOW}{HELD}
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-local before = redis.call('HMGET', KEYS[1], 'state', 'step', 'version')
+local before = redis.call('HMGET', KEYS[1], 'state', 'step', 'version', 'moves')
 redis.call('HSET', KEYS[1], 'beat', now, unpack(ARGV, 4))
-local after = redis.call('HMGET', KEYS[1], 'state', 'step', 'version')
-if before[1] ~= after[1] or before[2] ~= after[2] or before[3] ~= after[3] then
+local after = redis.call('HMGET', KEYS[1], 'state', 'step', 'version', 'moves')
+if before[1] ~= after[1] or before[2] ~= after[2] or before[3] ~= after[3]
+    or before[4] ~= after[4] then
   redis.call('HSET', KEYS[1], 'moved', now)
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])

@@ -144,7 +144,7 @@ class Trainer:
             self._fence()
             where = {"version": self.state.step, "tokens": self.state.tokens}
             reached = {**where, "time": time.time()}
-            until_written(lambda: self.run.mark_done(reached), self.notice)
+            until_written(lambda: self.run.mark_done(reached), self.notice.__bool__)
             self.run.event("done", **reached)
         return Exit.OK
 
@@ -176,7 +176,7 @@ class Trainer:
         No master commits another one: trainers claim an epoch, too, and so fence each other.
         """
         who = {"job_id": self.job_id, "attempt": self.attempt, "time": time.time()}
-        self._epoch = until_written(lambda: self.run.claim_epoch(who), self.notice)
+        self._epoch = until_written(lambda: self.run.claim_epoch(who), self.notice.__bool__)
         newest = self.run.newest_commit() or {"version": 0, "tokens": 0}
         commits = itertools.islice(self.run.commits(), newest["version"] + 1)
         samples = Ranges(tuple(each) for commit in commits for each in commit["samples"])

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import time
 
-from elastic.durable import replace_quickly
+from elastic.durable import AGAIN_S, insist, replace_quickly
+from elastic.errors import TryAgain
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
 from elastic.transport import Damaged, checksum, verify
@@ -23,12 +25,19 @@ class FileTransport:
 
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
         try:
-            with (self._root / name).open("rb") as file:
+            self._get(name, fragment, into)
+        except Damaged:  # by a look at the file, maybe, that this machine had kept
+            time.sleep(AGAIN_S[0])
+            self._get(name, fragment, into)
+
+    def _get(self, name: str, fragment: Fragment, into: memoryview) -> None:
+        try:
+            with insist((self._root / name).open, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != fragment.bytes or file.readinto(into) != size:
                     raise Damaged(f"truncated: {name} has {size} of {fragment.bytes} bytes")
-        except OSError as error:
-            raise Damaged(f"unreadable: {name}: {error.strerror}") from None
+        except (OSError, TryAgain) as error:
+            raise Damaged(f"unreadable: {name}: {error}") from None
         verify(name, fragment, into)
 
     def drop(self, parts: list[tuple[str, int]]) -> None:

@@ -17,9 +17,11 @@ whoever reads the commit next (`settle`), which names the writer.
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,12 +29,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from elastic import durable
-from elastic.codec import codec
+from elastic.codec import as_bytes, codec
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.merge import Outer
 from elastic.rundir import RunDir
 
+DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}  # safetensors' names
 # What each commit takes over from the one before.
 CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens", "transport", "transport_reason")
 
@@ -61,7 +64,7 @@ class Draft:
     def write_params(self, layout: Layout, index: int, params: torch.Tensor) -> dict:
         """Write what workers pull of a fragment."""
         published = split(layout, index, params.to(torch.bfloat16))
-        return self._write(f"params-{index:02d}.safetensors", published)
+        return self._write(f"params-{index:02d}.safetensors", file_parts(published))
 
     def write_outer(
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
@@ -70,19 +73,17 @@ class Draft:
         state = {f"param/{name}": part for name, part in split(layout, index, params).items()}
         parts = split(layout, index, momentum)
         state |= {f"momentum/{name}": part for name, part in parts.items()}
-        return self._write(f"outer-{index:02d}.safetensors", state)
+        return self._write(f"outer-{index:02d}.safetensors", file_parts(state))
 
     def write_difference(self, index: int, data: torch.Tensor) -> dict:
         """Write what workers that have the version before add to it (uint8, as encoded)."""
-        return self._write(f"difference-{index:02d}.safetensors", {"data": data})
+        return self._write(f"difference-{index:02d}.safetensors", file_parts({"data": data}))
 
     def commit(self, layout: Layout, files: list[dict], record: dict) -> bool:
         """Write the manifest and link the commit. False if another writer was first."""
-        manifest = self.folder / "manifest.json"
-        durable.write_atomic(
-            manifest, durable.to_json({"version": self.version, "layout": layout.to_json()})
-        )
-        files = [*files, self._entry(manifest)]
+        manifest = durable.to_json({"version": self.version, "layout": layout.to_json()})
+        files = [*files, self._write("manifest.json", [manifest])]
+        durable.sync_path(self.folder)
         durable.sync_path(self.folder.parent)
         record = {"version": self.version, "writer": self.writer, **record, "files": files}
         # A link may be made and its answer lost: the name in the commit decides.
@@ -97,21 +98,21 @@ class Draft:
         """Remove it, unless it is committed."""
         durable.discard(self.folder, self.run.commit_path(self.version), self.writer)
 
-    def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> dict:
+    def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> dict:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         # A shard that is given up may still write here: the same bytes, and never into a file that
         # has its name already.
         temporary = path.with_name(f".{name}.{uuid.uuid4().hex}")
-        save_tensors(tensors, temporary)
-        temporary.chmod(0o644)  # safetensors makes it private
-        durable.sync_path(temporary)
-        os.replace(temporary, path)
-        return self._entry(path)
-
-    def _entry(self, path: Path) -> dict:
-        final = self.run.version_path(self.version) / path.name
-        return {"path": str(final.relative_to(self.run.path)), **durable.measure(path)}
+        try:
+            measured = durable.write_measured(temporary, parts)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        final = self.run.version_path(self.version) / name
+        return {"path": str(final.relative_to(self.run.path)), **measured}
 
 
 def settle(run: RunDir, commit: dict) -> None:
@@ -143,7 +144,7 @@ def read_layout(run: RunDir, version: int) -> Layout:
 
 def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.Tensor:
     """The published parameters of a fragment: flat, bf16. Raises ElasticError if damaged."""
-    tensors = load_file(verified(run, commit, f"params-{index:02d}.safetensors"))
+    tensors = _tensors(verified(run, commit, f"params-{index:02d}.safetensors"))
     return _flat(layout, index, tensors, "")
 
 
@@ -157,7 +158,7 @@ def read_difference(
     """What to add to a fragment of the version before (`merge.moved`): flat, float32. `name`: the
     codec's. Raises ElasticError if damaged."""
     path = verified(run, commit, f"difference-{index:02d}.safetensors")
-    return codec(name).decode(load_file(path)["data"], layout.fragments[index])
+    return codec(name).decode(_tensors(path)["data"], layout.fragments[index])
 
 
 def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:
@@ -169,7 +170,7 @@ def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:
 
 def read_exactly(run: RunDir, commit: dict, layout: Layout, index: int) -> list[torch.Tensor]:
     """A fragment's parameters and outer momentum: flat, float32. Raises ElasticError if damaged."""
-    tensors = load_file(verified(run, commit, f"outer-{index:02d}.safetensors"))
+    tensors = _tensors(verified(run, commit, f"outer-{index:02d}.safetensors"))
     return [_flat(layout, index, tensors, prefix) for prefix in ("param/", "momentum/")]
 
 
@@ -212,12 +213,31 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
     return removed
 
 
+def file_parts(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, without a copy of the tensors: they may be gigabytes."""
+    parts, header, start = [], {}, 0
+    for name, tensor in tensors.items():
+        part = as_bytes(tensor.contiguous())
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [start, start + len(part)]}  # fmt: skip
+        parts.append(part)
+        start += len(part)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    yield from parts
+
+
 def save_tensors(tensors: dict, path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file; a full disk is an OSError here as everywhere else."""
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from None
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    return durable.insist(load_file, path)
 
 
 def _flat(layout: Layout, index: int, tensors: dict[str, torch.Tensor], prefix: str):

@@ -19,7 +19,7 @@ from unittest import mock
 
 import redis
 
-from elastic import agent, averaging, link, local_sgd, master
+from elastic import agent, averaging, link, local_sgd, master, signals
 from elastic.agent import SILENT, Agent
 from elastic.averaging import Averager, Checked
 from elastic.errors import ElasticError, Fenced
@@ -823,6 +823,7 @@ def in_memory():
         link: {"time": CLOCK},
         local_sgd: {"Link": Line, "print": quiet, "time": CLOCK},
         agent: {"print": quiet, "time": CLOCK},
+        signals: {"time": CLOCK},
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         for target, names in replaced.items():

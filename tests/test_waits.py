@@ -1,0 +1,140 @@
+"""Waits that follow what a run measures and what the scheduler's notice leaves."""
+
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from elastic.agent import SILENT, Agent, Trainer
+from elastic.ledger import Ledger
+from elastic.master import Master, Round
+from elastic.membership import Slot
+from elastic.signals import Notice
+from running import running
+
+HEALTH = SimpleNamespace(lease_s=15.0, hang_timeout_s=600.0, stall_after_s=60.0, heartbeat_s=5.0)
+
+
+def notice_of(ago_s: float, window_s: float) -> Notice:
+    notice = Notice()
+    notice.since, notice.window_s = time.time() - ago_s, window_s
+    return notice
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "window_s", "has_run_out"),
+    [(1.0, 30.0, False), (29.0, 30.0, True), (29.0, 600.0, False), (599.0, 600.0, True)],
+)
+def test_a_worker_tries_to_deliver_for_as_long_as_its_notice_leaves(ago_s, window_s, has_run_out):
+    assert notice_of(ago_s, window_s).has_run_out() == has_run_out
+    assert not Notice().has_run_out()
+
+
+def test_an_agent_leaves_a_trainer_that_moves_to_the_scheduler():
+    """The step that is under way at the notice takes 45 s; the grace is ten minutes."""
+    one = Agent.__new__(Agent)
+    one.notice, one._store = notice_of(45.0, 600.0), object()
+    one.config = SimpleNamespace(health=HEALTH)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            trainer = Trainer([process], -1, SILENT | {"state": "training", "step": 3})
+            one._kill_if_hung(trainer)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.2)
+        finally:
+            process.kill()
+
+
+def a_slot(state: str, moved: float) -> Slot:
+    return Slot(0, 1, "7", "n", 1, state, 5, 3, 3, 0.0, 0.0, beat=moved, moved=moved, joined=0.0)
+
+
+@pytest.fixture
+def master() -> Master:
+    one = Master.__new__(Master)
+    one.config = SimpleNamespace(health=HEALTH)
+    one._round, one._state, one._ending_since = Round(5, 0.0), "stopping", 100.0
+    one._closed = []
+    return one
+
+
+@pytest.mark.parametrize(
+    ("state", "slot", "waited_s", "over"),
+    [
+        ("stopping", a_slot("training", 100.0), 30.0, False),  # a step of 35 s
+        ("stopping", a_slot("delivering", 100.0), 300.0, False),
+        ("stopping", a_slot("waiting", 10.0), 30.0, False),  # for samples, with steps done
+        ("stopping", a_slot("training", 10.0), 601.0, True),  # it hangs: its agent ends it
+        ("stopping", a_slot("loading", 100.0), 1.0, True),  # there is nothing to deliver
+        ("done", a_slot("training", 100.0), 10.0, False),
+        ("done", a_slot("training", 100.0), 16.0, True),  # of no use
+    ],
+)
+def test_at_a_stop_the_master_waits_for_whoever_beats_and_moves(
+    master, state, slot, waited_s, over
+):
+    master._state = state
+    master._finish_if_over({0: slot}, 100.0 + waited_s)
+    assert (master._state == "over") == over
+
+
+def test_at_a_stop_one_damaged_delta_does_not_cost_the_others(master):
+    """The first try finds it, as its bytes went bad after they were checked."""
+    round_, merged = master._round, []
+    round_.accepted = {"good": 1, "bad": 2}
+
+    def close(_why: str) -> None:
+        if round_.accepted.pop("bad", None):
+            return
+        merged.append(dict(round_.accepted))
+        master._round = Round(6, 0.0)
+
+    master._close_round = close
+    for _ in range(3):
+        master._finish_if_over({}, 101.0)
+    assert (merged, master._state) == ([{"good": 1}], "over")
+
+
+def settling(master: Master) -> Master:
+    master._commit = {"deltas": [{"seconds": 350.0, "steps": 10}]}
+    master._store = SimpleNamespace(now=lambda: 1000.0)
+    master._has_told = set()
+    master._settle()
+    return master
+
+
+def test_a_new_master_waits_for_whoever_may_hold_samples_and_no_longer(master):
+    one, slots = settling(master), {0: a_slot("training", 990.0)}
+    one._ledger = Ledger(100, 1)
+    one._settle_early(slots, 1035.0)
+    assert one._settle_until > 1035.0, "in the middle of its step of 35 s"
+    one._has_told.add((0, 1))
+    one._settle_early(slots, 1005.0)
+    assert one._settle_until > 1011.0, "others may not have claimed their leases yet"
+    one._settle_early(slots, 1036.0)
+    assert one._settle_until == 1036.0
+    one = settling(master)
+    one._settle_early({0: a_slot("loading", 990.0)}, 1012.0)
+    assert one._settle_until == 1012.0, "it holds none"
+
+
+def test_a_notice_that_is_too_short_is_reported_before_and_after_it_came(tmp_path):
+    settings = {"local_scheduler.grace": "1s", "local_sgd.inner_steps": 2}
+    with running(tmp_path, settings, max=2, step_s=1.5, samples=2000) as run:
+        def warnings() -> list[dict]:
+            return [e for e in run.events("warning") if "notice of 1 s is too short" in e["reason"]]
+
+        warning = run.until(warnings, 60, "a warning")[0]
+        assert "take" in warning["reason"]
+        slot = warning["slot"]
+        job_id = run.jobs()["worker", slot].job_id
+        run.scheduler.preempt(job_id)
+
+        def last_word() -> dict | None:
+            found = run.run.ending(job_id)
+            return found if "too short" in found.get("reason", "") else None
+
+        word = run.until(last_word, 30, "a word in the exit record")
+        assert word["state"] in ("leaving", "ended")
+        run.pace(0)
