@@ -658,8 +658,9 @@ class LocalSGD:
         place, version, began = self.place, self._round.base, time.monotonic()
         try:
             entry = insist(
-                inner_state.save, self.run.slot_path(place.slot), f"inner-{version:06d}.{place.attempt}",
-                self.optimizer, self.group.rank, self._exchange.encoder.residuals,
+                inner_state.save, self.run.slot_path(place.slot),
+                f"inner-{version:06d}.{place.attempt}", self.optimizer, self.group.rank,
+                self._exchange.encoder.residuals,
             )  # fmt: skip
         except (OSError, TryAgain) as error:
             entry = None
