@@ -347,7 +347,7 @@ class Worker:
         self.notice, self.next_beat = Notice(), world.now
         self.agent = Agent.__new__(Agent)
         vars(self.agent).update(run=run, slot=slot, notice=self.notice, config=world.config,
-                                job_id=f"{slot}", _store=None, _failure=None)  # fmt: skip
+                                job_id=f"{slot}", _store=None, _failure="")  # fmt: skip
         self.agent.attempt = self.attempt = run.claim_attempt(slot, {})
         place = Place(run, slot, self.attempt, f"{slot}.{self.attempt}")
         one = SimpleNamespace(share=lambda x: x, gather=lambda x: [x], leads=True, rank=0, world=1)
