@@ -493,7 +493,7 @@ class LocalSGD:
     def _header(self, done: "_Round", fragments: list) -> Header:
         place = self.place
         return Header(
-            run=self.run.name, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
+            run=self.run.key, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
             base=done.base, layout=self._replica.layout.hash,
             codec=self._exchange.encoder.chosen(done.is_last).name,
             steps=done.steps, tokens=done.tokens, samples=tuple(_joined(done.samples)),

@@ -186,7 +186,7 @@ class Master:
             self._server = self._written(start, self.run, self.config, address, self.epoch)
             self._endpoint = self._server.endpoint
         secret = self.run.secret()
-        self._store = Store.connect(self._endpoint, secret, self.run.name, user="master")
+        self._store = Store.connect(self._endpoint, secret, self.run.key, user="master")
         self._listener = self._store.listen("wake")
         if self._averager:
             self._averager.use(self._store)
@@ -400,7 +400,7 @@ class Master:
     def _facts(self) -> Facts:
         averager, settings = self._averager, self.config.local_sgd
         return Facts(
-            run=self.run.name, version=self._round.version, layout=averager.layout.hash,
+            run=self.run.key, version=self._round.version, layout=averager.layout.hash,
             fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
             attempts=self._attempts, judged=frozenset(self._round.judged),
             taken_back=frozenset(self._taken_back),
