@@ -57,7 +57,8 @@ class Exchange:
                 delta = delta_of(index)
                 if not self._is_mine(index):
                     continue
-                square += norm(delta) ** 2
+                is_judged = not self.replica.layout.has_buffers(index)
+                square += is_judged * norm(delta) ** 2  # 0 · inf is no number
                 if math.isfinite(square):
                     data = self.encoder.encode(index, delta, last)
                     if before:
@@ -127,10 +128,16 @@ class Exchange:
     def _reader(self, commit: dict) -> Callable[[int], Published]:
         """How to read a fragment: the difference, if there is one to what the replica has."""
         run, layout, cache = self.run, self.replica.layout, self._node_cache
-        if commit["version"] == self._version + 1 and has_differences(commit):
-            down = self._down
-            return lambda i: Published(read_difference(run, commit, layout, i, down, cache), True)
-        return lambda index: Published(read_params(run, commit, layout, index, cache))
+
+        is_next = commit["version"] == self._version + 1 and has_differences(commit)
+
+        def read(index: int) -> Published:
+            if is_next and not layout.has_buffers(index):
+                values = read_difference(run, commit, layout, index, self._down, cache)
+                return Published(values, True)
+            return Published(read_params(run, commit, layout, index, cache))
+
+        return read
 
 
 def _entry(index: int, fragment: Fragment) -> list:

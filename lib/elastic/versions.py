@@ -1,7 +1,7 @@
 """Versions: the tensors of a committed version, in safetensors files, verified by size and xxh3.
 
-    versions/000123/params-00.safetensors   bf16, by parameter name: what workers pull, and what
-                                            `safetensors.torch.load_file` gives anybody else
+    versions/000123/params-00.safetensors   bf16 (buffers: float32), by name: what workers pull, and
+                                            what `safetensors.torch.load_file` gives anybody else
     versions/000123/difference-00.safetensors
                                             what to add to the parameters before, as int8 (or int4),
                                             to have these (with local_sgd.downlink)
@@ -61,8 +61,8 @@ class Draft:
 
     def write_params(self, layout: Layout, index: int, params: torch.Tensor) -> dict:
         """Write what workers pull of a fragment."""
-        published = split(layout, index, params.to(torch.bfloat16))
-        return self._write(f"params-{index:02d}.safetensors", published)
+        published = params if layout.has_buffers(index) else params.to(torch.bfloat16)
+        return self._write(f"params-{index:02d}.safetensors", split(layout, index, published))
 
     def write_outer(
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
@@ -144,7 +144,8 @@ def read_layout(run: RunDir, version: int) -> Layout:
 def read_params(
     run: RunDir, commit: dict, layout: Layout, index: int, node_cache: str = ""
 ) -> torch.Tensor:
-    """The published parameters of a fragment: flat, bf16. Raises ElasticError if damaged."""
+    """The published parameters of a fragment: flat, bf16 (buffers: float32). Raises ElasticError
+    if damaged."""
     tensors = load_file(verified(run, commit, f"params-{index:02d}.safetensors", node_cache))
     return _flat(layout, index, tensors, "")
 
