@@ -30,7 +30,7 @@ from elastic.config import Config, elastic_home, env
 from elastic.durable import SPACE_S
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.estimate import THREADS
-from elastic.ledger import Ledger
+from elastic.ledger import Ledger, count
 from elastic.membership import Slot, expected
 from elastic.network import bind_address, hostname
 from elastic.redis_server import RedisServer, start
@@ -490,7 +490,7 @@ class Master:
                 has_lease = ask.slot in slots and slots[ask.slot].attempt == ask.attempt
                 if not (ask.want and has_lease) or now < self._settle_until:
                     continue  # it only tells; or it will ask again
-                least = self.config.train.batch_size * self.config.slurm.gpus_per_worker
+                least = self.config.step_samples
                 want = min(ask.want, least * self._inner_steps)
                 ranges = self._ledger.grant(owner, want, len(slots), least)
                 if ranges or ask.held:
@@ -619,7 +619,16 @@ class Master:
             "loss": sum(d["loss"] * d["tokens"] for d in deltas) / tokens if tokens
                     else self._commit.get("loss"),
             "rejected": round_.rejected, **carried(self._commit), **said,
+            "total_tokens": self._total_tokens(tokens, deltas),
         }  # fmt: skip
+
+    def _total_tokens(self, tokens: int, deltas: list[dict]) -> int:
+        """What the run comes to: by epochs, as many tokens a sample as there were so far."""
+        ledger, told = self._ledger, self._commit["tokens"] + tokens
+        seen = len(ledger.committed) + sum(count(delta["samples"]) for delta in deltas)
+        if not (ledger.epochs and seen and told):
+            return self._commit["total_tokens"]
+        return round(told / seen * ledger.samples * ledger.epochs)
 
     def _after_commit(self, commit: dict, reason: str) -> None:
         """Open the next round, then announce it: the commit stands, even if Redis is gone."""
