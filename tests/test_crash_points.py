@@ -146,7 +146,7 @@ class Worker:
                  for i, numel in enumerate(layout.numels)]  # fmt: skip
         tokens = sum(stop - start for _, start, stop in samples)
         return Header(
-            run=self.run.name, slot=self.slot, attempt=self.attempt, job_id="7", base=self.base,
+            run=self.run.key, slot=self.slot, attempt=self.attempt, job_id="7", base=self.base,
             layout=layout.hash, codec="none", steps=tokens // BATCH, tokens=tokens,
             samples=tuple(samples), loss=1.0, first_loss=1.0, fragments=tuple(parts),
         )  # fmt: skip

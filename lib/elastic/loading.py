@@ -39,27 +39,30 @@ class Loader:
     ):
         """`pin`: the batches go to a GPU."""
         self._config, self._group, self._size = config, group, len(dataset)
+        self._dataset, self._collate = dataset, collate
         self._order = Order(len(dataset), config.run.seed)
         self._plan: list[Range] = []
         self._batches: Iterator = iter(())
         workers = config.train.loader_workers
-        self._loader = DataLoader(
+        self._ahead = None if not workers else DataLoader(
             dataset, batch_sampler=self, collate_fn=collate, num_workers=workers,
-            worker_init_fn=shield_workers, persistent_workers=bool(workers),
-            pin_memory=bool(workers) and pin,
+            worker_init_fn=shield_workers, persistent_workers=True, pin_memory=pin,
             generator=torch.Generator().manual_seed(torch.initial_seed()),
         )  # fmt: skip
 
     def plan(self, queue: list[Range]) -> None:
         """These are the samples to come, for all ranks together."""
         self._plan = [tuple(each) for each in queue]
-        self._batches = iter(self._loader)
+        self._batches = map(self._load, self) if self._ahead is None else iter(self._ahead)
+
+    def _load(self, indices: list[int]) -> object:
+        return self._collate([self._dataset[index] for index in indices])
 
     def next(self) -> object:
         return next(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The indices of each batch of the plan: what the DataLoader asks for."""
+        """The indices of each batch of the plan, as a DataLoader asks for them."""
         queue, size = list(self._plan), self._config.train.batch_size
         while taken := take(queue, self._config.step_samples):
             places = [(epoch, at) for epoch, start, stop in taken for at in range(start, stop)]
