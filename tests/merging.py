@@ -73,7 +73,7 @@ class Rounds:
             )
         ]
         defaults = {
-            "run": self.run.name, "slot": slot, "attempt": attempt, "job_id": "1", "base": base,
+            "run": self.run.key, "slot": slot, "attempt": attempt, "job_id": "1", "base": base,
             "layout": self.layout.hash, "codec": self.config.local_sgd.compression, "steps": 10,
             "tokens": tokens, "samples": (), "loss": 1.0, "first_loss": 1.0,
             "fragments": tuple(fragments), "lr_sum": 0.01,

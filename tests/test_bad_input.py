@@ -146,6 +146,7 @@ def test_a_wrong_password_fails_the_run_and_is_not_repeated(home: Path):
 
 
 def test_a_server_that_the_site_provides_serves_as_well(home: Path):
+    """Also a second run of that name, once the first one's folder is gone: its keys are there."""
     port = free_port("127.0.0.1")
     server = subprocess.Popen(
         ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "right",
@@ -155,6 +156,9 @@ def test_a_server_that_the_site_provides_serves_as_well(home: Path):
             run.until(lambda: run.version >= 2, 60, "two versions")
             run.kill("master")
             run.versions(1)
+            run.finish()
+            shutil.rmtree(run.run.path)
+        with running(home, {"redis.url": f"redis://:right@127.0.0.1:{port}/0"}, samples=80) as run:
             run.finish()
     finally:
         server.kill()

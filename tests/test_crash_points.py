@@ -146,7 +146,7 @@ class Worker:
                  for i, numel in enumerate(layout.numels)]  # fmt: skip
         tokens = sum(stop - start for _, start, stop in samples)
         return Header(
-            run=self.run.name, slot=self.slot, attempt=self.attempt, job_id="7", base=self.base,
+            run=self.run.key, slot=self.slot, attempt=self.attempt, job_id="7", base=self.base,
             layout=layout.hash, codec="none", steps=tokens // BATCH, tokens=tokens,
             samples=tuple(samples), loss=1.0, first_loss=1.0, fragments=tuple(parts),
         )  # fmt: skip
@@ -343,7 +343,7 @@ def live(run: RunDir, slot: int) -> None:
         for x, y in sgd.batches(Samples(SAMPLES, -1)):
             loss = nn.functional.mse_loss(sgd.model(x).squeeze(-1), y)
             loss.backward()
-            sgd.optimizer.step()
+            sgd.optimizer.each[0].step()
             sgd.step(loss)
             if sgd._round.steps == STEPS:
                 notice.arrived(SIGTERM)
@@ -356,7 +356,7 @@ def live(run: RunDir, slot: int) -> None:
 def inner(run: RunDir, slot: int) -> str:
     """Why the slot's inner state cannot be used, if it cannot."""
     pointer, origin = inner_state.choose(run, slot, {}, 1, 3)
-    optimizer = learner(run, slot, 1, Notice()).optimizer
+    optimizer = learner(run, slot, 1, Notice()).optimizer.each
     return inner_state.load(run, pointer, optimizer, 0, {}) if pointer else origin
 
 

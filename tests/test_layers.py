@@ -18,12 +18,12 @@ LAYERS = [
     ("core", "errors ledger guards rounds membership shuffle schedule history plan layout sizing "
              "cadence command goodput faults estimate wording timeline diagnosis "
              "played played_local forecast"),
-    ("numerics", "codec merge models tasks replica group"),
+    ("numerics", "codec merge models tasks replica group inner_optimizer"),
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
               "sched sched_local sched_slurm signals network proc sandbox versions inner_state "
               "slurm_info health peers device checkpoint handover trace"),
-    ("processes", "shard averaging link courier exchange local_sgd agent worker master trainer "
-                  "launch start reconcile describe evaluation doctor"),
+    ("processes", "shard averaging link courier exchange loading local_sgd agent worker master "
+                  "trainer launch start reconcile describe evaluation doctor"),
     ("people", "submission status audit views chaos validation report metrics cli manual demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:
@@ -33,7 +33,7 @@ NOT_IN_CORE = {"time", "os", "random", "logging", "torch", "redis", "socket", "s
 ONE_HOME = {"redis": {"store"}, "rich": {"views", "cli"}}
 FAST = ["status", "reconcile", "submission", "cli", "agent", "launch", "sandbox", "sched_slurm",
         "views"]
-MOST_CODE_LINES = 12_950
+MOST_CODE_LINES = 13_250
 MOST_SHELL_LINES = 1000
 MOST_FUNCTION_LINES = 60
 

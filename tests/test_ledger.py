@@ -252,7 +252,7 @@ def test_the_next_epoch_opens_when_this_one_runs_short():
 
 def test_the_rest_of_the_last_epoch_is_shared():
     ledger = Ledger(10, 1)
-    assert count(ledger.grant((0, 1), 100, sharers=4, least=2)) == 3
+    assert count(ledger.grant((0, 1), 100, sharers=4, least=2)) == 4
     assert count(ledger.grant((1, 1), 100, sharers=4, least=2)) == 2
     assert count(ledger.grant((2, 1), 100, sharers=4, least=4)) == 4
     assert count(ledger.grant((3, 1), 100, sharers=4, least=4)) == 1

@@ -194,8 +194,7 @@ def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held,
     master._ledger, master._commit, master._attempts = Ledger(100, 1), {}, {2: 1}
     master._ledger.hold((9, 1), [(0, 0, 100 - free)])
     steps = SimpleNamespace(inner_steps=8, cold_start_steps=0)
-    master.config = SimpleNamespace(local_sgd=steps, train=SimpleNamespace(batch_size=4),
-                                    slurm=SimpleNamespace(gpus_per_worker=1))  # fmt: skip
+    master.config = SimpleNamespace(local_sgd=steps, step_samples=4)
     master._granted, master._settle_until, master._has_told = {}, 0.0, set()
     master._round.answered.add((2, 1, 5))
     ask = Ask(slot=2, attempt=1, sequence=1, want=4, held=held)

@@ -136,8 +136,9 @@ def test_every_port_of_the_run_is_bound_to_one_address_and_refuses_who_has_no_pa
     endpoint = run.run.endpoint()
     assert (endpoint.host, endpoint.port) in ports
     assert {address for address, _ in ports} == {"127.0.0.1"}
-    key = f"elastic:{run.run.name}:master"
-    said = ["PING", f"HGETALL {key}", f"HSET {key} version 9", "PUBLISH elastic:tiny:ctl stop",
+    prefix = f"elastic:{run.run.key}"
+    said = ["PING", f"HGETALL {prefix}:master", f"HSET {prefix}:master version 9",
+            f"PUBLISH {prefix}:ctl stop",
             "FLUSHALL", "AUTH default x", "AUTH master x", "HELLO 3",
             "SHUTDOWN NOSAVE"]  # fmt: skip
 
@@ -155,7 +156,7 @@ def test_every_port_of_the_run_is_bound_to_one_address_and_refuses_who_has_no_pa
 def test_without_tls_nobody_gets_in_either(server):
     run, _ = server
     where = (run.endpoint().host, run.endpoint().port)
-    said = ["PING", f"HSET elastic:{run.name}:master version 9", "SHUTDOWN NOSAVE"]
+    said = ["PING", f"HSET elastic:{run.key}:master version 9", "SHUTDOWN NOSAVE"]
     found = as_nobody(lambda: [answers(where, f"{s}\r\n".encode(), False).decode() for s in said])
     assert [each.split()[0] for each in found] == ["-NOAUTH"] * 3
 
@@ -311,7 +312,7 @@ def test_a_role_may_do_its_own_work(server):
 
 def test_a_redis_that_knows_no_channels_is_not_told_of_any(run):
     assert "&" not in redis_server._users(run.run, (6, 0))
-    assert "&elastic:tiny:wake" in redis_server._users(run.run, (6, 2))
+    assert f"&elastic:{run.run.key}:wake" in redis_server._users(run.run, (6, 2))
 
 
 # ---- secrets ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from elastic import guards, merge, rounds
-from elastic.codec import accepted
+from elastic.codec import accepted, codec_of
 from elastic.config import Config, elastic_home, env
 from elastic.estimate import THREADS
 from elastic.guards import Moved, Running
@@ -48,7 +48,7 @@ class Averager:
         self.layout = read_layout(run, commit["version"])
         # What a delta's fragments must have, in each codec in which it may come.
         self.fragment_bytes = {
-            codec.name: tuple(map(codec.size_bytes, self.layout.fragments))
+            codec.name: tuple(codec_of(f, codec).size_bytes(f) for f in self.layout.fragments)
             for codec in accepted(config.local_sgd.compression)
         }
         self.shards = self._open_shards(store, notice)

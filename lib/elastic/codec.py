@@ -232,6 +232,11 @@ def accepted(name: str) -> list[Codec]:
     return [chosen, DENSE] if chosen.feedback else [chosen]
 
 
+def codec_of(fragment: Fragment, chosen: Codec) -> Codec:
+    """Buffers travel as they are: a block of them may hold a mean of 0.01 and a variance of 1e4."""
+    return CODECS["none"] if fragment and fragment[0].is_buffer else chosen
+
+
 class Encoder:
     """A worker's codec with error feedback:  a = β e + d ;  send encode(a) ;  e = a − decode of it.
 
@@ -244,8 +249,9 @@ class Encoder:
 
     def encode(self, index: int, delta: torch.Tensor, last: bool = False) -> memoryview:
         """A fragment's bytes. `last`: nothing may follow, so send what has been left out, too."""
-        fragment, chosen = self._layout.fragments[index], self.chosen(last)
-        beta = self.codec.feedback
+        fragment = self._layout.fragments[index]
+        chosen = codec_of(fragment, self.chosen(last))
+        beta = 0.0 if self._layout.has_buffers(index) else self.codec.feedback
         if beta and (residual := self.residuals.get(index)) is not None:
             delta = delta.add(residual.to(delta.device), alpha=beta)
         data = chosen.encode(delta, fragment)

@@ -131,14 +131,16 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("backoff", TIME, "30s", "", "wait after a crash; doubles with every further one"),
     Key("reconcile_interval", TIME, "30s", "", "between the master's own passes", POSITIVE),
 ), "train": (
-    Key("batch_size", INT, 8, "samples", "per GPU and inner step; sync: most per GPU and pass",
-        COUNT),
+    Key("batch_size", INT, 8, "samples", "per GPU and pass", COUNT),
+    Key("accumulate", INT, 1, "passes", "whose gradients make an inner step in local mode; sync "
+        "mode accumulates what sync.global_batch_size needs", COUNT),
     Key("epochs", INT, 0, "epochs", "to train; set this or max_tokens", NATURAL),
     Key("max_tokens", INT, 0, "tokens", "to train; set this or epochs", NATURAL),
     Key("max_steps", INT, 0, "steps", "to train at most, in sync mode; 0: no limit", NATURAL),
-    Key("learning_rate", REAL, 3e-4, "", "of the inner optimizer, at its peak", POSITIVE),
-    Key("schedule", TEXT, "wsd", "", "of the learning rate over tokens; wsd: warm up, hold, decay",
-        _one_of("wsd", "cosine", "constant")),
+    Key("learning_rate", REAL, 3e-4, "", "of the inner optimizer, at its peak; a run.command's "
+        "has its own", POSITIVE),
+    Key("schedule", TEXT, "wsd", "", "of the learning rate over the run; wsd: warm up, hold, decay;"
+        " own: the loop of run.command sets it", _one_of("wsd", "cosine", "constant", "own")),
     Key("warmup_fraction", REAL, 0.01, "of the run", "learning rate rises from 0", SHARE),
     Key("decay_fraction", REAL, 0.2, "of the run", "learning rate falls at the end (wsd)", SHARE),
     Key("final_lr_fraction", REAL, 0.1, "of the peak", "learning rate at the end", SHARE),
@@ -149,13 +151,12 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("precision", TEXT, "float32", "", "of the passes", _one_of("float32", "bf16")),
     Key("device", TEXT, "auto", "", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda")),
     Key("threads", INT, 0, "threads", "of torch on the CPU; 0: torch decides", NATURAL),
-    Key("loader_workers", INT, 0, "processes", "of a rank, that load samples ahead in sync mode",
-        NATURAL),
+    Key("loader_workers", INT, 0, "processes", "of a rank, that load samples ahead", NATURAL),
     Key("validate_every", INT, 0, "steps", "in sync mode, to the task's validate(); 0: never",
         NATURAL),
     Key("compile", BOOL, False, "", "torch.compile the model"),
-    Key("profile", TEXT, "", "", 'steps traced on rank 0 in sync mode, "100:110"; empty: none',
-        WINDOW),
+    Key("profile", TEXT, "", "", 'steps traced on rank 0, in local mode those of slot 0 since its '
+        'start, "100:110"; empty: none', WINDOW),
 ), "local_sgd": (
     Key("inner_steps", INT, 200, "steps", "K: inner steps of a worker in one round", COUNT),
     Key("cold_start_steps", INT, 1, "steps", "K of the first round; doubles every ten rounds, or "
@@ -287,6 +288,12 @@ class Config(_Sections):
 
     task: dict[str, Any]
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of a worker's inner step."""
+        train = self.train
+        return train.batch_size * train.accumulate * self.slurm.gpus_per_worker
 
     def origin(self, name: str) -> str:
         """Where "section.key" got its value: "default", "FILE:LINE" or "command line"."""
@@ -560,6 +567,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
      'health.nan_action = {} is for run.mode = "sync"'),
     (("train.max_steps", "run.mode"), lambda steps, mode: mode == "sync" or not steps,
      'train.max_steps = {} is for run.mode = "sync": in local mode set train.max_tokens'),
+    (("train.schedule", "run.command"), lambda schedule, own: schedule != "own" or own,
+     "train.schedule = {} is for a loop of one's own: run.command is {}"),
     (("sync.sizes", "elastic.min", "elastic.max", "slurm.gpus_per_node"),
      lambda sizes, low, high, n: not sizes or any(low <= s <= high and s % n == 0 for s in sizes),
      "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({}) in nodes of {} GPUs"),

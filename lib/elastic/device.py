@@ -6,8 +6,11 @@ ranks the model is sharded by FSDP2, one unit per layer.
 
 import contextlib
 import os
+import random
 import sys
 from datetime import timedelta
+from hashlib import blake2b
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -56,12 +59,43 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
     """The task's model, the same parameters for the same seed, on the device, sharded."""
     torch.manual_seed(config.run.seed)
     model = task.model().to(device)
-    torch.manual_seed(config.run.seed + 1 + group.rank)
     if group.world > 1:
         shard(model, config, device)
     if config.train.compile:
         model.compile()
     return model
+
+
+def seed_by(place: str) -> None:
+    """Random numbers that follow from `place`: torch's on all devices, and Python's."""
+    seed = int.from_bytes(blake2b(place.encode(), digest_size=7).digest())
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+class Profile:
+    """Traces the steps of a window "FIRST:LAST" into a file in `folder`; an empty one: none."""
+
+    def __init__(self, window: str, folder: Path):
+        self._first, self._last = map(int, (window or "-1:-1").split(":"))
+        self._path, self._profiler = folder / f"steps-{self._first}-{self._last}.json", None
+
+    def at(self, step: int) -> None:
+        """So many steps are done."""
+        if step == self._first and not self._profiler:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        elif step == self._last:
+            self.end()
+
+    def end(self) -> None:
+        if not self._profiler:
+            return
+        self._profiler.stop()
+        self._path.parent.mkdir(exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._path))
+        self._profiler = None
+        print(f"profile of steps {self._first} to {self._last}: {self._path}", flush=True)
 
 
 def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:

@@ -157,7 +157,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     cores, nodes = config.slurm.master_cpus or 16, config.slurm.master_nodes
     transport, why = choose_transport(config, model.delta_bytes, workers)
     one = cost(model, workers, cores, nodes, rates, transport == "redis", sgd.downlink)
-    per_step = config.train.batch_size * config.slurm.gpus_per_worker * model.tokens_per_sample
+    per_step = config.step_samples * model.tokens_per_sample
     per_round = per_step * sgd.inner_steps * workers
     rounds = config.train.max_tokens / per_round if per_round else 0
     up, down = model.delta_bytes, DOWN[sgd.downlink] * model.numel

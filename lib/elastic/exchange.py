@@ -58,7 +58,8 @@ class Exchange:
                 delta = delta_of(index)
                 if not self._is_mine(index):
                     continue
-                square += norm(delta) ** 2
+                is_judged = not self.replica.layout.has_buffers(index)
+                square += is_judged * norm(delta) ** 2  # 0 · inf is no number
                 if math.isfinite(square):
                     data = self.encoder.encode(index, delta, last)
                     self.moved()
@@ -139,10 +140,14 @@ class Exchange:
     def _reader_of(self, commit: dict) -> Callable[[int], Published]:
         """How to read a fragment: the difference, if there is one to what the replica has."""
         run, layout = self.run, self.replica.layout
-        if commit["version"] == self._version + 1 and has_differences(commit):
-            down = self._down
-            return lambda i: Published(read_difference(run, commit, layout, i, down), True)
-        return lambda index: Published(read_params(run, commit, layout, index))
+        is_next = commit["version"] == self._version + 1 and has_differences(commit)
+
+        def read(index: int) -> Published:
+            if is_next and not layout.has_buffers(index):
+                return Published(read_difference(run, commit, layout, index, self._down), True)
+            return Published(read_params(run, commit, layout, index))
+
+        return read
 
 
 def _entry(index: int, fragment: Fragment) -> list:

@@ -45,7 +45,8 @@ def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> C
 
 def _by_size(config, model: estimate.Model) -> dict[str, float]:
     said, slurm, gpus = config.plan, config.slurm, config.elastic.max
-    tokens = config.train.batch_size * (model.tokens_per_sample or 1)  # of a GPU's step
+    passes = config.train.accumulate * config.train.batch_size  # of a GPU's step
+    tokens = passes * (model.tokens_per_sample or 1)
     saved_bytes, workers = SAVED * model.numel, max(1, gpus // slurm.gpus_per_worker)
     rates = estimate.Rates(process=said.process_bytes, filesystem=said.filesystem_bytes)
     transport, _ = estimate.choose_transport(config, model.delta_bytes, workers)

@@ -1,48 +1,47 @@
-"""A slot's inner state: optimizer moments, random numbers, and what its deltas have left out so
-far (error feedback), outliving the jobs that occupy it.
+"""A slot's inner state: optimizer moments, and what its deltas have left out so far (error
+feedback), outliving the jobs that occupy it.
 
     slots/0007/inner.json                      pointer: version, attempt, files, checksums
     slots/0007/inner-000012.2.0.safetensors    one file per rank of the worker
 
 Losing it costs a short learning-rate ramp, never correctness: so the pointer is replaced atomically
 after the files, the files are not fsynced, and what does not fit or verify is left alone with its
-reason. Scalars travel as JSON in the file's header; nothing is unpickled.
+reason. What is no tensor travels as JSON in the file's header; nothing is unpickled.
 """
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from elastic.durable import checksum, read_json, to_json, write_atomic
 from elastic.group import is_sharded
 from elastic.rundir import RunDir
 from elastic.versions import save_tensors
 
-RNG = "rng.cpu"
 RESIDUAL = "residual."
+UNFIT = (TypeError, ValueError, RuntimeError)  # of what is neither a tensor nor JSON
 
 
 def save(
-    folder: Path, stem: str, optimizer: torch.optim.Optimizer, rank: int,
+    folder: Path, stem: str, optimizers: Sequence[torch.optim.Optimizer], rank: int,
     residuals: dict[int, torch.Tensor],
 ) -> dict:  # fmt: skip
-    """Write this rank's file. Returns its entry: name, bytes, xxh3."""
-    tensors, scalars = {RNG: torch.get_rng_state()}, {}
-    tensors |= {f"{RESIDUAL}{index}": each for index, each in residuals.items()}
-    for index, param in enumerate(_params(optimizer)):
-        for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor):
-                local = value.to_local() if is_sharded(value) else value
-                tensors[f"{index}.{key}"] = local.contiguous()
-            else:
-                scalars[f"{index}.{key}"] = value
+    """Write this rank's file. Returns its entry: name, bytes, xxh3. Raises OSError, or one of
+    UNFIT."""
+    tensors = {f"{RESIDUAL}{index}": each for index, each in residuals.items()}
+    states = [
+        [_packed(optimizer.state.get(param, {}), tensors) for param in _params(optimizer)]
+        for optimizer in optimizers
+    ]
+    said = {"states": json.dumps(states), "whose": json.dumps(_whose(optimizers))}
     path = folder / f"{stem}.{rank}.safetensors"
     temporary = folder / f".{path.name}"
     try:
-        save_tensors(tensors, temporary, {"scalars": json.dumps(scalars)})
+        save_tensors(tensors, temporary, said)
         entry = {"name": path.name, "bytes": temporary.stat().st_size, "xxh3": checksum(temporary)}
         os.replace(temporary, path)
     finally:
@@ -94,11 +93,11 @@ def _is_whole(pointer: object) -> bool:
 
 
 def load(
-    run: RunDir, pointer: dict, optimizer: torch.optim.Optimizer, rank: int,
+    run: RunDir, pointer: dict, optimizers: Sequence[torch.optim.Optimizer], rank: int,
     residuals: dict[int, torch.Tensor] | None,
 ) -> str:  # fmt: skip
-    """Set the optimizer's state; if it is the slot's own (`residuals` is a table to be filled),
-    the random numbers and the residuals as well.
+    """Set the optimizers' state; if it is the slot's own (`residuals` is a table to be filled),
+    the residuals as well.
 
     Returns why it could not be used; empty if it was.
     """
@@ -111,40 +110,69 @@ def load(
             return f"{path.name} is damaged"
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            scalars = json.loads(file.metadata()["scalars"])
-        rng = tensors.pop(RNG)
+            said = {name: json.loads(file.metadata()[name]) for name in ("states", "whose")}
         names = [name for name in tensors if name.startswith(RESIDUAL)]
         left_out = {int(name.removeprefix(RESIDUAL)): tensors.pop(name) for name in names}
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        if refused := _restore(optimizers, tensors, **said):
+            return refused
+    except Exception as error:  # a donor, or an optimizer, may have put anything there
         return f"{path.name}: {getattr(error, 'strerror', None) or error}"
-    if refused := _restore(optimizer, tensors, scalars):
-        return refused
     if residuals is not None:
-        torch.set_rng_state(rng)
         residuals |= left_out
     return ""
 
 
-def _restore(optimizer: torch.optim.Optimizer, tensors: dict, scalars: dict) -> str:
-    params = _params(optimizer)
-    states: dict[int, dict] = {index: {} for index in range(len(params))}
-    for name, value in {**tensors, **scalars}.items():
-        index, _, key = name.partition(".")
-        if not index.isdecimal() or int(index) not in states:
+def _restore(optimizers: Sequence, tensors: dict, states: list, whose: list) -> str:
+    if not len(states) == len(whose) == len(optimizers):
+        return "it is another optimizer's"
+    for (kind, shapes), (own, needed) in zip(whose, _whose(optimizers), strict=True):
+        if kind != own or len(shapes) != len(needed):
             return "it is another optimizer's"
-        param = params[int(index)]
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            value = _sharded_like(param, value)
-            if value.shape != param.shape:
-                return "it is another model's"
-        states[int(index)][key] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+        if shapes != needed:
+            return "it is another model's"
+    for optimizer, packed in zip(optimizers, states, strict=True):
+        params = _params(optimizer)
+        state = {i: _unpacked(each, tensors, params[i]) for i, each in enumerate(packed)}
+        state = {index: each for index, each in state.items() if each}  # else it was never trained
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return ""
+
+
+def _whose(optimizers: Sequence) -> list:
+    """What a state fits: each optimizer's class, and the shapes of its parameters."""
+    return [[type(each).__name__, [list(param.shape) for param in _params(each)]]
+            for each in optimizers]  # fmt: skip
+
+
+def _packed(value: object, tensors: dict[str, torch.Tensor]) -> object:
+    """As JSON has it, with tensors by name; they are put into `tensors`."""
+    if isinstance(value, torch.Tensor):
+        kind, name = "sharded" if is_sharded(value) else "tensor", str(len(tensors))
+        tensors[name] = (value.to_local() if is_sharded(value) else value).contiguous()
+        return {kind: name}
+    if isinstance(value, dict):
+        pairs = value.items()
+        return {"dict": [[key, _packed(each, tensors)] for key, each in pairs]}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_packed(each, tensors) for each in value]}
+    return value
+
+
+def _unpacked(packed: object, tensors: dict[str, torch.Tensor], param: torch.Tensor) -> object:
+    if not isinstance(packed, dict):
+        return packed
+    [(kind, held)] = packed.items()
+    if kind in ("tensor", "sharded"):
+        return _sharded_like(param, tensors[held]) if kind == "sharded" else tensors[held]
+    if kind == "dict":
+        return {key: _unpacked(each, tensors, param) for key, each in held}
+    values = [_unpacked(each, tensors, param) for each in held]
+    return tuple(values) if kind == "tuple" else values
 
 
 def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not is_sharded(param):
-        return value
+        raise ValueError("it is a shard's, and this model is whole")
     local = value.to(param.to_local().device)
     return type(param.data).from_local(
         local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()

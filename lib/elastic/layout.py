@@ -1,4 +1,4 @@
-"""The layout: how the model's parameters are laid out in fragments.
+"""The layout: how the model's parameters are laid out in fragments, and its buffers in others.
 
 A fragment is a contiguous slice of the flattened model: whole parameters, in the model's order, up
 to `fragment_bytes` of float32 (a larger parameter is a fragment by itself). Fragments are
@@ -9,16 +9,17 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named parameter and its place in its fragment (in elements)."""
+    """A named parameter, or buffer, and its place in its fragment (in elements)."""
 
     name: str
     shape: tuple[int, ...]
     start: int
+    is_buffer: bool = False
 
     @property
     def numel(self) -> int:
@@ -30,16 +31,19 @@ class Layout:
     fragments: tuple[tuple[Tensor, ...], ...]
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], fragment_bytes: float) -> "Layout":
-        """Pack parameters in order; 4 bytes each."""
+    def of(cls, shapes: Iterable[tuple], fragment_bytes: float) -> "Layout":
+        """Pack (name, shape) of parameters, and (name, shape, True) of buffers, in order; 4 bytes
+        each."""
         fragments: list[list[Tensor]] = []
         size = 0
-        for name, shape in shapes:
-            numel = math.prod(shape)
-            if not fragments or 4 * (size + numel) > fragment_bytes:
+        for name, shape, *is_buffer in shapes:
+            tensor = Tensor(name, tuple(shape), 0, bool(is_buffer))
+            numel = tensor.numel
+            is_other = fragments and fragments[-1][0].is_buffer != tensor.is_buffer
+            if not fragments or is_other or 4 * (size + numel) > fragment_bytes:
                 fragments.append([])
                 size = 0
-            fragments[-1].append(Tensor(name, tuple(shape), size))
+            fragments[-1].append(replace(tensor, start=size))
             size += numel
         return cls(tuple(map(tuple, fragments)))
 
@@ -52,8 +56,14 @@ class Layout:
     def hash(self) -> str:
         return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:16]
 
-    def to_json(self) -> list:
-        return [[[t.name, list(t.shape)] for t in fragment] for fragment in self.fragments]
+    def to_json(self) -> list[list[tuple]]:
+        """What `of` was given, fragment by fragment."""
+        return [[(t.name, t.shape, *[True] * t.is_buffer) for t in fragment]
+                for fragment in self.fragments]  # fmt: skip
+
+    def has_buffers(self, index: int) -> bool:
+        """Is it a fragment of buffers? They travel as they are, and are averaged, not trained."""
+        return self.fragments[index][0].is_buffer
 
     @classmethod
     def from_json(cls, data: list) -> "Layout":

@@ -102,6 +102,19 @@ def count(ranges: Iterable[Range]) -> int:
     return sum(max(0, stop - start) for _, start, stop in ranges)
 
 
+def take(queue: list[Range], want: int) -> list[Range]:
+    """Remove the first `want` positions of a queue, in its order (which is the order trained)."""
+    taken = []
+    while want > 0 and queue:
+        epoch, start, stop = queue.pop(0)
+        end = min(stop, start + want)
+        taken.append((epoch, start, end))
+        if end < stop:
+            queue.insert(0, (epoch, end, stop))
+        want -= end - start
+    return taken
+
+
 Owner = tuple[int, int]  # slot, attempt
 Offer = tuple[int, int, int]  # slot, attempt, base version
 
@@ -126,13 +139,13 @@ class Ledger:
     def grant(self, owner: Owner, want: int, sharers: int = 1, least: int = 1) -> list[Range]:
         """Hand up to `want` free samples to `owner`.
 
-        Near the end of the last epoch the rest is divided among `sharers`, at least `least` each,
-        so that all workers finish together.
+        Near the end of the last epoch the rest is divided among `sharers`, in multiples of `least`
+        (a batch), so that all workers finish together.
         """
         while len(self.free) < want and self._open_epoch():
             pass
         if self._opened == self.epochs:
-            want = min(want, max(least, -(-len(self.free) // max(1, sharers))))
+            want = min(want, least * -(-len(self.free) // (least * max(1, sharers))))
         ranges = self.free.take(want)
         self.held.setdefault(owner, Ranges()).add(ranges)
         return ranges

@@ -6,6 +6,10 @@
             inner_optimizer.step(); inner_optimizer.zero_grad()
             sgd.step()
 
+A step is a step of the optimizer, on as many batches as `train.accumulate` says (`ends_step` at the
+last of them). Before it the learning rate is set, unless `train.schedule` is "own". At the end the
+model holds the final version, if `outcome` is "done".
+
 `batches` is the life of a worker: adopt the newest version, train up to K inner steps on samples
 leased from the ledger, deliver the delta, wait for the next version, and so on until the run is
 over or a notice arrives. A round ends early, with the steps there are, when it is due (so that all
@@ -24,21 +28,23 @@ from functools import partial
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from elastic import estimate, guards, inner_state, rounds
+from elastic import estimate, guards, inner_state, loading, rounds
 from elastic.codec import accepted
 from elastic.courier import Courier
+from elastic.device import Profile, seed_by
 from elastic.durable import insist, until_written
 from elastic.errors import ElasticError, TryAgain
 from elastic.exchange import Exchange, Published
 from elastic.group import Group
+from elastic.inner_optimizer import InnerOptimizer, Probe
 from elastic.layout import Layout
-from elastic.ledger import Range, count
+from elastic.ledger import Range, count, take
 from elastic.link import Link, Place
+from elastic.loading import Loader
 from elastic.merge import norm
-from elastic.replica import Replica, shapes
+from elastic.replica import Replica, refuse_inexact, shapes
 from elastic.rounds import Fragment, Header
 from elastic.schedule import learning_rate, tokens_at
-from elastic.shuffle import Order
 from elastic.signals import Notice, install
 from elastic.transport import fragment_name, open_transport, transport_of
 from elastic.versions import Draft, read_layout, settle
@@ -50,16 +56,23 @@ AHEAD = 4  # of a round's steps, a quarter at most is done while its delta trave
 
 class LocalSGD:
     def __init__(self, model, inner_optimizer, place: Place, notice: Notice, group: Group):
-        self.model, self.optimizer = model, inner_optimizer
+        self.model, self.slot = model, place.slot
         self.place, self.run, self.notice, self.group = place, place.run, notice, group
         self.config = self.run.config()
-        self.loss_scale = 1.0  # multiply the loss by it: ranks may have unequal shares of a batch
-        self.tokens_per_sample = 1
-        self.outcome = ""
+        train = self.config.train
+        self.optimizer = InnerOptimizer(inner_optimizer, sets_rates=train.schedule != "own")
+        self.accumulate = train.accumulate
+        self.ends_step = False  # is the batch at hand the last of its step?
+        self.tokens_per_sample = 1  # where step() is not told the tokens
+        self.outcome = ""  # done | stopped | yielded
         self._link = Link(place, notice) if group.leads else None
-        self._peak_lrs = [param_group["lr"] for param_group in inner_optimizer.param_groups]
+        is_traced = group.leads and place.slot == 0
+        self._profile = Profile(train.profile if is_traced else "", self.run.path / "profile")
+        self._probe = Probe(model)
+        self._told: set[str] = set()
         self._round = _Round(base=-1)
         self._queue: list[Range] = []
+        self._planned: list[Range] = []  # what of it the loader has been told
         self._steps_total = 0
         self._ramp = 0  # inner steps still to go of a joiner's learning-rate ramp
         self._inner_from = ""
@@ -78,7 +91,8 @@ class LocalSGD:
 
     @classmethod
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
-        """For a training process that elastic-agent started (`run.command`)."""
+        """For a training process that elastic-agent started (`run.command`). A list of optimizers
+        may train the model together, as a GAN's."""
         place = Place.from_env()
         return cls(model, inner_optimizer, place, install(), Group.here(place.world))
 
@@ -97,16 +111,20 @@ class LocalSGD:
     # ---- the user's side
 
     def batches(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
-        """Batches of the worker's samples until the run is over or a notice has come."""
-        self._open(dataset)
-        order = Order(len(dataset), self.config.run.seed)
+        """Batches of the worker's samples until the run is over or a notice has come.
+
+        All are whole: the last one of a run is filled up with samples that do not count again.
+        """
+        self._open(loading.check(dataset))
+        is_on_gpu = next(self.model.parameters()).is_cuda
+        loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
         while self._adopt_newest():
-            yield from self._train(dataset, order, collate)
+            yield from self._train(loader)
             began = time.monotonic()
             deltas = self._snapshot()
             if deltas:
                 with self._send_ahead(deltas) as courier:
-                    yield from self._train(dataset, order, collate, courier)
+                    yield from self._train(loader, courier)
                     self._link.say(state="waiting")
                     while not courier.wait(DRY_S):
                         self._tell_new_master()
@@ -118,32 +136,50 @@ class LocalSGD:
                 self._deliver_s = time.monotonic() - began
             self._save_inner_if_due()
 
-    def _train(self, dataset, order: Order, collate: Callable, courier=None) -> Iterator:
+    def _train(self, loader: Loader, courier=None) -> Iterator:
         """Batches of the open round; with a courier under way, until it is back."""
-        while positions := self.group.share(self._next_positions(courier) if self._link else None):
-            mine = positions[self.group.rank :: self.group.world]
-            self.loss_scale = len(mine) * self.group.world / len(positions)
+        while step := self.group.share(self._next_step(courier) if self._link else None):
+            pending, plan = step
+            if plan is not None:
+                loader.plan(plan)
             self._set_learning_rate()
             if self._link:
                 self._link.say(state="training")  # it may have said that it waits
+            self._profile.at(self._steps_total)
             round_ = self._round
-            round_.pending, steps = len(positions), round_.steps
+            round_.pending, steps = pending, round_.steps
             if not round_.has_begun and self._last_step_at:
                 round_.stall_s += time.monotonic() - self._last_step_at
-            yield collate([dataset[order.index(*each)] for each in mine or positions[:1]])
-            if round_.steps != steps + 1:
-                raise ElasticError("sgd.step() was not called after the batch")
+            for left in reversed(range(self.accumulate)):
+                self.ends_step = not left
+                yield loader.next()
+                if round_.steps != steps + self.ends_step:
+                    raise ElasticError(
+                        "sgd.step() was called before the last batch of its step" if left else
+                        "sgd.step() was not called after the batch",
+                        f"a step of the optimizer is {self.accumulate} batches, train.accumulate;"
+                        " sgd.skip() is for one that is to have no effect",
+                    )  # fmt: skip
             self._last_step_at = time.monotonic()
 
     def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
         """An inner step is done. `tokens` it covered on this worker (default: its samples)."""
-        self._count(loss, tokens, _rate(self.optimizer))
+        rates = (float(group["lr"]) for group in self.optimizer.groups)
+        self._count(loss, tokens, max(rates, default=0.0))
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
         done = self._round
+        if tokens is None:
+            tokens = done.pending * self.tokens_per_sample
+        elif not (0 <= tokens < math.inf and int(tokens) == tokens):
+            raise ElasticError(f"sgd.step(loss, tokens): {tokens} is no count of tokens",
+                               "give the tokens of the step's batches on this worker")  # fmt: skip
+        elif done.pending < self.config.step_samples:  # what filled it up does not count
+            tokens = max(1, round(tokens * done.pending / self.config.step_samples))
         done.steps += 1
         done.lr_sum += rate
-        done.tokens += done.pending * self.tokens_per_sample if tokens is None else tokens
+        done.seen += done.pending
+        done.tokens += int(tokens)
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         now = time.monotonic()
         if not done.has_begun:
@@ -153,6 +189,7 @@ class LocalSGD:
         done.loss_sum += value
         self._steps_total += 1
         self._ramp = max(0, self._ramp - 1)
+        self._look_at_optimizer()
         if self._link:
             tokens, since = done.first_step
             rate = (done.tokens - tokens) / max(now - since, 1e-9)
@@ -160,6 +197,23 @@ class LocalSGD:
                 state="training", version=done.base, step=done.steps, loss=value,
                 steps_total=self._steps_total, tokens_per_s=round(rate, 1),
             )  # fmt: skip
+
+    def _look_at_optimizer(self) -> None:
+        self._warn(self.optimizer.contested())
+        if self._probe.stepped():
+            names = ", ".join(type(each).__name__ for each in self.optimizer.each)
+            raise ElasticError(
+                f"{names} does not train from the parameters of a version: its first step brings"
+                " them back to where they were before",
+                "it keeps copies of its own (master weights): give LocalSGD one without",
+            )
+
+    def _warn(self, reason: str) -> None:
+        """Say it once, where people look."""
+        if reason and self._link and reason not in self._told:
+            self._told.add(reason)
+            print(f"worker  {reason}", flush=True)
+            self.run.event("warning", slot=self.slot, reason=reason)
 
     def skip(self) -> None:
         """The batch is to have no effect (a loss that is not finite): count it as seen."""
@@ -169,6 +223,8 @@ class LocalSGD:
 
     def _open(self, dataset: Dataset) -> None:
         """Find version 0, or be the worker that makes it."""
+        refuse_inexact(self.model)
+        self._warn(self.optimizer.untrained(self.model))
         first = self.run.newest_version() < 0 if self.group.leads else None
         if self.group.share(first):
             self._create_first_version(len(dataset))
@@ -186,13 +242,14 @@ class LocalSGD:
                 f"this machine's data set has {len(dataset)} samples, the run's has {samples}",
                 "every worker must see the same data: the same files, the same Python",
             )
-        found = [(t.name, t.shape) for fragment in layout.fragments for t in fragment]
-        mine = shapes(self.model)
-        if found != mine:
+        found, mine = sum(layout.to_json(), []), shapes(self.model)
+        if found not in (mine, [each for each in mine if len(each) == 2]):  # before: no buffers
             raise ElasticError(
                 f"this model is not the run's: {len(mine)} parameters, the run has {len(found)}",
                 "a run keeps its model; submit a new run for another one",
             )
+        # Noise that workers do not share is what averaging takes out.
+        seed_by(f"{self.config.run.seed}/{self.slot}/{self.place.attempt}/{self.group.rank}")
 
     def _has_moved(self) -> None:
         """A fragment went out or came in: for the agent and the master, which look for a hang."""
@@ -220,7 +277,7 @@ class LocalSGD:
 
     def _first_record(self, layout: Layout, samples: int) -> dict:
         train = self.config.train
-        total = train.max_tokens or train.epochs * samples * self.tokens_per_sample
+        total = max(1, train.max_tokens or train.epochs * samples * self.tokens_per_sample)
         return {
             "master_epoch": 0, "time": time.time(), "tokens": 0, "samples": [], "deltas": [],
             "layout": layout.hash, "dataset_samples": samples, "epochs": train.epochs,
@@ -235,10 +292,9 @@ class LocalSGD:
         return {"transport": name, "transport_reason": reason}
 
     def _warn_of_short_runs(self, total_tokens: int) -> None:
-        sgd, per_step = self.config.local_sgd, self.config.train.batch_size * self.tokens_per_sample
+        sgd, per_step = self.config.local_sgd, self.config.step_samples * self.tokens_per_sample
         steps = total_tokens / max(1, per_step * self.run.control().max)
-        if warning := estimate.too_short_for_topk(self.config, steps / sgd.inner_steps):
-            self.run.event("warning", reason=warning)
+        self._warn(estimate.too_short_for_topk(self.config, steps / sgd.inner_steps))
 
     def _adopt_newest(self) -> bool:
         """Wait for a version newer than the last one and load it. False: it is time to leave."""
@@ -251,7 +307,10 @@ class LocalSGD:
             self._exchange.encoder.residuals.clear()  # most of that delta would come again
         if outcome:
             self.outcome = outcome
-            if outcome != "done" and self._steps_total:
+            self._profile.end()
+            if outcome == "done":
+                self._load_final()
+            elif self._steps_total:
                 self._save_inner()
             return False
         if version == self._round.base:
@@ -260,6 +319,7 @@ class LocalSGD:
                 self._replica.restore()
             return True
         commit = self._commit_of(version)
+        self._probe.before(self._steps_total and self._round.steps)
         while trouble := [each for each in self.group.gather(self._load(commit)) if each]:
             before, newest = version, self.run.newest_version() if self._link else None
             if (version := self.group.share(newest)) <= before:
@@ -273,11 +333,19 @@ class LocalSGD:
             self._bad_rounds = 0
         if version > self._round.base + 1:
             self._queue.clear()  # others may have it by now; what is free is asked for again
+        self._probe.placed()
         self._commit = commit
         self._round = self._after_ahead(version)
         if self._link:
             self._link.say(state="training", version=version, step=0)
         return True
+
+    def _load_final(self) -> None:
+        """The run is done: what comes after the loop finds its last version in the model."""
+        self._ahead = None
+        version = self.group.share(self.run.newest_version() if self._link else None)
+        if trouble := self._load(self._commit_of(version)):
+            raise ElasticError(trouble)
 
     def _heed_what_was_taken_back(self, version: int) -> None:
         """Versions up to this one may have taken others back, and say whose moments are suspect."""
@@ -286,7 +354,7 @@ class LocalSGD:
                 self._exchange.encoder.residuals.clear()
                 if each.get("suspect") == [self.place.slot, self.place.attempt]:
                     self._ramp = self.config.local_sgd.join_ramp
-                    self.optimizer.state.clear()
+                    self.optimizer.forget()
 
     def _commit_of(self, version: int) -> dict:
         """Of a version that somebody has seen: on NFS others may see it only half a minute later.
@@ -342,8 +410,7 @@ class LocalSGD:
         if round_.steps or self._round_is_over():
             return False
         # It was dry: samples of a lost worker may have come back.
-        batch = self.config.train.batch_size * self.group.world
-        granted = link.ask(batch, self._queue, self._round_is_over)
+        granted = link.ask(self.config.step_samples, self._queue, self._round_is_over)
         if granted is None:
             return False
         self._queue += granted
@@ -380,9 +447,10 @@ class LocalSGD:
     def _inner_steps(self) -> int:
         return rounds.inner_steps(self._commit, self.config.local_sgd)
 
-    def _next_positions(self, courier: Courier | None = None) -> list[tuple[int, int]]:
-        """Rank 0: the positions of the next batch; empty ends the round, or the steps ahead."""
-        batch = self.config.train.batch_size * self.group.world
+    def _next_step(self, courier: Courier | None = None) -> list:
+        """Rank 0: how many samples the next step has, and the samples to come where that is news;
+        empty ends the round, or the steps ahead."""
+        batch = self.config.step_samples
         most = self._inner_steps
         left = (max(1, most // AHEAD) if courier else most) - self._round.steps
         if left <= 0 or self._round_is_over() or (courier and courier.is_back):
@@ -395,9 +463,11 @@ class LocalSGD:
                 return []
             self._queue += granted
             self._dry = count(granted) < want
-        taken = _take(self._queue, batch)
+        plan = list(self._queue) if self._queue != self._planned else None
+        taken = take(self._queue, batch)
+        self._planned = list(self._queue)
         self._round.samples += taken
-        return [(epoch, at) for epoch, start, stop in taken for at in range(start, stop)]
+        return [count(taken), plan] if taken else []
 
     def _held(self) -> list[Range]:
         """What the ledger must not give to others; a new one does not know what was offered."""
@@ -428,18 +498,29 @@ class LocalSGD:
         return rounds.is_due(left_s, round_.steps, now - round_.started)
 
     def _set_learning_rate(self) -> None:
-        settings, commit = self.config.train, self._commit
-        workers = max(1, commit["workers"])
-        samples = self._inner_steps * settings.batch_size * self.group.world
-        cap = samples * self.tokens_per_sample * workers
-        done = self._round.tokens + (self._sent.tokens if self._sent else 0)
-        tokens = tokens_at(commit["tokens"], done, workers, cap)
-        factor = learning_rate(tokens, commit["total_tokens"], settings) / settings.learning_rate
-        ramp_steps = self.config.local_sgd.join_ramp
+        settings, ramp_steps = self.config.train, self.config.local_sgd.join_ramp
+        if not self.optimizer.sets_rates:
+            return
+        factor = learning_rate(self.progress, 1.0, settings) / settings.learning_rate
         if self._ramp:
             factor *= (ramp_steps - self._ramp + 1) / ramp_steps
-        for param_group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
-            param_group["lr"] = peak * factor
+        self.optimizer.set_rates(factor)
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is trained, from 0 to 1, as far as this worker can tell: what the
+        newest version holds, and by its own steps since what the others have done.
+
+        By epochs it is samples that count, whatever a loop says of tokens.
+        """
+        commit, rounds_ = self._commit, [each for each in (self._round, self._sent) if each]
+        workers, total = max(1, commit["workers"]), commit["total_tokens"]
+        seen, tokens = sum(r.seen for r in rounds_), sum(r.tokens for r in rounds_)
+        each = tokens / seen if seen else 1.0
+        if commit["epochs"]:
+            each = total / (commit["epochs"] * commit["dataset_samples"])
+        most = self._inner_steps * self.config.step_samples * workers
+        return tokens_at(commit["tokens"], seen * each, workers, most * each) / total
 
     # ---- the delta
 
@@ -521,14 +602,14 @@ class LocalSGD:
             self.run.event("reject", slot=self.place.slot, reason=reason, base=round_.base)
             self._queue = round_.samples + self._queue
         self._replica.restore()
-        self.optimizer.state.clear()
+        self.optimizer.forget()
         self._ramp = self.config.local_sgd.join_ramp
         self._void_round("were no good")
 
     def _header(self, done: "_Round", fragments: list) -> Header:
         place = self.place
         return Header(
-            run=self.run.name, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
+            run=self.run.key, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
             base=done.base, layout=self._replica.layout.hash,
             codec=self._exchange.encoder.chosen(done.is_last).name,
             steps=done.steps, tokens=done.tokens, samples=tuple(_joined(done.samples)),
@@ -561,8 +642,9 @@ class LocalSGD:
         if not self._snapshots:
             self._snapshots = [torch.empty(numel) for numel in self._replica.layout.numels]
         deltas = [self._replica.delta(i, into) for i, into in enumerate(self._snapshots)]
-        length = math.hypot(*map(norm, deltas))
-        moved = guards.Moved(length, self._round.steps, self._round.lr_sum)
+        judged = (norm(each) for i, each in enumerate(deltas)
+                  if not self._replica.layout.has_buffers(i))  # fmt: skip
+        moved = guards.Moved(math.hypot(*judged), self._round.steps, self._round.lr_sum)
         return [] if self._why_not_sent(moved) else deltas
 
     def _send_ahead(self, deltas: list[torch.Tensor]) -> Courier:
@@ -610,7 +692,8 @@ class LocalSGD:
             round_.stall_s = ahead.round.stall_s
         if ahead and ahead.counts:
             before = ahead.round
-            round_.steps, round_.tokens, round_.lr_sum = before.steps, before.tokens, before.lr_sum
+            round_.steps, round_.tokens, round_.seen = before.steps, before.tokens, before.seen
+            round_.lr_sum = before.lr_sum
             round_.samples, round_.loss_sum = before.samples, before.loss_sum
             round_.started = before.started
         return round_
@@ -630,12 +713,12 @@ class LocalSGD:
             own = pointer["slot"] == self.place.slot
             left_out: dict[int, torch.Tensor] = {}
             refused = inner_state.load(
-                self.run, pointer, self.optimizer, self.group.rank, left_out if own else None
+                self.run, pointer, self.optimizer.each, self.group.rank, left_out if own else None
             )
             if not self._delivered_after(pointer["version"], version):
                 self._exchange.encoder.residuals = left_out
             if any(self.group.gather(refused)):
-                self.optimizer.state.clear()
+                self.optimizer.forget()
                 pointer, origin = None, f"fresh: {refused}"
         if pointer is None and version > 0:
             self._ramp = self.config.local_sgd.join_ramp
@@ -659,12 +742,15 @@ class LocalSGD:
         try:
             entry = insist(
                 inner_state.save, self.run.slot_path(place.slot),
-                f"inner-{version:06d}.{place.attempt}", self.optimizer, self.group.rank,
+                f"inner-{version:06d}.{place.attempt}", self.optimizer.each, self.group.rank,
                 self._exchange.encoder.residuals,
             )  # fmt: skip
         except (OSError, TryAgain) as error:
             entry = None
             self.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
+        except inner_state.UNFIT as error:
+            entry = None
+            self._warn(f"the optimizer's state is not saved, a restart begins it anew: {error}")
         entries = self.group.gather(entry)
         self._save_s = time.monotonic() - began
         # A successor has saved its own, or will.
@@ -681,7 +767,7 @@ class _Round:
 
     def __init__(self, base: int):
         self.base = base
-        self.steps = self.tokens = self.pending = 0
+        self.steps = self.tokens = self.seen = self.pending = 0  # seen: samples, as pending
         self.samples: list[Range] = []
         self.loss_sum = self.lr_sum = 0.0
         self.first_loss = self.stall_s = 0.0
@@ -704,24 +790,6 @@ class _Ahead:
         self.round, self.deltas = round_, deltas
         self.counts = True  # else they are to be done again
         self.fetched: dict[int, list[Published]] = {}  # version -> its fragments
-
-
-def _rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of a step: the largest of its groups."""
-    return max((float(group["lr"]) for group in optimizer.param_groups), default=0.0)
-
-
-def _take(queue: list[Range], want: int) -> list[Range]:
-    """Remove the first `want` positions of a queue, in its order (which is the order trained)."""
-    taken = []
-    while want > 0 and queue:
-        epoch, start, stop = queue.pop(0)
-        end = min(stop, start + want)
-        taken.append((epoch, start, end))
-        if end < stop:
-            queue.insert(0, (epoch, end, stop))
-        want -= end - start
-    return taken
 
 
 def _joined(ranges: list[Range]) -> list[Range]:

@@ -30,7 +30,7 @@ from elastic.config import Config, elastic_home, env
 from elastic.durable import PASSING, SPACE_S, exists
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.estimate import THREADS
-from elastic.ledger import Ledger
+from elastic.ledger import Ledger, count
 from elastic.membership import Slot, expected
 from elastic.network import bind_address, hostname
 from elastic.redis_server import RedisServer, start
@@ -196,7 +196,7 @@ class Master:
             self._server = self._written(start, self.run, self.config, address, self.epoch)
             self._endpoint = self._server.endpoint
         secret = self.run.secret()
-        self._store = Store.connect(self._endpoint, secret, self.run.name, user="master")
+        self._store = Store.connect(self._endpoint, secret, self.run.key, user="master")
         self._listener = self._store.listen("wake")
         if self._averager:
             self._averager.use(self._store)
@@ -448,7 +448,7 @@ class Master:
     def _facts(self) -> Facts:
         averager, settings = self._averager, self.config.local_sgd
         return Facts(
-            run=self.run.name, version=self._round.version, layout=averager.layout.hash,
+            run=self.run.key, version=self._round.version, layout=averager.layout.hash,
             fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
             attempts=self._attempts, judged=frozenset(self._round.judged),
             taken_back=frozenset(self._taken_back),
@@ -535,7 +535,7 @@ class Master:
                 has_lease = ask.slot in slots and slots[ask.slot].attempt == ask.attempt
                 if not (ask.want and has_lease) or now < self._settle_until:
                     continue  # it only tells; or it will ask again
-                least = self.config.train.batch_size * self.config.slurm.gpus_per_worker
+                least = self.config.step_samples
                 want = min(ask.want, least * self._inner_steps)
                 ranges = self._ledger.grant(owner, want, len(slots), least)
                 if ranges or ask.held:
@@ -661,7 +661,16 @@ class Master:
             "loss": sum(d["loss"] * d["tokens"] for d in deltas) / tokens if tokens
                     else self._commit.get("loss"),
             "rejected": round_.rejected, **carried(self._commit), **said,
+            "total_tokens": self._total_tokens(tokens, deltas),
         }  # fmt: skip
+
+    def _total_tokens(self, tokens: int, deltas: list[dict]) -> int:
+        """What the run comes to: by epochs, as many tokens a sample as there were so far."""
+        ledger, told = self._ledger, self._commit["tokens"] + tokens
+        seen = len(ledger.committed) + sum(count(delta["samples"]) for delta in deltas)
+        if not (ledger.epochs and seen and told):
+            return self._commit["total_tokens"]
+        return round(told / seen * ledger.samples * ledger.epochs)
 
     def _after_commit(self, commit: dict, reason: str) -> None:
         """Open the next round, then announce it: the commit stands, even if Redis is gone."""

@@ -138,7 +138,7 @@ def trial(config: Config, folder: Path) -> dict[str, float]:
         write_atomic(folder / name, secrets.token_hex(24).encode(), mode=0o600)
     server = start(run, replace(config, redis=replace(config.redis, port=0)), "127.0.0.1", 0)
     try:
-        store = Store.connect(server.endpoint, run.secret(), run.name, user="master")
+        store = Store.connect(server.endpoint, run.secret(), run.key, user="master")
         return _speed(store)
     finally:
         server.stop()
@@ -161,7 +161,7 @@ def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            store = Store.connect(server.endpoint, run.secret(), run.name, 0.5, "master")
+            store = Store.connect(server.endpoint, run.secret(), run.key, 0.5, "master")
             store.now()
             store.close()
             # Somebody else's server may answer on a port that ours could not bind.
@@ -211,9 +211,9 @@ def _users(run: RunDir, known: tuple[int, ...]) -> str:
     lines = ["user default off"]
     for role, (commands, keys, channels) in ROLES.items():
         rules = ["on", f"#{hashlib.sha256(run.secret(role).encode()).hexdigest()}"]
-        rules += [f"~elastic:{run.name}:{key}" for key in keys.split()]
+        rules += [f"~elastic:{run.key}:{key}" for key in keys.split()]
         if known >= KNOWS_CHANNELS:
-            rules += ["resetchannels", f"&elastic:{run.name}:{channels}"]
+            rules += ["resetchannels", f"&elastic:{run.key}:{channels}"]
         rules += [f"+{command}" for command in commands.split()]
         lines.append(f"user {role} {' '.join(rules)}")
     return "\n".join(lines) + "\n"

@@ -1,8 +1,9 @@
-"""A worker's replica: the model's parameters against the base they started the round from.
+"""A worker's replica: the model's parameters, and the buffers that a checkpoint would hold, against
+the base they started the round from.
 
-The base is what the worker loaded, in bf16 as published, kept on the host (pinned when the model is
-on a GPU), sharded as the parameters are: with FSDP2 each rank holds its own part. So rounding never
-biases the delta, and a delta is made one fragment at a time.
+The base is what the worker loaded, in bf16 as published (buffers in float32), kept on the host
+(pinned when the model is on a GPU), sharded as the parameters are: with FSDP2 each rank holds its
+own part. So rounding never biases the delta, and a delta is made one fragment at a time.
 """
 
 from collections.abc import Iterator
@@ -10,19 +11,48 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from elastic.errors import ElasticError
 from elastic.group import is_sharded
 from elastic.layout import Layout
 from elastic.merge import moved
 
+HELD = (torch.float32, torch.bfloat16, torch.float16)  # what float32 holds exactly
 
-def shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """(name, whole shape) of every parameter, in the model's order."""
-    return [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+
+def shapes(model: nn.Module) -> list[tuple]:
+    """(name, whole shape) of every parameter, in the model's order; of buffers, with True."""
+    parameters = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+    return [*parameters, *((name, tuple(b.shape), True) for name, b in buffers(model).items())]
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that are averaged: persistent ones of floats, and counters. Other integers, such as
+    tables and masks, are as the model's code has made them."""
+    kept = model.state_dict(keep_vars=True) if next(model.buffers(), None) is not None else {}
+    return {name: buffer for name, buffer in model.named_buffers()
+            if name in kept and (is_float(buffer) or buffer.numel() == 1)}  # fmt: skip
+
+
+def is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def refuse_inexact(model: nn.Module) -> None:
+    """Raise ElasticError naming a tensor that a version would not hold as it is."""
+    floats = [(name, buffer) for name, buffer in buffers(model).items() if is_float(buffer)]
+    for name, tensor in [*model.named_parameters(), *floats]:
+        if tensor.dtype not in HELD:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ElasticError(
+                f"{name} is {kind}: local mode averages float32, bfloat16 and float16",
+                "convert it (model.float(), torch.view_as_real); what is not trained can be a"
+                " buffer with persistent=False",
+            )
 
 
 class Replica:
     def __init__(self, model: nn.Module, layout: Layout):
-        self._params = dict(model.named_parameters())
+        self._params = dict(model.named_parameters()) | buffers(model)
         self.layout = layout
         self._base: dict[str, torch.Tensor] = {}
 
@@ -34,7 +64,8 @@ class Replica:
             base = self._base.get(tensor.name)
             if base is None:
                 pinned = _local(param).is_cuda
-                base = torch.empty(shard.shape, dtype=torch.bfloat16, pin_memory=pinned)
+                kind = torch.float32 if tensor.is_buffer else torch.bfloat16
+                base = torch.empty(shard.shape, dtype=kind, pin_memory=pinned)
                 self._base[tensor.name] = base
             base.copy_(moved(base, shard.to(base.device)) if is_difference else shard)
             _local(param).copy_(base, non_blocking=True)
@@ -79,7 +110,10 @@ class Replica:
         for tensor, param, shard in self._shards(index, values):
             base, part = self._base[tensor.name], shift[tensor.start : tensor.start + tensor.numel]
             local = _local(param)
-            local.add_(part.view(tensor.shape).to(local.device))
+            if tensor.is_buffer:  # nothing is lost with what they have seen since
+                local.copy_(shard)
+            else:
+                local.add_(part.view(tensor.shape).to(local.device))
             base.copy_(moved(base, shard.to(base.device)) if is_difference else shard)
 
     def _shards(self, index: int, values: torch.Tensor) -> Iterator[tuple]:
@@ -115,7 +149,8 @@ class Replica:
 
     def empty(self, index: int, is_difference: bool) -> torch.Tensor:
         """Room for the values of a published fragment."""
-        dtype = torch.float32 if is_difference else torch.bfloat16
+        is_exact = is_difference or self.layout.has_buffers(index)
+        dtype = torch.float32 if is_exact else torch.bfloat16
         return torch.empty(self.layout.numels[index], dtype=dtype)
 
     @property

@@ -4,6 +4,7 @@ Everything a run needs to go on is here; Redis can be emptied and every process 
 moment. The names, and who writes them:
 
     run.toml environment.json secret*    elastic-submit, once; nobody else may read them
+    id                                   likewise; in every key of the run's in Redis
     control.json                         elastic-scale, elastic-stop: what the user wants
     endpoint.json  masters/000004.json   the master: where its Redis is; its epoch, by link()
     versions/000123/ commits/000123.json the master: versions.py says how a version is committed
@@ -17,6 +18,7 @@ read by reconcile and status alone, is ever listed.
 """
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -101,6 +103,7 @@ class RunDir:
                 (draft.path / folder).mkdir()
             write_atomic(draft.path / "run.toml", config.to_toml().encode(), PRIVATE)
             write_atomic(draft.path / "environment.json", to_json(environment), PRIVATE)
+            write_atomic(draft.path / "id", secrets.token_hex(8).encode())
             for name in SECRETS.values():
                 write_atomic(draft.path / name, secrets.token_hex(24).encode(), PRIVATE)
             write_atomic(draft._control_path, to_json(asdict(control)))
@@ -132,6 +135,13 @@ class RunDir:
             check_private(self.path)
             self._config = found
         return self._config
+
+    @functools.cached_property
+    def key(self) -> str:
+        """What the run is on a Redis that others use, too: a name may be another user's, or have
+        been another run's. Without an id in runs from before there was one."""
+        path = self.path / "id"
+        return f"{self.name}:{path.read_text().strip()}" if path.exists() else self.name
 
     def environment(self) -> dict[str, str]:
         """The environment that every job of this run starts from."""

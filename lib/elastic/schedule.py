@@ -15,6 +15,12 @@ import math
 WARMUP_START = 0.01  # of the peak; not 0, so that no step is without effect
 
 
+def peak(group: dict) -> float:
+    """The rate that a parameter group is to reach. A scheduler made before has changed `lr` and
+    says what it was, or what it is to be."""
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+
+
 def tokens_at(committed: int, own_tokens: int, live_workers: int, cap: int) -> int:
     """Where the run probably is while a round is in progress.
 

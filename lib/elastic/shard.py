@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 
 from elastic import merge
-from elastic.codec import Tile, accepted, as_bytes, codec
+from elastic.codec import Tile, accepted, as_bytes, codec, codec_of
 from elastic.config import Config
 from elastic.errors import ElasticError, Exit, TryAgain
 from elastic.estimate import THREADS
@@ -131,7 +131,10 @@ class Shard:
     def check(self, header: Header) -> dict[int, merge.Products] | str:
         def products(index: int) -> merge.Products:
             tiles = self._read(header, index)
-            return merge.added(self._outer.products(index, tile, at) for at, tile in tiles)
+            told = merge.added(self._outer.products(index, tile, at) for at, tile in tiles)
+            if self.layout.has_buffers(index):
+                return (0.0, 0.0, 0.0 * told[2])  # judged by nothing but being finite: 0 · inf
+            return told
 
         try:
             return dict(zip(self.indices, self._all(products), strict=True))
@@ -140,10 +143,11 @@ class Shard:
 
     def _read(self, header: Header, index: int) -> Iterator[Tile]:
         """A fragment of a delta, from this thread's buffer: valid until its next read."""
-        chosen, fragment = self._codecs[header.codec], header.fragments[index]
+        place, fragment = self.layout.fragments[index], header.fragments[index]
+        chosen = codec_of(place, self._codecs[header.codec])
         data = self._buffer("data", fragment.bytes, torch.uint8)
         self._transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
-        return chosen.tiles(data, self.layout.fragments[index])
+        return chosen.tiles(data, place)
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """This thread's own; fresh memory of that size costs as much as the arithmetic."""
@@ -178,7 +182,7 @@ class Shard:
         run, layout = self.run, self.layout
         params, momentum = read_exactly(run, run.commit(version), layout, index)
         self._outer.params[index], self._outer.momentum[index] = params, momentum
-        if self._down != "bf16":
+        if self._down != "bf16" and not layout.has_buffers(index):
             self._published[index] = read_params(run, run.commit(self._base), layout, index)
 
     def _advance_one(self, index: int, recipe: Recipe, draft: Draft) -> Part:
@@ -204,16 +208,15 @@ class Shard:
             self._load(index, recipe.restore)
             self._outer.momentum[index].zero_()
         else:
-            params = self._outer.params[index]
+            params, terms = self._outer.params[index], self._terms(index, recipe)
             mean = self._buffer("mean", params.numel(), torch.float32)
-            merge.mean_delta(params, self._terms(index, recipe), self._reanchor, mean)
-            products = self._outer.products(index, mean)
-            self._outer.step_one(index, mean, recipe.lr)
+            if self.layout.has_buffers(index):  # the mean of what the workers have
+                params.sub_(merge.mean_delta(params, terms, 1.0, mean))
+            else:
+                merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
+                products = self._outer.products(index, mean)
+                self._outer.step_one(index, mean, recipe.lr)
         return products, self._publish(index)
-
-    @property
-    def _reanchor(self) -> float:
-        return self.config.local_sgd.reanchor
 
     def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
         for header, factor in zip(recipe.headers, recipe.factors, strict=True):
@@ -232,7 +235,7 @@ class Shard:
 
         What this one's rounding leaves out is in the next one.
         """
-        if self._down == "bf16":
+        if index not in self._published:
             return None
         chosen, fragment, before = codec(self._down), self.layout.fragments[index], self._published
         data = chosen.encode(self._outer.params[index] - before[index].float(), fragment)

@@ -146,7 +146,7 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     newest = commits[-1] if commits else {}
     found = {
         "tokens_per_s": _speed(commits, 0.0 if is_sync else now),
-        "tokens_goal": (run.commit(0) or {}).get("total_tokens"),
+        "tokens_goal": newest.get("total_tokens"),
         **found,
         **({} if is_running else {"tokens_per_s": None}),
         "path": str(run.path),

@@ -3,7 +3,8 @@
 Redis is fast, not durable: every key can be rebuilt from the run directory and from what live
 workers say again, so a flushed or replaced server costs a moment and no work.
 
-key (after `elastic:RUN:`)  type     content
+key (after `elastic:RUN:ID:`)
+                            type     content
 master                      hash     epoch, version, call (version being called), state, beat, ...
 slot:N                      hash/TTL the lease and last heartbeat of a slot (membership.Slot)
 attempts                    hash     slot -> newest attempt; a lower one is fenced
@@ -173,16 +174,16 @@ class Ask:
 class Store:
     """One run's keys on one server."""
 
-    def __init__(self, client: redis.Redis, run_name: str, where: str):
+    def __init__(self, client: redis.Redis, run_key: str, where: str):
         self._redis, self.where = client, where
-        self._prefix = f"elastic:{run_name}:"
+        self._prefix = f"elastic:{run_key}:"
         scripts = map(client.register_script, (CLAIM, RAISE, BEAT, RELEASE, OFFER, MASTER))
         self._claim, self._raise, self._beat, self._release, self._offer, self._master = scripts
         self._put = client.register_script(PUT)
 
     @classmethod
     def connect(
-        cls, endpoint: Endpoint, password: str, run_name: str, timeout_s=5.0, user="default"
+        cls, endpoint: Endpoint, password: str, run_key: str, timeout_s=5.0, user="default"
     ) -> "Store":
         """A store on the server at `endpoint`; the first call connects."""
         limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
@@ -190,13 +191,13 @@ class Store:
         limits["retry"] = Retry(NoBackoff(), 1)
         if endpoint.url:
             client = redis.Redis.from_url(endpoint.url, **limits)
-            return cls(client, run_name, endpoint.url.rpartition("@")[2].partition("?")[0])
+            return cls(client, run_key, endpoint.url.rpartition("@")[2].partition("?")[0])
         if endpoint.certificate:  # that one, and no other that some authority has signed
             limits |= {"ssl": True, "ssl_ca_data": endpoint.certificate}
             limits |= {"ssl_check_hostname": False}
         who = {"username": user, "password": password}
         client = redis.Redis(endpoint.host, endpoint.port, **who, **limits)
-        return cls(client, run_name, f"{endpoint.host}:{endpoint.port}")
+        return cls(client, run_key, f"{endpoint.host}:{endpoint.port}")
 
     @classmethod
     def open(cls, run: RunDir, timeout_s: float = 2.0, role: str = "reader") -> "Store":
@@ -204,7 +205,7 @@ class Store:
         endpoint = run.endpoint()
         if endpoint is None:
             raise TryAgain(f"run {run.name} has had no master yet", "elastic-status RUN says why")
-        store = cls.connect(endpoint, run.secret(role), run.name, timeout_s, role)
+        store = cls.connect(endpoint, run.secret(role), run.key, timeout_s, role)
         store.now()
         return store
 

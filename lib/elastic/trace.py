@@ -89,7 +89,7 @@ def measured(run: RunDir) -> dict[str, float]:
         shown |= dict.fromkeys(("deliver_s", "deliver_alone_s", "average_s"), 0.0)
         shown |= {"pull_s": max(0.0, median(gaps_s))}
     if deltas:
-        shown["total_steps"] = commits[0].get("total_tokens", 0) * _steps_per_token(deltas)
+        shown["total_steps"] = commits[-1].get("total_tokens", 0) * _steps_per_token(deltas)
     return shown
 
 

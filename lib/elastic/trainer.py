@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -34,7 +33,16 @@ from torch.utils.data import DataLoader, default_collate
 from elastic import cadence, handover
 from elastic.checkpoint import Checkpoints, Saved, steps
 from elastic.config import env
-from elastic.device import build_model, choose_device, join_group, leave, precision, to_device
+from elastic.device import (
+    Profile,
+    build_model,
+    choose_device,
+    join_group,
+    leave,
+    precision,
+    seed_by,
+    to_device,
+)
 from elastic.durable import SPACE_S, append_line, until_written
 from elastic.errors import ElasticError, Exit, Fenced
 from elastic.group import Group, clip_gradients
@@ -47,9 +55,10 @@ from elastic.health import (
     shield_workers,
     warn,
 )
-from elastic.ledger import Ledger, Range, Ranges
+from elastic.ledger import Ledger, Range, Ranges, count
+from elastic.loading import check
 from elastic.rundir import RunDir
-from elastic.schedule import learning_rate
+from elastic.schedule import learning_rate, peak
 from elastic.shuffle import Order
 from elastic.signals import Notice
 from elastic.sizing import passes
@@ -87,14 +96,14 @@ class Trainer:
         self.train = self.config.train
         self.attempt, self.job_id = int(env("ELASTIC_ATTEMPT", "1")), env("ELASTIC_JOB_ID", "")
         self.task = load_task(self.config.run.task, self.config.task, Path(self.config.run.folder))
-        self.dataset = self.task.dataset()
+        self.dataset = check(self.task.dataset())
         self.model = build_model(self.task, self.config, device, group)
         make = getattr(self.task, "optimizer", None)
         self.optimizer = make(self.model) if make else default_optimizer(self.model, self.train)
         keep = max(2, self.config.checkpoint.keep)
         self.checkpoints = Checkpoints(run, group, f"attempt{self.attempt}", keep)
         self._autocast = precision(self.train.precision, device)
-        self._peaks = [each["lr"] for each in self.optimizer.param_groups]
+        self._peaks = list(map(peak, self.optimizer.param_groups))
         self._sample_tokens = count_tokens(self.task, default_collate([self.dataset[0]]))
         self._order = Order(len(self.dataset), self.config.run.seed)
         self._saved_step, self._saved_at = 0, time.monotonic()
@@ -102,7 +111,7 @@ class Trainer:
         health = self.config.health
         self.nans = NaNDetector(health.nan_action, group, health.max_bad_batches)
         self.shutdown = ShutdownHandler(float(env("ELASTIC_NOTICE_S") or 0), notice)
-        self._profiler = None
+        self._profile = Profile(self.train.profile if group.leads else "", run.path / "profile")
         self._control_at = self._progress_at = 0.0
         self._rate = (time.monotonic(), 0)
         self._startup_s = 0.0  # from the launcher's start of the ranks to the first step's end
@@ -115,8 +124,10 @@ class Trainer:
     @property
     def total_tokens(self) -> int:
         samples, steps = self.train.epochs * len(self.dataset), self.train.max_steps
-        tokens = self.train.max_tokens or samples * self._sample_tokens
-        return min(tokens, steps * self.batch_size * self._sample_tokens) if steps else tokens
+        seen, tokens = count(self._committed) + len(self._trained), self.state.tokens
+        each = tokens / seen if seen and tokens else self._sample_tokens  # of a sample, so far
+        total = self.train.max_tokens or samples * each
+        return round(min(total, steps * self.batch_size * each) if steps else total)
 
     # ---- the program
 
@@ -199,7 +210,7 @@ class Trainer:
             self._save()
         else:
             self._say(f"no checkpoint: {left_s:.1f} s are left, and the last took {needed_s:.1f} s")
-        self._profile(leaving=True)
+        self._profile.end()
         self._say(f"leaves at step {self.state.step}: {'notice' if wish == NOTICE else 'stopped'}")
         return Exit.TRY_AGAIN if wish == NOTICE else Exit.DO_NOT_RESTART
 
@@ -239,7 +250,7 @@ class Trainer:
     def _step(self, batch: Ranges, parts: Iterator) -> float:
         """Train one global batch; returns what the ranks want to do now."""
         began = time.monotonic()
-        self._profile()
+        self._profile.at(self.state.step)
         self._prepare_step()
         loss_sum, tokens = self._backward(len(batch) * self._sample_tokens, parts)
         loss, tokens, wish, due, check = self._agree(loss_sum, tokens)
@@ -262,10 +273,10 @@ class Trainer:
     def _prepare_step(self) -> None:
         """Learning rate and random numbers: functions of where the run is, not of how it came."""
         factor = learning_rate(self.state.tokens, self.total_tokens, self.train)
-        for param_group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            param_group["lr"] = peak * factor * self._ramp() / self.train.learning_rate
+        for param_group, most in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            param_group["lr"] = most * factor * self._ramp() / self.train.learning_rate
         place = f"{self.config.run.seed}/{self.state.step}/{self.group.rank}"
-        torch.manual_seed(int.from_bytes(blake2b(place.encode(), digest_size=7).digest()))
+        seed_by(place)
 
     def _ramp(self) -> float:
         """Below 1 for the first steps on top of a version: the optimizer knows nothing yet."""
@@ -399,22 +410,6 @@ class Trainer:
         if problem := check_nccl_health(self.group, self.config.health.liveness_timeout_s):
             raise ElasticError(f"rank {self.group.rank}: {problem}", "see logs/ranks of the run")
         require_gpu(self.device, warn)
-
-    def _profile(self, leaving: bool = False) -> None:
-        """Trace rank 0 through the steps of train.profile, into RUN/profile."""
-        if not (self.train.profile and self.group.leads):
-            return
-        first, last = map(int, self.train.profile.split(":"))
-        if self.state.step == first and not (self._profiler or leaving):
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        elif self._profiler and (self.state.step == last or leaving):
-            self._profiler.stop()
-            path = self.run.path / "profile" / f"steps-{first}-{last}.json"
-            path.parent.mkdir(exist_ok=True)
-            self._profiler.export_chrome_trace(str(path))
-            self._profiler = None
-            self._say(f"profile of steps {first} to {self.state.step}: {path}")
 
     # ---- checkpoints
 

@@ -1,7 +1,7 @@
 """Versions: the tensors of a committed version, in safetensors files, verified by size and xxh3.
 
-    versions/000123/params-00.safetensors   bf16, by parameter name: what workers pull, and what
-                                            `safetensors.torch.load_file` gives anybody else
+    versions/000123/params-00.safetensors   bf16 (buffers: float32), by name: what workers pull, and
+                                            what `safetensors.torch.load_file` gives anybody else
     versions/000123/difference-00.safetensors
                                             what to add to the parameters before, as int8 (or int4),
                                             to have these (with local_sgd.downlink)
@@ -63,7 +63,8 @@ class Draft:
 
     def write_params(self, layout: Layout, index: int, params: torch.Tensor) -> dict:
         """Write what workers pull of a fragment."""
-        published = split(layout, index, params.to(torch.bfloat16))
+        whole = params if layout.has_buffers(index) else params.to(torch.bfloat16)
+        published = split(layout, index, whole)
         return self._write(f"params-{index:02d}.safetensors", file_parts(published))
 
     def write_outer(
@@ -143,7 +144,8 @@ def read_layout(run: RunDir, version: int) -> Layout:
 
 
 def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.Tensor:
-    """The published parameters of a fragment: flat, bf16. Raises ElasticError if damaged."""
+    """The published parameters of a fragment: flat, bf16 (buffers: float32). Raises ElasticError
+    if damaged."""
     tensors = _tensors(verified(run, commit, f"params-{index:02d}.safetensors"))
     return _flat(layout, index, tensors, "")
 

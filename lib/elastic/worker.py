@@ -9,12 +9,14 @@ import math
 from pathlib import Path
 
 import torch
+from torch.utils.data import default_collate
 
 from elastic.device import build_model, choose_device, join_group, precision, to_device
 from elastic.errors import ElasticError, Exit
 from elastic.group import clip_gradients
 from elastic.health import NaNDetector, require_gpu, warn
 from elastic.link import Place
+from elastic.loading import check
 from elastic.local_sgd import LocalSGD
 from elastic.signals import Notice
 from elastic.tasks import count_tokens, default_optimizer, load_task
@@ -42,21 +44,24 @@ def run(notice: Notice) -> int:
 def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
     """The inner loop."""
     settings, health = sgd.config.train, sgd.config.health
-    dataset = task.dataset()
-    sample = torch.utils.data.default_collate([dataset[0]])
-    sgd.tokens_per_sample = count_tokens(task, sample)
+    dataset = check(task.dataset())
+    sgd.tokens_per_sample = count_tokens(task, default_collate([dataset[0]]))
     autocast = precision(settings.precision, device)
     nans = NaNDetector(health.nan_action, sgd.group, health.max_bad_batches)
+    loss_sum, tokens = 0.0, 0  # of the step's batches
     for batch in sgd.batches(dataset):
-        tokens = count_tokens(task, batch) if sgd.group.world == 1 else None
+        tokens += count_tokens(task, batch)
         with autocast():
             loss = task.loss(model, to_device(batch, device))
-        (loss * sgd.loss_scale).backward()
+        (loss / sgd.accumulate).backward()
+        loss_sum += loss.detach()
+        if not sgd.ends_step:
+            continue
         norm = clip_gradients(model, settings.grad_clip)
         said = nans.judge(not math.isfinite(norm))
         if said == "ok":
             optimizer.step()
-            sgd.step(loss.detach(), tokens)
+            sgd.step(loss_sum / sgd.accumulate, tokens if sgd.group.world == 1 else None)
         elif said == "skip":
             sgd.skip()
         else:
@@ -65,3 +70,4 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
                 "lower train.learning_rate, or look at the data",
             )
         optimizer.zero_grad(set_to_none=True)
+        loss_sum, tokens = 0.0, 0

@@ -165,7 +165,7 @@ class Crowd:
     def deliver(self, slot: int, samples: list) -> None:
         part = self.transport.put(fragment_name((slot, 1, self.version), 0), self.data)
         header = Header(
-            run=self.run.name, slot=slot, attempt=1, job_id="0", base=self.version,
+            run=self.run.key, slot=slot, attempt=1, job_id="0", base=self.version,
             layout=LAYOUT.hash, codec="none", steps=1, tokens=4, samples=tuple(samples), loss=1.0,
             first_loss=1.0, fragments=(part,),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import redis
+import torch
 
 from elastic import agent, averaging, link, local_sgd, master, signals
 from elastic.agent import SILENT, Agent
@@ -44,7 +45,9 @@ LATE_S = 20.0  # that a master may see names late, as where NFS remembers that t
 LAYOUT = SimpleNamespace(hash="abc", fragments=[0])
 CONFIG = SimpleNamespace(
     run=SimpleNamespace(seed=1, scheduler="local"),
-    train=SimpleNamespace(batch_size=1, max_tokens=0, epochs=EPOCHS),
+    train=SimpleNamespace(batch_size=1, accumulate=1, max_tokens=0, epochs=EPOCHS, schedule="own",
+                          loader_workers=0, profile=""),
+    step_samples=1,
     local_sgd=SimpleNamespace(
         inner_steps=2, max_staleness=1, compression="none", overlap="off",
         cold_start_steps=0, clip_norm=2.0, canary=0.3,
@@ -351,7 +354,8 @@ class Worker:
         self.agent.attempt = self.attempt = run.claim_attempt(slot, {})
         place = Place(run, slot, self.attempt, f"{slot}.{self.attempt}")
         one = SimpleNamespace(share=lambda x: x, gather=lambda x: [x], leads=True, rank=0, world=1)
-        self.life = Life(None, SimpleNamespace(param_groups=[]), place, self.notice, one)
+        optimizer = SimpleNamespace(param_groups=[])
+        self.life = Life(torch.nn.Linear(1, 1), optimizer, place, self.notice, one)
         self.slot, self.line = slot, self.life._link
         self.actor = Actor(f"worker {slot}.{self.attempt}", self.life.live)
 

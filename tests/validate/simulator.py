@@ -27,6 +27,7 @@ from torch.utils.data import default_collate
 from elastic import merge, rounds
 from elastic.codec import Encoder, accepted
 from elastic.config import Config
+from elastic.device import seed_by
 from elastic.group import Group
 from elastic.guards import Moved, Running
 from elastic.layout import Layout
@@ -114,7 +115,7 @@ class Start:
 class Script:
     """Stands in for LocalSGD: hands the worker's own training loop the batches it is given."""
 
-    group, loss_scale, tokens_per_sample = Group(), 1.0, 1
+    group, accumulate, ends_step, tokens_per_sample = Group(), 1, True, 1
 
     def __init__(self, config: Config, batches: list[list[int]], prepare):
         self.config, self._batches, self._prepare = config, batches, prepare
@@ -123,14 +124,15 @@ class Script:
 
     def batches(self, dataset) -> Iterator:
         for indices in self._batches:
-            self._pending = len(indices)
+            self._pending, self._size = sum(index >= 0 for index in indices), len(indices)
             self._rate = self._prepare(self.steps, self.tokens)
-            yield default_collate([dataset[index] for index in indices])
+            yield default_collate([dataset[max(index, ~index)] for index in indices])
 
     def step(self, _loss=0.0, tokens: int | None = None) -> None:
         self.lr_sum += self._rate
         self.steps += 1
-        self.tokens += self._pending * self.tokens_per_sample if tokens is None else tokens
+        tokens = self._size * self.tokens_per_sample if tokens is None else tokens
+        self.tokens += round(tokens * self._pending / self._size)
 
     def skip(self) -> None:
         self._rate = 0.0
@@ -302,9 +304,14 @@ class Simulator:
         return batches
 
     def _cut(self, samples: list) -> list[list[int]]:
-        """Dataset indices: full batches, and at most one that is not, the last."""
+        """Dataset indices, in full batches. What fills the last one up, from the beginning of its
+        epoch, is below 0 (~index): it does not count."""
         indices = [i for each in samples for i in self._indices(*each)]
         size = self.config.train.batch_size
+        if short := len(indices) % size:
+            epochs = [epoch for epoch, start, stop in samples for _ in range(start, stop)]
+            places = (at % self.samples for at in range(size - short))
+            indices += [~self._indices(epochs[-short], at, at + 1)[0] for at in places]
         return [indices[at : at + size] for at in range(0, len(indices), size)]
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
@@ -319,7 +326,7 @@ class Simulator:
         slot, attempt, base = _key(work)
         if before := self._newest(slot, base - 1, attempt, attempt):
             return copy.deepcopy(before)
-        origin, fresh = work["inner"], Inner([], self.first_rng())
+        origin, fresh = work["inner"], Inner([], self.first_rng(slot, attempt))
         if origin == "start":
             return copy.deepcopy(self.start.inner) or fresh
         if origin.startswith("fresh"):
@@ -331,9 +338,8 @@ class Simulator:
         before = self._newest(donor, int(found["version"]), 0, last)
         if before is None:
             raise Untold(f"{_key(work)}: inner state {origin!r}, which no commit shows")
-        if donor != slot:
-            return Inner(copy.deepcopy(before.state), fresh.rng)
-        return Inner(copy.deepcopy(before.state), before.rng, residuals=before.residuals)
+        residuals = before.residuals if donor == slot else {}
+        return Inner(copy.deepcopy(before.state), fresh.rng, residuals=residuals)
 
     def _newest(self, slot: int, base: int, low: float, high: float) -> Inner | None:
         """After the slot's last delta up to `base`, of attempts low ... high; trains it if due."""
@@ -351,8 +357,9 @@ class Simulator:
         rng = torch.get_rng_state()
         self._inner[_key(work)] = Inner(state, rng, inner.ramp, residuals, inner.ahead)
 
-    def first_rng(self) -> torch.Tensor:
-        return torch.Generator().manual_seed(self.config.run.seed + 1).get_state()
+    def first_rng(self, slot: int = 0, attempt: int = 1) -> torch.Tensor:
+        seed_by(f"{self.config.run.seed}/{slot}/{attempt}/0")
+        return torch.get_rng_state()
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]

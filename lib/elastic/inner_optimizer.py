@@ -1,0 +1,103 @@
+"""The inner optimizer of a worker, or those that share its model, as the two of a GAN: who sets
+the learning rates, and whether it takes the parameters that a version brings."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elastic.errors import ElasticError
+from elastic.group import is_sharded
+from elastic.schedule import peak
+
+PROBED = 4096  # elements of a parameter
+FEW_STEPS = 8  # they may come close to where the parameters were before by chance
+
+
+class InnerOptimizer:
+    def __init__(self, given: Optimizer | Sequence[Optimizer], sets_rates: bool):
+        """`sets_rates`: the run's schedule does, not the user's loop."""
+        self.each = list(given) if isinstance(given, list | tuple) else [given]
+        self.sets_rates = sets_rates
+        self._peaks = list(map(peak, self.groups))
+        self._rates: list[float] = []  # as they were set last
+        self._has_others = False
+        if sets_rates and not any(self._peaks):
+            raise ElasticError(
+                "the learning rate of the optimizer is 0",
+                'give it the peak of train.schedule, or set train.schedule = "own"',
+            )
+
+    @property
+    def groups(self) -> list[dict]:
+        return [group for optimizer in self.each for group in optimizer.param_groups]
+
+    def forget(self) -> None:
+        """Clear its state: moments that are suspect, or another model's."""
+        for optimizer in self.each:
+            optimizer.state.clear()
+
+    def set_rates(self, factor: float) -> None:
+        """Every group's peak times `factor`."""
+        self._notice_others()
+        self._rates = [most * factor for most in self._peaks]
+        for group, rate in zip(self.groups, self._rates, strict=True):
+            group["lr"] = rate
+
+    def untrained(self, model: nn.Module) -> str:
+        """Which parameters no optimizer has, as a sentence; "" if none."""
+        held = {id(param) for group in self.groups for param in group["params"]}
+        left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        if not left:
+            return ""
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        return f"no optimizer has {left[0]}{more}: give LocalSGD all optimizers, as a list"
+
+    def contested(self) -> str:
+        """After a step: that somebody else sets the rates, as a sentence; "" if nobody does."""
+        self._notice_others()
+        if not self._has_others:
+            return ""
+        return ("the loop or a scheduler sets the learning rate, and so does train.schedule before"
+                f' each batch (peaks {self._peaks}): remove one, or set it to "own"')  # fmt: skip
+
+    def _notice_others(self) -> None:
+        found = [float(group["lr"]) for group in self.groups]
+        self._has_others |= bool(self._rates) and self._rates != found
+
+
+class Probe:
+    """Whether steps start from where a version has put the parameters.
+
+    An optimizer with float32 copies of its own starts them from its copies, and no version is ever
+    trained on: its first step brings the parameters back to where they were before.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._param = max(model.parameters(), key=lambda p: p.numel() if p.requires_grad else -1)
+        self._before = self._placed = None
+        self._counts = False
+        self._ignored = 0  # versions in a row
+
+    def before(self, steps: int) -> None:
+        """A version is about to be adopted, after so many steps on the one before; 0: the first."""
+        self._before, self._counts = self._values(), not 0 < steps < FEW_STEPS
+
+    def placed(self) -> None:
+        self._placed = self._values()
+
+    def stepped(self) -> bool:
+        """After a step: have two versions been ignored? Looks at the first step of each alone."""
+        if self._before is None:
+            return False
+        way, back = (self._placed - self._before).norm(), (self._values() - self._before).norm()
+        if self._counts:
+            self._ignored = self._ignored + 1 if back < way / 2 else 0
+        self._before = None
+        return self._ignored > 1
+
+    def _values(self) -> torch.Tensor:
+        param = self._param.detach()
+        local = param.to_local() if is_sharded(param) else param
+        return local.flatten()[:PROBED].float().clone()

@@ -1,0 +1,73 @@
+"""The batches of one rank of a worker, in the order in which samples were granted to it.
+
+With `train.loader_workers` processes load what is ahead in the plan, while the batch before is
+trained. What they have loaded is nobody's until it is trained: a plan that has changed drops it.
+All batches are whole, so that shapes never change and a BatchNorm always has its samples: the last
+one of a run is filled up with samples from the beginning of its epoch, which do not count.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from elastic.config import Config
+from elastic.errors import ElasticError
+from elastic.group import Group
+from elastic.health import shield_workers
+from elastic.ledger import Range, take
+from elastic.shuffle import Order
+
+
+def check(dataset: Dataset) -> Dataset:
+    """Raise ElasticError if samples cannot be handed out by number."""
+    is_numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, DataLoader | IterableDataset) or not is_numbered:
+        raise ElasticError(
+            f"samples are handed out by number, and a {type(dataset).__name__} has none",
+            "give a map-style data set (len() and [i]); batches are made by train.batch_size, and"
+            " by the collate of sgd.batches(dataset, collate)",
+        )
+    if not len(dataset):
+        raise ElasticError("the data set is empty", "are its files there, on this machine?")
+    return dataset
+
+
+class Loader:
+    def __init__(
+        self, dataset: Dataset, collate: Callable, config: Config, group: Group, pin: bool
+    ):
+        """`pin`: the batches go to a GPU."""
+        self._config, self._group, self._size = config, group, len(dataset)
+        self._dataset, self._collate = dataset, collate
+        self._order = Order(len(dataset), config.run.seed)
+        self._plan: list[Range] = []
+        self._batches: Iterator = iter(())
+        workers = config.train.loader_workers
+        self._ahead = None if not workers else DataLoader(
+            dataset, batch_sampler=self, collate_fn=collate, num_workers=workers,
+            worker_init_fn=shield_workers, persistent_workers=True, pin_memory=pin,
+            generator=torch.Generator().manual_seed(torch.initial_seed()),
+        )  # fmt: skip
+
+    def plan(self, queue: list[Range]) -> None:
+        """These are the samples to come, for all ranks together."""
+        self._plan = [tuple(each) for each in queue]
+        self._batches = map(self._load, self) if self._ahead is None else iter(self._ahead)
+
+    def _load(self, indices: list[int]) -> object:
+        return self._collate([self._dataset[index] for index in indices])
+
+    def next(self) -> object:
+        return next(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The indices of each batch of the plan, as a DataLoader asks for them."""
+        queue, size = list(self._plan), self._config.train.batch_size
+        while taken := take(queue, self._config.step_samples):
+            places = [(epoch, at) for epoch, start, stop in taken for at in range(start, stop)]
+            lacking = range(self._config.step_samples - len(places))
+            places += [(places[0][0], at % self._size) for at in lacking]
+            mine = places[self._group.rank :: self._group.world]
+            for first in range(0, len(mine), size):
+                yield [self._order.index(*place) for place in mine[first : first + size]]

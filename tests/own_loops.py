@@ -1,0 +1,67 @@
+"""Loops of one's own that do what people do; each writes what it saw into a folder.
+
+    run.command = ["python", "own_loops.py", KIND, PACE, FOLDER]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import elastic
+from tiny_task import WIDTH, Net, Tiny
+
+
+class Normed(nn.Module):
+    """With running statistics, and a constant that its code has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        self.register_buffer("table", torch.arange(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(5 + 3 * x).squeeze(-1)
+
+
+def scheduled(optimizer: torch.optim.Optimizer):
+    """As transformers' get_linear_schedule_with_warmup: the rate begins at 0."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+
+
+def main(kind: str, pace: str, folder: str) -> None:
+    torch.manual_seed(0)
+    model = Normed() if kind == "normed" else Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0 if kind == "zero" else 0.01)
+    schedule = scheduled(optimizer) if kind == "scheduled" else None
+    task = Tiny({"pace": pace, "samples": 203 if kind == "normed" else 400})
+    said = {"rates": [], "progress": [], "sizes": []}
+    with elastic.LocalSGD.from_env(model, optimizer) as sgd:
+        name = f"{sgd.slot}.{sgd.place.attempt}"
+        try:
+            for x, y in sgd.batches([] if kind == "empty" else task.dataset()):
+                if kind == "own":
+                    optimizer.param_groups[0]["lr"] = 0.02 * (1 - sgd.progress)
+                if not said["sizes"]:
+                    Path(folder, f"{name}.noise").write_text(f"{torch.rand(4).tolist()}")
+                said["progress"].append(sgd.progress)
+                said["sizes"].append(len(x))
+                (task.loss(model, (x, y)) / sgd.accumulate).backward()
+                if not sgd.ends_step:
+                    continue
+                said["rates"].append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                optimizer.zero_grad()
+                if schedule:
+                    schedule.step()
+                sgd.step(1.0, tokens=float(x.numel()) if kind == "tokens" else None)
+        finally:
+            Path(folder, f"{name}.json").write_text(json.dumps(said | {"end": sgd.outcome}))
+    if sgd.outcome == "done":
+        torch.save(model.state_dict(), Path(folder, f"{name}.pt"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
