@@ -126,7 +126,8 @@ def test_who_is_told_of_a_version_that_is_pruned_adopts_the_newest_there_is(newe
         run=SimpleNamespace(newest_version=lambda: next(looked)),
         _commit_of=lambda version: {"version": version}, _adopt_inner_state=lambda version: None,
         _load=lambda commit: "pruned" if commit["version"] < newest + 2000 else "",
-        _after_ahead=lambda version: SimpleNamespace(base=version),
+        _after_ahead=lambda version: SimpleNamespace(base=version), _steps_total=0,
+        _probe=SimpleNamespace(before=lambda steps: None, placed=lambda: None),
     )  # fmt: skip
     assert LocalSGD._adopt_newest(worker)
     assert worker._round.base == newest + 2000

@@ -257,14 +257,12 @@ class AtOnce:
         pass
 
 
-class Notice:
-    """`signals.Notice`, without a pipe."""
+class Notice(signals.Notice):
+    """Without a pipe."""
 
     def __init__(self):
         self.since, self.signal_name, self.exit_code = None, "SIGTERM", None
-
-    def __bool__(self) -> bool:
-        return self.since is not None
+        self.window_s = signals.KILL_WAIT_S
 
 
 class Line(Link):
@@ -397,6 +395,7 @@ class Training:
         self.config = SITE_REDIS if schedule[:1] > b"\xaa" else CONFIG
         self.run, self.bytes, self.full, self.calm = MemoryRun(self), {}, False, False
         self.servers = {0: Server(lambda: self.now)}
+        self.forged: set[tuple[int, int, int]] = set()
         self.masters: list[tuple[Actor, Master, Notice]] = []
         self.workers: list[Worker] = []
         self.faults: list[int] = []  # what happens to the next calls of Redis
@@ -660,6 +659,7 @@ class Training:
         if base < 0:
             return ""
         self.bytes.setdefault(header.key, "forged")
+        self.forged.add(header.key)  # of a version to come: it is judged when that is there
         fields = (f"{header.slot}:{attempt}", json.dumps(header.to_json()))
         server.hset(f"elastic:run-a:offers:{base}", *fields)
         what = ("again, other samples", "never claimed", "future", "stale", "other run")[kind]
@@ -745,7 +745,7 @@ class Training:
         key = tuple(rejected[name] for name in ("slot", "attempt", "base"))
         old = self.over.intersection(self.sent.get(key, ()))
         is_late = self.paused and key[:2] == (self.paused.slot, self.paused.attempt)
-        is_honest = key in self.sent and key not in self.merged
+        is_honest = key in self.sent and key not in self.merged | self.forged
         is_lost = rejected["reason"].startswith("samples") and is_honest
         return is_lost and not old and not is_late
 
@@ -805,7 +805,7 @@ class NoPass:
     def __init__(self, *_args):
         pass
 
-    tick = soon = close = lambda self, *args, **options: None
+    tick = soon = close = last = lambda self, *args, **options: None
 
 
 @contextlib.contextmanager
