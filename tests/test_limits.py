@@ -183,7 +183,8 @@ def test_a_full_disk_stops_everything_for_a_while_and_breaks_nothing(disk: Disk)
 def test_a_submission_to_a_full_disk_leaves_nothing_behind(disk: Disk):
     home = disk.folder
     config = home / "tiny.toml"
-    config.write_text("\n".join(toml(SETTINGS | {"task.pace": "pace"})))
+    (pace := home / "pace").write_text("0")
+    config.write_text("\n".join(toml(SETTINGS | {"task.pace": str(pace)})))
     env = environment(home, PYTHONPATH=str(TESTS))
     for folder in ("runs", "registry/runs", "registry/local/jobs"):
         (home / folder).mkdir(parents=True)

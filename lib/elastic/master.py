@@ -247,8 +247,9 @@ class Master:
         self._publish_state(wake=f"version {newest}")
         for version in range(max(0, newest - self.config.local_sgd.max_staleness), newest + 1):
             for delta in self.run.commit(version)["deltas"]:  # offered again, and merged by now
-                name = f"{delta['slot']}:{delta['attempt']}"
-                self._store.drop_offers(delta["base"], [name])
+                if "base" in delta:  # sync mode's are offered to nobody
+                    name = f"{delta['slot']}:{delta['attempt']}"
+                    self._store.drop_offers(delta["base"], [name])
 
     def _is_behind(self) -> bool:
         """A master that has been replaced may commit for another minute, where names that were not
