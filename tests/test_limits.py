@@ -220,7 +220,7 @@ def test_a_limit_of_a_process_is_named_and_waited_out(tmp_path: Path):
         run.versions(1)
         trainer, master = run.pids("trainer"), run.pids("master")
         with limited(trainer[0], resource.RLIMIT_NOFILE, 3):
-            until_said(run, "slots 0 cannot write, and wait: [Errno 24] Too many open files")
+            until_said(run, "slots 0: cannot write, and wait: [Errno 24] Too many open files")
         run.versions(1)
         with limited(master[0], resource.RLIMIT_FSIZE, 256):
             until_said(run, "File too large")
