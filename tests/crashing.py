@@ -55,7 +55,8 @@ WAYS = {
     "save": (KILLED, TORN, LOST, REFUSED),
     "fsync": (KILLED, LOST, REFUSED),
     **dict.fromkeys(NAMES, (KILLED, LOST, REFUSED, UNANSWERED)),
-    **dict.fromkeys(("open", "chmod", "fchmod", "flock", "connect", "send"), (KILLED, REFUSED)),
+    **dict.fromkeys(("open", "chmod", "fchmod", "utime"), (KILLED, REFUSED)),
+    **dict.fromkeys(("flock", "connect", "send"), (KILLED, REFUSED)),
     "answer": (KILLED, UNANSWERED),
 }
 UNCHANGING = ("fsync", "flock", "connect", "answer", "list")  # for who comes after a death
@@ -96,7 +97,7 @@ class Edge:
     # ---- the operations
 
     def install(self, also: Callable[["Edge"], None]) -> None:
-        for name in (*NAMES, "chmod", "fchmod", "fsync"):
+        for name in (*NAMES, "chmod", "fchmod", "utime", "fsync"):
             setattr(os, name, self._wrapped(name, getattr(os, name)))
         fcntl.flock = self._wrapped("flock", fcntl.flock)
         self._os_open, self._open = os.open, io.open

@@ -35,6 +35,7 @@ CALM_PASSES = 30
 LIMITS = SimpleNamespace(max_pending=3, max_failures=3, backoff_s=5.0)
 CONFIG = SimpleNamespace(
     elastic=LIMITS, run=SimpleNamespace(scheduler="slurm", command=()),
+    health=SimpleNamespace(hang_timeout_s=0.0),
     slurm=SimpleNamespace(gpus_per_worker=1), sync=SimpleNamespace(sizes=(), grow_after_s=1e9),
 )  # fmt: skip
 TABLE = (
