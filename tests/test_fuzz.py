@@ -88,7 +88,7 @@ def master() -> Master:
     """One in version 5 of a run, that remembers what it rejects and what it would check."""
     found = Master.__new__(Master)
     found.config = SimpleNamespace(local_sgd=SimpleNamespace(compression="none", max_staleness=2))
-    found.run = SimpleNamespace(name="a", event=lambda kind, **fields: None)
+    found.run = SimpleNamespace(key="a", event=lambda kind, **fields: None)
     found._attempts, found._round, found._ledger = {3: 2}, Round(5, 0.0), Ledger(1000, 1)
     found._taken_back = set()
     found._averager = SimpleNamespace(
