@@ -379,9 +379,9 @@ def test_a_run_that_is_over_is_looked_after_until_its_last_job_is_gone_then_neve
     until_running(again, slurm)
     run.mark_done({"reason": "all tokens trained"})
     assert did(again()) == []
-    assert len(did(again(60))) == 4
+    assert len(did(again(run.config().health.hang_timeout_s + 60))) == 4
     slurm.becomes("CANCELLED", *(("worker", slot) for slot in range(4)))
-    assert did(again(60)) == [("cancel", "master", 0)]
+    assert did(again(run.config().health.hang_timeout_s + 60)) == [("cancel", "master", 0)]
     slurm.becomes("COMPLETED")
     again()
     asked = slurm.asked
@@ -393,7 +393,7 @@ def test_stop_and_start_again(run, slurm, again):
     until_running(again, slurm)
     run.set_control(state="stopped")
     assert did(again()) == []
-    assert len(did(again(60))) == 4
+    assert len(did(again(run.config().health.hang_timeout_s + 60))) == 4
     slurm.becomes("CANCELLED")
     again()
     run.set_control(state="running")
@@ -522,5 +522,5 @@ def test_a_control_that_says_stop_empties_the_local_scheduler(local, home):
     run.set_control(state="stopped", min=1)
     assert run.control() == Control("local", "stopped", 1, 4, run.control().time)
     again(time.time())
-    again(time.time() + 130)
+    again(time.time() + run.config().health.hang_timeout_s + 130)
     wait_until(lambda: all(job.ended for job in scheduler.jobs()), 10, "all jobs end")
