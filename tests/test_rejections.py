@@ -28,6 +28,9 @@ LEASE = {"job_id": "fake", "node": "here", "pid": 1, "state": "loading", "versio
          "steps_total": 0, "loss": 0.0, "tokens_per_s": 0.0}  # fmt: skip
 
 
+BATCH = 16
+
+
 class Fake:
     """A worker of the test's own, and the delta it would deliver."""
 
@@ -40,9 +43,9 @@ class Fake:
         self.bytes = [bytes(size) for size in self.sizes]
 
     def samples(self) -> tuple:
-        """Four samples that the master grants."""
+        """The samples of a step that the master grants."""
         self.asked += 1
-        ask = Ask(SLOT, self.attempt, self.asked, 4, ())
+        ask = Ask(SLOT, self.attempt, self.asked, BATCH, ())
         self.store.ask(ask)
         return tuple(self.run.until(lambda: self.store.granted(ask, 0.2), 30, "samples"))
 
@@ -53,8 +56,8 @@ class Fake:
         parts = [transport.put(fragment_name(key, i), memoryview(data))
                  for i, data in enumerate(self.bytes)]  # fmt: skip
         whole = Header(
-            run="tiny", slot=SLOT, attempt=self.attempt, job_id="fake", base=self.base,
-            layout=self.run.run.commit(0)["layout"], codec="none", steps=1, tokens=4,
+            run=self.run.run.key, slot=SLOT, attempt=self.attempt, job_id="fake", base=self.base,
+            layout=self.run.run.commit(0)["layout"], codec="none", steps=1, tokens=BATCH,
             samples=self.samples(), loss=0.1, first_loss=0.1, fragments=tuple(parts),
         )  # fmt: skip
         return whole.to_json() | changes
@@ -72,7 +75,7 @@ def shared(tmp_path_factory) -> Iterator[Running]:
     settings = {"local_sgd.compression": "none", "local_sgd.inner_steps": 10,
                 "local_sgd.transport": "filesystem",
                 "local_sgd.min_deadline": "20s", "local_sgd.max_staleness": 1,
-                "train.batch_size": 16,  # a round's loss is that of 160 samples
+                "train.batch_size": BATCH,  # a round's loss is that of 160 samples
                 "elastic.max_failures": 50}  # fmt: skip
     with running(tmp_path_factory.mktemp("run"), settings, samples=400_000) as run:
         yield run
