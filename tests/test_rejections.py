@@ -305,7 +305,7 @@ def steps_in_moments(run: Running) -> int:
     """How many steps slot 0's saved moments have seen."""
     folder = run.run.slot_path(0)
     (entry,) = json.loads((folder / "inner.json").read_text())["files"]
-    return int(load_file(folder / entry["name"])["0.step"])
+    return int(load_file(folder / entry["name"])["0"])  # the first that AdamW keeps is its step
 
 
 def test_the_worker_that_made_a_version_bad_goes_on_with_fresh_moments(run: Running):
