@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic import status
+from elastic.slurm_info import resume_paths
 from helpers import ROOT, elastic, environment, wait_until
 from running import Running, running
 
@@ -52,7 +53,8 @@ def said(run: Running, pattern: str) -> list[str]:
 
 
 def saved(run: Running, pattern: str) -> list[Path]:
-    return list((run.run.path / "checkpoints").glob(pattern))
+    """The whole checkpoints: one that is being written is none yet."""
+    return list(resume_paths(run.run.path / "checkpoints", pattern))
 
 
 def preempted(run: Running, gpus: int = 1) -> dict:

@@ -106,13 +106,19 @@ class Link:
         while True:
             self.say()
             try:
-                store = self._stores.get(role) or Store.open(self.run, role=role)
-                return action(self._stores.setdefault(role, store))
+                return action(self._store(role))
             except TryAgain:
                 self._hang_up()
                 if self._notice.has_run_out() or self._is_over():
                     raise
                 self._closed.wait(RETRY_S)
+
+    def _store(self, role: str) -> Store:
+        """Where the newest master is that is known of: a server before its own may still answer."""
+        store = self._stores.get(role)
+        if store is None or store.epoch < self.news.epoch:
+            store = self._stores[role] = Store.open(self.run, role=role)
+        return store
 
     def _is_over(self) -> bool:
         with contextlib.suppress(TryAgain):
@@ -141,10 +147,10 @@ class Link:
             self.say(state="waiting")  # for the master: that is no hang
         return None
 
-    def declare(self, held: list[Range]) -> None:
-        """Tell the master which samples are still held, wanting none."""
+    def declare(self, held: list[Range]) -> int:
+        """Tell a master which samples are still held, wanting none. Returns its epoch."""
         ask = self._ask(0, held)
-        self.reach(lambda s: s.ask(ask))
+        return self.reach(lambda s: s.ask(ask) or s.epoch)
 
     def _ask(self, want: int, held: list[Range]) -> Ask:
         self._sequence += 1

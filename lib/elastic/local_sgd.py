@@ -477,9 +477,8 @@ class LocalSGD:
     def _tell_new_master(self) -> None:
         """What this worker holds. It may know what the master does not yet: a newer version; but if
         that is gone, put back to what it was by hand, say, nobody would ever merge what it does."""
-        if self._told_epoch != self._link.news.epoch:
-            self._told_epoch = self._link.news.epoch
-            self._link.declare(self._held())
+        if self._told_epoch < self._link.news.epoch:
+            self._told_epoch = self._link.declare(self._held())
             self._commit_of(self._round.base)
 
     def _round_is_over(self) -> bool:

@@ -136,7 +136,7 @@ class Master:
 
     def _tick(self, words: list[str]) -> None:
         now = self._observe_control()
-        asks = self._store.take_asks()
+        asks = self._store.take_asks() if self._round else []  # without one, nobody answers
         slots = self._store.slots()  # after asks: who asked before its lease was there asks again
         self._allow_for_silence(slots, now)
         self._remember_attempts(slots)

@@ -172,10 +172,10 @@ class Ask:
 
 @reaches_redis
 class Store:
-    """One run's keys on one server."""
+    """One run's keys on one server. `epoch` is of the master that said where the server is."""
 
-    def __init__(self, client: redis.Redis, run_key: str, where: str):
-        self._redis, self.where = client, where
+    def __init__(self, client: redis.Redis, run_key: str, where: str, epoch: int = 0):
+        self._redis, self.where, self.epoch = client, where, epoch
         self._prefix = f"elastic:{run_key}:"
         scripts = map(client.register_script, (CLAIM, RAISE, BEAT, RELEASE, OFFER, MASTER))
         self._claim, self._raise, self._beat, self._release, self._offer, self._master = scripts
@@ -191,13 +191,14 @@ class Store:
         limits["retry"] = Retry(NoBackoff(), 1)
         if endpoint.url:
             client = redis.Redis.from_url(endpoint.url, **limits)
-            return cls(client, run_key, endpoint.url.rpartition("@")[2].partition("?")[0])
+            where = endpoint.url.rpartition("@")[2].partition("?")[0]
+            return cls(client, run_key, where, endpoint.epoch)
         if endpoint.certificate:  # that one, and no other that some authority has signed
             limits |= {"ssl": True, "ssl_ca_data": endpoint.certificate}
             limits |= {"ssl_check_hostname": False}
         who = {"username": user, "password": password}
         client = redis.Redis(endpoint.host, endpoint.port, **who, **limits)
-        return cls(client, run_key, f"{endpoint.host}:{endpoint.port}")
+        return cls(client, run_key, f"{endpoint.host}:{endpoint.port}", endpoint.epoch)
 
     @classmethod
     def open(cls, run: RunDir, timeout_s: float = 2.0, role: str = "reader") -> "Store":

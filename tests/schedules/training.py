@@ -458,7 +458,8 @@ class Training:
 
     def connect(self, endpoint: Endpoint, _password, run_name: str, *_, user=None) -> Store:
         server = self.servers[endpoint.port]
-        return Store(Client(server, self.call), run_name, f"server {endpoint.port}")
+        client, where = Client(server, self.call), f"server {endpoint.port}"
+        return Store(client, run_name, where, endpoint.epoch)
 
     def start_redis(self, _run, _config, _address: str, epoch: int):
         self.edge("start Redis")
