@@ -120,6 +120,26 @@ def test_the_only_checkpoint_is_tried_again_and_the_run_says_why_it_failed(tmp_p
     assert "ValueError: not a checkpoint" in seen["summary"]
 
 
+def test_a_program_that_leaves_with_0_on_a_notice_is_not_done(tmp_path: Path):
+    text = """
+import signal
+
+def save(*_):
+    (folder / "step_1.pt").write_text("whole")
+    sys.exit(0)
+
+if not resume:
+    signal.signal(signal.SIGTERM, save)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+    with running(tmp_path, program(tmp_path, text)) as run:
+        run.until(lambda: said(run, "ready"), 60, "it trains")
+        assert preempted(run)["outcome"] == "yielded"
+        finished(run)
+        assert said(run, r"from (\d+)") == ["0", "1"]
+
+
 def test_names_that_say_nothing_are_told(tmp_path: Path):
     folder = tmp_path / "saved"
     folder.mkdir()

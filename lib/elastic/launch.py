@@ -135,6 +135,8 @@ class Launcher:
     def _judge(self, code: int) -> tuple[str, str]:
         """What the end of the ranks means: (done | yielded | stopped | fenced | crashed, why)."""
         if code == Exit.OK and self.config.run.command and not self.run.done():
+            if self.notice:  # many save and leave with 0; one that was done says so again
+                return "yielded", "notice, and the ranks ended with 0"
             self.run.mark_done({"reason": "run.command has ended", "time": time.time()})
             self.run.event("done", reason="run.command has ended")
         if code == Exit.OK and self.run.done():
