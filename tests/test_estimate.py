@@ -3,6 +3,7 @@
     pytest tests/test_estimate.py
 """
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.config import load
-from elastic.estimate import Model, Rates, Save, cost, save_of, shards_for, size, warnings
+from elastic.estimate import Model, Rates, Save, cost, report, save_of, shards_for, size, warnings
 from helpers import ROOT, elastic, environment
 
 
@@ -20,7 +21,7 @@ def env(tmp_path):
     return environment(tmp_path)
 
 
-MODEL = Model(7_000_000_000, 7_054_687_500, 110, 64_500_000, False, 4096)
+MODEL = Model(7_000_000_000, 7_054_687_500, 110, 64_000_000, 64_500_000, False, 4096)
 RATES = Rates(process=5e9, filesystem=20e9, redis=1e9, merged=1e9, stepped=0.5e9)
 
 
@@ -33,6 +34,15 @@ def test_the_parts_of_a_round_by_hand():
     assert one.publish_s == pytest.approx(70 / 5)
     assert one.pull_s == pytest.approx(32 * 14 / 20)
     assert one.stall_s == pytest.approx(sum((2 * read_s, 0.875, 14, 22.4)))
+
+
+def test_each_thread_of_the_master_has_had_the_largest_fragment():
+    """Llama-3-8B: its embedding's 525M elements, in int8 and as a float32 mean, eight times."""
+    numel, largest = 8_030_000_000, 128_256 * 4096
+    model = Model(numel, numel, 200, largest, largest, False)
+    config = load(ROOT / "etc/7b.toml", ["slurm.partition=x", "local_sgd.downlink=bf16"])
+    said = float(re.search(r"master ([\d.]+) GB", report(model, 8, config))[1])
+    assert said == pytest.approx(8.03 * 8 + 8 * 5 * largest / 1e9, rel=0.01)
 
 
 def test_what_a_notice_has_to_get_onto_disk():

@@ -44,7 +44,8 @@ def measured(config, task) -> Model:
     sizes = [chosen.size_bytes(fragment) for fragment in layout.fragments]
     return Model(
         numel=sum(layout.numels), delta_bytes=sum(sizes), fragments=len(sizes),
-        largest_bytes=max(sizes), has_feedback=bool(chosen.feedback),
+        largest_numel=max(layout.numels), largest_bytes=max(sizes),
+        has_feedback=bool(chosen.feedback),
         tokens_per_sample=getattr(getattr(task, "shape", None), "context", 0),
     )  # fmt: skip
 

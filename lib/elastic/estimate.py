@@ -26,6 +26,7 @@ class Model:
     numel: int
     delta_bytes: int
     fragments: int
+    largest_numel: int  # of a fragment
     largest_bytes: int  # of a delta's fragment
     has_feedback: bool
     tokens_per_sample: int = 0  # 0: not known
@@ -187,10 +188,12 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
 
 
 def _held_bytes(model: Model, sgd) -> float:
-    """By the master: parameters and momentum, what is published where differences are made, and a
-    fragment of a delta and of a mean per thread."""
+    """By the master: parameters and momentum, what is published where differences are made, and the
+    largest fragment of a delta and of a mean per thread: in time each of them has had that one."""
     published = DOWN["bf16"] + DOWN[sgd.downlink] if sgd.downlink != "bf16" else 0
-    return (KEPT + published) * model.numel + THREADS * (model.largest_bytes + sgd.fragment_bytes)
+    return (KEPT + published) * model.numel + THREADS * (
+        model.largest_bytes + 4 * model.largest_numel
+    )
 
 
 def size(amount: float) -> str:

@@ -21,7 +21,7 @@ def table() -> str:
     lines = [head, "| --- " * (6 + len(PLACES)) + "|"]
     for name, (numel, step_s) in MODELS.items():
         for workers in WORKERS:
-            model = Model(int(numel), int(numel * (1 + 2 / 256)), 110, 0, False)
+            model = Model(int(numel), int(numel * (1 + 2 / 256)), 110, 0, 0, False)
             stalls = [
                 cost(model, workers, rates=rates, through_redis=redis).stall_s
                 for rates, redis in PLACES.values()
