@@ -147,7 +147,10 @@ class Demo:
         report = self.chaos.report(self.began)
         views.console().print(views.chaos_view(report))
         print(f"\nthe run: {self.run.path}\nit took {time.time() - self.began:.0f} s")
-        return not report["audit"]["problems"] and not wrong and last < bound
+        has_held = not report["audit"]["problems"] and not wrong and last < bound
+        print("Through all of it, every sample was trained once, and nothing stopped."
+              if has_held else "Something did not hold: see WRONG above.")  # fmt: skip
+        return has_held
 
     def _frequencies_alone(self) -> float:
         """Nats per byte of the held-out text for who knows how frequent each byte is, and no more.
