@@ -6,6 +6,7 @@ source "${ELASTIC_HOME}/sbatch/network.sh"
 # What the ranks find in their environment. Rank logs go to ELASTIC_RUN_DIR, of which a restart keeps all.
 elastic::environment() {
     unset SLURM_EXPORT_ENV # else srun starts the ranks without PATH at sites that set SBATCH_EXPORT=NONE
+    unset SLURM_TRES_PER_TASK # from 23.11 on srun takes the job's cores on a node for those of each task
     export ELASTIC_JOB_ID="${SLURM_JOB_ID}" ELASTIC_ATTEMPT="$((${SLURM_RESTART_COUNT:-0} + 1))"
     export ELASTIC_RUN_DIR="${ELASTIC_RUN_DIR:-${SLURM_SUBMIT_DIR}/runs/${SLURM_JOB_NAME}-${SLURM_JOB_ID}}"
     export MASTER_ADDR="${MASTER_ADDR:-$(elastic::master_addr "${SLURM_JOB_NODELIST}")}"

@@ -25,18 +25,19 @@ from helpers import ROOT, wait_until
 
 pytest_plugins = ["slurm_sandbox"]
 
-# squeue --me --states=all, 22.05.8: a worker runs, one waits, one was preempted, the master was
-# cancelled and had been renamed by the site, one comes from a version that had other names; others'
-# jobs with a newline, a separator, and names that only look like ours.
+# squeue --me --states=all, 22.05.8: a worker runs, one waits, one was preempted, a trainer's first node
+# has died, the master was cancelled and had been renamed by the site, one comes from a version that
+# had other names; others' jobs with a newline, a separator, and names that only look like ours.
 SQUEUE = """\
-41|RUNNING|1795257556|1795257557|1795343957|n1|None|big/w3@elastic|elastic:big/worker/3;
-42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|big/w4@elastic|(null);
-22|PENDING|1795257762|N/A|N/A||None|a b"
+41|RUNNING|1795257556|1795257557|1795343957|n1|None|n1|big/w3@elastic|elastic:big/worker/3;
+42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|n/a|big/w4@elastic|(null);
+22|PENDING|1795257762|N/A|N/A||None|n/a|a b"
  d|x|y;
-23|RUNNING|1795257762|1795257763|N/A|c1|None|big/w3|(null);
-24|RUNNING|1795257762|1795257763|N/A|c1|None|big/x3@elastic|elastic:big/worker;
-40|PREEMPTED|1795257500|1795257501|1795257540|n2|None|elastic:big/worker/5|elastic:big/worker/5;
-39|CANCELLED|1795257490|1795257491|1795257499|c1|None|renamed by site|elastic:big/master/0;
+23|RUNNING|1795257762|1795257763|N/A|c1|None|c1|big/w3|(null);
+24|RUNNING|1795257762|1795257763|N/A|c1|None|c1|big/x3@elastic|elastic:big/worker;
+40|PREEMPTED|1795257500|1795257501|1795257540|n2|None|n2|elastic:big/worker/5|elastic:big/worker/5;
+38|RUNNING|1795257480|1795257481|1795343957|n[2-3]|None|n1|big/t0@elastic|elastic:big/trainer/0;
+39|CANCELLED|1795257490|1795257491|1795257499|c1|None|c1|renamed by site|elastic:big/master/0;
 """.replace("|", "\x1f").replace(";", "\x1e")
 
 
@@ -46,10 +47,12 @@ def test_squeue_answer_becomes_the_elastic_jobs_in_it():
         Job("42", "big/w4@elastic", "PENDING", "Nodes are DOWN, DRAINED", 1795257558.0, None, ""),
         Job("40", "elastic:big/worker/5", "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2",
             1795257540.0),
+        Job("38", "big/t0@elastic", "RUNNING", "None", 1795257480.0, 1795257481.0, "n[2-3]",
+            is_headless=True),
         Job("39", "elastic:big/master/0", "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1",
             1795257499.0),
     ]  # fmt: skip
-    assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, True]
+    assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, False, True]
 
 
 def test_a_job_is_found_by_its_name_and_by_its_token_alone(tmp_path):

@@ -170,6 +170,28 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
     losses_like_undisturbed(last, tmp_path)
 
 
+def test_ranks_share_the_cores_of_nodes_with_several_gpus(new_sandbox, tmp_path):
+    cluster = Cluster(new_sandbox(nodes=2, gpus=2, grace_s=20), tmp_path)
+    cluster.submit(2, 4, **{"slurm.gpus_per_node": 2, "slurm.cpus_per_gpu": 1})
+    cluster.trains_on(4)
+    cluster.pace.write_text("0")
+    cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
+
+
+def test_a_job_whose_first_node_dies_is_followed_at_once(new_sandbox, tmp_path):
+    quick = ("SlurmdTimeout=10", "MessageTimeout=5")
+    cluster = Cluster(new_sandbox(nodes=3, gpus=1, grace_s=20, settings=quick), tmp_path)
+    cluster.submit(1, 3)
+    cluster.trains_on(3)
+    job = cluster.running()
+    cluster.box.kill_node(expand_hostlist(job.node)[0])
+    cluster.until(lambda: cluster.running().node == "n[2-3]", "Slurm to see it")
+    cluster.trains_on(2)
+    assert cluster.running().job_id != job.job_id
+    (reason,) = [e["reason"] for e in cluster.run.events() if e["kind"] == "cancel"]
+    assert reason == "the node of its script is gone"
+
+
 def test_nodes_that_make_no_size_that_is_allowed_are_given_back(new_sandbox, tmp_path):
     cluster = Cluster(new_sandbox(nodes=3, gpus=1, grace_s=20), tmp_path)
     cluster.submit(1, 4, **{"sync.sizes": [1, 2, 4]})

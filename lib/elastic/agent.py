@@ -31,7 +31,7 @@ from elastic.command import STACKS, expand
 from elastic.config import env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
-from elastic.network import free_port, hostname
+from elastic.network import free_port, node_name
 from elastic.rundir import RunDir
 from elastic.signals import KILL_WAIT_S, Notice, die_with_parent, install, name_of
 from elastic.slurm_info import notice_here
@@ -140,11 +140,11 @@ class Agent:
     # ---- the trainer
 
     def _start(self) -> Trainer:
-        who = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()}
+        who = {"job_id": self.job_id, "node": node_name(), "pid": os.getpid(), "time": time.time()}
         claim = functools.partial(self.run.claim_attempt, self.slot, who)
         self.attempt = until_written(claim, self.notice.__bool__)
         print(f"agent  slot {self.slot} attempt {self.attempt} job {self.job_id}", flush=True)
-        self._event("start", node=hostname())
+        self._event("start", node=node_name())
         reader, writer = os.pipe()
         ranks = self.config.slurm.gpus_per_worker
         shared = {
@@ -275,7 +275,7 @@ class Agent:
             said = said | {"state": "stalled"}
         return {
             "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id,
-            "node": hostname(), "pid": trainer.processes[0].pid,
+            "node": node_name(), "pid": trainer.processes[0].pid,
             **{name: said[name] for name in SILENT},
             "trouble": said["trouble"] or ("" if said["steps_total"] else self._failure),
         }  # fmt: skip
@@ -313,7 +313,7 @@ class Agent:
         self.run.event(kind, **who, **fields)
 
     def _record(self, fields: dict) -> None:
-        who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "node": hostname()}
+        who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "node": node_name()}
         self.run.write_ending(self.job_id, {**who, **fields})
 
 

@@ -76,7 +76,7 @@ def _fact(probe: Callable[[dict], Any], facts: dict[str, Any]) -> Any:
 
 
 def _here() -> str:
-    return network.hostname().split(".")[0]
+    return network.node_name().split(".")[0]
 
 
 # ---- Slurm

@@ -28,7 +28,7 @@ from elastic.command import STACKS, expand
 from elastic.config import elastic_home, env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit
-from elastic.network import bind_address, free_port, hostname
+from elastic.network import bind_address, free_port, node_name
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
 from elastic.slurm_info import (
@@ -69,7 +69,7 @@ class Launcher:
         self._older = 0  # so many checkpoints are passed over: it died on them at once
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         info = get_slurm_info()
-        self._nodes = list(info.nodes) if info else [hostname()]
+        self._nodes = list(info.nodes) if info else [node_name()]
 
     # ---- the program
 
@@ -189,9 +189,9 @@ class Launcher:
 
     def _train(self) -> int:
         """Start the ranks and wait for their end; the exit status of the first that failed."""
-        who = {"job_id": self.job_id, "node": hostname(), "pid": os.getpid(), "time": time.time()}
+        who = {"job_id": self.job_id, "node": node_name(), "pid": os.getpid(), "time": time.time()}
         self.attempt = until_written(lambda: self.run.claim_attempt(0, who), self.notice.__bool__)
-        self._event("start", node=hostname())
+        self._event("start", node=node_name())
         self._tail.clear()
         self._error, self._bad_exit_at, self._began = "", math.inf, time.time()
         processes = self._start_in_slurm() if env("SLURM_JOB_ID") else self._start_here()
@@ -361,7 +361,7 @@ class Launcher:
         self.run.event(kind, **who, **fields)
 
     def _record(self, fields: dict) -> None:
-        who = {"role": "trainer", "slot": 0, "attempt": self.attempt, "node": hostname(),
+        who = {"role": "trainer", "slot": 0, "attempt": self.attempt, "node": node_name(),
                "gpus": self.gpus}  # fmt: skip
         self.run.write_ending(self.job_id, {**who, **fields})
 

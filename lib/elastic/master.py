@@ -32,7 +32,7 @@ from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.estimate import THREADS
 from elastic.ledger import Ledger, count
 from elastic.membership import Slot, expected
-from elastic.network import bind_address, hostname
+from elastic.network import bind_address, node_name
 from elastic.redis_server import RedisServer, start
 from elastic.rounds import Facts, Header, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
@@ -73,7 +73,7 @@ class Round:
 class Master:
     def __init__(self, run: RunDir, notice: Notice):
         self.run, self.notice, self.config = run, notice, run.config()
-        self.job_id = env("ELASTIC_JOB_ID") or f"master-{hostname()}-{time.time_ns()}"
+        self.job_id = env("ELASTIC_JOB_ID") or f"master-{node_name()}-{time.time_ns()}"
         self.epoch = 0
         self._server: RedisServer | None = None
         self._endpoint: Endpoint | None = None
@@ -159,12 +159,12 @@ class Master:
 
     def _take_over(self) -> None:
         self._wait_for_space()
-        record = {"job_id": self.job_id, "node": hostname(), "time": time.time()}
+        record = {"job_id": self.job_id, "node": node_name(), "time": time.time()}
         self.epoch = self._written(self.run.claim_epoch, record)
         self._open_redis()
         if self.epoch > 1:
             self._settle()
-        self.run.event("master", epoch=self.epoch, node=hostname(), job_id=self.job_id)
+        self.run.event("master", epoch=self.epoch, node=node_name(), job_id=self.job_id)
         self._say(f"epoch {self.epoch}, Redis at {self._store.where}")
 
     def _settle(self) -> None:
@@ -307,7 +307,7 @@ class Master:
             "version": round_.version if round_ else -1, "state": self._state,
             "call": round_.version if round_ and round_.called is not None else -1,
             "due": self._due(),
-            "node": hostname(), "job_id": self.job_id, "reason": self._reason,
+            "node": node_name(), "job_id": self.job_id, "reason": self._reason,
         }  # fmt: skip
         self._store.set_master(self.epoch, fields, wake)
 
@@ -782,7 +782,7 @@ class Master:
 
     def _record(self, fields: dict) -> None:
         steps = self._commit.get("version", 0)
-        who = {"role": "master", "slot": 0, "attempt": self.epoch, "node": hostname()}
+        who = {"role": "master", "slot": 0, "attempt": self.epoch, "node": node_name()}
         self.run.write_ending(self.job_id, {**who, "steps": steps, **fields})
 
     def _event(self, kind: str, **fields) -> None:

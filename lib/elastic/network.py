@@ -9,6 +9,7 @@ import socket
 import struct
 from pathlib import Path
 
+from elastic.config import env
 from elastic.errors import ElasticError
 
 ELSEWHERE = "192.0.2.1"  # RFC 5737: documentation, never a real host
@@ -87,5 +88,6 @@ def free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def hostname() -> str:
-    return socket.gethostname()
+def node_name() -> str:
+    """What Slurm calls this machine, which may call itself something else; else that."""
+    return env("SLURMD_NODENAME") or socket.gethostname()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from elastic.config import env
 from elastic.errors import ElasticError
-from elastic.network import hostname, interfaces, routed
+from elastic.network import interfaces, node_name, routed
 from elastic.slurm_info import get_slurm_info
 
 CONNECT_S = 10.0
@@ -34,7 +34,7 @@ Peer = namedtuple("Peer", "rank node leads address interface port")
 
 def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The store of this job, once all are there and reach each other. Raises ElasticError."""
-    node, host, port = env("SLURMD_NODENAME") or hostname(), env("MASTER_ADDR"), env("MASTER_PORT")
+    node, host, port = node_name(), env("MASTER_ADDR"), env("MASTER_PORT")
     address, name = _own_address(host)
     leads = env("LOCAL_RANK", "0") == "0"
     keeps = rank == 0 and env("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -74,7 +74,7 @@ def _own_address(master: str) -> tuple[str, str]:
     """Where this node listens: on Gloo's interface, else on the one that routes to `master`."""
     name, known = env("GLOO_SOCKET_IFNAME", "").split(",")[0], interfaces()
     if name and name not in known:
-        what = f"node {hostname()}: GLOO_SOCKET_IFNAME = {name!r} has no IPv4 address"
+        what = f"node {node_name()}: GLOO_SOCKET_IFNAME = {name!r} has no IPv4 address"
         raise ElasticError(what, f"interfaces with one: {', '.join(known)}")
     address = known[name] if name else routed(master)
     return address, next((each for each in known if known[each] == address), "")

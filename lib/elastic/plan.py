@@ -19,7 +19,7 @@ in a broken hold is cancelled, and replaced with the same backing off.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, JobSeen, Memory
 from elastic.sizing import Growth
@@ -189,6 +189,8 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
     for job in filter(lambda job: world.own(job.role), world.memory.jobs):
         if job.queued and job.broken_hold and not job.leaving(now):
             yield _cancelled(job, f"held: {job.reason}")
+        elif job.is_headless and not job.leaving(now):
+            yield replace(_cancelled(job, "the node of its script is gone"), now=True)
         elif not (job.leaving(now) or job.over):
             places[job.place].append(job)
     workers = []

@@ -378,7 +378,8 @@ def _seen(job: Job, run: RunDir) -> JobSeen | None:
         return None
     times = {"submitted_at": job.submit_time, "started_at": job.start_time,
              "ended_at": job.end_time}  # fmt: skip
-    seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node, **times)
+    seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node,
+                   is_headless=job.is_headless, **times)  # fmt: skip
     over = "" if seen.queued else history.said_at_end(seen, run.ending(job.job_id) or {})
     is_foreign = (name[1] == TRAINER) != (run.control().mode == "sync")
     if (name[1] == TRAINER and seen.started) or (is_foreign and over == "stopped"):

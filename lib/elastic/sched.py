@@ -45,7 +45,8 @@ class Unsure(ElasticError):
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the scheduler lists it. Times are seconds since the epoch; node "" before start."""
+    """A job as the scheduler lists it. Times are seconds since the epoch; node "" before start.
+    `is_headless`: the node of its script has left the job, and nothing would ever end it."""
 
     job_id: str
     name: str
@@ -55,6 +56,7 @@ class Job:
     start_time: float | None = None
     node: str = ""
     end_time: float | None = None
+    is_headless: bool = False
 
     @property
     def ended(self) -> bool:

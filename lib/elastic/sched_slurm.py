@@ -12,6 +12,7 @@ Parsing, classifying and building the command line are pure functions.
 """
 
 import contextlib
+import itertools
 import re
 import shutil
 import subprocess
@@ -20,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
-from itertools import compress
 from pathlib import Path
 
 from elastic import config, sizing
@@ -35,10 +35,14 @@ COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questio
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
 _FIELD, _RECORD = "\x1f", "\x1e"
-_COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%j", "%k")
+_COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%B", "%j", "%k")
 _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
 _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
+
+# From 23.11 on srun takes the cores that the job asked for, on a node, for those of each task.
+_SRUN = ("env", "--unset=SLURM_CPUS_PER_TASK", "--unset=SLURM_TRES_PER_TASK",
+         "srun", "--mpi=none", "--overlap")  # fmt: skip
 
 # What sbatch says when it does not know whether the controller took the job.
 _NO_ANSWER = re.compile(
@@ -126,18 +130,21 @@ def signal_steps(job_id: str, name: str = "TERM") -> None:
 def step_argv(nodes: Sequence[str], per_node: int, command: Sequence[str]) -> list[str]:
     """The command line that starts `per_node` tasks on each of these nodes of this job.
 
-    It may overlap: a step that had a node that is gone holds its GPUs until Slurm has noticed.
+    They share the node's cores, unbound, as threads of one program would. It may overlap: a step
+    that had a node that is gone holds its GPUs until Slurm has noticed.
     """
+    cores = int(config.env("SLURM_CPUS_ON_NODE", "1"))
     return [
-        "srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
-        f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}", "--mpi=none",
-        "--overlap", "--no-kill", "--kill-on-bad-exit=1", *command,
+        *_SRUN, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
+        f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}",
+        f"--cpus-per-task={max(1, cores // per_node)}", "--cpu-bind=none",
+        "--no-kill", "--kill-on-bad-exit=1", *command,
     ]  # fmt: skip
 
 
 def answering(nodes: Sequence[str]) -> list[str]:
     """Those of this job's nodes that can start a step now; Slurm itself may take minutes to see."""
-    argv = ["srun", "--nodes=1", "--ntasks=1", "--mpi=none", "--overlap", "--gres=none"]
+    argv = [*_SRUN, "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
     def starts(node: str) -> bool:
@@ -147,7 +154,7 @@ def answering(nodes: Sequence[str]) -> list[str]:
         return False
 
     with ThreadPoolExecutor(len(nodes)) as pool:  # all at once
-        return list(compress(nodes, pool.map(starts, nodes)))
+        return list(itertools.compress(nodes, pool.map(starts, nodes)))
 
 
 def node_address() -> str:
@@ -264,7 +271,7 @@ def parse_squeue(text: str) -> list[Job]:
         fields = record.removeprefix("\n").split(_FIELD)
         if len(fields) < len(_COLUMNS):  # more: a separator in a name; not one of ours
             raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
-        job_id, state, submitted, started, ended, node, reason, *names = fields
+        job_id, state, submitted, started, ended, node, reason, host, *names = fields
         # A site's submit plugin may rename a job; its comment then still says whose it is.
         name = next((name for name in names if parse_job_name(name)), None)
         if name:
@@ -272,8 +279,27 @@ def parse_squeue(text: str) -> list[Job]:
             start_time = None if state == "PENDING" else _epoch(started)
             end_time = _epoch(ended) if has_ended(state) else None  # else another forecast
             times = (_epoch(submitted) or 0.0, start_time)
-            jobs.append(Job(job_id, name, state, reason, *times, node, end_time))
+            is_headless = state == "RUNNING" and host not in expand_hostlist(node)
+            jobs.append(Job(job_id, name, state, reason, *times, node, end_time, is_headless))
     return jobs
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """From "n[01-03,7],m4" to n01, n02, n03, n7, m4, in this order. Raises ElasticError."""
+    if not re.fullmatch(r"(\[\d+(-\d+)?(,\d+(-\d+)?)*\]|[^\[\]])*", text):
+        raise ElasticError(f"not a Slurm host list: {text!r}", "echo $SLURM_JOB_NODELIST")
+    hosts = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):  # up to a comma outside of brackets
+        pieces = re.findall(r"\[([^\]]*)\]|([^\[]+)", part)
+        choices = [numbers(inside) if inside else [plain] for inside, plain in pieces]
+        hosts += map("".join, itertools.product(*choices))
+    return hosts
+
+
+def numbers(text: str) -> list[str]:
+    """From "01-03,7" to 01, 02, 03, 7."""
+    spans = [(low, int(high or low)) for low, high in re.findall(r"(\d+)(?:-(\d+))?", text)]
+    return [str(n).zfill(len(low)) for low, high in spans for n in range(int(low), high + 1)]
 
 
 def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> list[str]:

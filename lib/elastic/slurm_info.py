@@ -7,7 +7,6 @@ here, because scontrol cannot do it without a slurm.conf.
 """
 
 import contextlib
-import itertools
 import re
 import time
 from collections import defaultdict
@@ -19,6 +18,7 @@ from pathlib import Path
 from elastic import sched_slurm
 from elastic.config import Config, env
 from elastic.errors import ElasticError
+from elastic.sched_slurm import expand_hostlist, numbers
 
 _TEMPORARY = re.compile(r"^\.|^tmp|\.(tmp|partial)\b|~$")
 _WORDS = r"(step|\bba)|iteration|iter|checkpoint|ckpt|epoch|\bep|snapshot|state|model(?=[-_]\d+\.)"
@@ -57,7 +57,7 @@ def get_slurm_info() -> SlurmInfo | None:
         job_id=job_id,
         restart_count=int(env("SLURM_RESTART_COUNT", "0")),
         nodes=tuple(expand_hostlist(_either("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))),
-        gpus_on_node=int(env("SLURM_GPUS_ON_NODE") or len(_numbers(gpus))),
+        gpus_on_node=int(env("SLURM_GPUS_ON_NODE") or len(numbers(gpus))),
         tasks_per_node=tuple(count for count, times in tasks for _ in range(times)),
         partition=env("SLURM_JOB_PARTITION", ""),
         end_time=float(until) if until.isdigit() else None,
@@ -112,18 +112,6 @@ def check_layout(info: SlurmInfo, gpus_per_node: int) -> str:
         return ""
     way_out = f"one task per GPU: srun --nodes={count} --ntasks-per-node={gpus_per_node}"
     return f"{tasks} tasks per node, {gpus_per_node} GPUs per node; {way_out}"
-
-
-def expand_hostlist(text: str) -> list[str]:
-    """From "n[01-03,7],m4" to n01, n02, n03, n7, m4, in this order. Raises ElasticError."""
-    if not re.fullmatch(r"(\[\d+(-\d+)?(,\d+(-\d+)?)*\]|[^\[\]])*", text):
-        raise ElasticError(f"not a Slurm host list: {text!r}", "echo $SLURM_JOB_NODELIST")
-    hosts = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):  # up to a comma outside of brackets
-        pieces = re.findall(r"\[([^\]]*)\]|([^\[]+)", part)
-        choices = [_numbers(inside) if inside else [plain] for inside, plain in pieces]
-        hosts += map("".join, itertools.product(*choices))
-    return hosts
 
 
 def resolve_resume_path(folder: Path, pattern: str = "") -> Path | None:
@@ -212,8 +200,3 @@ def _ask(*what: str) -> str:
 
 def _either(step: str, job: str) -> str:
     return env(step) or env(job, "")
-
-
-def _numbers(text: str) -> list[str]:
-    spans = [(low, int(high or low)) for low, high in re.findall(r"(\d+)(?:-(\d+))?", text)]
-    return [str(n).zfill(len(low)) for low, high in spans for n in range(int(low), high + 1)]
