@@ -142,6 +142,7 @@ class Memory:
     later_reason: str = ""  # … for this reason
     mode: str = ""
     mode_since: float = 0.0
+    spare_passes: int = 0  # in a row, that found more GPUs for a trainer at work
 
 
 def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:

@@ -35,6 +35,7 @@ LATER_S = 60.0  # between tries when a submit limit is reached
 LOCK = "reconcile.lock"  # its time is that of the last pass
 REFUSED_S = 600.0  # … when a job is refused while others of the run go on
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
+SPARE_PASSES = 3  # in a row must find the GPUs for which a job is started anew
 
 
 @dataclass
@@ -207,7 +208,7 @@ class _Pass:
         working = (job for job in self.memory.jobs if job.role == TRAINER and job.started)
         job = next((job for job in working if not job.over), None)
         least_age_s = self.config.sync.grow_after_s
-        # To ask takes nodes for a moment; and a program of the user's may save but once an epoch.
+        # A program of the user's may save but once an epoch.
         if job is None or job.started_at is None or self.dry_run or self.config.run.command:
             return None
         endings = self.run.endings()
@@ -225,7 +226,9 @@ class _Pass:
         spec = self._spec(TRAINER, 0)
         counts = sizing.node_counts(spec.gpu_range, 1, spec.sizes)
         more = sizing.fit(counts, gpus + scheduler.spare_gpus(spec, most - gpus))
-        return replace(best, more=more)
+        found = self.memory.spare_passes + 1 if more > gpus else 0
+        self.memory = replace(self.memory, spare_passes=found)
+        return replace(best, more=more) if found >= SPARE_PASSES else None
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes readable."""

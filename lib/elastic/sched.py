@@ -125,8 +125,8 @@ class Scheduler(Protocol):
         Raises TryAgain."""
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
-        """How many more GPUs, at most `most`, a job like this would have if it started anew now.
-        Raises TryAgain."""
+        """How many more GPUs, at most `most`, a job like this would likely have if it started anew
+        now. Raises TryAgain."""
 
 
 def job_name(run: str, role: str, slot: int) -> str:

@@ -19,13 +19,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from elastic import config, sizing
 from elastic.config import Config
-from elastic.diagnosis import Node
+from elastic.diagnosis import Node, gpus_of
 from elastic.errors import ElasticError, TryAgain
 from elastic.history import MASTER, TRAINER, has_ended
 from elastic.rundir import RunDir
@@ -97,22 +96,27 @@ class SlurmScheduler:
                 _checked(answer)
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
-        """Idle nodes, as far as Slurm really gives them: they are taken for a moment, and let go.
+        """On nodes that are idle and nothing else, while nobody else waits for the partition.
 
-        `sbatch --test-only` would do, but takes any pending job for one that comes first.
+        Never an allocation to try it: after a slow prolog nobody would be there to let it go.
         """
-        per_node = spec.config.slurm.gpus_per_node
-        argv = ("sinfo", "--noheader", f"--partition={spec.config.slurm.partition}",
-                "--states=idle", "--format=%D")  # fmt: skip
-        idle = _checked(slurm_command(argv, environment=self._environment))
-        nodes = min(sum(map(int, idle.split())), most // per_node)
-        if not nodes:
+        slurm, wanted = spec.config.slurm, spec.config.slurm.gpus_per_node
+        if self._others_wait(slurm.partition):
             return 0
-        trial = _resources(replace(spec, limits=(per_node, nodes * per_node), sizes=()))
-        argv = ("salloc", "--immediate=5", "--quiet", "--job-name=elastic-probe", *trial,
-                "printenv", "SLURM_JOB_NUM_NODES")  # fmt: skip
-        granted = slurm_command(argv, environment=spec.environment).stdout.strip()
-        return int(granted) * per_node if granted.isdigit() else 0
+        avoided, inside = expand_hostlist(slurm.exclude), slurm.partition.split(",")
+        fit = {node.name for node in nodes(self._environment)
+               if node.partition in inside and node.state == "idle" and node.name not in avoided
+               and (not slurm.gres or gpus_of(node.gres, slurm.gres) >= wanted)}  # fmt: skip
+        return min(len(fit), most // wanted) * wanted
+
+    def _others_wait(self, partition: str) -> bool:
+        """Would a job of somebody else get what is free, or what a restart lets go for a moment?"""
+        argv = ("squeue", "--noheader", "--states=PENDING", f"--partition={partition}",
+                f"--format={_FIELD.join(('%r', '%j', '%k'))}")  # fmt: skip
+        lines = _checked(slurm_command(argv, environment=self._environment)).splitlines()
+        waiting = [line.split(_FIELD) for line in lines]
+        return any(reason in ("Resources", "Priority") and not any(map(parse_job_name, names))
+                   for reason, *names in waiting)  # fmt: skip
 
 
 def release_nodes(job_id: str, kept: int) -> None:
@@ -196,11 +200,11 @@ def partitions() -> dict[str, dict[str, str]]:
     return {properties["PartitionName"]: properties for properties in found if properties}
 
 
-def nodes() -> list[Node]:
+def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
     """Every node, once per partition that it is in."""
     columns = f"--format={_FIELD.join(('%R', '%N', '%n', '%o', '%T', '%G'))}"
     argv = ("sinfo", "--all", "--noheader", "--Node", columns)
-    lines = _checked(slurm_command(argv)).splitlines()
+    lines = _checked(slurm_command(argv, environment=environment)).splitlines()
     return [Node(*(field.strip() for field in line.split(_FIELD))) for line in lines]
 
 
