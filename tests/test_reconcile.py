@@ -4,6 +4,7 @@ pytest tests/test_reconcile.py
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -208,6 +209,16 @@ def test_a_pass_skips_a_run_that_another_pass_is_at_work_on(run, slurm, again):
         report = again()
         assert (did(report), report.lines(), report.errors) == ([], [], [])
         assert slurm.asked == 0
+    assert len(did(again())) == 5
+
+
+def test_a_filesystem_without_locks_has_passes_too(run, again, monkeypatch):
+    """Lustre without `-o flock`."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
     assert len(did(again())) == 5
 
 

@@ -119,18 +119,29 @@ def _errors_of(run: RunDir, report: PassReport) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(run: RunDir) -> Iterator[bool]:
-    """True if this pass alone has the run now. The kernel drops the lock of a killed pass."""
+    """True if this pass alone has the run now. The kernel drops the lock of a killed pass.
+
+    Where the filesystem has no locks (Lustre without -o flock), two passes at once may submit a job
+    twice: `singleton` keeps one of the two from starting, and the next pass cancels it.
+    """
     descriptor = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.utime(descriptor)
         is_mine = True
-    except BlockingIOError:
-        is_mine = False
-    try:
+        with contextlib.suppress(OSError):
+            is_mine = _has_locked(descriptor)
+        if is_mine:
+            os.utime(descriptor)
         yield is_mine
     finally:
         os.close(descriptor)
+
+
+def _has_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # ---- what a pass leaves to the next
