@@ -33,6 +33,8 @@ elastic::ranks_per_node() {
 # means that Slurm ends the job: a preempted one is requeued anyway, a cancelled one must not be.
 elastic::step() {
     local told="" passed="" step code cpus="$((SLURM_CPUS_ON_NODE / $1))"
+    # From 24.05 on Slurm by itself requeues a job that leaves in its grace, whatever its exit status.
+    [[ "${ELASTIC_REQUEUE:-1}" == 1 ]] || scontrol update "JobId=${SLURM_JOB_ID}" Requeue=0
     trap 'told=TERM' TERM
     trap 'told="${told:-USR1}"' USR1
     srun --nodes="${SLURM_JOB_NUM_NODES}" --ntasks="$((SLURM_JOB_NUM_NODES * $1))" \

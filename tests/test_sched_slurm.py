@@ -483,7 +483,7 @@ def test_spare_is_what_is_idle_while_nobody_else_waits(stage):
     stage.started(job_id)
     waiting = stage.submit()  # of the run itself
     assert spare() == 2
-    stage.box.run("sbatch", "--partition=preempt", "--nodes=3", "--wrap=true")
+    stage.box.run("sbatch", "--partition=preempt", "--nodes=3", "--output=/dev/null", "--wrap=true")
     wait_until(lambda: spare() == 0, 30, "somebody else waits")
     stage.scheduler.cancel(waiting)
     stage.box.run("scontrol", "update", "NodeName=n4", "State=RESUME")

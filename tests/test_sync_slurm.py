@@ -178,6 +178,36 @@ def test_ranks_share_the_cores_of_nodes_with_several_gpus(new_sandbox, tmp_path)
     cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
 
 
+STUBBORN = """
+import os, pathlib, signal, sys, time
+rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that waits in a collective call
+if rank == "0" and (folder / "pid").exists():
+    alive = pathlib.Path("/proc", (folder / "pid").read_text()).exists()
+    print("beside one that is alive" if alive else "alone", flush=True)
+    sys.exit(0)
+if rank == "0":
+    (folder / "pid").write_text(str(os.getpid()))
+    time.sleep(600)
+while not (folder / "pid").exists():
+    time.sleep(0.1)
+sys.exit(3 if os.environ["ELASTIC_ATTEMPT"] == "1" else 0)
+"""
+
+
+def test_ranks_start_when_those_before_have_ended(new_sandbox, tmp_path):
+    patient = ("KillWait=60",)
+    cluster = Cluster(new_sandbox(nodes=1, gpus=2, grace_s=20, settings=patient), tmp_path)
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    command = ["{python}", "stubborn.py", "{checkpoints}"]
+    cluster.submit(2, 2, **{"slurm.gpus_per_node": 2, "run.command": command})
+    cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
+    assert "alone" in cluster.run.log_path("trainer", 0).read_text()
+    starts = [event["job_id"] for event in cluster.run.events() if event["kind"] == "start"]
+    assert len(starts) == 2
+    assert len(set(starts)) == 1
+
+
 def test_a_job_whose_first_node_dies_is_followed_at_once(new_sandbox, tmp_path):
     quick = ("SlurmdTimeout=10", "MessageTimeout=5")
     cluster = Cluster(new_sandbox(nodes=3, gpus=1, grace_s=20, settings=quick), tmp_path)

@@ -105,6 +105,19 @@ def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(tmp_path
     assert f"error: job {job} has expired: it is CANCELLED\n  hint: " in gone.stderr
 
 
+def test_a_notice_ends_a_job_for_good_that_wants_it(tmp_path, new_sandbox):
+    slurm = new_sandbox(nodes=1, grace_s=120)
+    folder = Folder(tmp_path, slurm)
+    job = folder.submit(
+        "multi-node", "--nodes=1", "--gres=gpu:1", command=[*PRINT, "stay"], ELASTIC_REQUEUE="0"
+    )
+    wait_until(lambda: "total=1" in folder.log(job), 60, "the rank is there")
+    slurm.preempt(1, 1)
+    wait_until(lambda: folder.of_job(job, "JobState") in ("FAILED", "PREEMPTED"), 60, "it ends")
+    assert folder.of_job(job, "Restarts") == "0"
+    assert "back to the queue" not in folder.log(job)
+
+
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_one_node_trains_under_srun_and_under_torchrun(folder, launcher):
     torchrun = str(Path(sys.executable).with_name("torchrun"))

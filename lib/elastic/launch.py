@@ -27,7 +27,7 @@ from elastic import cadence, sched_local, sched_slurm, sizing, wording
 from elastic.command import STACKS, expand
 from elastic.config import elastic_home, env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
-from elastic.errors import ElasticError, Exit
+from elastic.errors import ElasticError, Exit, TryAgain
 from elastic.network import bind_address, free_port, node_name
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
@@ -41,14 +41,15 @@ from elastic.slurm_info import (
 
 TAIL_LINES = 60
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
-LINGER_S = 10.0  # for srun to return after a rank crashed; where a node is gone it takes minutes
+LINGER_S = 10.0  # for the others to end after a rank has crashed; where they hang, they never do
 POLL_S = 0.1
 PASS_S = 60.0
 SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
 AT_ONCE_S = 300.0  # a program that dies so soon may have died of the checkpoint that it was given
 ABORT_S = 0.5  # to print stack traces
 BAD_EXIT = re.compile(
-    r"srun: error: \S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93))"
+    r"srun: error: (Node failure on |"
+    r"\S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93)))"
 )
 LEFT = (Exit.OK, Exit.TRY_AGAIN, Exit.DO_NOT_RESTART)  # exit codes of ranks that did not crash
 EXIT_CODES = {"stopped": Exit.DO_NOT_RESTART, "fenced": Exit.DO_NOT_RESTART, "failed": Exit.ERROR}
@@ -201,8 +202,6 @@ class Launcher:
         code = self._wait(processes)
         for reader in readers:
             reader.join()
-        if code == Exit.TRY_AGAIN and not self.notice and self._bad_exit_at < math.inf:
-            return Exit.ERROR  # srun told the others to leave when a rank had crashed
         return code
 
     def _shared(self, address: str) -> dict[str, str]:
@@ -289,6 +288,9 @@ class Launcher:
                 crashed = [-signal.SIGKILL]
                 break
             time.sleep(POLL_S)
+        if crashed and (job_id := env("SLURM_JOB_ID")):
+            with contextlib.suppress(TryAgain):
+                sched_slurm.end_steps(job_id)  # before srun: the next ones need their GPUs
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -30,6 +31,7 @@ from elastic.history import MASTER, TRAINER, has_ended
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
+STEPS_END_S = 15.0
 COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questions are asked twice
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
@@ -131,18 +133,32 @@ def signal_steps(job_id: str, name: str = "TERM") -> None:
     slurm_command(("scancel", f"--signal={name}", job_id))
 
 
+def end_steps(job_id: str) -> None:
+    """Kill the tasks of this job's steps, and wait for their end. Not for long: a step that had a
+    node that is gone ends when Slurm has noticed."""
+    argv = ("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
+    until = time.monotonic() + STEPS_END_S
+    while time.monotonic() < until:
+        steps = _checked(slurm_command(argv)).split()
+        if not (left := [step for step in steps if step.rpartition(".")[2].isdigit()]):
+            return
+        slurm_command(("scancel", "--signal=KILL", *left))
+        time.sleep(0.5)
+
+
 def step_argv(nodes: Sequence[str], per_node: int, command: Sequence[str]) -> list[str]:
     """The command line that starts `per_node` tasks on each of these nodes of this job.
 
     They share the node's cores, unbound, as threads of one program would. It may overlap: a step
-    that had a node that is gone holds its GPUs until Slurm has noticed.
+    that had a node that is gone holds its GPUs until Slurm has noticed. One that crashes ends no
+    other: srun would leave them KillWait, and is deaf meanwhile (see `end_steps`).
     """
     cores = int(config.env("SLURM_CPUS_ON_NODE", "1"))
     return [
         *_SRUN, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
         f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}",
         f"--cpus-per-task={max(1, cores // per_node)}", "--cpu-bind=none",
-        "--no-kill", "--kill-on-bad-exit=1", *command,
+        "--no-kill", "--kill-on-bad-exit=0", *command,
     ]  # fmt: skip
 
 
