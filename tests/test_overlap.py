@@ -57,26 +57,10 @@ def test_the_next_delta_holds_exactly_the_steps_since_the_last(replica):
     since = [replica.it.whole(i) - whole for i, whole in zip(replica.indices, before, strict=True)]
     published = [torch.randn(numel).bfloat16() for numel in replica.layout.numels]
     for index in replica.indices:
-        replica.it.rebase(index, published[index], False, sent[index])
+        replica.it.rebase(index, published[index], sent[index])
     for index in replica.indices:
         assert torch.allclose(replica.it.whole(index), published[index] + since[index], atol=1e-5)
         assert torch.allclose(deltas(replica)[index], -since[index], atol=1e-5)
-
-
-def test_a_shift_to_a_version_that_was_overtaken_is_taken_back(replica):
-    move(replica)
-    sent, at_sent = deltas(replica), [replica.it.whole(index) for index in replica.indices]
-    move(replica)
-    first, second = ([torch.randn(numel).bfloat16() for numel in replica.layout.numels]
-                     for _ in range(2))  # fmt: skip
-    for index in replica.indices:
-        since = replica.it.whole(index) - at_sent[index]
-        shift = replica.it.shift(index, first[index], False, sent[index].clone())
-        replica.it.shift(index, first[index], False, shift, back=True)
-        assert torch.allclose(shift, sent[index], atol=1e-5)
-        replica.it.shift(index, second[index], False, shift)
-        replica.it.move(index, second[index], False, shift)
-        assert torch.allclose(replica.it.whole(index), second[index] + since, atol=1e-5)
 
 
 # ---- the courier --------------------------------------------------------------------------------

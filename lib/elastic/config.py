@@ -169,8 +169,6 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         _one_of("none", "bf16", "int8", "int4", "topk", "lowrank")),
     Key("transport", TEXT, "auto", "", "of deltas; auto: redis for few bytes, else filesystem",
         _one_of("auto", "filesystem", "redis")),
-    Key("downlink", TEXT, "bf16", "", "what workers read of a new version: all of it, or the "
-        "difference to the one before", _one_of("bf16", "int8", "int4")),
     Key("shards", INT, 0, "processes", "that average; 0: one per 8 cores of the master's job",
         NATURAL),
     Key("overlap", TEXT, "off", "", "what becomes of the steps that a worker does while its delta "

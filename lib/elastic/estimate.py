@@ -12,7 +12,7 @@ overlap the four follow each other, and workers stand still for their sum.
 from dataclasses import dataclass
 
 KEPT = 8  # bytes an element of a version that only the master reads
-DOWN = {"bf16": 2, "int8": 1 + 2 / 256, "int4": 1 / 2 + 2 / 128}  # that workers read
+DOWN = 2  # … that workers read
 SMALL_BYTES = 64_000_000  # of a round's deltas: a tenth of a second of Redis, in and out
 THREADS = 8  # of a process that averages: more of them wait for each other in Python
 ROUNDS_OF_TOPK = 1000  # ten times until a hundredth has been everything
@@ -83,7 +83,7 @@ def choose_transport(config, delta_bytes: int, workers: int) -> tuple[str, str]:
 
 def cost(
     model: Model, workers: int, cores: int = 16, shards: int = 1, rates: Rates = Rates(),
-    through_redis: bool = False, downlink: str = "bf16",
+    through_redis: bool = False,
 ) -> Cost:  # fmt: skip
     """Of one round, averaged by `shards` processes of `cores` cores, each on a node of its own."""
     up, wide = workers * model.delta_bytes, min(rates.filesystem, shards * rates.process)
@@ -93,18 +93,16 @@ def cost(
         deliver_s, read_s = 2 * up / rates.redis, up / rates.redis
     add_s = workers * model.numel / (rates.merged * cores * shards)
     step_s = model.numel / (rates.stepped * cores * shards)
-    down = DOWN[downlink] * model.numel
-    written = version_bytes(model, downlink)
+    down = DOWN * model.numel
     return Cost(
-        deliver_s, max(read_s, add_s) + step_s, written / wide,
+        deliver_s, max(read_s, add_s) + step_s, version_bytes(model) / wide,
         max(down / rates.process, workers * down / rates.filesystem),
     )  # fmt: skip
 
 
-def version_bytes(model: Model, downlink: str) -> float:
+def version_bytes(model: Model) -> int:
     """What the master writes of a version."""
-    difference = DOWN[downlink] if downlink != "bf16" else 0
-    return (DOWN["bf16"] + KEPT + difference) * model.numel
+    return (DOWN + KEPT) * model.numel
 
 
 def save_of(model: Model, config) -> Save:
@@ -128,7 +126,7 @@ def shards_for(model: Model, workers: int, budget_s: float, most: int = 64, **ho
 def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
     """What is likely to hurt, with the way out. `config`: the run's; `rounds`: 0: not known."""
     sgd, up = config.local_sgd, workers * model.delta_bytes
-    version = version_bytes(model, sgd.downlink)
+    version = version_bytes(model)
     space = version * (config.checkpoint.keep + 1) + up * (sgd.max_staleness + 1)
     found = {
         f"a round's deltas need {size(up)} of Redis, redis.maxmemory is"
@@ -157,26 +155,26 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     sgd = config.local_sgd
     cores, nodes = config.slurm.master_cpus or 16, config.slurm.master_nodes
     transport, why = choose_transport(config, model.delta_bytes, workers)
-    one = cost(model, workers, cores, nodes, rates, transport == "redis", sgd.downlink)
+    one = cost(model, workers, cores, nodes, rates, transport == "redis")
     per_step = config.step_samples * model.tokens_per_sample
     per_round = per_step * sgd.inner_steps * workers
     rounds = config.train.max_tokens / per_round if per_round else 0
-    up, down = model.delta_bytes, DOWN[sgd.downlink] * model.numel
+    up, down = model.delta_bytes, DOWN * model.numel
     left_out = 4 * model.numel if model.has_feedback else 0
-    host = DOWN["bf16"] * model.numel + model.largest_bytes + left_out
+    host = DOWN * model.numel + model.largest_bytes + left_out
     step_s = one.stall_s / ENOUGH / sgd.inner_steps
     lines = [
         ("model", f"{model.numel:,} parameters in {model.fragments} fragments"),
         ("a round", f"{workers} workers, {sgd.inner_steps} steps each; a delta is {size(up)}"
-                    f" ({sgd.compression}), a version {size(down)} ({sgd.downlink})"),
+                    f" ({sgd.compression}), a version {size(down)} (bf16)"),
         ("it moves", f"{size(workers * up)} up, read twice; {size(workers * down)} down;"
-                     f" a version on disk is {size(version_bytes(model, sgd.downlink))}"),
+                     f" a version on disk is {size(version_bytes(model))}"),
         ("through", f"{transport}: {why}"),
         ("it takes", f"{one.stall_s:.3g} s: deliver {one.deliver_s:.3g}, merge {one.merge_s:.3g},"
                      f" publish {one.publish_s:.3g}, pull {one.pull_s:.3g}"),
         ("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more"),
         ("memory", f"worker {size(host)} of its host's, beside training; master"
-                   f" {size(_held_bytes(model, sgd) / nodes)}"
+                   f" {size(_held_bytes(model) / nodes)}"
                    f"{f' on each of {nodes} nodes' if nodes > 1 else ''}"),
         ("taken for granted", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
                               f" the filesystem, {cores} cores for the master"),
@@ -187,13 +185,10 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     return "\n".join(f"  {name:18}{text}" for name, text in lines)
 
 
-def _held_bytes(model: Model, sgd) -> float:
-    """By the master: parameters and momentum, what is published where differences are made, and the
-    largest fragment of a delta and of a mean per thread: in time each of them has had that one."""
-    published = DOWN["bf16"] + DOWN[sgd.downlink] if sgd.downlink != "bf16" else 0
-    return (KEPT + published) * model.numel + THREADS * (
-        model.largest_bytes + 4 * model.largest_numel
-    )
+def _held_bytes(model: Model) -> float:
+    """By the master: parameters and momentum, and the largest fragment of a delta and of a mean per
+    thread: in time each of them has had that one."""
+    return KEPT * model.numel + THREADS * (model.largest_bytes + 4 * model.largest_numel)
 
 
 def size(amount: float) -> str:

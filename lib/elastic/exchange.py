@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 
@@ -22,16 +21,9 @@ from elastic.merge import norm
 from elastic.replica import Replica
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
-from elastic.versions import has_differences, read_difference, read_params
+from elastic.versions import read_params
 
 Put = Callable[[int, memoryview], Fragment]
-
-
-class Published(NamedTuple):
-    """A fragment of a version, as `Replica.adopt` takes it."""
-
-    values: torch.Tensor
-    is_difference: bool = False
 
 
 class Exchange:
@@ -39,9 +31,7 @@ class Exchange:
         """`owners`: how many of the ranks have fragments of their own."""
         self.run, self.replica, self._group, self._owners = run, replica, group, owners
         self.encoder = Encoder(config.local_sgd.compression, replica.layout)
-        self._down = config.local_sgd.downlink
         self._indices = range(len(replica.layout.fragments))
-        self._version = -1  # the base's; -1: none, or by halves
         self.moved: Callable[[], object] = lambda: None  # called for each fragment
 
     def _is_mine(self, index: int) -> bool:
@@ -74,19 +64,17 @@ class Exchange:
 
     # ---- in
 
-    def adopt(self, commit: dict, fetched: list[Published] | None = None) -> None:
+    def adopt(self, commit: dict, fetched: list[torch.Tensor] | None = None) -> None:
         """Set the replica to a version (`fetched`: its fragments, where they are here already).
         Collective; raises ElasticError, on all ranks, if it cannot be read."""
         read = self._reader(commit)
-        self._version = -1
         if fetched or self._group.world == 1:
-            for index, published in enumerate(fetched or read_ahead(read, self._indices)):
-                self.replica.adopt(index, *published)
+            for index, values in enumerate(fetched or read_ahead(read, self._indices)):
+                self.replica.adopt(index, values)
         else:
             self._adopt_together(read)
-        self._version = commit["version"]
 
-    def _adopt_together(self, read: Callable[[int], Published]) -> None:
+    def _adopt_together(self, read: Callable[[int], torch.Tensor]) -> None:
         """Every rank reads its share, and hands it to the others."""
         world, mine, trouble = self._group.world, {}, ""
         try:
@@ -96,58 +84,26 @@ class Exchange:
         if found := [each for each in self._group.gather(trouble) if each]:
             raise ElasticError(found[0])
         for index in self._indices:
-            published = mine.pop(index, None)
-            is_difference = self._group.share(published and published.is_difference, index % world)
-            empty = self.replica.empty(index, is_difference)
-            values = self._group.hand_out(published.values if published else empty, index % world)
-            self.replica.adopt(index, values, is_difference)
+            values = mine.pop(index) if index in mine else self.replica.empty(index)
+            self.replica.adopt(index, self._group.hand_out(values, index % world))
 
-    def rebase(self, commit: dict, deltas: list, brought: dict[int, list[Published]]) -> None:
-        """Likewise, and put what was done since `deltas` were taken on top. One rank only.
+    def rebase(self, deltas: list, fetched: list[torch.Tensor]) -> None:
+        """Likewise, and put what was done since `deltas` were taken on top. One rank only."""
+        for index, values in enumerate(fetched):
+            self.replica.rebase(index, values, deltas[index])
 
-        `brought`: a version's fragments, by its number, if `deltas` are shifted by them already.
-        """
-        fetched = brought.get(commit["version"])
-        if fetched is None:  # another one has come meanwhile
-            fetched = self.fetch(commit)  # all of them first: no rebase by halves
-            for other in brought.values():
-                self.shift(other, deltas, back=True)
-            self.shift(fetched, deltas)
-        self._version = -1
-        for index, published in enumerate(fetched):
-            self.replica.move(index, *published, deltas[index])
-        self._version = commit["version"]
-
-    def shift(self, fetched: list[Published], deltas: list, back: bool = False) -> None:
-        """See Replica.shift; of all fragments, in place."""
-        for index, published in enumerate(fetched):
-            self.replica.shift(index, *published, deltas[index], back)
-
-    def fetch(self, commit: dict) -> list[Published]:
+    def fetch(self, commit: dict) -> list[torch.Tensor]:
         """All of a version's fragments. Raises ElasticError."""
         return list(map(self._reader(commit), self._indices))
 
-    def _reader(self, commit: dict) -> Callable[[int], Published]:
+    def _reader(self, commit: dict) -> Callable[[int], torch.Tensor]:
         """How to read a fragment, and say so."""
-        read = self._reader_of(commit)
 
-        def read_and_say(index: int) -> Published:
+        def read_and_say(index: int) -> torch.Tensor:
             self.moved()
-            return read(index)
+            return read_params(self.run, commit, self.replica.layout, index)
 
         return read_and_say
-
-    def _reader_of(self, commit: dict) -> Callable[[int], Published]:
-        """How to read a fragment: the difference, if there is one to what the replica has."""
-        run, layout = self.run, self.replica.layout
-        is_next = commit["version"] == self._version + 1 and has_differences(commit)
-
-        def read(index: int) -> Published:
-            if is_next and not layout.has_buffers(index):
-                return Published(read_difference(run, commit, layout, index, self._down), True)
-            return Published(read_params(run, commit, layout, index))
-
-        return read
 
 
 def _entry(index: int, fragment: Fragment) -> list:

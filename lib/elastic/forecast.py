@@ -52,7 +52,7 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
     transport, _ = estimate.choose_transport(config, model.delta_bytes, workers)
     one, alone = (
         estimate.cost(model, count, slurm.master_cpus or 16, slurm.master_nodes, rates,
-                      transport == "redis", config.local_sgd.downlink)
+                      transport == "redis")
         for count in (workers, 1)
     )  # fmt: skip
     return {

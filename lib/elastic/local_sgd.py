@@ -34,7 +34,7 @@ from elastic.courier import Courier
 from elastic.device import Profile, seed_by
 from elastic.durable import insist, until_written
 from elastic.errors import ElasticError, TryAgain
-from elastic.exchange import Exchange, Published
+from elastic.exchange import Exchange
 from elastic.group import Group
 from elastic.inner_optimizer import InnerOptimizer, Probe
 from elastic.layout import Layout
@@ -373,11 +373,11 @@ class LocalSGD:
         """Load a version's parameters. Returns why it cannot be; empty if it was."""
         ahead = self._ahead
         try:
-            if ahead and ahead.counts:
-                self._exchange.rebase(commit, ahead.deltas, ahead.fetched)
+            fetched = ahead.fetched.get(commit["version"]) if ahead else None
+            if ahead and ahead.counts:  # all of it first: no rebase by halves
+                self._exchange.rebase(ahead.deltas, fetched or self._exchange.fetch(commit))
             else:
-                brought = ahead.fetched.get(commit["version"]) if ahead else None
-                self._exchange.adopt(commit, brought)
+                self._exchange.adopt(commit, fetched)
         except ElasticError as error:
             return str(error)
         return ""
@@ -649,13 +649,12 @@ class LocalSGD:
     def _send_ahead(self, deltas: list[torch.Tensor]) -> Courier:
         sent = self._sent = self._round
         self._round = _Round(sent.base)
-        delta_of = deltas.__getitem__
         self._ahead = _Ahead(self._round, deltas)
         return Courier(
-            lambda: self._deliver(sent, delta_of), lambda: self._bring_version(sent, delta_of)
+            lambda: self._deliver(sent, deltas.__getitem__), lambda: self._bring_version(sent)
         )
 
-    def _bring_version(self, sent: "_Round", delta_of: Callable) -> dict[int, list[Published]]:
+    def _bring_version(self, sent: "_Round") -> dict[int, list[torch.Tensor]]:
         """In the courier's thread: wait for the next version, and read it. Empty: there is none
         to come, or the delta was rejected."""
         link = self._link
@@ -663,10 +662,7 @@ class LocalSGD:
             version = link.wait(lambda n: n.version > sent.base or n.over, DRY_S).version
             if version > sent.base:
                 with contextlib.suppress(ElasticError):
-                    fetched = self._exchange.fetch(self._commit_of(version))
-                    if self.config.local_sgd.overlap == "rebase":
-                        self._exchange.shift(fetched, list(map(delta_of, range(len(fetched)))))
-                    return {version: fetched}
+                    return {version: self._exchange.fetch(self._commit_of(version))}
                 break  # pruned meanwhile, or damaged: who adopts it finds out
             if not self._stands(sent):
                 sent.is_void = True
@@ -788,7 +784,7 @@ class _Ahead:
     def __init__(self, round_: _Round, deltas: list[torch.Tensor]):
         self.round, self.deltas = round_, deltas
         self.counts = True  # else they are to be done again
-        self.fetched: dict[int, list[Published]] = {}  # version -> its fragments
+        self.fetched: dict[int, list[torch.Tensor]] = {}  # version -> its fragments
 
 
 def _joined(ranges: list[Range]) -> list[Range]:

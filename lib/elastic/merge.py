@@ -75,11 +75,6 @@ def cosine(products: Iterable[Products]) -> float:
     return dot / math.sqrt(momentum * mean) if momentum and mean else 0.0
 
 
-def moved(published: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
-    """What is published next, in bf16: everybody who adds the same difference has the same bits."""
-    return published.float().add_(difference).bfloat16()
-
-
 def norm(delta: torch.Tensor) -> float:
     """Euclidean norm of one fragment; inf or nan if any element is not finite."""
     return torch.linalg.vector_norm(delta).item()

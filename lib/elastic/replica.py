@@ -14,7 +14,6 @@ from torch import nn
 from elastic.errors import ElasticError
 from elastic.group import is_sharded
 from elastic.layout import Layout
-from elastic.merge import moved
 
 HELD = (torch.float32, torch.bfloat16, torch.float16)  # what float32 holds exactly
 
@@ -57,9 +56,8 @@ class Replica:
         self._base: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def adopt(self, index: int, values: torch.Tensor, is_difference: bool = False) -> None:
-        """Set a fragment's parameters, and its base, to a published fragment (flat): bf16, or in
-        float32 the difference to the base."""
+    def adopt(self, index: int, values: torch.Tensor) -> None:
+        """Set a fragment's parameters, and its base, to a published fragment (flat, bf16)."""
         for tensor, param, shard in self._shards(index, values):
             base = self._base.get(tensor.name)
             if base is None:
@@ -67,7 +65,7 @@ class Replica:
                 kind = torch.float32 if tensor.is_buffer else torch.bfloat16
                 base = torch.empty(shard.shape, dtype=kind, pin_memory=pinned)
                 self._base[tensor.name] = base
-            base.copy_(moved(base, shard.to(base.device)) if is_difference else shard)
+            base.copy_(shard)
             _local(param).copy_(base, non_blocking=True)
 
     @torch.no_grad()
@@ -76,45 +74,21 @@ class Replica:
         for _, param, shard in self._shards(index, values):
             _local(param).copy_(shard)
 
-    def rebase(
-        self, index: int, values: torch.Tensor, is_difference: bool, delta: torch.Tensor
-    ) -> None:
+    @torch.no_grad()
+    def rebase(self, index: int, values: torch.Tensor, delta: torch.Tensor) -> None:
         """Put what was done since `delta` was taken on top of a published fragment, its new base.
 
         θ − (A − d) are those steps, so the next delta holds each of them once.
         """
-        shift = self.shift(index, values, is_difference, delta.clone())
-        self.move(index, values, is_difference, shift)
-
-    @torch.no_grad()
-    def shift(
-        self, index: int, values: torch.Tensor, is_difference: bool, delta: torch.Tensor,
-        back: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        """Make of a delta, in its place, what `move` adds to the parameters: new − base + delta.
-
-        No parameter is read, so this may be done while they are trained. `back`: undo it.
-        """
-        for tensor, _param, shard in self._shards(index, values):
-            base, part = self._base[tensor.name], delta[tensor.start : tensor.start + tensor.numel]
-            new = moved(base, shard.to(base.device)) if is_difference else shard
-            way = new.float().sub_(base.float()).flatten()
-            part.add_(way.to(part.device), alpha=-1 if back else 1)
-        return delta
-
-    @torch.no_grad()
-    def move(
-        self, index: int, values: torch.Tensor, is_difference: bool, shift: torch.Tensor
-    ) -> None:
-        """The second half of `rebase`: two passes over the parameters, for which a worker waits."""
         for tensor, param, shard in self._shards(index, values):
-            base, part = self._base[tensor.name], shift[tensor.start : tensor.start + tensor.numel]
-            local = _local(param)
+            base, part = self._base[tensor.name], delta[tensor.start : tensor.start + tensor.numel]
+            local, new = _local(param), shard.to(base.device)
             if tensor.is_buffer:  # nothing is lost with what they have seen since
-                local.copy_(shard)
+                local.copy_(new)
             else:
-                local.add_(part.view(tensor.shape).to(local.device))
-            base.copy_(moved(base, shard.to(base.device)) if is_difference else shard)
+                since = part.view(tensor.shape).to(base.device) + (new.float() - base.float())
+                local.add_(since.to(local.device))
+            base.copy_(new)
 
     def _shards(self, index: int, values: torch.Tensor) -> Iterator[tuple]:
         """Each tensor of a fragment, its parameter, and this rank's part of its values."""
@@ -147,10 +121,9 @@ class Replica:
                 part.copy_(_gather_like(param, shard))
         return flat
 
-    def empty(self, index: int, is_difference: bool) -> torch.Tensor:
+    def empty(self, index: int) -> torch.Tensor:
         """Room for the values of a published fragment."""
-        is_exact = is_difference or self.layout.has_buffers(index)
-        dtype = torch.float32 if is_exact else torch.bfloat16
+        dtype = torch.float32 if self.layout.has_buffers(index) else torch.bfloat16
         return torch.empty(self.layout.numels[index], dtype=dtype)
 
     @property

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 
 from elastic import merge
-from elastic.codec import Tile, accepted, as_bytes, codec, codec_of
+from elastic.codec import Tile, accepted, as_bytes, codec_of
 from elastic.config import Config
 from elastic.errors import ElasticError, Exit, TryAgain
 from elastic.estimate import THREADS
@@ -105,13 +105,11 @@ class Shard:
         self.layout = read_layout(run, base)
         self.transport = transport_of(run.commit(base))
         self._codecs = {each.name: each for each in accepted(config.local_sgd.compression)}
-        self._down = config.local_sgd.downlink
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self._outer = merge.Outer(self.layout, list(empty), list(empty), mu=0.0)
-        self._published: dict[int, torch.Tensor] = {}  # bf16; where differences are handed out
         self._recipe: Recipe | None = None
         self._begun: set[int] = set()  # fragments that may not be those of `base` any more
-        self._stepped: dict[int, tuple] = {}  # those of the next version: products, difference
+        self._stepped: dict[int, merge.Products] = {}  # those of the next version
         self._own = threading.local()
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         # One thread of torch's in each: sums have the same bits on every machine.
@@ -178,12 +176,9 @@ class Shard:
         self._recipe, self._outer.mu = recipe, recipe.momentum
 
     def _load(self, index: int, version: int) -> None:
-        """Hold a fragment as of a version, published as of the base."""
-        run, layout = self.run, self.layout
-        params, momentum = read_exactly(run, run.commit(version), layout, index)
+        """Hold a fragment as of a version."""
+        params, momentum = read_exactly(self.run, self.run.commit(version), self.layout, index)
         self._outer.params[index], self._outer.momentum[index] = params, momentum
-        if self._down != "bf16" and not layout.has_buffers(index):
-            self._published[index] = read_params(run, run.commit(self._base), layout, index)
 
     def _advance_one(self, index: int, recipe: Recipe, draft: Draft) -> Part:
         if index not in self._stepped:
@@ -191,18 +186,11 @@ class Shard:
                 self._load(index, recipe.base)
             self._begun.add(index)
             self._stepped[index] = self._step(index, recipe)
-        products, difference = self._stepped[index]
         params, momentum = self._outer.params[index], self._outer.momentum[index]
-        published = self._published.get(index, params)
-        files = [
-            draft.write_params(self.layout, index, published),
-            draft.write_outer(self.layout, index, params, momentum),
-        ]
-        if difference is not None:
-            files.append(draft.write_difference(index, difference))
-        return Part(index, products, files)
+        files = draft.write_fragment(self.layout, index, params, momentum)
+        return Part(index, self._stepped[index], files)
 
-    def _step(self, index: int, recipe: Recipe) -> tuple:
+    def _step(self, index: int, recipe: Recipe) -> merge.Products:
         products = (0.0, 0.0, 0.0)
         if recipe.restore >= 0:
             self._load(index, recipe.restore)
@@ -216,7 +204,7 @@ class Shard:
                 merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
                 products = self._outer.products(index, mean)
                 self._outer.step_one(index, mean, recipe.lr)
-        return products, self._publish(index)
+        return products
 
     def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
         for header, factor in zip(recipe.headers, recipe.factors, strict=True):
@@ -229,19 +217,6 @@ class Shard:
                 base = self.run.commit(header.base)
                 anchor = read_params(self.run, base, self.layout, index)
             yield merge.Term(delta, factor, anchor)
-
-    def _publish(self, index: int) -> torch.Tensor | None:
-        """What was published goes on to the new parameters; returns by which difference.
-
-        What this one's rounding leaves out is in the next one.
-        """
-        if index not in self._published:
-            return None
-        chosen, fragment, before = codec(self._down), self.layout.fragments[index], self._published
-        data = chosen.encode(self._outer.params[index] - before[index].float(), fragment)
-        difference = torch.frombuffer(data, dtype=torch.uint8)
-        before[index] = merge.moved(before[index], chosen.decode(difference, fragment))
-        return difference
 
     def _all(self, work: Callable[[int], object]) -> list:
         """`work` for every fragment, to its end also where one fails; DeltaLost comes first."""

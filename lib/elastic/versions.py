@@ -2,9 +2,6 @@
 
     versions/000123/params-00.safetensors   bf16 (buffers: float32), by name: what workers pull, and
                                             what `safetensors.torch.load_file` gives anybody else
-    versions/000123/difference-00.safetensors
-                                            what to add to the parameters before, as int8 (or int4),
-                                            to have these (with local_sgd.downlink)
     versions/000123/outer-00.safetensors    float32 parameters and outer momentum: the master's own
     versions/000123/manifest.json           the layout: which parameter is in which fragment
     commits/000123.json                     made by link(): its existence is the commit
@@ -29,13 +26,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from elastic import durable
-from elastic.codec import as_bytes, codec
+from elastic.codec import as_bytes
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.merge import Outer
 from elastic.rundir import RunDir
 
-DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}  # safetensors' names
+DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}  # safetensors' names
 # What each commit takes over from the one before.
 CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens", "transport", "transport_reason")
 
@@ -58,27 +55,13 @@ class Draft:
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
     ) -> list[dict]:
         """Write both files of a fragment (flat, float32); returns their entries for the commit."""
-        published = self.write_params(layout, index, params)
-        return [published, self.write_outer(layout, index, params, momentum)]
-
-    def write_params(self, layout: Layout, index: int, params: torch.Tensor) -> dict:
-        """Write what workers pull of a fragment."""
         whole = params if layout.has_buffers(index) else params.to(torch.bfloat16)
-        published = split(layout, index, whole)
-        return self._write(f"params-{index:02d}.safetensors", file_parts(published))
-
-    def write_outer(
-        self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
-    ) -> dict:
-        """Write what the next master needs of a fragment."""
         state = {f"param/{name}": part for name, part in split(layout, index, params).items()}
         parts = split(layout, index, momentum)
         state |= {f"momentum/{name}": part for name, part in parts.items()}
-        return self._write(f"outer-{index:02d}.safetensors", file_parts(state))
-
-    def write_difference(self, index: int, data: torch.Tensor) -> dict:
-        """Write what workers that have the version before add to it (uint8, as encoded)."""
-        return self._write(f"difference-{index:02d}.safetensors", file_parts({"data": data}))
+        files = {"params": split(layout, index, whole), "outer": state}
+        return [self._write(f"{kind}-{index:02d}.safetensors", file_parts(tensors))
+                for kind, tensors in files.items()]  # fmt: skip
 
     def commit(self, layout: Layout, files: list[dict], record: dict) -> bool:
         """Write the manifest and link the commit. False if another writer was first."""
@@ -148,19 +131,6 @@ def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.
     if damaged."""
     tensors = _tensors(verified(run, commit, f"params-{index:02d}.safetensors"))
     return _flat(layout, index, tensors, "")
-
-
-def has_differences(commit: dict) -> bool:
-    return any("/difference-" in entry["path"] for entry in commit["files"])
-
-
-def read_difference(
-    run: RunDir, commit: dict, layout: Layout, index: int, name: str
-) -> torch.Tensor:
-    """What to add to a fragment of the version before (`merge.moved`): flat, float32. `name`: the
-    codec's. Raises ElasticError if damaged."""
-    path = verified(run, commit, f"difference-{index:02d}.safetensors")
-    return codec(name).decode(_tensors(path)["data"], layout.fragments[index])
 
 
 def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:

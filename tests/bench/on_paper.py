@@ -17,7 +17,7 @@ K = 100
 
 def table() -> str:
     names = "".join(f" {place} |" for place in PLACES)
-    head = f"| model | workers | up | down |{names} shards | Lustre, those shards, int8 down |"
+    head = f"| model | workers | up | down |{names} shards | Lustre, those shards |"
     lines = [head, "| --- " * (6 + len(PLACES)) + "|"]
     for name, (numel, step_s) in MODELS.items():
         for workers in WORKERS:
@@ -29,7 +29,7 @@ def table() -> str:
             shards = shards_for(model, workers, K * step_s / 10, rates=PLACES["Lustre"][0])
             parts = [f"{s:.0f} s, {s / (K * step_s + s):.0%}" for s in stalls]
             up, down = size(workers * model.delta_bytes), size(2 * numel * workers)
-            whole = cost(model, workers, shards=shards, rates=PLACES["Lustre"][0], downlink="int8")
+            whole = cost(model, workers, shards=shards, rates=PLACES["Lustre"][0])
             share = f"{whole.stall_s:.0f} s, {whole.stall_s / (K * step_s + whole.stall_s):.0%}"
             parts += [str(shards), share]
             lines.append(f"| {name} | {workers} | {up} | {down} | {' | '.join(parts)} |")

@@ -272,7 +272,7 @@ class Simulator:
 
     def rebase(self, index: int, published: torch.Tensor, sent: torch.Tensor) -> None:
         """Put the steps since a fragment of a delta was taken on top of a published fragment."""
-        self.replica.rebase(index, published, False, sent)
+        self.replica.rebase(index, published, sent)
 
     def base(self, work: dict) -> list[torch.Tensor]:
         """The published fragments that the worker starts from."""
