@@ -40,7 +40,7 @@ class Rounds:
     def new_master(self) -> None:
         """Forget everything but the run directory."""
         commit = self.run.newest_commit()
-        self.averager = Averager(self.run, self.config, commit, None, None)
+        self.averager = Averager(self.run, self.config, commit, None)
         self.version = commit["version"]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -55,11 +55,11 @@ class Rounds:
     @property
     def theta(self) -> torch.Tensor:
         """The master's float32 parameters."""
-        return torch.cat(self.averager.shards[0]._outer.params)
+        return torch.cat(self.averager.arithmetic._outer.params)
 
     @property
     def momentum(self) -> torch.Tensor:
-        return torch.cat(self.averager.shards[0]._outer.momentum)
+        return torch.cat(self.averager.arithmetic._outer.momentum)
 
     def put(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Header:
         """Write the delta of a worker that went from its base to `local`; returns its header."""

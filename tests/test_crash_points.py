@@ -28,7 +28,7 @@ from conftest import start_redis
 from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
 from elastic import (
     agent,
-    averaging,
+    arithmetic,
     config,
     durable,
     exchange,
@@ -36,7 +36,6 @@ from elastic import (
     link,
     local_sgd,
     master,
-    shard,
     versions,
 )  # fmt: skip
 from elastic.agent import Agent
@@ -228,7 +227,7 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
     monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
     monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
-    for module in (master, averaging, shard, exchange):
+    for module in (master, arithmetic, exchange):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
     for module, name in ((master, "TICK_S"), (master, "SPACE_S"),
                          (durable, "SPACE_S"),

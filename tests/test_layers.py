@@ -22,8 +22,8 @@ LAYERS = [
     ("edges", "config durable rundir store redis_server transport transport_fs transport_redis "
               "sched sched_local sched_slurm signals network proc sandbox versions inner_state "
               "slurm_info health peers device checkpoint handover trace"),
-    ("processes", "shard averaging link courier exchange loading local_sgd agent worker master "
-                  "trainer launch start reconcile describe evaluation doctor"),
+    ("processes", "arithmetic averaging link courier exchange loading local_sgd agent worker "
+                  "master trainer launch start reconcile describe evaluation doctor"),
     ("people", "submission status audit views chaos validation report metrics cli manual demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from elastic import merge, rounds
+from elastic.arithmetic import DeltaLost
 from elastic.layout import Layout
 from elastic.rounds import Facts, Verdict
-from elastic.shard import DeltaLost
 from elastic.transport import fragment_name
 from elastic.versions import Draft, read_outer
 from helpers import ROOT
@@ -387,8 +387,8 @@ def test_bytes_that_went_bad_are_refused_and_later_stop_only_their_own_delta(
 
 
 def runs_delta(runs, checked):
-    shard = runs.averager.shards[0]
-    tiles = [t.clone() for i in range(3) for _, t in shard._read(checked.header, i)]
+    arithmetic = runs.averager.arithmetic
+    tiles = [t.clone() for i in range(3) for _, t in arithmetic._read(checked.header, i)]
     return torch.cat(tiles)
 
 

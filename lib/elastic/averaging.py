@@ -1,26 +1,15 @@
-"""The master's averaging: who checks which fragments, what each delta weighs, and the commit.
-
-The arithmetic is done by shards (shard.py): by one in this process, or, where the master's job has
-more cores or nodes than that one can use, by several in processes of their own. Shards share the
-fragments; each writes its part of a version, and the version is committed when all parts are there.
-The bits of a version do not depend on how many shards there are.
-"""
+"""The master's averaging: what each delta weighs, and the commit."""
 
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import attrgetter
 
 from elastic import guards, merge, rounds
+from elastic.arithmetic import Arithmetic, Recipe
 from elastic.codec import accepted, codec_of
-from elastic.config import Config, elastic_home, env
-from elastic.estimate import THREADS
+from elastic.config import Config
 from elastic.guards import Moved, Running
 from elastic.rounds import Header
 from elastic.rundir import RunDir
-from elastic.shard import Averages, Part, Recipe, RemoteShard, Shard, wait_for
-from elastic.signals import Notice
 from elastic.store import Store
 from elastic.transport import fragment_name, open_transport, transport_of
 from elastic.versions import Draft, read_layout
@@ -43,7 +32,7 @@ class Checked:
 class Averager:
     """The global parameters as of a commit, and how they go on."""
 
-    def __init__(self, run: RunDir, config: Config, commit: dict, store: Store, notice: Notice):
+    def __init__(self, run: RunDir, config: Config, commit: dict, store: Store):
         self.run, self.config, self._commit = run, config, commit
         self.layout = read_layout(run, commit["version"])
         # What a delta's fragments must have, in each codec in which it may come.
@@ -51,53 +40,29 @@ class Averager:
             codec.name: tuple(codec_of(f, codec).size_bytes(f) for f in self.layout.fragments)
             for codec in accepted(config.local_sgd.compression)
         }
-        self.shards = self._open_shards(store, notice)
-        self._asking = ThreadPoolExecutor(len(self.shards), "asking")
+        self.arithmetic = Arithmetic(run, config, commit["version"], store)
         self.use(store)
         self.running = self._next_running = Running.of(commit)
-
-    def _open_shards(self, store: Store, notice: Notice) -> list[Averages]:
-        nodes = _nodes(self.config)
-        of = min(self.config.local_sgd.shards or _enough(len(nodes)), len(self.layout.fragments))
-        if of == 1:
-            every = range(len(self.layout.fragments))
-            return [Shard(self.run, self.config, self._commit["version"], every, store)]
-        return [
-            RemoteShard(self.run, i, _command(self.run, nodes[i % len(nodes)], i, of), notice)
-            for i in range(of)
-        ]
 
     def use(self, store: Store) -> None:
         """Read deltas through this store from now on, where they travel through Redis."""
         self._transport = open_transport(transport_of(self._commit), self.run, store)
-        for shard in self.shards:
-            shard.use(store)
+        self.arithmetic.use(store)
 
     def close(self) -> None:
-        for shard in self.shards:
-            shard.close()
-        self._asking.shutdown(wait=True, cancel_futures=True)
+        self.arithmetic.close()
 
     # ---- as deltas arrive
 
     def check(self, header: Header) -> Checked:
         """Read a delta once: are its bytes whole, is it finite, how long is it, and where to?"""
-        products: dict[int, merge.Products] = {}
-        for found in self._ask(lambda shard: shard.check(header)):
-            if isinstance(found, str):
-                return Checked(header, refused=found)
-            products |= found
-        told = [products[index] for index in sorted(products)]
+        told = self.arithmetic.check(header)
+        if isinstance(told, str):
+            return Checked(header, refused=told)
         square = sum(delta for _, _, delta in told)
         if not square < math.inf:
             return Checked(header, refused="non-finite: an element is nan or inf, or overflows")
         return Checked(header, square**0.5, along=merge.cosine(told))
-
-    def _ask(self, question) -> list:
-        """Every shard's answer, all asked at once."""
-        if len(self.shards) == 1:
-            return [question(self.shards[0])]
-        return wait_for([self._asking.submit(question, shard) for shard in self.shards])
 
     # ---- when the round closes
 
@@ -143,7 +108,7 @@ class Averager:
             return None
         draft = Draft(self.run, version, writer)
         try:
-            record = record | self._advance(recipe, writer)
+            record = record | self._advance(recipe, draft)
             files = record.pop("files")
             if not draft.commit(self.layout, files, record):
                 return None
@@ -154,10 +119,8 @@ class Averager:
         self._commit = {"version": version, **record}
         return self._commit
 
-    def _advance(self, recipe: Recipe, writer: str) -> dict:
-        answers = self._ask(lambda shard: shard.advance(recipe, writer))
-        unsorted = (part for parts in answers for part in parts)
-        parts: list[Part] = sorted(unsorted, key=attrgetter("index"))
+    def _advance(self, recipe: Recipe, draft: Draft) -> dict:
+        parts = self.arithmetic.advance(recipe, draft)
         cos = merge.cosine(part.products for part in parts)
         files = sorted((entry for part in parts for entry in part.files), key=lambda e: e["path"])
         gain = rounds.outer_gain(recipe.lr, recipe.momentum, cos)
@@ -168,28 +131,3 @@ class Averager:
         sizes = [max(each) for each in zip(*self.fragment_bytes.values(), strict=True)]
         parts = [(fragment_name(key, i), size) for key in keys for i, size in enumerate(sizes)]
         self._transport.drop(parts)
-
-
-def _enough(nodes: int) -> int:
-    """As many shards as there is work for on the cores of `nodes` like this one."""
-    return nodes * math.ceil(len(os.sched_getaffinity(0)) / THREADS)
-
-
-def _nodes(config: Config) -> list[str]:
-    """The nodes of the master's job; one without a name where it is not Slurm's."""
-    if config.run.scheduler != "slurm":
-        return [""]
-    from elastic.slurm_info import job_nodes
-
-    return job_nodes() or [""]
-
-
-def _command(run: RunDir, node: str, index: int, of: int) -> list[str]:
-    """What starts shard `index` of `of` on a node of this job."""
-    program = str(elastic_home() / "bin" / "elastic")
-    command = [program, "shard", str(run.path), str(index), str(of)]
-    if not node or node == env("SLURMD_NODENAME"):
-        return command
-    from elastic.sched_slurm import step_argv
-
-    return step_argv([node], 1, command)

@@ -169,8 +169,6 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         _one_of("none", "bf16", "int8", "int4", "topk", "lowrank")),
     Key("transport", TEXT, "auto", "", "of deltas; auto: redis for few bytes, else filesystem",
         _one_of("auto", "filesystem", "redis")),
-    Key("shards", INT, 0, "processes", "that average; 0: one per 8 cores of the master's job",
-        NATURAL),
     Key("overlap", TEXT, "off", "", "what becomes of the steps that a worker does while its delta "
         "travels; discard: done again; rebase: put on top", _one_of("off", "discard", "rebase")),
     Key("max_staleness", INT, 2, "versions", "a delta that is later is rejected", NATURAL),
@@ -230,8 +228,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("gres", TEXT, "gpu", "", "name of the GPUs, with a type where needed: gpu:a100"),
     Key("cpus_per_gpu", INT, 0, "CPUs", "0: the partition's default", NATURAL),
     Key("mem_per_gpu", TEXT, "", "", "as sbatch takes it (64G); empty: the partition's default"),
-    Key("master_nodes", INT, 1, "nodes", "of the master's job, which share the averaging", COUNT),
-    Key("master_cpus", INT, 0, "CPUs", "per node; 0: the partition's default", NATURAL),
+    Key("master_cpus", INT, 0, "CPUs", "of the master's job; 0: the partition's default", NATURAL),
     Key("signal", TEXT, "", "", "before the time limit, as sbatch takes it (USR2@60); empty: none"),
     Key("options", LIST, [], "", "further sbatch options of workers"),
     Key("master_options", LIST, [], "", "further sbatch options of the master"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 KEPT = 8  # bytes an element of a version that only the master reads
 DOWN = 2  # … that workers read
 SMALL_BYTES = 64_000_000  # of a round's deltas: a tenth of a second of Redis, in and out
-THREADS = 8  # of a process that averages: more of them wait for each other in Python
+THREADS = 16  # of the averaging: each holds a fragment of a delta and of a mean
 ROUNDS_OF_TOPK = 1000  # ten times until a hundredth has been everything
 ENOUGH = 0.05  # of a round; to stand still for longer is worth a word
 
@@ -82,17 +82,18 @@ def choose_transport(config, delta_bytes: int, workers: int) -> tuple[str, str]:
 
 
 def cost(
-    model: Model, workers: int, cores: int = 16, shards: int = 1, rates: Rates = Rates(),
+    model: Model, workers: int, cores: int = 16, rates: Rates = Rates(),
     through_redis: bool = False,
 ) -> Cost:  # fmt: skip
-    """Of one round, averaged by `shards` processes of `cores` cores, each on a node of its own."""
-    up, wide = workers * model.delta_bytes, min(rates.filesystem, shards * rates.process)
+    """Of one round, averaged on so many cores."""
+    up, cores = workers * model.delta_bytes, min(cores, THREADS)
+    wide = min(rates.filesystem, rates.process)
     read_s = up / wide
     deliver_s = max(model.delta_bytes / rates.process, up / rates.filesystem, read_s)
     if through_redis:
         deliver_s, read_s = 2 * up / rates.redis, up / rates.redis
-    add_s = workers * model.numel / (rates.merged * cores * shards)
-    step_s = model.numel / (rates.stepped * cores * shards)
+    add_s = workers * model.numel / (rates.merged * cores)
+    step_s = model.numel / (rates.stepped * cores)
     down = DOWN * model.numel
     return Cost(
         deliver_s, max(read_s, add_s) + step_s, version_bytes(model) / wide,
@@ -112,15 +113,6 @@ def save_of(model: Model, config) -> Save:
         return Save(model.delta_bytes, model.delta_bytes + 8 * model.numel)
     share = 12 * model.numel / max(1, config.elastic.min // config.slurm.gpus_per_node)
     return Save(share, share)
-
-
-def shards_for(model: Model, workers: int, budget_s: float, most: int = 64, **how) -> int | None:
-    """The fewest shards with which the master's part stays within `budget_s`; None: not by `most`.
-
-    `how`: as of `cost`.
-    """
-    costs = ((n, cost(model, workers, shards=n, **how)) for n in range(1, most + 1))
-    return next((n for n, one in costs if one.master_s <= budget_s), None)
 
 
 def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
@@ -153,9 +145,9 @@ def too_short_for_topk(config, rounds: float) -> str:
 def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     """The plan of a run at its largest, as people read it."""
     sgd = config.local_sgd
-    cores, nodes = config.slurm.master_cpus or 16, config.slurm.master_nodes
+    cores = config.slurm.master_cpus or 16
     transport, why = choose_transport(config, model.delta_bytes, workers)
-    one = cost(model, workers, cores, nodes, rates, transport == "redis")
+    one = cost(model, workers, cores, rates, transport == "redis")
     per_step = config.step_samples * model.tokens_per_sample
     per_round = per_step * sgd.inner_steps * workers
     rounds = config.train.max_tokens / per_round if per_round else 0
@@ -174,8 +166,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
                      f" publish {one.publish_s:.3g}, pull {one.pull_s:.3g}"),
         ("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more"),
         ("memory", f"worker {size(host)} of its host's, beside training; master"
-                   f" {size(_held_bytes(model) / nodes)}"
-                   f"{f' on each of {nodes} nodes' if nodes > 1 else ''}"),
+                   f" {size(_held_bytes(model, cores))}"),
         ("taken for granted", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
                               f" the filesystem, {cores} cores for the master"),
     ]  # fmt: skip
@@ -185,10 +176,11 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     return "\n".join(f"  {name:18}{text}" for name, text in lines)
 
 
-def _held_bytes(model: Model) -> float:
+def _held_bytes(model: Model, cores: int) -> float:
     """By the master: parameters and momentum, and the largest fragment of a delta and of a mean per
     thread: in time each of them has had that one."""
-    return KEPT * model.numel + THREADS * (model.largest_bytes + 4 * model.largest_numel)
+    fragment = model.largest_bytes + 4 * model.largest_numel
+    return KEPT * model.numel + min(cores, THREADS) * fragment
 
 
 def size(amount: float) -> str:

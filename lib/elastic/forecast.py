@@ -51,8 +51,7 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
     rates = estimate.Rates(process=said.process_bytes, filesystem=said.filesystem_bytes)
     transport, _ = estimate.choose_transport(config, model.delta_bytes, workers)
     one, alone = (
-        estimate.cost(model, count, slurm.master_cpus or 16, slurm.master_nodes, rates,
-                      transport == "redis")
+        estimate.cost(model, count, slurm.master_cpus or 16, rates, transport == "redis")
         for count in (workers, 1)
     )  # fmt: skip
     return {

@@ -25,6 +25,7 @@ from math import inf
 from pathlib import Path
 
 from elastic import guards, rounds
+from elastic.arithmetic import DeltaLost
 from elastic.averaging import Averager, Checked
 from elastic.config import Config, elastic_home, env
 from elastic.durable import PASSING, SPACE_S, exists
@@ -36,7 +37,6 @@ from elastic.network import bind_address, node_name
 from elastic.redis_server import RedisServer, start
 from elastic.rounds import Facts, Header, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
-from elastic.shard import DeltaLost
 from elastic.signals import Notice
 from elastic.store import Ask, Listener, Store
 from elastic.versions import carried, prune, remove_drafts
@@ -238,7 +238,7 @@ class Master:
             return
         if self._averager:
             self._averager.close()
-        self._averager = Averager(self.run, self.config, commit, self._store, self.notice)
+        self._averager = Averager(self.run, self.config, commit, self._store)
         held = self._ledger.held if self._ledger else {}  # nobody would say it again
         self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], committed)
         for owner, ranges in held.items():

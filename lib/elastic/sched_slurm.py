@@ -385,8 +385,7 @@ def _size(spec: JobSpec, lists: bool) -> list[str]:
     tasks it would take the fewest: the layout is for srun, inside the job. A job that loses a node
     goes on with the others."""
     if spec.role != TRAINER:
-        nodes = spec.config.slurm.master_nodes if spec.role == MASTER else 1
-        return [f"--nodes={nodes}", f"--ntasks={nodes}"]
+        return ["--nodes=1", "--ntasks=1"]
     counts = sizing.node_counts(spec.gpu_range, spec.config.slurm.gpus_per_node, spec.sizes)
     nodes = ",".join(map(str, counts)) if lists else f"{counts[0]}-{counts[-1]}"
     return [f"--nodes={nodes}", "--no-kill"]

@@ -64,11 +64,6 @@ def get_slurm_info() -> SlurmInfo | None:
     )
 
 
-def job_nodes() -> list[str]:
-    """All nodes of the job around this process, whatever of them its step has."""
-    return expand_hostlist(env("SLURM_JOB_NODELIST", ""))
-
-
 def with_end_time(info: SlurmInfo) -> SlurmInfo:
     """`info` with its end time asked of Slurm, if it has none."""
     return info if info.end_time else replace(info, end_time=end_time(_ask("job", info.job_id)))

@@ -15,9 +15,7 @@ whoever reads the commit next (`settle`), which names the writer.
 import contextlib
 import errno
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -44,12 +42,10 @@ def carried(commit: dict) -> dict:
 class Draft:
     """A version being written; nobody reads it until it is committed."""
 
-    def __init__(self, run: RunDir, version: int, writer: str, is_shared: bool = False):
-        """`is_shared`: others write to it, too; else what is there goes."""
+    def __init__(self, run: RunDir, version: int, writer: str):
         self.run, self.version, self.writer = run, version, writer
         self.folder = durable.draft_of(run.version_path(version), writer)
-        if not is_shared:
-            self.discard()
+        self.discard()
 
     def write_fragment(
         self, layout: Layout, index: int, params: torch.Tensor, momentum: torch.Tensor
@@ -85,15 +81,11 @@ class Draft:
     def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> dict:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A shard that is given up may still write here: the same bytes, and never into a file that
-        # has its name already.
-        temporary = path.with_name(f".{name}.{uuid.uuid4().hex}")
         try:
-            measured = durable.write_measured(temporary, parts)
-            os.replace(temporary, path)
+            measured = durable.write_measured(path, parts)
         except OSError:
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                path.unlink()
             raise
         final = self.run.version_path(self.version) / name
         return {"path": str(final.relative_to(self.run.path)), **measured}

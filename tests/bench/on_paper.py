@@ -3,10 +3,10 @@
     PYTHONPATH=lib .venv/bin/python tests/bench/on_paper.py
 
 Steps of 7 s (7B, one GPU) and 35 s (70B, sixteen) at 40 % of an H100's peak, K = 100; the master's
-job has 16 cores, and a tenth of a round is its budget.
+job has 16 cores.
 """
 
-from elastic.estimate import Model, Rates, cost, shards_for, size
+from elastic.estimate import Model, Rates, cost, size
 
 MODELS = {"7B": (7e9, 7.0), "70B": (70e9, 35.0)}
 WORKERS = (32, 128)
@@ -17,8 +17,8 @@ K = 100
 
 def table() -> str:
     names = "".join(f" {place} |" for place in PLACES)
-    head = f"| model | workers | up | down |{names} shards | Lustre, those shards |"
-    lines = [head, "| --- " * (6 + len(PLACES)) + "|"]
+    head = f"| model | workers | up | down |{names}"
+    lines = [head, "| --- " * (4 + len(PLACES)) + "|"]
     for name, (numel, step_s) in MODELS.items():
         for workers in WORKERS:
             model = Model(int(numel), int(numel * (1 + 2 / 256)), 110, 0, 0, False)
@@ -26,12 +26,8 @@ def table() -> str:
                 cost(model, workers, rates=rates, through_redis=redis).stall_s
                 for rates, redis in PLACES.values()
             ]
-            shards = shards_for(model, workers, K * step_s / 10, rates=PLACES["Lustre"][0])
             parts = [f"{s:.0f} s, {s / (K * step_s + s):.0%}" for s in stalls]
             up, down = size(workers * model.delta_bytes), size(2 * numel * workers)
-            whole = cost(model, workers, shards=shards, rates=PLACES["Lustre"][0])
-            share = f"{whole.stall_s:.0f} s, {whole.stall_s / (K * step_s + whole.stall_s):.0%}"
-            parts += [str(shards), share]
             lines.append(f"| {name} | {workers} | {up} | {down} | {' | '.join(parts)} |")
     return "\n".join(lines)
 

@@ -22,6 +22,7 @@ import torch
 
 from elastic import agent, averaging, link, local_sgd, master, signals
 from elastic.agent import SILENT, Agent
+from elastic.arithmetic import DeltaLost, Recipe
 from elastic.averaging import Averager, Checked
 from elastic.errors import ElasticError, Fenced
 from elastic.guards import Running
@@ -31,7 +32,6 @@ from elastic.local_sgd import LocalSGD
 from elastic.master import Master
 from elastic.rounds import Fragment, Header
 from elastic.rundir import Control, Endpoint, RunDir
-from elastic.shard import DeltaLost, Recipe
 from elastic.store import Store
 from schedules.actors import Actor, Cast, Violation, must, operations
 from schedules.memory_redis import Client, Server
@@ -203,7 +203,7 @@ class MemoryDraft:
 class MemoryAverager(Averager):
     """What is merged is written down. The bytes of a delta are the samples it has trained."""
 
-    def __init__(self, run, config, commit, store, notice):
+    def __init__(self, run, config, commit, store):
         self.run, self._commit, self.layout, self.running = run, commit, LAYOUT, Running()
         self._next_running = Running()
 
@@ -225,7 +225,7 @@ class MemoryAverager(Averager):
     def weigh(self, checked: list[Checked]) -> tuple[Recipe, dict]:
         return Recipe(self._commit["version"], tuple(each.header for each in checked)), {}
 
-    def _advance(self, recipe: Recipe, writer: str) -> dict:
+    def _advance(self, recipe: Recipe, draft) -> dict:
         for header in recipe.headers:
             if self.check(header).refused:
                 raise DeltaLost(header.key, "damaged: they were good before")
