@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
-DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/man/* etc/traces/* \
+DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/traces/* \
     etc/examples/*/*) Makefile README.md INSTALL.md $(wildcard requirements*.txt)
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' lib/elastic/__init__.py)
 HERE := $(DESTDIR)$(PREFIX)
@@ -101,18 +101,15 @@ gpu-check: $(ALL)  ## What runs only where there is a GPU
 # for all versions, which is never overwritten. Runs go on with the version they were started with.
 # Commands and crontabs follow `current`, which is switched when the new version works.
 install:  ## Copy this version into PREFIX, make its venv, and switch to it
-	for d in bin share; do test ! -e '$(HERE)'/$$d -o -L '$(HERE)'/$$d || { \
-	    echo "error: '$(HERE)'/$$d is there already: PREFIX is a folder for elastic alone" >&2; \
-	    exit 1; }; done
+	test ! -e '$(HERE)'/bin -o -L '$(HERE)'/bin || { \
+	    echo "error: '$(HERE)'/bin is there already: PREFIX is a folder for elastic alone" >&2; \
+	    exit 1; }
 	echo "copying version $(VERSION) to $(TREE)"
 	for f in $(PROGRAMS); do install -C -D -m 0755 $$f '$(TREE)'/$$f || exit 1; done
 	for f in $(filter-out etc/site.toml,$(DATA)); do \
 	    mode=0644; test ! -x $$f || mode=0755; install -C -D -m $$mode $$f '$(TREE)'/$$f || exit 1; done
 	test -e '$(HERE)'/etc/site.toml || install -D -m 0644 etc/site.toml '$(HERE)'/etc/site.toml
 	ln -sfn ../../etc/site.toml '$(TREE)'/etc/site.toml
-	install -D -m 0644 etc/man/elastic.1 '$(TREE)'/share/man/man1/elastic.1
-	for f in $(notdir $(PROGRAMS)); do test $$f = elastic || \
-	    echo .so man1/elastic.1 | install -m 0644 /dev/stdin '$(TREE)'/share/man/man1/$$f.1; done
 	for kind in lua tcl; do name=$(VERSION); test $$kind = tcl || name=$$name.lua; \
 	    sed 's|@PREFIX@|$(PREFIX)|g; s|@VERSION@|$(VERSION)|g' etc/modulefile.$$kind \
 	        | install -D -m 0644 /dev/stdin '$(MODULES)'/$$kind/elastic/$$name || exit 1; done
@@ -126,7 +123,7 @@ switch:  ## Make VERSION=, which is installed in PREFIX, the current one: a roll
 	    echo "error: version $(VERSION) does not work in $(HERE): nothing is switched" >&2; exit 1; }
 	ln -sfn $(VERSION) '$(HERE)'/.current && mv -T '$(HERE)'/.current '$(HERE)'/current
 	ln -sfn current/bin '$(HERE)'/bin
-	ln -sfn current/share '$(HERE)'/share
+	rm -f '$(HERE)'/share  # a link of versions that had a manual page
 	echo 'current version: $(VERSION)'
 
 uninstall:  ## Remove what install copied of this version (an edited site file stays)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic import __version__, cli, manual, tasks
+from elastic import __version__, cli, tasks
 from elastic import config as configuration
 from helpers import ROOT, checkout, elastic, environment, pretended_python
 from running import running
@@ -191,9 +191,7 @@ def test_an_upgrade_that_fails_leaves_everybody_with_the_version_before(tmp_path
     assert os.readlink(prefix / "current") == __version__
 
 
-def test_the_manual_page_is_what_the_commands_say():
-    """If not: PYTHONPATH=lib .venv/bin/python -m elastic.manual > etc/man/elastic.1"""
-    assert (ROOT / "etc" / "man" / "elastic.1").read_text() == manual.page()
+def test_every_command_is_completed():
     programs = {f"elastic-{name}" for name in cli.elastic.commands}
     completed = (ROOT / "etc" / "completion.bash").read_text()
     names = re.search(r"elastic-\{([a-z,]+)\}", completed)[1].split(",")
