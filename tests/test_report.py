@@ -1,4 +1,4 @@
-"""What people look at, on a run to which things happened: the page in a browser, the picture, the
+"""What people look at, on a run to which things happened: the page in a browser, the
 live screen in a terminal of 80 columns, the numbers for other tools.
 
 pytest tests/test_report.py
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -186,15 +185,6 @@ def pixels(path: Path):
     return (image.imread(path) * 255).astype("uint8")
 
 
-def test_the_picture_is_a_png(lived, tmp_path: Path):
-    path = tmp_path / "tiny.png"
-    done = elastic("report", "tiny", "--png", "-o", path, env=environment(lived[0].home))
-    assert done.stdout.strip() == str(path), done.stderr
-    data = path.read_bytes()
-    width, height = struct.unpack(">II", data[16:24])
-    assert (data[:8], width > 800, height > 1200) == (b"\x89PNG\r\n\x1a\n", True, True)
-
-
 def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     facts = report.gather(lived[0].run)
     evil = "<script>alert(1)</script>"
@@ -203,7 +193,7 @@ def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     stays = [timeline.Stay("worker", 0, evil, evil, facts.began, facts.began + 9, evil, evil)]
     found = report.Facts(seen, facts.began, facts.points, stays, timeline.incidents([event]),
                          facts.gpu_seconds)  # fmt: skip
-    text = report.page(found, report.panels(""))
+    text = report.page(found)
     assert "<script" not in text
     assert text.count(html.escape(evil)) >= 5
 
@@ -212,17 +202,10 @@ def test_a_run_that_has_only_begun_is_drawn(lived):
     facts = report.gather(lived[0].run)
     none = dict.fromkeys(facts.gpu_seconds, 0.0)
     empty = report.Facts(facts.seen, facts.began, [], [], [], none)
-    assert "None." in report.page(empty, report.panels("jobs,goodput"))
-    drawn = report.picture(empty, "svg", report.panels("")).decode()
-    assert drawn.count(">nothing yet<") == len(report.panels(""))
-    whole = report.picture(facts, "svg", report.panels("")).decode()
-    assert "nothing yet" not in whole
-
-
-def test_a_panel_that_there_is_not_is_wrong_usage(lived):
-    done = elastic("report", "tiny", "--only", "jobs,los", env=environment(lived[0].home))
-    assert (done.returncode, "no such panel: 'los'" in done.stderr) == (2, True)
-    assert "goodput" in done.stderr
+    drawn = report.page(empty)
+    assert "None." in drawn
+    assert drawn.count(">nothing yet<") == len(report.PANELS)
+    assert "nothing yet" not in report.page(facts)
 
 
 def test_of_too_many_jobs_the_newest_are_drawn(monkeypatch):

@@ -425,14 +425,11 @@ def audit(run: str, files: bool, as_json: bool):
     sys.exit(Exit.ERROR if report["problems"] else Exit.OK)
 
 
-@command("report demo", "report demo --png", "report demo --only time,jobs -o demo.svg")
+@command("report demo")
 @run_argument()
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="Where to: .html, .png or .svg (default: RUN.html, here).")
-@click.option("--png", is_flag=True, help="RUN.png, a picture instead of a page.")
-@click.option("--only", default="", metavar="A,B",
-              help="Of tokens, time, speed, jobs, goodput these alone.")
-def report(run: str, out: Path | None, png: bool, only: str):
+              help="Where to (default: RUN.html, here).")
+def report(run: str, out: Path | None):
     """Draw RUN: loss, speed, jobs, goodput, incidents.
 
     One HTML file that needs nothing else and no network; every curve and bar
@@ -442,14 +439,9 @@ def report(run: str, out: Path | None, png: bool, only: str):
     from elastic import views
 
     found = rundir.find(run)
-    path = out or Path(f"{found.name}.{'png' if png else 'html'}")
-    form, chosen = drawing.form_of(path), drawing.panels(only)
+    path = out or Path(f"{found.name}.html")
     with views.busy(f"drawing {found.name}"):
-        facts = drawing.gather(found)
-        if form == "html":
-            data = drawing.page(facts, chosen).encode()
-        else:
-            data = drawing.picture(facts, form, chosen)
+        data = drawing.page(drawing.gather(found)).encode()
     put(path, data)
     click.echo(path)
 

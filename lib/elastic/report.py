@@ -1,10 +1,9 @@
-"""A run as one page, or one picture, to look at and to send: `elastic-report`.
+"""A run as one page, to look at and to send: `elastic-report`.
 
     timeline    what happened, as plain records
     draw_*      each a panel of matplotlib, the one importer of it
     page        the panels as SVG inside one HTML file: no script, no network, text that can be
                 found; what a bar of the chart of jobs stands for is its tooltip
-    picture     the same panels one below the other, as a PNG
 
 Everything comes from the run directory. What is read once is held in `Facts`.
 """
@@ -16,12 +15,11 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from elastic import status, timeline, wording
 from elastic.audit import gpu_seconds, read_metrics
-from elastic.errors import ElasticError, UsageError
+from elastic.errors import ElasticError
 from elastic.goodput import PARTS
 from elastic.rundir import RunDir
 from elastic.timeline import Incident, Point, Stay
@@ -177,38 +175,22 @@ class Panel:
             axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color="gray")
 
 
-PANELS = {
-    "tokens": Panel("Loss against tokens", draw_loss_by_tokens, lambda _: 3.0),
-    "time": Panel("Loss against time", draw_loss_by_time, lambda _: 3.0),
-    "speed": Panel("Throughput", draw_throughput, lambda _: 2.6),
-    "jobs": Panel("Jobs (triangle: preempted with notice; cross: died without; bar: as asked;"
-                  " dotted: a fault)",
-                  draw_jobs, lambda f: 1.2 + 0.18 * min(60, len({s.place for s in f.stays}))),
-    "goodput": Panel("What the time of the GPUs went into, from the first job on",
-                     draw_goodput, lambda _: 1.8),
-}  # fmt: skip
+PANELS = (
+    Panel("Loss against tokens", draw_loss_by_tokens, lambda _: 3.0),
+    Panel("Loss against time", draw_loss_by_time, lambda _: 3.0),
+    Panel("Throughput", draw_throughput, lambda _: 2.6),
+    Panel("Jobs (triangle: preempted with notice; cross: died without; bar: as asked;"
+          " dotted: a fault)",
+          draw_jobs, lambda f: 1.2 + 0.18 * min(60, len({s.place for s in f.stays}))),
+    Panel("What the time of the GPUs went into, from the first job on",
+          draw_goodput, lambda _: 1.8),
+)  # fmt: skip
 
 
-def panels(names: str) -> list[Panel]:
-    """Those of a comma-separated list, in its order; all for none."""
-    chosen = names.split(",") if names else list(PANELS)
-    if wrong := [name for name in chosen if name not in PANELS]:
-        raise UsageError(f"no such panel: {wrong[0]!r}", f"panels: {', '.join(PANELS)}")
-    return [PANELS[name] for name in chosen]
+# ---- the page
 
 
-def form_of(path: Path) -> str:
-    """What a file's name asks for: html, png or svg."""
-    form = path.suffix.lstrip(".")
-    if form not in ("html", "png", "svg"):
-        raise UsageError(f"{path} is none of .html, .png, .svg", "elastic-report --help")
-    return form
-
-
-# ---- page and picture
-
-
-def page(facts: Facts, chosen: Sequence[Panel]) -> str:
+def page(facts: Facts) -> str:
     """The whole HTML file."""
     seen = facts.seen
     titles = {f"job-{number}": stay.words for number, stay in enumerate(facts.stays)}
@@ -218,28 +200,12 @@ def page(facts: Facts, chosen: Sequence[Panel]) -> str:
         f"<p>{_safe(seen['reason'])}</p>",
         f"<p>Looked at {_clock(time.time())}; {_safe(seen['path'])}</p>",
     ]
-    for panel in chosen:
+    for panel in PANELS:
         parts += [f"<h2>{_safe(panel.title)}</h2>", with_titles(_svg(panel, facts), titles)]
     parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]
     head = f"<meta charset='utf-8'><title>{_safe(seen['run'])}</title><style>{STYLE}</style>"
     return "\n".join(["<!doctype html>", f"<html lang='en'><head>{head}</head><body>", *parts,
                       "</body></html>", ""])  # fmt: skip
-
-
-def picture(facts: Facts, form: str, chosen: Sequence[Panel]) -> bytes:
-    """Panels one below the other, as "png" or "svg"."""
-    pyplot = _pyplot()
-    heights = [panel.height(facts) + 0.6 for panel in chosen]
-    figure, every = pyplot.subplots(
-        len(chosen), squeeze=False, figsize=(WIDTH, sum(heights)), height_ratios=heights,
-        layout="constrained",
-    )  # fmt: skip
-    for panel, axes in zip(chosen, every[:, 0], strict=True):
-        panel.draw(axes, facts)
-        axes.set_title(panel.title, loc="left", fontsize="medium")
-    figure.suptitle(f"{facts.seen['run']}: {facts.seen['summary']}", wrap=True, fontsize="medium",
-                    parse_math=False)  # fmt: skip
-    return _saved(figure, form, dpi=110)
 
 
 def comparison(curves: dict, losses: dict) -> bytes:
