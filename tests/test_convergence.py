@@ -148,19 +148,13 @@ def test_steps_ahead_are_the_first_of_the_workers_next_delta(crew):
     assert found > 20
 
 
-@pytest.mark.parametrize("overlap", ["discard", "rebase"])
-def test_no_steps_ahead_are_no_overlap_bit_for_bit(make_config, overlap):
+def test_no_steps_ahead_are_no_overlap_bit_for_bit(make_config):
+    rebase = make_config(*SETTINGS, "local_sgd.overlap=rebase")
     off = spend(tiny(make_config(*SETTINGS)), rig.cut(5, 0), 60)
-    none = spend(tiny(make_config(*SETTINGS, f"local_sgd.overlap={overlap}")), rig.cut(5, 0), 60, 0)
-    some = spend(tiny(make_config(*SETTINGS, f"local_sgd.overlap={overlap}")), rig.cut(5, 0), 60, 1)
+    none = spend(tiny(rebase), rig.cut(5, 0), 60, 0)
+    some = spend(tiny(rebase), rig.cut(5, 0), 60, 1)
     assert ends_alike(off, none)
     assert not ends_alike(off, some, 1e-4)
-
-
-def test_discarded_steps_leave_nothing_but_inner_state_bit_for_bit(make_config):
-    off = spend(tiny(make_config(*SETTINGS), task=Stateless), rig.cut(5, 0), 60)
-    config = make_config(*SETTINGS, "local_sgd.overlap=discard")
-    assert ends_alike(off, spend(tiny(config, task=Stateless), rig.cut(5, 0), 60, 2))
 
 
 def test_steps_ahead_along_a_constant_gradient_end_where_others_do(make_config):
@@ -226,7 +220,6 @@ def test_rules_hold_and_faults_are_seen_where_all_is_as_it_should_be():
         ("churn_donor", 1.7, {"R7"}),
         ("no_clip", 1.611, {"R8"}),
         ("int4", 1.68, {"R1", "R5"}),
-        ("discard", 1.645, {"R10"}),
         ("rebase", 1.8, {"R1", "R10"}),
         ("churn_ramp", 6.0, {"R7", "R9"}),
         ("poison", float("nan"), {"R8", "R9"}),

@@ -81,9 +81,8 @@ def test_what_goes_wrong_on_the_way_is_raised_where_it_is_waited_for():
 # ---- a run --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", ["discard", "rebase"])
-def test_a_run_with_overlap_commits_every_sample_once_whatever_dies(tmp_path, overlap):
-    settings = SETTINGS | {"local_sgd.overlap": overlap}
+def test_a_run_with_overlap_commits_every_sample_once_whatever_dies(tmp_path):
+    settings = SETTINGS | {"local_sgd.overlap": "rebase"}
     with running(tmp_path, settings, samples=6000, step_s=0.02) as run:
         run.workers(3)
         run.versions(3)

@@ -169,8 +169,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         _one_of("none", "bf16", "int8", "int4", "topk", "lowrank")),
     Key("transport", TEXT, "auto", "", "of deltas; auto: redis for few bytes, else filesystem",
         _one_of("auto", "filesystem", "redis")),
-    Key("overlap", TEXT, "off", "", "what becomes of the steps that a worker does while its delta "
-        "travels; discard: done again; rebase: put on top", _one_of("off", "discard", "rebase")),
+    Key("overlap", TEXT, "off", "", "what a worker does while its delta travels; off: it waits; "
+        "rebase: more steps, which are put on top of the next version", _one_of("off", "rebase")),
     Key("max_staleness", INT, 2, "versions", "a delta that is later is rejected", NATURAL),
     Key("reanchor", REAL, 0.5, "", "kappa: how far a late delta moves to the present", SHARE),
     Key("clip_norm", REAL, 2.0, "usual norms", "of such steps: largest delta; 0: no limit",

@@ -374,7 +374,7 @@ class LocalSGD:
         ahead = self._ahead
         try:
             fetched = ahead.fetched.get(commit["version"]) if ahead else None
-            if ahead and ahead.counts:  # all of it first: no rebase by halves
+            if ahead and ahead.round.steps:  # all of it first: no rebase by halves
                 self._exchange.rebase(ahead.deltas, fetched or self._exchange.fetch(commit))
             else:
                 self._exchange.adopt(commit, fetched)
@@ -673,19 +673,17 @@ class LocalSGD:
         """The delta is delivered, and maybe the next version here: adopt it at this step."""
         ahead, self._round, self._sent = self._round, self._sent, None
         self._ahead.fetched = courier.brought
-        if self._round.is_void or self.config.local_sgd.overlap != "rebase" or not ahead.steps:
-            self._ahead.counts = False
-            self._queue = ahead.samples + self._queue
         if self._round.is_void:
+            self._queue = ahead.samples + self._queue
             self._ahead = None
             self._void_round("were rejected")
 
     def _after_ahead(self, version: int) -> "_Round":
-        """The round on top of a version just adopted, with the steps ahead, if they count."""
+        """The round on top of a version just adopted, with the steps ahead."""
         round_, ahead, self._ahead = _Round(version), self._ahead, None
         if ahead:
             round_.stall_s = ahead.round.stall_s
-        if ahead and ahead.counts:
+        if ahead and ahead.round.steps:
             before = ahead.round
             round_.steps, round_.tokens, round_.seen = before.steps, before.tokens, before.seen
             round_.lr_sum = before.lr_sum
@@ -783,7 +781,6 @@ class _Ahead:
 
     def __init__(self, round_: _Round, deltas: list[torch.Tensor]):
         self.round, self.deltas = round_, deltas
-        self.counts = True  # else they are to be done again
         self.fetched: dict[int, list[torch.Tensor]] = {}  # version -> its fragments
 
 

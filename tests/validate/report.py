@@ -25,7 +25,6 @@ LOOKS = {
     "dp": ("black", "--"), "base": ("black", "-"),
     "bf16": ("tab:cyan", "-"), "int8": ("tab:blue", "--"), "int4": ("tab:green", ":"),
     "topk": ("tab:olive", "-"), "lowrank": ("tab:orange", "-"),
-    "discard": ("tab:red", "-"), "discard_less": ("tab:red", ":"),
     "rebase": ("tab:purple", "-"), "rebase_less": ("tab:purple", ":"),
 }  # fmt: skip
 

@@ -210,7 +210,7 @@ class Arm:
 # rate: of 4, 8 and 12e-3 for synchronous training, of 2, 3 and 4e-3 for all others.
 SYNCHRONOUS = ("train.batch_size=8", "train.learning_rate=8e-3")
 PLAIN = ("local_sgd.outer_lr=1.0", "local_sgd.outer_momentum=0.0")
-DISCARD, REBASE = ("local_sgd.overlap=discard",), ("local_sgd.overlap=rebase",)
+REBASE = ("local_sgd.overlap=rebase",)
 MOST, LESS = 1 / AHEAD, 1 / 10  # of a round is done ahead
 
 
@@ -235,8 +235,6 @@ ARMS = {
     "lone_plain": Arm(alone, (*PLAIN, "train.learning_rate=4e-3"), rounds=False),
     **{name: Arm(all_four, (f"local_sgd.compression={name}",))
        for name in ("bf16", "int8", "int4", "topk", "lowrank")},
-    "discard": Arm(all_four, DISCARD, ahead=MOST),
-    "discard_less": Arm(all_four, DISCARD, ahead=LESS),
     "rebase": Arm(all_four, REBASE, ahead=MOST),
     "rebase_less": Arm(all_four, REBASE, ahead=LESS),
     "cut": Arm(lambda steps, seed: cut(steps, seed)),
@@ -267,8 +265,6 @@ SHOWN = {
     "int4": "int4",
     "topk": "topk",
     "lowrank": "lowrank",
-    "discard": "discard, a quarter ahead",
-    "discard_less": "discard, a tenth ahead",
     "rebase": "rebase, a quarter ahead",
     "rebase_less": "rebase, a tenth ahead",
 }
@@ -437,8 +433,6 @@ RULES = [
     Rule("R8", "bad deltas do no harm", "poison", "base", 0.01),
     Rule("R8", "the guards change nothing else", "no_clip", "base", 0.0),
     Rule("R8", "the guards change nothing else", "no_clip", "base", 0.0, at_least=True),
-    Rule("R10", "steps ahead, done again, cost little", "discard", "base", 0.02),
-    Rule("R10", "and a few of them", "discard_less", "base", 0.02),
     Rule("R10", "steps ahead, put on top, cost some", "rebase", "base", 0.03),
     Rule("R10", "and a few of them", "rebase_less", "base", 0.02),
 ]
@@ -474,7 +468,6 @@ FAULTS = [
     Fault("one worker alone skips the outer step", "lone_plain", "lone", "R4"),
     Fault("bad deltas are let through", "unguarded", "poison", "R8"),
     Fault("a version's change is applied late", "late_apply", "rebase", "R10"),
-    Fault("and a whole round late", "one_late", "discard", "R10"),
 ]
 
 Losses = dict[str, dict[int, float]]  # arm -> seed -> nats per byte

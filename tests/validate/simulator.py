@@ -218,8 +218,8 @@ class Simulator:
         return Delta(*_key(work), steps, tokens, lr_sum, fragments, norm)
 
     def _start_from(self, work: dict, ahead: Ahead) -> Done:
-        """Adopt the work's base, below the steps ahead if they count. Returns what is done."""
-        if self.config.local_sgd.overlap != "rebase" or not ahead.sent:
+        """Adopt the work's base, below the steps ahead. Returns what is done."""
+        if not ahead.sent:
             self.adopt(self.base(work))
             return Ahead().done
         self.adopt(ahead.base)
