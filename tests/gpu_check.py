@@ -60,26 +60,17 @@ def check_pinned() -> None:
 
 
 def check_codecs() -> None:
-    """What the GPU encodes is what the CPU encodes; factors of a matrix, as close as float32 is."""
+    """What the GPU encodes is what the CPU encodes."""
     fragment = Layout.of([("a", (2048, 2048)), ("b", (1000,))], 1e9).fragments[0]
     delta = torch.randn(2048 * 2048 + 1000, generator=torch.Generator().manual_seed(1))
     for name, codec in CODECS.items():
         on_cpu, on_gpu = (bytes(codec.encode(each, fragment)) for each in (delta, delta.cuda()))
         assert len(on_cpu) == len(on_gpu) == codec.size_bytes(fragment)
-        if name != "lowrank":
-            assert on_cpu == on_gpu, name
+        assert on_cpu == on_gpu, name
         torch.cuda.synchronize()
         began = time.monotonic()
         codec.encode(delta.cuda(), fragment)
         print(f"{name}: the GPU's bytes are the CPU's, {time.monotonic() - began:.3f} s: ok")
-    left, right = (CODECS["lowrank"].decode(bytes_of(each, fragment), fragment)
-                   for each in (delta, delta.cuda()))  # fmt: skip
-    assert (left - right).norm() < 0.01 * left.norm()
-
-
-def bytes_of(delta: torch.Tensor, fragment: tuple) -> torch.Tensor:
-    data = bytearray(CODECS["lowrank"].encode(delta, fragment))
-    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def check_run(what: str, gpus_per_worker: int) -> None:

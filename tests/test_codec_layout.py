@@ -95,7 +95,6 @@ def test_what_is_not_finite_does_not_arrive_as_finite(name, bad):
         ("int8", {1: 3, 256: 258, 257: 261, 1_000_000: 1_000_000 + 2 * 3907}),
         ("int4", {1: 3, 128: 66, 129: 69, 1_000_000: 500_000 + 2 * 7813}),
         ("topk", {1: 86, 4096: 86, 4097: 172, 1_000_000: 86 * 245}),
-        ("lowrank", {1: 2, 1000: 2000}),
     ],
 )
 def test_sizes_are_known_before_anything_is_encoded(name, sizes):
@@ -109,7 +108,7 @@ def test_bytes_are_little_endian_in_layout_order():
     hexes = {name: codec(name).encode(sent, fragment).hex() for name in CODECS}
     scale = "823c"  # 2/127, rounded up
     assert hexes["none"] == "0000803f000000c0"
-    assert hexes["bf16"] == hexes["lowrank"] == "803f00c0"
+    assert hexes["bf16"] == "803f00c0"
     assert hexes["int8"] == scale + "3f" + "82"  # 63 and -126 of 0.01587
     assert hexes["int4"] == "933e" + "93"  # 3 and -7 of 0.2871
     assert hexes["topk"][:16] == "2549923e" + "0b00" + "1100"  # 3 and -7, each plus 8
@@ -169,25 +168,6 @@ def test_topk_refuses_bytes_that_nobody_encodes():
         codec("topk").decode(data, fragment_of((4096,)))
 
 
-def test_a_matrix_of_low_rank_arrives_whole():
-    matrix = normal(300, 4) @ normal(4, 200, seed=1)
-    fragment = fragment_of((100,), (300, 200))
-    sent = torch.cat([normal(100, seed=2), matrix.flatten()])
-    received = journey("lowrank", sent, fragment)
-    assert torch.equal(received[:100], sent[:100].bfloat16().float())
-    assert (received - sent)[100:].norm() < 0.01 * matrix.norm()
-    assert codec("lowrank").size_bytes(fragment) == 2 * (100 + 8 * (300 + 200))
-
-
-@pytest.mark.parametrize("shape", [(64, 5, 4, 40), (200, 300), (64, 4096)])
-def test_low_rank_is_close_to_the_best_there_is(shape):
-    matrix = normal(*shape).view(shape[0], -1)
-    _, singular, _ = torch.linalg.svd(matrix)
-    best = singular[8:].norm()
-    off = (journey("lowrank", matrix.flatten(), fragment_of(shape)) - matrix.flatten()).norm()
-    assert best <= off <= 1.15 * best
-
-
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_is_left_out_arrives_later(name):
     """The sum property: what was sent so far is the sum of all deltas, less one residual."""
@@ -238,7 +218,7 @@ def test_bytes_of_a_tensor_are_its_memory():
 def test_an_unknown_codec_is_named_with_the_legal_ones():
     with pytest.raises(UsageError, match="'zip'") as caught:
         codec("zip")
-    assert caught.value.hint == "legal: none, bf16, int8, int4, topk, lowrank"
+    assert caught.value.hint == "legal: none, bf16, int8, int4, topk"
 
 
 # ---- the layout ---------------------------------------------------------------------------------

@@ -9,13 +9,11 @@ a header before it allocates anything. Bytes are little-endian, elements in layo
     int4     blocks of 128: a bfloat16 scale each, then two elements per byte       0.516 bytes
     topk     the 41 largest of each 4,096: a float32 scale, then words of 12 bits of index and 4 of
              value                                                                  0.021 bytes
-    lowrank  each matrix as P Qᵀ of rank 8 in bfloat16 (PowerSGD, arXiv 1905.13727); what has not
-             two dimensions, or would not shrink, in bfloat16
 
 int8 and int4 round to the nearest of evenly spaced values: the error of an element is at most half
-a step, as often up as down. topk and lowrank leave most of a delta out; what they leave out is
-added to the next one (`Encoder`), so that all of it arrives in the end. (Layouts and evidence:
-SparseLoCo, arXiv 2508.15706; int8 without feedback: INTELLECT-1, arXiv 2412.01152.)
+a step, as often up as down. topk leaves most of a delta out; what it leaves out is added to the
+next one (`Encoder`), so that all of it arrives in the end. (Layouts and evidence: SparseLoCo, arXiv
+2508.15706; int8 without feedback: INTELLECT-1, arXiv 2412.01152.)
 """
 
 from collections.abc import Iterator
@@ -35,7 +33,6 @@ TILE = 1 << 20
 TINY = 1e-38
 
 CHUNK, KEPT = 4096, 41  # of topk: one in a hundred
-RANK, SWEEPS = 8, 2  # of lowrank
 MOST_4BIT = 7
 
 
@@ -170,49 +167,11 @@ class TopK(Codec):
         return scales.view(torch.float32).view(-1, 1), words.view(torch.int16).view(chunks, KEPT)
 
 
-class LowRank(Codec):
-    """Each matrix as a product of two thin ones."""
-
-    name, feedback = "lowrank", 1.0
-
-    def size_bytes(self, fragment: Fragment) -> int:
-        return sum(2 * sum(self._parts(tensor)) for tensor in fragment)
-
-    def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
-        parts = [delta[:0]]
-        for tensor in fragment:
-            part = delta[tensor.start : tensor.start + tensor.numel]
-            is_thin = len(self._parts(tensor)) == 2
-            parts += _factors(part.view(tensor.shape[0], -1)) if is_thin else [part]
-        return as_bytes(torch.cat([part.flatten().bfloat16() for part in parts]))
-
-    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
-        values, at = data.view(torch.bfloat16), 0
-        for tensor in fragment:
-            parts = []
-            for numel in self._parts(tensor):
-                parts.append(values[at : at + numel])
-                at += numel
-            if len(parts) == 1:
-                yield from ((tensor.start + start, tile.float()) for start, tile in _cut(*parts))
-                continue
-            left, right = (part.view(-1, RANK).float() for part in parts)
-            for row, some in _cut(left, max(1, TILE // len(right))):
-                yield tensor.start + row * len(right), (some @ right.T).flatten()
-
-    @staticmethod
-    def _parts(tensor: Tensor) -> tuple[int, ...]:
-        """Elements of P and Q, or of the tensor itself."""
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-        thin = (RANK * rows, RANK * tensor.numel // rows if rows else 0)
-        return thin if rows and 2 * sum(thin) < tensor.numel else (tensor.numel,)
-
-
 CODECS = {
     chosen.name: chosen
     for chosen in (
         Floats("none", torch.float32), Floats("bf16", torch.bfloat16),
-        Blocks("int8", 8, 256), Blocks("int4", 4, 128), TopK(), LowRank(),
+        Blocks("int8", 8, 256), Blocks("int4", 4, 128), TopK(),
     )
 }  # fmt: skip
 DENSE = CODECS["int8"]  # what a last delta is encoded with where others leave something out
@@ -305,13 +264,3 @@ def _paired(numbers: torch.Tensor) -> torch.Tensor:
 def _unpaired(packed: torch.Tensor) -> torch.Tensor:
     pairs = torch.stack([packed << 4, packed & 0xF0], 1).view(torch.int8)
     return pairs.flatten() >> 4  # with their sign
-
-
-def _factors(matrix: torch.Tensor) -> list[torch.Tensor]:
-    """P, orthonormal, and Q with P Qᵀ close to `matrix`: subspace iteration from a fixed start."""
-    fixed = torch.Generator().manual_seed(matrix.shape[1])
-    thin = torch.randn(matrix.shape[1], RANK, generator=fixed).to(matrix.device)
-    for _ in range(SWEEPS):
-        left = torch.linalg.qr(matrix @ thin).Q
-        thin = matrix.T @ left
-    return [left, thin]

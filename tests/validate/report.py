@@ -24,7 +24,7 @@ CLOSE_UP = (-0.05, 0.05)  # nats per byte; who is further from base is seen at t
 LOOKS = {
     "dp": ("black", "--"), "base": ("black", "-"),
     "bf16": ("tab:cyan", "-"), "int8": ("tab:blue", "--"), "int4": ("tab:green", ":"),
-    "topk": ("tab:olive", "-"), "lowrank": ("tab:orange", "-"),
+    "topk": ("tab:olive", "-"),
     "rebase": ("tab:purple", "-"), "rebase_less": ("tab:purple", ":"),
 }  # fmt: skip
 

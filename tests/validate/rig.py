@@ -234,7 +234,7 @@ ARMS = {
     "lone": Arm(alone, ("train.learning_rate=2e-3",)),
     "lone_plain": Arm(alone, (*PLAIN, "train.learning_rate=4e-3"), rounds=False),
     **{name: Arm(all_four, (f"local_sgd.compression={name}",))
-       for name in ("bf16", "int8", "int4", "topk", "lowrank")},
+       for name in ("bf16", "int8", "int4", "topk")},
     "rebase": Arm(all_four, REBASE, ahead=MOST),
     "rebase_less": Arm(all_four, REBASE, ahead=LESS),
     "cut": Arm(lambda steps, seed: cut(steps, seed)),
@@ -264,7 +264,6 @@ SHOWN = {
     "int8": "int8",
     "int4": "int4",
     "topk": "topk",
-    "lowrank": "lowrank",
     "rebase": "rebase, a quarter ahead",
     "rebase_less": "rebase, a tenth ahead",
 }
@@ -425,7 +424,6 @@ RULES = [
     Rule("R5", "and int8", "int8", "base", 0.005),
     Rule("R5", "and int4", "int4", "base", 0.005),
     Rule("R5", "topk, in so few rounds, costs no more", "topk", "base", 0.2),
-    Rule("R5", "nor does lowrank", "lowrank", "base", 0.2),
     Rule("R6", "preempted workers' steps count", "cut", "base", 0.03),
     Rule("R6", "one to eight workers, changing", "churn", "base", 0.15),
     Rule("R7", "who joins with a ramp loses nothing", "churn_ramp", "churn", 0.03),
