@@ -4,7 +4,6 @@ pytest tests/test_views.py
 """
 
 import io
-import math
 
 import pytest
 from rich.console import Console
@@ -94,38 +93,6 @@ def test_a_terminal_gets_colour():
     Console(file=file, width=80, force_terminal=True).print(views.run_view(SEEN))
     assert "\x1b[" in file.getvalue()
 
-
-# ---- the loss curve
-
-
-def dots(curve: str) -> list[str]:
-    """The lines of the drawing without labels and axis."""
-    return [line[10:] for line in curve.splitlines()[:-2]]
-
-
-def test_a_falling_curve_starts_at_the_top_left_and_ends_at_the_bottom_right():
-    lines = dots(views.loss_curve([(x, 5 * math.exp(-x / 20)) for x in range(100)]))
-    assert lines[0][0] != "\u2800"
-    assert lines[0][-1] == "\u2800"
-    assert lines[-1][-1] != "\u2800"
-    assert lines[-1][0] == "\u2800"
-
-
-def test_a_curve_has_its_range_on_the_axes_and_fits_80_columns():
-    curve = views.loss_curve([(1000, 4.25), (2000, 3.5), (2_500_000, 1.125)])
-    assert max(map(len, curve.splitlines())) <= 80
-    for words in ("4.250", "1.125", "1k", "2.5M"):
-        assert words in curve
-
-
-@pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, float("nan")), (2, 1.0)]])
-def test_too_few_points_are_no_curve(points):
-    assert "no curve" in views.loss_curve(points)
-
-
-def test_a_flat_curve_and_points_at_one_place_are_drawn():
-    assert views.loss_curve([(1, 2.0), (2, 2.0)])
-    assert views.loss_curve([(1, 2.0), (1, 3.0)])
 
 
 @pytest.mark.parametrize(

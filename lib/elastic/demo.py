@@ -132,8 +132,8 @@ class Demo:
     def conclude(self) -> bool:
         """Print curve, audit, validation loss and costs; True if nothing was lost or wrong."""
         commits = list(self.run.commits())
-        points = [(commit["tokens"], commit["loss"]) for commit in commits[1:]]
-        print(f"\ntraining loss (nats per byte) against tokens\n{views.loss_curve(points)}\n")
+        losses = views.sparkline([commit["loss"] for commit in commits[1:]])
+        print(f"\ntraining loss (nats per byte) {losses}\n")
         ends = (commits[0], commits[-1])
         first, last = (of_version(self.run, each)["validation_loss"] for each in ends)
         bound = self._frequencies_alone()

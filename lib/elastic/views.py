@@ -304,30 +304,6 @@ def config_view(rows: Sequence[dict]) -> RenderableType:
 # ---- small parts --------------------------------------------------------------------------------
 
 
-def loss_curve(points: Sequence[tuple[float, float]], width: int = 64, height: int = 12) -> str:
-    """A curve through (x, y), x ascending, drawn in braille dots; y labelled at the left edge."""
-    import numpy
-
-    points = [(x, y) for x, y in points if math.isfinite(y)]
-    if len(points) < 2:
-        return "(no curve: fewer than two points)"
-    xs, ys = zip(*points, strict=True)
-    low, high = min(ys), max(ys)
-    columns, rows = 2 * width, 4 * height
-    cells = [[0] * width for _ in range(height)]
-    drawn = numpy.interp(numpy.linspace(xs[0], xs[-1], columns), xs, ys)
-    for column, y in enumerate(drawn):
-        row = round((high - y) / ((high - low) or 1) * (rows - 1))
-        cells[row // 4][column // 2] |= _BRAILLE[column % 2][row % 4]
-    lines = ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
-    labels = [f"{high:8.3f} ┤", *["         │"] * (height - 2), f"{low:8.3f} ┤"]
-    axis = f"         └{'─' * width}\n{'':10}{si(xs[0]):<{width // 2}}{si(xs[-1]):>{width // 2}}"
-    return "\n".join([a + b for a, b in zip(labels, lines, strict=True)] + [axis])
-
-
-_BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row of a cell
-
-
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """First and last value, and between them a bar for each of `width` stretches."""
     values = [value for value in values if math.isfinite(value)]
