@@ -49,12 +49,7 @@ class Recipe:
     restore: int = -1  # take back to this version, with momentum 0, instead
 
 
-@dataclass(frozen=True)
-class Part:
-    """A fragment of the next version: `merge.Outer.products`, and its files' entries."""
-
-    products: merge.Products
-    files: list[dict]
+Part = tuple[merge.Products, list[dict]]  # of a fragment: `Outer.products`, its files' entries
 
 
 class Arithmetic:
@@ -64,7 +59,7 @@ class Arithmetic:
         self.run, self.config = run, config
         self.layout = read_layout(run, base)
         self.indices = range(len(self.layout.fragments))
-        self.transport = transport_of(run.commit(base))
+        self._through = transport_of(run.commit(base))
         self._codecs = {each.name: each for each in accepted(config.local_sgd.compression)}
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self._outer = merge.Outer(self.layout, list(empty), list(empty), mu=0.0)
@@ -81,7 +76,7 @@ class Arithmetic:
 
     def use(self, store: Store) -> None:
         """Read deltas through this store from now on, where they travel through Redis."""
-        self._transport = open_transport(self.transport, self.run, store)
+        self.transport = open_transport(self._through, self.run, store)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -108,7 +103,7 @@ class Arithmetic:
         place, fragment = self.layout.fragments[index], header.fragments[index]
         chosen = codec_of(place, self._codecs[header.codec])
         data = self._buffer("data", fragment.bytes, torch.uint8)
-        self._transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
+        self.transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
         return chosen.tiles(data, place)
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -155,7 +150,7 @@ class Arithmetic:
             self._stepped[index] = self._step(index, recipe)
         params, momentum = self._outer.params[index], self._outer.momentum[index]
         files = draft.write_fragment(self.layout, index, params, momentum)
-        return Part(self._stepped[index], files)
+        return self._stepped[index], files
 
     def _step(self, index: int, recipe: Recipe) -> merge.Products:
         products = (0.0, 0.0, 0.0)

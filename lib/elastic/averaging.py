@@ -11,7 +11,7 @@ from elastic.guards import Moved, Running
 from elastic.rounds import Header
 from elastic.rundir import RunDir
 from elastic.store import Store
-from elastic.transport import fragment_name, open_transport, transport_of
+from elastic.transport import fragment_name
 from elastic.versions import Draft, read_layout
 
 
@@ -41,12 +41,10 @@ class Averager:
             for codec in accepted(config.local_sgd.compression)
         }
         self.arithmetic = Arithmetic(run, config, commit["version"], store)
-        self.use(store)
         self.running = self._next_running = Running.of(commit)
 
     def use(self, store: Store) -> None:
         """Read deltas through this store from now on, where they travel through Redis."""
-        self._transport = open_transport(transport_of(self._commit), self.run, store)
         self.arithmetic.use(store)
 
     def close(self) -> None:
@@ -120,9 +118,8 @@ class Averager:
         return self._commit
 
     def _advance(self, recipe: Recipe, draft: Draft) -> dict:
-        parts = self.arithmetic.advance(recipe, draft)
-        cos = merge.cosine(part.products for part in parts)
-        files = sorted((entry for part in parts for entry in part.files), key=lambda e: e["path"])
+        products, files = zip(*self.arithmetic.advance(recipe, draft), strict=True)
+        cos, files = merge.cosine(products), sorted(sum(files, []), key=lambda e: e["path"])
         gain = rounds.outer_gain(recipe.lr, recipe.momentum, cos)
         return {"cos": cos, "outer_gain": gain, "files": files}
 
@@ -130,4 +127,4 @@ class Averager:
         """Forget the bytes of deltas that have been dealt with."""
         sizes = [max(each) for each in zip(*self.fragment_bytes.values(), strict=True)]
         parts = [(fragment_name(key, i), size) for key in keys for i, size in enumerate(sizes)]
-        self._transport.drop(parts)
+        self.arithmetic.transport.drop(parts)

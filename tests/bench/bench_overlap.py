@@ -12,7 +12,8 @@ A case "moments" saves AdamW's moments every round (the default of inner_state_e
 a parameter; the others have none to save.
 
 Predicted before the first measurement, of 10 s: off 2.5 %, rebase 0.6 %; with
-moments 2 % more, as they are written while nobody trains; rounds of `rebase` as long as their steps.
+moments 2 % more, as they are written while nobody trains; the rounds of `rebase` as long as their
+steps.
 
 A third way, to do the steps ahead again (`discard`), stood still as little and took 1.13 times its
 steps, where `off` took 1.11: there is nothing that it was good for.
