@@ -18,4 +18,4 @@ _elastic() {
         esac
     done < <(COMP_WORDS="${words[*]}" COMP_CWORD="${at}" _ELASTIC_COMPLETE=bash_complete "${home}elastic" 2>/dev/null)
 }
-complete -F _elastic elastic elastic-{audit,chaos,config,doctor,evaluate,logs,metrics,plan,reconcile,report,sandbox,scale,status,stop,submit}
+complete -F _elastic elastic elastic-{audit,chaos,config,doctor,evaluate,logs,metrics,plan,reconcile,report,sandbox,scale,status,stop,submit,validate}

@@ -19,7 +19,7 @@ from helpers import ROOT, elastic, environment, wait_until
 
 COMMANDS = [
     "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "report", "metrics",
-    "evaluate", "config", "doctor", "plan", "chaos", "sandbox",
+    "evaluate", "validate", "config", "doctor", "plan", "chaos", "sandbox",
 ]  # fmt: skip
 
 

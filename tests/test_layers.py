@@ -24,7 +24,7 @@ LAYERS = [
               "slurm_info health peers device checkpoint handover trace"),
     ("processes", "arithmetic averaging link courier exchange loading local_sgd agent worker "
                   "master trainer launch start reconcile describe evaluation doctor"),
-    ("people", "submission status audit views chaos report metrics cli demo"),
+    ("people", "submission status audit views chaos validation report metrics cli demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:
 # versions and inner_state write tensors; tasks is handed its table and reads no configuration.

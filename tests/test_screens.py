@@ -165,6 +165,15 @@ SCREENS_OF = {
                                            ("local", [1, 32], 200))],
         "recommended": {"mode": "local", "inner_steps": 200, "min": 14, "max": 32,
                         "checkpoint_interval_s": 46.0, "reason": "it trains for 94% of the time"}}),
+    "validate": lambda: views.validation_view(
+        {"picture": "7b-validate.png", "runs": "/lustre/project42/runs/7b-validate",
+         "verdicts": [
+             {"arm": "sync", "loss": 2.31, "spread": 0.004, "gap": None, "bound": None,
+              "words": "what the others are compared with"},
+             {"arm": "int8", "loss": 2.316, "spread": 0.005, "gap": 0.006, "bound": 0.011,
+              "words": "ok: within 0.02"}]},
+        {arm: {0: [(i * 1e6, 2.3 + 3 / (1 + i / 6)) for i in range(61)]}
+         for arm in ("sync", "int8")}),
     "config": lambda: views.config_view([
         {"key": "elastic.max", "value": 32, "unit": "GPUs", "origin": "--max"},
         {"key": "local_sgd.inner_steps", "value": 200, "unit": "steps", "origin": "default"}]),

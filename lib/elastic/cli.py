@@ -3,11 +3,12 @@ status, audit and reconcile; here are only options, checks before a run starts, 
 
 A command changes at most the run's control file and runs one reconcile pass, so it may be repeated
 at any time. Errors (ElasticError, OSError) become "error: what", "hint: way out" and a code, in one
-place. torch, and everything that needs it, is imported by `evaluate` alone: the
+place. torch, and everything that needs it, is imported by `evaluate` and `validate` alone: the
 others run under cron and on login nodes, where seconds and memory count.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -184,20 +185,23 @@ def wait_for_end(run: RunDir) -> int:
                 raise ElasticError(what, f"elastic-logs {run.name}")
             if run.control().state == "stopped":
                 raise ElasticError(f"run {run.name} was stopped", f"elastic-scale {run.name}")
-            tell(progress_of(run))
+            tell(progress_of([run], 1))
             time.sleep(WAIT_S)
             if time.monotonic() >= next_pass:
                 one_pass([run])
                 next_pass = time.monotonic() + interval_s
 
 
-def progress_of(run: RunDir) -> tuple[float, str]:
-    """How much of it is trained; that in words."""
-    newest, of_sync = run.newest_commit() or {}, run.progress() or {}
-    tokens = max(newest.get("tokens", 0), of_sync.get("tokens", 0))
-    goal = of_sync.get("total_tokens") or newest.get("total_tokens")
-    share = 1.0 if run.done() else tokens / goal if goal else 0.0
-    return share, f"{run.name}: {wording.si(tokens)} {wording.unit(newest, of_sync)}"
+def progress_of(runs: list[RunDir], count: int) -> tuple[float, str]:
+    """How much of `count` runs is trained, of which some are not begun; words on the newest."""
+    shares, words = [], ""
+    for run in runs:
+        newest, of_sync = run.newest_commit() or {}, run.progress() or {}
+        tokens = max(newest.get("tokens", 0), of_sync.get("tokens", 0))
+        goal = of_sync.get("total_tokens") or newest.get("total_tokens")
+        shares.append(1.0 if run.done() else tokens / goal if goal else 0.0)
+        words = f"{run.name}: {wording.si(tokens)} {wording.unit(newest, of_sync)}"
+    return sum(shares) / count, words
 
 
 # ---- reconcile ----------------------------------------------------------------------------------
@@ -500,6 +504,56 @@ def evaluate(run: str, version: int | None, as_json: bool):
 
     scores = score(rundir.find(run), version)
     show(as_json, scores, lambda each: "  ".join(f"{k} {v:.6g}" for k, v in each.items()))
+
+
+@command("validate etc/demo.toml", "validate 7b.toml --arms int8,topk --seeds 5 --at-once 8")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--arms", default="int8", show_default=True, metavar="A,B",
+              help="Compressions of local mode to try.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(1, 10),
+              help="Runs of each; the noise is judged by them.")
+@click.option("--margin", default=0.02, show_default=True,
+              help="How much more loss is still as good, in its unit.")
+@click.option("--metric", default="", help="Of validate() (default: the first that says loss).")
+@click.option("--at-once", default=1, show_default=True, type=click.IntRange(1),
+              help="Runs at a time.")  # fmt: skip
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
+              help="The picture (default: NAME-validate.png here).")
+@overrides_option
+@json_option
+def validate(config: Path, arms: str, seeds: int, out: Path | None, overrides, as_json, **how):
+    """Compare local mode with sync mode at equal tokens.
+
+    Trains CONFIG in both, with the same samples and seeds on elastic.max
+    GPUs, and says how much loss local mode costs, with its noise. Goes on
+    where it was if it is started again. Exits 1 unless every arm is ok.
+    """
+    from elastic import report as drawing
+    from elastic import validation, views
+    from elastic.evaluation import load
+
+    base = configuration.load(config, overrides)
+    load(base)  # what cannot be evaluated need not be trained
+    every = validation.trials(
+        lambda more: configuration.load(config, [*overrides, *more]), arms.split(","), seeds
+    )
+    root = configuration.runs_root() / f"{base.run.name}-validate"
+    with views.progress() as tell:
+        done = validation.train(
+            every, root, how["at_once"], lambda runs: tell(progress_of(runs, len(every)))
+        )
+    losses, curves = {}, {}
+    for trial, run in sorted(done.items(), key=lambda pair: every.index(pair[0])):
+        losses.setdefault(trial.arm, {})[trial.seed] = validation.final_loss(run, how["metric"])
+        curves.setdefault(trial.arm, {})[trial.seed] = validation.curve(run)
+    rows = list(validation.verdicts(losses, how["margin"]))
+    path = out or Path(f"{base.run.name}-validate.png")
+    put(path, drawing.comparison(curves, losses))
+    found = {"picture": str(path), "runs": str(root), "losses": losses,
+             "verdicts": [dataclasses.asdict(row) for row in rows]}  # fmt: skip
+    show(as_json, found, functools.partial(views.validation_view, curves=curves))
+    is_ok = all(row.words.startswith("ok") for row in rows if row.gap is not None)
+    sys.exit(Exit.OK if is_ok else Exit.ERROR)
 
 
 @command("config etc/7b.toml", "config etc/7b.toml --set train.epochs=2 --json")

@@ -291,6 +291,18 @@ def _gpu_seconds(ledger: dict[str, float]) -> str:
             f"{si(ledger['queued'])} more were waited for")  # fmt: skip
 
 
+def validation_view(found: dict, curves: dict) -> RenderableType:
+    """Loss, gap and verdict of each arm, below the first seed's curve of the last of them."""
+    table = _table("arm", ">loss", ">± seeds", ">gap", ">95 % below", "verdict")
+    for row in found["verdicts"]:
+        table.add_row(row["arm"], LOSS.format(row["loss"]), _number(row["spread"], LOSS),
+                      _number(row["gap"], "{:+.3f}"), _number(row["bound"], "{:+.3f}"),
+                      escape(row["words"]))  # fmt: skip
+    drawn = [Text(f"{arm}: training loss against tokens\n{loss_curve(seeds[0], height=6)}\n")
+             for arm, seeds in curves.items()]  # fmt: skip
+    return Group(*drawn, table, "", Text(f"picture: {found['picture']}   runs: {found['runs']}"))
+
+
 def config_view(rows: Sequence[dict]) -> RenderableType:
     """Effective values with unit and origin, one key a line."""
     columns = ("key", "value", "unit", "origin")

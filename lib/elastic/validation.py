@@ -1,0 +1,187 @@
+"""Does local mode learn what synchronous training does, on one's own model? `elastic-validate`.
+
+    baseline   the run of CONFIG in sync mode, with the batch that all workers together have
+    arms       the same tokens and seeds in local mode, an arm per compression
+    verdict    paired by seed: the mean difference of the final validation loss, and the one-sided
+               95 % bound of it (Student's t), against the margin that one is ready to pay
+
+The runs are ordinary ones, in their own folder, on whatever scheduler CONFIG names. Started again,
+it goes on: a run that is done is not done again. What it costs: arms x seeds whole runs.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from elastic import submission, timeline
+from elastic.audit import read_metrics
+from elastic.config import Config
+from elastic.durable import read_json, to_json, write_atomic
+from elastic.errors import ElasticError, UsageError
+from elastic.reconcile import run_pass
+from elastic.rundir import RunDir
+
+BASELINE = "sync"
+T95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
+LOOK_S = 0.5
+
+Losses = Mapping[str, Mapping[int, float]]  # arm -> seed -> final validation loss
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One run of an arm."""
+
+    arm: str
+    seed: int
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an arm costs against the baseline: `gap` and `bound` in the unit of the loss."""
+
+    arm: str
+    loss: float
+    spread: float | None = None  # of the losses over the seeds
+    gap: float | None = None
+    bound: float | None = None  # the gap is below that, with 95 %
+    words: str = ""
+
+
+def trials(load: Callable[[list[str]], Config], arms: Sequence[str], seeds: int) -> list[Trial]:
+    """Every run there is to make. `load` is CONFIG with settings on top of it."""
+    base = load([])
+    samples = base.train.batch_size * base.elastic.max
+    found = []
+    for seed in range(seeds):
+        for arm in (BASELINE, *arms):
+            settings = [f"run.name={base.run.name}-{arm}-{seed}", f"run.seed={seed}",
+                        f"elastic.min={base.elastic.max}"]  # fmt: skip
+            if arm == BASELINE:
+                settings += ["run.mode=sync", f"sync.global_batch_size={samples}"]
+            else:
+                settings += ["run.mode=local", f"local_sgd.compression={arm}"]
+            found.append(Trial(arm, seed, load(settings)))
+    return found
+
+
+# ---- running them
+
+
+def train(
+    every: Sequence[Trial], root: Path, at_once: int, tell: Callable[[Sequence[RunDir]], None]
+) -> dict[Trial, RunDir]:
+    """Bring every trial to its end, `at_once` at a time. `tell` is called now and then.
+
+    Raises ElasticError if one fails; at that, and at Ctrl-C, those under way are stopped.
+    """
+    waiting, active, over, next_pass = list(every), {}, {}, 0.0
+    try:
+        while waiting or active:
+            while waiting and len(active) < at_once:
+                trial = waiting.pop(0)
+                active[trial], next_pass = _begin(trial, root), 0.0
+            if time.monotonic() >= next_pass:  # as often as cron would: schedulers are shared
+                _pass(list(active.values()))
+                next_pass = time.monotonic() + every[0].config.elastic.reconcile_interval_s
+            for trial in [trial for trial, run in active.items() if _is_done(run)]:
+                over[trial] = active.pop(trial)
+            tell([*over.values(), *active.values()])
+            time.sleep(LOOK_S)
+    finally:
+        for run in active.values():
+            run.set_control(state="stopped")
+        run_pass(list(active.values()), time.time())
+    return over
+
+
+def _begin(trial: Trial, root: Path) -> RunDir:
+    """The trial's run: begun, or gone on with."""
+    run = RunDir(root / trial.name)
+    if not run.path.exists():
+        submission.check(trial.config, root)
+        return submission.start(trial.config, root)
+    if run.config() != trial.config:
+        raise UsageError(f"{run.path} was trained with another configuration",
+                         "remove that folder, or give --set run.name=NAME")  # fmt: skip
+    if run.control().state == "stopped":
+        run.set_control(state="running")
+    return run
+
+
+def _pass(runs: Sequence[RunDir]) -> None:
+    if errors := run_pass(runs, time.time()).errors:
+        raise ElasticError(errors[0], "elastic-reconcile")
+
+
+def _is_done(run: RunDir) -> bool:
+    if run.control().state == "stopped":
+        raise ElasticError(f"run {run.name} was stopped", "elastic-validate goes on with it")
+    if failed := run.failed():
+        raise ElasticError(f"run {run.name} failed: {failed['reason']}", f"elastic-logs {run.path}")
+    return run.done() is not None
+
+
+# ---- what came out
+
+
+def final_loss(run: RunDir, metric: str = "") -> float:
+    """The task's own validation loss at the end; evaluated once, and kept beside the run."""
+    kept = run.path / "validation.json"
+    scores = read_json(kept)
+    if scores is None:
+        from elastic.evaluation import evaluate
+
+        scores = evaluate(run)
+        write_atomic(kept, to_json(scores))
+    names = [name for name in scores if name not in ("version", "step")]
+    chosen = metric or next((name for name in names if "loss" in name), names[0] if names else "")
+    if chosen not in scores:
+        raise ElasticError(f"validate() of {run.name} says no {chosen or 'number'}",
+                           f"--metric: {', '.join(names) or 'none'}")  # fmt: skip
+    return scores[chosen]
+
+
+def curve(run: RunDir) -> list[tuple[int, float]]:
+    """(tokens, training loss) along the run."""
+    points = timeline.points(list(run.commits()), read_metrics(run))
+    return [(point.tokens, point.loss) for point in points]
+
+
+def verdicts(losses: Losses, margin: float) -> Iterator[Verdict]:
+    """The baseline's row, then one for each arm."""
+    base = losses[BASELINE]
+    for arm, by_seed in losses.items():
+        spread = stdev(by_seed.values()) if len(by_seed) > 1 else None
+        loss = mean(by_seed.values())
+        if arm == BASELINE:
+            yield Verdict(arm, loss, spread, words="what the others are compared with")
+            continue
+        gaps = [by_seed[seed] - base[seed] for seed in by_seed]
+        gap, half = mean(gaps), _half_width(gaps)
+        bound = None if half is None else gap + half
+        yield Verdict(arm, loss, spread, gap, bound, _judged(gap, half, margin))
+
+
+def _half_width(gaps: Sequence[float]) -> float | None:
+    """Of the one-sided 95 % interval of their mean; None of a single one."""
+    if len(gaps) < 2:
+        return None
+    return T95[min(len(gaps), max(T95))] * stdev(gaps) / len(gaps) ** 0.5
+
+
+def _judged(gap: float, half: float | None, margin: float) -> str:
+    if half is None:
+        return "one seed tells nothing of the noise: --seeds 3"
+    if gap + half <= margin:
+        return f"ok: within {margin:g}"
+    if gap - half > margin:
+        return f"WORSE by more than {margin:g}"
+    return "undecided: the noise is larger than the margin; more seeds or tokens"
