@@ -33,7 +33,7 @@ CHAOS = "test_the_command_does_faults_to_a_live_run_and_reports_them"
 MODES = "test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on"
 NODES = "test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled"
 NODE = "test_one_node_trains_under_srun_and_under_torchrun"
-VALIDATE = "test_the_command_trains_compares_draws_and_goes_on"
+VALIDATE = "test_the_command_trains_compares_and_goes_on"
 PLAN = "test_the_forecast_in_the_readme_is_what_the_command_says"
 ALL = "all of them"
 

@@ -166,7 +166,7 @@ SCREENS_OF = {
         "recommended": {"mode": "local", "inner_steps": 200, "min": 14, "max": 32,
                         "checkpoint_interval_s": 46.0, "reason": "it trains for 94% of the time"}}),
     "validate": lambda: views.validation_view(
-        {"picture": "7b-validate.png", "runs": "/lustre/project42/runs/7b-validate",
+        {"runs": "/lustre/project42/runs/7b-validate",
          "verdicts": [
              {"arm": "sync", "loss": 2.31, "spread": 0.004, "gap": None, "bound": None,
               "words": "what the others are compared with"},

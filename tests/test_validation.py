@@ -4,7 +4,6 @@ pytest tests/test_validation.py
 """
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -72,10 +71,9 @@ def starts(runs: Path) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_the_command_trains_compares_draws_and_goes_on(tiny: Path, tmp_path: Path):
+def test_the_command_trains_compares_and_goes_on(tiny: Path, tmp_path: Path):
     env = environment(tmp_path, PYTHONPATH=str(TESTS))
-    picture = tmp_path / "x.png"
-    options = ("--seeds", 2, "--margin", 100.0, "-o", picture)
+    options = ("--seeds", 2, "--margin", 100.0)
     done = elastic("validate", tiny, *options, "--json", env=env, timeout_s=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -83,18 +81,16 @@ def test_the_command_trains_compares_draws_and_goes_on(tiny: Path, tmp_path: Pat
     runs = Path(found["runs"])
     names = sorted(path.name for path in runs.iterdir())
     assert names == ["tiny-int8-0", "tiny-int8-1", "tiny-sync-0", "tiny-sync-1"]
-    assert picture.read_bytes()[:4] == b"\x89PNG"
     before = starts(runs)
     assert before > 0
     again = elastic("validate", tiny, *options, env=env, timeout_s=60)  # all is there
     assert again.returncode == 0, again.stderr
     assert starts(runs) == before
     assert "ok: within 100" in again.stdout
-    assert "int8: training loss against tokens" in again.stdout
+    assert "int8: training loss " in again.stdout
     changed = elastic("validate", tiny, *options, "--set", "train.learning_rate=0.5", env=env)
     assert (changed.returncode, "with another configuration" in changed.stderr) == (2, True)
     assert "--set run.name=NAME" in changed.stderr
-    os.unlink(picture)
-    strict = elastic("validate", tiny, "--seeds", 2, "--margin", -100.0, "-o", picture, env=env)
+    strict = elastic("validate", tiny, "--seeds", 2, "--margin", -100.0, env=env)
     assert strict.returncode == 1
     assert "WORSE by more than -100" in strict.stdout

@@ -517,18 +517,15 @@ def evaluate(run: str, version: int | None, as_json: bool):
 @click.option("--metric", default="", help="Of validate() (default: the first that says loss).")
 @click.option("--at-once", default=1, show_default=True, type=click.IntRange(1),
               help="Runs at a time.")  # fmt: skip
-@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="The picture (default: NAME-validate.png here).")
 @overrides_option
 @json_option
-def validate(config: Path, arms: str, seeds: int, out: Path | None, overrides, as_json, **how):
+def validate(config: Path, arms: str, seeds: int, overrides, as_json, **how):
     """Compare local mode with sync mode at equal tokens.
 
     Trains CONFIG in both, with the same samples and seeds on elastic.max
     GPUs, and says how much loss local mode costs, with its noise. Goes on
     where it was if it is started again. Exits 1 unless every arm is ok.
     """
-    from elastic import report as drawing
     from elastic import validation, views
     from elastic.evaluation import load
 
@@ -547,9 +544,7 @@ def validate(config: Path, arms: str, seeds: int, out: Path | None, overrides, a
         losses.setdefault(trial.arm, {})[trial.seed] = validation.final_loss(run, how["metric"])
         curves.setdefault(trial.arm, {})[trial.seed] = validation.curve(run)
     rows = list(validation.verdicts(losses, how["margin"]))
-    path = out or Path(f"{base.run.name}-validate.png")
-    put(path, drawing.comparison(curves, losses))
-    found = {"picture": str(path), "runs": str(root), "losses": losses,
+    found = {"runs": str(root), "losses": losses,
              "verdicts": [dataclasses.asdict(row) for row in rows]}  # fmt: skip
     show(as_json, found, functools.partial(views.validation_view, curves=curves))
     is_ok = all(row.words.startswith("ok") for row in rows if row.gap is not None)

@@ -208,23 +208,6 @@ def page(facts: Facts) -> str:
                       "</body></html>", ""])  # fmt: skip
 
 
-def comparison(curves: dict, losses: dict) -> bytes:
-    """Arms of elastic-validate as a PNG: training loss along the tokens, final losses by seed."""
-    pyplot = _pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(WIDTH, 4), layout="constrained")
-    for number, (arm, seeds) in enumerate(curves.items()):
-        for seed, points in seeds.items():
-            left.plot(*zip(*points, strict=True), color=f"C{number}", linewidth=1,
-                      label=arm if seed == 0 else None)  # fmt: skip
-        right.plot(number, [list(losses[arm].values())], "o", color=f"C{number}")
-    left.set(xlabel="tokens", ylabel="training loss")
-    left.xaxis.set_major_formatter(lambda value, _at: wording.si(value))
-    left.legend(frameon=False)
-    right.set(ylabel="final validation loss, a dot per seed", xticks=range(len(curves)),
-              xticklabels=list(curves), xlim=(-0.5, len(curves) - 0.5))  # fmt: skip
-    return _saved(figure, "png", dpi=110)
-
-
 def _svg(panel: Panel, facts: Facts) -> str:
     pyplot = _pyplot()
     pyplot.rcParams["svg.hashsalt"] = panel.title  # names inside one page must differ

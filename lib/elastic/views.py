@@ -292,15 +292,15 @@ def _gpu_seconds(ledger: dict[str, float]) -> str:
 
 
 def validation_view(found: dict, curves: dict) -> RenderableType:
-    """Loss, gap and verdict of each arm, below the first seed's curve of the last of them."""
+    """Loss, gap and verdict of each arm, below the losses of its first seed."""
     table = _table("arm", ">loss", ">± seeds", ">gap", ">95 % below", "verdict")
     for row in found["verdicts"]:
         table.add_row(row["arm"], LOSS.format(row["loss"]), _number(row["spread"], LOSS),
                       _number(row["gap"], "{:+.3f}"), _number(row["bound"], "{:+.3f}"),
                       escape(row["words"]))  # fmt: skip
-    drawn = [Text(f"{arm}: training loss against tokens\n{loss_curve(seeds[0], height=6)}\n")
+    drawn = [Text(f"{arm}: training loss {sparkline([loss for _, loss in seeds[0]])}")
              for arm, seeds in curves.items()]  # fmt: skip
-    return Group(*drawn, table, "", Text(f"picture: {found['picture']}   runs: {found['runs']}"))
+    return Group(*drawn, "", table, "", Text(f"runs: {found['runs']}"))
 
 
 def config_view(rows: Sequence[dict]) -> RenderableType:
