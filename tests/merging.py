@@ -9,15 +9,23 @@ import torch
 from elastic.averaging import Averager, Checked
 from elastic.codec import codec
 from elastic.layout import Layout
+from elastic.merge import Outer
 from elastic.rounds import Header
 from elastic.rundir import RunDir
 from elastic.transport import fragment_name
 from elastic.transport_fs import FileTransport
-from elastic.versions import Draft, read_params
+from elastic.versions import Draft, read_exactly, read_layout, read_params
 
 SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
 FRAGMENT_BYTES = 64  # three fragments: 12, 5 and 13 elements
 COMMIT = {"tokens": 0, "total_tokens": 1000}
+
+
+def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:
+    """The master's state as of a commit, with outer momentum `mu`."""
+    layout = read_layout(run, commit["version"])
+    parts = [read_exactly(run, commit, layout, index) for index in range(len(layout.fragments))]
+    return Outer(layout, *map(list, zip(*parts, strict=True)), mu)
 
 
 class Rounds:

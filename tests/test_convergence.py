@@ -215,7 +215,7 @@ def test_rules_hold_and_faults_are_seen_where_all_is_as_it_should_be():
         ("quarter", 1.62, {"R2"}),
         ("plain", 1.62, {"R3"}),
         ("lone", 1.6, {"R4"}),
-        ("bf16", 1.65, {"R5"}),
+        ("int8", 1.65, {"R5"}),
         ("cut", 1.65, {"R6"}),
         ("churn_donor", 1.7, {"R7"}),
         ("no_clip", 1.611, {"R8"}),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic.rundir import RunDir
-from elastic.versions import read_outer
+from merging import read_outer
 from running import Running, running
 from validate.noisy_task import Noisy
 from validate.simulator import Simulator

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from elastic import versions
 from elastic.errors import ElasticError
 from elastic.layout import Layout
-from elastic.versions import Draft, prune, read_layout, read_outer, read_params, remove_drafts
+from elastic.versions import Draft, prune, read_layout, read_params, remove_drafts
 from forks import KILLED, at_nth_step, in_children, killed_at
-from merging import COMMIT, Rounds
+from merging import COMMIT, Rounds, read_outer
 
 LAYOUT = Layout.of([("w", (3, 4)), ("b", (5,)), ("s", ())], 52)  # two fragments: 12 and 6
 

@@ -4,7 +4,6 @@ A codec knows the exact number of bytes of a fragment from its layout, so that t
 a header before it allocates anything. Bytes are little-endian, elements in layout order.
 
     none     float32, 4 bytes an element
-    bf16     bfloat16, round to nearest even, 2 bytes
     int8     blocks of 256: a bfloat16 scale each, then a byte per element          1.008 bytes
     int4     blocks of 128: a bfloat16 scale each, then two elements per byte       0.516 bytes
     topk     the 41 largest of each 4,096: a float32 scale, then words of 12 bits of index and 4 of
@@ -62,22 +61,18 @@ class Codec(Protocol):
 
 
 class Floats(Codec):
-    """Every element, in one floating-point type."""
+    """Every element, as it is."""
 
-    def __init__(self, name: str, dtype: torch.dtype):
-        self.name, self.dtype = name, dtype
+    name = "none"
 
     def size_bytes(self, fragment: Fragment) -> int:
-        return _numel(fragment) * self.dtype.itemsize
+        return 4 * _numel(fragment)
 
     def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
-        return as_bytes(delta.to(self.dtype))
+        return as_bytes(delta)
 
     def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
-        values = data.view(self.dtype)
-        room = _room(values)
-        for start, tile in _cut(values, TILE):
-            yield start, tile if tile.dtype == room.dtype else room[: len(tile)].copy_(tile)
+        return _cut(data.view(torch.float32), TILE)
 
 
 class Blocks(Codec):
@@ -169,11 +164,8 @@ class TopK(Codec):
 
 CODECS = {
     chosen.name: chosen
-    for chosen in (
-        Floats("none", torch.float32), Floats("bf16", torch.bfloat16),
-        Blocks("int8", 8, 256), Blocks("int4", 4, 128), TopK(),
-    )
-}  # fmt: skip
+    for chosen in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128), TopK())
+}
 DENSE = CODECS["int8"]  # what a last delta is encoded with where others leave something out
 
 

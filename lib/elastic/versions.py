@@ -27,7 +27,6 @@ from elastic import durable
 from elastic.codec import as_bytes
 from elastic.errors import ElasticError
 from elastic.layout import Layout
-from elastic.merge import Outer
 from elastic.rundir import RunDir
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}  # safetensors' names
@@ -123,13 +122,6 @@ def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.
     if damaged."""
     tensors = _tensors(verified(run, commit, f"params-{index:02d}.safetensors"))
     return _flat(layout, index, tensors, "")
-
-
-def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:
-    """The master's state as of a commit, with outer momentum `mu`."""
-    layout = read_layout(run, commit["version"])
-    parts = [read_exactly(run, commit, layout, index) for index in range(len(layout.fragments))]
-    return Outer(layout, *map(list, zip(*parts, strict=True)), mu)
 
 
 def read_exactly(run: RunDir, commit: dict, layout: Layout, index: int) -> list[torch.Tensor]:

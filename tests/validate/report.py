@@ -23,7 +23,7 @@ WIDTH_INCHES, HEIGHT_INCHES = 9.0, 4.6
 CLOSE_UP = (-0.05, 0.05)  # nats per byte; who is further from base is seen at the left
 LOOKS = {
     "dp": ("black", "--"), "base": ("black", "-"),
-    "bf16": ("tab:cyan", "-"), "int8": ("tab:blue", "--"), "int4": ("tab:green", ":"),
+    "int8": ("tab:blue", "--"), "int4": ("tab:green", ":"),
     "topk": ("tab:olive", "-"),
     "rebase": ("tab:purple", "-"), "rebase_less": ("tab:purple", ":"),
 }  # fmt: skip

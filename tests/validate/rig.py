@@ -234,7 +234,7 @@ ARMS = {
     "lone": Arm(alone, ("train.learning_rate=2e-3",)),
     "lone_plain": Arm(alone, (*PLAIN, "train.learning_rate=4e-3"), rounds=False),
     **{name: Arm(all_four, (f"local_sgd.compression={name}",))
-       for name in ("bf16", "int8", "int4", "topk")},
+       for name in ("int8", "int4", "topk")},
     "rebase": Arm(all_four, REBASE, ahead=MOST),
     "rebase_less": Arm(all_four, REBASE, ahead=LESS),
     "cut": Arm(lambda steps, seed: cut(steps, seed)),
@@ -260,7 +260,6 @@ ARMS = {
 SHOWN = {
     "dp": "synchronous training",
     "base": "local SGD, dense, no overlap",
-    "bf16": "bf16",
     "int8": "int8",
     "int4": "int4",
     "topk": "topk",
@@ -420,8 +419,7 @@ RULES = [
     Rule("R2", "better than a worker by itself", "quarter", "base", 0.08, at_least=True),
     Rule("R3", "outer momentum helps", "plain", "base", 0.04, at_least=True),
     Rule("R4", "the outer step helps one worker, too", "lone", "lone_plain", -0.015),
-    Rule("R5", "bf16 deltas are as good", "bf16", "base", 0.005),
-    Rule("R5", "and int8", "int8", "base", 0.005),
+    Rule("R5", "int8 deltas are as good", "int8", "base", 0.005),
     Rule("R5", "and int4", "int4", "base", 0.005),
     Rule("R5", "topk, in so few rounds, costs no more", "topk", "base", 0.2),
     Rule("R6", "preempted workers' steps count", "cut", "base", 0.03),

@@ -36,8 +36,8 @@ from elastic.rundir import RunDir
 from elastic.schedule import learning_rate, tokens_at
 from elastic.shuffle import Shuffle
 from elastic.tasks import count_tokens, default_optimizer
-from elastic.versions import read_outer
 from elastic.worker import train
+from merging import read_outer
 
 CPU = torch.device("cpu")
 RAMPED = " with a ramp"  # how a delta's `inner` ends where the learning rate rose from nothing
@@ -411,7 +411,8 @@ class Simulator:
 
     def step(self, means: list[torch.Tensor], lr: float) -> None:
         """The outer step."""
-        self.outer.step(means, lr)
+        for index, mean in enumerate(means):
+            self.outer.step_one(index, mean, lr)
 
     def _publish(self, tokens: int, workers: int) -> Version:
         commit = {"version": self.version, "tokens": tokens, "total_tokens": self.total_tokens}
