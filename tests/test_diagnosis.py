@@ -54,7 +54,7 @@ def facts(*overrides: str, **changes) -> dict:
     return {
         "config": settings(*overrides), "cluster": CLUSTER, "partitions": PARTITIONS,
         "nodes": NODES, "limits": {"MaxSubmit of the account lab": 100}, "disk": DISK,
-        "redis": {"what": "7.0, /usr/bin/redis-server", "set": 1e9, "get": 2e9},
+        "redis": "7.0, /usr/bin/redis-server",
         "network": {"address": "10.0.0.1", "interface": "ib0", "up": True, "routed": "ib0"},
         "clocks": {"slurmctld": 0.0, "run folder": -0.004}, "torch": TORCH, "save": Save(1e9, 1e9),
         "cron": "*/2 * * * * /opt/elastic/bin/elastic-reconcile\n",
@@ -151,7 +151,6 @@ MISCONFIGURED = {
         "bandwidth", WARN, "writes 5 MB/s"),
     "no redis-server": ([], {"redis": Unknown("no redis-server (6.0 or newer)", "apt-get …")},
                         "redis", FAIL, "no redis-server"),
-    "a slow Redis": ([], {"redis": {"what": "7", "set": 1e7, "get": 1e9}}, "redis", WARN, "10 MB"),
     "no such interface": (
         ["redis.bind=ib7"], {"network": Unknown("redis.bind = 'ib7' is no interface here")},
         "interface", FAIL, "'ib7'"),
