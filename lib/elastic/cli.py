@@ -519,7 +519,7 @@ def evaluate(run: str, version: int | None, as_json: bool):
               help="Runs at a time.")  # fmt: skip
 @overrides_option
 @json_option
-def validate(config: Path, arms: str, seeds: int, overrides, as_json, **how):
+def validate(config: Path, arms: str, seeds: int, overrides, as_json: bool, **how):
     """Compare local mode with sync mode at equal tokens.
 
     Trains CONFIG in both, with the same samples and seeds on elastic.max
@@ -542,7 +542,7 @@ def validate(config: Path, arms: str, seeds: int, overrides, as_json, **how):
     losses, curves = {}, {}
     for trial, run in sorted(done.items(), key=lambda pair: every.index(pair[0])):
         losses.setdefault(trial.arm, {})[trial.seed] = validation.final_loss(run, how["metric"])
-        curves.setdefault(trial.arm, {})[trial.seed] = validation.curve(run)
+        curves.setdefault(trial.arm, validation.curve(run))
     rows = list(validation.verdicts(losses, how["margin"]))
     found = {"runs": str(root), "losses": losses,
              "verdicts": [dataclasses.asdict(row) for row in rows]}  # fmt: skip

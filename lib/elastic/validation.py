@@ -149,10 +149,9 @@ def final_loss(run: RunDir, metric: str = "") -> float:
     return scores[chosen]
 
 
-def curve(run: RunDir) -> list[tuple[int, float]]:
-    """(tokens, training loss) along the run."""
-    points = timeline.points(list(run.commits()), read_metrics(run))
-    return [(point.tokens, point.loss) for point in points]
+def curve(run: RunDir) -> list[float]:
+    """The training loss along the run."""
+    return [point.loss for point in timeline.points(list(run.commits()), read_metrics(run))]
 
 
 def verdicts(losses: Losses, margin: float) -> Iterator[Verdict]:

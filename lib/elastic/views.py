@@ -292,14 +292,13 @@ def _gpu_seconds(ledger: dict[str, float]) -> str:
 
 
 def validation_view(found: dict, curves: dict) -> RenderableType:
-    """Loss, gap and verdict of each arm, below the losses of its first seed."""
+    """Loss, gap and verdict of each arm, below the curves of the first seed."""
     table = _table("arm", ">loss", ">± seeds", ">gap", ">95 % below", "verdict")
     for row in found["verdicts"]:
         table.add_row(row["arm"], LOSS.format(row["loss"]), _number(row["spread"], LOSS),
                       _number(row["gap"], "{:+.3f}"), _number(row["bound"], "{:+.3f}"),
                       escape(row["words"]))  # fmt: skip
-    drawn = [Text(f"{arm}: training loss {sparkline([loss for _, loss in seeds[0]])}")
-             for arm, seeds in curves.items()]  # fmt: skip
+    drawn = [Text(f"{arm}: training loss {sparkline(curve)}") for arm, curve in curves.items()]
     return Group(*drawn, "", table, "", Text(f"runs: {found['runs']}"))
 
 
