@@ -325,12 +325,22 @@ class Config(_Sections):
 def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) -> Config:
     """The configuration of a run's file, over the site file, under "section.key=value" overrides.
 
-    `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation; os.devnull for
-    what `to_toml` wrote, which is complete in itself.
+    `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation.
     """
     site = site or _site_file()
     below = [_read_site(site)] if site else []
     return _resolve([*below, _read(Path(path)), _override_layer(overrides)], Path(path))
+
+
+def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """What `to_toml` wrote, complete in itself, under `overrides`. It may be another version's,
+    that the run goes on with: keys that are not known here are for that one."""
+    tables, places = _read(path)
+    for section, table in tables.items():
+        if section in KEYS and isinstance(table, dict):
+            known = {key.name for key in KEYS[section]}
+            tables[section] = {name: value for name, value in table.items() if name in known}
+    return _resolve([(tables, places), _override_layer(overrides)], path)
 
 
 def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:

@@ -131,7 +131,7 @@ class RunDir:
         It says what is run, so everybody starts here. ElasticError: others could have written it.
         """
         if self._config is None:  # it is written once
-            found = configuration.load(self.path / "run.toml", site=Path(os.devnull))
+            found = configuration.load_written(self.path / "run.toml")
             check_private(self.path)
             self._config = found
         return self._config

@@ -84,7 +84,7 @@ def _check_name(config: Config) -> None:
 def check_mode(run: RunDir, mode: str) -> None:
     """Raise ElasticError saying why the run cannot go on in `mode`."""
     settings = [f"run.mode={mode}"]
-    config = configuration.load(run.path / "run.toml", settings, site=Path(os.devnull))
+    config = configuration.load_written(run.path / "run.toml", settings)
     if config.run.command:
         raise UsageError(
             f"run {run.name} keeps its mode: run.command is a loop for {run.control().mode} mode",
