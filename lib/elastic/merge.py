@@ -30,9 +30,13 @@ class Outer:
     ):
         self.layout, self.params, self.momentum, self.mu = layout, params, momentum, mu
 
+    def step(self, means: list[torch.Tensor], lr: float) -> None:
+        """Apply the outer optimizer to every fragment, in place. Consumes `means`."""
+        for index, mean in enumerate(means):
+            self.step_one(index, mean, lr)
+
     def step_one(self, index: int, mean: torch.Tensor, lr: float) -> None:
-        """Apply the outer optimizer to a fragment, in place; the bits are those of torch.optim.SGD.
-        Consumes `mean`.
+        """Likewise, to one of them; the bits are those of torch.optim.SGD.
 
         By hand, because torch.optim imports torch's compiler, which takes a new master a second
         and a half; and by pieces that a cache holds.

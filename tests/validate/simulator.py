@@ -411,8 +411,7 @@ class Simulator:
 
     def step(self, means: list[torch.Tensor], lr: float) -> None:
         """The outer step."""
-        for index, mean in enumerate(means):
-            self.outer.step_one(index, mean, lr)
+        self.outer.step(means, lr)
 
     def _publish(self, tokens: int, workers: int) -> Version:
         commit = {"version": self.version, "tokens": tokens, "total_tokens": self.total_tokens}
