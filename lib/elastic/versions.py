@@ -14,22 +14,18 @@ whoever reads the commit next (`settle`), which names the writer.
 
 import contextlib
 import errno
-import json
 import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from elastic import durable
-from elastic.codec import as_bytes
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from elastic.rundir import RunDir
 
-DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}  # safetensors' names
 # What each commit takes over from the one before.
 CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens", "transport", "transport_reason")
 
@@ -55,13 +51,13 @@ class Draft:
         parts = split(layout, index, momentum)
         state |= {f"momentum/{name}": part for name, part in parts.items()}
         files = {"params": split(layout, index, whole), "outer": state}
-        return [self._write(f"{kind}-{index:02d}.safetensors", file_parts(tensors))
+        return [self._write(f"{kind}-{index:02d}.safetensors", save(tensors))
                 for kind, tensors in files.items()]  # fmt: skip
 
     def commit(self, layout: Layout, files: list[dict], record: dict) -> bool:
         """Write the manifest and link the commit. False if another writer was first."""
         manifest = durable.to_json({"version": self.version, "layout": layout.to_json()})
-        files = [*files, self._write("manifest.json", [manifest])]
+        files = [*files, self._write("manifest.json", manifest)]
         durable.sync_path(self.folder)
         durable.sync_path(self.folder.parent)
         record = {"version": self.version, "writer": self.writer, **record, "files": files}
@@ -77,11 +73,11 @@ class Draft:
         """Remove it, unless it is committed."""
         durable.discard(self.folder, self.run.commit_path(self.version), self.writer)
 
-    def _write(self, name: str, parts: Iterable[bytes | memoryview]) -> dict:
+    def _write(self, name: str, data: bytes) -> dict:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            measured = durable.write_measured(path, parts)
+            measured = durable.write_measured(path, [data])
         except OSError:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -167,21 +163,6 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
         durable.remove(folder)
         removed.append(version)
     return removed
-
-
-def file_parts(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, without a copy of the tensors: they may be gigabytes."""
-    parts, header, start = [], {}, 0
-    for name, tensor in tensors.items():
-        part = as_bytes(tensor.contiguous())
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [start, start + len(part)]}  # fmt: skip
-        parts.append(part)
-        start += len(part)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    yield from parts
 
 
 def save_tensors(tensors: dict, path: Path, metadata: dict[str, str] | None = None) -> None:
