@@ -3,14 +3,15 @@
 import json
 import os
 import pwd
-import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from elastic import sandbox
 from elastic.cli import elastic
 from elastic.errors import ElasticError, UsageError
 from elastic.sandbox import Sandbox, Shape
+from forks import NOBODY
 from helpers import ROOT, wait_until
 from running import command_line
 
@@ -203,35 +205,190 @@ def test_accounting_brings_sacct(new_sandbox):
     wait_until(lambda: box.run(*ask) == "counted|COMPLETED\n", 20, "sacct knows the job")
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
-def test_an_ordinary_user_can_have_one(tmp_path):
-    nobody = pwd.getpwnam("nobody")
-    become = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
-    if subprocess.run([*become, sys.executable, "-c", "import click"]).returncode != 0:
+# ---- of an ordinary user, and what another one tries
+
+root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+
+
+def become(user: str) -> list[str]:
+    found = pwd.getpwnam(user)
+    return ["setpriv", f"--reuid={found.pw_uid}", f"--regid={found.pw_gid}", "--clear-groups"]
+
+
+def as_user(user: str, *argv: object, timeout: float = 60, **extra: str):
+    return subprocess.run(
+        [*become(user), *map(str, argv)], env=BARE | extra, cwd="/", timeout=timeout,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nobodys() -> Iterator[Sandbox]:
+    """The sandbox of `nobody`, with accounting, in a folder that everybody may enter."""
+    if as_user("nobody", sys.executable, "-c", "import click").returncode != 0:
         pytest.skip(f"nobody may not run {sys.executable}")
     folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
-    shutil.chown(folder, nobody.pw_uid, nobody.pw_gid)
-    place = f"--dir {folder} --name x"
-    script = f"""set -e
-    sandbox={shlex.quote(str(COMMAND))}
-    "$sandbox" up --nodes 1 {place}
-    trap '"$sandbox" down {place}' EXIT
-    eval "$("$sandbox" env {place})"
-    cd {folder}
-    show='id -un; srun printenv CUDA_VISIBLE_DEVICES'
-    sbatch --wait --gres=gpu:2 --output=out --wrap="$show"
-    cat out; rm out
-    """
+    folder.chmod(0o755)
+    shutil.chown(folder, "nobody")
+    place = ("--dir", folder, "--name", "x")
     try:
-        done = subprocess.run(
-            [*become, "bash", "-c", script], env=BARE, capture_output=True, text=True, timeout=60
-        )
+        done = as_user("nobody", COMMAND, "up", "--nodes", 1, "--accounting", *place)
+        assert done.returncode == 0, done.stderr
+        yield Sandbox(folder / "x")
     finally:
-        Sandbox(folder / "x").down()
+        down = as_user("nobody", COMMAND, "down", *place)
+        left = list(folder.iterdir())
         shutil.rmtree(folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == ["nobody", "0,1"]
+    assert (down.returncode, left) == (0, [])
+
+
+@pytest.mark.root
+@root
+def test_an_ordinary_user_can_have_one_with_accounting(nobodys):
+    where = ("--gres=gpu:2", "--chdir=/", "--job-name=mine")
+    srun = as_user("nobody", "srun", *where, "bash", "-c", "id -un; printenv CUDA_VISIBLE_DEVICES",
+                   **nobodys.environment())  # fmt: skip
+    assert (srun.stdout, srun.stderr) == ("nobody\n0,1\n", "")
+    ask = ("sacct", "--allocations", "--noheader", "--parsable2", "--format=JobName,State,User")
+
+    def booked() -> str:
+        return as_user("nobody", *ask, **nobodys.environment()).stdout
+
+    wait_until(lambda: booked() == "mine|COMPLETED|nobody\n", 20, "sacct knows the job")
+
+
+@pytest.mark.root
+@root
+def test_another_user_gets_nothing_of_it_and_runs_nothing_in_it(nobodys):
+    """Not even with a copy of its slurm.conf. That the same words get in where its owner has opened
+    the folder shows that they are right."""
+    assert stat.S_IMODE(nobodys.path.stat().st_mode) == 0o700
+    parts = sorted(map(str, nobodys.path.rglob("*")))
+    names = {Path(part).name for part in parts}
+    assert {"munge.socket", "slurm.conf", "slurmctld.log", "c1", "mariadb.socket"} <= names
+    show = ("bash", "-c", 'for part; do test ! -e "$part" || echo "$part"; done', "", *parts)
+    assert as_user("nobody", *show).stdout.split() == parts
+    assert as_user("games", *show).stdout == ""
+
+    with tempfile.NamedTemporaryFile("w", prefix="es-", dir="/tmp") as copy:
+        copy.write(nobodys.conf.read_text())
+        copy.flush()
+        os.fchmod(copy.fileno(), 0o644)
+        leads = {"SLURM_CONF": copy.name}
+        for command in (("squeue",), ("sacct",), ("srun", "-p", "cpu", "id", "-un")):
+            done = as_user("games", "timeout", 4, *command, **leads)
+            assert (done.returncode != 0, done.stdout) == (True, "")
+            assert f'Failed to access "{nobodys.path}/munge.socket": Permission den' in done.stderr
+        nobodys.path.chmod(0o711)
+        try:
+            done = as_user("games", "srun", "-p", "cpu", "id", "-un", **leads)
+        finally:
+            nobodys.path.chmod(0o700)
+    assert (done.stdout, done.stderr) == ("nobody\n", "")
+
+
+@pytest.mark.root
+@root
+def test_root_runs_and_removes_nothing_in_another_users_folder(nobodys):
+    """Where Slurm's commands would load the plugins that slurm.conf names."""
+    place = ("--dir", nobodys.path.parent, "--name", nobodys.path.name)
+    for command in ("env", "status", "preempt", "kill-node n1", "hang-controller", "up", "down"):
+        done = subprocess.run([COMMAND, *command.split(), *map(str, place)], env=BARE,
+                              capture_output=True, text=True)  # fmt: skip
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"error: {nobodys.path} is another user's\n")
+    assert as_user("nobody", "squeue", **nobodys.environment()).returncode == 0  # as before
+
+
+@pytest.mark.root
+@root
+def test_a_process_that_another_user_has_marked_is_no_member(tmp_path):
+    """A marked process once made a sandbox of any folder, and root its caller."""
+    box = Sandbox(tmp_path / "x")
+    for number in (NOBODY, 0):
+        mark = {"ELASTIC_SANDBOX_MEMBER": f"{box.path}:slurmctld"}
+        other = subprocess.Popen(["sleep", "60"], env=mark, user=number)
+        try:
+            wait_until(lambda pid=other.pid: command_line(pid).startswith("sleep"), 5, "it runs")
+            assert box.members("slurmctld") == (set() if number else {other.pid})
+        finally:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.root
+@root
+def test_a_link_on_the_way_that_another_user_can_change_is_refused():
+    folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
+    try:
+        (folder / "real").mkdir()
+        (folder / "link").symlink_to(folder / "real")
+        os.lchown(folder / "link", NOBODY, NOBODY)
+        with pytest.raises(ElasticError, match="link is another user's"):
+            Sandbox(folder / "link" / "x").up(Shape())
+        assert list((folder / "real").iterdir()) == []
+    finally:
+        shutil.rmtree(folder)
+
+
+# ---- what is none
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+@pytest.mark.parametrize("name", ["thesis", "empty", "link", "file"])
+def test_what_is_no_sandbox_is_neither_removed_nor_replaced(command, name):
+    folder = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
+    try:
+        (folder / "thesis").mkdir()
+        (folder / "thesis" / "chapter1").write_text("years")
+        (folder / "thesis" / "slurm.conf").write_text("# Slurm of a private sandbox")
+        (folder / "empty").mkdir()
+        (folder / "link").symlink_to(folder / "linked")
+        (folder / "linked").mkdir()
+        (folder / "linked" / ".elastic-sandbox").touch()  # by that name it may be up
+        (folder / "file").write_text("years")
+        before = sorted(folder.rglob("*"))
+        done = subprocess.run([COMMAND, command, "--dir", folder, "--name", name], env=BARE,
+                              capture_output=True, text=True)  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (f"error: not a sandbox: {folder / name}\n"
+            "  hint: choose another --name or --dir, or remove it yourself\n")  # fmt: skip
+        assert sorted(folder.rglob("*")) == before
+        assert (folder / "thesis" / "chapter1").read_text() == "years"
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "env"])
+@pytest.mark.parametrize("name", ["../x", "a/b", "/x", "", "..", ".", "a b"])
+def test_a_name_that_is_a_path_is_refused(tmp_path, command, name):
+    (tmp_path / "D").mkdir()
+    place = ["--dir", str(tmp_path / "D"), "--name", name]
+    said = CliRunner().invoke(elastic, ["sandbox", command, *place])
+    assert said.exit_code == 2
+    assert said.output.startswith(f"error: unfit name of a sandbox: {name!r}\n")
+    assert [path.name for path in tmp_path.rglob("*")] == ["D"]
+
+
+def test_down_finishes_what_a_killed_down_began(tmp_path):
+    """The mark goes last; a link in the folder leads nowhere."""
+    box = Sandbox(tmp_path / "x")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    box.path.mkdir(mode=0o700)
+    (box.path / "link").symlink_to(outside)
+    (box.path / "log").mkdir()
+    (box.path / "log" / "slurmctld.log").touch()
+    (box.path / ".elastic-sandbox").touch()
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = Path.unlink
+        patch.setattr(Path, "unlink", lambda path: (seen.append(path.name), real(path)))
+        box.down()
+    assert (seen[-1], sorted(seen)) == (".elastic-sandbox", [".elastic-sandbox", "link"])
+    assert not box.path.exists()
+    assert (outside / "kept").exists()
 
 
 def test_missing_programs_are_named_with_their_packages(monkeypatch, tmp_path):

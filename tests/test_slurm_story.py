@@ -29,6 +29,7 @@ from elastic.sandbox import Sandbox
 from elastic.sched import Job, job_name, parse_job_name
 from elastic.sched_slurm import SlurmScheduler
 from elastic.store import Store
+from forks import as_nobody
 from helpers import ROOT, elastic, pretended_python, wait_until
 from running import SETTINGS, TESTS, toml
 
@@ -417,7 +418,7 @@ def users_folder() -> Iterator[Path]:
     folder.chmod(0o755)
     (folder / "home").mkdir()
     yield folder
-    Sandbox(folder / "home" / "x").down()
+    as_nobody(Sandbox(folder / "home" / "x").down)
     shutil.rmtree(folder)
 
 

@@ -701,6 +701,8 @@ def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> Non
     def call(name: str, folder: Path | None, **given: Any) -> None:
         from elastic import views
 
+        if not (name and configuration.NAME.holds(name)):  # it is a path, say
+            raise UsageError(f"unfit name of a sandbox: {name!r}", configuration.NAME.text)
         box = Sandbox((folder or default_folder()).absolute() / name)
         with views.busy(f"sandbox {name}: {method.__name__.strip('_').replace('_', ' ')}"):
             said = method(box, **given)

@@ -43,11 +43,16 @@ class Process(NamedTuple):
 def families(
     mark: str, folder: Path, otherwise: Callable[[int, dict[str, str]], str] = lambda *_: ""
 ) -> dict[str, set[int]]:
-    """All living processes by owner; `otherwise(pid, environment)` may know of one without mark."""
+    """All living processes by owner; `otherwise(pid, environment)` may know of one without mark.
+
+    Only what this user has started is believed: anybody may mark a process of his own.
+    """
     numbers = map(int, filter(str.isdigit, os.listdir("/proc")))
     parents = {process.pid: process.parent for process in map(Process.of, numbers) if process}
 
     def owner(pid: int) -> str:
+        if f"\nUid:\t{os.getuid()}\t" not in read(f"/proc/{pid}/status"):  # who started it
+            return ""
         words = read(f"/proc/{pid}/environ").split("\0")
         given = dict(word.split("=", 1) for word in words if "=" in word)
         where, _, name = given.get(mark, "").rpartition(":")

@@ -8,8 +8,11 @@ the processes of the sandbox, those under the keeper of a slurmd are the process
 So `down` leaves nothing, and `kill-node` kills what a lost machine would.
 
 Nodes n1..nN have pretended GPUs and are in the partitions `preempt` and `high`; c1 has many CPUs
-and is `cpu`, where masters run and nothing is preempted. No root is needed; an ordinary user's
-sandbox runs that user's jobs only. What Slurm reads is in etc/sandbox; /etc/slurm is not touched.
+and is `cpu`, where masters run and nothing is preempted. No root is needed. What Slurm reads is in
+etc/sandbox; /etc/slurm is not touched.
+
+The folder is its owner's alone, whoever that is. slurmd of an ordinary user runs all jobs and steps
+as that user, and Slurm believes whoever gets to munge's socket.
 """
 
 import contextlib
@@ -29,6 +32,7 @@ from pathlib import Path
 from signal import SIGSTOP
 
 from elastic import config, proc
+from elastic.durable import check_private
 from elastic.errors import ElasticError, UsageError
 from elastic.sched_slurm import slurm_command
 
@@ -77,6 +81,7 @@ class Sandbox:
     def __init__(self, path: Path):
         self.path = path
         self.conf = path / "slurm.conf"
+        self._mark = path / ".elastic-sandbox"
 
     def environment(self) -> dict[str, str]:
         """The variables that lead Slurm's client commands to this sandbox."""
@@ -108,6 +113,7 @@ class Sandbox:
 
     def preempt(self, nodes: int, seconds: float) -> str:
         """Take whole nodes with a job of high priority; print its id."""
+        self._check_up()
         options = ("--parsable", "--job-name=preemptor", "--output=/dev/null", "--chdir=/")
         where = ("--partition=high", f"--nodes={nodes}", "--exclusive")
         return self.run("sbatch", *options, *where, f"--wrap=exec sleep {seconds:g}").strip()
@@ -146,9 +152,7 @@ class Sandbox:
     def down(self) -> None:
         """Kill all its processes, jobs included, and remove its files."""
         proc.kill_all(self.members)
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self.path.exists():
-            raise ElasticError(f"cannot remove {self.path}", "is it another user's?")
+        self._remove()
         if self.path.parent == default_folder():
             with contextlib.suppress(OSError):  # not empty: others are in it
                 self.path.parent.rmdir()
@@ -171,8 +175,30 @@ class Sandbox:
         logs = map(Path, _files_of_stepd(pid))
         return next((log.stem for log in logs if log.parent == self.path / "log"), "")
 
+    def _remove(self) -> None:
+        """Remove the folder if it is there, its mark last. UsageError if it has none."""
+        if not self._exists():
+            return
+        if self.path.is_symlink() or not self._mark.exists():
+            hint = "choose another --name or --dir, or remove it yourself"
+            raise UsageError(f"not a sandbox: {self.path}", hint)
+        for part in set(self.path.iterdir()) - {self._mark}:
+            shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
+        self._mark.unlink()
+        self.path.rmdir()
+
+    def _exists(self) -> bool:
+        """If something is at its path. ElasticError where others could have put it there, or a
+        link on the way: what is in a sandbox is loaded by Slurm's commands, and removed."""
+        there = [each for each in (self.path, *self.path.parents) if os.path.lexists(each)]
+        for each in there:
+            if each.lstat().st_uid not in (0, os.getuid()):
+                raise ElasticError(f"{each} is another user's", "use --dir, or work as that user")
+        check_private(there[0], is_above=there[0] != self.path)
+        return there[0] == self.path
+
     def _check_up(self) -> None:
-        if not self.members("slurmctld"):
+        if not self._exists() or not self.members("slurmctld"):
             raise UsageError(f"no sandbox is up in {self.path}", "elastic-sandbox up")
 
     def _check_node(self, node: str) -> None:
@@ -185,14 +211,12 @@ class Sandbox:
         if not re.fullmatch(r"/[\w./+-]+", str(self.path)) or len(str(self.path)) > _PATH_BYTES:
             hint = f"letters, digits and ./_+- only, {_PATH_BYTES} characters at most; see --dir"
             raise UsageError(f"unfit folder for a sandbox: {str(self.path)!r}", hint)
-        self.path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
-        if self.path.parent == default_folder() and self.path.parent.lstat().st_uid != os.getuid():
-            raise ElasticError(f"{self.path.parent} is another user's", "use --dir")
-        shutil.rmtree(self.path, ignore_errors=True)  # of a sandbox that a reboot ended
-        spool = [f"spool/{node}" for node in shape.names]
-        for part in ["", "log", "state", "spool", *spool]:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._remove()  # a sandbox that a reboot ended
+        self.path.mkdir(0o700)
+        self._mark.touch()
+        for part in ["log", "state", "spool", *(f"spool/{node}" for node in shape.names)]:
             (self.path / part).mkdir()
-            (self.path / part).chmod(0o711)  # munge and other users' jobs go through here
 
     def _start_daemons(self, found: dict[str, str], shape: Shape) -> None:
         ports = _free_ports(len(shape.names) + 2)
@@ -211,7 +235,7 @@ class Sandbox:
 
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
-        common = ["--no-defaults", f"--datadir={data}", "--user=root"]
+        common = ["--no-defaults", f"--datadir={data}", f"--user={_user()}"]
         self._start("install", found["mariadb-install-db"], *common, "--skip-test-db")
         self._await(lambda: not self.members("install"), "MariaDB's tables")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
@@ -260,7 +284,7 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
     with contextlib.suppress(OSError):
         is_local = socket.gethostbyname(host) == _ADDRESS
     words = dict(
-        DIR=path, USER=pwd.getpwuid(os.getuid()).pw_name, HOST=host, GRACE=shape.grace_s,
+        DIR=path, USER=_user(), HOST=host, GRACE=shape.grace_s,
         ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
@@ -277,10 +301,12 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
             text = re.sub(rf"(?im)^{key}=.*\n", "", text) + setting + "\n"
         (path / template.name).touch(0o600)
         (path / template.name).write_text(text)
-        if words["PASSWORD"] not in text:
-            (path / template.name).chmod(0o644)
     (path / "munge.key").touch(0o600)
     (path / "munge.key").write_bytes(os.urandom(1024))
+
+
+def _user() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def _gpu_devices(count: int) -> list[str]:
