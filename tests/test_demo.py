@@ -4,6 +4,7 @@ pytest tests/test_demo.py
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic.demo import unexplained
-from helpers import checkout
+from forks import NOBODY
+from helpers import ROOT, checkout, environment
 
 
 def play(command: list, folder: Path, env: dict[str, str]) -> str:
@@ -52,6 +54,72 @@ def processes_of(folder: Path) -> list[str]:
 def test_a_refusal_that_no_fault_explains_is_wrong(kind, reason, is_wrong):
     events = [{"kind": "join"}, {"kind": kind, "reason": reason}]
     assert unexplained(events) == (events[1:] if is_wrong else [])
+
+
+def refused(folder: Path, what: str) -> None:
+    """The demo says so there, and all that is below `folder` stays as it is."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    done = subprocess.run([ROOT / "bin" / "elastic-demo"], cwd=folder / "here", text=True,
+                          env=environment(folder), capture_output=True, timeout=60)  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: {folder / 'here' / 'build' / 'demo'} {what}")
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("planted", ["build", "demo"])
+def test_a_link_in_the_demos_place_leads_nowhere(tmp_path, planted):
+    """It led to what was truncated (a lock), and to what was removed (earlier runs)."""
+    mine = tmp_path / "home" / "demo"
+    for name in ("runs", "home"):
+        (mine / name).mkdir(parents=True)
+        (mine / name / "thesis").write_text("years")
+    (mine / "lock").write_text("years")
+    (mine / ".elastic-demo").touch()
+    here = tmp_path / "here"
+    here.mkdir()
+    if planted == "build":
+        (here / "build").symlink_to(mine.parent)
+    else:
+        (here / "build").mkdir()
+        (here / "build" / "demo").symlink_to(mine)
+    refused(tmp_path, "is a link, another user's, or others may write to it")
+
+
+def test_a_folder_that_no_demo_has_made_is_left_alone(tmp_path):
+    place = tmp_path / "here" / "build" / "demo"
+    (place / "runs").mkdir(parents=True)
+    (place / "runs" / "thesis").write_text("years")
+    refused(tmp_path, "is no demo's folder")
+    (place / ".elastic-demo").touch()
+    place.chmod(0o775)
+    refused(tmp_path, "is a link, another user's, or others may write to it")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_what_another_user_has_put_in_the_demos_place_is_left_alone(tmp_path):
+    place = tmp_path / "here" / "build" / "demo"
+    place.mkdir(parents=True)
+    (tmp_path / "important").write_text("years")
+    (place / ".elastic-demo").touch()
+    (place / "lock").symlink_to(tmp_path / "important")
+    os.chown(place, NOBODY, NOBODY)
+    refused(tmp_path, "is a link, another user's, or others may write to it")
+
+
+def test_one_demo_at_a_time(tmp_path):
+    place = tmp_path / "here" / "build" / "demo"
+    place.mkdir(parents=True)
+    (place / ".elastic-demo").touch()
+    folder = os.open(place, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        done = subprocess.run([ROOT / "bin" / "elastic-demo"], cwd=tmp_path / "here", text=True,
+                              env=environment(tmp_path), capture_output=True)  # fmt: skip
+    finally:
+        os.close(folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: another demo runs in {place}\n")
 
 
 @pytest.mark.timeout(960)
