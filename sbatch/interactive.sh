@@ -15,34 +15,32 @@ die() {
     exit "${3:-1}"
 }
 
-# The value of KEY= in what scontrol said of the job.
-of_job() {
-    [[ "${shown}" =~ (^|\ )"$1"=([^ ]*) ]] && echo "${BASH_REMATCH[2]}"
-}
-
 [[ "${1:-}" =~ ^[0-9]+$ && "$#" -gt 1 ]] || die "which job, and which command?" \
     "interactive.sh JOBID COMMAND...; squeue --me" 2
 job="$1"
 shift
-shown="$(scontrol --details --oneliner show job "${job}" 2>&1)" ||
-    die "no job ${job}: ${shown}" "it ended long ago, or never was: squeue --me"
-user="$(of_job UserId)"
-[[ "${user}" == *"($(id -u))" ]] || die "job ${job} is not yours but ${user}'s" "squeue --me"
-case "$(of_job JobState)" in
-    RUNNING) ;;
-    PENDING | CONFIGURING) die "job ${job} has not started" "squeue --job ${job} says why" ;;
-    *) die "job ${job} has expired: it is $(of_job JobState)" "salloc makes a new one" ;;
-esac
-
-for name in "${!SLURM_@}"; do # of another job, in which this shell may be
+for name in "${!SLURM_@}" "${!SQUEUE_@}"; do # of another job, in which this shell may be
     [[ "${name}" == SLURM_CONF ]] || unset "${name}"
 done
-nodes="$(of_job NumNodes)"
+
+# Nothing that a user can name is among these: anybody's job may have any name.
+shown="$(squeue --noheader --states=all --jobs="${job}" --format="%U %T %D %C %N" 2>&1)" || true
+[[ "${shown}" =~ ^([0-9]+)\ ([A-Z_]+)\ ([1-9][0-9]*)\ ([0-9]+)\ ([^[:space:]]*) ]] ||
+    die "no job ${job}: ${shown}" "it ended long ago, or never was: squeue --me"
+read -r user state nodes cpus nodelist <<<"${BASH_REMATCH[0]}"
+[[ "${user}" == "$(id -u)" ]] || die "job ${job} is not yours but uid ${user}'s" "squeue --me"
+case "${state}" in
+    RUNNING) ;;
+    PENDING | CONFIGURING) die "job ${job} has not started" "squeue --job ${job} says why" ;;
+    *) die "job ${job} has expired: it is ${state}" "salloc makes a new one" ;;
+esac
+
 gpus=0
+shown="$(scontrol --details --oneliner show job "${job}")"
 [[ ! "${shown}" =~ \ GRES=gpu(:[^:\(]*)?:([0-9]+) ]] || gpus="${BASH_REMATCH[2]}"
 ranks="${RANKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
-cpus="$(($(of_job NumCPUs) / nodes / ranks))"
-MASTER_ADDR="${MASTER_ADDR:-$(elastic::master_addr "$(of_job NodeList)")}"
+cpus="$((cpus / nodes / ranks))"
+MASTER_ADDR="${MASTER_ADDR:-$(elastic::master_addr "${nodelist}")}"
 MASTER_PORT="${MASTER_PORT:-$(elastic::master_port "$((job + $$))" "${MASTER_ADDR}")}"
 export MASTER_ADDR MASTER_PORT
 nodes="${NODES:-${nodes}}"

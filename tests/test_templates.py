@@ -148,7 +148,26 @@ def test_what_is_no_job_of_mine_is_said_plainly(folder, slurm):
     slurm.run("scancel", held)
     programs = folder.path / "bin"
     programs.mkdir()
-    (programs / "scontrol").write_text("#!/bin/sh\necho 'UserId=alice(54321) JobId=7'\n")
-    (programs / "scontrol").chmod(0o755)
+    (programs / "squeue").write_text("#!/bin/sh\necho '54321 RUNNING 1 1 n1'\n")
+    (programs / "squeue").chmod(0o755)
     others = folder.attach("7", "true", PATH=f"{programs}:{folder.env['PATH']}")
-    assert others.stderr.startswith("error: job 7 is not yours but alice(54321)'s\n")
+    assert others.stderr.startswith("error: job 7 is not yours but uid 54321's\n")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to submit as another user")
+def test_the_name_of_another_users_job_says_nothing(folder, slurm):
+    """It was read for fields of the job; this one ran a command as who attached to it."""
+    proof = folder.path / "PWNED"
+    name = (f"x UserId=root({os.getuid()}) JobState=RUNNING"
+            f" NumNodes=BASH_VERSINFO[$(touch {proof})] NumCPUs=1 NodeList=n1")  # fmt: skip
+    hostile = ("--uid=nobody", "--hold", "--chdir=/", "--job-name", name, "--wrap=true")
+    job = slurm.run("sbatch", "--parsable", *hostile).strip()
+    try:
+        steered = {"SQUEUE_FORMAT": "%j", "SQUEUE_FORMAT2": "Name", "SQUEUE_USERS": "root"}
+        for extra in ({}, steered):
+            refused = folder.attach(job, "true", **extra)
+            assert refused.stderr.startswith(f"error: job {job} is not yours but uid 65534's\n")
+    finally:
+        slurm.run("scancel", job)
+    assert not proof.exists()
