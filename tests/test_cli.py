@@ -123,6 +123,17 @@ def test_a_python_that_is_too_old_or_bare_gets_one_error_with_the_way_out(env, t
     assert "venv" in answer.stderr
 
 
+def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
+    """Not by the look at a Python of one's own, either."""
+    for name in ("importlib", "click", "redis", "rich", "xxhash", "elastic", "encodings"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("open('PWNED', 'w'); raise SystemExit(7)\n")
+    answer = subprocess.run([ROOT / "bin" / "elastic", "--version"], env=env, cwd=tmp_path,
+                            capture_output=True, text=True)  # fmt: skip
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert not (tmp_path / "PWNED").exists()
+
+
 @pytest.mark.parametrize(
     "module", ["elastic.cli", "elastic.status", "elastic.reconcile", "elastic.agent"]
 )
