@@ -128,6 +128,8 @@ switch:  ## Make VERSION=, which is installed in PREFIX, the current one: a roll
 
 uninstall:  ## Remove what install copied of this version (an edited site file stays)
 	@test -n '$(VERSION)' && test -n '$(PREFIX)'
+	@test ! -e '$(TREE)' -o -e '$(TREE)'/bin/elastic || { \
+	    echo "error: no version of elastic: '$(TREE)'" >&2; exit 1; }
 	rm -rf '$(TREE)' '$(MODULES)'/lua/elastic/$(VERSION).lua '$(MODULES)'/tcl/elastic/$(VERSION)
 	if ! test -e '$(HERE)'/current; then \
 	    other=$$(cd '$(HERE)' 2>/dev/null && ls -d [0-9]*/bin | sort -V | tail -n 1); \

@@ -171,6 +171,15 @@ def test_a_new_version_is_switched_to_and_the_old_one_stays(tmp_path):
     assert [path.name for path in prefix.rglob("*") if path.is_file()] == ["site.toml"]
 
 
+def test_uninstall_removes_nothing_but_a_version(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1").write_text("years")
+    done = run(f"make uninstall PREFIX={tmp_path} VERSION=thesis", ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: no version of elastic: '{tmp_path}/thesis'\n")
+    assert (tmp_path / "thesis" / "chapter1").read_text() == "years"
+
+
 def test_an_upgrade_that_fails_leaves_everybody_with_the_version_before(tmp_path):
     """Its pip finds no network, say; then the old venv is gone, and nothing switches to it."""
     prefix, new = tmp_path / "elastic", checkout(tmp_path)
@@ -207,10 +216,15 @@ def test_bash_completes_commands_options_and_runs(tmp_path):
     (registry / "seven").symlink_to(tmp_path / "seven")
     ask = """source etc/completion.bash; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1))
     _elastic; echo "${{COMPREPLY[@]}}" """
+    hostile = tmp_path / "elastic"  # beside what is typed: a key that asks runs nothing of that
+    hostile.write_text(f"#!/bin/sh\ntouch {tmp_path}/PWNED\n")
+    hostile.chmod(0o755)
     for words, wanted in (("bin/elastic sta", "status"), ("bin/elastic-status --wa", "--watch"),
-                          ("bin/elastic-stop se", "seven")):  # fmt: skip
+                          ("bin/elastic-stop se", "seven"), ("elastic sta", "status"),
+                          (f"{tmp_path}/elastic-stop se", "seven")):  # fmt: skip
         done = run(ask.format(words=words), ROOT, ELASTIC_HOME_DIR=str(tmp_path / "home"))
         assert done.stdout.split() == [wanted], done.stderr
+    assert not (tmp_path / "PWNED").exists()
 
 
 def test_a_venv_is_asked_for_what_is_pinned(tmp_path):
