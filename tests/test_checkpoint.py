@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,9 +175,9 @@ def test_bytes_are_durable_before_the_commit_points_to_them(run, monkeypatch):
     draft = f"{run.path}/checkpoints/.step-00000001.job1"
     before = done[: done.index("LINK")]
     assert f"{draft}/__0_0.distcp" in before
-    files = [f"{draft}/.metadata", f"{draft}/extra.json"]
-    # The names in the draft, its last files, its own name; then the record's bytes.
-    assert before[-5:-1] == [draft, *files, f"{run.path}/checkpoints"]
+    files = [f"{draft}/.metadata.tmp", f"RENAME {draft}/.metadata", f"{draft}/extra.json"]
+    # The last files, the names in the draft, its own name; then the record's bytes.
+    assert before[-6:-1] == [*files, draft, f"{run.path}/checkpoints"]
     after = done[done.index("LINK") :]
     assert after.index(f"{run.path}/checkpoints") < after.index(
         f"RENAME {run.path}/checkpoints/step-00000001"
@@ -221,6 +222,32 @@ def test_a_damaged_file_is_skipped_with_a_reason_and_never_read(
     assert saved.step == 1
     assert reason.startswith(f"step 2: {words}{path}")
     assert opened == [saved.path]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.json"])
+def test_checksums_are_of_the_bytes_in_memory_and_not_of_what_came_to_the_disk(
+    run, monkeypatch, name
+):
+    """A write-back that fails leaves holes, and says so to a descriptor that is closed by then."""
+    save(run, 1)
+    real, lost = os.fsync, []
+
+    def lossy(descriptor: int) -> None:
+        real(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name in (name, f"{name}.tmp") and not lost:
+            lost.append(path)
+            with path.open("r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                file.write(bytes(8))
+
+    monkeypatch.setattr(os, "fsync", lossy)
+    save(run, 2)
+    assert lost
+    saved, (reason,) = load(run)
+    assert saved.step == 1
+    assert reason.startswith("step 2: committed file is damaged: ")
+    assert f"/{name}: " in reason
 
 
 def edited(**changes):

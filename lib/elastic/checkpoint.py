@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from elastic import durable
 from elastic.errors import ElasticError
@@ -183,13 +184,14 @@ class Checkpoints:
     def _commit(self, step: int, extra: dict, draft: Path, files: list[dict]) -> None:
         """Rank 0: link the record. Another writer of this step may have been first: as good."""
         final = _final_path(self._run, step).relative_to(self._run.path)
-        durable.write_atomic(draft / "extra.json", durable.to_json(extra))
-        files += [_entry(draft / name) for name in OF_RANK_0]
+        measured = durable.write_measured(draft / "extra.json", [durable.to_json(extra)])
+        files.append({"path": "extra.json", **measured})
         record = {
             "step": step, "writer": self._writer, "time": time.time(),
             "world": self._group.world, "extra": extra,
             "files": [{**entry, "path": str(final / entry["path"])} for entry in files],
         }  # fmt: skip
+        durable.sync_path(draft)
         durable.sync_path(draft.parent)
         if step in self._skipped:
             _remove(self._run, step)
@@ -253,14 +255,14 @@ def _fill(state: dict, reader: dcp.FileSystemReader, how: dict) -> None:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer of files, which fsyncs them, too, takes their sizes and checksums, and commits.
+    """DCP's writer of files, which are measured and durable, and then committed.
 
     Each method is one of DCP's steps: a failure in it reaches all ranks.
     """
 
     def __init__(self, folder: Path, commit: Callable[[Path, list[dict]], None]):
         super().__init__(folder, sync_files=False)  # it would, before its buffer is written
-        self._commit = commit
+        self.fs, self._commit = _Files(), commit
 
     def write_data(self, plan, planner):
         try:
@@ -271,18 +273,33 @@ class _Writer(dcp.FileSystemWriter):
                 raise OSError(refused.errno, refused.strerror, str(self.path)) from None
             raise
         durable.sync_path(self.path)
-        entry = _entry(self.path / _rank_file(self.rank))
+        entry = self.fs.entry(_rank_file(self.rank))
         return written.then(lambda done: (done.value(), entry))
 
     def finish(self, metadata, results) -> None:  # rank 0, with what every rank has returned
         written, files = zip(*results, strict=True)
         super().finish(metadata, written)
-        self._commit(self.path, list(files))
+        self._commit(self.path, [*files, self.fs.entry(".metadata")])
 
 
-def _entry(path: Path) -> dict:
-    durable.sync_path(path)
-    return {"path": path.name, **durable.measure(path)}
+class _Files(FileSystem):
+    """DCP's files: their sizes and checksums are those of the bytes that DCP gave."""
+
+    def __init__(self):
+        self._measured: dict[str, dict] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Path, mode: str):
+        with durable.Measured(path) as file:
+            yield file
+        self._measured[path.name] = file.measured
+
+    def rename(self, path: Path, new_path: Path) -> None:
+        super().rename(path, new_path)
+        self._measured[new_path.name] = self._measured.pop(path.name)
+
+    def entry(self, name: str) -> dict:
+        return {"path": name, **self._measured[name]}
 
 
 def _state(model, optimizer) -> dict:

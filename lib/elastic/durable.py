@@ -234,23 +234,40 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def measure(path: Path) -> dict:
-    """What a commit says of a file beside its path."""
-    return {"bytes": path.stat().st_size, "xxh3": checksum(path)}
+class Measured(io.BufferedWriter):
+    """A file that is durable once it is closed. `measured` is what a commit says of its bytes: of
+    those in memory, as a filesystem may lose some, and say so only to this descriptor's fsync or
+    close."""
+
+    def __init__(self, path: Path):
+        self._size, self._found = 0, xxhash.xxh3_128()
+        super().__init__(path.open("wb", buffering=0))
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._found.update(data)
+        self._size += (size := super().write(data))
+        return size
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+    @property
+    def measured(self) -> dict:
+        return {"bytes": self._size, "xxh3": self._found.hexdigest()}
 
 
 def write_measured(path: Path, parts: Iterable[bytes | memoryview]) -> dict:
-    """Write a new file, durably. Returns what `measure` says of these bytes: of those in memory, as
-    a filesystem may lose some, and say so only to this descriptor's fsync or close."""
-    size, found = 0, xxhash.xxh3_128()
-    with path.open("xb") as file:
-        for part in parts:
-            found.update(part)
-            size += file.write(part)
-        file.flush()
+    """Write a file, durably; what was written, measured."""
+    with Measured(path) as file:
         os.fchmod(file.fileno(), 0o644)
-        os.fsync(file.fileno())
-    return {"bytes": size, "xxh3": found.hexdigest()}
+        for part in parts:
+            file.write(part)
+    return file.measured
 
 
 def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum) -> str:
