@@ -211,6 +211,26 @@ def test_a_worker_told_to_go_while_it_waits_leaves_at_once_and_its_delta_counts(
     assert (0, slot.attempt) in owners
 
 
+def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Path):
+    settings = {**TWO, "local_sgd.inner_steps": 10, "local_sgd.min_deadline": "60s",
+                "local_sgd.transport": "filesystem"}  # fmt: skip
+    with running(tmp_path, settings, samples=100_000, step_s=PACE_S) as run:
+        run.workers(2)
+        run.pace(5, slot=1)
+        run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
+        slot, job = run.slots()[0], run.jobs()["worker", 0]
+        run.scheduler.preempt(job.job_id)
+        assert run.ended(job.job_id)["outcome"] == "yielded"
+        run.kill("master")
+        assert run.version == slot.version
+        run.even_pace()
+        run.until(lambda: run.version > slot.version, 60, "the round closes")
+        deltas = run.run.commit(slot.version + 1)["deltas"]
+        mine = [d for d in deltas if (d["slot"], d["attempt"]) == (0, slot.attempt)]
+        assert [delta["steps"] for delta in mine] == [10]
+        run.audit()
+
+
 def test_a_worker_told_to_go_while_it_loads_is_no_crash(run: Running):
     run.kill("trainer")
     job_id = run.until(lambda: _loading(run), 30, "a trainer that loads")
@@ -276,6 +296,7 @@ def test_a_run_without_workers_waits_and_goes_on_with_one(run: Running):
 def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Running):
     run.pace(0.2)
     run.until(lambda: all(slot.step >= 2 for slot in run.slots().values()), 30, "some steps")
+    run.pace(5)  # longer than a lease, and than a worker may stand still
     workers = run.slots()
     stopped = elastic("stop", "tiny", "--wait", env=environment(run.home))
     assert stopped.returncode == 0, stopped.stderr

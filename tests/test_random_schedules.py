@@ -151,7 +151,7 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
     dropped, master.epoch = [], 1
     master.run = SimpleNamespace(
         newest_commit=lambda: commit, path=Path("/nowhere"), commits=lambda: [commit],
-        newest_epoch=lambda: 1, commit=lambda version: commit,
+        newest_epoch=lambda: 1, commit=lambda version: commit, left_offers=lambda base: [],
     )  # fmt: skip
     master._store = SimpleNamespace(drop_offers=lambda base, names: dropped.append((base, names)))
     master.config = SimpleNamespace(local_sgd=SimpleNamespace(max_staleness=0))

@@ -308,6 +308,8 @@ class LocalSGD:
         if outcome:
             self.outcome = outcome
             self._profile.end()
+            if self._round.answered and self._round.steps:
+                self.run.leave_offer(self._round.header)
             if outcome == "done":
                 self._load_final()
             elif self._steps_total:

@@ -245,11 +245,22 @@ class Master:
             self._ledger.hold(owner, ranges)
         self._begin_round(commit)
         self._publish_state(wake=f"version {newest}")
-        for version in range(max(0, newest - self.config.local_sgd.max_staleness), newest + 1):
-            for delta in self.run.commit(version)["deltas"]:  # offered again, and merged by now
-                if "base" in delta:  # sync mode's are offered to nobody
-                    name = f"{delta['slot']}:{delta['attempt']}"
-                    self._store.drop_offers(delta["base"], [name])
+        self._meet_offers(range(max(0, newest - self.config.local_sgd.max_staleness), newest + 1))
+
+    def _meet_offers(self, versions: range) -> None:
+        """Those that are merged by now go. Those of workers that have left went with their server:
+        nobody brings them again but the run directory."""
+        merged = {
+            (delta["base"], f"{delta['slot']}:{delta['attempt']}") for version in versions
+            for delta in self.run.commit(version)["deltas"] if "base" in delta  # else sync mode's
+        }  # fmt: skip
+        for base, name in merged:
+            self._store.drop_offers(base, [name])
+        for base in versions:
+            for name, body in self.run.left_offers(base):
+                if (base, name) not in merged:
+                    self._round.seen[(base, name)] = body
+                    self._judge(base, name, body)
 
     def _is_behind(self) -> bool:
         """A master that has been replaced may commit for another minute, where names that were not

@@ -9,12 +9,13 @@ moment. The names, and who writes them:
     endpoint.json  masters/000004.json   the master: where its Redis is; its epoch, by link()
     versions/000123/ commits/000123.json the master: versions.py says how a version is committed
     slots/0007/                          worker of the slot: attempts by link(), inner state
-    deltas/000123/                       bytes of deltas on their way (transport_fs.py)
+    deltas/000123/                       bytes of deltas on their way (transport_fs.py), and headers
+                                         of those whose workers have left (SLOT.ATTEMPT.left)
     exit/JOB.json                        one record per job: started, ended, why
     events.jsonl logs/ DONE failed.json  what happened
 
 Rules: bytes before pointer, one winner per name (durable.py), exact paths. Only `exit/`, small and
-read by reconcile and status alone, is ever listed.
+read by reconcile and status alone, and what workers have left, by a new master, is ever listed.
 """
 
 import contextlib
@@ -43,6 +44,7 @@ from elastic.durable import (
     write_atomic,
 )
 from elastic.errors import ElasticError, TryAgain, UsageError
+from elastic.rounds import Header
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
@@ -224,6 +226,18 @@ class RunDir:
 
     def clear_failed(self) -> None:
         (self.path / "failed.json").unlink(missing_ok=True)
+
+    def leave_offer(self, header: Header) -> None:
+        """Say what a worker that leaves has delivered, for a master that does not know it yet."""
+        slot, attempt, base = header.key
+        path = self.path / "deltas" / f"{base:06d}" / f"{slot}.{attempt}.left"
+        with contextlib.suppress(OSError, TryAgain):  # it is merged by now, and the folder gone
+            insist(write_atomic, path, json.dumps(header.to_json()).encode())
+
+    def left_offers(self, base: int) -> list[tuple[str, bytes]]:
+        """("slot:attempt", header) of the workers that have left."""
+        paths = sorted((self.path / "deltas" / f"{base:06d}").glob("*.left"))
+        return [(path.stem.replace(".", ":"), insist(path.read_bytes)) for path in paths]
 
     def write_ending(self, job_id: str, record: dict) -> None:
         """Say what became of a job: first that it started, then how it ended.

@@ -97,6 +97,7 @@ class MemoryRun(RunDir):
         self.world = world
         self.epochs, self.attempts = 0, {}
         self.linked: dict[int, str] = {}
+        self.left: dict[tuple[int, int, int], bytes] = {}
         self.end = self.where = None
         self.wanted = Control("local", "running", 1, SLOTS)
 
@@ -158,6 +159,15 @@ class MemoryRun(RunDir):
 
     def latest_attempt(self, slot):
         return self.attempts.get(slot, 0)
+
+    def leave_offer(self, header):
+        self.world.changes("leave an offer")
+        self.left[header.key] = json.dumps(header.to_json()).encode()
+
+    def left_offers(self, base):
+        self.world.edge("look for offers that were left")
+        return [(f"{slot}:{attempt}", body)
+                for (slot, attempt, of), body in sorted(self.left.items()) if of == base]
 
     def mark_done(self, record):
         self.world.changes("write DONE")
