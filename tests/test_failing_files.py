@@ -1,6 +1,6 @@
-"""Files that fail now and then: every read and write of a process says EIO, ESTALE, … once.
+"""Files that fail now and then: every read, write and close of a process says EIO, ESTALE, … once.
 
-pytest tests/test_failing_files.py                      a sample, some seconds
+pytest tests/test_failing_files.py                      a sample, half a minute
 ELASTIC_FILE_SWEEP=1 pytest tests/test_failing_files.py all operations, all errors, all processes
 
 A run is played as test_crash_points.py plays it: a master that takes turns, and two workers. The
@@ -23,7 +23,9 @@ import torch
 import test_crash_points as played
 from crashing import World, in_child
 from elastic import durable, versions
+from elastic.checkpoint import Checkpoints, steps
 from elastic.errors import ElasticError, TryAgain
+from elastic.group import Group
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
 from elastic.transport import Damaged
@@ -37,7 +39,8 @@ pytestmark = pytest.mark.timeout(1800)
 ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
 SWEEP = bool(os.environ.get("ELASTIC_FILE_SWEEP"))
 EACH = 24  # operations that are tried of each process, in the sample
-NAMES = ("stat", "mkdir", "rename", "replace", "link", "fsync", "statvfs", "scandir", "unlink")
+NAMES = ("stat", "mkdir", "rename", "replace", "link", "fsync", "statvfs", "scandir", "unlink",
+         "close")  # fmt: skip
 
 
 ACTIVE: "Failing"
@@ -79,13 +82,16 @@ class Failing:
         if getattr(self._busy, "now", False):
             return do()
         self.names.append(name)
-        if len(self.names) == self.kth:
-            raise OSError(self.number, os.strerror(self.number))
+        fails = len(self.names) == self.kth
         self._busy.now = True
         try:
-            return do()
+            if name == "close" or not fails:  # a close that fails leaves nothing open
+                done = do()
         finally:
             self._busy.now = False
+        if fails:
+            raise OSError(self.number, os.strerror(self.number))
+        return done
 
     def _open_file(self, file, mode="r", *args, **kwargs):
         if not self._is_ours(file):
@@ -121,6 +127,10 @@ class _File(io.FileIO):
 
     def write(self, data):
         return self._failing.operation("write", lambda: super(_File, self).write(data))
+
+    def close(self):
+        if not self.closed:
+            self._failing.operation("close", super().close)
 
 
 def points(count: int, what: str) -> Iterator[tuple[int, int]]:
@@ -218,6 +228,26 @@ def test_an_agent_and_its_trainer_live_through_any_one_of_them(world, waiting):
         assert run.ending("4711")["outcome"] == "yielded"
 
     try_each(world, be_worker, check)
+
+
+def test_a_checkpoint_is_there_or_refused_at_any_one_of_them(world, run):
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Checkpoints(run, Group(), "job1").save(1, model, optimizer, {})
+
+    def be_trainer() -> None:
+        was_refused = False
+        try:
+            Checkpoints(run, Group(), "job2").save(2, model, optimizer, {})
+        except OSError:
+            was_refused = True
+        assert was_refused == (2 not in outside(steps, run))
+
+    def check() -> None:
+        saved, reasons = Checkpoints(run, Group(), "job3").load(model, optimizer)
+        assert (saved.step, reasons) == (steps(run)[0], [])
+
+    try_each(world, be_trainer, check)
 
 
 @pytest.mark.parametrize("number", ERRORS)

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from elastic import durable
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, TryAgain
 from elastic.group import Group
 from elastic.layout import Tensor
 from elastic.rundir import RunDir
@@ -152,7 +152,7 @@ class Checkpoints:
         since, committed = time.monotonic(), None
         draft = durable.draft_of(_final_path(self._run, step), self._writer)
         if self._group.leads:
-            committed = _record_path(self._run, step).exists() and step not in self._skipped
+            committed = durable.exists(_record_path(self._run, step)) and step not in self._skipped
             if not committed:
                 shutil.rmtree(draft, ignore_errors=True)
         if self._group.share(committed):
@@ -273,33 +273,27 @@ class _Writer(dcp.FileSystemWriter):
                 raise OSError(refused.errno, refused.strerror, str(self.path)) from None
             raise
         durable.sync_path(self.path)
-        entry = self.fs.entry(_rank_file(self.rank))
+        entry = self.fs.entries[_rank_file(self.rank)]
         return written.then(lambda done: (done.value(), entry))
 
     def finish(self, metadata, results) -> None:  # rank 0, with what every rank has returned
         written, files = zip(*results, strict=True)
         super().finish(metadata, written)
-        self._commit(self.path, [*files, self.fs.entry(".metadata")])
+        self._commit(self.path, [*files, self.fs.entries[".metadata"]])
 
 
 class _Files(FileSystem):
     """DCP's files: their sizes and checksums are those of the bytes that DCP gave."""
 
     def __init__(self):
-        self._measured: dict[str, dict] = {}
+        self.entries: dict[str, dict] = {}  # of the commit, by name
 
     @contextlib.contextmanager
     def create_stream(self, path: Path, mode: str):
         with durable.Measured(path) as file:
             yield file
-        self._measured[path.name] = file.measured
-
-    def rename(self, path: Path, new_path: Path) -> None:
-        super().rename(path, new_path)
-        self._measured[new_path.name] = self._measured.pop(path.name)
-
-    def entry(self, name: str) -> dict:
-        return {"path": name, **self._measured[name]}
+        name = path.name.removesuffix(".tmp")  # DCP gives .metadata its name afterwards
+        self.entries[name] = {"path": name, **file.measured}
 
 
 def _state(model, optimizer) -> dict:
@@ -330,7 +324,7 @@ def _cause(error: CheckpointException) -> tuple[str, int | None]:
 
 def steps(run: RunDir) -> list[int]:
     """Steps whose checkpoint is committed, newest first."""
-    return [step for step in _found(run) if _record_path(run, step).exists()]
+    return [step for step in _found(run) if durable.exists(_record_path(run, step))]
 
 
 def _on_top_of(run: RunDir, base: int) -> list[int]:
@@ -373,8 +367,8 @@ def _rank_file(rank: int) -> str:
 def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
     """Remove what is older than `newest` and not among the last `keep` that are sound."""
     folder = _folder(run)
-    sound = [step for step in steps(run) if step <= newest and step not in skipped]
-    with contextlib.suppress(OSError):  # the commit stands; the next one tries again
+    with contextlib.suppress(OSError, TryAgain):  # the commit stands; the next one tries again
+        sound = [step for step in steps(run) if step <= newest and step not in skipped]
         for path in folder.glob(".step-[0-9]*"):  # drafts, and records on their way
             step = int(re.match(r"\.step-(\d+)", path.name)[1])
             record, _ = _read_record(run, step)
