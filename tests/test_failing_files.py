@@ -307,7 +307,7 @@ def test_checksums_are_of_the_bytes_in_memory_and_not_of_what_came_to_the_disk(
     def lossy(descriptor: int) -> None:
         real(descriptor)
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        if ".params-00" in name:
+        if "/params-00" in name:
             with Path(name).open("r+b") as file:
                 file.seek(-8, os.SEEK_END)
                 file.write(bytes(8))
