@@ -3,19 +3,23 @@
 pytest tests/test_chaos.py
 """
 
+import io
 import math
 import random
 import re
 import subprocess
+import time
 
 import pytest
+from rich.console import Console
 
 import soak
-from elastic import chaos
+from elastic import chaos, config, views
 from elastic.errors import UsageError
 from elastic.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
 from elastic.goodput import PARTS, Work
 from elastic.membership import Slot
+from elastic.rundir import Control, RunDir
 from helpers import ROOT
 from running import running
 
@@ -102,6 +106,21 @@ def test_a_fault_that_cannot_be_done_is_refused_or_left_out_by_name(tmp_path):
             chaos.choose(agent, "kill-worker,hang-controller")
         with pytest.raises(UsageError, match="no such fault: 'kill-all'"):
             chaos.choose(agent, "kill-all")
+
+
+def test_of_a_run_whose_steps_nobody_knows_nothing_is_called_wrong(tmp_path, monkeypatch):
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / "registry"))
+    path = tmp_path / "own.toml"
+    path.write_text('[run]\nname = "own"\nmode = "sync"\nscheduler = "local"\n'
+                    'command = ["{python}", "train.py"]\n')  # fmt: skip
+    settings = config.load(path, [])
+    run = RunDir.create(tmp_path / "runs", settings, Control("sync", "running", 1, 1), {})
+    report = chaos.Chaos(run).report(time.time())
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(views.chaos_view(report))
+    assert report["audit"]["problems"] == []
+    said = console.export_text()
+    assert "audit of own (not finished): run.command keeps count of its samples" in said
 
 
 @pytest.mark.timeout(400)

@@ -22,7 +22,7 @@ from math import inf
 from pathlib import Path
 
 from elastic import faults, goodput
-from elastic.audit import audit, gpu_seconds, read_metrics
+from elastic.audit import audit, gpu_seconds, has_ledger, read_metrics
 from elastic.config import elastic_home
 from elastic.errors import ElasticError, TryAgain, UsageError
 from elastic.faults import Cost, Fault
@@ -263,6 +263,9 @@ class Chaos:
         for row in kinds:
             row["kept"] = row["tokens_per_s"] / before if before else None
         worst = max(costs, key=lambda pair: pair[1].back_s, default=None)
+        told = {"epochs": [], "problems": [], "unknown": "run.command keeps count of its samples"}
+        if has_ledger(self.run):
+            told = audit(self.run.path, self.config.checkpoint.keep)
         return {
             "run": self.run.name, "seconds": round(end - began, 1), "faults": len(costs),
             "kinds": kinds, "tokens_per_s": rate, "baseline_tokens_per_s": before,
@@ -271,8 +274,7 @@ class Chaos:
                             for e in self.run.events()),
             "steps_lost": sum(cost.steps_lost for _, cost in costs),
             "worst": f"{worst[0].kind}: {worst[0].what}" if worst else "",
-            "audit": {**audit(self.run.path, self.config.checkpoint.keep),
-                      "gpu_seconds": gpu_seconds(self.run)},
+            "audit": {**told, "gpu_seconds": gpu_seconds(self.run)},
         }  # fmt: skip
 
 

@@ -215,7 +215,7 @@ def audit_view(run: str, report: dict) -> RenderableType:
     ]
     parts += [Text(f"wrong: {problem}", style="red") for problem in report["problems"]]
     state = "finished" if report.get("finished") else "not finished"
-    verdict = _state("WRONG") if report["problems"] else _state("ok")
+    verdict = _state("WRONG") if report["problems"] else report.get("unknown") or _state("ok")
     parts.append(f"audit of {escape(run)} ({state}): {verdict}")
     return Group(*parts)
 
