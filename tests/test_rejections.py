@@ -64,9 +64,10 @@ class Fake:
 
     def offer(self, body: dict | str, attempt: int | None = None) -> None:
         """Announce a delta as the store would, whatever it says."""
-        body = body if isinstance(body, str) else json.dumps(body)
-        name = f"{SLOT}:{attempt or self.attempt}"
-        self.store._redis.hset(self.store._key("offers", self.base), name, body)
+        key, name = self.store._key("offers", self.base), f"{SLOT}:{attempt or self.attempt}"
+        text = body if isinstance(body, str) else json.dumps(body)
+        sealed = self.store._mark(key, name, text.encode()) + text.encode()
+        self.store._redis.hset(key, name, sealed)
         self.store._redis.publish(self.store._key("wake"), f"offer {SLOT}")
 
 

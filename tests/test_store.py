@@ -131,10 +131,12 @@ def test_attempts_are_compared_as_numbers(store):
         beat(store, attempt=9)
 
 
-def test_what_a_new_master_knows_fences_and_never_lowers_a_fence(store):
+def test_what_a_master_knows_fences_and_nothing_else_does(store):
     claim(store, slot=0, attempt=5)
-    store.set_attempts({0: 3, 1: 4})
-    store.set_attempts({})
+    store._redis.hset(store._key("attempts"), mapping={"0": 999, "7": 1})
+    with pytest.raises(Fenced):
+        beat(store, slot=0, attempt=5)
+    store.set_attempts({0: 5, 1: 4})
     assert store.attempts() == {0: 5, 1: 4}
     assert beat(store, slot=0, attempt=5)
     assert not claim(store, slot=1, attempt=3)

@@ -250,13 +250,11 @@ class Agent:
             fields = self._fields(trainer)
             lease = (self.slot, self.attempt, fields, health.lease_s)
             if not self._store.beat(*lease) and not self._store.claim(*lease):
-                raise Fenced(f"slot {self.slot} has an attempt higher than {self.attempt}")
-        except TryAgain:
+                raise TryAgain(f"slot {self.slot} has an attempt higher than {self.attempt}")
+        except (TryAgain, Fenced):
             self._drop_store()
             with contextlib.suppress(TryAgain):
-                newest = self.run.latest_attempt(self.slot)
-                if newest > self.attempt:
-                    raise Fenced(f"slot {self.slot} has attempt {newest}") from None
+                self.run.fence(self.slot, self.attempt)
 
     def _compare_with_notice(self, needs_s: float) -> None:
         """Say once if a preemption would cost the steps since the last delivery."""

@@ -70,9 +70,18 @@ class Chaos:
         with contextlib.suppress(TryAgain), self._store() as store:
             version = self.run.newest_version()
             found = [s for s in store.slots().values() if s.version == version]
-            found = [slot for slot in found if slot.state == "training"]
+            job_ids = {job.job_id for job in self._jobs()}
+            found = [slot for slot in found if slot.state == "training" and self._is(slot, job_ids)]
             return sorted(found, key=lambda slot: -slot.step)
         return []
+
+    def _is(self, slot: Slot, job_ids: set[str]) -> bool:
+        """Is it a job of this run, and here a process that says so? A lease may say anything."""
+        names = {"RUN_DIR": self.run.path, "SLOT": slot.slot, "ATTEMPT": slot.attempt}
+        own = {f"ELASTIC_{name}={value}" for name, value in names.items()}
+        is_here = self.is_local or self.box
+        around = read(f"/proc/{slot.pid}/environ").split("\0") if is_here else own
+        return slot.job_id in job_ids and own <= {*around}
 
     def _trainer(self) -> list[Slot]:
         ranks = self._pids("trainer") if self.is_local or self.box else [0]  # reached by its job
@@ -123,16 +132,18 @@ class Chaos:
         }  # fmt: skip
         return next((reason for reason, holds in rules.items() if holds), "")
 
-    def inject(self, kind: str, at_least: int = 0) -> Fault:
+    def inject(self, kind: str, at_least: int = 0, until: float = inf) -> Fault:
         """Do it to a worker with `at_least` so many steps in its round, as soon as there is one.
 
-        Raises ElasticError if it turns out to be impossible.
+        Raises ElasticError if it turns out to be impossible, or nobody is there `until` then.
         """
         victims = [slot for slot in self.training() if slot.step >= at_least]
         while not victims:
             time.sleep(LOOK_S)
             if over := self.run.closing():
                 raise ElasticError(f"no worker to hit: the run is {over}")
+            if time.time() > until:
+                raise ElasticError("no worker to hit: none of the run's trains")
             victims = [slot for slot in self.training() if slot.step >= at_least]
         hits_one = kind in HITS_ONE and (kind != "preempt" or not self.box)
         victim = self.draw.choice(victims) if hits_one else victims[0]
@@ -284,17 +295,17 @@ def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Callable[[s
     Says each fault when it is done, and again when everybody is back.
     """
     began, told = time.time(), 0
+    last = began + (planned[-1][0] if planned else 0.0) + BACK_S
     for at, kind in [*planned, (inf, "")]:
         while (waited_s := time.time() - began) < at and not chaos.run.closing():
             told = _tell_what_is_over(chaos, told, say)
-            last_s = planned[-1][0] if planned else 0.0
-            if at == inf and (told == len(chaos.done) or waited_s > last_s + BACK_S):
+            if at == inf and (told == len(chaos.done) or began + waited_s > last):
                 return
             time.sleep(LOOK_S)
         if chaos.run.closing():
             return
         try:
-            say(f"{kind}: {chaos.inject(kind).what}")
+            say(f"{kind}: {chaos.inject(kind, until=last).what}")
         except ElasticError as error:
             say(f"{kind}: not done: {error.what}")
 

@@ -21,6 +21,7 @@ from statistics import median, variance
 MEMORY_ROUNDS = 20  # horizon of the running means
 STRAY = 10.0  # expected lengths: a delta that its worker takes for broken
 SURE = 6.0  # spreads of the deltas' agreement: it is no chance that they agree
+MOST_RATE = 4.0  # usual learning rates a step: of who joins they are lower, never so much higher
 STANDS_OUT = 1.5  # medians: the longest delta of a version that is taken back
 CANARY_SAMPLES = 128  # of a round whose loss can tell
 CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
@@ -49,6 +50,7 @@ class Reach:
     straight: float = 0.0
     wandering: float = 0.0
     rounds: int = 0
+    rate: float = 0.0  # learning rate of a step, in the last round
 
     def length(self, moved: Moved) -> float:
         """The norm that is expected of such steps; 0: unknown."""
@@ -63,6 +65,7 @@ class Reach:
             (self.straight or 1.0) ** (1 - blend) * now.straight**blend,
             (self.wandering or 1.0) ** (1 - blend) * now.wandering**blend,
             self.rounds + 1,
+            now.rate,
         )
 
 
@@ -71,6 +74,7 @@ def _reach(known: Sequence[Moved]) -> Reach:
     return Reach(
         median(each.norm / each.lr_sum for each in known),
         median(each.norm * math.sqrt(each.steps) / each.lr_sum for each in known),
+        rate=median(each.lr_sum / each.steps for each in known),
     )
 
 
@@ -160,10 +164,13 @@ def damaged(moves: Sequence[Moved], running: Running) -> dict[int, str]:
 def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]:
     """What is left of each delta that is longer than `clip_norm` times what is expected of its
     steps: by three or more whole deltas of this round, else by three or more rounds before it.
-    0 never clips."""
+    Where there are three, none has had learning rates that theirs are nothing to. 0 never clips."""
     known = whole(moves)
-    usual = _reach(known) if len(known) >= 3 else reach if reach.rounds >= 3 else Reach()
-    most = [clip_norm * usual.length(each) for each in moves]
+    now = _reach(known) if len(known) >= 3 else Reach()
+    usual = now if now.rate else reach if reach.rounds >= 3 else now
+    rate = MOST_RATE * max(now.rate, reach.rate) if now.rate else math.inf  # of two, who lies?
+    told = [replace(each, lr_sum=min(each.lr_sum, rate * each.steps)) for each in moves]
+    most = [clip_norm * usual.length(each) for each in told]
     return [min(1.0, m / each.norm) if m and each.norm else 1.0
             for m, each in zip(most, moves, strict=True)]  # fmt: skip
 

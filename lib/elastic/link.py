@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic.config import env
-from elastic.errors import ElasticError, TryAgain
+from elastic.errors import ElasticError, Fenced, TryAgain
 from elastic.ledger import Range
 from elastic.rundir import RunDir
 from elastic.signals import KILL_WAIT_S, Notice
@@ -129,12 +129,18 @@ class Link:
         self._stores.clear()  # a courier may be using one: it ends with its last user
 
     def offer(self, announce: Callable[[Store], bool]) -> None:
-        """`announce` a delta, until the lease is there. Raises Fenced."""
+        """`announce` a delta, until the lease is there. Raises Fenced, if files say so, too."""
         place = self.place
-        while not self.reach(announce):
+        while not self._has(announce):
             if self._notice.has_run_out():
                 raise TryAgain(f"slot {place.slot}: the lease is gone")
             time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
+
+    def _has(self, announce: Callable[[Store], bool]) -> bool:
+        with contextlib.suppress(Fenced):
+            return self.reach(announce)
+        self.run.fence(self.place.slot, self.place.attempt)
+        return False
 
     def ask(self, want: int, held: list[Range], enough: Callable[[], bool]) -> list[Range] | None:
         """Ask for samples, waiting for the answer; None if `enough()` became true first."""

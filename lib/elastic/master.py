@@ -13,7 +13,6 @@ higher epoch, leaves and changes nothing more.
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ from elastic.durable import PASSING, SPACE_S, exists
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.estimate import THREADS
 from elastic.ledger import Ledger, count
-from elastic.membership import Slot, expected
+from elastic.membership import Slot, expected, live
 from elastic.network import bind_address, node_name
 from elastic.redis_server import RedisServer, start
 from elastic.rounds import Facts, Header, Move, Verdict
@@ -44,7 +43,7 @@ from elastic.versions import carried, prune, remove_drafts
 TICK_S = 0.5
 LOOK_S = 0.02  # at what is being checked
 CONTROL_S = 1.0
-MOST_HEADER_BYTES = 16 << 20
+MOST_SLOTS = 10_000
 MOST_REASON = 300  # characters: it may quote what is wrong
 AFTER_LEAVE_S = 2.0
 PASS_S = 60.0
@@ -138,8 +137,10 @@ class Master:
         now = self._observe_control()
         asks = self._store.take_asks() if self._round else []  # without one, nobody answers
         slots = self._store.slots()  # after asks: who asked before its lease was there asks again
+        self._remember_attempts()
+        slots = live(slots, self._attempts, now, self.config.health.hang_timeout_s)
         self._allow_for_silence(slots, now)
-        self._remember_attempts(slots)
+        self._remember_workers(slots)
         if self._round is None and self._state == "running":
             self._open_run()
         if self._round:
@@ -197,6 +198,7 @@ class Master:
             self._endpoint = self._server.endpoint
         secret = self.run.secret()
         self._store = Store.connect(self._endpoint, secret, self.run.key, user="master")
+        self._store.seal = self.run.secret("seal")
         self._listener = self._store.listen("wake")
         if self._averager:
             self._averager.use(self._store)
@@ -407,12 +409,18 @@ class Master:
             return (self.run.ending(worker.job_id) or {}).get("state") == "ended"
         return False
 
-    def _remember_attempts(self, slots: dict[int, Slot]) -> None:
-        known = self._store.attempts()
-        self._attempts |= {s: max(n, self._attempts.get(s, 0)) for s, n in known.items()}
-        if known != self._attempts:
+    def _remember_attempts(self) -> None:
+        """An attempt is there if its record is: what Redis says of it is only why to look."""
+        told, known = self._store.attempts(), self._attempts
+        for slot in [s for s, n in told.items() if n > known.get(s, 0) and 0 <= s < MOST_SLOTS]:
+            if newest := self.run.latest_attempt(slot):
+                known[slot] = newest
+        if any(told.get(slot, 0) < newest for slot, newest in known.items()):
             self._settle()  # the server was emptied
-            self._store.set_attempts(self._attempts)
+        if told != known:
+            self._store.set_attempts(known)
+
+    def _remember_workers(self, slots: dict[int, Slot]) -> None:
         for slot, worker in slots.items():
             known = self._workers.get(slot)
             if known and known.attempt == worker.attempt:  # it may have had to claim again
@@ -436,9 +444,7 @@ class Master:
     def _judge(self, base: int, name: str, body: bytes) -> None:
         round_, ledger = self._round, self._ledger
         try:
-            if len(body) > MOST_HEADER_BYTES:
-                raise ValueError(f"{len(body)} bytes")
-            header = Header.from_json(json.loads(body))
+            header = rounds.credited(Header.from_json(json.loads(body)), self._tokens_per_sample)
             if (f"{header.slot}:{header.attempt}", header.base) != (name, base):
                 raise ValueError(f"it says {header.key}, and came from {name} for version {base}")
         except (ValueError, RecursionError) as error:
@@ -463,8 +469,14 @@ class Master:
             run=self.run.key, version=self._round.version, layout=averager.layout.hash,
             fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
             attempts=self._attempts, judged=frozenset(self._round.judged),
-            taken_back=frozenset(self._taken_back),
+            taken_back=frozenset(self._taken_back), most_steps=settings.inner_steps,
+            most_samples=settings.inner_steps * self.config.step_samples,
         )  # fmt: skip
+
+    @property
+    def _tokens_per_sample(self) -> float:
+        """So far in this run; 0: none is trained."""
+        return self._commit.get("tokens", 0) / max(1, len(self._ledger.committed))
 
     def _collect_checked(self) -> None:
         for key, future in list(self._round.checking.items()):
@@ -511,8 +523,7 @@ class Master:
         rule, reason = reason.partition(":")[0], reason[:MOST_REASON]
         self._round.rejected[rule] = self._round.rejected.get(rule, 0) + 1
         self._round.seen.pop((base, name), None)
-        name_is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
-        slot, attempt = map(int, name.split(":")) if name_is_sound else (name[:MOST_REASON], "")
+        slot, attempt = map(int, name.split(":"))  # only workers of this run have sealed one
         self._store.set_verdict(name, {"base": base, "reason": reason})
         self._store.drop_offers(base, [name])
         self._event("reject", slot=slot, attempt=attempt, base=base, reason=reason)

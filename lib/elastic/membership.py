@@ -8,8 +8,13 @@
 Two clocks never meet here: `beat` and `moved` are Redis TIME, and so is `now`.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
+STATES = ("loading", "training", "delivering", "waiting", "blocked", "stalled")
+NAME = re.compile(r"\w[\w.@:+-]{0,254}", re.ASCII)  # of a job or a node: no path, no option
+MOST = 2**53  # of any number
+MOST_TROUBLE = 300  # characters
 WORKING = ("training", "delivering", "waiting")  # has something to deliver, now or soon
 
 
@@ -35,12 +40,28 @@ class Slot:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> "Slot | None":
-        """Read a Redis hash; None if it is not a slot's record."""
+        """Read a Redis hash; None if it is not a slot's record. Anybody with a worker's password
+        can have written it."""
         try:
             kinds = cls.__annotations__.items()
-            return cls(**{name: kind(fields[name]) for name, kind in kinds if name in fields})
+            found = cls(**{name: kind(fields[name]) for name, kind in kinds if name in fields})
         except (ValueError, TypeError):
             return None
+        sound = all(map(NAME.fullmatch, (found.job_id, found.node))) and found.state in STATES
+        # The loss may be anything: it is nobody's decision.
+        numbers = [v for n, v in vars(found).items() if type(v) is not str and n != "loss"]
+        if not sound or not all(-1 <= each < MOST for each in numbers):
+            return None
+        return replace(found, trouble=found.trouble[:MOST_TROUBLE])
+
+
+def live(
+    slots: dict[int, Slot], attempts: dict[int, int], now: float, most_s: float
+) -> dict[int, Slot]:
+    """The leases of the newest attempts, without those that somebody has written for good: Redis
+    lets go of a worker's long before nobody has renewed it for `most_s`."""
+    return {number: slot for number, slot in slots.items()
+            if slot.attempt == attempts.get(number) and abs(now - slot.beat) <= most_s}  # fmt: skip
 
 
 def state(slot: Slot, now: float, stall_after_s: float) -> str:

@@ -12,13 +12,15 @@ cannot matter.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
 from elastic.guards import Moved, Running, clips
-from elastic.ledger import Range
+from elastic.ledger import Range, count
 
 MAX_FRAGMENTS = 100_000
+MOST_CHARACTERS = 200  # of a header's words
+MOST_TOKENS, MORE_TOKENS = 2**24, 16  # of a sample, and how often what one has had in the run
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
 NOTHING = "no steps to give"
 DOUBLES_ROUNDS, COLD = 10, 0.05  # of a cold start: K doubles in so many, until so much is trained
@@ -77,6 +79,10 @@ class Header:
                 value = fields[name] = float(value)
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
+            if name == "inner":  # it quotes what went wrong
+                value = fields[name] = " ".join(value.split())[:MOST_CHARACTERS]
+            if kind is str and not (len(value) <= MOST_CHARACTERS and value.isprintable()):
+                raise ValueError(f"{name} is {value!r}")
             if kind is int and not 0 <= value < 2**62:
                 raise ValueError(f"{name} is {value}")
             if name in ("seconds", "stall_s", "lr_sum") and not 0 <= value < math.inf:
@@ -91,13 +97,13 @@ class Header:
 
 def _range(each: object) -> Range:
     whole = isinstance(each, list | tuple) and len(each) == 3
-    if not whole or any(type(number) is not int or number < 0 for number in each):
+    if not whole or any(type(number) is not int or not 0 <= number < 2**53 for number in each):
         raise ValueError(f"not a sample range: {each!r}")
     return tuple(each)
 
 
 def _fragment(each: object) -> Fragment:
-    whole = isinstance(each, dict) and set(each) == {"bytes", "xxh3"}
+    whole = isinstance(each, dict) and set(each) == {"bytes", "xxh3"} and len(str(each)) < 100
     if not whole or type(each["bytes"]) is not int or not isinstance(each["xxh3"], str):
         raise ValueError(f"not a fragment: {each!r}")
     return Fragment(**each)
@@ -124,6 +130,15 @@ class Facts:
     attempts: dict[int, int]  # slot -> newest attempt that ever claimed it
     judged: frozenset  # keys of the headers judged so far
     taken_back: frozenset = frozenset()  # versions that the canary found bad
+    most_steps: float = math.inf  # of a round
+    most_samples: float = math.inf
+
+
+def credited(header: Header, tokens_per_sample: float) -> Header:
+    """The header, with no more tokens than its samples can hold: many times as many a sample as
+    the run has had so far (0: nobody knows yet)."""
+    most = MORE_TOKENS * tokens_per_sample or MOST_TOKENS
+    return replace(header, tokens=min(header.tokens, math.ceil(most * count(header.samples))))
 
 
 def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, str]:
@@ -135,6 +150,7 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
     attempt, claimed = header.attempt, facts.attempts.get(header.slot, 0)
     sizes = tuple(fragment.bytes for fragment in header.fragments)
     losses, known = header.loss + header.first_loss, facts.fragment_bytes
+    trained = count(header.samples)
     rules = [
         (header.run != facts.run, f"other-run: it is a delta of run {header.run!r}"),
         (header.key in facts.judged, f"duplicate: slot {header.slot} delivered it before"),
@@ -145,6 +161,8 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
         (header.layout != facts.layout, f"shape: layout {header.layout}, not {facts.layout}"),
         (header.codec not in known, f"shape: codec {header.codec}, not {' or '.join(known)}"),
         (sizes != known.get(header.codec), "shape: the fragments' sizes are not the model's"),
+        (not 0 < trained <= facts.most_samples, f"samples: {trained} are not those of a round"),
+        (header.steps > facts.most_steps, f"shape: {header.steps} steps, a round has fewer"),
         (not math.isfinite(losses), f"non-finite: the loss is {losses}"),
         (bool(samples_refused), f"samples: {samples_refused}"),
     ]

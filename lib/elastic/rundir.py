@@ -43,12 +43,13 @@ from elastic.durable import (
     to_json,
     write_atomic,
 )
-from elastic.errors import ElasticError, TryAgain, UsageError
+from elastic.errors import ElasticError, Fenced, TryAgain, UsageError
 from elastic.rounds import Header
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
-SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-reader"}
+SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-reader",
+           "seal": "secret-seal"}  # of what workers and the master tell each other: no password
 LEAST_FILES = 32  # inodes: a version makes a few
 MOST_LINE = 2048  # bytes of a log's line, on average, that are looked at
 
@@ -150,7 +151,7 @@ class RunDir:
         return read_json(self.path / "environment.json") or {}
 
     def secret(self, role: str = "master") -> str:
-        """The password of `role` (master, worker, reader) on the run's Redis."""
+        """The password of `role` (master, worker, reader) on the run's Redis; or `seal`."""
         return insist((self.path / SECRETS[role]).read_text).strip()
 
     def control(self) -> Control:
@@ -196,6 +197,11 @@ class RunDir:
 
     def latest_attempt(self, slot: int) -> int:
         return _newest_number(self.path / "slots" / f"{slot:04d}")
+
+    def fence(self, slot: int, attempt: int) -> None:
+        """Raise Fenced if there is a higher attempt. Redis may say so, and believes anybody."""
+        if (newest := self.latest_attempt(slot)) > attempt:
+            raise Fenced(f"slot {slot} has attempt {newest}, which is higher than {attempt}")
 
     # ---- the end
 

@@ -22,12 +22,16 @@ Who connects as what (a server of the site's has the user and the password of it
 the master, an agent or a trainer as `worker`, everybody who only looks as `reader`. What a role
 may do is in redis_server.py.
 
+Offers, verdicts, asks and pointers are sealed with a key that no server ever hears of: who has a
+worker's password alone can neither make one nor change one, and what is not sealed is dropped.
+
 Pub/sub only wakes; what counts is in the keys. Times are Redis TIME. Changes that must be checked
 and made in one step are the few Lua scripts below.
 """
 
 import contextlib
 import functools
+import hmac
 import inspect
 import json
 from collections.abc import Callable, Iterable
@@ -44,6 +48,8 @@ from elastic.rundir import Endpoint, RunDir
 EVENTS_KEPT = 1000
 ROOM = 0.9  # share of its memory that bytes of deltas may fill
 GRANT_KEPT_MS = 60_000
+MOST_WORDS = 10_000  # that are heard at once
+MARK_BYTES = 64  # of a seal
 MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)  # what parsing nonsense raises
 
 NOW = """
@@ -67,14 +73,6 @@ redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'beat', now, 'moved', now, 'joined', now, unpack(ARGV, 4))
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
-"""
-
-# Raise slots' newest attempts; one that is higher here stays.
-RAISE = """
-for i = 1, #ARGV, 2 do
-  local newest = tonumber(redis.call('HGET', KEYS[1], ARGV[i]) or '0')
-  if newest < tonumber(ARGV[i + 1]) then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-end
 """
 
 # Renew a lease and note progress.
@@ -174,11 +172,13 @@ class Ask:
 class Store:
     """One run's keys on one server. `epoch` is of the master that said where the server is."""
 
+    seal = ""  # the key that a worker and the master of a run share
+
     def __init__(self, client: redis.Redis, run_key: str, where: str, epoch: int = 0):
         self._redis, self.where, self.epoch = client, where, epoch
         self._prefix = f"elastic:{run_key}:"
-        scripts = map(client.register_script, (CLAIM, RAISE, BEAT, RELEASE, OFFER, MASTER))
-        self._claim, self._raise, self._beat, self._release, self._offer, self._master = scripts
+        scripts = map(client.register_script, (CLAIM, BEAT, RELEASE, OFFER, MASTER))
+        self._claim, self._beat, self._release, self._offer, self._master = scripts
         self._put = client.register_script(PUT)
 
     @classmethod
@@ -207,6 +207,7 @@ class Store:
         if endpoint is None:
             raise TryAgain(f"run {run.name} has had no master yet", "elastic-status RUN says why")
         store = cls.connect(endpoint, run.secret(role), run.key, timeout_s, role)
+        store.seal = "" if role == "reader" else run.secret("seal")
         store.now()
         return store
 
@@ -222,6 +223,20 @@ class Store:
         for number in numbers:
             pipe.hgetall(self._key(kind, number))
         return dict(zip(numbers, pipe.execute(), strict=True))
+
+    def _sealed(self, key: str, name: str, data: object) -> bytes:
+        """JSON for the field `name` of a hash, and nowhere else, that this run's own have made."""
+        text = json.dumps(data).encode()
+        return self._mark(key, name, text) + text
+
+    def _unsealed(self, key: str, name: str, body: bytes) -> bytes:
+        """The JSON, or b"" if none of this run's own has put it there."""
+        mark, text = body[:MARK_BYTES], body[MARK_BYTES:]
+        return text if hmac.compare_digest(mark, self._mark(key, name, text)) else b""
+
+    def _mark(self, key: str, name: str, text: bytes) -> bytes:
+        place = f"{key} {name}\n".encode(errors="replace")
+        return hmac.digest(self.seal.encode(), place + text, "sha256").hex().encode()
 
     def now(self) -> float:
         """Redis TIME in seconds: the one clock that decisions compare."""
@@ -250,7 +265,8 @@ class Store:
     def slots(self) -> dict[int, Slot]:
         """Every slot whose lease is valid."""
         found = self._tables("slot", sorted(self.attempts())).items()
-        return {n: slot for n, fields in found if (slot := Slot.from_fields(_text(fields)))}
+        slots = {n: Slot.from_fields(_text(fields)) for n, fields in found}
+        return {n: slot for n, slot in slots.items() if slot and slot.slot == n}
 
     def attempts(self) -> dict[int, int]:
         """Slot -> the newest attempt that claimed it."""
@@ -261,21 +277,32 @@ class Store:
         return attempts
 
     def set_attempts(self, attempts: dict[int, int]) -> None:
-        """Tell a new server what the run directory knows, so that it fences what is older."""
-        self._raise([self._key("attempts")], _flat(attempts))
+        """Tell a server what the run directory knows, so that it fences what is older. Who has just
+        claimed, and is not known there yet, claims again."""
+        key = self._key("attempts")
+        pipe = self._redis.pipeline(transaction=True).delete(key)
+        for slot, attempt in attempts.items():
+            pipe.hset(key, slot, attempt)
+        pipe.execute()
 
     # ---- deltas and versions
 
     def offer(self, slot: int, attempt: int, base: int, header: dict) -> bool:
         """Announce a delta. False: this server does not know the lease. Raises Fenced."""
         keys = [self._key("offers", base), self._key("attempts")]
-        arguments = [slot, attempt, json.dumps(header), self._key("wake")]
+        body = self._sealed(keys[0], f"{slot}:{attempt}", header)
+        arguments = [slot, attempt, body, self._key("wake")]
         return _held(self._offer(keys, arguments), slot, attempt)
 
     def offers(self, bases: Iterable[int]) -> dict[int, dict[str, bytes]]:
-        """Base version -> {"slot:attempt": header as JSON}. Any bytes may be there as a name."""
-        found = self._tables("offers", list(bases)).items()
-        return {base: {k.decode("latin-1"): v for k, v in table.items()} for base, table in found}
+        """Base version -> {"slot:attempt": header as JSON}. What nobody has sealed is removed."""
+        found = {}
+        for base, table in self._tables("offers", list(bases)).items():
+            key, names = self._key("offers", base), {k.decode("latin-1"): k for k in table}
+            texts = {name: self._unsealed(key, name, table[k]) for name, k in names.items()}
+            found[base] = {name: text for name, text in texts.items() if text}
+            self.drop_offers(base, names.keys() - found[base].keys())
+        return found
 
     def offered(self, slot: int, attempt: int, base: int) -> bool:
         """Is the offer still known? A flushed or new server has forgotten it."""
@@ -283,14 +310,16 @@ class Store:
 
     def set_verdict(self, name: str, verdict: dict) -> None:
         """Say why the newest delta of "slot:attempt" is not merged."""
-        self._redis.hset(self._key("verdicts"), name, json.dumps(verdict))
+        key = self._key("verdicts")
+        self._redis.hset(key, name.encode("latin-1"), self._sealed(key, name, verdict))
 
     def take_verdict(self, slot: int, attempt: int) -> dict | None:
         """The verdict on this attempt, if there is one; it is told once."""
-        name = f"{slot}:{attempt}"
+        key, name = self._key("verdicts"), f"{slot}:{attempt}"
         pipe = self._redis.pipeline(transaction=True)
-        body, _ = pipe.hget(self._key("verdicts"), name).hdel(self._key("verdicts"), name).execute()
-        return json.loads(body) if body else None
+        body, _ = pipe.hget(key, name).hdel(key, name).execute()
+        text = self._unsealed(key, name, body or b"")
+        return json.loads(text) if text else None
 
     def drop_offers(self, base: int, names: Iterable[str]) -> None:
         """Forget offers by name ("slot:attempt"); one that came meanwhile stays."""
@@ -311,18 +340,18 @@ class Store:
 
     def ask(self, ask: Ask) -> None:
         """Ask for samples, or (want 0) say which ones are held."""
-        body = json.dumps([ask.sequence, ask.want, ask.held])
-        self._redis.hset(self._key("asks"), f"{ask.slot}:{ask.attempt}", body)
+        key, name = self._key("asks"), f"{ask.slot}:{ask.attempt}"
+        body = self._sealed(key, name, [ask.sequence, ask.want, ask.held])
+        self._redis.hset(key, name, body)
         self._redis.publish(self._key("wake"), f"ask {ask.slot}")
 
     def take_asks(self) -> list[Ask]:
         """All waiting requests, removed. One that gets lost is asked again by its worker."""
         pipe = self._redis.pipeline(transaction=True)
-        pipe.hgetall(self._key("asks")).delete(self._key("asks"))
-        asks = []
-        for name, body in pipe.execute()[0].items():
+        key, asks = self._key("asks"), []
+        for name, body in pipe.hgetall(key).delete(key).execute()[0].items():
             with contextlib.suppress(*MALFORMED):
-                asks.append(Ask.parse(name, body))
+                asks.append(Ask.parse(name, self._unsealed(key, name.decode(), body)))
         return asks
 
     def grant(self, grants: dict[tuple[int, int], tuple[int, list]]) -> None:
@@ -344,14 +373,15 @@ class Store:
     # ---- inner state, bytes, events, wake-ups
 
     def set_inner(self, slot: int, pointer: dict) -> None:
-        self._redis.hset(self._key("inner"), str(slot), json.dumps(pointer))
+        key = self._key("inner")
+        self._redis.hset(key, str(slot), self._sealed(key, str(slot), pointer))
 
     def inner(self) -> dict[int, dict]:
         """Slot -> what its worker has said, whatever that is."""
-        found = {}
-        for slot, body in self._redis.hgetall(self._key("inner")).items():
+        found, key = {}, self._key("inner")
+        for slot, body in self._redis.hgetall(key).items():
             with contextlib.suppress(*MALFORMED):
-                found[int(slot)] = json.loads(body)
+                found[int(slot)] = json.loads(self._unsealed(key, slot.decode(), body))
         return found
 
     def put_bytes(self, name: str, data: bytes, keep_s: float) -> bool:
@@ -406,8 +436,8 @@ class Listener:
             self._subscribed = True
         words = []
         message = self._pubsub.get_message(timeout=timeout_s)
-        while message is not None:
-            words.append(message["data"].decode())
+        while message is not None and len(words) < MOST_WORDS:
+            words.append(message["data"].decode(errors="replace"))
             message = self._pubsub.get_message(timeout=0)
         return words
 
@@ -424,4 +454,4 @@ def _flat(fields: dict) -> list:
 
 
 def _text(table: dict[bytes, bytes]) -> dict[str, str]:
-    return {key.decode(): value.decode(errors="replace") for key, value in table.items()}
+    return {k.decode(errors="replace"): v.decode(errors="replace") for k, v in table.items()}

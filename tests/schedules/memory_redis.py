@@ -91,11 +91,6 @@ class Server:
         self.pexpire(keys[0], lease_ms)
         return 1
 
-    def raise_(self, keys: list[str], args: list) -> None:
-        for slot, attempt in zip(args[::2], args[1::2], strict=True):
-            if int(self.hget(keys[0], slot) or 0) < int(attempt):
-                self.hset(keys[0], slot, attempt)
-
     def beat(self, keys: list[str], args: list) -> int:
         slot, attempt, lease_ms, *fields = args
         held = self.held(keys[1], slot, attempt)
@@ -135,7 +130,7 @@ class Server:
 
 
 SCRIPTS = {
-    store.CLAIM: "claim", store.RAISE: "raise_", store.BEAT: "beat", store.RELEASE: "release",
+    store.CLAIM: "claim", store.BEAT: "beat", store.RELEASE: "release",
     store.OFFER: "offer", store.MASTER: "master",
 }  # fmt: skip
 

@@ -671,8 +671,9 @@ class Training:
             return ""
         self.bytes.setdefault(header.key, "forged")
         self.forged.add(header.key)  # of a version to come: it is judged when that is there
-        fields = (f"{header.slot}:{attempt}", json.dumps(header.to_json()))
-        server.hset(f"elastic:run-a:offers:{base}", *fields)
+        store, name = Store(Client(server, self.call), "run-a", ""), f"{header.slot}:{attempt}"
+        store.seal, key = self.run.secret("seal"), f"elastic:run-a:offers:{base}"
+        server.hset(key, name, store._sealed(key, name, header.to_json()))
         what = ("again, other samples", "never claimed", "future", "stale", "other run")[kind]
         return f"{header.key}, {what}"
 
