@@ -20,7 +20,8 @@ from pathlib import Path
 
 from elastic import goodput
 from elastic.durable import damage, draft_of
-from elastic.rundir import RunDir
+from elastic.errors import ElasticError
+from elastic.rundir import COMMIT, RunDir, whole
 from elastic.wording import unit
 
 PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
@@ -107,11 +108,11 @@ def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:
     commits, problems = [], []
     for path in sorted(commits_dir.glob("*.json")):
         try:
-            commit = json.loads(path.read_text())
+            commit = whole(path, json.loads(path.read_text()), COMMIT)
             if commit["version"] != int(path.stem):
                 problems.append(f"{path.name} says it is version {commit['version']}")
             commits.append(commit)
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (ValueError, OSError, ElasticError) as error:
             problems.append(f"{path.name} cannot be read: {error!r}")
     return sorted(commits, key=lambda commit: commit["version"]), problems
 

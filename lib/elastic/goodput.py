@@ -55,8 +55,8 @@ def work_in(commits: Iterable[Mapping], metrics: Iterable[Mapping] = ()) -> list
     """All work that counts: deltas of local mode, steps of sync mode."""
     deltas = (delta for commit in commits for delta in commit["deltas"] if delta.get("delivered"))
     found = [
-        Work((d["slot"], d["attempt"]), d["delivered"] - d["seconds"], d["delivered"],
-             d["tokens"], d["stall_s"])
+        Work((d["slot"], d["attempt"]), d["delivered"] - d.get("seconds", 0.0), d["delivered"],
+             d["tokens"], d.get("stall_s", 0.0))
         for d in deltas
     ]  # fmt: skip
     furthest = tokens = 0

@@ -44,6 +44,7 @@ from elastic.durable import (
     write_atomic,
 )
 from elastic.errors import ElasticError, Fenced, TryAgain, UsageError
+from elastic.membership import NAME
 from elastic.rounds import Header
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
@@ -51,6 +52,23 @@ PRIVATE = 0o600
 SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-reader",
            "seal": "secret-seal"}  # of what workers and the master tell each other: no password
 LEAST_FILES = 32  # inodes: a version makes a few
+NUMBER = (int, float)
+# What a field is in every record that has it; what else a record holds is taken as it is.
+KINDS = {name: kind for kind, names in (
+    (NUMBER, "time started ended submitted seconds stall_s delivered loss"),
+    (int, "slot attempt base version step steps tokens epoch master_epoch workers min max port"),
+    (int, "gpus code dataset_samples epochs total_tokens"),
+    (str, "kind role job_id node reason outcome state mode host url certificate layout writer"),
+    (str, "detail fault"),
+    (list, "samples deltas files"),
+) for name in names.split()}  # fmt: skip
+# What is always there; and in an event or the record of a job, by its kind or its state.
+CONTROL, ENDPOINT, ENDING = "mode state min max", "host port epoch", "job_id time started state"
+COMMIT = "version master_epoch time tokens samples deltas"
+DELTA = "slot attempt steps tokens samples"
+MORE = {"start": "role slot attempt job_id", "ended": "role slot outcome reason", "join": "slot",
+        "end": "role slot job_id outcome reason gpus submitted ended", "master": "epoch",
+        "outer-step": "version tokens", "fail": "reason", "reject": "reason"}  # fmt: skip
 MOST_LINE = 2048  # bytes of a log's line, on average, that are looked at
 
 
@@ -158,7 +176,7 @@ class RunDir:
         found = read_json(self._control_path)
         if found is None:
             raise ElasticError(f"not a run directory: {self.path}", "elastic-status lists the runs")
-        return Control(**found)
+        return Control(**_known(Control, whole(self._control_path, found, CONTROL)))
 
     def set_control(self, **changes) -> Control:
         control = replace(self.control(), **changes, time=time.time())
@@ -168,8 +186,9 @@ class RunDir:
     # ---- masters
 
     def endpoint(self) -> Endpoint | None:
-        found = read_json(self.path / "endpoint.json")
-        return Endpoint(**found) if found else None
+        path = self.path / "endpoint.json"
+        found = whole(path, read_json(path), ENDPOINT)
+        return Endpoint(**_known(Endpoint, found)) if found else None
 
     def set_endpoint(self, endpoint: Endpoint) -> None:
         write_atomic(self.path / "endpoint.json", to_json(asdict(endpoint)), PRIVATE)
@@ -223,7 +242,8 @@ class RunDir:
         write_atomic(self.path / "DONE", to_json(record))
 
     def failed(self) -> dict | None:
-        return read_json(self.path / "failed.json")
+        path = self.path / "failed.json"
+        return whole(path, read_json(path), "reason")
 
     def mark_failed(self, reason: str, detail: str = "") -> None:
         record = {"time": time.time(), "reason": reason, "detail": detail}
@@ -260,11 +280,13 @@ class RunDir:
             print(f"{record['role']}  no exit record: {error}", file=sys.stderr, flush=True)
 
     def ending(self, job_id: str) -> dict | None:
-        return read_json(self.path / "exit" / f"{job_id}.json")
+        """What the job has said of itself; a record that is damaged says nothing."""
+        path = self.path / "exit" / f"{job_id}.json"
+        return _hint(path, ENDING) if NAME.fullmatch(job_id) else None
 
     def endings(self) -> list[dict]:
         paths = sorted((self.path / "exit").glob("[!.]*.json"))
-        return [record for path in paths if (record := read_json(path))]
+        return [record for path in paths if (record := self.ending(path.stem))]
 
     # ---- sync mode
 
@@ -285,7 +307,7 @@ class RunDir:
 
     def events(self, last: int = 0) -> list[dict]:
         """The newest `last` events (all of them for 0), oldest first."""
-        return self.lines("events.jsonl", last)
+        return [e for e in self.lines("events.jsonl", last) if not fault(e, "time kind")]
 
     def lines(self, name: str, last: int = 0) -> list[dict]:
         """The newest records of a log of JSON lines."""
@@ -300,7 +322,7 @@ class RunDir:
         for line in lines[-last:]:
             with contextlib.suppress(ValueError):  # a torn line, by a full disk for one
                 records.append(json.loads(line))
-        return [record for record in records if isinstance(record, dict)]
+        return [record for record in records if not fault(record)]
 
     def log_path(self, role: str, slot: int) -> Path:
         name = "master.log" if role == "master" else f"{role}-{slot:04d}.log"
@@ -315,11 +337,12 @@ class RunDir:
         return self.path / "commits" / f"{version:06d}.json"
 
     def commit(self, version: int) -> dict | None:
-        return read_json(self.commit_path(version))
+        path = self.commit_path(version)
+        return whole(path, read_json(path), "version")
 
     def newest_version(self) -> int:
         """Number of the newest commit, -1 if there is none. `newest` is a hint; names decide."""
-        version = (_hint(self.path / "newest.json") or {"version": -1})["version"]
+        version = (_hint(self.path / "newest.json", "version") or {"version": -1})["version"]
         while exists(self.commit_path(version + 1)):
             version += 1
         return version
@@ -331,7 +354,7 @@ class RunDir:
     def commits(self, version: int = 0) -> Iterator[dict]:
         """Every commit from a version on, oldest first."""
         while (record := self.commit(version)) is not None:
-            yield record
+            yield whole(self.commit_path(version), record, COMMIT)
             version += 1
 
     def link_commit(self, record: dict) -> bool:
@@ -352,11 +375,43 @@ class RunDir:
         return f"no space on the filesystem of {self.path} ({left}): remove files there"
 
 
-def _hint(path: Path) -> dict | None:
+def _hint(path: Path, needed: str = "") -> dict | None:
     """The table in a file that was not synced: a crash may have left nothing of it."""
     with contextlib.suppress(ElasticError):
-        return read_json(path)
+        return whole(path, read_json(path), needed)
     return None
+
+
+def whole(path: Path, record: dict | None, needed: str = "") -> dict | None:
+    """The record. Raises ElasticError if it is damaged."""
+    if record is not None and (said := fault(record, needed)):
+        raise ElasticError(f"damaged file: {path}: {said}", "restore it, or remove it")
+    return record
+
+
+def fault(record: object, needed: str = "") -> str:
+    """What is wrong with a record: a field that is not there, or another thing than it is to be."""
+    if not isinstance(record, dict):
+        return "not a JSON table"
+    names = {*f"{needed} {MORE.get(str(record.get('kind', record.get('state'))), '')}".split()}
+    for name in KINDS.keys() & (names | record.keys()):
+        value, kind = record.get(name), KINDS[name]
+        sound = isinstance(value, kind) and not isinstance(value, bool)
+        sound = sound and (kind not in (int, NUMBER) or abs(value) < 2**62)
+        if not sound and (value is not None or name in names or name not in ("loss", "started")):
+            return f"{name} is {str(value)[:80]!r}" if name in record else f"no {name} in it"
+    if any(not _is_range(each) for each in record.get("samples") or ()):
+        return "samples are no ranges"
+    return next((s for delta in record.get("deltas") or () if (s := fault(delta, DELTA))), "")
+
+
+def _is_range(each: object) -> bool:
+    return isinstance(each, list) and [int] * 3 == [type(number) for number in each]
+
+
+def _known(kind: type, record: dict) -> dict:
+    """Without what a later version may have added."""
+    return {name: record[name] for name in kind.__annotations__ if name in record}
 
 
 def _number_path(folder: Path, number: int) -> Path:
