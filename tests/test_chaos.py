@@ -5,17 +5,19 @@ pytest tests/test_chaos.py
 
 import io
 import math
+import os
 import random
 import re
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 import soak
 from elastic import chaos, config, views
-from elastic.errors import UsageError
+from elastic.errors import ElasticError, UsageError
 from elastic.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
 from elastic.goodput import PARTS, Work
 from elastic.membership import Slot
@@ -121,6 +123,27 @@ def test_of_a_run_whose_steps_nobody_knows_nothing_is_called_wrong(tmp_path, mon
     assert report["audit"]["problems"] == []
     said = console.export_text()
     assert "audit of own (not finished): run.command keeps count of its samples" in said
+
+
+def test_only_processes_and_jobs_of_the_run_are_hit_whatever_a_lease_says(tmp_path):
+    bystander = subprocess.Popen(["sleep", "600"])
+    try:
+        with running(tmp_path, {"elastic.max": 1}) as run:
+            run.workers(1)
+            agent, lease = chaos.Chaos(run.run), run.slots()[0]
+            job_ids = {job.job_id for job in agent._jobs()}
+            assert agent._is(lease, job_ids)
+            for pid in (-1, 0, 1, os.getpid(), bystander.pid, run.pids("agent")[0]):
+                assert not agent._is(replace(lease, pid=pid), job_ids)
+            for job_id in ("--me", "--user=root", "", "99"):
+                assert not agent._is(replace(lease, job_id=job_id), job_ids)
+            assert not agent._is(replace(lease, attempt=2), job_ids)
+            with pytest.raises(ElasticError, match="none of the run's trains"):
+                agent.inject("kill-worker", at_least=10**6, until=time.time() + 1)
+            assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
 
 
 @pytest.mark.timeout(400)

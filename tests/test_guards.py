@@ -255,3 +255,18 @@ def test_a_run_with_nothing_but_defaults_refuses_none_of_its_deltas(tmp_path):
         commits = list(run.run.commits())
         assert not [commit["version"] for commit in commits if commit.get("clipped")]
         assert commits[-1]["loss"] < 0.1 * commits[1]["loss"]
+
+
+def test_learning_rates_that_nobody_else_has_loosen_no_clip():
+    """A delta a thousand times as long as the others', that claims to have had the rates for it."""
+    liar = Moved(1000.0, 20, 1000 * moved(1.0).lr_sum)
+    honest = [moved(1.0)] * 3
+    reach = Reach().after(honest)
+    assert guards.clips([*honest, liar], 2.0, reach) == [1.0] * 3 + [pytest.approx(0.008)]
+    assert guards.clips([*honest, moved(1000.0)], 2.0, reach)[3] == pytest.approx(0.002)
+
+
+def test_who_has_ten_times_the_rate_of_those_that_join_with_a_ramp_is_not_clipped():
+    old, new = Moved(10.0, 10, 10.0), Moved(1.0, 10, 1.0)
+    reach = Reach().after([old] * 3)
+    assert guards.clips([old, new, new, new], 2.0, reach) == [1.0] * 4

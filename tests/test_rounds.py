@@ -80,6 +80,37 @@ def test_a_delta_is_rejected_with_its_reason(bad, facts, refused, reason):
     assert said.startswith(reason)
 
 
+BOUND = replace(FACTS, most_steps=20, most_samples=32)
+TOO_MUCH = [
+    ({"samples": ()}, "samples: 0 are not those of a round"),
+    ({"samples": ((0, 0, 33),)}, "samples: 33 are not those of a round"),
+    ({"steps": 21}, "shape: 21 steps"), ({"steps": 2**61}, "shape: 2305843009213693952 steps"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "reason"), TOO_MUCH)
+def test_a_delta_has_samples_and_steps_and_no_more_than_a_round_has(changes, reason):
+    assert rounds.judge(HEADER, BOUND, "")[0] is Verdict.ACCEPT
+    verdict, said = rounds.judge(header(**changes), BOUND, "")
+    assert verdict is Verdict.REJECT
+    assert said.startswith(reason)
+
+
+def test_tokens_count_as_far_as_the_samples_can_hold_them():
+    assert rounds.credited(HEADER, 20.0) == HEADER
+    assert rounds.credited(header(tokens=2**61), 20.0).tokens == 32 * 20 * rounds.MORE_TOKENS
+    assert rounds.credited(header(tokens=2**61), 0.0).tokens == 32 * rounds.MOST_TOKENS
+    assert rounds.credited(header(tokens=2**61, samples=()), 20.0).tokens == 0
+
+
+@pytest.mark.parametrize("name", ["run", "job_id", "layout", "codec"])
+@pytest.mark.parametrize("value", ["x" * 201, "a\x1b[2J", "a\nb", "\u202e"])
+def test_words_of_a_header_are_short_and_printable(name, value):
+    with pytest.raises(ValueError, match=name):
+        Header.from_json({**DATA, name: value})
+    assert len(Header.from_json({**DATA, "inner": value + "y" * 300}).inner) <= 200
+
+
 @pytest.mark.parametrize("nothing", [{"tokens": 0}, {"steps": 0}, {"steps": 0, "fragments": ()}])
 def test_a_worker_without_steps_has_answered_and_gives_nothing(nothing):
     assert rounds.judge(header(**nothing), FACTS, "")[0] is Verdict.PASS

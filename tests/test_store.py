@@ -457,3 +457,28 @@ def test_a_server_of_the_site_is_reached_by_its_url_and_its_password_not_shown(r
     with pytest.raises(TryAgain, match="refused the password") as caught:
         wrong.now()
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mark", [b"", b"0" * 64, b"\xff" * 64])
+def test_what_is_not_sealed_is_dropped(store, mark):
+    store.seal = "a key that no server hears of"
+    texts = {"offers:7": b"{}", "asks": b"[1, 8, []]", "verdicts": b'{"base": 7}', "inner": b"{}"}
+    for kind, text in texts.items():
+        name = "3" if kind == "inner" else "3:1"
+        store._redis.hset(store._key(kind), name, mark + text)
+    assert store.offers([7]) == {7: {}}
+    assert not store.offered(3, 1, 7)
+    assert (store.take_asks(), store.take_verdict(3, 1), store.inner()) == ([], None, {})
+
+
+def test_a_seal_is_of_one_run_one_place_and_one_key(make_store):
+    one, other, place = make_store("run-a"), make_store("run-a"), make_store("run-b")
+    one.seal, other.seal, place.seal = "key", "another", "key"
+    one.set_verdict("3:1", {"base": 7})
+    body = one._redis.hget(one._key("verdicts"), "3:1")
+    for key, name in [("verdicts", "4:1"), ("offers:7", "3:1"), ("inner", "3:1")]:
+        assert not one._unsealed(one._key(key), name, body)
+    assert not place._unsealed(place._key("verdicts"), "3:1", body)
+    assert other.take_verdict(3, 1) is None
+    one.set_verdict("3:1", {"base": 7})
+    assert one.take_verdict(3, 1) == {"base": 7}

@@ -80,7 +80,8 @@ class Header:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
             if name == "inner":  # it quotes what went wrong
-                value = fields[name] = " ".join(value.split())[:MOST_CHARACTERS]
+                words = (c if c.isprintable() else " " for c in value[:MOST_CHARACTERS])
+                value = fields[name] = "".join(words)
             if kind is str and not (len(value) <= MOST_CHARACTERS and value.isprintable()):
                 raise ValueError(f"{name} is {value!r}")
             if kind is int and not 0 <= value < 2**62:
