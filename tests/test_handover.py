@@ -47,7 +47,8 @@ def trained(run: RunDir, step: int, base: int = 0, tokens: int = 10):
     train(net, optimizer)
     before = run.commit(base)["tokens"]
     samples = [[0, before, tokens]] if tokens > before else []
-    delta = {"role": "trainer", "slot": 0, "steps": 1, "samples": samples, "loss": 1.0}
+    who = {"role": "trainer", "slot": 0, "attempt": 1}
+    delta = {**who, "steps": 1, "samples": samples, "loss": 1.0}
     extra = {
         "base_version": base, "tokens": tokens, "samples": samples, "skipped": [], "loss": 1.0,
         "deltas": [{**delta, "tokens": tokens - before}], "dataset_samples": SAMPLES,

@@ -248,7 +248,8 @@ def test_epochs_of_masters_and_attempts_of_slots_are_counted_apart(run):
 
 
 def link(run, version, **more):
-    return run.link_commit({"version": version, **more})
+    whole = {"master_epoch": 1, "time": 1.0, "tokens": 0, "samples": [], "deltas": []}
+    return run.link_commit({**whole, "version": version, **more})
 
 
 def test_a_version_is_committed_once(run):
@@ -288,7 +289,8 @@ def test_a_job_says_that_it_started_and_then_how_it_ended(run):
     assert run.ending("4711") is None
     run.write_ending("4711", {"job_id": "4711", "state": "started"})
     run.write_ending("4712", {"job_id": "4712", "state": "started"})
-    run.write_ending("4711", {"job_id": "4711", "state": "ended", "outcome": "done"})
+    ended = {"role": "worker", "slot": 0, "state": "ended", "outcome": "done", "reason": "x"}
+    run.write_ending("4711", {"job_id": "4711", **ended})
     (run.path / "exit" / ".4713.json.deadbeef").write_text("{half")  # its writer was killed
     assert run.ending("4711")["outcome"] == "done"
     assert [record["state"] for record in run.endings()] == ["ended", "started"]
