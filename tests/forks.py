@@ -4,13 +4,16 @@ import contextlib
 import itertools
 import json
 import os
+import struct
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
 STEPS = ("link", "rename", "replace", "fsync", "open", "mkdir", "unlink", "rmdir", "fchmod")
 KILLED = 9
 NOBODY = 65534
+NO_ID = 0xFFFFFFFF  # of an entry of an ACL
 
 
 def start_child(action: Callable[[], object]) -> int:
@@ -54,6 +57,14 @@ def as_nobody(action: Callable[[], object], group: int = NOBODY) -> object:
         said = answer.read()
     assert exit_code(child) == 0
     return json.loads(said)
+
+
+def share(folder: Path, group: int = NOBODY) -> None:
+    """What `setfacl -d -m g:GROUP:rwx` does: all that is made in the folder is the group's, too."""
+    entries = [(0x01, 7, NO_ID), (0x04, 5, NO_ID), (0x08, 7, group), (0x10, 7, NO_ID),
+               (0x20, 5, NO_ID)]  # fmt: skip
+    acl = b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    os.setxattr(folder, "system.posix_acl_default", struct.pack("<I", 2) + acl)
 
 
 def at_nth_step(number: int, act: Callable[[], None], *more: tuple[object, str]):

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from checkpoint_ranks import assert_equal, everything, make, noted, train
+from elastic import checkpoint
 from elastic.checkpoint import Checkpoints, steps
 from elastic.errors import ElasticError
 from elastic.group import Group
@@ -216,8 +216,10 @@ def test_a_damaged_file_is_skipped_with_a_reason_and_never_read(
     save(run, 2)
     path = run.path / "checkpoints/step-00000002" / name
     damage(path)
-    opened, real = [], dcp.FileSystemReader
-    monkeypatch.setattr(dcp, "FileSystemReader", lambda path: (opened.append(path), real(path))[1])
+    opened, real = [], checkpoint._Reader
+    monkeypatch.setattr(
+        checkpoint, "_Reader", lambda path, record: (opened.append(path), real(path, record))[1]
+    )
     saved, (reason,) = load(run)
     assert saved.step == 1
     assert reason.startswith(f"step 2: {words}{path}")

@@ -10,15 +10,18 @@ the checksum of, its own file; rank 0 commits, as DCP's last step: what came of 
 every rank. A step that does not verify is skipped with a reason, and stays until its like is saved
 again or newer ones push it out.
 
-DCP's .metadata, and the few values in its files that are no tensors, are pickles: nothing of a
-checkpoint is read before its sizes and checksums are those in the commit record. DCP also pickles
-the messages between the ranks of a job; they go through a gloo group of their own, so that
+DCP's .metadata, and the few values in its files that are no tensors, are pickles. Nothing of a
+checkpoint is read before its sizes and checksums are those in the commit record, .metadata from the
+very bytes; and no pickle may name anything but DCP's own records and torch's plain values. DCP also
+pickles the messages between the ranks of a job; they go through a gloo group of their own, so that
 writing in the background never meets a collective of the training.
 """
 
 import contextlib
 import functools
+import io
 import os
+import pickle
 import re
 import shutil
 import time
@@ -32,6 +35,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -44,6 +48,13 @@ from elastic.rundir import RunDir
 
 SLOWEST = timedelta(days=1)  # for a write: filesystems get stuck; hangs are found elsewhere
 OF_RANK_0 = [".metadata", "extra.json"]
+# What .metadata consists of.
+RECORDS = {
+    "torch": ["Size", *(name for name, it in vars(torch).items() if isinstance(it, torch.dtype))],
+    "torch.serialization": ["_get_layout"], f"{dcp.__name__}.filesystem": ["_StorageInfo"],
+    "pathlib": ["PosixPath"], "pathlib._local": ["PosixPath"],  # Python 3.13's
+    dcp.metadata.__name__: [*dcp.metadata.__all__, "_MEM_FORMAT_ENCODING"],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,7 @@ class Checkpoints:
             committed = durable.exists(_record_path(self._run, step)) and step not in self._skipped
             if not committed:
                 shutil.rmtree(draft, ignore_errors=True)
+                durable.make_folder(draft)
         if self._group.share(committed):
             return None
         commit = functools.partial(self._commit, step, extra)
@@ -224,7 +236,7 @@ class Checkpoints:
         optimizer.zero_grad()
         optimizer.state.clear()  # get_state_dict fills it for every parameter, as places to read to
         model_state, optimizer_state = states.get_state_dict(model, optimizer)
-        reader = dcp.FileSystemReader(path)
+        reader = _Reader(path, record)
         held = _prefixes(reader.read_metadata().state_dict_metadata)
         optimizer_state["state"] = {
             name: values for name, values in optimizer_state["state"].items()
@@ -235,23 +247,62 @@ class Checkpoints:
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
             options=states.StateDictOptions(strict=False),  # what never trained has no moments
         )  # fmt: skip
-        return Saved(record["step"], durable.read_json(path / "extra.json"), path, record["world"])
+        return Saved(record["step"], record["extra"], path, record["world"])
 
 
 def read_params(run: RunDir, record: dict, tensors: Sequence[Tensor]) -> torch.Tensor:
     """Parameters out of a checkpoint whose `record` came from `newest`: flat, float32."""
     found = {tensor.name: torch.empty(tensor.shape) for tensor in tensors}
-    reader = dcp.FileSystemReader(_final_path(run, record["step"]))
+    reader = _Reader(_final_path(run, record["step"]), record)
     _fill({"model": found}, reader, {"no_dist": True})
     return torch.cat([values.flatten() for values in found.values()])
 
 
 def _fill(state: dict, reader: dcp.FileSystemReader, how: dict) -> None:
     try:
-        dcp.load(state, storage_reader=reader, **how)
+        dcp.load(state, storage_reader=reader, planner=_Planner(), **how)
     except CheckpointException as error:
         what = f"the checkpoint {reader.path} cannot be loaded: {_cause(error)[0]}"
         raise ElasticError(what, "is the model still that of the run?") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """For .metadata: it calls nothing that a record of DCP's does not consist of."""
+
+    def find_class(self, module, name):
+        if (module, name) == ("builtins", "getattr"):  # so Python 3.11 writes an Enum's member
+            return lambda kind, member: kind[member]
+        if name in RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        raise ElasticError(f".metadata names {module}.{name}", "it is none of DCP's: remove it")
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, of .metadata as it was committed, whatever the file may be by now."""
+
+    def __init__(self, path: Path, record: dict):
+        super().__init__(path)
+        (entry,) = (each for each in record["files"] if Path(each["path"]).name == ".metadata")
+        self._data = (path / ".metadata").read_bytes()
+        if xxhash.xxh3_128_hexdigest(self._data) != entry["xxh3"]:
+            raise ElasticError(f"{path / '.metadata'} was changed just now", "who writes there?")
+
+    def read_metadata(self):
+        return _Unpickler(io.BytesIO(self._data)).load()
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DCP's, which would unpickle anything: it gets what plain values were read, pickled anew."""
+
+    def load_bytes(self, read_item, value):
+        super().load_bytes(read_item, _plain(value))
+
+
+def _plain(data: io.BytesIO) -> io.BytesIO:
+    """A value that is no tensor, as torch.save writes it, from plain values alone."""
+    plain = torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+    torch.save(plain, anew := io.BytesIO())
+    return io.BytesIO(anew.getvalue())
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -266,6 +317,9 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan, planner):
         try:
+            for item in plan.items:
+                if item.type.name == "BYTE_IO":
+                    _plain(planner.resolve_data(item))  # what would not be read is not written
             written = super().write_data(plan, planner)
         except RuntimeError as error:  # torch.save, about a position in the file
             refused = error.__context__

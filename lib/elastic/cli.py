@@ -478,8 +478,6 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
 
             every = status.observe_all([found] if found else rundir.registered())
             put(prometheus, numbers.prometheus(every).encode())
-            if prometheus.is_file():
-                prometheus.chmod(0o644)  # who collects it is somebody else
         is_over = bool(found and found.closing())
         if sinks:
             numbers.feed(found, sinks)

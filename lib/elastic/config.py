@@ -647,9 +647,9 @@ def runs_root() -> Path:
 
 def registry_dir() -> Path:
     """The user's own state, links to runs among it: $ELASTIC_HOME_DIR, else ~/.elastic."""
-    folder = Path(env("ELASTIC_HOME_DIR", "~/.elastic")).expanduser().absolute()
-    if folder.exists():
-        check_private(folder)  # what is here is run
+    folder = Path(env("ELASTIC_HOME_DIR", "~/.elastic")).expanduser().resolve()
+    for each in filter(Path.exists, (folder, folder / "runs", folder / "local" / "jobs")):
+        check_private(each)  # what is here is run
     return folder
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from elastic import durable
 from elastic.config import Config, env
 from elastic.errors import ElasticError
 from elastic.group import Group
@@ -92,7 +93,7 @@ class Profile:
         if not self._profiler:
             return
         self._profiler.stop()
-        self._path.parent.mkdir(exist_ok=True)
+        durable.make_folder(self._path.parent)
         self._profiler.export_chrome_trace(str(self._path))
         self._profiler = None
         print(f"profile of steps {self._first} to {self._last}: {self._path}", flush=True)

@@ -334,7 +334,6 @@ def init(force: bool) -> tuple[Path, str]:
         draft.flush()
         configuration.load_site(site=Path(draft.name))  # what it does not understand is not written
     write_atomic(path, text.encode())
-    path.chmod(0o644)  # whatever the umask: every user reads it
     return path, text
 
 

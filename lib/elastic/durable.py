@@ -8,6 +8,9 @@ Files that become true together are written in a folder, a draft of one's own; w
 `create_once` makes their commit, and then the folder gets its name (`settle`).
 
 Every reader opens an exact path that somebody announced. Nothing here lists a directory.
+
+What is made has a mode of its own, whatever umask and default ACLs say: a folder by `make_folder`,
+a file by these three or opened by `own`. `check_private` is for what was made elsewhere.
 """
 
 import contextlib
@@ -42,18 +45,45 @@ PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, 
 FULL = (*PASSING, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 
 T = TypeVar("T")
+Parts = Iterable[bytes | memoryview]
+
+
+def make_folder(path: Path, mode: int = 0o755, parents: bool = False) -> None:
+    """Make the folder `path` (and its `parents`) unless it is there. Raises ElasticError where
+    somebody else could take its place.
+
+    A default ACL of the folder above is not handed on: others would make files by it in here.
+    """
+    if exists(path):
+        return
+    if parents:
+        make_folder(path.parent, parents=True)
+    check_private(path.parent, is_above=True)
+    with contextlib.suppress(FileExistsError):  # another process was faster
+        path.mkdir(0o700)
+        with contextlib.suppress(OSError):  # there is none, or no such thing
+            os.removexattr(path, "system.posix_acl_default")
+        path.chmod(mode)
+
+
+def own(path: str, flags: int) -> int:
+    """`open(…, opener=own)`: a new file is its owner's to write and anybody's to read."""
+    descriptor = os.open(path, flags, 0o600)
+    if not os.fstat(descriptor).st_size:
+        os.fchmod(descriptor, 0o644)
+    return descriptor
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` with `data`; after a crash it holds the old bytes or the new, whole."""
-    with _temporary(path, data, mode) as temporary:
+    with _temporary(path, [data], mode) as temporary:
         os.replace(temporary, path)
     sync_path(path.parent)
 
 
 def replace_quickly(path: Path, data: bytes) -> None:
     """Replace `path` with `data`, whole for every reader; after a crash it may be lost."""
-    with _temporary(path, data, synced=False) as temporary:
+    with _temporary(path, [data], synced=False) as temporary:
         os.replace(temporary, path)
 
 
@@ -63,7 +93,7 @@ def create_once(path: Path, data: bytes) -> bool:
     An NFS server may carry out a link and lose its answer: whether the temporary name now has two
     links decides, not the error.
     """
-    with _temporary(path, data) as temporary:
+    with _temporary(path, [data]) as temporary:
         try:
             os.link(temporary, path)
         except OSError as error:
@@ -83,7 +113,7 @@ def append_line(path: Path, record: dict) -> None:
     it may be suspended, or its node dead: a line that may be torn is better than to wait for that.
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-    with path.open("a+b", buffering=0) as file:
+    with open(path, "a+b", buffering=0, opener=own) as file:
         _lock_if_free(file)
         size = os.fstat(file.fileno()).st_size
         torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a disk that was full
@@ -172,27 +202,28 @@ def read_json(path: Path) -> dict | None:
     return data
 
 
-def check_private(path: Path, is_above: bool = False) -> None:
-    """Raise ElasticError if others could put files into the folder `path`, or take its place
-    (`is_above`: that of what is to be made in it).
+def check_private(path: Path, is_above: bool = False) -> Path:
+    """The folder `path` without links, where nobody else can put files into it or take its place
+    (`is_above`: that of what is to be made in it). Raises ElasticError.
 
-    Of the folders above it, those of a project belong to whom they may, and its group may write
-    there; such people can take `path` away, but what they put there is theirs, and refused.
+    It and all folders above it are root's or the user's own, and nobody else may write there; but
+    above it to sticky ones, where nobody moves what is another's.
     """
     path = path.resolve()
     for folder in (path, *path.parents):
-        found, own = folder.stat(), folder == path and not is_above
-        others = found.st_mode & (0o022 if own else 0o002)
-        if own and found.st_uid not in (0, os.getuid()):
+        found, is_last = insist(folder.lstat), folder == path and not is_above
+        if found.st_uid not in (0, os.getuid()):
             raise ElasticError(
                 f"{folder} is another user's (uid {found.st_uid}, not {os.getuid()})",
-                "work in a folder of your own, or as that user",
+                "work below folders that are root's or your own (ELASTIC_RUNS), or as that user",
             )
-        if others and (own or not found.st_mode & stat.S_ISVTX):
+        if found.st_mode & 0o022 and (is_last or not found.st_mode & stat.S_ISVTX):
+            name = shlex.quote(str(folder))
             raise ElasticError(
                 f"others may write to {folder} (mode {stat.S_IMODE(found.st_mode):04o})",
-                f"chmod {'go-w' if own else '+t'} {shlex.quote(str(folder))}",
+                f"chmod go-w {name}" + ", or +t, or choose another place" * (not is_last),
             )
+    return path
 
 
 def to_json(data: dict) -> bytes:
@@ -210,12 +241,13 @@ def sync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) -> Iterator[Path]:
+def _temporary(path: Path, parts: Parts, mode: int = 0o644, synced: bool = True) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            os.fchmod(descriptor, mode)
+            file.writelines(parts)
             file.flush()
             if synced:
                 os.fsync(file.fileno())
@@ -241,7 +273,7 @@ class Measured(io.BufferedWriter):
 
     def __init__(self, path: Path):
         self._size, self._found = 0, xxhash.xxh3_128()
-        super().__init__(path.open("wb", buffering=0))
+        super().__init__(open(path, "wb", buffering=0, opener=own))
 
     def write(self, data: bytes | memoryview) -> int:
         self._found.update(data)
@@ -264,7 +296,6 @@ class Measured(io.BufferedWriter):
 def write_measured(path: Path, parts: Iterable[bytes | memoryview]) -> dict:
     """Write a file, durably; what was written, measured."""
     with Measured(path) as file:
-        os.fchmod(file.fileno(), 0o644)
         for part in parts:
             file.write(part)
     return file.measured

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic.durable import read_json, to_json, write_atomic
+from elastic.durable import own, read_json, to_json, write_atomic
 from elastic.errors import ElasticError, UsageError
 from elastic.rundir import RunDir
 
@@ -124,7 +124,7 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self.path, self.newest = path, 0
-        path.touch()
+        open(path, "ab", opener=own).close()
         whole, end, torn = path.read_bytes().rpartition(b"\n")
         try:
             if whole:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.config import Config
-from elastic.durable import write_atomic
+from elastic.durable import make_folder, write_atomic
 from elastic.errors import ElasticError, TryAgain
 from elastic.network import free_port
 from elastic.rundir import SECRETS, Endpoint, RunDir
@@ -95,7 +95,7 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
     """
     port = config.redis.port or free_port(address)
     folder = _folder(run, epoch)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    make_folder(folder, 0o700)
     shutil.rmtree(_folder(run, epoch - 1), ignore_errors=True)  # of a master that was killed
     program = find(config.redis.server)
     certificate = _make_certificate(folder) if config.redis.tls else ""

@@ -38,6 +38,7 @@ from elastic.durable import (
     create_once,
     exists,
     insist,
+    make_folder,
     read_json,
     replace_quickly,
     to_json,
@@ -118,17 +119,16 @@ class RunDir:
             )
         draft = cls(run.path.with_name(f".{run.name}.{secrets.token_hex(16)}"))
         try:
-            draft.path.parent.mkdir(parents=True, exist_ok=True)
-            draft.path.mkdir(0o755)
+            make_folder(draft.path, 0o700, parents=True)
             for folder in FOLDERS:
-                (draft.path / folder).mkdir()
+                make_folder(draft.path / folder)
             write_atomic(draft.path / "run.toml", config.to_toml().encode(), PRIVATE)
             write_atomic(draft.path / "environment.json", to_json(environment), PRIVATE)
             write_atomic(draft.path / "id", secrets.token_hex(8).encode())
             for name in SECRETS.values():
                 write_atomic(draft.path / name, secrets.token_hex(24).encode(), PRIVATE)
-            write_atomic(draft._control_path, to_json(asdict(control)))
-            link.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(draft.path / "control.json", to_json(asdict(control)))
+            make_folder(link.parent, parents=True)
             with contextlib.suppress(FileExistsError):  # somebody who died made it for this path
                 link.symlink_to(run.path)
             os.rename(draft.path, run.path)  # the one of several who try at once that made it
@@ -142,51 +142,50 @@ class RunDir:
 
     # ---- what the user wants
 
-    @property
-    def _control_path(self) -> Path:
-        return self.path / "control.json"
+    @functools.cached_property
+    def private(self) -> Path:
+        """The path, of what says what is run. ElasticError: others could have written there."""
+        self.path = check_private(self.path)  # a link that leads here may change
+        for folder in filter(Path.exists, (self.path / name for name in FOLDERS)):
+            check_private(folder)
+        return self.path
 
     def config(self) -> Config:
-        """The resolved configuration, as it was at submission.
-
-        It says what is run, so everybody starts here. ElasticError: others could have written it.
-        """
+        """The resolved configuration, as it was at submission."""
         if self._config is None:  # it is written once
-            found = configuration.load_written(self.path / "run.toml")
-            check_private(self.path)
-            self._config = found
+            self._config = configuration.load_written(self.private / "run.toml")
         return self._config
 
     @functools.cached_property
     def key(self) -> str:
         """What the run is on a Redis that others use, too: a name may be another user's, or have
         been another run's. Without an id in runs from before there was one."""
-        path = self.path / "id"
+        path = self.private / "id"
         return f"{self.name}:{path.read_text().strip()}" if path.exists() else self.name
 
     def environment(self) -> dict[str, str]:
         """The environment that every job of this run starts from."""
-        return read_json(self.path / "environment.json") or {}
+        return read_json(self.private / "environment.json") or {}
 
     def secret(self, role: str = "master") -> str:
         """The password of `role` (master, worker, reader) on the run's Redis; or `seal`."""
-        return insist((self.path / SECRETS[role]).read_text).strip()
+        return insist((self.private / SECRETS[role]).read_text).strip()
 
     def control(self) -> Control:
-        found = read_json(self._control_path)
+        found = read_json(self.private / "control.json")
         if found is None:
             raise ElasticError(f"not a run directory: {self.path}", "elastic-status lists the runs")
-        return Control(**_known(Control, whole(self._control_path, found, CONTROL)))
+        return Control(**_known(Control, whole(self.path / "control.json", found, CONTROL)))
 
     def set_control(self, **changes) -> Control:
         control = replace(self.control(), **changes, time=time.time())
-        write_atomic(self._control_path, to_json(asdict(control)))
+        write_atomic(self.private / "control.json", to_json(asdict(control)))
         return control
 
     # ---- masters
 
     def endpoint(self) -> Endpoint | None:
-        path = self.path / "endpoint.json"
+        path = self.private / "endpoint.json"
         found = whole(path, read_json(path), ENDPOINT)
         return Endpoint(**_known(Endpoint, found)) if found else None
 
@@ -205,10 +204,9 @@ class RunDir:
     # ---- slots
 
     def slot_path(self, slot: int) -> Path:
-        path = self.path / "slots" / f"{slot:04d}"
-        if not exists(path):
-            path.mkdir(exist_ok=True)
-        return path
+        path = self.private / "slots" / f"{slot:04d}"
+        make_folder(path)
+        return check_private(path)
 
     def claim_attempt(self, slot: int, record: dict) -> int:
         """The next attempt of `slot`; a lower one is fenced from now on."""

@@ -29,7 +29,7 @@ from signal import SIGTERM
 from elastic import config as configuration
 from elastic import proc
 from elastic.config import Config
-from elastic.durable import create_once, read_json, to_json, write_atomic
+from elastic.durable import create_once, make_folder, own, read_json, to_json, write_atomic
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec
 
@@ -53,7 +53,7 @@ class LocalScheduler:
         self.state = (state or configuration.registry_dir() / "local").absolute()
         self.home = home
         self.grace_s = config.local_scheduler.grace_s if config else 10.0
-        (self.state / "jobs").mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(self.state / "jobs", 0o700, parents=True)
 
     def jobs(self) -> list[Job]:
         """All jobs, pending, running and lately ended; starts pending ones that fit."""
@@ -105,7 +105,7 @@ class LocalScheduler:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with open(self.state / "lock", "ab") as file:  # to cut it would take room
+        with open(self.state / "lock", "ab", opener=own) as file:  # to cut it would take room
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -190,7 +190,7 @@ class LocalScheduler:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         claim = self._path(job_id, "claim")
         try:
-            with open(record["log"], "ab") as log:
+            with open(record["log"], "ab", opener=own) as log:
                 command = ["/bin/sh", "-c", CLAIM, str(claim), *record["command"]]
                 _detached(command, environment, log, record["folder"])
         except OSError:  # its run directory is gone: it ends without having started

@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 
-from elastic.durable import AGAIN_S, insist, replace_quickly
+from elastic.durable import AGAIN_S, insist, make_folder, replace_quickly
 from elastic.errors import TryAgain
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
@@ -17,7 +17,7 @@ class FileTransport:
 
     def put(self, name: str, data: memoryview) -> Fragment:
         path = self._root / name
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         # The master may just have pruned the folder: of a base that nothing is merged of any more.
         with contextlib.suppress(FileNotFoundError):
             replace_quickly(path, data)

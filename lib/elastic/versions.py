@@ -75,7 +75,7 @@ class Draft:
 
     def _write(self, name: str, data: bytes) -> dict:
         path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(path.parent)
         try:
             measured = durable.write_measured(path, [data])
         except OSError:
@@ -169,6 +169,7 @@ def save_tensors(tensors: dict, path: Path, metadata: dict[str, str] | None = No
     """Write a safetensors file; a full disk is an OSError here as everywhere else."""
     try:
         save_file(tensors, path, metadata)
+        path.chmod(0o644)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from None
 
