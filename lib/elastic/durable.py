@@ -273,7 +273,7 @@ class Measured(io.BufferedWriter):
 
     def __init__(self, path: Path):
         self._size, self._found = 0, xxhash.xxh3_128()
-        super().__init__(open(path, "wb", buffering=0, opener=own))
+        super().__init__(open(path, "wb", buffering=0, opener=own))  # noqa: SIM115
 
     def write(self, data: bytes | memoryview) -> int:
         self._found.update(data)
