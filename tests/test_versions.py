@@ -53,7 +53,8 @@ def write(run, version, writer="epoch1"):
 
 def commit(run, version, writer="epoch1"):
     draft, files = write(run, version, writer)
-    return draft.commit(LAYOUT, files, {"tokens": 100 * version})
+    record = {"master_epoch": 1, "time": 0.0, "samples": [], "deltas": []}
+    return draft.commit(LAYOUT, files, record | {"tokens": 100 * version})
 
 
 def assert_whole(run, version):
