@@ -287,10 +287,10 @@ def test_a_commit_counts_though_the_hint_cannot_be_written(run, monkeypatch):
 
 def test_a_job_says_that_it_started_and_then_how_it_ended(run):
     assert run.ending("4711") is None
-    run.write_ending("4711", {"job_id": "4711", "state": "started"})
-    run.write_ending("4712", {"job_id": "4712", "state": "started"})
-    ended = {"role": "worker", "slot": 0, "state": "ended", "outcome": "done", "reason": "x"}
-    run.write_ending("4711", {"job_id": "4711", **ended})
+    who, ended = {"role": "worker", "slot": 0}, {"outcome": "done", "reason": "x"}
+    run.write_ending("4711", {"job_id": "4711", "state": "started", **who})
+    run.write_ending("4712", {"job_id": "4712", "state": "started", **who})
+    run.write_ending("4711", {"job_id": "4711", "state": "ended", **who, **ended})
     (run.path / "exit" / ".4713.json.deadbeef").write_text("{half")  # its writer was killed
     assert run.ending("4711")["outcome"] == "done"
     assert [record["state"] for record in run.endings()] == ["ended", "started"]

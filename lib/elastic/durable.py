@@ -211,19 +211,25 @@ def check_private(path: Path, is_above: bool = False) -> Path:
     """
     path = path.resolve()
     for folder in (path, *path.parents):
-        found, is_last = insist(folder.lstat), folder == path and not is_above
-        if found.st_uid not in (0, os.getuid()):
-            raise ElasticError(
-                f"{folder} is another user's (uid {found.st_uid}, not {os.getuid()})",
-                "work below folders that are root's or your own (ELASTIC_RUNS), or as that user",
-            )
-        if found.st_mode & 0o022 and (is_last or not found.st_mode & stat.S_ISVTX):
-            name = shlex.quote(str(folder))
-            raise ElasticError(
-                f"others may write to {folder} (mode {stat.S_IMODE(found.st_mode):04o})",
-                f"chmod go-w {name}" + ", or +t, or choose another place" * (not is_last),
-            )
+        check_folder(folder, may_be_sticky=folder != path or is_above)
     return path
+
+
+def check_folder(folder: Path, may_be_sticky: bool = False) -> Path:
+    """`folder`, of which those above are known to be private: so it is, itself."""
+    found = insist(folder.lstat)
+    if found.st_uid not in (0, os.getuid()):
+        raise ElasticError(
+            f"{folder} is another user's (uid {found.st_uid}, not {os.getuid()})",
+            "work below folders that are root's or your own (ELASTIC_RUNS), or as that user",
+        )
+    if found.st_mode & 0o022 and not (may_be_sticky and found.st_mode & stat.S_ISVTX):
+        raise ElasticError(
+            f"others may write to {folder} (mode {stat.S_IMODE(found.st_mode):04o})",
+            f"chmod go-w {shlex.quote(str(folder))}"
+            + ", or +t, or choose another place" * may_be_sticky,
+        )
+    return folder
 
 
 def to_json(data: dict) -> bytes:

@@ -34,6 +34,7 @@ from elastic import config as configuration
 from elastic.config import Config
 from elastic.durable import (
     append_line,
+    check_folder,
     check_private,
     create_once,
     exists,
@@ -64,7 +65,8 @@ KINDS = {name: kind for kind, names in (
     (list, "samples deltas files"),
 ) for name in names.split()}  # fmt: skip
 # What is always there; and in an event or the record of a job, by its kind or its state.
-CONTROL, ENDPOINT, ENDING = "mode state min max", "host port epoch", "job_id time started state"
+CONTROL, ENDPOINT, ENDING = "mode state min max", "host port epoch", (
+    "job_id role slot time started state")
 COMMIT = "version master_epoch time tokens samples deltas"
 DELTA = "slot attempt steps tokens samples"
 MORE = {"start": "role slot attempt job_id", "ended": "role slot outcome reason", "join": "slot",
@@ -206,7 +208,7 @@ class RunDir:
     def slot_path(self, slot: int) -> Path:
         path = self.private / "slots" / f"{slot:04d}"
         make_folder(path)
-        return check_private(path)
+        return check_folder(path)
 
     def claim_attempt(self, slot: int, record: dict) -> int:
         """The next attempt of `slot`; a lower one is fenced from now on."""
@@ -398,7 +400,8 @@ def fault(record: object, needed: str = "") -> str:
         sound = sound and (kind not in (int, NUMBER) or abs(value) < 2**62)
         if not sound and (value is not None or name in names or name not in ("loss", "started")):
             return f"{name} is {str(value)[:80]!r}" if name in record else f"no {name} in it"
-    if any(not _is_range(each) for each in record.get("samples") or ()):
+    # A trainer's metrics have positions instead.
+    if "samples" in names and not all(map(_is_range, record["samples"])):
         return "samples are no ranges"
     return next((s for delta in record.get("deltas") or () if (s := fault(delta, DELTA))), "")
 
