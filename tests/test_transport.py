@@ -136,9 +136,9 @@ class TestFileTransport(TransportContract):
 
 class TestRedisTransport(TransportContract):
     @pytest.fixture
-    def transport(self, store, monkeypatch):
+    def transport(self, store, run, monkeypatch):
         monkeypatch.setattr(transport_redis, "CHUNK_BYTES", 100)
-        return RedisTransport(store)
+        return RedisTransport(store, FileTransport(run))
 
     def truncate(self, transport):
         chunk = transport._store.get_bytes(f"{NAME}:2", 100)

@@ -25,7 +25,7 @@ from elastic.reconcile import run_pass
 from elastic.rundir import RunDir
 
 # Why deltas are refused for a slow machine or a kill; what Redis holds ends with its master.
-EXPLAINED = ("stale", "fenced", "samples", "duplicate", "superseded", "truncated")
+EXPLAINED = ("stale", "fenced", "samples", "duplicate", "superseded", "unreadable")
 AT_STAKE = 10  # inner steps a victim has done in its round
 LONGEST_S = 600.0
 CRON_S = 2.0

@@ -309,7 +309,7 @@ class LocalSGD:
             self.outcome = outcome
             self._profile.end()
             if self._round.answered and self._round.steps:
-                self.run.leave_offer(self._round.header)
+                self._leave_behind(self._round)
             if outcome == "done":
                 self._load_final()
             elif self._steps_total:
@@ -618,6 +618,14 @@ class LocalSGD:
             inner=self._inner_from, seconds=round(time.monotonic() - done.started, 3),
             stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,
         )  # fmt: skip
+
+    def _leave_behind(self, done: "_Round") -> None:
+        """What has been delivered outlives the master's Redis: nobody will bring it again."""
+        files = open_transport("filesystem", self.run, None)
+        with contextlib.suppress(OSError):
+            for name, data in done.sent.items():  # through Redis
+                files.put(name, data)
+            self.run.leave_offer(done.header)
 
     def _offer(self, round_: "_Round") -> None:
         """Announce a delta, now or again; a server that is new to it gets its bytes first."""

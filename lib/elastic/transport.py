@@ -39,13 +39,14 @@ def transport_of(commit: dict) -> str:
 
 def open_transport(name: str, run: RunDir, store: Store | None) -> Transport:
     """The transport of that name."""
+    from elastic.transport_fs import FileTransport
+
+    files = FileTransport(run)
     if name == "redis":
         from elastic.transport_redis import RedisTransport
 
-        return RedisTransport(store)
-    from elastic.transport_fs import FileTransport
-
-    return FileTransport(run)
+        return RedisTransport(store, files)
+    return files
 
 
 def fragment_name(key: tuple[int, int, int], index: int) -> str:

@@ -2,7 +2,8 @@
 
 Every byte passes Redis twice and sits in its memory until the round closes, so this is for small
 models. What cannot fit into `redis.maxmemory` is refused before a byte is sent; what does not fit
-now is an OSError, as on a full disk.
+now is an OSError, as on a full disk. What a worker has delivered goes into files when it leaves:
+the master's Redis may end before the round does, and nobody would bring it again.
 """
 
 import errno
@@ -10,15 +11,15 @@ import errno
 from elastic.errors import ElasticError
 from elastic.rounds import Fragment
 from elastic.store import Store
-from elastic.transport import Damaged, checksum, verify
+from elastic.transport import Damaged, Transport, checksum, verify
 
 CHUNK_BYTES = 16 << 20
 KEEP_S = 3600.0
 
 
 class RedisTransport:
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, left: Transport):
+        self._store, self._left = store, left
 
     def put(self, name: str, data: memoryview) -> Fragment:
         used, allowed = self._store.memory_bytes()
@@ -41,6 +42,9 @@ class RedisTransport:
         for key, start in _chunks(name, fragment.bytes):
             space = into[start : start + CHUNK_BYTES]
             chunk = self._store.get_bytes(key, len(space))
+            if fragment.bytes and not (chunk or start):
+                self._left.get(name, fragment, into)
+                return
             if len(chunk) != len(space):
                 have = f"{len(chunk)} bytes" if chunk else "nothing"
                 raise Damaged(f"truncated: {key} has {have} of {len(space)} bytes")
