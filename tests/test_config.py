@@ -178,7 +178,7 @@ def test_every_default_passes_its_own_check():
         ("elastic.max = 'four'", 'elastic.max: expected an integer, got the string "four"'),
         ("elastic.max = true", "elastic.max: expected an integer, got the boolean true"),
         ("elastic.max = 2.0", "elastic.max: expected an integer, got the float 2.0"),
-        ("elastic.min = 0", "elastic.min: must be at least 1, is 0"),
+        ("elastic.min = 0", "elastic.min: must be between 1 and 100000, is 0"),
         ("elastic.min = 2", "elastic.min (2) is above elastic.max (1)"),
         (
             "elastic.max = 8\nsync.sizes = [6, 16]\nslurm.gpus_per_node = 4",

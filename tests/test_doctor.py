@@ -52,7 +52,7 @@ def site(slurm_here, home, monkeypatch) -> Path:
 @pytest.fixture
 def quick(site, monkeypatch) -> None:
     """Look at this machine's torch, Redis and disk only as far as that is fast."""
-    for name, fact in (("torch", TORCH), ("redis", {"what": "not asked"})):
+    for name, fact in (("torch", TORCH), ("redis", "not asked")):
         monkeypatch.setitem(doctor.PROBES, name, lambda _, fact=fact: fact)
     monkeypatch.setattr(doctor, "BYTES", 4 << 20)
 

@@ -136,7 +136,7 @@ def test_a_job_is_submitted_with_the_runs_own_settings_and_environment(run, slur
 
 
 def test_slots_are_max_divided_by_the_gpus_of_a_worker(make_run, slurm, again):
-    run = make_run("slurm.gpus_per_worker=2", name="pairs")
+    run = make_run("slurm.gpus_per_worker=2", "elastic.max=4", name="pairs")
     report = again(runs=[run])
     assert did(report) == [
         ("submit", "master", 0),

@@ -339,4 +339,4 @@ def test_each_role_and_slot_has_its_log(run):
     assert run.shortage(least_bytes=1) == ""
     short = run.shortage(least_bytes=1 << 60)
     assert str(run.path) in short
-    assert "checkpoint.min_free = 1152921504606846976" in short
+    assert "checkpoint.min_free = 1.15e+06 TB" in short

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from elastic import views, wording
 
@@ -192,7 +191,7 @@ def _same_clock_everywhere(monkeypatch):
 @pytest.mark.parametrize("name", SCREENS_OF)
 def test_a_screen_looks_as_it_did(name: str, width: int):
     file = io.StringIO()
-    Console(file=file, width=width, highlight=False).print(SCREENS_OF[name]())
+    views.console(file=file, width=width).print(SCREENS_OF[name]())
     text = "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= width
@@ -211,5 +210,5 @@ def test_there_is_no_screen_of_the_past():
 def test_a_watched_run_fits_its_screen_as_well_as_it_can(height: int):
     file = io.StringIO()
     crowded = seen(workers=CROWD, jobs=[job(slot, "PENDING") for slot in range(40)])
-    Console(file=file, width=120, highlight=False).print(views.run_view(crowded, height))
+    views.console(file=file, width=120).print(views.run_view(crowded, height))
     assert len(file.getvalue().splitlines()) <= height

@@ -6,7 +6,6 @@ pytest tests/test_views.py
 import io
 
 import pytest
-from rich.console import Console
 
 from elastic import views
 from elastic.wording import event_words, last_error, one_line
@@ -35,7 +34,7 @@ ON_RECORD = {**WORKER, "pid": None, "version": None, "loss": None, "last_beat_s"
 def plain(renderable) -> str:
     """What a pipe gets."""
     file = io.StringIO()
-    Console(file=file, width=80, highlight=False).print(renderable)
+    views.console(file=file, width=80).print(renderable)
     text = file.getvalue()
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
@@ -72,6 +71,19 @@ def test_markup_in_names_and_reasons_is_printed_as_it_is():
     assert "[red]x[/red]" in plain(views.run_view({**SEEN, "reason": "[red]x[/red]"}))
 
 
+EVIL = "[/x] [link=http://e.example]y[/link] \x1b]0;OWNED\x07\x1b[2J\x9b31m\u202e"
+
+
+@pytest.mark.parametrize("field", ["state", "node", "job_id"])
+def test_no_words_of_a_worker_are_obeyed(field: str, capsys):
+    worker = {**WORKER, field: EVIL, "step": 10**400}
+    views.show(views.run_view, {**SEEN, "workers": [worker], "reason": EVIL, "events": [
+        {"time": 0.0, "kind": EVIL, "slot": EVIL}, {"time": 0.0, "kind": "lost", "node": EVIL}]})
+    text = capsys.readouterr().out
+    assert not set(text) & set("\x1b\x07\x9b\u202e")
+    assert "[/x] [link=http://e.example]y[/link]" in " ".join(text.split())
+
+
 def test_an_audit_says_what_is_wrong_and_its_verdict():
     counts = {"committed": 90, "repeated": 1, "missing": 0, "open": 2, "not_reached": 8}
     report = {
@@ -90,7 +102,7 @@ def test_an_audit_says_what_is_wrong_and_its_verdict():
 
 def test_a_terminal_gets_colour():
     file = io.StringIO()
-    Console(file=file, width=80, force_terminal=True).print(views.run_view(SEEN))
+    views.console(file=file, width=80, force_terminal=True).print(views.run_view(SEEN))
     assert "\x1b[" in file.getvalue()
 
 

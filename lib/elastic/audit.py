@@ -21,7 +21,7 @@ from pathlib import Path
 from elastic import goodput
 from elastic.durable import damage, draft_of
 from elastic.errors import ElasticError
-from elastic.rundir import COMMIT, RunDir, whole
+from elastic.rundir import COMMIT, RunDir, fault, whole
 from elastic.wording import unit
 
 PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
@@ -97,9 +97,10 @@ def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
     """The records of the checkpoints of sync mode on top of version `base`, in order."""
     records = []
     for path in sorted((run_dir / "checkpoints").glob("step-*.json")):
-        with contextlib.suppress(FileNotFoundError, ValueError):  # pruned meanwhile, or not ours
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # pruned
             records.append(json.loads(path.read_text()))
-    ours = (record for record in records if "extra" in record)
+    needed = "tokens samples deltas"
+    ours = (each for each in records if not (fault(each) or fault(each.get("extra"), needed)))
     return [record for record in ours if record["extra"].get("base_version", 0) == base]
 
 
@@ -112,7 +113,7 @@ def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:
             if commit["version"] != int(path.stem):
                 problems.append(f"{path.name} says it is version {commit['version']}")
             commits.append(commit)
-        except (ValueError, OSError, ElasticError) as error:
+        except (ValueError, RecursionError, OSError, ElasticError) as error:
             problems.append(f"{path.name} cannot be read: {error!r}")
     return sorted(commits, key=lambda commit: commit["version"]), problems
 

@@ -50,14 +50,30 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context):
         try:
+            check_folder()
             return super().invoke(ctx)
         except ElasticError as error:
-            click.echo(f"error: {error}", err=True)
+            say(f"error: {error}", err=True)
             ctx.exit(error.code)
         except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # click's own affair: nobody reads on
             where = f": {error.filename}" if error.filename else ""
-            click.echo(f"error: {error.strerror or error}{where}", err=True)
+            say(f"error: {error.strerror or error}{where}", err=True)
             ctx.exit(Exit.ERROR)
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print words, of which some may be anybody's."""
+    click.echo(wording.plain(text), err=err)
+
+
+def check_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(f"the working directory cannot be used: {error.strerror}",
+                         "cd to a folder that is there") from None  # fmt: skip
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
@@ -134,12 +150,12 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
         given = [*overrides, *settings]
         model, reason, untried = submission.described(config, given, tries=not no_try)
     for each in (*warnings, *([f"the task was not tried: {untried}"] if untried else [])):
-        click.echo(f"warning: {each}", err=True)
+        say(f"warning: {each}", err=True)
     if dry_run:
         limits = f"{resolved.elastic.min}..{resolved.elastic.max} GPUs"
         click.echo(f"would start run {resolved.run.name} on {limits} in {root / resolved.run.name}")
         if resolved.run.mode == "local" and not resolved.run.command:
-            click.echo(on_paper(resolved, model, reason))
+            say(on_paper(resolved, model, reason))
         return
     run = submission.start(resolved, root)
     errors = one_pass([run]).errors
@@ -227,7 +243,7 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, as_json: bool)
         click.echo(json.dumps(report.to_json(), indent=1))
     else:
         for line in report.lines():
-            click.echo(line)
+            say(line)
     sys.exit(Exit.TRY_AGAIN if report.unknown else Exit.ERROR if report.errors else Exit.OK)
 
 
@@ -239,9 +255,9 @@ def echo_pass(run: RunDir) -> None:
     """Let a change take effect now, and say what that came to."""
     report = one_pass([run])
     for line in report.lines():
-        click.echo(line)
+        say(line)
     if report.unknown and not report.lines():
-        click.echo(f"nothing done yet: {report.unknown}")
+        say(f"nothing done yet: {report.unknown}")
 
 
 # ---- status, logs -------------------------------------------------------------------------------
@@ -273,9 +289,9 @@ def show_status(run: str | None, watch: bool, as_json: bool):
             observed = seen()
         show(as_json, observed, view)
         return
-    with contextlib.suppress(KeyboardInterrupt), views.live() as draw:
+    with contextlib.suppress(KeyboardInterrupt), views.live(view) as draw:
         while True:
-            draw(functools.partial(view, seen()))
+            draw(seen())
             time.sleep(WATCH_S)
 
 
@@ -286,7 +302,7 @@ def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
     else:
         from elastic import views
 
-        views.console().print(view(data))
+        views.show(view, data)
 
 
 def finite(data: Any) -> Any:
@@ -329,7 +345,15 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
         raise ElasticError(f"no log of {slot or 'any job'} yet", f"elastic-status {found.name}")
     is_over = found.done() or found.failed()
     follows = ["-F"] if follow and not is_over else []
-    sys.exit(subprocess.run(["tail", "-n", str(lines), *follows, "--", *paths]).returncode)
+    command = ["tail", "-n", str(lines), *follows, "--", *paths]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as tail:
+        try:
+            for line in tail.stdout:
+                say(line.removesuffix("\n"))
+        except BaseException:  # Ctrl-C, or nobody reads on
+            tail.terminate()
+            raise
+    sys.exit(tail.returncode)
 
 
 # ---- scale, stop --------------------------------------------------------------------------------
@@ -352,8 +376,10 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
     before = found.control()
     fewest = before.min if fewest is None else fewest
     most = before.max if most is None else most
-    if not 1 <= fewest <= most:
-        raise UsageError(f"min {fewest} and max {most}: not 1 <= min <= max", "give both")
+    for name, count in (("elastic.min", fewest), ("elastic.max", most)):
+        configuration.check_value(name, count)
+    if fewest > most:
+        raise UsageError(f"min {fewest} is above max {most}", "give both")
     slurm = found.config().slurm
     if most < slurm.gpus_per_worker and found.config().run.scheduler != "local":
         raise UsageError(f"max {most} is below one worker: slurm.gpus_per_worker is "
@@ -363,7 +389,7 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
         submission.check_mode(found, mode)
         click.echo(f"run {found.name}: {before.mode} mode -> {mode} mode")
     if found.failed():
-        click.echo(f"run {found.name} had failed ({found.failed()['reason']}): it tries again")
+        say(f"run {found.name} had failed ({found.failed()['reason']}): it tries again")
         found.clear_failed()
     if before.state == "stopped":
         click.echo(f"run {found.name} was stopped: it starts again")
@@ -628,28 +654,37 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
         raise UsageError(f"how long a step takes cannot be known: {reason}",
                          "give --set plan.step=SECONDS, or --measured RUN")  # fmt: skip
 
-    def say(text: str) -> None:
-        click.echo(text, err=True)
-
+    tell = functools.partial(say, err=True)
     if not model:
-        say(f"saves and deltas are taken to cost no time: {reason}")
-    found = forecast(changes, end, resolved, found, *[say] * sys.stderr.isatty())
+        tell(f"saves and deltas are taken to cost no time: {reason}")
+    found = forecast(changes, end, resolved, found, *[tell] * sys.stderr.isatty())
     show(as_json, found, views.plan_view)
 
 
 # ---- chaos --------------------------------------------------------------------------------------
 
 
+def seconds(_ctx: click.Context, _option: click.Parameter, text: str) -> float:
+    """What an option that takes a duration says."""
+    try:
+        return configuration.parse(configuration.TIME, text)
+    except UsageError as error:
+        raise click.BadParameter(error.what) from None
+
+
 @command("chaos demo --every 29s --for 30m", "chaos demo --faults kill-worker,preempt --seed 7")
 @run_argument()
-@click.option("--every", default="29s", show_default=True, help="A fault so often, on average.")
-@click.option("--for", "lasting", default="10m", show_default=True, help="How long.")
-@click.option("--before", default="0s", show_default=True,
+@click.option("--every", default="29s", callback=seconds, show_default=True,
+              help="A fault so often, on average.")  # fmt: skip
+@click.option("--for", "lasting", default="10m", callback=seconds, show_default=True,
+              help="How long.")  # fmt: skip
+@click.option("--before", default="0s", callback=seconds, show_default=True,
               help="Look on for so long first, to compare with.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="The same faults in the same order.")
 @click.option("--faults", default="", metavar="A,B,...", help="Of these kinds only.")
 @json_option
-def chaos(run: str, every: str, lasting: str, before: str, seed: int, faults: str, as_json: bool):
+def chaos(run: str, every: float, lasting: float, before: float, seed: int, faults: str,
+          as_json: bool):  # fmt: skip
     """Do real faults to RUN, and report what they cost.
 
     Kills and stops the run's own processes and jobs, and what else can be
@@ -659,10 +694,8 @@ def chaos(run: str, every: str, lasting: str, before: str, seed: int, faults: st
     from elastic import views
     from elastic.faults import schedule
 
-    lengths_s = [configuration.parse(configuration.TIME, each)
-                 for each in (every, lasting, before)]  # fmt: skip
-    if not lengths_s[0]:
-        raise UsageError(f"--every {every}: faults need time between them", "give --every 10s")
+    if not every:
+        raise UsageError("--every 0: faults need time between them", "give --every 10s")
     found = rundir.find(run)
     if over := found.closing():
         what = f"run {found.name} is {over}: there is nobody to hit"
@@ -670,15 +703,15 @@ def chaos(run: str, every: str, lasting: str, before: str, seed: int, faults: st
     agent = doing.Chaos(found, seed)
     kinds, refused = doing.choose(agent, faults)
     for kind, why in refused.items():
-        click.echo(f"not done: {kind}: {why}", err=True)
+        say(f"not done: {kind}: {why}", err=True)
     began = time.time()
-    time.sleep(lengths_s[2])
-    baseline = (began, time.time()) if lengths_s[2] else None
+    time.sleep(before)
+    baseline = (began, time.time()) if before else None
 
-    def say(text: str) -> None:
-        click.echo(f"{time.time() - began:7.1f}s  {text}", err=True)
+    def tell(text: str) -> None:
+        say(f"{time.time() - began:7.1f}s  {text}", err=True)
 
-    doing.unleash(agent, schedule(kinds, *lengths_s[:2], random.Random(seed)), say)
+    doing.unleash(agent, schedule(kinds, every, lasting, random.Random(seed)), tell)
     report = agent.report(baseline[1] if baseline else began, baseline)
     show(as_json, report, views.chaos_view)
     sys.exit(Exit.ERROR if report["audit"]["problems"] else Exit.OK)

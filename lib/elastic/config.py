@@ -13,7 +13,6 @@ What depends on other values ("auto", an empty name) is settled here, once; nobo
 import dataclasses
 import difflib
 import json
-import math
 import os
 import re
 import shlex
@@ -57,29 +56,39 @@ class Key(NamedTuple):
 
 
 def _finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # a boolean is no number
+    """A boolean is no number; and an integer has no infinity, but may be larger than any float."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _amount(value: Any) -> bool:
-    return _finite(value) and value >= 0
+def _integer(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
 
 
-def _list_of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) is list and all(type(item) is kind for item in value)
+def _text(value: Any) -> bool:
+    """A file and a command line can hold it: no NUL, no half of a character."""
+    return type(value) is str and not re.search("[\0\ud800-\udfff]", value)
+
+
+def _list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(map(accepts, value))
 
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1, "": 1, "ms": 0.001}
 _BYTES = {"tb": 1 << 40, "gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10, "b": 1, "": 1}
 
-TEXT = Kind("a string", lambda value: type(value) is str)
-INT = Kind("an integer", lambda value: type(value) is int)
+TEXT = Kind("a string", _text)
+INT = Kind("an integer", _integer)
 BOOL = Kind("true or false", lambda value: type(value) is bool)
 REAL = Kind("a finite number", _finite, float)
 AUTO = Kind('"auto" or a finite number', lambda value: value == "auto" or _finite(value))
-LIST = Kind("an array of strings", _list_of(str), tuple)
-INTS = Kind("an array of integers", _list_of(int), tuple)
-TIME = Kind('a duration ("90s", "5m", "2h" or seconds)', _amount, float, _SECONDS, "_s")
-SIZE = Kind('a size ("64kb", "256mb", "1gb" or bytes)', _amount, round, _BYTES, "_bytes")
+LIST = Kind("an array of strings", _list_of(_text), tuple)
+INTS = Kind("an array of integers", _list_of(_integer), tuple)
+TIME = Kind('a duration up to 100000d ("90s", "5m", "2h" or seconds)',
+            lambda value: _finite(value) and 0 <= value <= 100_000 * _SECONDS["d"],
+            float, _SECONDS, "_s")  # fmt: skip
+SIZE = Kind('a size below 2^63 bytes ("64kb", "256mb", "1gb" or bytes)',
+            lambda value: _finite(value) and 0 <= value < 1 << 63,
+            round, _BYTES, "_bytes")  # fmt: skip
 
 
 def _one_of(*choices: str) -> Check:
@@ -92,6 +101,13 @@ POSITIVE = Check("above 0", lambda value: value > 0)
 SHARE = Check("between 0 and 1", lambda value: 0 <= value <= 1)
 RATE = Check("above 0", lambda value: value == "auto" or value > 0)
 DECAY = Check("at least 0 and below 1", lambda value: value == "auto" or 0 <= value < 1)
+GPUS = Check("between 1 and 100000", lambda value: 1 <= value <= 100_000)
+THREADS = Check("between 0 and 4096", lambda value: 0 <= value <= 4096)
+BEAT = Check("at least 10ms", lambda value: value >= 0.01)
+ROOM = Check("at least 4mb", lambda value: value >= 4 << 20)  # an empty server takes one
+ALL_COUNTS = Check("of integers that are at least 1", lambda value: min(value, default=1) >= 1)
+MEMORY = Check('written as 64G, without a fraction',
+               lambda value: re.fullmatch(r"([1-9]\d{0,8}[KMGT]?)?", value, re.ASCII) is not None)
 PORT = Check("between 0 and 65535", lambda value: 0 <= value <= 65535)
 NAME = Check(
     "letters, digits, '.', '_' and '-', at most 63, a letter or digit first",
@@ -124,8 +140,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("seed", INT, 0, "", "of the first parameters and of the order of samples", NATURAL),
     Key("scheduler", TEXT, "slurm", "", "local: processes here", _one_of("slurm", "local")),
 ), "elastic": (
-    Key("min", INT, 1, "GPUs", "with fewer the run trains on, and is reported as short", COUNT),
-    Key("max", INT, 1, "GPUs", "never more, running and pending together", COUNT),
+    Key("min", INT, 1, "GPUs", "with fewer the run trains on, and is reported as short", GPUS),
+    Key("max", INT, 1, "GPUs", "never more, running and pending together", GPUS),
     Key("max_pending", INT, 8, "jobs", "of workers that wait in the queue at one time", COUNT),
     Key("max_failures", INT, 3, "crashes", "of the user's code in a row stop the run", COUNT),
     Key("backoff", TIME, "30s", "", "wait after a crash; doubles with every further one"),
@@ -150,7 +166,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("grad_clip", REAL, 1.0, "norm", "largest gradient norm; 0: no limit", NATURAL),
     Key("precision", TEXT, "float32", "", "of the passes", _one_of("float32", "bf16")),
     Key("device", TEXT, "auto", "", "auto: cuda if there is a GPU", _one_of("auto", "cpu", "cuda")),
-    Key("threads", INT, 0, "threads", "of torch on the CPU; 0: torch decides", NATURAL),
+    Key("threads", INT, 0, "threads", "of torch on the CPU; 0: torch decides", THREADS),
     Key("loader_workers", INT, 0, "processes", "of a rank, that load samples ahead", NATURAL),
     Key("validate_every", INT, 0, "steps", "in sync mode, to the task's validate(); 0: never",
         NATURAL),
@@ -189,7 +205,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
 ), "sync": (
     Key("global_batch_size", INT, 0, "samples", "of a step; 0: train.batch_size times elastic.max",
         NATURAL),
-    Key("sizes", INTS, [], "GPUs", "that a job may have, of all from min to max; empty: any"),
+    Key("sizes", INTS, [], "GPUs", "that a job may have, of all from min to max; empty: any",
+        ALL_COUNTS),
     Key("checkpoints", TEXT, "", "", "where run.command saves; empty: RUN/checkpoints"),
     Key("resume", TEXT, "", "", 'pattern below checkpoints of what {resume} may be ("ckpt*.pt"); '
         "empty: by the names that programs usually choose", BELOW),
@@ -206,7 +223,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("keep_every", INT, 0, "versions", "every Mth stays for good; 0: none", NATURAL),
     Key("min_free", SIZE, "1gb", "", "disk space needed to start; below it commits wait"),
 ), "health": (
-    Key("heartbeat", TIME, "2s", "", "between signs of life", POSITIVE),
+    Key("heartbeat", TIME, "2s", "", "between signs of life", BEAT),
     Key("lease", TIME, "15s", "", "silent so long: lost; at least two heartbeats", POSITIVE),
     Key("stall_after", TIME, "60s", "", "beating without a step so long: stalled", POSITIVE),
     Key("hang_timeout", TIME, "10m", "", "without a step so long: ended and replaced", POSITIVE),
@@ -227,7 +244,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("gpus_per_node", INT, 1, "GPUs", "that a job in sync mode takes of each node", COUNT),
     Key("gres", TEXT, "gpu", "", "name of the GPUs, with a type where needed: gpu:a100"),
     Key("cpus_per_gpu", INT, 0, "CPUs", "0: the partition's default", NATURAL),
-    Key("mem_per_gpu", TEXT, "", "", "as sbatch takes it (64G); empty: the partition's default"),
+    Key("mem_per_gpu", TEXT, "", "", "as sbatch takes it (64G); empty: the partition's default",
+        MEMORY),
     Key("master_cpus", INT, 0, "CPUs", "of the master's job; 0: the partition's default", NATURAL),
     Key("signal", TEXT, "", "", "before the time limit, as sbatch takes it (USR2@60); empty: none"),
     Key("options", LIST, [], "", "further sbatch options of workers"),
@@ -237,7 +255,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("url", TEXT, "", "", "of a server the site provides; empty: the master starts one"),
     Key("bind", TEXT, "auto", "", "address or interface; auto: the one that routes to the workers"),
     Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
-    Key("maxmemory", SIZE, "1gb", "", "of the master's server", POSITIVE),
+    Key("maxmemory", SIZE, "1gb", "", "of the master's server", ROOM),
     Key("tls", BOOL, False, "", "of the master's server, with a certificate that it makes itself"),
     Key("server", TEXT, "", "", "path of redis-server; empty: from PATH, a module, this venv"),
 ), "local_scheduler": (
@@ -261,6 +279,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
 # fmt: on
 
 
+MOST_DEEP = 16  # tables and arrays in one another
 _PASSWORD = re.compile(r"(?<=//).*(?=@)|(?<=password=)[^&]*")  # in a URL, and the user with it
 
 
@@ -376,7 +395,15 @@ def parse(kind: Kind, value: Any) -> Any:
         return kind.convert(number)
     got = {str: "string", bool: "boolean", int: "integer", list: "array", dict: "table"}
     name = got.get(type(value), type(value).__name__)
-    raise UsageError(f"expected {kind.expected}, got the {name} {toml_value(value)}")
+    raise UsageError(f"expected {kind.expected}, got the {name} {_brief(value)}")
+
+
+def _brief(value: Any) -> str:
+    """A value for a message."""
+    if type(value) is int and not _integer(value):
+        return f"of {value.bit_length()} bits, and 63 are the most"  # its digits may be too many
+    text = toml_value(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _written(kind: Kind, value: Any) -> Any:
@@ -409,15 +436,34 @@ _Layer = tuple[dict[str, Any], Mapping[str, str]]  # tables by section; "section
 
 def _read(path: Path) -> _Layer:
     try:
-        text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        tables = _parsed(text)
     except OSError as error:
         raise UsageError(f"cannot read {_shown(path)}: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
+    except UnicodeDecodeError:
+        what = f"{_shown(path)} is not TOML: no text in UTF-8"
+        raise UsageError(what, "save it as UTF-8") from None
+    except ValueError as error:
         raise UsageError(f"{_shown(path)} is not TOML: {error}") from error
     lines, shown = _line_numbers(text), _shown(path)
     names = [*tables, *(f"{s}.{k}" for s, t in tables.items() if isinstance(t, dict) for k in t)]
     return tables, {n: f"{shown}:{lines[n]}" if n in lines else shown for n in names}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """TOML of a depth that all who walk it can bear. ValueError: it is none."""
+    too_deep = ValueError(f"tables and arrays are nested deeper than {MOST_DEEP}")
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise too_deep from None
+    inside: list[Any] = [tables]
+    for _ in range(MOST_DEEP):
+        inside = [item for each in inside if isinstance(each, dict | list)
+                  for item in (each.values() if isinstance(each, dict) else each)]  # fmt: skip
+    if inside:
+        raise too_deep
+    return tables
 
 
 def _read_site(path: Path) -> _Layer:
@@ -444,10 +490,10 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
     tables: dict[str, dict[str, Any]] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
-        section, _, key = name.strip().partition(".")
-        if not (equals and key):
-            raise UsageError(f"not an override: {override!r}", hint="write section.key=value")
-        if name.strip() == "redis.url" and _PASSWORD.search(text):
+        section, _, key = map(str.strip, name.partition("."))
+        if not (equals and section and key and _text(override)):
+            raise UsageError(f"not an override: {override[:100]!r}", "write section.key=value")
+        if (section, key) == ("redis", "url") and _PASSWORD.search(text):
             raise UsageError("a password on the command line is no secret: redis.url",
                              "write it into the run's file, with mode 0600")  # fmt: skip
         is_text = any(row.name == key and row.kind is TEXT for row in KEYS.get(section, ()))
@@ -459,8 +505,8 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
 def _override_value(text: str, is_text: bool) -> Any:
     """A TOML value; quotes may be left out, and a key that takes text takes 02:00:00 as text."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = _parsed(f"value = {text}")["value"]
+    except ValueError:
         return text
     return text if is_text and not isinstance(value, str) else value
 
@@ -507,17 +553,26 @@ def _take(section: str, table: dict, places: Mapping, fields: dict) -> Iterator[
             yield f"{section}.{name}", f"{where}: {error.what}"
 
 
+def check_value(name: str, value: Any) -> None:
+    """Raise UsageError if the key "section.key" cannot be `value`."""
+    section, _, last = name.partition(".")
+    try:
+        _checked(next(key for key in KEYS[section] if key.name == last), value)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.what}") from None
+
+
 def _checked(key: Key, value: Any) -> Any:
     parsed = parse(key.kind, value)
     if key.check and not key.check.holds(parsed):
-        raise UsageError(f"must be {key.check.text}, is {toml_value(value)}")
+        raise UsageError(f"must be {key.check.text}, is {_brief(value)}")
     return parsed
 
 
 def _bad_section(section: str, table: Any, place: str) -> tuple[str, str]:
     legal = [*KEYS, "task"]
     if section in legal:
-        return section, f"{place}: {section} is a section, not a key; it is {toml_value(table)}"
+        return section, f"{place}: {section} is a section, not a key; it is {_brief(table)}"
     near, guess = _nearest(section, legal)
     return near, f"{place}: unknown section {section}{guess}; there are {', '.join(legal)}"
 
@@ -531,7 +586,7 @@ def _settle(values: dict[str, dict[str, Any]], path: Path) -> None:
     """Replace what is left open ("auto", an empty name) by what it comes to."""
     run, sgd, slurm = values["run"], values["local_sgd"], values["slurm"]
     run["name"] = run["name"] or path.stem
-    run["folder"] = str(path.resolve().parent / Path(run["folder"]).expanduser())
+    run["folder"] = str(path.resolve().parent / _path(run["folder"], "run.folder"))
     is_sparse, steps = sgd["compression"] == "topk", sgd["inner_steps"]
     if sgd["outer_lr"] == "auto":
         sgd["outer_lr"] = 1.0 if is_sparse else 0.7
@@ -557,9 +612,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (("run.name",), NAME.holds, f"run.name must be {NAME.text}, is {{}}"),
     (("elastic.min", "elastic.max"), lambda low, high: low <= high,
      "elastic.min ({}) is above elastic.max ({})"),
-    (("elastic.max", "slurm.gpus_per_worker", "run.scheduler"),
-     lambda high, needed, scheduler: scheduler == "local" or high >= needed,
-     "elastic.max ({}) is below slurm.gpus_per_worker ({})"),
+    (("elastic.max", "slurm.gpus_per_worker", "run.scheduler", "run.mode"),
+     lambda high, needed, where, mode: (where, mode) == ("local", "sync") or high >= needed,
+     "elastic.max ({}) is below slurm.gpus_per_worker ({}): not one worker fits"),
     (("train.epochs", "train.max_tokens", "run.command", "run.mode"),
      lambda epochs, tokens, command, mode: (command and mode == "sync")
      or bool(epochs) != bool(tokens),
@@ -642,15 +697,26 @@ def torch_program(name: str) -> list[str]:
 
 def runs_root() -> Path:
     """Where new run directories go: $ELASTIC_RUNS, else ./runs."""
-    return Path(env("ELASTIC_RUNS", "runs")).expanduser().absolute()
+    return _path(env("ELASTIC_RUNS", "runs"), "ELASTIC_RUNS").absolute()
 
 
 def registry_dir() -> Path:
     """The user's own state, links to runs among it: $ELASTIC_HOME_DIR, else ~/.elastic."""
-    folder = Path(env("ELASTIC_HOME_DIR", "~/.elastic")).expanduser().resolve()
+    folder = _path(env("ELASTIC_HOME_DIR", "~/.elastic"), "ELASTIC_HOME_DIR").resolve()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder", "remove it, or set ELASTIC_HOME_DIR")
     for each in filter(Path.exists, (folder, folder / "runs", folder / "local" / "jobs")):
         check_private(each)  # what is here is run
     return folder
+
+
+def _path(text: str, name: str) -> Path:
+    """`text`, which a setting of that name gives, with ~ and ~user replaced."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{name}: nobody knows whose home is meant in {text!r}",
+                         f"write the whole path into {name}") from None  # fmt: skip
 
 
 def site_path() -> Path:

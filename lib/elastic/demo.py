@@ -145,7 +145,7 @@ class Demo:
         pauses = [b["time"] - a["time"] for a, b in zip(commits, commits[1:], strict=False)]
         print(f"what the faults cost (a round usually takes {median(pauses):.1f} s)\n")
         report = self.chaos.report(self.began)
-        views.console().print(views.chaos_view(report))
+        views.show(views.chaos_view, report)
         print(f"\nthe run: {self.run.path}\nit took {time.time() - self.began:.0f} s")
         has_held = not report["audit"]["problems"] and not wrong and last < bound
         print("Through all of it, every sample was trained once, and nothing stopped."

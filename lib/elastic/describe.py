@@ -23,8 +23,9 @@ from elastic.codec import codec
 from elastic.errors import ElasticError, Exit
 from elastic.estimate import Model
 from elastic.layout import Layout
+from elastic.loading import check
 from elastic.replica import shapes
-from elastic.tasks import count_tokens, load_task
+from elastic.tasks import count_tokens, default_optimizer, load_task
 
 MOST_TRIED = 30_000_000  # parameters: seconds of two cores, 0.5 GB with gradients and the rest
 LACKING = (OSError, ImportError, MemoryError)
@@ -39,7 +40,9 @@ def measured(config, task) -> Model:
     """The task's model, which is not allocated."""
     with torch.device("meta"):
         model = task.model()
-    layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
+    if not (found := shapes(model)):
+        raise ElasticError("the model has no parameters that are trained")
+    layout = Layout.of(found, config.local_sgd.fragment_bytes)
     chosen = codec(config.local_sgd.compression)
     sizes = [chosen.size_bytes(fragment) for fragment in layout.fragments]
     return Model(
@@ -53,37 +56,41 @@ def measured(config, task) -> Model:
 def attempt(config, task, numel: int) -> str:
     """Do a worker's first step; why it was left out, or "". Raises the task's own errors."""
     try:
-        dataset = task.dataset()
-        batch = default_collate([dataset[index] for index in range(min(2, len(dataset)))])
+        dataset = check(task.dataset())
+        batch = default_collate([dataset[index] for index in (0, len(dataset) - 1)])
         if numel > MOST_TRIED:
             return f"{numel:,} parameters are too many to train here"
         torch.manual_seed(config.run.seed)
-        count_tokens(task, batch)
-        task.loss(task.model(), batch).backward()
+        tokens, model = count_tokens(task, batch), task.model()
+        if not isinstance(tokens, int) or tokens < 1:
+            raise ElasticError(f"tokens(batch) is {tokens!r}: an integer above 0 is needed")
+        make = getattr(task, "optimizer", None)
+        optimizer = make(model) if make else default_optimizer(model, config.train)
+        task.loss(model, batch).backward()
+        optimizer.step()
     except Exception as error:
-        if not _is_lacking(error, ElasticError):
+        if not _is_lacking(error):
             raise
         return str(error)
     return ""
 
 
-def _is_lacking(error: BaseException, *more: type) -> bool:
-    """Is it this machine's fault?"""
+def _is_lacking(error: BaseException) -> bool:
+    """Is it this machine's fault, or that of a model that cannot do without memory?"""
     cause = error.__cause__ or error
     wants_gpu = re.search("CUDA|NVIDIA", str(cause)) and not torch.cuda.is_available()
-    return isinstance(cause, (*LACKING, *more)) or bool(wants_gpu)
+    needs_memory = isinstance(cause, RuntimeError) and re.search(r"\b[Mm]eta\b", str(cause))
+    return isinstance(cause, LACKING) or bool(wants_gpu or needs_memory)
 
 
 def main() -> int:
     tries, (path, *settings) = "--try" in sys.argv, [a for a in sys.argv[1:] if a != "--try"]
-    excused: tuple = ()
     config = configuration.load(Path(path), settings)
     try:
         task = load_task(config.run.task, config.task, Path(config.run.folder))
-        excused = (ElasticError, RuntimeError)  # not every model can do without memory
-        model, excused = measured(config, task), ()
+        model = measured(config, task)
         untried = attempt(config, task, model.numel) if tries else ""
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         at = error.__traceback__
         while at.tb_next and at.tb_frame.f_code.co_filename == __file__:
             at = at.tb_next  # to the task's own frames
@@ -91,7 +98,8 @@ def main() -> int:
         print(error if isinstance(error, ElasticError) else said, file=sys.stderr)
         # A task whose own module is missing is missing everywhere.
         is_own = config.run.task.startswith(getattr(error.__cause__, "name", None) or ":")
-        return Exit.USAGE if tries and (is_own or not _is_lacking(error, *excused)) else Exit.ERROR
+        return Exit.USAGE if tries and (is_own or not _is_lacking(error)) else Exit.ERROR
+    print()  # what the task has printed may have no end of line
     print(json.dumps({"model": asdict(model), "untried": untried}))
     return Exit.OK
 

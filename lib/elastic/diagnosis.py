@@ -80,18 +80,22 @@ class Check(NamedTuple):
 
 
 def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
-    """One finding per check, in order."""
-    return [_finding(check, facts) for check in CHECKS]
+    """One finding per check, in order; of those that one thing is missing for, the first alone."""
+    found: dict[int, Finding] = {}
+    for at, check in enumerate(CHECKS):
+        needs = [facts[need] for need in check.needs.split() if not need.endswith("?")]
+        missing = next((fact for fact in needs if isinstance(fact, Unknown)), None)
+        found.setdefault(id(missing) if missing else at, _finding(check, facts, missing))
+    return list(found.values())
 
 
-def _finding(check: Check, facts: Mapping[str, Any]) -> Finding:
-    needs = [(need.rstrip("?"), need.endswith("?")) for need in check.needs.split()]
-    for name, is_optional in needs:
-        if isinstance(missing := facts[name], Unknown) and not is_optional:
-            verdict = FAIL if name == check.vital and not missing.meant else SKIP
-            return Finding(check.name, verdict, missing.why, check.why, missing.fix)
+def _finding(check: Check, facts: Mapping[str, Any], missing: Unknown | None) -> Finding:
+    if missing:
+        is_vital = facts.get(check.vital) is missing and not missing.meant
+        return Finding(check.name, FAIL if is_vital else SKIP, missing.why, check.why, missing.fix)
     try:
-        verdict, seen, fix = check.judge(*(facts[name] for name, _ in needs))
+        needs = [facts[need.rstrip("?")] for need in check.needs.split()]
+        verdict, seen, fix = check.judge(*needs)
     except (ValueError, KeyError, IndexError) as error:  # Slurm, or a setting, said what none does
         verdict, seen, fix = SKIP, f"not understood: {type(error).__name__}: {error}", ""
     return Finding(check.name, verdict, seen, check.why, fix)

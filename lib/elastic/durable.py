@@ -195,7 +195,7 @@ def read_json(path: Path) -> dict | None:
         data = json.loads(insist(path.read_bytes))
     except FileNotFoundError:
         return None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ElasticError(f"damaged file: {path}: {error}", "restore it, or remove it") from None
     if not isinstance(data, dict):
         raise ElasticError(f"damaged file: {path}: not a JSON table", "restore it, or remove it")

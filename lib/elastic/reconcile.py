@@ -16,6 +16,7 @@ import fcntl
 import os
 import statistics
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -115,6 +116,9 @@ def _errors_of(run: RunDir, report: PassReport) -> Iterator[None]:
         yield
     except (ElasticError, OSError) as error:
         report.errors.append(f"{run.name}: error: {error}")
+    except Exception as error:  # what no reader has foreseen
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        report.errors.append(f"{run.name}: error: {error!r}, in {where.name}: a fault of Elastic")
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ from elastic.durable import (
     write_atomic,
 )
 from elastic.errors import ElasticError, Fenced, TryAgain, UsageError
+from elastic.estimate import size
 from elastic.membership import NAME
 from elastic.rounds import Header
 
@@ -59,7 +60,7 @@ NUMBER = (int, float)
 KINDS = {name: kind for kind, names in (
     (NUMBER, "time started ended submitted seconds stall_s delivered loss"),
     (int, "slot attempt base version step steps tokens epoch master_epoch workers min max port"),
-    (int, "gpus code dataset_samples epochs total_tokens"),
+    (int, "gpus code dataset_samples epochs total_tokens world"),
     (str, "kind role job_id node reason outcome state mode host url certificate layout writer"),
     (str, "detail fault"),
     (list, "samples deltas files"),
@@ -68,6 +69,7 @@ KINDS = {name: kind for kind, names in (
 CONTROL, ENDPOINT, ENDING = "mode state min max", "host port epoch", (
     "job_id role slot time started state")
 COMMIT = "version master_epoch time tokens samples deltas"
+LOGS = {"events.jsonl": "time kind", "metrics.jsonl": "time step seconds tokens attempt world loss"}
 DELTA = "slot attempt steps tokens samples"
 MORE = {"start": "role slot attempt job_id", "ended": "role slot outcome reason", "join": "slot",
         "end": "role slot job_id outcome reason gpus submitted ended", "master": "epoch",
@@ -307,7 +309,7 @@ class RunDir:
 
     def events(self, last: int = 0) -> list[dict]:
         """The newest `last` events (all of them for 0), oldest first."""
-        return [e for e in self.lines("events.jsonl", last) if not fault(e, "time kind")]
+        return self.lines("events.jsonl", last)
 
     def lines(self, name: str, last: int = 0) -> list[dict]:
         """The newest records of a log of JSON lines."""
@@ -320,9 +322,10 @@ class RunDir:
             return []
         records = []
         for line in lines[-last:]:
-            with contextlib.suppress(ValueError):  # a torn line, by a full disk for one
+            # A torn line, by a full disk for one; or whatever else somebody has put there.
+            with contextlib.suppress(ValueError, RecursionError):
                 records.append(json.loads(line))
-        return [record for record in records if not fault(record)]
+        return [record for record in records if not fault(record, LOGS.get(name, ""))]
 
     def log_path(self, role: str, slot: int) -> Path:
         name = "master.log" if role == "master" else f"{role}-{slot:04d}.log"
@@ -371,7 +374,8 @@ class RunDir:
         free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
         if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
             return ""
-        left = f"{free} bytes and {files} inodes are free, checkpoint.min_free = {least_bytes}"
+        left = f"{size(free)} and {files} inodes are free"
+        left += f", checkpoint.min_free = {size(least_bytes)}"
         return f"no space on the filesystem of {self.path} ({left}): remove files there"
 
 
@@ -448,10 +452,10 @@ def registered() -> list[RunDir]:
     return [RunDir(link.resolve()) for link in links if (link / "control.json").exists()]
 
 
-def find(name_or_path: str) -> RunDir:
+def find(name_or_path: str, what: str = "run") -> RunDir:
     """The run of that name or directory. UsageError names the runs there are."""
     for path in (configuration.registry_dir() / "runs" / name_or_path, Path(name_or_path)):
         if os.path.exists(path / "control.json"):  # False for a name that no path can have
             return RunDir(path.resolve())
     names = ", ".join(run.name for run in registered()) or "none"
-    raise UsageError(f"no such run: {name_or_path!r}", f"runs: {names}")
+    raise UsageError(f"no such {what}: {name_or_path!r}", f"runs: {names}")

@@ -65,10 +65,11 @@ def described(
     if found.returncode == Exit.USAGE:
         said = "\n".join(["the task fails:", *lines[-SAID_LINES:]])
         raise ElasticError(said, "mend it; --no-try, if it can only work on a compute node")
-    if found.returncode:
+    answers = [line for line in found.stdout.splitlines() if line.startswith('{"model": ')]
+    if found.returncode or not answers:  # its task may print, and end the process, too
         said = [line for line in lines if not line.startswith("  hint: ")]
         return None, *[said[-1] if said else f"exit {found.returncode}"] * 2
-    answer = json.loads(found.stdout.splitlines()[-1])  # its task may print, too
+    answer = json.loads(answers[-1])
     return estimate.Model(**answer["model"]), "", answer["untried"]
 
 
@@ -123,7 +124,7 @@ def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:
 
 
 def _check_root(root: Path, config: Config) -> None:
-    there = next(path for path in (root, *root.parents) if path.exists())
+    there = next(path for path in (root, *root.parents) if os.path.lexists(path))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise ElasticError(
             f"cannot write to {there}", "set ELASTIC_RUNS to a folder on the shared filesystem"

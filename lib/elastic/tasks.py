@@ -258,7 +258,8 @@ def text_files(root: Path, pattern: str = "*") -> list[str]:
     """The files below root, as sorted relative names, but for hidden ones."""
     if not root.is_dir():
         hint = 'give an absolute path that every node sees, or "stdlib"'
-        raise ElasticError(f"[task] data = {str(root)!r} is not a folder (in {Path.cwd()})", hint)
+        what = f"[task] data = {str(root)!r} is not a folder (in {Path.cwd()})"
+        raise ElasticError(what, hint) from NotADirectoryError()
     paths = (path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
     return sorted(p.as_posix() for p in paths if not any(x.startswith(".") for x in p.parts))
 
@@ -317,7 +318,7 @@ class TokenFile:
         try:
             size, each = path.stat().st_size, self.dtype.itemsize
         except OSError as error:
-            raise ElasticError(f"token file {path}: {error.strerror}") from None
+            raise ElasticError(f"token file {path}: {error.strerror}") from error
         if size % each:
             what = f"token file {path}: {size} bytes are no multiple of {each}, as {dtype} needs"
             raise ElasticError(what, hint="is the file complete, and is [task] dtype right?")

@@ -15,6 +15,8 @@ from elastic.goodput import IDLE_AT_THE_END, Allocation, Work
 from elastic.played import Change
 from elastic.rundir import RunDir
 
+MOST_MS = 366 * 86400 * 1000
+
 
 def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
     """The changes of a trace file, an events.jsonl or a run; and how many seconds it has."""
@@ -23,8 +25,10 @@ def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
         changes = sorted(_of_lines(path, gpus_per_node), key=lambda change: change.at)
         end = changes[-1].at if changes else 0.0
     else:
-        run = RunDir(path.resolve().parent) if path.is_file() else rundir.find(source)
-        events = run.lines(path.name) if path.is_file() else run.events()
+        is_file = path.is_file()
+        run = RunDir(path.resolve().parent) if is_file else rundir.find(source, "file or run")
+        lines = run.lines(path.name if is_file else "events.jsonl")
+        events = [line for line in lines if not rundir.fault(line, "time kind")]
         changes, end = of_events(events, run.endings(), gpus_per_node)
     if not end or not any(change.gpus for change in changes):
         what = "no end" if not end else "no GPUs: nothing is added in it"
@@ -33,12 +37,14 @@ def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
 
 
 def _of_lines(path: Path, gpus: int) -> Iterator[Change]:
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8-sig", "replace").splitlines(), 1):
         try:
             milliseconds, verb, node = line.split(",")
+            if not 0 <= int(milliseconds) <= MOST_MS:
+                raise ValueError("no time of a trace")
             yield Change(int(milliseconds) / 1000, node, {"add": gpus, "remove": 0}[verb])
         except (ValueError, KeyError):
-            raise UsageError(f"{path}:{number}: {line[:80]!r} is no change of a trace",
+            raise UsageError(f"{path}:{number}: {line[:80]!r} is no change of a trace of a year",
                              "a line is MILLISECONDS,add|remove,NODE") from None  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -34,21 +35,29 @@ MOST_ROWS, MOST_EVENTS = 24, 8  # of workers; where nobody scrolls a screen has 
 HEAD_LINES, ROOMY_LINES = 14, 32  # what a run takes without its tables; a screen with space
 
 
-def console() -> Console:
-    """A console on standard output that leaves words and numbers uncoloured by itself."""
-    return Console(highlight=False)
+def console(**settings: Any) -> Console:
+    """A console on standard output. A string is words: nothing in it is markup, emoji or colour."""
+    return Console(highlight=False, markup=False, emoji=False, **settings)
+
+
+def show(view: Callable[[Any], RenderableType], data: Any) -> None:
+    """Print a view of data in which anybody's words may be."""
+    console().print(view(wording.plain(data)))
 
 
 @contextmanager
-def live() -> Iterator[Callable[[Callable[[int], RenderableType]], None]]:
-    """A screen that is redrawn with what the yielded function is given: a view of its height."""
+def live(view: Callable[[Any, int], RenderableType]) -> Iterator[Callable[[Any], None]]:
+    """A screen that is redrawn with a view, of its height, of the data that the yielded function
+    is given."""
     with Live(console=console(), auto_refresh=False, vertical_overflow="crop") as screen:
-        yield lambda view: screen.update(view(screen.console.height), refresh=True)
+        yield lambda data: screen.update(
+            view(wording.plain(data), screen.console.height), refresh=True
+        )
 
 
 def busy(what: str) -> AbstractContextManager:
     """Says on a terminal that something is under way, for as long as it is."""
-    return Console(stderr=True).status(f"{escape(what)} …")
+    return console(stderr=True).status(Text(f"{what} …"))
 
 
 @contextmanager
@@ -56,7 +65,7 @@ def progress() -> Iterator[Callable[[tuple[float, str]], None]]:
     """A bar on a terminal, moved by (share done, words); elsewhere nothing."""
     from rich.progress import Progress  # which takes longer to import than most commands run
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda done: bar.update(task, completed=done[0], description=escape(done[1]))
 
@@ -73,8 +82,8 @@ def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
     for seen in observations[:most]:
         limits = f"{_alive_gpus(seen)} of {seen['min']}..{seen['max']}"
         table.add_row(
-            escape(seen["run"]), _state(seen["state"]), _number(seen["version"]),
-            si(seen["tokens"]), _number(seen["loss"], LOSS), limits, escape(seen["reason"]),
+            seen["run"], _state(seen["state"]), _number(seen["version"]),
+            si(seen["tokens"]), _number(seen["loss"], LOSS), limits, seen["reason"],
         )  # fmt: skip
     left = len(observations) - most
     notes = [f"and {left} more"] if left > 0 else []
@@ -116,16 +125,16 @@ def _summary(seen: dict, height: int) -> RenderableType:
         alive += f" · {seen['preemptions_per_h']:.0f} preemptions/h"
     space = not 0 < height < ROOMY_LINES
     for name, text in (
-        (escape(seen["run"]), f"{_state(seen['state'])} · mode {seen['mode']}"),
-        ("", escape(seen["summary"])),
+        (seen["run"], _state(seen["state"]) + f" · mode {seen['mode']}"),
+        ("", seen["summary"]),
         ("progress", " ".join([_bar(seen["tokens"], seen["tokens_goal"]), numbers]).strip()),
         ("round", _round(seen)),
         ("loss", sparkline([loss for _, loss in seen["losses"]])),
         ("workers", alive if seen["workers"] or seen["state"] in ("running", "waiting") else ""),
         ("deltas", _transport(seen) if space else ""),
-        ("why", escape(seen["reason"])),
-        ("waits", escape(_waits(wording.awaited(seen)))),
-        ("where", escape(seen["path"]) if space else ""),
+        ("why", seen["reason"]),
+        ("waits", _waits(wording.awaited(seen))),
+        ("where", seen["path"] if space else ""),
     ):
         if text:
             rows.add_row(name, text)
@@ -153,7 +162,7 @@ def _waits(jobs: Sequence[dict]) -> str:
 def _transport(seen: dict) -> str:
     if seen["mode"] != "local" or not seen.get("transport"):
         return ""
-    return escape(f"through {seen['transport']}: {seen['transport_reason']}")
+    return f"through {seen['transport']}: {seen['transport_reason']}"
 
 
 def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[RenderableType]:
@@ -164,8 +173,8 @@ def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[Render
     telling = sorted(workers, key=lambda w: (w["state"] == "training", w["tokens_per_s"]))[:most]
     for worker in sorted(telling, key=lambda each: each["slot"]):
         table.add_row(
-            str(worker["slot"]), str(worker["attempt"]), escape(str(worker["job_id"])),
-            escape(worker["node"]), _state(worker["state"]),
+            str(worker["slot"]), str(worker["attempt"]), str(worker["job_id"]),
+            worker["node"], _state(worker["state"]),
             _number(None if worker["version"] == -1 else worker["version"]),
             str(worker["step"]), si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
         )  # fmt: skip
@@ -177,9 +186,7 @@ def _jobs_table(jobs: Sequence[dict], most: int) -> list[RenderableType]:
     table = _table("job", "role", ">slot", "scheduler says", "because")
     for job in jobs[:most]:
         reason = "" if job["reason"] in ("None", "none") else job["reason"]
-        table.add_row(
-            escape(str(job["job_id"])), job["role"], str(job["slot"]), job["state"], escape(reason)
-        )
+        table.add_row(str(job["job_id"]), job["role"], str(job["slot"]), job["state"], reason)
     left = len(jobs) - most
     return [table, *([f"and {left} more jobs that do not run"] if left > 0 else [])]
 
@@ -215,8 +222,8 @@ def audit_view(run: str, report: dict) -> RenderableType:
     ]
     parts += [Text(f"wrong: {problem}", style="red") for problem in report["problems"]]
     state = "finished" if report.get("finished") else "not finished"
-    verdict = _state("WRONG") if report["problems"] else report.get("unknown") or _state("ok")
-    parts.append(f"audit of {escape(run)} ({state}): {verdict}")
+    verdict = _state("WRONG" if report["problems"] else report.get("unknown") or "ok")
+    parts.append(Text(f"audit of {run} ({state}): ") + verdict)
     return Group(*parts)
 
 
@@ -236,7 +243,7 @@ def chaos_view(report: dict) -> RenderableType:
                  f"{si(report['tokens_per_s'])} {report['audit'].get('unit', 'tokens')}/s"
                  + (f", {report['kept']:.1%} of those without faults" if kept else ""))  # fmt: skip
     if report["worst"]:
-        parts.append(f"the longest to recover from: {escape(report['worst'])}")
+        parts.append(f"the longest to recover from: {report['worst']}")
     return Group(*parts, "", audit_view(report["run"], report["audit"]))
 
 
@@ -247,11 +254,11 @@ def doctor_view(report: dict) -> RenderableType:
         rows.add_column(**width)
     for check in report["checks"]:
         verdict = check["verdict"]
-        rows.add_row(_state(verdict), check["check"], escape(check["seen"]))
+        rows.add_row(_state(verdict), check["check"], check["seen"])
         if verdict in ("WARN", "FAIL"):
-            rows.add_row("", Text("why", style="dim"), escape(check["why"]))
+            rows.add_row("", Text("why", style="dim"), check["why"])
         if check["fix"]:
-            rows.add_row("", Text("to do", style="dim"), escape(check["fix"]))
+            rows.add_row("", Text("to do", style="dim"), check["fix"])
     counts = [f"{report[verdict]} {verdict}" for verdict in VERDICTS if report[verdict]]
     return Group(rows, "", f"{len(report['checks'])} checks: {', '.join(counts)}")
 
@@ -297,7 +304,7 @@ def validation_view(found: dict, curves: dict) -> RenderableType:
     for row in found["verdicts"]:
         table.add_row(row["arm"], LOSS.format(row["loss"]), _number(row["spread"], LOSS),
                       _number(row["gap"], "{:+.3f}"), _number(row["bound"], "{:+.3f}"),
-                      escape(row["words"]))  # fmt: skip
+                      row["words"])  # fmt: skip
     drawn = [Text(f"{arm}: training loss {sparkline(curve)}") for arm, curve in curves.items()]
     return Group(*drawn, "", table, "", Text(f"runs: {found['runs']}"))
 
@@ -332,8 +339,9 @@ def _bar(done: float, most: float | None, width: int = 16) -> str:
     """How much of it is done; empty where nobody knows how much it will be."""
     if not most:
         return ""
-    full = round(min(1.0, done / most) * width)
-    return f"{'━' * full}{'╌' * (width - full)} {min(1.0, done / most):.0%}"
+    share = max(0, min(done, most)) / most
+    full = round(share * width)
+    return f"{'━' * full}{'╌' * (width - full)} {share:.0%}"
 
 
 def _table(*columns: str) -> Table:
@@ -353,9 +361,8 @@ def _alive_gpus(seen: dict) -> int:
     return seen["gpus"] * len(_alive(seen)) // max(1, len(seen["workers"]))
 
 
-def _state(state: str) -> str:
-    style = STATE_STYLES.get(state)
-    return f"[{style}]{state}[/{style}]" if style else escape(state)
+def _state(state: str) -> Text:
+    return Text(state, style=STATE_STYLES.get(state, ""))
 
 
 def _number(value: float | None, form: str = "{}") -> str:

@@ -64,6 +64,11 @@ PENDING = (
 )
 
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# What a terminal obeys, or what turns the direction of reading: C0 but for tab and end of line,
+# DEL, C1, marks of direction, separators, halves of characters.
+_OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e"
+                     "\u2066-\u2069\ud800-\udfff]")  # fmt: skip
 RANK = re.compile(r"^\[rank\d+\]: ?")  # as torchrun begins a line
 ERROR = re.compile(r"(?!srun: )\S.*(\berror: |\[Errno |: command not found)|\w*(Error|Exception)\b")
 LAUNCHED = re.compile(r"ChildFailedError|CalledProcessError")  # torchrun's, of its ranks' crash
@@ -81,7 +86,7 @@ def event_words(event: Mapping[str, Any]) -> str:
         return STARTED.format_map(_Fields(event))
     if kind not in EVENTS:
         rest = (f"{name}={brief(v)}" for name, v in event.items() if name not in ("time", "kind"))
-        return " ".join([kind, *rest])
+        return one_line(" ".join([str(kind), *rest]))
     if kind == "lost" and "reason" in event:  # it said so itself
         kind = "crash"
     words = EVENTS[kind]
@@ -122,9 +127,19 @@ def brief(value: object) -> str:
     return one_line(f"{value:.4g}" if isinstance(value, float) else str(value), 100)
 
 
+def plain(words: Any) -> Any:
+    """Anybody's words (a string, or data with strings in it) as a terminal may show them: without
+    colours, and with a mark where a control character was."""
+    if isinstance(words, str):
+        return _OBEYED.sub("\ufffd", _COLOUR.sub("", words))
+    if isinstance(words, dict):
+        return {plain(name): plain(value) for name, value in words.items()}
+    return [plain(each) for each in words] if isinstance(words, list | tuple) else words
+
+
 def one_line(text: str, most: int = 300) -> str:
     """Anybody's words in at most so many characters."""
-    text = " ".join(text.split())
+    text = plain(" ".join(text.split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
