@@ -401,7 +401,8 @@ def fault(record: object, needed: str = "") -> str:
     for name in KINDS.keys() & (names | record.keys()):
         value, kind = record.get(name), KINDS[name]
         sound = isinstance(value, kind) and not isinstance(value, bool)
-        sound = sound and (kind not in (int, NUMBER) or abs(value) < 2**62)
+        is_loss = name == "loss" and isinstance(value, float)  # one that is not finite is said
+        sound = sound and (is_loss or kind not in (int, NUMBER) or abs(value) < 2**62)
         if not sound and (value is not None or name in names or name not in ("loss", "started")):
             return f"{name} is {str(value)[:80]!r}" if name in record else f"no {name} in it"
     # A trainer's metrics have positions instead.
