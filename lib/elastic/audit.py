@@ -99,9 +99,14 @@ def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
     for path in sorted((run_dir / "checkpoints").glob("step-*.json")):
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # pruned
             records.append(json.loads(path.read_text()))
-    needed = "tokens samples deltas"
-    ours = (each for each in records if not (fault(each) or fault(each.get("extra"), needed)))
+    ours = [r for r in records if not (fault(r, "step extra") or _extra_fault(r["extra"]))]
     return [record for record in ours if record["extra"].get("base_version", 0) == base]
+
+
+def _extra_fault(extra: dict) -> str:
+    """Of what a checkpoint's record would say in a commit; its `state`, a trainer's, is a table."""
+    named = {name: value for name, value in extra.items() if name != "state"}
+    return fault(named, "tokens samples deltas")
 
 
 def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:

@@ -63,7 +63,7 @@ KINDS = {name: kind for kind, names in (
     (int, "gpus code dataset_samples epochs total_tokens world"),
     (str, "kind role job_id node reason outcome state mode host url certificate layout writer"),
     (str, "detail fault"),
-    (list, "samples deltas files"),
+    (list, "samples deltas files"), (dict, "extra"),
 ) for name in names.split()}  # fmt: skip
 # What is always there; and in an event or the record of a job, by its kind or its state.
 CONTROL, ENDPOINT, ENDING = "mode state min max", "host port epoch", (
