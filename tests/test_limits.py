@@ -92,7 +92,7 @@ def disk(request, tmp_path: Path) -> Iterator[Disk]:
     try:
         if request.param == "bytes":
             mount(folder, *tmpfs, "size=24m")
-            yield Disk(folder, " bytes and ")
+            yield Disk(folder, " B and ")
         elif request.param == "inodes":
             mount(folder, *tmpfs, "size=24m,nr_inodes=600")
             yield Disk(folder, " inodes are free", fills_files=True)

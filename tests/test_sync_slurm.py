@@ -215,11 +215,15 @@ def test_a_job_whose_first_node_dies_is_followed_at_once(new_sandbox, tmp_path):
     cluster.trains_on(3)
     job = cluster.running()
     cluster.box.kill_node(expand_hostlist(job.node)[0])
-    cluster.until(lambda: cluster.running().node == "n[2-3]", "Slurm to see it")
+
+    def cancelled() -> list[str]:
+        told = [e for e in cluster.run.events() if e["kind"] == "cancel"]
+        return [e["reason"] for e in told if e["job_id"] == job.job_id]
+
+    assert cluster.until(cancelled, "Slurm and a pass to see it") == [
+        "the node of its script is gone"
+    ]
     cluster.trains_on(2)
-    assert cluster.running().job_id != job.job_id
-    (reason,) = [e["reason"] for e in cluster.run.events() if e["kind"] == "cancel"]
-    assert reason == "the node of its script is gone"
 
 
 def test_nodes_that_make_no_size_that_is_allowed_are_given_back(new_sandbox, tmp_path):

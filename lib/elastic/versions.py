@@ -14,6 +14,7 @@ whoever reads the commit next (`settle`), which names the writer.
 
 import contextlib
 import errno
+import re
 import shutil
 from pathlib import Path
 
@@ -171,7 +172,8 @@ def save_tensors(tensors: dict, path: Path, metadata: dict[str, str] | None = No
         save_file(tensors, path, metadata)
         path.chmod(0o644)
     except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(path)) from None
+        told = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(told[1]) if told else errno.EIO, str(error), str(path)) from None
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
