@@ -18,7 +18,8 @@ from elastic.versions import Draft, read_exactly, read_layout, read_params
 
 SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
 FRAGMENT_BYTES = 64  # three fragments: 12, 5 and 13 elements
-COMMIT = {"tokens": 0, "total_tokens": 1000}
+COMMIT = {"tokens": 0, "total_tokens": 1000, "master_epoch": 1, "time": 0.0, "samples": [],
+          "deltas": []}  # fmt: skip
 
 
 def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:

@@ -282,7 +282,7 @@ def delivered(run) -> tuple[RunDir, list[Worker]]:
     create_version_0(run)
     workers = [Worker(run, slot) for slot in (0, 1)]
     go_on(run, workers, lambda: run.newest_version() == 1)
-    store = Store.open(run)
+    store = Store.open(run, role="master")
     go_on(run, workers, lambda: all(worker.header and worker.base == 1 for worker in workers))
     assert store.offers([1])[1].keys() == {"0:1", "1:1"}
     store.close()

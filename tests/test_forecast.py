@@ -300,7 +300,7 @@ def test_events_in_a_file_of_any_name_are_a_trace(tmp_path):
     key = {"role": "worker", "slot": 0, "job_id": "1"}
     events = [{"kind": "submit", "time": 10},
               {"kind": "end", "time": 30, "submitted": 10, "started": 12, "ended": 25, "gpus": 1,
-               "outcome": "killed", **key}]  # fmt: skip
+               "outcome": "killed", "reason": "", **key}]  # fmt: skip
     (tmp_path / "copy.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
     changes, end = trace.read(str(tmp_path / "copy.jsonl"), 1)
     assert ([(each.at, each.gpus) for each in changes], end) == ([(2, 1), (15, 0)], 20)

@@ -131,9 +131,8 @@ def test_an_ended_job_is_forgotten_in_the_end_and_its_id_is_not_used_again(site,
 
 def test_ids_that_the_run_has_seen_are_not_used_again_when_the_state_directory_was_lost(site):
     (site.folder / "exit").mkdir()
-    (site.folder / "exit" / "1.json").write_text("{}")
-    (site.folder / "exit" / "2.json").write_text('{"state": "ended"}')
-    (site.folder / "exit" / "1.json").write_text('{"state": "ended"}')
+    for job_id in ("1", "2"):
+        (site.folder / "exit" / f"{job_id}.json").write_text('{"state": "ended"}')
     assert site.submit() == "3"
 
 

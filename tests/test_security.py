@@ -486,7 +486,7 @@ def test_what_sbatch_gets_is_words_and_no_shell_reads_them(make_config, tmp_path
     """A recorder in sbatch's place, then the batch script itself with what it was handed."""
     place = tmp_path / HOSTILE.replace("/", "").replace("\n", "")
     place.mkdir()
-    keys = ("partition", "account", "qos", "time", "exclude", "mem_per_gpu", "gres")
+    keys = ("partition", "account", "qos", "time", "exclude", "gres")
     config = make_config(*(f"slurm.{key}={json.dumps(HOSTILE)}" for key in keys))
     bin_ = tmp_path / "bin"
     bin_.mkdir()

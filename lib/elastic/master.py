@@ -13,6 +13,7 @@ higher epoch, leaves and changes nothing more.
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -523,7 +524,8 @@ class Master:
         rule, reason = reason.partition(":")[0], reason[:MOST_REASON]
         self._round.rejected[rule] = self._round.rejected.get(rule, 0) + 1
         self._round.seen.pop((base, name), None)
-        slot, attempt = map(int, name.split(":"))  # only workers of this run have sealed one
+        is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
+        slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
         self._store.set_verdict(name, {"base": base, "reason": reason})
         self._store.drop_offers(base, [name])
         self._event("reject", slot=slot, attempt=attempt, base=base, reason=reason)

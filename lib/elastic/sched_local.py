@@ -119,7 +119,7 @@ class LocalScheduler:
     def _new_id(self, spec: JobSpec) -> str:
         """The next number that neither this directory nor the run has seen."""
         number = (read_json(self.state / "last.json") or {"id": 0})["id"] + 1
-        while RunDir(spec.run_dir).ending(str(number)):
+        while (spec.run_dir / "exit" / f"{number}.json").exists():
             number += 1
         write_atomic(self.state / "last.json", to_json({"id": number}))
         return str(number)

@@ -73,6 +73,7 @@ class MemoryRun(RunDir):
 
     def __init__(self, world: "Jobs"):
         super().__init__(Path("/nowhere/run-a"))
+        self.private = self.path
         self.world, self.records = world, {}
         self.wanted = Control("local", "running", 1, 3)
         self.is_done = self.has_failed = None

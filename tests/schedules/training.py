@@ -94,6 +94,7 @@ class MemoryRun(RunDir):
 
     def __init__(self, world: "Training"):
         super().__init__(Path("/nowhere/run-a"))
+        self.private = self.path
         self.world = world
         self.epochs, self.attempts = 0, {}
         self.linked: dict[int, str] = {}
