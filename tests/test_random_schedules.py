@@ -58,7 +58,7 @@ def over_schedules(count: int, length: int, play: Callable) -> None:
         except Violation as violation:
             for line in violation.log:
                 note(line)
-            raise
+            raise AssertionError(str(violation)) from violation
 
     each()
     print(f"{len(played)} schedules, {sum(played) / len(played):.0f} operations in the mean")

@@ -15,8 +15,8 @@ class Killed(BaseException):
     """SIGKILL: nothing that the program would still do has an effect."""
 
 
-class Violation(AssertionError):
-    """The world has seen something that must never happen."""
+class Violation(BaseException):
+    """The world has seen something that must never happen: no program catches it."""
 
 
 def must(condition: object, what: str) -> None:

@@ -264,7 +264,8 @@ class Jobs:
 
     def reconcile(self) -> Slurm:
         slurm = Slurm(self)
-        run_pass([self.run], self.now, scheduler=lambda *_: slurm)
+        report = run_pass([self.run], self.now, scheduler=lambda *_: slurm)
+        must(not any("a fault of Elastic" in each for each in report.errors), str(report.errors))
         return slurm
 
     def on_pass(self, how: int) -> str:
