@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from elastic import transport_fs
 from elastic.averaging import Averager
 from elastic.codec import CODECS
 from elastic.ledger import Ledger
@@ -183,7 +184,7 @@ def test_names_and_numbers_that_are_none_stop_no_master(store, master):
 SPECIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, -0.0, 0.0, 1.0]
 # What was done to a fragment -> the first words of what the master may say; "" is a finite delta.
 SAID = {
-    "truncated": {"truncated"}, "longer": {"truncated"}, "missing": {"truncated", "unreadable"},
+    "truncated": {"truncated", "unreadable"}, "longer": {"truncated"}, "missing": {"truncated", "unreadable"},
     "altered": {"altered"}, "lying": {"altered"}, "another dtype": {"truncated", "non-finite", ""},
     "noise": {"non-finite", ""}, "special": {"non-finite", ""}, "good": {""},
 }  # fmt: skip
@@ -221,8 +222,9 @@ def spoilt(draw: random.Random, kind: str, good: bytes) -> tuple[bytes | None, F
 
 
 @pytest.fixture(params=["filesystem", "redis"])
-def deltas(request, make_run, store):
+def deltas(request, make_run, store, monkeypatch):
     """deltas(compression) -> rounds whose deltas travel so, and what stores a fragment's bytes."""
+    monkeypatch.setattr(transport_fs, "AGAIN_S", (0.0,))  # a second look helps nobody here
 
     def make(compression: str):
         transport = request.param
@@ -271,8 +273,8 @@ def test_broken_bytes_are_refused_and_a_good_delta_is_merged_as_ever(deltas, com
         seen.add((kind, said))
     put(name, good)
     expected = {(kind, said) for kind, words in SAID.items() for said in words}
-    if compression == "none":  # what is missing, each transport misses in its own way
-        assert len(expected - seen) == 1
+    if compression == "none":  # what is missing or empty, each transport misses in its own way
+        assert len(expected - seen) <= 2
     assert peak.grown() < MORE_MEMORY
     checked = averager.check(header)
     assert not checked.refused
