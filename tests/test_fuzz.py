@@ -184,7 +184,8 @@ def test_names_and_numbers_that_are_none_stop_no_master(store, master):
 SPECIAL = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, -0.0, 0.0, 1.0]
 # What was done to a fragment -> the first words of what the master may say; "" is a finite delta.
 SAID = {
-    "truncated": {"truncated", "unreadable"}, "longer": {"truncated"}, "missing": {"truncated", "unreadable"},
+    "truncated": {"truncated", "unreadable"}, "longer": {"truncated"},
+    "missing": {"truncated", "unreadable"},
     "altered": {"altered"}, "lying": {"altered"}, "another dtype": {"truncated", "non-finite", ""},
     "noise": {"non-finite", ""}, "special": {"non-finite", ""}, "good": {""},
 }  # fmt: skip
@@ -251,7 +252,9 @@ def first_header(rounds: Rounds, put) -> tuple[Header, str, bytes]:
     """A good delta of one worker, in place, and its only fragment's name and bytes."""
     header = rounds.put(0, torch.full((12,), 0.5), tokens=4)
     name = fragment_name(header.key, 0)
-    good = (rounds.run.path / "deltas" / name).read_bytes()
+    path = rounds.run.path / "deltas" / name
+    good = path.read_bytes()
+    path.unlink()
     put(name, good)
     return header, name, good
 
@@ -286,7 +289,7 @@ def test_of_a_fragment_of_a_gigabyte_where_a_few_bytes_belong_nothing_is_read(de
     rounds, put, _ = deltas("none")
     header, name, _ = first_header(rounds, put)
     path = rounds.run.path / "deltas" / name
-    with path.open("r+b") as file:
+    with path.open("ab") as file:
         file.truncate(1 << 30)
     key = store._key("delta", f"{name}:0")
     if rounds.config.local_sgd.transport == "redis":
