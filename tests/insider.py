@@ -123,12 +123,10 @@ class Insider:
         pointer = {"slot": 0, "version": 10**6, "path": "../../../etc/passwd", "entries": [{}]}
         self.client.hset(f"{self.key}inner", self.owner()[0], self.seal(json.dumps(pointer)))
 
-    def change_bytes(self) -> None:
-        """Of a delta on its way: its key follows from numbers."""
-        slot, attempt = self.owner()
-        base = self.draw.randrange(VERSIONS)
-        key = f"{self.key}delta:{base:06d}/{max(0, slot):04d}.{attempt}.000:0"
-        self.client.set(key, self.draw.randbytes(self.draw.choice([1, 1000])), px=60_000)
+    def fill_memory(self) -> None:
+        """With what nobody reads, until there is no room for a heartbeat."""
+        key = f"{self.key}offers:{self.draw.randrange(10**6)}"
+        self.client.hset(key, "x", self.draw.randbytes(1 << 20))
 
     def cry_out(self) -> None:
         words = [self.draw.choice([b"leave 0", b"offer \xff", b"x" * 1000]) for _ in range(300)]

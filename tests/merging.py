@@ -12,8 +12,7 @@ from elastic.layout import Layout
 from elastic.merge import Outer
 from elastic.rounds import Header
 from elastic.rundir import RunDir
-from elastic.transport import fragment_name
-from elastic.transport_fs import FileTransport
+from elastic.transport import Transport, fragment_name
 from elastic.versions import Draft, read_exactly, read_layout, read_params
 
 SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
@@ -41,15 +40,14 @@ class Rounds:
             for index, flat in enumerate(self.parts(start))
             for entry in draft.write_fragment(self.layout, index, flat, torch.zeros_like(flat))
         ]
-        name = self.config.local_sgd.transport
-        self._carried = COMMIT | {"transport": "redis" if name == "redis" else "filesystem"}
+        self._carried = dict(COMMIT)
         assert draft.commit(self.layout, files, self._carried)
         self.new_master()
 
     def new_master(self) -> None:
         """Forget everything but the run directory."""
         commit = self.run.newest_commit()
-        self.averager = Averager(self.run, self.config, commit, None)
+        self.averager = Averager(self.run, self.config, commit)
         self.version = commit["version"]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -73,7 +71,7 @@ class Rounds:
     def put(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Header:
         """Write the delta of a worker that went from its base to `local`; returns its header."""
         base = changes.get("base", self.version)
-        transport, encode = FileTransport(self.run), codec(self.config.local_sgd.compression).encode
+        transport, encode = Transport(self.run), codec(self.config.local_sgd.compression).encode
         attempt = changes.get("attempt", 1)
         fragments = [
             transport.put(fragment_name((slot, attempt, base), index), encode(delta, fragment))

@@ -48,7 +48,6 @@ SETTINGS = {
     "train.batch_size": 4,
     "train.threads": 1,
     "train.epochs": 1,
-    "local_sgd.transport": "filesystem",
     "checkpoint.min_free": "1mb",
     "health.heartbeat": "1s",
     "health.lease": "5s",

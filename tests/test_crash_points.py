@@ -50,8 +50,7 @@ from elastic.rounds import Header
 from elastic.rundir import Control, Endpoint, RunDir
 from elastic.signals import Notice
 from elastic.store import Ask, Store
-from elastic.transport import fragment_name
-from elastic.transport_fs import FileTransport
+from elastic.transport import Transport, fragment_name
 from elastic.versions import read_layout, read_params
 from tiny_task import Samples
 
@@ -139,7 +138,7 @@ class Worker:
             store.ask(self.asked)
 
     def deliver(self, samples: list) -> Header:
-        layout, transport = read_layout(self.run, self.base), FileTransport(self.run)
+        layout, transport = read_layout(self.run, self.base), Transport(self.run)
         key = (self.slot, self.attempt, self.base)
         parts = [transport.put(fragment_name(key, i), memoryview(bytes(4 * numel)))
                  for i, numel in enumerate(layout.numels)]  # fmt: skip

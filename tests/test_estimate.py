@@ -22,7 +22,7 @@ def env(tmp_path):
 
 
 MODEL = Model(7_000_000_000, 7_054_687_500, 110, 64_000_000, 64_500_000, False, 4096)
-RATES = Rates(process=5e9, filesystem=20e9, redis=1e9, merged=1e9, stepped=0.5e9)
+RATES = Rates(process=5e9, filesystem=20e9, merged=1e9, stepped=0.5e9)
 
 
 def test_the_parts_of_a_round_by_hand():
@@ -63,12 +63,6 @@ def test_a_master_with_few_cores_is_bound_by_adding():
     assert cost(MODEL, 32, cores=1, rates=RATES).merge_s == pytest.approx(32 * 7 + 14)
 
 
-def test_redis_copies_everything_three_times():
-    one = cost(MODEL, 32, rates=RATES, through_redis=True)
-    assert one.deliver_s == pytest.approx(2 * 32 * 7.0546875)
-    assert one.merge_s == pytest.approx(32 * 7.0546875 + 0.875)
-
-
 @pytest.mark.parametrize(
     ("amount", "text"),
     [(0, "0 B"), (999, "999 B"), (7.05e9, "7.05 GB"), (999_600, "1 MB"), (3e15, "3e+03 TB")],
@@ -78,11 +72,11 @@ def test_sizes_as_people_read_them(amount, text):
 
 
 def config(**changes):
-    sgd = {"transport": "filesystem", "compression": "int8", "max_staleness": 2, **changes}
+    sgd = {"compression": "int8", "max_staleness": 2, **changes}
     return SimpleNamespace(
-        local_sgd=SimpleNamespace(**sgd), redis=SimpleNamespace(maxmemory_bytes=1 << 30),
+        local_sgd=SimpleNamespace(**sgd),
         checkpoint=SimpleNamespace(keep=3, min_free_bytes=200e9),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +85,6 @@ def config(**changes):
         ({}, 300, []),
         ({}, 0, []),
         ({}, 50, ["the run has 50 rounds"]),
-        ({"transport": "redis"}, 300, ["a round's deltas need 226 GB of Redis"]),
         ({"compression": "topk"}, 300, ["topk needs some 1000 rounds"]),
         ({"compression": "topk"}, 1000, []),
     ],

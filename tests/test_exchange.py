@@ -1,7 +1,6 @@
-"""What workers move: versions, the choice of transport, and who of a worker's ranks moves what."""
+"""What workers move: versions, and who of a worker's ranks moves what."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 
 from elastic import transport, versions
 from elastic.errors import ElasticError
-from elastic.estimate import choose_transport
 from elastic.exchange import Exchange, read_ahead
 from elastic.group import Group
 from elastic.replica import Replica
@@ -48,7 +46,7 @@ def open_rounds(make_run):
 
 def exchange_of(rounds: Rounds) -> Exchange:
     replica = Replica(Shapes(), rounds.layout)
-    return Exchange(rounds.run, rounds.config, replica, Group(), 1)
+    return Exchange(rounds.run, rounds.config, replica, Group())
 
 
 def base(exchange: Exchange) -> torch.Tensor:
@@ -94,31 +92,6 @@ def test_a_damaged_version_is_refused_and_half_adopted_is_no_base(open_rounds):
     assert torch.equal(base(exchange), rounds.base().bfloat16())
 
 
-# ---- the choice of transport --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("configured", "delta_bytes", "workers", "maxmemory", "url", "expected"),
-    [
-        ("auto", 1_000_000, 8, 10**9, "", "redis"),
-        ("auto", 8_000_000, 8, 10**9, "", "redis"),
-        ("auto", 8_000_001, 8, 10**9, "", "filesystem"),
-        ("auto", 1_000_000, 8, 31_999_999, "", "filesystem"),
-        ("auto", 10, 1, 10**9, "redis://site", "filesystem"),
-        ("redis", 10**9, 99, 10**9, "", "redis"),
-        ("filesystem", 1, 1, 10**9, "", "filesystem"),
-    ],
-)
-def test_few_bytes_go_through_redis(configured, delta_bytes, workers, maxmemory, url, expected):
-    settings = SimpleNamespace(
-        local_sgd=SimpleNamespace(transport=configured),
-        redis=SimpleNamespace(maxmemory_bytes=maxmemory, url=url),
-    )
-    name, reason = choose_transport(settings, delta_bytes, workers)
-    assert name == expected
-    assert reason
-
-
 # ---- ranks --------------------------------------------------------------------------------------
 
 
@@ -150,7 +123,7 @@ def test_each_rank_moves_its_own_fragments(open_rounds, monkeypatch):
 
     def rank(number: int) -> None:
         replica = Replica(Shapes(), rounds.layout)
-        exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number), 2)
+        exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number))
         exchange.adopt(rounds.run.newest_commit())
         with torch.no_grad():
             for param in replica._params.values():

@@ -28,8 +28,7 @@ from elastic.errors import ElasticError, TryAgain
 from elastic.group import Group
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
-from elastic.transport import Damaged
-from elastic.transport_fs import FileTransport
+from elastic.transport import Damaged, Transport
 from elastic.versions import read_layout, read_params
 from test_crash_points import SAMPLES, Turns, Worker, assert_sound, create_version_0, inner, live
 
@@ -275,7 +274,7 @@ def test_a_delta_is_read_a_second_time_before_it_is_refused(tmp_path, monkeypatc
     run, data, into = RunDir(tmp_path), memoryview(b"delta"), bytearray(5)
     (tmp_path / "deltas").mkdir()
     (tmp_path / "old").write_bytes(b"del")
-    transport = FileTransport(run)
+    transport = Transport(run)
     found = transport.put("000001/0000.1.000", data)
     path, opens = tmp_path / "deltas/000001/0000.1.000", []
     real = Path.open

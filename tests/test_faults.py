@@ -44,17 +44,12 @@ def moment(draw: random.Random, run: Running) -> None:
     time.sleep(0 if kind == "any" else draw.uniform(0, 0.03))
 
 
-@pytest.mark.parametrize(
-    ("seed", "transport", "times"), [(2, "filesystem", 2), (3, "redis", 1)]
-)
-def test_any_process_may_be_killed_at_any_moment(
-    tmp_path: Path, seed: int, transport: str, times: int
-):
+@pytest.mark.parametrize(("seed", "times"), [(2, 2), (3, 1)])
+def test_any_process_may_be_killed_at_any_moment(tmp_path: Path, seed: int, times: int):
     draw = random.Random(seed)
     victims = ["trainer", "agent", "master", "redis"] * times
     draw.shuffle(victims)
-    settings = {**TWO, "local_sgd.transport": transport}
-    with running(tmp_path, settings, samples=4000, step_s=0.08) as run:
+    with running(tmp_path, TWO, samples=4000, step_s=0.08) as run:
         run.until(lambda: run.version >= 2, 60, "the first versions")
         for victim in victims:
             run.witness()
@@ -211,10 +206,8 @@ def test_a_worker_told_to_go_while_it_waits_leaves_at_once_and_its_delta_counts(
     assert (0, slot.attempt) in owners
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "redis"])
-def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Path, transport):
-    settings = {**TWO, "local_sgd.inner_steps": 10, "local_sgd.min_deadline": "60s",
-                "local_sgd.transport": transport}  # fmt: skip
+def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Path):
+    settings = {**TWO, "local_sgd.inner_steps": 10, "local_sgd.min_deadline": "60s"}
     with running(tmp_path, settings, samples=100_000, step_s=PACE_S) as run:
         run.workers(2)
         run.pace(5, slot=1)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +20,7 @@ import pytest
 
 from elastic import reconcile
 from elastic.checkpoint import steps
-from elastic.errors import TryAgain
 from elastic.reconcile import PassReport
-from elastic.store import Store
 from helpers import PATIENCE, elastic, environment, wait_until
 from running import SETTINGS, TESTS, Running, kill_all, running, second_master, toml
 
@@ -214,7 +211,7 @@ def limited(pid: int, kind: int, most: int) -> Iterator[None]:
 
 
 def test_a_limit_of_a_process_is_named_and_waited_out(tmp_path: Path):
-    settings = {"elastic.max": 1, "elastic.max_failures": 1, "local_sgd.transport": "filesystem"}
+    settings = {"elastic.max": 1, "elastic.max_failures": 1}
     with running(tmp_path, settings, samples=800) as run:
         run.workers(1)
         run.versions(1)
@@ -252,55 +249,6 @@ def test_a_synchronous_run_is_not_done_before_its_last_step_is_on_the_disk(tmp_p
         finish(run)
         assert max(steps(run.run)) == 60
         assert len(run.events("restore")) == 1  # nothing was trained again
-
-
-# ---- a full Redis -------------------------------------------------------------------------------
-
-
-def test_a_full_redis_blocks_deltas_and_nothing_else(tmp_path: Path):
-    settings = {"elastic.max": 2, "local_sgd.transport": "redis", "redis.maxmemory": "6mb"}
-    with running(tmp_path, settings, samples=4000) as run:
-        run.workers(2)
-        run.versions(1)
-        with run.store() as store:
-            junk = []
-
-            def fill() -> None:  # again and again: buffers shrink, and there is room again
-                size = 1 << 16
-                while size:
-                    while store.put_bytes(name := f"junk:{len(junk)}", bytes(size), 600):
-                        junk.append(name)
-                    size //= 2
-
-            full = "cannot write, and wait: [Errno 28] redis.maxmemory = 6291456: it is full"
-            until_said(run, full, meanwhile=fill)
-            assert "the master is not reachable" not in reason(run)
-            store.drop_bytes(junk)
-        run.versions(2)
-        finish(run)
-    assert run.events("lost") == []
-
-
-def answers(store: Store) -> bool:
-    """Is a slot's lease granted?"""
-    with contextlib.suppress(TryAgain):
-        return store.claim(0, 1, {"state": "training"}, 5)
-
-
-def test_deltas_that_come_all_at_once_leave_room_for_coordination(redis_server, make_store):
-    client, store, size = redis_server.client(), make_store(), 1 << 20
-    client.config_set("maxmemory", client.info("memory")["used_memory"] + 16 * size)
-    client.config_set("maxmemory-policy", "noeviction")
-    stores = [make_store(f"many-{number}") for number in range(32)]
-    try:
-        with ThreadPoolExecutor(32) as pool:
-            stored = list(pool.map(lambda s: s.put_bytes("x", bytes(size), 60), stores))
-        assert 0 < sum(stored) < 16
-        wait_until(lambda: answers(store), 10, "buffers shrink, and coordination has room")
-    finally:
-        client.config_set("maxmemory", 0)
-        for each in stores:
-            each.drop_bytes(["x"])
 
 
 # ---- a slow filesystem --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from elastic import local_sgd
 from elastic.errors import ElasticError
 from elastic.link import Link, Place
 from elastic.local_sgd import LocalSGD
-from elastic.transport import fragment_name
+from elastic.transport import Transport
 
 
 def hidden(for_looks: int) -> SimpleNamespace:
@@ -73,42 +73,37 @@ def test_samples_that_came_with_those_of_others_are_not_trained(reason, kept):
     assert worker._queue == ([(0, 4, 8)] if kept else [])
 
 
-def worker_that_has_delivered(transport: str, reach) -> SimpleNamespace:
-    """Two samples trained on version 5, whose bytes were `put`."""
+def worker_that_has_delivered(reach) -> SimpleNamespace:
+    """Two samples trained on version 5."""
     place = SimpleNamespace(slot=0, attempt=1)
     link = Link(Place(None, 0, 1, "7"), False)
     link.reach = reach
     header = SimpleNamespace(to_json=lambda: {"base": 5})
-    round_ = SimpleNamespace(base=5, header=header, sent={}, samples=[(0, 0, 2)], answered=True)
-    if transport == "redis":
-        round_.sent = {fragment_name((0, 1, 5), 0): memoryview(b"bytes")}
-    return SimpleNamespace(place=place, run=SimpleNamespace(path=Path("/nowhere")), _link=link,
-                           _transport=transport, _round=round_, _sent=None, _queue=[(0, 4, 8)],
+    round_ = SimpleNamespace(base=5, header=header, samples=[(0, 0, 2)], answered=True)
+    run = SimpleNamespace(path=Path("/nowhere"))
+    return SimpleNamespace(place=place, run=run, _link=link,
+                           _transport=Transport(run), _round=round_, _sent=None, _queue=[(0, 4, 8)],
                            _written=lambda write: write())  # fmt: skip
 
 
-@pytest.mark.parametrize("transport", ["redis", "filesystem"])
-def test_a_delta_comes_with_its_bytes_to_a_server_that_has_not_got_them(make_store, transport):
+def test_a_delta_is_offered_again_to_a_server_that_does_not_know_it(make_store):
     """Redis may die after the bytes and before the header, or be emptied at any time."""
     store = make_store("new-server")
     store.claim(0, 1, {"job_id": "7"}, 60.0)
-    worker = worker_that_has_delivered(transport, lambda act: act(store))
+    worker = worker_that_has_delivered(lambda act: act(store))
     for _ in range(2):
         LocalSGD._offer(worker, worker._round)
         assert store.offered(0, 1, 5)
-        for name, data in worker._round.sent.items():
-            assert store.get_bytes(f"{name}:0", 100) == data
-            store.drop_bytes([f"{name}:0"])
         store.drop_offers(5, ["0:1"])
 
 
 def test_samples_of_a_delta_that_is_delivered_are_still_held_for_a_new_master():
-    worker = worker_that_has_delivered("filesystem", None)
+    worker = worker_that_has_delivered(None)
     assert LocalSGD._held(worker) == [(0, 4, 8), (0, 0, 2)]
 
 
 def test_a_new_master_is_told_while_a_delta_is_being_written():
-    told, worker = [], worker_that_has_delivered("filesystem", None)
+    told, worker = [], worker_that_has_delivered(None)
     worker._tell_new_master = lambda: told.append(True)
     worker._written = lambda write: None
     LocalSGD._put(worker, "name", memoryview(b""))

@@ -74,7 +74,7 @@ def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path:
 def test_both_ranks_go_back_to_the_base_when_their_delta_is_refused(tmp_path: Path):
     """Each rank holds half the rows. Adam moves all alike, so twice the way would be seen."""
     settings = {**TWO, "local_sgd.inner_steps": 10, "train.schedule": "constant",
-                "local_sgd.transport": "filesystem",
+                
                 "checkpoint.keep_every": 1}  # fmt: skip
     with running(tmp_path, settings, samples=2000, step_s=0.3) as run:
         run.until(lambda: run.slots() and run.slots()[0].step in (3, 4, 5), 60, "half a round")

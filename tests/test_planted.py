@@ -30,7 +30,7 @@ from elastic.errors import ElasticError
 from elastic.group import Group
 from elastic.rundir import FOLDERS, SECRETS, Control, RunDir
 from elastic.sched_local import LocalScheduler
-from elastic.transport_fs import FileTransport
+from elastic.transport import Transport
 from forks import NOBODY, as_nobody, share, start_child
 from helpers import elastic, environment
 
@@ -74,7 +74,7 @@ def everything(run: RunDir) -> None:
     run.write_progress({})
     run.mark_failed("x")
     test_versions.commit(run, 0)
-    FileTransport(run).put("000000/1.1.0", memoryview(b"abc"))
+    Transport(run).put("000000/1.1.0", memoryview(b"abc"))
     net, optimizer = make(seed=1)
     train(net, optimizer)
     Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})

@@ -62,11 +62,16 @@ def test_its_password_is_in_no_command_line_and_in_no_readable_file(start):
 
 
 def test_it_listens_on_one_address_with_bounded_memory(start):
-    run, server = start("redis.maxmemory=64mb")
+    run, server = start("redis.maxmemory=8mb")
     where = (server.endpoint.host, server.endpoint.port)
     client = redis.Redis(*where, username="master", password=run.secret())
-    found = client.info()
-    assert (found["maxmemory"], found["maxmemory_policy"]) == (64 << 20, "noeviction")
+    key = f"elastic:{run.key}:offers:1"
+    many = client.pipeline(transaction=False)
+    for name in range(9):
+        many.hset(key, name, bytes(1 << 20))
+    with pytest.raises(redis.exceptions.OutOfMemoryError):
+        many.execute()
+    assert client.hdel(key, 0)  # nothing has been evicted
     settings = (server.folder / "redis.conf").read_text().splitlines()
     assert {"bind 127.0.0.1", 'save ""'} <= set(settings)
 

@@ -18,8 +18,7 @@ from elastic.errors import Fenced
 from elastic.ledger import count
 from elastic.rounds import Header
 from elastic.store import Ask, Store
-from elastic.transport import fragment_name
-from elastic.transport_fs import FileTransport
+from elastic.transport import Transport, fragment_name
 from elastic.versions import read_layout
 from running import Running, running
 
@@ -52,7 +51,7 @@ class Fake:
     def header(self, **changes) -> dict:
         """Put the bytes where the master looks for them; the header that announces them."""
         key = (SLOT, self.attempt, self.base)
-        transport = FileTransport(self.run.run)
+        transport = Transport(self.run.run)
         parts = [transport.put(fragment_name(key, i), memoryview(data))
                  for i, data in enumerate(self.bytes)]  # fmt: skip
         whole = Header(
@@ -74,7 +73,7 @@ class Fake:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Iterator[Running]:
     settings = {"local_sgd.compression": "none", "local_sgd.inner_steps": 10,
-                "local_sgd.transport": "filesystem",
+                
                 "local_sgd.min_deadline": "20s", "local_sgd.max_staleness": 1,
                 "train.batch_size": BATCH,  # a round's loss is that of 160 samples
                 "elastic.max_failures": 50}  # fmt: skip

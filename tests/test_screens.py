@@ -58,8 +58,7 @@ def seen(**changes) -> dict:
         "tokens_goal": 7_000_000_000, "unit": "tokens", "loss": 2.3123,
         "tokens_per_s": 41_000.0,
         "losses": [[i * 10_000_000, 2.3 + 3 / (1 + i / 6)] for i in range(61)],
-        "preemptions_per_h": 4.0, "inner_steps": 100, "transport": "filesystem",
-        "transport_reason": "a round of 128 MB is above 64 MB", "min": 8, "max": 32, "gpus": 11,
+        "preemptions_per_h": 4.0, "inner_steps": 100, "min": 8, "max": 32, "gpus": 11,
         "workers": [worker(slot) for slot in range(11)],
         "jobs": [job(slot) for slot in range(11)]
         + [job(slot, "PENDING", reason="Priority", node="") for slot in (11, 12)],
@@ -92,7 +91,7 @@ SILENT = seen(
     reason="the master is not reachable (it committed version 123 at 12:00:00): cannot reach Redis "
            "at 10.0.0.1:41234; the scheduler does not answer: timed out",
 )  # fmt: skip
-SYNC = seen(mode="sync", inner_steps=None, version=4700, transport=None, losses=[],
+SYNC = seen(mode="sync", inner_steps=None, version=4700, losses=[],
             workers=[worker(rank, version=4700, step=4700) for rank in range(8)], gpus=8,
             jobs=[job(0, role="trainer")])  # fmt: skip
 NAME_ERROR = "NameError: name 'torch' is not defined"

@@ -65,7 +65,7 @@ def run(open_folder: Path) -> Iterator[Running]:
     is no better than the umask; others may enter the run."""
     share(open_folder)
     before = os.umask(0)
-    settings = {"elastic.max": 2, "redis.tls": True, "local_sgd.transport": "redis"}
+    settings = {"elastic.max": 2, "redis.tls": True}
     patch = pytest.MonkeyPatch()
     patch.setattr("running.environment", lambda home, **extra: environment(
         home, MY_TOKEN=TOKEN, **extra))  # fmt: skip
@@ -233,14 +233,14 @@ OF_THE_MASTER = [
     "RPUSH {grant} x", "XADD {events} * a b", "COPY {slot} {master}", "SUBSCRIBE {another}",
 ]  # fmt: skip
 A_READER_WRITES = [
-    "HSET {slot} step 9", "DEL {slot}", "HSET {offers} 3:1 x", "SET {delta} x", "UNLINK {delta}",
+    "HSET {slot} step 9", "DEL {slot}", "HSET {offers} 3:1 x",
     "PUBLISH {wake} offer~3", "PUBLISH {ctl} stop", "BLPOP {grant} 1", "EVALSHA x 0",
     "SCRIPT LOAD return~1", "MULTI",
 ]  # fmt: skip
 
 
 def refused(store: Store, line: str) -> bool:
-    names = {"slot": "slot:3", "offers": "offers:5", "grant": "grant:3:1", "delta": "delta:x"}
+    names = {"slot": "slot:3", "offers": "offers:5", "grant": "grant:3:1"}
     keys = {name: store._key(names.get(name, name))
             for name in ("master", "ctl", "wake", "events", "another", *names)}  # fmt: skip
     words = [word.replace("~", " ") for word in line.format_map(keys).split()]
@@ -297,16 +297,12 @@ def test_a_role_may_do_its_own_work(server):
     assert master.take_asks() == [ask]
     master.grant({(3, 1): (1, [[0, 0, 8]])})
     assert worker.granted(ask, 1.0) == [(0, 0, 8)]
-    worker.put_bytes("x", b"abc", 60.0)
-    assert master.get_bytes("x", 3) == b"abc"
-    assert worker.memory_bytes()[1] == 1 << 30
     worker.set_inner(3, {"version": 1})
     assert worker.inner() == {3: {"version": 1}}
     master.set_verdict("3:1", {"base": 5})
     assert worker.take_verdict(3, 1) == {"base": 5}
     assert master.offers([5]) == {5: {"3:1": b'{"a": 1}'}}
     master.drop_offers(5, ["3:1"])
-    master.drop_bytes(["x"])
     master.add_event({"kind": "x"})
     assert list(reader.slots()) == [3]
     worker.release(3, 1)

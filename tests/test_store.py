@@ -316,12 +316,6 @@ def test_the_clock_is_the_servers(store):
     assert abs(first - time.time()) < 5
 
 
-def test_memory_is_known(store):
-    used, allowed = store.memory_bytes()
-    assert used > 100_000
-    assert allowed == 0
-
-
 # ---- wake-ups -----------------------------------------------------------------------------------
 
 
@@ -375,7 +369,6 @@ def every_call(store):
     yield "slots", store.slots
     yield "ask", lambda: store.ask(ask(1))
     yield "granted", lambda: store.granted(ask(1), 0.1)
-    yield "put_bytes", lambda: store.put_bytes("x", b"1", 5)
     yield "listen", lambda: store.listen("ctl").wait(0.1)
 
 

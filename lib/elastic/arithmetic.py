@@ -24,8 +24,7 @@ from elastic.errors import ElasticError
 from elastic.estimate import THREADS
 from elastic.rounds import Header
 from elastic.rundir import RunDir
-from elastic.store import Store
-from elastic.transport import Damaged, fragment_name, open_transport, transport_of
+from elastic.transport import Damaged, Transport, fragment_name
 from elastic.versions import Draft, read_exactly, read_layout, read_params
 
 
@@ -55,11 +54,10 @@ Part = tuple[merge.Products, list[dict]]  # of a fragment: `Outer.products`, its
 class Arithmetic:
     """A run's parameters and outer momentum, and how they go on."""
 
-    def __init__(self, run: RunDir, config: Config, base: int, store: Store):
+    def __init__(self, run: RunDir, config: Config, base: int):
         self.run, self.config = run, config
         self.layout = read_layout(run, base)
         self.indices = range(len(self.layout.fragments))
-        self._through = transport_of(run.commit(base))
         self._codecs = {each.name: each for each in accepted(config.local_sgd.compression)}
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self._outer = merge.Outer(self.layout, list(empty), list(empty), mu=0.0)
@@ -70,13 +68,9 @@ class Arithmetic:
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         # One thread of torch's in each: sums have the same bits on every machine.
         self._pool = ThreadPoolExecutor(threads, "arithmetic", torch.set_num_threads, (1,))
-        self.use(store)
+        self.transport = Transport(run)
         self._base = base
         self._all(lambda index: self._load(index, base))
-
-    def use(self, store: Store) -> None:
-        """Read deltas through this store from now on, where they travel through Redis."""
-        self.transport = open_transport(self._through, self.run, store)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

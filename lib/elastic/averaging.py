@@ -10,7 +10,6 @@ from elastic.config import Config
 from elastic.guards import Moved, Running
 from elastic.rounds import Header
 from elastic.rundir import RunDir
-from elastic.store import Store
 from elastic.transport import fragment_name
 from elastic.versions import Draft, read_layout
 
@@ -32,7 +31,7 @@ class Checked:
 class Averager:
     """The global parameters as of a commit, and how they go on."""
 
-    def __init__(self, run: RunDir, config: Config, commit: dict, store: Store):
+    def __init__(self, run: RunDir, config: Config, commit: dict):
         self.run, self.config, self._commit = run, config, commit
         self.layout = read_layout(run, commit["version"])
         # What a delta's fragments must have, in each codec in which it may come.
@@ -40,12 +39,8 @@ class Averager:
             codec.name: tuple(codec_of(f, codec).size_bytes(f) for f in self.layout.fragments)
             for codec in accepted(config.local_sgd.compression)
         }
-        self.arithmetic = Arithmetic(run, config, commit["version"], store)
+        self.arithmetic = Arithmetic(run, config, commit["version"])
         self.running = self._next_running = Running.of(commit)
-
-    def use(self, store: Store) -> None:
-        """Read deltas through this store from now on, where they travel through Redis."""
-        self.arithmetic.use(store)
 
     def close(self) -> None:
         self.arithmetic.close()
@@ -125,6 +120,5 @@ class Averager:
 
     def drop(self, keys: list[tuple[int, int, int]]) -> None:
         """Forget the bytes of deltas that have been dealt with."""
-        sizes = [max(each) for each in zip(*self.fragment_bytes.values(), strict=True)]
-        parts = [(fragment_name(key, i), size) for key in keys for i, size in enumerate(sizes)]
-        self.arithmetic.transport.drop(parts)
+        indices = range(len(self.layout.fragments))
+        self.arithmetic.transport.drop(fragment_name(key, i) for key in keys for i in indices)

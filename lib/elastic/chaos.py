@@ -122,8 +122,6 @@ class Chaos:
             "its processes are on other machines": kind in HERE_ONLY and not here,
             "there is no sandbox": kind == "hang-controller" and not self.box,
             "a node of a cluster is not a user's": kind == "kill-node" and not here,
-            "deltas travel through Redis":
-                kind == "corrupt-delta" and self.config.local_sgd.transport != "filesystem",
             "others write to a cluster's filesystem": kind == "full-disk" and not here,
             f"{free >> 20} MiB are free there, too many to fill":
                 kind == "full-disk" and free > MOST_FILL_BYTES,

@@ -183,8 +183,6 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         "auto: 0.9 where inner_steps is 100 or more, 0.8 above 10, else 0.5; with topk 0", DECAY),
     Key("compression", TEXT, "int8", "", "of deltas; none: float32",
         _one_of("none", "int8", "int4", "topk")),
-    Key("transport", TEXT, "auto", "", "of deltas; auto: redis for few bytes, else filesystem",
-        _one_of("auto", "filesystem", "redis")),
     Key("overlap", TEXT, "off", "", "what a worker does while its delta travels; off: it waits; "
         "rebase: more steps, which are put on top of the next version", _one_of("off", "rebase")),
     Key("max_staleness", INT, 2, "versions", "a delta that is later is rejected", NATURAL),

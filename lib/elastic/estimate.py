@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 KEPT = 8  # bytes an element of a version that only the master reads
 DOWN = 2  # … that workers read
-SMALL_BYTES = 64_000_000  # of a round's deltas: a tenth of a second of Redis, in and out
 THREADS = 16  # of the averaging: each holds a fragment of a delta and of a mean
 ROUNDS_OF_TOPK = 1000  # ten times until a hundredth has been everything
 ENOUGH = 0.05  # of a round; to stand still for longer is worth a word
@@ -39,7 +38,6 @@ class Rates:
 
     process: float = 5e9
     filesystem: float = 20e9
-    redis: float = 1e9  # its one thread copies every byte in, and out
     merged: float = 1.1e9  # elements, per core
     stepped: float = 0.6e9  # elements, per core
 
@@ -70,28 +68,12 @@ class Cost:
         return self.merge_s + self.publish_s
 
 
-def choose_transport(config, delta_bytes: int, workers: int) -> tuple[str, str]:
-    """The transport of a run ("redis" or "filesystem"), and why. `delta_bytes`: of one delta."""
-    if config.local_sgd.transport != "auto":
-        return config.local_sgd.transport, "local_sgd.transport says so"
-    at_once, most = workers * delta_bytes, min(SMALL_BYTES, config.redis.maxmemory_bytes // 4)
-    if config.redis.url:
-        return "filesystem", "the memory of the site's redis is not this run's"
-    said = f"a round's deltas are {size(at_once)}, redis is for up to {size(most)}"
-    return "redis" if at_once <= most else "filesystem", said
-
-
-def cost(
-    model: Model, workers: int, cores: int = 16, rates: Rates = Rates(),
-    through_redis: bool = False,
-) -> Cost:  # fmt: skip
+def cost(model: Model, workers: int, cores: int = 16, rates: Rates = Rates()) -> Cost:
     """Of one round, averaged on so many cores."""
     up, cores = workers * model.delta_bytes, min(cores, THREADS)
     wide = min(rates.filesystem, rates.process)
     read_s = up / wide
     deliver_s = max(model.delta_bytes / rates.process, up / rates.filesystem, read_s)
-    if through_redis:
-        deliver_s, read_s = 2 * up / rates.redis, up / rates.redis
     add_s = workers * model.numel / (rates.merged * cores)
     step_s = model.numel / (rates.stepped * cores)
     down = DOWN * model.numel
@@ -121,9 +103,6 @@ def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
     version = version_bytes(model)
     space = version * (config.checkpoint.keep + 1) + up * (sgd.max_staleness + 1)
     found = {
-        f"a round's deltas need {size(up)} of Redis, redis.maxmemory is"
-        f" {size(config.redis.maxmemory_bytes)}: use local_sgd.transport = \"filesystem\"":
-            sgd.transport == "redis" and up > config.redis.maxmemory_bytes,
         f"versions and deltas take up to {size(space)}, checkpoint.min_free is only"
         f" {size(config.checkpoint.min_free_bytes)}: commits would wait for space":
             config.checkpoint.min_free_bytes < version,
@@ -146,8 +125,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     """The plan of a run at its largest, as people read it."""
     sgd = config.local_sgd
     cores = config.slurm.master_cpus or 16
-    transport, why = choose_transport(config, model.delta_bytes, workers)
-    one = cost(model, workers, cores, rates, transport == "redis")
+    one = cost(model, workers, cores, rates)
     per_step = config.step_samples * model.tokens_per_sample
     per_round = per_step * sgd.inner_steps * workers
     rounds = config.train.max_tokens / per_round if per_round else 0
@@ -161,7 +139,6 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
                     f" ({sgd.compression}), a version {size(down)} (bf16)"),
         ("it moves", f"{size(workers * up)} up, read twice; {size(workers * down)} down;"
                      f" a version on disk is {size(version_bytes(model))}"),
-        ("through", f"{transport}: {why}"),
         ("it takes", f"{one.stall_s:.3g} s: deliver {one.deliver_s:.3g}, merge {one.merge_s:.3g},"
                      f" publish {one.publish_s:.3g}, pull {one.pull_s:.3g}"),
         ("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more"),

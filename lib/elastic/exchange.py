@@ -27,15 +27,14 @@ Put = Callable[[int, memoryview], Fragment]
 
 
 class Exchange:
-    def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group, owners: int):
-        """`owners`: how many of the ranks have fragments of their own."""
-        self.run, self.replica, self._group, self._owners = run, replica, group, owners
+    def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group):
+        self.run, self.replica, self._group = run, replica, group
         self.encoder = Encoder(config.local_sgd.compression, replica.layout)
         self._indices = range(len(replica.layout.fragments))
         self.moved: Callable[[], object] = lambda: None  # called for each fragment
 
     def _is_mine(self, index: int) -> bool:
-        return index % self._owners == self._group.rank
+        return index % self._group.world == self._group.rank
 
     # ---- out
 

@@ -49,11 +49,8 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
     tokens = passes * (model.tokens_per_sample or 1)
     saved_bytes, workers = SAVED * model.numel, max(1, gpus // slurm.gpus_per_worker)
     rates = estimate.Rates(process=said.process_bytes, filesystem=said.filesystem_bytes)
-    transport, _ = estimate.choose_transport(config, model.delta_bytes, workers)
-    one, alone = (
-        estimate.cost(model, count, slurm.master_cpus or 16, rates, transport == "redis")
-        for count in (workers, 1)
-    )  # fmt: skip
+    cores = slurm.master_cpus or 16
+    one, alone = (estimate.cost(model, count, cores, rates) for count in (workers, 1))
     return {
         "step_s": said.step_s or PASS_FLOPS * model.numel * tokens / said.flops,
         "save_s": said.save_s or saved_bytes / min(rates.filesystem, gpus * rates.process),

@@ -29,7 +29,6 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from elastic import estimate, guards, inner_state, loading, rounds
-from elastic.codec import accepted
 from elastic.courier import Courier
 from elastic.device import Profile, seed_by
 from elastic.durable import insist, until_written
@@ -46,7 +45,7 @@ from elastic.replica import Replica, refuse_inexact, shapes
 from elastic.rounds import Fragment, Header
 from elastic.schedule import learning_rate, tokens_at
 from elastic.signals import Notice, install
-from elastic.transport import fragment_name, open_transport, transport_of
+from elastic.transport import Transport, fragment_name
 from elastic.versions import Draft, read_layout, settle
 
 DRY_S = 0.5  # between two asks when no samples are free
@@ -232,9 +231,8 @@ class LocalSGD:
         settle(self.run, newest)
         layout = read_layout(self.run, newest["version"])
         self._replica = Replica(self.model, layout)
-        self._transport = transport_of(newest)
-        owners = 1 if self._transport == "redis" else self.group.world  # rank 0 has the line
-        self._exchange = Exchange(self.run, self.config, self._replica, self.group, owners)
+        self._transport = Transport(self.run)
+        self._exchange = Exchange(self.run, self.config, self._replica, self.group)
         self._exchange.moved = self._has_moved
         samples = newest["dataset_samples"]
         if samples != len(dataset):
@@ -270,7 +268,7 @@ class LocalSGD:
                 zeros = torch.zeros_like(params)
                 files += self._written(partial(draft.write_fragment, layout, index, params, zeros))
         if draft:
-            record = self._first_record(layout, samples) | self._chosen_transport(layout)
+            record = self._first_record(layout, samples)
             self._warn_of_short_runs(record["total_tokens"])
             self._written(lambda: draft.commit(layout, files, record))
         self.group.share("version 0 is there")
@@ -283,13 +281,6 @@ class LocalSGD:
             "layout": layout.hash, "dataset_samples": samples, "epochs": train.epochs,
             "total_tokens": total, "workers": 1,
         }  # fmt: skip
-
-    def _chosen_transport(self, layout: Layout) -> dict:
-        compression = self.config.local_sgd.compression
-        most = max(sum(map(each.size_bytes, layout.fragments)) for each in accepted(compression))
-        workers = max(1, self.run.control().max // self.config.slurm.gpus_per_worker)
-        name, reason = estimate.choose_transport(self.config, most, workers)
-        return {"transport": name, "transport_reason": reason}
 
     def _warn_of_short_runs(self, total_tokens: int) -> None:
         sgd, per_step = self.config.local_sgd, self.config.step_samples * self.tokens_per_sample
@@ -560,10 +551,7 @@ class LocalSGD:
         key = (self.place.slot, self.place.attempt, round_.base)
 
         def put(index: int, data: memoryview) -> Fragment:
-            name = fragment_name(key, index)
-            if self._transport == "redis":  # they go with its server
-                round_.sent[name] = data
-            return self._put(name, data)
+            return self._put(fragment_name(key, index), data)
 
         fragments, length = self._exchange.send(delta_of, round_.is_last, put)
         moved = guards.Moved(length, round_.steps, round_.lr_sum)
@@ -582,13 +570,9 @@ class LocalSGD:
 
     def _put(self, name: str, data: memoryview) -> Fragment:
         """Store a fragment's bytes; a full disk is waited out. Raises TryAgain at a notice."""
-        transport, run = self._transport, self.run
         if self._link and not self._sent:  # else it trains on, and tells by itself
             self._tell_new_master()
-        if transport != "redis":
-            return self._written(partial(open_transport(transport, run, None).put, name, data))
-        put = partial(self._link.reach, lambda s: open_transport(transport, run, s).put(name, data))
-        return self._written(put)
+        return self._written(partial(self._transport.put, name, data))
 
     def _written(self, write: Callable):
         say = self._link.say if self._link else lambda **_said: None
@@ -620,25 +604,14 @@ class LocalSGD:
         )  # fmt: skip
 
     def _leave_behind(self, done: "_Round") -> None:
-        """What has been delivered outlives the master's Redis: nobody will bring it again."""
-        files = open_transport("filesystem", self.run, None)
+        """What has been delivered outlives the master's Redis: nobody will offer it again."""
         with contextlib.suppress(OSError):
-            for name, data in done.sent.items():  # through Redis
-                files.put(name, data)
             self.run.leave_offer(done.header)
 
     def _offer(self, round_: "_Round") -> None:
-        """Announce a delta, now or again; a server that is new to it gets its bytes first."""
-        place, header = self.place, round_.header.to_json()
-
-        def announce(store) -> bool:
-            transport = open_transport(self._transport, self.run, store)
-            for name, data in round_.sent.items():
-                if not transport.has(name, len(data)):
-                    transport.put(name, data)
-            return store.offer(place.slot, place.attempt, round_.base, header)
-
-        self._written(lambda: self._link.offer(announce))
+        """Announce a delta, now or again."""
+        slot, attempt, header = self.place.slot, self.place.attempt, round_.header.to_json()
+        self._link.offer(lambda store: store.offer(slot, attempt, round_.base, header))
 
     # ---- training on while the delta travels
 
@@ -778,7 +751,6 @@ class _Round:
         self.has_begun = False  # a step was done on this base
         self.answered = self.is_last = self.is_void = False
         self.header: Header | None = None
-        self.sent: dict[str, memoryview] = {}  # a delta's bytes, where they are few
         self.started = time.monotonic()
 
     @property

@@ -201,8 +201,6 @@ class Master:
         self._store = Store.connect(self._endpoint, secret, self.run.key, user="master")
         self._store.seal = self.run.secret("seal")
         self._listener = self._store.listen("wake")
-        if self._averager:
-            self._averager.use(self._store)
         if self._ledger:
             self._settle()
         self._publish_state()
@@ -241,7 +239,7 @@ class Master:
             return
         if self._averager:
             self._averager.close()
-        self._averager = Averager(self.run, self.config, commit, self._store)
+        self._averager = Averager(self.run, self.config, commit)
         held = self._ledger.held if self._ledger else {}  # nobody would say it again
         self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], committed)
         for owner, ranges in held.items():

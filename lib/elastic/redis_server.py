@@ -31,12 +31,12 @@ OLDEST = (6, 0)
 KNOWS_CHANNELS = (6, 2)  # before, a worker may announce what it likes: that costs others a look
 START_S = 20.0
 
-_WORKER = "time info ping multi exec evalsha script|load publish exists del unlink pexpire set hget"
-_WORKER += " hmget hset hdel hexists hgetall blpop"
+_WORKER = "time ping multi exec evalsha script|load publish exists del pexpire hget hmget hset hdel"
+_WORKER += " hexists hgetall blpop"
 # Role -> its commands, and its keys and channels, all of them after the run's prefix.
 ROLES = {
-    "master": (f"{_WORKER} getrange rpush scan xadd subscribe unsubscribe", "*", "*"),
-    "worker": (_WORKER, "slot:* attempts offers:* verdicts asks grant:* inner delta:*", "wake"),
+    "master": (f"{_WORKER} rpush scan unlink xadd subscribe unsubscribe", "*", "*"),
+    "worker": (_WORKER, "slot:* attempts offers:* verdicts asks grant:* inner", "wake"),
     "reader": ("time ping hgetall subscribe unsubscribe", "*", "ctl"),
 }
 

@@ -9,7 +9,7 @@ moment. The names, and who writes them:
     endpoint.json  masters/000004.json   the master: where its Redis is; its epoch, by link()
     versions/000123/ commits/000123.json the master: versions.py says how a version is committed
     slots/0007/                          worker of the slot: attempts by link(), inner state
-    deltas/000123/                       bytes of deltas on their way (transport_fs.py), and headers
+    deltas/000123/                       bytes of deltas on their way (transport.py), and headers
                                          of those whose workers have left (SLOT.ATTEMPT.left)
     exit/JOB.json                        one record per job: started, ended, why
     events.jsonl logs/ DONE failed.json  what happened

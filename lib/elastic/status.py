@@ -101,11 +101,10 @@ def observe_all(runs: Sequence[RunDir], brief: bool = False) -> list[dict]:
 def _damaged(run: RunDir, trouble: str) -> dict:
     """What there is to say of a run whose directory cannot be read."""
     unknown = dict.fromkeys(("version", "tokens_goal", "loss", "tokens_per_s",
-                             "inner_steps", "transport", "min", "max"))  # fmt: skip
+                             "inner_steps", "min", "max"))  # fmt: skip
     return {**unknown, "run": run.name, "path": str(run.path), "mode": "", "state": "damaged",
             "reason": trouble, "summary": f"damaged: {trouble}", "detail": "", "next": "nothing",
             "tokens": 0, "unit": "tokens", "losses": [], "preemptions_per_h": 0.0,
-            "transport_reason": "",
             "gpus": 0, "workers": [], "jobs": [], "events": []}  # fmt: skip
 
 
@@ -158,8 +157,6 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
         "preemptions_per_h": _preemptions_per_h(run, now),
         "inner_steps": None if is_sync or not newest
                        else inner_steps(newest, run.config().local_sgd),
-        "transport": newest.get("transport"),
-        "transport_reason": newest.get("transport_reason", ""),
         "jobs": jobs.by_run.get(run.name, []),
         "events": _news(run) if whole else [],
     }

@@ -13,7 +13,6 @@ verdicts                    hash     "slot:attempt" -> why its delta was rejecte
 asks                        hash     "slot:attempt" -> sample ranges wanted and held
 grant:SLOT:ATTEMPT          list     sample ranges granted to the newest ask; expires
 inner                       hash     slot -> pointer to its saved inner optimizer state
-delta:...                   string   chunks of delta bytes when the transport is Redis; they expire
 events                      stream   the live copy of events.jsonl, capped
 ctl                         pub/sub  the master's wake-ups for all: version V, last-call V, stop
 wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
@@ -46,7 +45,6 @@ from elastic.membership import Slot
 from elastic.rundir import Endpoint, RunDir
 
 EVENTS_KEPT = 1000
-ROOM = 0.9  # share of its memory that bytes of deltas may fill
 GRANT_KEPT_MS = 60_000
 MOST_WORDS = 10_000  # that are heard at once
 MARK_BYTES = 64  # of a seal
@@ -101,15 +99,6 @@ return 1
 OFFER = f"""{HELD}
 redis.call('HSET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], ARGV[3])
 redis.call('PUBLISH', ARGV[4], 'offer ' .. ARGV[1])
-return 1
-"""
-
-# Store bytes, unless what coordination needs would be left too little.
-PUT = """
-local memory = redis.call('INFO', 'memory')
-local used, most = memory:match('used_memory:(%d+).-maxmemory:(%d+)')
-if most ~= '0' and used + #ARGV[1] > most * ARGV[3] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 
@@ -179,7 +168,6 @@ class Store:
         self._prefix = f"elastic:{run_key}:"
         scripts = map(client.register_script, (CLAIM, BEAT, RELEASE, OFFER, MASTER))
         self._claim, self._beat, self._release, self._offer, self._master = scripts
-        self._put = client.register_script(PUT)
 
     @classmethod
     def connect(
@@ -370,7 +358,7 @@ class Store:
         sequence, ranges = json.loads(answer[1])
         return [tuple(each) for each in ranges] if sequence == ask.sequence else None
 
-    # ---- inner state, bytes, events, wake-ups
+    # ---- inner state, events, wake-ups
 
     def set_inner(self, slot: int, pointer: dict) -> None:
         key = self._key("inner")
@@ -383,26 +371,6 @@ class Store:
             with contextlib.suppress(*MALFORMED):
                 found[int(slot)] = json.loads(self._unsealed(key, slot.decode(), body))
         return found
-
-    def put_bytes(self, name: str, data: bytes, keep_s: float) -> bool:
-        """Store bytes. False: the server has no room for them now."""
-        return bool(self._put([self._key("delta", name)], [data, int(keep_s * 1000), ROOM]))
-
-    def get_bytes(self, name: str, most: int) -> bytes:
-        """No more than `most` + 1 bytes, whatever was put there; b"" if nothing was."""
-        return self._redis.getrange(self._key("delta", name), 0, most)
-
-    def has_bytes(self, names: list[str]) -> bool:
-        return self._redis.exists(*(self._key("delta", name) for name in names)) == len(names)
-
-    def drop_bytes(self, names: list[str]) -> None:
-        if names:
-            self._redis.unlink(*(self._key("delta", name) for name in names))
-
-    def memory_bytes(self) -> tuple[int, int]:
-        """(used, allowed; 0 = no limit)."""
-        info = self._redis.info("memory")
-        return info["used_memory"], info.get("maxmemory", 0)
 
     def add_event(self, record: dict) -> None:
         self._redis.xadd(self._key("events"), {"json": json.dumps(record)}, maxlen=EVENTS_KEPT)

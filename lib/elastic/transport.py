@@ -1,52 +1,65 @@
 """Transport: how the bytes of deltas get from a worker to the master.
 
-    transport_fs.py      over the shared filesystem (the default)
-    transport_redis.py   through Redis, in chunks; refuses what does not fit
-
-Opaque bytes under a name; the name follows from the delta's key, so nobody can point the master at
-a file of their choice. What is read is checked against the size and checksum in the header. A lost
-delta costs its own steps and nothing else, so nothing here is fsynced.
+They are files: RUN/deltas/BASE/SLOT.ATTEMPT.FRAGMENT, renamed when whole. The name follows from the
+delta's key, so nobody can point the master at a file of their choice. What is read is checked
+against the size and checksum in the header. A lost delta costs its own steps and nothing else, so
+nothing here is fsynced.
 """
 
-from typing import Protocol
+import contextlib
+import os
+import time
+from collections.abc import Iterable
 
 import xxhash
 
+from elastic.durable import AGAIN_S, insist, make_folder, replace_quickly
+from elastic.errors import TryAgain
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
-from elastic.store import Store
 
 
 class Damaged(Exception):
     """Bytes are missing, truncated or altered; str() says which."""
 
 
-class Transport(Protocol):
+class Transport:
+    def __init__(self, run: RunDir):
+        self._root = run.path / "deltas"
+
     def put(self, name: str, data: memoryview) -> Fragment:
         """Store bytes under a name, replacing what was there."""
+        path = self._root / name
+        make_folder(path.parent)
+        # The master may just have pruned the folder: of a base that nothing is merged of any more.
+        with contextlib.suppress(FileNotFoundError):
+            replace_quickly(path, data)
+        return Fragment(len(data), checksum(data))
 
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
         """Fill `into` (of fragment.bytes) and verify it. Raises Damaged."""
+        try:
+            self._get(name, fragment, into)
+        except Damaged:  # by a look at the file, maybe, that this machine had kept
+            time.sleep(AGAIN_S[0])
+            self._get(name, fragment, into)
 
-    def drop(self, parts: list[tuple[str, int]]) -> None:
-        """Forget (name, bytes); those not there do not matter."""
+    def _get(self, name: str, fragment: Fragment, into: memoryview) -> None:
+        try:
+            with insist((self._root / name).open, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != fragment.bytes or file.readinto(into) != size:
+                    raise Damaged(f"truncated: {name} has {size} of {fragment.bytes} bytes")
+        except (OSError, TryAgain) as error:
+            raise Damaged(f"unreadable: {name}: {error}") from None
+        found = checksum(into)
+        if found != fragment.xxh3:
+            raise Damaged(f"altered: {name} has xxh3 {found}, its header says {fragment.xxh3}")
 
-
-def transport_of(commit: dict) -> str:
-    """The name of the transport that a run's first commit has settled; older runs had but one."""
-    return commit.get("transport", "filesystem")
-
-
-def open_transport(name: str, run: RunDir, store: Store | None) -> Transport:
-    """The transport of that name."""
-    from elastic.transport_fs import FileTransport
-
-    files = FileTransport(run)
-    if name == "redis":
-        from elastic.transport_redis import RedisTransport
-
-        return RedisTransport(store, files)
-    return files
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget bytes by name; those not there do not matter. Folders go with their versions."""
+        for name in names:
+            (self._root / name).unlink(missing_ok=True)
 
 
 def fragment_name(key: tuple[int, int, int], index: int) -> str:
@@ -57,10 +70,3 @@ def fragment_name(key: tuple[int, int, int], index: int) -> str:
 
 def checksum(data: memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def verify(name: str, fragment: Fragment, data: memoryview) -> None:
-    """Raise Damaged unless the bytes are those of the header."""
-    found = checksum(data)
-    if found != fragment.xxh3:
-        raise Damaged(f"altered: {name} has xxh3 {found}, its header says {fragment.xxh3}")

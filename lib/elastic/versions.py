@@ -28,7 +28,7 @@ from elastic.layout import Layout
 from elastic.rundir import RunDir
 
 # What each commit takes over from the one before.
-CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens", "transport", "transport_reason")
+CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
 
 
 def carried(commit: dict) -> dict:

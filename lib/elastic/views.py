@@ -131,7 +131,6 @@ def _summary(seen: dict, height: int) -> RenderableType:
         ("round", _round(seen)),
         ("loss", sparkline([loss for _, loss in seen["losses"]])),
         ("workers", alive if seen["workers"] or seen["state"] in ("running", "waiting") else ""),
-        ("deltas", _transport(seen) if space else ""),
         ("why", seen["reason"]),
         ("waits", _waits(wording.awaited(seen))),
         ("where", seen["path"] if space else ""),
@@ -157,12 +156,6 @@ def _waits(jobs: Sequence[dict]) -> str:
     reasons = dict.fromkeys(job["reason"] for job in jobs)
     said = [(reason, wording.way_out(reason)) for reason in reasons if reason]
     return "; ".join(f"{reason}: {words}" for reason, words in said if words)
-
-
-def _transport(seen: dict) -> str:
-    if seen["mode"] != "local" or not seen.get("transport"):
-        return ""
-    return f"through {seen['transport']}: {seen['transport_reason']}"
 
 
 def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[RenderableType]:

@@ -30,7 +30,7 @@ from elastic.layout import Layout  # noqa: E402
 from elastic.rounds import Header  # noqa: E402
 from elastic.rundir import Control, RunDir  # noqa: E402
 from elastic.store import Ask, Store  # noqa: E402
-from elastic.transport import fragment_name, open_transport  # noqa: E402
+from elastic.transport import Transport, fragment_name  # noqa: E402
 from elastic.versions import Draft  # noqa: E402
 
 ROUNDS = 5
@@ -102,7 +102,7 @@ def make_run(folder: Path, workers: int) -> RunDir:
     files = draft.write_fragment(LAYOUT, 0, torch.zeros(64), torch.zeros(64))
     record_ = {"master_epoch": 0, "time": time.time(), "tokens": 0, "samples": [], "deltas": [],
                "layout": LAYOUT.hash, "dataset_samples": 10**9, "epochs": 0,
-               "total_tokens": 10**9, "workers": 1, "transport": "filesystem"}  # fmt: skip
+               "total_tokens": 10**9, "workers": 1}  # fmt: skip
     draft.commit(LAYOUT, files, record_)
     return run
 
@@ -113,7 +113,7 @@ class Crowd:
     def __init__(self, run: RunDir, workers: int):
         self.run, self.workers, self.sequence = run, workers, 0
         self.store = self._connect()
-        self.transport = open_transport("filesystem", run, self.store)
+        self.transport = Transport(run)
         self.data = codec("none").encode(torch.full((64,), 1e-3), ())
         self.version = 0
         self.beaten = 0.0

@@ -55,7 +55,6 @@ threads = 1
 schedule = "constant"
 [local_sgd]
 compression = "none"
-transport = "filesystem"
 cold_start_steps = 0
 inner_steps = 5
 inner_state_every = 0

@@ -10,8 +10,7 @@ from elastic.estimate import Model, Rates, cost, size
 
 MODELS = {"7B": (7e9, 7.0), "70B": (70e9, 35.0)}
 WORKERS = (32, 128)
-PLACES = {"Redis": (Rates(), True), "Lustre": (Rates(5e9, 50e9), False),
-          "InfiniBand": (Rates(25e9, 200e9), False)}  # fmt: skip
+PLACES = {"Lustre": Rates(5e9, 50e9), "InfiniBand": Rates(25e9, 200e9)}
 K = 100
 
 
@@ -22,10 +21,7 @@ def table() -> str:
     for name, (numel, step_s) in MODELS.items():
         for workers in WORKERS:
             model = Model(int(numel), int(numel * (1 + 2 / 256)), 110, 0, 0, False)
-            stalls = [
-                cost(model, workers, rates=rates, through_redis=redis).stall_s
-                for rates, redis in PLACES.values()
-            ]
+            stalls = [cost(model, workers, rates=rates).stall_s for rates in PLACES.values()]
             parts = [f"{s:.0f} s, {s / (K * step_s + s):.0%}" for s in stalls]
             up, down = size(workers * model.delta_bytes), size(2 * numel * workers)
             lines.append(f"| {name} | {workers} | {up} | {down} | {' | '.join(parts)} |")

@@ -214,12 +214,9 @@ class MemoryDraft:
 class MemoryAverager(Averager):
     """What is merged is written down. The bytes of a delta are the samples it has trained."""
 
-    def __init__(self, run, config, commit, store):
+    def __init__(self, run, config, commit):
         self.run, self._commit, self.layout, self.running = run, commit, LAYOUT, Running()
         self._next_running = Running()
-
-    def use(self, store):
-        pass
 
     def close(self):
         pass
@@ -319,7 +316,6 @@ class Life(LocalSGD):
         self._replica = SimpleNamespace(layout=LAYOUT, restore=lambda: None, delta=None)
         encoder = SimpleNamespace(residuals={}, chosen=lambda last: SimpleNamespace(name="none"))
         self._exchange = SimpleNamespace(encoder=encoder)
-        self._transport = "filesystem"
 
     def _load(self, commit: dict) -> str:
         return ""
