@@ -150,6 +150,7 @@ def make_store(redis_server):
 
     def make(name: str = unique) -> Store:
         stores.append(Store.connect(redis_server.endpoint, redis_server.password, name))
+        stores[-1].load_scripts()
         return stores[-1]
 
     yield make

@@ -4,13 +4,16 @@ Real processes, over the run's own Redis; tests/insider.py does what that passwo
 seconds of it, or as many as ELASTIC_INSIDER_S says. pytest tests/test_insider.py
 """
 
+import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import redis
 import torch
 from torch.nn import functional
 from torch.utils.data import default_collate
@@ -76,9 +79,54 @@ def test_a_run_ends_as_ever_after_the_worst_that_a_workers_password_can_do(tmp_p
 
 def attack(run: Running, seconds: float) -> dict:
     """Let an insider work, while passes go on as ever; what it says that it has done."""
-    endpoint, password = run.run.endpoint(), run.run.secret("worker")
+    endpoint = run.run.endpoint()
+    password = run.run.password("worker", endpoint)
     where = [endpoint.host, endpoint.port, password, run.run.key, seconds]
     program = subprocess.Popen([sys.executable, ROOT / "tests/insider.py", *map(str, where)],
                                stdout=subprocess.PIPE, text=True, cwd=Path("/"))  # fmt: skip
     run.until(lambda: program.poll() is not None, seconds + 30, "the end of the insider")
     return json.loads(program.communicate()[0])
+
+
+def fill(client: redis.Redis, key: str) -> None:
+    """Until there is no room for a heartbeat."""
+    for size in (1 << 20, 1 << 10):
+        with contextlib.suppress(redis.exceptions.OutOfMemoryError):
+            while True:
+                client.hset(f"{key}offers:0", secrets.token_hex(8), bytes(size))
+
+
+def spoil(client: redis.Redis, key: str) -> None:
+    """What takes answers to asks is a table now."""
+    for name in (f"{key}grant:{slot}:{attempt}" for slot in (0, 1) for attempt in (1, 2)):
+        client.delete(name)
+        client.hset(name, "x", "y")
+
+
+@pytest.mark.parametrize("attack", [fill, spoil])
+def test_a_server_of_no_use_any_more_is_replaced_and_shuts_out_who_did_it(tmp_path, attack):
+    settings = SETTINGS | {"redis.maxmemory": "16mb"}
+    with running(tmp_path, settings, samples=1 << 20, step_s=0.02) as run:
+        run.workers(2)
+        run.versions(1)
+        trainers, endpoint = set(run.pids("trainer")), run.run.endpoint()
+        password = run.run.password("worker", endpoint)
+        who = {"username": "worker", "password": password}
+
+        def is_replaced() -> bool:
+            with contextlib.suppress(redis.RedisError):  # it goes meanwhile
+                attack(client, f"elastic:{run.run.key}:")
+            return run.run.endpoint() != endpoint
+
+        with redis.Redis(endpoint.host, endpoint.port, **who) as client:
+            run.until(is_replaced, 60, "another server")
+        run.versions(2)
+        after = run.run.endpoint()
+        with redis.Redis(after.host, after.port, **who) as client, pytest.raises(
+            redis.AuthenticationError
+        ):
+            client.ping()
+        assert "is of no use" in run.events("redis-lost")[0]["reason"]
+        assert set(run.pids("trainer")) == trainers
+        assert after.epoch == endpoint.epoch
+        run.audit()

@@ -1,13 +1,16 @@
 """The run's own redis-server: where it listens, who may in, and how it says what is wrong."""
 
+import contextlib
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +20,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from elastic import network, redis_server
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, TryAgain
 from elastic.network import bind_address, free_port, interfaces
 from elastic.rundir import SECRETS, RunDir
+from elastic.store import Store, Useless
 from helpers import ROOT, borrowing_venv, wait_until
 
 
@@ -45,11 +49,13 @@ def test_it_wants_the_runs_password(start):
     with pytest.raises(redis.AuthenticationError):
         redis.Redis(**where).ping()
     for role in SECRETS.keys() - {"seal"}:
-        assert redis.Redis(**where, username=role, password=run.secret(role)).ping()
+        password = run.password(role, server.endpoint)
+        assert redis.Redis(**where, username=role, password=password).ping()
+        for wrong in (password[:-1], run.secret(role)):
+            with pytest.raises(redis.AuthenticationError):
+                redis.Redis(**where, username=role, password=wrong).ping()
         with pytest.raises(redis.AuthenticationError):
-            redis.Redis(**where, username=role, password=run.secret(role)[:-1]).ping()
-        with pytest.raises(redis.AuthenticationError):
-            redis.Redis(**where, password=run.secret(role)).ping()
+            redis.Redis(**where, password=password).ping()
 
 
 def test_its_password_is_in_no_command_line_and_in_no_readable_file(start):
@@ -57,17 +63,96 @@ def test_its_password_is_in_no_command_line_and_in_no_readable_file(start):
     with open(f"/proc/{server.process.pid}/cmdline") as file:
         line = file.read()
     assert not [role for role in SECRETS if run.secret(role) in line]
+    assert not [role for role in SECRETS if run.password(role, server.endpoint) in line]
     modes = {path.stat().st_mode & 0o077 for path in (server.folder, server.folder / "redis.conf")}
     assert modes == {0}
 
 
+def test_who_listens_on_its_port_before_hears_no_password(make_run):
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # until it is shut down
+                while line := squatter.accept()[0]:
+                    heard.append(line.recv(4096))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        run = make_run(f"redis.port={squatter.getsockname()[1]}")
+        with pytest.raises(ElasticError, match="did not start"):
+            redis_server.start(run, run.config(), "127.0.0.1", 1)
+        squatter.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert heard == []
+
+
+def test_a_password_is_of_one_server(start):
+    run, server = start()
+    before = Store.connect(server.endpoint, run.password("worker", server.endpoint), run.key,
+                           user="worker")  # fmt: skip
+    before.attempts()
+    after = redis_server.start(run, run.config(), "127.0.0.1", epoch=2)
+    try:
+        later = Store.connect(after.endpoint, run.password("worker", server.endpoint), run.key,
+                              user="worker")  # fmt: skip
+        with pytest.raises(TryAgain, match="refused the password"):
+            later.attempts()
+    finally:
+        before.close()
+        after.stop()
+
+
+def test_a_server_that_is_busy_with_a_script_is_useless_and_can_be_stopped(start):
+    run, server = start()
+    store, again = (redis_server.connect(run, server.endpoint) for _ in range(2))
+    endless = store._redis.script_load("while true do end")
+    with pytest.raises(redis.RedisError):  # no answer, then that it is busy
+        store._redis.evalsha(endless, 0)
+    with pytest.raises(Useless, match="BUSY"):
+        again.now()
+    server.stop()
+    assert not server.alive()
+
+
+def test_nobody_alone_keeps_newcomers_out(start):
+    """Ten thousand connections that say nothing, as Redis lets in by default."""
+    run, server = start()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with files_allowed(hard), contextlib.ExitStack() as idle:
+        for _ in range(10_100):
+            where = (server.endpoint.host, server.endpoint.port)
+            idle.enter_context(socket.create_connection(where, timeout=10))
+        assert redis_server.connect(run, server.endpoint).now()
+
+
+@contextlib.contextmanager
+def files_allowed(most: int):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_connection_that_says_nothing_is_closed_and_a_client_comes_again(start, monkeypatch):
+    monkeypatch.setattr(redis_server, "IDLE_S", 1)
+    run, server = start()
+    store = redis_server.connect(run, server.endpoint)
+    store.now()
+    with socket.create_connection((server.endpoint.host, server.endpoint.port)) as idle:
+        idle.settimeout(10)
+        assert idle.recv(1) == b""
+    assert store.now()
+    store.close()
+
+
 def test_it_listens_on_one_address_with_bounded_memory(start):
-    run, server = start("redis.maxmemory=8mb")
-    where = (server.endpoint.host, server.endpoint.port)
-    client = redis.Redis(*where, username="master", password=run.secret())
+    run, server = start("redis.maxmemory=16mb")
+    client = redis_server.connect(run, server.endpoint)._redis
     key = f"elastic:{run.key}:offers:1"
     many = client.pipeline(transaction=False)
-    for name in range(9):
+    for name in range(17):
         many.hset(key, name, bytes(1 << 20))
     with pytest.raises(redis.exceptions.OutOfMemoryError):
         many.execute()
@@ -259,7 +344,7 @@ def test_a_run_directory_that_looks_like_a_pattern_has_its_own_settings(make_run
     server = redis_server.start(run, run.config(), "127.0.0.1", epoch=1)
     try:
         where = {"host": server.endpoint.host, "port": server.endpoint.port}
-        assert redis.Redis(**where, username="master", password=run.secret()).ping()
+        assert redis_server.connect(run, server.endpoint).now()
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(**where).ping()
     finally:

@@ -186,7 +186,7 @@ def test_a_server_with_another_certificate_is_hung_up_on_before_a_password_is_se
         real = run.run.endpoint()
         port = middle.getsockname()[1]
         fake = Endpoint("127.0.0.1", port, real.epoch, certificate=real.certificate)
-        store = Store.connect(fake, run.run.secret("worker"), "tiny", 2.0, "worker")
+        store = Store.connect(fake, run.run.password("worker", real), "tiny", 2.0, "worker")
         with pytest.raises(TryAgain, match="certificate verify failed"):
             store.now()
         middle.shutdown(socket.SHUT_RDWR)
@@ -356,7 +356,9 @@ def test_no_secret_is_in_a_command_line_and_no_environment_can_be_read(run):
 
 
 def test_no_password_of_redis_is_in_an_environment(run):
-    passwords = [run.run.secret(role).encode() for role in SECRETS]
+    endpoint = run.run.endpoint()
+    words = [(run.run.secret(role), run.run.password(role, endpoint)) for role in SECRETS]
+    passwords = [word.encode() for word in sum(words, ())]
     for pid in members(run.home):
         try:
             found = Path(f"/proc/{pid}/environ").read_bytes()

@@ -5,13 +5,14 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from elastic.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.network import free_port
-from elastic.rundir import SECRETS, Endpoint
-from elastic.store import EVENTS_KEPT, Ask, Store
+from elastic.rundir import Endpoint
+from elastic.store import EVENTS_KEPT, Ask, Store, Useless
 from helpers import wait_until
 
 FIELDS = {
@@ -172,10 +173,34 @@ def test_an_emptied_server_says_claim_again_and_goes_on(store, redis_server):
     assert store.offered(3, 4, 7)
 
 
-def test_scripts_come_back_after_they_were_forgotten(store, redis_server):
+def test_scripts_that_were_forgotten_are_loaded_by_the_master(store, redis_server):
     claim(store)
     redis_server.client().script_flush()
+    with pytest.raises(TryAgain):
+        beat(store)
+    store.set_master(1, {})
     assert beat(store)
+
+
+@pytest.mark.parametrize("key", ["grant:3:1", "attempts", "slot:3", "asks"])
+def test_a_key_of_another_type_makes_a_server_useless(store, redis_server, key):
+    claim(store)
+    client = redis_server.client()
+    client.delete(store._key(key))
+    client.set(store._key(key), "x")
+    with pytest.raises(Useless, match="of no use: .*WRONGTYPE"):
+        a_turn(store)
+    client.delete(store._key(key))
+    claim(store)
+    a_turn(store)
+
+
+def a_turn(store) -> None:
+    """What a master asks of its server."""
+    store.slots()
+    store.take_asks()
+    store.grant({(3, 1): (1, [])})
+    store.offers([5])
 
 
 # ---- masters ------------------------------------------------------------------------------------
@@ -417,15 +442,35 @@ def test_a_run_that_never_had_a_master_says_so(run):
 
 @pytest.mark.parametrize("role", ["reader", "worker", "master"])
 def test_a_run_is_opened_where_its_newest_master_says(run, redis_server, role):
-    (run.path / SECRETS[role]).write_text(redis_server.password)
-    client = redis_server.client()
-    client.acl_setuser(role, enabled=True, passwords=[f"+{redis_server.password}"],
-                       commands=["+time"])  # fmt: skip
-    run.set_endpoint(redis_server.endpoint)
+    endpoint, client = replace(redis_server.endpoint, nonce="of this start"), redis_server.client()
+    run.set_endpoint(endpoint)
+    password = run.password(role, endpoint)
+    client.acl_setuser(role, enabled=True, passwords=[f"+{password}"], commands=["+get"],
+                       keys=["*"])  # fmt: skip
+    proof = f"elastic:{run.key}:proof"
+    client.set(proof, run.password("seal", endpoint))
     store = Store.open(run, role=role)
     assert store.where == f"127.0.0.1:{redis_server.endpoint.port}"
     store.close()
+    client.delete(proof)
     client.acl_deluser(role)
+
+
+@pytest.mark.parametrize("proof", [None, "", "0" * 64, "of the server before"])
+def test_somebody_elses_server_on_that_port_is_not_listened_to(run, redis_server, proof):
+    """It lets everybody in, and says that the run is done."""
+    before, client = redis_server.endpoint, redis_server.client()
+    if proof == "of the server before":
+        proof = run.password("seal", before)
+    run.set_endpoint(replace(before, nonce="of a later start"))
+    client.acl_setuser("worker", enabled=True, nopass=True, commands=["+@all"], keys=["*"])
+    client.hset(f"elastic:{run.key}:master", mapping={"epoch": 1, "state": "done", "version": 9})
+    if proof is not None:
+        client.set(f"elastic:{run.key}:proof", proof)
+    with pytest.raises(TryAgain, match="does not know this run's master"):
+        Store.open(run, role="worker")
+    client.delete(*client.keys(f"elastic:{run.key}:*"))
+    client.acl_deluser("worker")
 
 
 def test_what_its_user_may_not_do_is_an_error_and_no_reason_to_try_again(run, redis_server):

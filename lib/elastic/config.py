@@ -104,7 +104,7 @@ DECAY = Check("at least 0 and below 1", lambda value: value == "auto" or 0 <= va
 GPUS = Check("between 1 and 100000", lambda value: 1 <= value <= 100_000)
 THREADS = Check("between 0 and 4096", lambda value: 0 <= value <= 4096)
 BEAT = Check("at least 10ms", lambda value: value >= 0.01)
-ROOM = Check("at least 4mb", lambda value: value >= 4 << 20)  # an empty server takes one
+ROOM = Check("at least 16mb", lambda value: value >= 16 << 20)  # an empty server takes four
 ALL_COUNTS = Check("of integers that are at least 1", lambda value: min(value, default=1) >= 1)
 MEMORY = Check('written as 64G, without a fraction',
                lambda value: re.fullmatch(r"([1-9]\d{0,8}[KMGT]?)?", value, re.ASCII) is not None)
@@ -253,7 +253,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("url", TEXT, "", "", "of a server the site provides; empty: the master starts one"),
     Key("bind", TEXT, "auto", "", "address or interface; auto: the one that routes to the workers"),
     Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
-    Key("maxmemory", SIZE, "1gb", "", "of the master's server", ROOM),
+    Key("maxmemory", SIZE, "256mb", "", "of the master's server", ROOM),
     Key("tls", BOOL, False, "", "of the master's server, with a certificate that it makes itself"),
     Key("server", TEXT, "", "", "path of redis-server; empty: from PATH, a module, this venv"),
 ), "local_scheduler": (

@@ -34,11 +34,11 @@ from elastic.estimate import THREADS
 from elastic.ledger import Ledger, count
 from elastic.membership import Slot, expected, live
 from elastic.network import bind_address, node_name
-from elastic.redis_server import RedisServer, start
+from elastic.redis_server import RedisServer, connect, start
 from elastic.rounds import Facts, Header, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
 from elastic.signals import Notice
-from elastic.store import Ask, Listener, Store
+from elastic.store import Ask, Listener, Store, Useless
 from elastic.versions import carried, prune, remove_drafts
 
 TICK_S = 0.5
@@ -119,7 +119,7 @@ class Master:
         return self._end_as_the_run()
 
     def _step(self) -> None:
-        """One turn. A Redis that does not answer is replaced, and the turn tried again."""
+        """One turn. A Redis that is gone or of no use is replaced, and the turn tried again."""
         try:
             self._tick(self._wait())
         except (TryAgain, OSError) as error:
@@ -127,7 +127,7 @@ class Master:
                 raise
             if self.notice:
                 return  # a scheduler that ends this job signals its Redis, too
-            if self._server and not self._server.alive():
+            if self._server and (isinstance(error, Useless) or not self._server.alive()):
                 self.run.event("redis-lost", epoch=self.epoch, reason=str(error))
                 self._open_redis()
             else:
@@ -197,9 +197,7 @@ class Master:
             address = bind_address(self.config.redis.bind, self._node_address())
             self._server = self._written(start, self.run, self.config, address, self.epoch)
             self._endpoint = self._server.endpoint
-        secret = self.run.secret()
-        self._store = Store.connect(self._endpoint, secret, self.run.key, user="master")
-        self._store.seal = self.run.secret("seal")
+        self._store = connect(self.run, self._endpoint)
         self._listener = self._store.listen("wake")
         if self._ledger:
             self._settle()

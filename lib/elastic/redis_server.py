@@ -5,9 +5,10 @@ directory is the durable truth. `noeviction` turns a full server into an error t
 instead of keys that quietly vanish.
 
 Nobody gets in without one of three passwords, of which the server knows only hashes, and never from
-its command line. Each role has its commands, keys and channels, so that whoever has a worker's
-password can be no master. With `redis.tls` there is a new certificate for every server; clients
-find it beside the address and take no other.
+its command line. They are this server's alone, and the master says its own to nobody before it has
+seen that its child is who listens. Each role has its commands, keys and channels, so that whoever
+has a worker's password can be no master. With `redis.tls` there is a new certificate for every
+server; clients find it beside the address and take no other.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from elastic.config import Config
 from elastic.durable import make_folder, write_atomic
 from elastic.errors import ElasticError, TryAgain
 from elastic.network import free_port
+from elastic.proc import listens
 from elastic.rundir import SECRETS, Endpoint, RunDir
 from elastic.signals import die_with_parent
 from elastic.store import Store
@@ -30,14 +32,16 @@ from elastic.store import Store
 OLDEST = (6, 0)
 KNOWS_CHANNELS = (6, 2)  # before, a worker may announce what it likes: that costs others a look
 START_S = 20.0
+IDLE_S = 60  # then a connection is closed, unless it is subscribed; every client comes again
+MOST_CLIENTS = 50_000  # more than one address has ports for: nobody alone keeps others out
 
-_WORKER = "time ping multi exec evalsha script|load publish exists del pexpire hget hmget hset hdel"
-_WORKER += " hexists hgetall blpop"
+_WORKER = "time ping get multi exec evalsha publish exists del pexpire hget hmget hset hdel hexists"
+_WORKER += " hgetall blpop"
 # Role -> its commands, and its keys and channels, all of them after the run's prefix.
 ROLES = {
-    "master": (f"{_WORKER} rpush scan unlink xadd subscribe unsubscribe", "*", "*"),
-    "worker": (_WORKER, "slot:* attempts offers:* verdicts asks grant:* inner", "wake"),
-    "reader": ("time ping hgetall subscribe unsubscribe", "*", "ctl"),
+    "master": (f"{_WORKER} set script|load rpush scan unlink xadd subscribe unsubscribe", "*", "*"),
+    "worker": (_WORKER, "slot:* attempts offers:* verdicts asks grant:* inner proof", "wake"),
+    "reader": ("time ping get hgetall subscribe unsubscribe", "*", "ctl"),
 }
 
 
@@ -78,13 +82,8 @@ class RedisServer:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        if self.alive():
-            self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        self.process.kill()  # it keeps nothing, and while a script runs it heeds nothing else
+        self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -99,8 +98,10 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
     shutil.rmtree(_folder(run, epoch - 1), ignore_errors=True)  # of a master that was killed
     program = find(config.redis.server)
     certificate = _make_certificate(folder) if config.redis.tls else ""
+    nonce = secrets.token_hex(16)
+    endpoint = Endpoint(address, port, epoch, certificate=certificate, nonce=nonce)
     settings = folder / "redis.conf"
-    text = _settings(config, address, port) + _users(run, version(program))
+    text = _settings(config, endpoint) + _users(run, endpoint, version(program))
     write_atomic(settings, text.encode(), mode=0o600)
     log = folder / "log"
     with log.open("ab") as output, settings.open("rb") as said:
@@ -109,7 +110,6 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
             [program, "-"], cwd=folder, stdin=said, stdout=output, stderr=output,
             preexec_fn=die_with_parent,
         )  # fmt: skip
-    endpoint = Endpoint(address, port, epoch, certificate=certificate)
     server = RedisServer(process, endpoint, folder)
     try:
         _wait_until_it_answers(run, server)
@@ -137,15 +137,22 @@ def trial(config: Config, folder: Path) -> None:
     start(run, replace(config, redis=replace(config.redis, port=0)), "127.0.0.1", 0).stop()
 
 
+def connect(run: RunDir, endpoint: Endpoint) -> Store:
+    """The master's own store."""
+    store = Store.connect(endpoint, run.password("master", endpoint), run.key, user="master")
+    store.seal, store.proof = run.secret("seal"), run.password("seal", endpoint)
+    return store
+
+
 def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            store = Store.connect(server.endpoint, run.secret(), run.key, 0.5, "master")
-            store.now()
-            store.close()
-            # Somebody else's server may answer on a port that ours could not bind.
-            if server.alive():
+            # Somebody else may listen on a port that ours could not bind.
+            if listens(server.process.pid, server.endpoint.host, server.endpoint.port):
+                store = connect(run, server.endpoint)
+                store.load_scripts()
+                store.close()
                 return
         except TryAgain:
             pass
@@ -171,26 +178,29 @@ def _make_certificate(folder: Path) -> str:
     return certificate.read_text()
 
 
-def _settings(config: Config, address: str, port: int) -> str:
+def _settings(config: Config, endpoint: Endpoint) -> str:
     """What is not as Redis has it by default. Its certificate is beside it."""
     lines = {
-        "bind": address,
-        "port": port,
+        "bind": endpoint.host,
+        "port": endpoint.port,
+        "timeout": IDLE_S,
+        "maxclients": MOST_CLIENTS,
         "maxmemory": config.redis.maxmemory_bytes,
         "maxmemory-policy": "noeviction",
         "save": '""',
         "loglevel": "warning",
     }
     if config.redis.tls:
-        lines |= {"port": 0, "tls-port": port, "tls-auth-clients": "no"}
+        lines |= {"port": 0, "tls-port": endpoint.port, "tls-auth-clients": "no"}
         lines |= {"tls-key-file": "key.pem", "tls-cert-file": "certificate.pem"}
     return "".join(f"{key} {value}\n" for key, value in lines.items())
 
 
-def _users(run: RunDir, known: tuple[int, ...]) -> str:
+def _users(run: RunDir, endpoint: Endpoint, known: tuple[int, ...]) -> str:
     lines = ["user default off"]
     for role, (commands, keys, channels) in ROLES.items():
-        rules = ["on", f"#{hashlib.sha256(run.secret(role).encode()).hexdigest()}"]
+        password = run.password(role, endpoint)
+        rules = ["on", f"#{hashlib.sha256(password.encode()).hexdigest()}"]
         rules += [f"~elastic:{run.key}:{key}" for key in keys.split()]
         if known >= KNOWS_CHANNELS:
             rules += ["resetchannels", f"&elastic:{run.key}:{channels}"]

@@ -20,6 +20,7 @@ read by reconcile and status alone, and what workers have left, by a new master,
 
 import contextlib
 import functools
+import hmac
 import json
 import os
 import secrets
@@ -97,6 +98,7 @@ class Endpoint:
     epoch: int
     url: str = ""  # a server that the site provides
     certificate: str = ""  # PEM, where the server speaks TLS
+    nonce: str = ""  # of one start of the server
 
 
 class RunDir:
@@ -172,8 +174,12 @@ class RunDir:
         return read_json(self.private / "environment.json") or {}
 
     def secret(self, role: str = "master") -> str:
-        """The password of `role` (master, worker, reader) on the run's Redis; or `seal`."""
+        """What passwords of `role` (master, worker, reader) are made of; or `seal`."""
         return insist((self.private / SECRETS[role]).read_text).strip()
+
+    def password(self, role: str, endpoint: Endpoint) -> str:
+        """Of `role` on that one server: who was told it knows nothing of the next one's."""
+        return hmac.digest(self.secret(role).encode(), endpoint.nonce.encode(), "sha256").hex()
 
     def control(self) -> Control:
         found = read_json(self.private / "control.json")

@@ -13,6 +13,7 @@ verdicts                    hash     "slot:attempt" -> why its delta was rejecte
 asks                        hash     "slot:attempt" -> sample ranges wanted and held
 grant:SLOT:ATTEMPT          list     sample ranges granted to the newest ask; expires
 inner                       hash     slot -> pointer to its saved inner optimizer state
+proof                       string   what nobody but the run's own master could tell the server
 events                      stream   the live copy of events.jsonl, capped
 ctl                         pub/sub  the master's wake-ups for all: version V, last-call V, stop
 wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
@@ -24,12 +25,17 @@ may do is in redis_server.py.
 Offers, verdicts, asks and pointers are sealed with a key that no server ever hears of: who has a
 worker's password alone can neither make one nor change one, and what is not sealed is dropped.
 
+A server that was started later may have the port of one that is gone, and be somebody else's. So
+passwords are for one server only (RunDir.password), and what answers is asked for the proof first.
+
 Pub/sub only wakes; what counts is in the keys. Times are Redis TIME. Changes that must be checked
-and made in one step are the few Lua scripts below.
+and made in one step are the few Lua scripts below. The master loads them; a worker has none of its
+own.
 """
 
 import contextlib
 import functools
+import hashlib
 import hmac
 import inspect
 import json
@@ -103,13 +109,20 @@ return 1
 """
 
 # Be the master with this epoch, if no higher one is. Also every later change of the master's hash.
+# A SET replaces whatever is there, of any type.
 MASTER = f"""{NOW}
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
 if epoch > tonumber(ARGV[1]) then return 0 end
-redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'beat', now, unpack(ARGV, 4))
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'beat', now, unpack(ARGV, 5))
+redis.call('SET', KEYS[2], ARGV[4])
 if ARGV[3] ~= '' then redis.call('PUBLISH', ARGV[2], ARGV[3]) end
 return 1
 """
+
+
+class Useless(TryAgain):
+    """A server that answers, and cannot do what it is there for: it is full, or busy with a script,
+    or a key has another type."""
 
 
 def reaches_redis(cls: type) -> type:
@@ -129,6 +142,8 @@ def _or_try_again(method: Callable) -> Callable:
             raise TryAgain(f"Redis at {self.where} refused the password: {error}") from None
         except redis.exceptions.NoPermissionError as error:
             raise ElasticError(f"Redis at {self.where} refuses: {error}") from None
+        except redis.exceptions.ResponseError as error:
+            raise Useless(f"Redis at {self.where} is of no use: {error}") from None
         except redis.exceptions.RedisError as error:
             raise TryAgain(
                 f"cannot reach Redis at {self.where}: {error}",
@@ -162,12 +177,11 @@ class Store:
     """One run's keys on one server. `epoch` is of the master that said where the server is."""
 
     seal = ""  # the key that a worker and the master of a run share
+    proof = ""  # that a server is this run's own
 
     def __init__(self, client: redis.Redis, run_key: str, where: str, epoch: int = 0):
         self._redis, self.where, self.epoch = client, where, epoch
         self._prefix = f"elastic:{run_key}:"
-        scripts = map(client.register_script, (CLAIM, BEAT, RELEASE, OFFER, MASTER))
-        self._claim, self._beat, self._release, self._offer, self._master = scripts
 
     @classmethod
     def connect(
@@ -190,14 +204,30 @@ class Store:
 
     @classmethod
     def open(cls, run: RunDir, timeout_s: float = 2.0, role: str = "reader") -> "Store":
-        """The store of the run's newest master, answering. Raises TryAgain."""
+        """The store of the run's newest master, answering. Raises TryAgain; also where somebody
+        else's server answers."""
         endpoint = run.endpoint()
         if endpoint is None:
             raise TryAgain(f"run {run.name} has had no master yet", "elastic-status RUN says why")
-        store = cls.connect(endpoint, run.secret(role), run.key, timeout_s, role)
+        store = cls.connect(endpoint, run.password(role, endpoint), run.key, timeout_s, role)
         store.seal = "" if role == "reader" else run.secret("seal")
-        store.now()
+        store.proof = run.password("seal", endpoint)
+        store.meet()
         return store
+
+    def meet(self) -> None:
+        """Raise TryAgain unless the server has been told the proof."""
+        if self._redis.get(self._key("proof")) != self.proof.encode():
+            raise TryAgain(f"Redis at {self.where} does not know this run's master (yet)")
+
+    def load_scripts(self) -> None:
+        """Before anybody calls them. A server that was restarted has forgotten them."""
+        for text in (CLAIM, BEAT, RELEASE, OFFER, MASTER):
+            self._redis.script_load(text)
+
+    def _run(self, script: str, keys: list[str], arguments: list) -> int:
+        digest = hashlib.sha1(script.encode()).hexdigest()  # Redis's name of a script
+        return self._redis.evalsha(digest, len(keys), *keys, *arguments)
 
     def close(self) -> None:
         self._redis.close()
@@ -236,19 +266,19 @@ class Store:
     def claim(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
         """Take the slot's lease. False if a higher attempt has claimed it."""
         keys = [self._key("slot", slot), self._key("attempts")]
-        head = [slot, attempt, int(lease_s * 1000)]
-        return bool(self._claim(keys, head + _flat({"slot": slot, "attempt": attempt, **fields})))
+        words = _flat({"slot": slot, "attempt": attempt, **fields})
+        return bool(self._run(CLAIM, keys, [slot, attempt, int(lease_s * 1000), *words]))
 
     def beat(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
         """Renew the lease. False: this server does not know it, claim again. Raises Fenced."""
         keys = [self._key("slot", slot), self._key("attempts")]
         head = [slot, attempt, int(lease_s * 1000)]
-        return _held(self._beat(keys, head + _flat(fields)), slot, attempt)
+        return _held(self._run(BEAT, keys, head + _flat(fields)), slot, attempt)
 
     def release(self, slot: int, attempt: int) -> None:
         """Give the lease up; nothing happens if a higher attempt has it."""
         keys = [self._key("slot", slot), self._key("attempts")]
-        self._release(keys, [slot, attempt, self._key("wake")])
+        self._run(RELEASE, keys, [slot, attempt, self._key("wake")])
 
     def slots(self) -> dict[int, Slot]:
         """Every slot whose lease is valid."""
@@ -280,7 +310,7 @@ class Store:
         keys = [self._key("offers", base), self._key("attempts")]
         body = self._sealed(keys[0], f"{slot}:{attempt}", header)
         arguments = [slot, attempt, body, self._key("wake")]
-        return _held(self._offer(keys, arguments), slot, attempt)
+        return _held(self._run(OFFER, keys, arguments), slot, attempt)
 
     def offers(self, bases: Iterable[int]) -> dict[int, dict[str, bytes]]:
         """Base version -> {"slot:attempt": header as JSON}. What nobody has sealed is removed."""
@@ -317,8 +347,14 @@ class Store:
 
     def set_master(self, epoch: int, fields: dict, wake: str = "") -> None:
         """Change the master's hash and announce `wake`. Raises Fenced under a higher epoch."""
-        head = [epoch, self._key("ctl"), wake]
-        if not self._master([self._key("master")], head + _flat(fields)):
+        keys = [self._key("master"), self._key("proof")]
+        arguments = [epoch, self._key("ctl"), wake, self.proof, *_flat(fields)]
+        try:
+            is_done = self._run(MASTER, keys, arguments)
+        except redis.exceptions.NoScriptError:
+            self.load_scripts()
+            is_done = self._run(MASTER, keys, arguments)
+        if not is_done:
             raise Fenced(f"master epoch {epoch}: a higher one has taken over")
 
     def master(self) -> dict[str, str]:
