@@ -18,6 +18,8 @@ import torch
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from elastic.errors import TryAgain
+from elastic.store import Store
 from elastic.versions import read_layout, read_params, split
 from helpers import ROOT
 from insider import ATTACKS
@@ -81,7 +83,7 @@ def attack(run: Running, seconds: float) -> dict:
     """Let an insider work, while passes go on as ever; what it says that it has done."""
     endpoint = run.run.endpoint()
     password = run.run.password("worker", endpoint)
-    where = [endpoint.host, endpoint.port, password, run.run.key, seconds]
+    where = [endpoint.host, endpoint.port, password, run.run.key, endpoint.certificate, seconds]
     program = subprocess.Popen([sys.executable, ROOT / "tests/insider.py", *map(str, where)],
                                stdout=subprocess.PIPE, text=True, cwd=Path("/"))  # fmt: skip
     run.until(lambda: program.poll() is not None, seconds + 30, "the end of the insider")
@@ -111,21 +113,18 @@ def test_a_server_of_no_use_any_more_is_replaced_and_shuts_out_who_did_it(tmp_pa
         run.versions(1)
         trainers, endpoint = set(run.pids("trainer")), run.run.endpoint()
         password = run.run.password("worker", endpoint)
-        who = {"username": "worker", "password": password}
 
         def is_replaced() -> bool:
             with contextlib.suppress(redis.RedisError):  # it goes meanwhile
                 attack(client, f"elastic:{run.run.key}:")
             return run.run.endpoint() != endpoint
 
-        with redis.Redis(endpoint.host, endpoint.port, **who) as client:
+        with Store.connect(endpoint, password, "", user="worker")._redis as client:
             run.until(is_replaced, 60, "another server")
         run.versions(2)
         after = run.run.endpoint()
-        with redis.Redis(after.host, after.port, **who) as client, pytest.raises(
-            redis.AuthenticationError
-        ):
-            client.ping()
+        with pytest.raises(TryAgain, match="refused the password"):
+            Store.connect(after, password, "", user="worker").now()
         assert "is of no use" in run.events("redis-lost")[0]["reason"]
         assert set(run.pids("trainer")) == trainers
         assert after.epoch == endpoint.epoch

@@ -26,6 +26,14 @@ from elastic.rundir import SECRETS, RunDir
 from elastic.store import Store, Useless
 from helpers import ROOT, borrowing_venv, wait_until
 
+WITHOUT_TLS = """#!/bin/bash
+# What a build without TLS says of its first word about TLS.
+if [ "${1:-}" = --version ]; then exec redis-server --version; fi
+settings=$(cat)
+case $settings in *tls-*) echo "Bad directive or wrong number of arguments"; exit 1;; esac
+exec redis-server - <<< "$settings"
+"""
+
 
 @pytest.fixture
 def start(make_run):
@@ -43,7 +51,7 @@ def start(make_run):
 
 
 def test_it_wants_the_runs_password(start):
-    run, server = start()
+    run, server = start("redis.tls=false")
     at_once = Retry(NoBackoff(), 0)  # redis-py tries again where a password is wrong
     where = {"host": server.endpoint.host, "port": server.endpoint.port, "retry": at_once}
     with pytest.raises(redis.AuthenticationError):
@@ -66,6 +74,32 @@ def test_its_password_is_in_no_command_line_and_in_no_readable_file(start):
     assert not [role for role in SECRETS if run.password(role, server.endpoint) in line]
     modes = {path.stat().st_mode & 0o077 for path in (server.folder, server.folder / "redis.conf")}
     assert modes == {0}
+
+
+def test_it_speaks_tls_by_itself(start):
+    run, server = start()
+    assert "CERTIFICATE" in server.endpoint.certificate
+    assert redis_server.connect(run, server.endpoint).now()
+
+
+def test_where_there_is_no_openssl_it_speaks_without_tls(start, monkeypatch):
+    program = shutil.which("redis-server")
+    monkeypatch.setattr(redis_server, "find", lambda _: program)
+    monkeypatch.setattr(redis_server, "version", lambda _: (7, 0))
+    monkeypatch.setenv("PATH", "/nowhere")
+    run, server = start()
+    assert server.endpoint.certificate == ""
+    assert redis_server.connect(run, server.endpoint).now()
+
+
+def test_a_server_that_knows_no_tls_speaks_without(start, monkeypatch, tmp_path):
+    """Such as the one that comes with the demo's wheel."""
+    without = tmp_path / "redis-server"
+    without.write_text(WITHOUT_TLS)
+    without.chmod(0o755)
+    run, server = start(f"redis.server={without}")
+    assert server.endpoint.certificate == ""
+    assert redis_server.connect(run, server.endpoint).now()
 
 
 def test_who_listens_on_its_port_before_hears_no_password(make_run):
@@ -343,9 +377,8 @@ def test_a_run_directory_that_looks_like_a_pattern_has_its_own_settings(make_run
     run = RunDir(make_run().path.rename(folder / "run"))
     server = redis_server.start(run, run.config(), "127.0.0.1", epoch=1)
     try:
-        where = {"host": server.endpoint.host, "port": server.endpoint.port}
         assert redis_server.connect(run, server.endpoint).now()
-        with pytest.raises(redis.AuthenticationError):
-            redis.Redis(**where).ping()
+        with pytest.raises(TryAgain, match="refused the password"):
+            Store.connect(server.endpoint, "", run.key).now()
     finally:
         server.stop()

@@ -79,6 +79,7 @@ _BYTES = {"tb": 1 << 40, "gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10, "b": 1, ""
 TEXT = Kind("a string", _text)
 INT = Kind("an integer", _integer)
 BOOL = Kind("true or false", lambda value: type(value) is bool)
+WHERE_POSSIBLE = Kind('"auto", true or false', lambda value: value == "auto" or type(value) is bool)
 REAL = Kind("a finite number", _finite, float)
 AUTO = Kind('"auto" or a finite number', lambda value: value == "auto" or _finite(value))
 LIST = Kind("an array of strings", _list_of(_text), tuple)
@@ -254,7 +255,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("bind", TEXT, "auto", "", "address or interface; auto: the one that routes to the workers"),
     Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
     Key("maxmemory", SIZE, "256mb", "", "of the master's server", ROOM),
-    Key("tls", BOOL, False, "", "of the master's server, with a certificate that it makes itself"),
+    Key("tls", WHERE_POSSIBLE, "auto", "", "of the master's server, with a certificate that it "
+        "makes itself; auto: where openssl and redis-server know it"),
     Key("server", TEXT, "", "", "path of redis-server; empty: from PATH, a module, this venv"),
 ), "local_scheduler": (
     Key("gpus", INT, 0, "GPUs", "that this machine pretends to have; 0: elastic.max", NATURAL),
@@ -632,7 +634,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
      "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({}) in nodes of {} GPUs"),
     (("local_sgd.overlap", "slurm.gpus_per_worker"), lambda how, n: how == "off" or n == 1,
      "local_sgd.overlap = {} is for workers of one GPU: slurm.gpus_per_worker is {}"),
-    (("redis.tls", "redis.url"), lambda tls, url: not (tls and url),
+    (("redis.tls", "redis.url"), lambda tls, url: not (tls is True and url),
      "redis.tls = {} is for the master's own server: for TLS to a site's, redis.url is rediss://…"),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
      'slurm.partition is not set: name it in etc/site.toml, or set run.scheduler = "local"'),

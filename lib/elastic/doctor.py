@@ -202,8 +202,8 @@ def _redis(facts: dict) -> str:
     path = redis_server.find(config.redis.server)
     version = ".".join(map(str, redis_server.version(path)))
     with tempfile.TemporaryDirectory(prefix="elastic-doctor-") as folder:
-        redis_server.trial(config, Path(folder))
-    return f"{version}, {path}"
+        over_tls = redis_server.trial(config, Path(folder))
+    return f"{version}, {path}, {'over TLS' if over_tls else 'without TLS'}"
 
 
 def _ask_site(url: str, facts: dict) -> str:

@@ -7,10 +7,11 @@ instead of keys that quietly vanish.
 Nobody gets in without one of three passwords, of which the server knows only hashes, and never from
 its command line. They are this server's alone, and the master says its own to nobody before it has
 seen that its child is who listens. Each role has its commands, keys and channels, so that whoever
-has a worker's password can be no master. With `redis.tls` there is a new certificate for every
-server; clients find it beside the address and take no other.
+has a worker's password can be no master. Over TLS, which is where openssl and the server know it,
+there is a new certificate for every server; clients find it beside the address and take no other.
 """
 
+import contextlib
 import hashlib
 import secrets
 import shutil
@@ -92,12 +93,19 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
 
     Raises ElasticError with the server's last words (a port that is taken, say).
     """
+    if config.redis.tls == "auto":
+        with contextlib.suppress(ElasticError):  # there is no openssl, or a server without TLS
+            return _start(run, config, address, epoch, over_tls=True)
+    return _start(run, config, address, epoch, over_tls=config.redis.tls is True)
+
+
+def _start(run: RunDir, config: Config, address: str, epoch: int, over_tls: bool) -> RedisServer:
     port = config.redis.port or free_port(address)
     folder = _folder(run, epoch)
     make_folder(folder, 0o700)
     shutil.rmtree(_folder(run, epoch - 1), ignore_errors=True)  # of a master that was killed
     program = find(config.redis.server)
-    certificate = _make_certificate(folder) if config.redis.tls else ""
+    certificate = _make_certificate(folder) if over_tls else ""
     nonce = secrets.token_hex(16)
     endpoint = Endpoint(address, port, epoch, certificate=certificate, nonce=nonce)
     settings = folder / "redis.conf"
@@ -128,13 +136,15 @@ def _folder(run: RunDir, epoch: int) -> Path:
     return run.path / f"redis-{epoch:06d}"
 
 
-def trial(config: Config, folder: Path) -> None:
+def trial(config: Config, folder: Path) -> bool:
     """Start a server on loopback with its files in `folder`, see that it answers, and stop it.
-    Raises ElasticError."""
+    True: over TLS. Raises ElasticError."""
     run = RunDir(folder)
     for name in SECRETS.values():
         write_atomic(folder / name, secrets.token_hex(24).encode(), mode=0o600)
-    start(run, replace(config, redis=replace(config.redis, port=0)), "127.0.0.1", 0).stop()
+    server = start(run, replace(config, redis=replace(config.redis, port=0)), "127.0.0.1", 0)
+    server.stop()
+    return bool(server.endpoint.certificate)
 
 
 def connect(run: RunDir, endpoint: Endpoint) -> Store:
@@ -165,8 +175,9 @@ def _make_certificate(folder: Path) -> str:
     """A key, and a certificate that it signs itself, in `folder`; the certificate as PEM."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     write_atomic(key, b"", mode=0o600)  # for openssl to fill
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "3650"]
-    command += ["-subj", "/CN=elastic", "-keyout", str(key), "-out", str(certificate)]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "3650", "-subj", "/CN=elastic"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=START_S)
     except (OSError, subprocess.SubprocessError) as error:
@@ -190,7 +201,7 @@ def _settings(config: Config, endpoint: Endpoint) -> str:
         "save": '""',
         "loglevel": "warning",
     }
-    if config.redis.tls:
+    if endpoint.certificate:
         lines |= {"port": 0, "tls-port": endpoint.port, "tls-auth-clients": "no"}
         lines |= {"tls-key-file": "key.pem", "tls-cert-file": "certificate.pem"}
     return "".join(f"{key} {value}\n" for key, value in lines.items())
