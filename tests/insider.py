@@ -155,7 +155,7 @@ def main() -> None:
     host, port, password, key, certificate, seconds, *more = sys.argv[1:]
     seed, pause_s = int(more[0]) if more else 1, float(more[1]) if more[1:] else 0.0
     client = redis.Redis(host, int(port), username="worker", password=password, ssl=True,
-                         ssl_ca_data=certificate, ssl_check_hostname=False)  # fmt: skip
+                         ssl_ca_data=certificate)  # fmt: skip
     insider, until = Insider(client, key, seed), time.monotonic() + float(seconds)
     tried, refused = Counter(), Counter()
     while time.monotonic() < until:

@@ -105,7 +105,7 @@ def _start(run: RunDir, config: Config, address: str, epoch: int, over_tls: bool
     make_folder(folder, 0o700)
     shutil.rmtree(_folder(run, epoch - 1), ignore_errors=True)  # of a master that was killed
     program = find(config.redis.server)
-    certificate = _make_certificate(folder) if over_tls else ""
+    certificate = _make_certificate(folder, address) if over_tls else ""
     nonce = secrets.token_hex(16)
     endpoint = Endpoint(address, port, epoch, certificate=certificate, nonce=nonce)
     settings = folder / "redis.conf"
@@ -171,12 +171,13 @@ def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
         time.sleep(0.02)
 
 
-def _make_certificate(folder: Path) -> str:
-    """A key, and a certificate that it signs itself, in `folder`; the certificate as PEM."""
+def _make_certificate(folder: Path, address: str) -> str:
+    """A key, and a certificate of `address` that it signs itself, in `folder`; that one as PEM."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     write_atomic(key, b"", mode=0o600)  # for openssl to fill
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-days", "3650", "-subj", "/CN=elastic"]
+    command += ["-addext", f"subjectAltName=IP:{address}"]
     command += ["-keyout", str(key), "-out", str(certificate)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=START_S)
