@@ -340,6 +340,9 @@ def test_where_to_listen_is_an_address_an_interface_or_how_the_node_is_known():
     with pytest.raises(ElasticError, match="ib9") as caught:
         bind_address("ib9", "localhost")
     assert "lo (127.0.0.1)" in caught.value.hint
+    for text in ("127.1", "1", "0x7f.1", "127.0.0.1 0.0.0.0", "127.0.0.1\nprotected-mode no"):
+        with pytest.raises(ElasticError, match="is no IPv4 address and no interface here"):
+            bind_address(text, "localhost")
     assert 0 < free_port("127.0.0.1") < 65536
 
 

@@ -12,6 +12,7 @@ What depends on other values ("auto", an empty name) is settled here, once; nobo
 
 import dataclasses
 import difflib
+import ipaddress
 import json
 import os
 import re
@@ -110,6 +111,18 @@ ALL_COUNTS = Check("of integers that are at least 1", lambda value: min(value, d
 MEMORY = Check('written as 64G, without a fraction',
                lambda value: re.fullmatch(r"([1-9]\d{0,8}[KMGT]?)?", value, re.ASCII) is not None)
 PORT = Check("between 0 and 65535", lambda value: 0 <= value <= 65535)
+
+
+def _listens(text: str) -> bool:
+    """"auto", a possible name of an interface, or an address of one machine."""
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        return re.fullmatch(r"(?=.*[A-Za-z])[^\s/]{1,15}", text) is not None
+    return not (address.is_unspecified or address.is_multicast or address.is_reserved)
+
+
+BIND = Check('"auto", an interface or the IPv4 address of one', _listens)
 NAME = Check(
     "letters, digits, '.', '_' and '-', at most 63, a letter or digit first",
     lambda value: re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?", value) is not None,
@@ -252,7 +265,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("exclude", TEXT, "", "", "nodes never to use, as sbatch takes them"),
 ), "redis": (
     Key("url", TEXT, "", "", "of a server the site provides; empty: the master starts one"),
-    Key("bind", TEXT, "auto", "", "address or interface; auto: the one that routes to the workers"),
+    Key("bind", TEXT, "auto", "", "to listen on; auto: what routes to the workers", BIND),
     Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
     Key("maxmemory", SIZE, "256mb", "", "of the master's server", ROOM),
     Key("tls", WHERE_POSSIBLE, "auto", "", "of the master's server, with a certificate that it "

@@ -5,6 +5,7 @@ scheduler knows this node by, else the one that routes to it. Never a guessed in
 """
 
 import fcntl
+import ipaddress
 import socket
 import struct
 from pathlib import Path
@@ -31,9 +32,8 @@ def bind_address(wanted: str, node_address: str) -> str:
     if wanted in interfaces():
         return interfaces()[wanted]
     try:
-        socket.inet_aton(wanted)
-        return wanted
-    except OSError:
+        return str(ipaddress.IPv4Address(wanted))
+    except ValueError:
         known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
         raise ElasticError(
             f"redis.bind = {wanted!r} is no IPv4 address and no interface here",
