@@ -9,6 +9,7 @@ pytest tests/test_security.py
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -16,11 +17,13 @@ import stat
 import subprocess
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from redis.connection import parse_url
 
 from elastic import config as configuration
 from elastic import inner_state, redis_server, sandbox
@@ -35,6 +38,7 @@ from forks import NOBODY, as_nobody, share
 from helpers import elastic, environment, wait_until
 from running import Running, command_line, members, running
 
+RUN = 'run.scheduler = "local"\ntrain.epochs = 1\n'
 TOKEN = "a-token-of-the-users-5f1c"
 LISTENS = "0A"  # /proc/net/tcp
 LEASE = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
@@ -394,6 +398,64 @@ def test_a_password_in_redis_url_is_printed_by_nothing(home):
     assert stat.S_IMODE((run.path / "run.toml").stat().st_mode) == 0o600
     store = Store.connect(Endpoint("", 0, 1, run.config().redis.url), "", "a", 0.1)
     assert store.where == "site:6379/0"
+
+
+@pytest.mark.parametrize("url", [
+    "redis://me:hun/ter2@site", "redis://me:12?hunter2@site", "redis://me:12#hunter2@site",
+    "redis://me:hunter2@site:port", "redis://:hunter2", "redis://me:hunter2@site:65536",
+    "redis://me:hunter2@site:0", "redis://me:hunter2@site/x", "redis://me:1/2@hunter2",
+    "me:hunter2@site:6379", "unix://me:hunter2@/tmp/socket", "http://me:hunter2@site",
+    "redis://me:hunter2@site?foo=bar", "redis://site?pass%77ord=hunter2", "redis://site\\n:hunter2",
+    "redis://me:hunter2@site?socket_timeout=1000", "redis://me:hunter2@site?ssl_ca_certs=/a",
+])  # fmt: skip
+def test_a_redis_url_that_redis_would_take_for_another_is_refused_unquoted(home, url):
+    file = home / "site.toml"
+    file.write_text(f'{RUN}redis.url = "{url}"\n')
+    with pytest.raises(UsageError) as caught:
+        configuration.load(file)
+    assert 'site.toml:3: redis.url: expected "redis://USER:PASSWORD@' in str(caught.value)
+    assert "%2F" in str(caught.value)
+    with pytest.raises(UsageError) as again:  # what a damaged endpoint.json may say
+        Store.connect(Endpoint("", 0, 1, url), "", "a", 0.1)
+    for error in (caught.value, again.value):
+        assert not re.search("hun|ter2", "".join(traceback.format_exception(error)))
+
+
+def test_a_dry_run_finds_a_bad_redis_url_and_does_not_repeat_it(home):
+    file = home / "site.toml"
+    file.write_text(f'{RUN}redis.url = "redis://me:hun/ter2@site"\n')
+    done = elastic("submit", file, "--dry-run", env=environment(home))
+    assert done.returncode == 2
+    assert "site.toml:3: redis.url: expected" in done.stderr
+    assert not re.search("hun|ter2", done.stdout + done.stderr)
+
+
+def test_no_error_quotes_a_password_of_a_redis_url_at_another_place(home):
+    file = home / "site.toml"
+    for line in ('redis = "redis://:hunter2@site"', 'redis.url = ["redis://:hunter2@site"]',
+                 'redis.url = {password = "hunter2"}', 'redis.urll = "redis://:hunter2@site"',
+                 'url = "redis://:hunter2@site"'):  # fmt: skip
+        file.write_text(f"{line}\n{RUN}")
+        with pytest.raises(UsageError) as caught:
+            configuration.load(file)
+        assert "hunter2" not in str(caught.value) + caught.value.hint
+
+
+@pytest.mark.parametrize(("url", "shown", "password"), [
+    ("redis://site", "redis://site", None),
+    ("redis://:hun%2Fter2@site:6380", "redis://site:6380", "hun/ter2"),
+    ("redis://me:hun@ter2@[::1]/3", "redis://[::1]/3", "hun@ter2"),
+    ("redis://site/0?password=hun@ter2", "redis://site/0", "hun@ter2"),
+    ("rediss://me:hunter2@site/1?ssl_ca_certs=/ca&ssl_cert_reqs=none", "rediss://site/1",
+     "hunter2"),
+])  # fmt: skip
+def test_of_a_redis_url_only_the_server_is_shown(home, url, shown, password):
+    (home / "site.toml").write_text(f'{RUN}redis.url = "{url}"\n')
+    config = configuration.load(home / "site.toml")
+    assert {name: value for name, value, *_ in config.explain()}["redis.url"] == shown
+    store = Store.connect(Endpoint("", 0, 1, config.redis.url), "", "a", 0.1)
+    assert store.where == shown.partition("//")[2]
+    assert parse_url(config.redis.url).get("password") == password
 
 
 def test_a_password_on_the_command_line_is_refused_and_not_repeated(make_config):

@@ -74,10 +74,33 @@ def _list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) is list and all(map(accepts, value))
 
 
+_OPTION = (r"(db=\d{1,9}|(username|password)=[^&#\s]+|(?(tls)"  # the others are TLS's alone
+           r"ssl_(ca_certs|certfile|keyfile|password|cert_reqs|check_hostname)=[^&#\s]+|(?!)))")
+_URL = re.compile(
+    r"(?P<scheme>redis(?P<tls>s)?://)([^/?#\[\]\s]*@)?"  # what is before the @ is secret
+    r"(?P<server>([\w.-]+|\[[\da-fA-F:]+\])(:(?P<port>\d{1,5}))?(/\d{0,9})?)"
+    rf"(\?{_OPTION}(&{_OPTION})*)?", re.ASCII)  # fmt: skip
+
+
+def _is_url(value: Any) -> bool:
+    """Empty, or of a Redis, so that every part is what redis-py takes it for."""
+    match = _URL.fullmatch(value) if _text(value) and value.isascii() else None
+    return 0 < int(match["port"] or 6379) < 1 << 16 if match else value == ""
+
+
+def shown_url(url: str) -> str:
+    """A checked redis.url without what may be secret in it: its user, password and options."""
+    match = _URL.fullmatch(url)
+    return match["scheme"] + match["server"] if match else ""
+
+
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1, "": 1, "ms": 0.001}
 _BYTES = {"tb": 1 << 40, "gb": 1 << 30, "mb": 1 << 20, "kb": 1 << 10, "b": 1, "": 1}
 
 TEXT = Kind("a string", _text)
+URL = Kind('"redis://USER:PASSWORD@HOST:PORT/DB", or rediss:// for TLS (in a password / # ? [ ] as '
+           "%2F %23 %3F %5B %5D; options: db, username, password; with TLS also ssl_ca_certs, "
+           "ssl_certfile, ssl_keyfile, ssl_password, ssl_cert_reqs, ssl_check_hostname)", _is_url)
 INT = Kind("an integer", _integer)
 BOOL = Kind("true or false", lambda value: type(value) is bool)
 WHERE_POSSIBLE = Kind('"auto", true or false', lambda value: value == "auto" or type(value) is bool)
@@ -264,7 +287,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("master_options", LIST, [], "", "further sbatch options of the master"),
     Key("exclude", TEXT, "", "", "nodes never to use, as sbatch takes them"),
 ), "redis": (
-    Key("url", TEXT, "", "", "of a server the site provides; empty: the master starts one"),
+    Key("url", URL, "", "", "of a server the site provides; empty: the master starts one"),
     Key("bind", TEXT, "auto", "", "to listen on; auto: what routes to the workers", BIND),
     Key("port", INT, 0, "", "of the master's server; 0: a free one", PORT),
     Key("maxmemory", SIZE, "256mb", "", "of the master's server", ROOM),
@@ -293,7 +316,6 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
 
 
 MOST_DEEP = 16  # tables and arrays in one another
-_PASSWORD = re.compile(r"(?<=//).*(?=@)|(?<=password=)[^&]*")  # in a URL, and the user with it
 
 
 def _field(key: Key) -> str:
@@ -329,9 +351,9 @@ class Config(_Sections):
     def explain(self) -> list[tuple[str, Any, str, Any, str, str]]:
         """(key, value, unit, default, origin, meaning) for every key, values as TOML has them.
 
-        A password in redis.url is left out.
+        Of redis.url only the server is there.
         """
-        return [(name, _PASSWORD.sub("…", value) if name == "redis.url" else value, *rest)
+        return [(name, shown_url(value) if name == "redis.url" else value, *rest)
                 for name, value, *rest in self._rows()]  # fmt: skip
 
     def _rows(self) -> list[tuple[str, Any, str, Any, str, str]]:
@@ -408,7 +430,8 @@ def parse(kind: Kind, value: Any) -> Any:
         return kind.convert(number)
     got = {str: "string", bool: "boolean", int: "integer", list: "array", dict: "table"}
     name = got.get(type(value), type(value).__name__)
-    raise UsageError(f"expected {kind.expected}, got the {name} {_brief(value)}")
+    shown = "(not shown: it may hold a password)" if kind is URL else _brief(value)
+    raise UsageError(f"expected {kind.expected}, got the {name} {shown}")
 
 
 def _brief(value: Any) -> str:
@@ -506,10 +529,10 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
         section, _, key = map(str.strip, name.partition("."))
         if not (equals and section and key and _text(override)):
             raise UsageError(f"not an override: {override[:100]!r}", "write section.key=value")
-        if (section, key) == ("redis", "url") and _PASSWORD.search(text):
+        if (section, key) == ("redis", "url") and ("@" in text or "password=" in text):
             raise UsageError("a password on the command line is no secret: redis.url",
                              "write it into the run's file, with mode 0600")  # fmt: skip
-        is_text = any(row.name == key and row.kind is TEXT for row in KEYS.get(section, ()))
+        is_text = any(row.name == key and row.kind in (TEXT, URL) for row in KEYS.get(section, ()))
         tables.setdefault(section, {})[key] = _override_value(text.strip(), is_text)
     names = [*tables, *(f"{section}.{key}" for section, table in tables.items() for key in table)]
     return tables, dict.fromkeys(names, "command line")
@@ -585,7 +608,7 @@ def _checked(key: Key, value: Any) -> Any:
 def _bad_section(section: str, table: Any, place: str) -> tuple[str, str]:
     legal = [*KEYS, "task"]
     if section in legal:
-        return section, f"{place}: {section} is a section, not a key; it is {_brief(table)}"
+        return section, f"{place}: {section} is a section, not a key"
     near, guess = _nearest(section, legal)
     return near, f"{place}: unknown section {section}{guess}; there are {', '.join(legal)}"
 

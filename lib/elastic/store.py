@@ -46,6 +46,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from elastic.config import check_value, shown_url
 from elastic.errors import ElasticError, Fenced, TryAgain
 from elastic.membership import Slot
 from elastic.rundir import Endpoint, RunDir
@@ -192,8 +193,9 @@ class Store:
         # Callers know when to try again, and what to do first.
         limits["retry"] = Retry(NoBackoff(), 1)
         if endpoint.url:
+            check_value("redis.url", endpoint.url)
             client = redis.Redis.from_url(endpoint.url, **limits)
-            where = endpoint.url.rpartition("@")[2].partition("?")[0]
+            where = shown_url(endpoint.url).partition("//")[2]
             return cls(client, run_key, where, endpoint.epoch)
         if endpoint.certificate:  # redis-py believes every authority, too, but of no such address
             limits |= {"ssl": True, "ssl_ca_data": endpoint.certificate}
