@@ -1,7 +1,9 @@
 """What tests share: waiting with a deadline, a small run, and processes that always end."""
 
+import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -75,3 +77,21 @@ def checkout(folder: Path) -> Path:
     shutil.copytree(ROOT, copy, ignore=ignored)
     (copy / ".venv").symlink_to(sys.prefix)
     return copy
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """(address, port) of every TCP socket on which one of the processes listens."""
+    inodes = set()
+    for each in (each for pid in pids for each in Path("/proc").glob(f"{pid}/fd/*")):
+        with contextlib.suppress(OSError):  # it has just been closed
+            link = os.readlink(each)
+            inodes |= {link[8:-1]} if link.startswith("socket:[") else set()
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in inodes:
+                address, port = local.split(":")
+                found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8
+                           else "::", int(port, 16)))  # fmt: skip
+    return found

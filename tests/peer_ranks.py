@@ -3,7 +3,7 @@
 Forked from here, so that torch is imported once. With NODES=1 all are on one node, else each on
 its own. A rank says what join_group raised, or what the ranks add up to; the list goes to stdout.
 Stories: `nobody` advertises a port at which nobody listens, `deaf` one whose listener answers
-nothing, `absent` does not come.
+nothing, `absent` does not come, `looks` also says at which addresses it listens then.
 """
 
 import json
@@ -20,6 +20,7 @@ from elastic import peers  # noqa: E402
 from elastic.device import join_group  # noqa: E402
 from elastic.errors import ElasticError  # noqa: E402
 from elastic.network import free_port  # noqa: E402
+from helpers import listening  # noqa: E402
 
 honest = peers.check
 held = []
@@ -49,7 +50,8 @@ def play(story: str, rank: int, world: int, timeout_s: float) -> dict:
         return {"error": error.what, "hint": error.hint}
     total = torch.ones(1)
     dist.all_reduce(total)
-    return {"total": total.item()}
+    said = {"total": total.item()}
+    return said | {"listens": sorted(listening([os.getpid()]))} if story == "looks" else said
 
 
 def main() -> None:

@@ -11,14 +11,17 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic.network import free_port
+from forks import as_nobody
 from helpers import PATIENCE, ROOT, elastic, environment, wait_until
 
 RANK = str(ROOT / "bin" / "elastic-rank")
@@ -326,8 +329,54 @@ def meet(*stories: str, timeout_s=30.0, nodes=9, **extra: str) -> list[dict]:
     return json.loads(done.stdout)
 
 
+@pytest.fixture
+def place() -> Iterator[str]:
+    """A file as ranks of one node get one: no other user can open it."""
+    with open(os.memfd_create("rendezvous")) as file:
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
 def test_nodes_that_reach_each_other_train():
     assert meet("ok", "ok") == [{"total": 2.0}] * 2
+
+
+def test_the_store_of_several_nodes_listens_at_master_addr_and_nowhere_else():
+    port = free_port("127.0.0.2")
+    looks, other = meet("looks", "ok", MASTER_ADDR="127.0.0.2", MASTER_PORT=str(port))
+    assert (looks["total"], other) == (2.0, {"total": 2.0})
+    assert ["127.0.0.2", port] in looks["listens"]
+    assert {address for address, _ in looks["listens"]} <= {"127.0.0.1", "127.0.0.2"}, "Gloo: lo"
+
+
+def test_a_port_that_somebody_has_taken_is_no_place_to_meet():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = meet("ok", "absent", timeout_s=5, MASTER_PORT=str(taken.getsockname()[1]))
+    assert "(rank 0) has no answer" in said[0]["error"]
+    assert "Address already in use" in said[0]["error"]
+
+
+def test_ranks_of_one_node_meet_in_a_file_where_a_stranger_has_their_port(place):
+    """He answers what he likes, as a store of his own: nobody asks."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = str(stranger.getsockname()[1])
+        looks, other = meet("looks", "ok", nodes=1, MASTER_PORT=port, ELASTIC_RENDEZVOUS=place)
+        stranger.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+        if os.getuid() == 0:
+            assert not as_nobody(lambda: os.access(place, os.R_OK) or os.access(place, os.W_OK))
+    assert (looks["total"], other) == (2.0, {"total": 2.0})
+    assert {address for address, _ in looks["listens"]} <= {"127.0.0.1"}, "Gloo: lo"
+
+
+def test_a_rank_that_does_not_come_to_the_file_is_named(place):
+    (said,) = meet("ok", "absent", nodes=1, timeout_s=2, ELASTIC_RENDEZVOUS=place)
+    assert said["error"].endswith("of 2 ranks did not come within 1.8 s")
+
+
+def test_without_rank_0_the_others_leave_the_file(place):
+    (said,) = meet("absent", "ok", nodes=1, timeout_s=2, ELASTIC_RENDEZVOUS=place)
+    assert "(rank 1) has no answer from rank 0" in said["error"]
 
 
 def test_every_rank_names_the_pairs_of_nodes_that_cannot_talk():
@@ -361,8 +410,6 @@ def test_a_job_on_one_node_opens_no_connection():
 
 
 def test_the_first_port_of_a_job_that_nobody_has(tmp_path):
-    import socket
-
     def port(job: int) -> int:
         line = f'source "{ROOT}/sbatch/network.sh"; elastic::master_port {job} 127.0.0.1'
         return int(subprocess.check_output(["bash", "-euc", line]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers import listening
 from running import Running, running
 
 EXACT = {"local_sgd.outer_lr": 1.0, "local_sgd.outer_momentum": 0.0, "checkpoint.keep_every": 1,
@@ -63,6 +64,7 @@ def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path:
 
         ranks = run.pids("trainer")
         assert len(ranks) == 2
+        assert {address for address, _ in listening(ranks)} <= {"127.0.0.1"}, "Gloo, and no store"
         os.kill(ranks[1], signal.SIGKILL)
         run.until(lambda: len(set(run.pids("trainer")) - set(ranks)) == 2, 30, "two new ranks")
         run.versions(1, 90)

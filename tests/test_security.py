@@ -35,12 +35,11 @@ from elastic.sched_local import LocalScheduler
 from elastic.sched_slurm import SlurmScheduler
 from elastic.store import Ask, Store
 from forks import NOBODY, as_nobody, share
-from helpers import elastic, environment, wait_until
+from helpers import elastic, environment, listening, wait_until
 from running import Running, command_line, members, running
 
 RUN = 'run.scheduler = "local"\ntrain.epochs = 1\n'
 TOKEN = "a-token-of-the-users-5f1c"
-LISTENS = "0A"  # /proc/net/tcp
 LEASE = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
          "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
 root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
@@ -104,26 +103,6 @@ def server(make_run) -> Iterator[tuple[RunDir, Callable[[str], Store]]]:
 
 
 # ---- the network --------------------------------------------------------------------------------
-
-
-def listening(pids: list[int]) -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket on which one of the processes listens."""
-    inodes = set()
-    for pid in pids:
-        try:
-            links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:  # it has just ended
-            continue
-        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == LISTENS and rest[5] in inodes:
-                address, port = local.split(":")
-                found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8
-                           else "::", int(port, 16)))  # fmt: skip
-    return found
 
 
 def answers(where: tuple[str, int], said: bytes, tls: bool) -> bytes:

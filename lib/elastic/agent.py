@@ -146,6 +146,7 @@ class Agent:
         print(f"agent  slot {self.slot} attempt {self.attempt} job {self.job_id}", flush=True)
         self._event("start", node=node_name())
         reader, writer = os.pipe()
+        rendezvous = os.memfd_create("rendezvous")  # whoever opens a port opens it to all users
         ranks = self.config.slurm.gpus_per_worker
         shared = {
             "ELASTIC_RUN_DIR": str(self.run.path), "ELASTIC_SLOT": str(self.slot),
@@ -153,6 +154,7 @@ class Agent:
             "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
             "ELASTIC_NOTICE_S": str(self.notice.window_s),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
+            "GLOO_SOCKET_IFNAME": "lo", "ELASTIC_RENDEZVOUS": f"/proc/self/fd/{rendezvous}",
         }  # fmt: skip
         names = {"python": sys.executable, "run": str(self.run.path), "slot": str(self.slot),
                  "attempt": str(self.attempt)}  # fmt: skip
@@ -162,13 +164,15 @@ class Agent:
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
                 subprocess.Popen(
-                    command, env={**STACKS, **environment(), **shared, **own}, pass_fds=[writer],
+                    command, env={**STACKS, **environment(), **shared, **own},
+                    pass_fds=[writer, rendezvous],
                     cwd=self.config.run.folder if self.config.run.command else None,
                     stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=subprocess.PIPE,
                     preexec_fn=die_with_parent,
                 )
             )  # fmt: skip
         os.close(writer)
+        os.close(rendezvous)
         return Trainer(processes, reader)
 
     def _watch(self, trainer: Trainer) -> int:

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import TextIO
 
 from elastic import cadence, sched_local, sched_slurm, sizing, wording
 from elastic.command import STACKS, expand
@@ -68,6 +69,7 @@ class Launcher:
         self._resume: Path | None = None  # what run.command was given
         self._follower: subprocess.Popen | None = None  # who passes when this has ended
         self._older = 0  # so many checkpoints are passed over: it died on them at once
+        self._rendezvous: TextIO | None = None  # of the ranks
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         info = get_slurm_info()
         self._nodes = list(info.nodes) if info else [node_name()]
@@ -204,9 +206,17 @@ class Launcher:
             reader.join()
         return code
 
-    def _shared(self, address: str) -> dict[str, str]:
-        """What every rank finds in its environment; they meet at `address`, on this node."""
-        return {"ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
+    def _shared(self, nodes: int) -> dict[str, str]:
+        """What every rank finds in its environment; they meet on this node, and where there is no
+        other one in a file that only this user can open."""
+        address, file = "127.0.0.1", ""
+        if nodes > 1:
+            address = bind_address("auto", sched_slurm.node_address())
+        else:
+            self._rendezvous = os.fdopen(os.memfd_create("rendezvous"))  # as long as the attempt
+            file = f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}"
+        return {"ELASTIC_RENDEZVOUS": file,
+                "ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
                 "ELASTIC_STARTED": str(time.time()), "ELASTIC_RUN_DIR": str(self.run.path),
                 "ELASTIC_NOTICE_S": str(notice_here(self.config) or ""),
                 "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}  # fmt: skip
@@ -214,7 +224,7 @@ class Launcher:
     def _start_here(self) -> list[subprocess.Popen]:
         given = int(env("ELASTIC_GPUS", "1"))
         gpus = self._fitting(1, given) or given
-        ranks, shared = self._ranks(gpus), self._shared("127.0.0.1")
+        ranks, shared = self._ranks(gpus), self._shared(1)
         command = self._rank_command(1, gpus, shared)
         shared["WORLD_SIZE"] = str(ranks)
         own = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
@@ -222,7 +232,7 @@ class Launcher:
 
     def _start_in_slurm(self) -> list[subprocess.Popen]:
         gpus, nodes = self.config.slurm.gpus_per_node, self._nodes
-        shared = self._shared(bind_address("auto", sched_slurm.node_address()))
+        shared = self._shared(len(nodes))
         command = self._rank_command(len(nodes), gpus, shared)
         return [self._spawn(sched_slurm.step_argv(nodes, self._ranks(gpus), command), shared)]
 

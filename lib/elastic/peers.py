@@ -1,13 +1,15 @@
 """Do all ranks come, and can their nodes talk? Asked before the first collective, which would hang.
 
-All this needs is a store, at MASTER_ADDR. Every rank says who it is; rank 0 waits for all of them
-and says who leads the nodes (LOCAL_RANK 0). Each leader listens on the interface that Gloo will
-use, and connects to every other leader: the kernel's handshake is the proof, so nobody accepts.
-Rank 0 collects what failed, and all ranks raise the same sentence. On one node only the roll is
-called, which takes milliseconds.
+All this needs is a store: where all ranks are on one node a file that only its owner can open, else
+a server of rank 0's, at MASTER_ADDR and no other address. Every rank says who it is; rank 0 waits
+for all of them and says who leads the nodes (LOCAL_RANK 0). Each leader listens on the interface
+that Gloo will use, and connects to every other leader: the kernel's handshake is the proof, so
+nobody accepts. Rank 0 collects what failed, and all ranks raise the same sentence. On one node only
+the roll is called, which takes milliseconds.
 """
 
 import json
+import os
 import socket
 import time
 from collections import namedtuple
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from elastic.config import env
 from elastic.errors import ElasticError
-from elastic.network import interfaces, node_name, routed
+from elastic.network import bind_address, interfaces, node_name, routed
 from elastic.slurm_info import get_slurm_info
 
 CONNECT_S = 10.0
@@ -37,19 +39,34 @@ def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
     node, host, port = node_name(), env("MASTER_ADDR"), env("MASTER_PORT")
     address, name = _own_address(host)
     leads = env("LOCAL_RANK", "0") == "0"
-    keeps = rank == 0 and env("TORCHELASTIC_USE_AGENT_STORE") != "True"
     appear_s = min(LATEST_S, 0.9 * timeout.total_seconds())
     try:
-        store = dist.TCPStore(host, int(port), world, keeps, timeout, wait_for_workers=False)
+        store = _store(rank, world, timeout)
         with socket.create_server((address, 0), backlog=BACKLOG) as server:
             me = Peer(rank, node, leads, address, name, server.getsockname()[1])
             problem = check(store, me, world, appear_s)
-    except dist.DistError as error:
+    except (RuntimeError, OSError) as error:
         said = str(error).splitlines()[0]
         problem = f"node {node} (rank {rank}) has no answer from rank 0 at {host}:{port}: {said}"
     if problem:
         raise ElasticError(problem, HINT)
     return store
+
+
+def _store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    host, port, file = env("MASTER_ADDR"), int(env("MASTER_PORT")), env("ELASTIC_RENDEZVOUS", "")
+    is_torchruns = env("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_torchruns and os.path.exists(file):  # not from another PID namespace
+        store = dist.FileStore(file, world)
+        store.set_timeout(timeout)
+        return store
+    common = {"world_size": world, "timeout": timeout, "wait_for_workers": False}
+    if is_torchruns or rank > 0:
+        return dist.TCPStore(host, port, **common)
+    address = bind_address("auto", host)
+    listener = socket.create_server((address, port), backlog=BACKLOG)  # torch's own: on all of them
+    common["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(address, port, is_master=True, **common)
 
 
 def check(store: dist.Store, me: Peer, world: int, appear_s: float, connect_s=CONNECT_S) -> str:
@@ -84,7 +101,7 @@ def _leaders(store: dist.Store, world: int, appear_s: float) -> tuple[str, list[
     keys = [f"rank/{rank}" for rank in range(world)]
     try:
         store.wait(keys, timedelta(seconds=appear_s))
-    except dist.DistStoreError:
+    except RuntimeError:  # what a file raises; what a server raises is one, too
         missing = _names(rank for rank, key in enumerate(keys) if not store.check([key]))
         return f"{missing} of {world} ranks did not come within {appear_s:g} s", []
     peers = [Peer(*json.loads(store.get(key))) for key in keys]
