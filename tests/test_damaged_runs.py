@@ -15,11 +15,12 @@ from elastic.errors import Exit
 from elastic.rundir import Control, RunDir
 
 FILES = ["control.json", "endpoint.json", "failed.json", "newest.json", "commits/000000.json",
-         "exit/4711.json", "events.jsonl", "metrics.jsonl"]  # fmt: skip
+         "exit/4711.json", "events.jsonl", "metrics.jsonl", "run.toml"]  # fmt: skip
 DEEP = "[" * 100_000
-CONTENTS = ["", "{}", "[]", DEEP, "{\"version\": \"x\", \"kind\": 1}", "{\"time\": NaN}",
+CONTENTS = ["", "null", "{}", "[]", DEEP, "{\"version\": \"x\", \"kind\": 1}", "{\"time\": NaN}",
             None]  # fmt: skip
-COMMANDS = ["status", "reconcile --dry-run", "audit", "logs"]
+COMMANDS = ["status", "status --json", "reconcile --dry-run", "audit", "audit --files", "logs",
+            "report", "metrics", "evaluate", "chaos --for 1s", "scale --max 2", "stop"]  # fmt: skip
 
 
 @pytest.fixture
@@ -51,5 +52,6 @@ def test_an_odd_file_is_said_and_the_other_run_goes_on(runs, name: str, content:
         first, *rest = command.split()
         done = CliRunner().invoke(cli.elastic, [first, "odd", *rest])
         assert isinstance(done.exception, SystemExit | None), (command, done.exception)
+        assert "Traceback" not in done.output, command
     done = CliRunner().invoke(cli.elastic, ["status"])
     assert (done.exit_code, "sound" in done.output) == (Exit.OK, True), done.output
