@@ -340,3 +340,8 @@ def test_runs_and_registry_follow_the_environment(monkeypatch, tmp_path):
     assert config.runs_root() == tmp_path / "elsewhere"
     assert config.registry_dir() == tmp_path / "home" / "state"
     assert config.elastic_home() == ETC.parent
+
+
+def test_a_user_whom_nobody_has_a_name_for_has_a_number(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 54_321)
+    assert config.user_name() == "54321"

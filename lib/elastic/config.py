@@ -15,6 +15,7 @@ import difflib
 import ipaddress
 import json
 import os
+import pwd
 import re
 import shlex
 import sys
@@ -753,6 +754,14 @@ def _path(text: str, name: str) -> Path:
     except RuntimeError:
         raise UsageError(f"{name}: nobody knows whose home is meant in {text!r}",
                          f"write the whole path into {name}") from None  # fmt: skip
+
+
+def user_name() -> str:
+    """Whose process this is; the number, where nobody has a name for it, as in some containers."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def site_path() -> Path:

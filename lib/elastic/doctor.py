@@ -8,7 +8,6 @@ imported in a child alone, with a time limit: `python -m elastic.doctor` prints 
 import contextlib
 import json
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 from elastic import config as configuration
 from elastic import estimate, network, proc, sched_slurm
-from elastic.config import Config
+from elastic.config import Config, user_name
 from elastic.diagnosis import (
     VERDICTS,
     Disk,
@@ -113,7 +112,7 @@ def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | U
     """What accounting says of this user."""
     if "slurmdbd" not in cluster["AccountingStorageType"]:
         return Unknown("Slurm keeps no accounts here, and so no limits")
-    user = pwd.getpwuid(os.getuid()).pw_name
+    user = user_name()
     row = sched_slurm.association(user, account, cluster["ClusterName"])
     return row or Unknown(f"accounting does not know {user} in account {account or '(default)'}")
 

@@ -8,13 +8,13 @@ A run is the same one across restarts and modes: each of the last three knows ho
 tokens it has heard of, and is told what came after, however often the command is started again.
 """
 
-import getpass
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic.config import user_name
 from elastic.durable import own, read_json, to_json, write_atomic
 from elastic.errors import ElasticError, UsageError
 from elastic.rundir import RunDir
@@ -57,7 +57,7 @@ def prometheus(observations: Sequence[dict]) -> str:
 
 def _label(seen: dict) -> str:
     name = seen["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'run="{name}",user="{getpass.getuser()}"'
+    return f'run="{name}",user="{user_name()}"'
 
 
 # ---- one run, version by version

@@ -17,7 +17,6 @@ as that user, and Slurm believes whoever gets to munge's socket.
 
 import contextlib
 import os
-import pwd
 import random
 import re
 import shlex
@@ -235,7 +234,7 @@ class Sandbox:
 
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
-        common = ["--no-defaults", f"--datadir={data}", f"--user={_user()}"]
+        common = ["--no-defaults", f"--datadir={data}", f"--user={config.user_name()}"]
         self._start("install", found["mariadb-install-db"], *common, "--skip-test-db")
         self._await(lambda: not self.members("install"), "MariaDB's tables")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
@@ -284,7 +283,7 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
     with contextlib.suppress(OSError):
         is_local = socket.gethostbyname(host) == _ADDRESS
     words = dict(
-        DIR=path, USER=_user(), HOST=host, GRACE=shape.grace_s,
+        DIR=path, USER=config.user_name(), HOST=host, GRACE=shape.grace_s,
         ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
@@ -303,10 +302,6 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
         (path / template.name).write_text(text)
     (path / "munge.key").touch(0o600)
     (path / "munge.key").write_bytes(os.urandom(1024))
-
-
-def _user() -> str:
-    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def _gpu_devices(count: int) -> list[str]:

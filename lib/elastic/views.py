@@ -285,9 +285,10 @@ def plan_view(found: dict) -> RenderableType:
 def _gpu_seconds(ledger: dict[str, float]) -> str:
     """The goodput ledger in a line or two."""
     whole = ledger["allocated"] or 1.0
-    goodput, *parts = [f"{name} {ledger[name] / whole:.1%}" for name in PARTS
-                       if ledger[name] or name == "training"]  # fmt: skip
-    return (f"goodput: {goodput} of {si(ledger['allocated'])} GPU-seconds, {', '.join(parts)}; "
+    shares = {name: f"{name} {ledger[name] / whole:.1%}" for name in PARTS if ledger[name]}
+    goodput = shares.pop("training", "training 0.0%")
+    rest = "".join(f", {share}" for share in shares.values())
+    return (f"goodput: {goodput} of {si(ledger['allocated'])} GPU-seconds{rest}; "
             f"{si(ledger['queued'])} more were waited for")  # fmt: skip
 
 
