@@ -323,3 +323,13 @@ def test_the_loop_in_the_readme_trains(tmp_path):
     with running(tmp_path, {"run.command": command, "elastic.max": 1}, step_s=0) as started:
         started.finish()
         assert started.commits()[-1]["tokens"] == 400
+
+
+def test_each_threat_in_the_readme_names_the_test_that_shows_what_is_said():
+    table = (ROOT / "README.md").read_text().partition("| against | there is |")[2]
+    rows = table.strip().partition("\n\n")[0].splitlines()[1:]
+    assert len(rows) > 12
+    for row in rows:
+        tests = re.findall(r"`(test_\w+\.py)`", row)
+        assert tests, row
+        assert [name for name in tests if not (ROOT / "tests" / name).exists()] == []

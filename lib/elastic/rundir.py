@@ -179,7 +179,8 @@ class RunDir:
 
     def password(self, role: str, endpoint: Endpoint) -> str:
         """Of `role` on that one server: who was told it knows nothing of the next one's."""
-        return hmac.digest(self.secret(role).encode(), endpoint.nonce.encode(), "sha256").hex()
+        secret, nonce = self.secret(role), endpoint.nonce  # none: of a master of before
+        return hmac.digest(secret.encode(), nonce.encode(), "sha256").hex() if nonce else secret
 
     def control(self) -> Control:
         found = read_json(self.private / "control.json")
