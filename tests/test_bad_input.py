@@ -127,6 +127,20 @@ def test_a_port_that_is_taken_fails_the_run_with_the_servers_own_words(home: Pat
     assert members(home) == []
 
 
+def test_a_server_that_cannot_do_what_is_asked_of_it_fails_the_run(home: Path):
+    """One that has served is replaced; one that never could would be replaced for ever."""
+    server = home / "redis-server"
+    server.write_text("""#!/bin/bash
+        if [ "${1:-}" = --version ]; then exec redis-server --version; fi
+        (cat; echo 'rename-command hset ""') | exec redis-server -
+    """)
+    server.chmod(0o755)
+    with running(home, {"redis.server": str(server), "elastic.max_failures": 1}) as run:
+        failed = run.until_failed(60)
+        assert run.events("redis-lost") == []
+    assert "of no use" in failed["reason"]
+
+
 def test_a_wrong_password_fails_the_run_and_is_not_repeated(home: Path):
     port = free_port("127.0.0.1")
     server = subprocess.Popen(

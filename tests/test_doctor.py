@@ -115,7 +115,7 @@ def test_it_is_silent_on_a_good_cluster_and_leaves_nothing_behind(site, home):
     assert skipped <= {"limits", "gpus"}
     weighed = r"1 s .*; a save takes \S+ s \(\S+ s for what counts\): [\d.]+ MB at .*B/s"
     assert re.fullmatch(weighed, found["notice"]["seen"])
-    assert re.fullmatch(r"\d+\.\d+, \S+", found["redis"]["seen"])
+    assert re.fullmatch(r"\d+\.\d+, \S+, over TLS", found["redis"]["seen"])
     left = set(os.listdir(tempfile.gettempdir())) - before
     assert [name for name in left if "elastic-doctor" in name] == []
     assert not (home / "runs").exists()

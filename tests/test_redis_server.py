@@ -92,6 +92,41 @@ def test_where_there_is_no_openssl_it_speaks_without_tls(start, monkeypatch):
     assert redis_server.connect(run, server.endpoint).now()
 
 
+LATER = """
+[ca]
+default_ca = own
+[own]
+database = index
+serial = serial
+new_certs_dir = .
+default_md = sha256
+policy = any
+x509_extensions = names
+[any]
+commonName = supplied
+[names]
+subjectAltName = IP:127.0.0.1
+"""
+
+
+def test_a_node_whose_clock_is_behind_believes_a_certificate_that_is_yet_to_begin(
+    start, monkeypatch
+):
+    def made_later(folder, address):
+        (folder / "settings").write_text(LATER)
+        (folder / "index").touch()
+        (folder / "serial").write_text("01")
+        for line in ("req -new -newkey rsa:2048 -nodes -subj /CN=x -keyout key.pem -out request",
+                     "ca -batch -selfsign -config settings -keyfile key.pem -in request -notext"
+                     " -startdate 20400101000000Z -enddate 20410101000000Z -out certificate.pem"):
+            subprocess.run(["openssl", *line.split()], cwd=folder, check=True, capture_output=True)
+        return (folder / "certificate.pem").read_text()
+
+    monkeypatch.setattr(redis_server, "_make_certificate", made_later)
+    run, server = start("redis.tls=true")
+    assert redis_server.connect(run, server.endpoint).now()
+
+
 def test_a_server_that_knows_no_tls_speaks_without(start, monkeypatch, tmp_path):
     """Such as the one that comes with the demo's wheel."""
     without = tmp_path / "redis-server"
@@ -102,9 +137,20 @@ def test_a_server_that_knows_no_tls_speaks_without(start, monkeypatch, tmp_path)
     assert redis_server.connect(run, server.endpoint).now()
 
 
+def another_users() -> socket.socket:
+    """A socket that nobody listens with."""
+    os.seteuid(65_534)
+    try:
+        return socket.create_server(("127.0.0.1", 0))
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 def test_who_listens_on_its_port_before_hears_no_password(make_run):
     heard = []
-    with socket.create_server(("127.0.0.1", 0)) as squatter:
+    with another_users() as squatter:
+
         def serve() -> None:
             with contextlib.suppress(OSError):  # until it is shut down
                 while line := squatter.accept()[0]:

@@ -6,8 +6,10 @@ scheduler knows this node by, else the one that routes to it. Never a guessed in
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
+import sys
 from pathlib import Path
 
 from elastic.config import env
@@ -16,6 +18,7 @@ from elastic.errors import ElasticError
 ELSEWHERE = "192.0.2.1"  # RFC 5737: documentation, never a real host
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 IFF_UP = 1  # linux/if.h
+LISTEN = "0A"  # linux/tcp_states.h, as /proc/net/tcp has it
 HINT = "set redis.bind to an address or an interface in etc/site.toml"
 
 
@@ -86,6 +89,13 @@ def free_port(address: str) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
+
+
+def listens(address: str, port: int) -> bool:
+    """Does a process of this user listen there, as the kernel sees it? Others cannot pretend to."""
+    place = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
+    rows = map(str.split, Path("/proc/net/tcp").read_text().splitlines())
+    return any(row[1] == place and row[3] == LISTEN and row[7] == str(os.getuid()) for row in rows)
 
 
 def node_name() -> str:

@@ -7,8 +7,6 @@ does, belongs to whom its nearest ancestor belongs.
 
 import contextlib
 import os
-import socket
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,7 +18,6 @@ from elastic.errors import ElasticError
 
 END_TIMEOUT_S = 10.0
 POLL_S = 0.02
-LISTEN = "0A"  # linux/tcp_states.h, as /proc/net/tcp has it
 
 
 class Process(NamedTuple):
@@ -41,16 +38,6 @@ class Process(NamedTuple):
         """The process `pid` if it lives; a zombie does not."""
         stat = read(f"/proc/{pid}/stat")
         return cls.parse(stat) if stat and stat.rsplit(")", 1)[1].split()[0] not in "ZX" else None
-
-
-def listens(pid: int, address: str, port: int) -> bool:
-    """Is it this process that listens on that IPv4 address and port?"""
-    place = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
-    sockets = set()
-    with contextlib.suppress(OSError):  # it ends
-        sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
-    rows = map(str.split, read(f"/proc/{pid}/net/tcp").splitlines())
-    return any(r[1] == place and r[3] == LISTEN and f"socket:[{r[9]}]" in sockets for r in rows)
 
 
 def families(

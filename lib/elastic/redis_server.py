@@ -6,9 +6,10 @@ instead of keys that quietly vanish.
 
 Nobody gets in without one of three passwords, of which the server knows only hashes, and never from
 its command line. They are this server's alone, and the master says its own to nobody before it has
-seen that its child is who listens. Each role has its commands, keys and channels, so that whoever
-has a worker's password can be no master. Over TLS, which is where openssl and the server know it,
-there is a new certificate for every server; clients find it beside the address and take no other.
+seen that this user's process is who listens. Each role has its commands, keys and channels, so that
+whoever has a worker's password can be no master. Over TLS, which is where openssl and the server
+know it, there is a new certificate for every server; clients find it beside the address and take no
+other.
 """
 
 import contextlib
@@ -24,8 +25,7 @@ from pathlib import Path
 from elastic.config import Config
 from elastic.durable import make_folder, write_atomic
 from elastic.errors import ElasticError, TryAgain
-from elastic.network import free_port
-from elastic.proc import listens
+from elastic.network import free_port, listens
 from elastic.rundir import SECRETS, Endpoint, RunDir
 from elastic.signals import die_with_parent
 from elastic.store import Store
@@ -158,8 +158,8 @@ def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            # Somebody else may listen on a port that ours could not bind.
-            if listens(server.process.pid, server.endpoint.host, server.endpoint.port):
+            # Another user may listen on a port that ours could not bind.
+            if server.alive() and listens(server.endpoint.host, server.endpoint.port):
                 store = connect(run, server.endpoint)
                 store.load_scripts()
                 store.close()

@@ -55,6 +55,7 @@ EVENTS_KEPT = 1000
 GRANT_KEPT_MS = 60_000
 MOST_WORDS = 10_000  # that are heard at once
 MARK_BYTES = 64  # of a seal
+ANY_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME: this node's clock may be behind the master's
 MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)  # what parsing nonsense raises
 
 NOW = """
@@ -199,6 +200,7 @@ class Store:
             return cls(client, run_key, where, endpoint.epoch)
         if endpoint.certificate:  # redis-py believes every authority, too, but of no such address
             limits |= {"ssl": True, "ssl_ca_data": endpoint.certificate}
+            limits |= {"ssl_check_hostname": True, "ssl_include_verify_flags": [ANY_TIME]}
         who = {"username": user, "password": password}
         client = redis.Redis(endpoint.host, endpoint.port, **who, **limits)
         return cls(client, run_key, f"{endpoint.host}:{endpoint.port}", endpoint.epoch)
