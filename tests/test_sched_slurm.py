@@ -478,15 +478,18 @@ def test_spare_is_what_is_idle_while_nobody_else_waits(stage):
 
     assert (spare(), spare(most=3)) == (4, 3)
     stage.box.run("scontrol", "update", "NodeName=n4", "State=DRAIN", "Reason=test")
-    assert spare() == 3
-    job_id = stage.submit()
-    stage.started(job_id)
-    waiting = stage.submit()  # of the run itself
-    assert spare() == 2
-    stage.box.run("sbatch", "--partition=preempt", "--nodes=3", "--output=/dev/null", "--wrap=true")
-    wait_until(lambda: spare() == 0, 30, "somebody else waits")
-    stage.scheduler.cancel(waiting)
-    stage.box.run("scontrol", "update", "NodeName=n4", "State=RESUME")
+    try:
+        assert spare() == 3
+        job_id = stage.submit()
+        stage.started(job_id)
+        waiting = stage.submit()  # of the run itself
+        assert spare() == 2
+        stage.box.run("sbatch", "--partition=preempt", "--nodes=3", "--exclusive",
+                      "--output=/dev/null", "--wrap=true")  # fmt: skip
+        wait_until(lambda: spare() == 0, 30, "somebody else waits")
+        stage.scheduler.cancel(waiting)
+    finally:
+        stage.box.run("scontrol", "update", "NodeName=n4", "State=RESUME")
 
 
 @pytest.mark.slurm

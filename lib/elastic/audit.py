@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic import goodput
-from elastic.durable import damage, draft_of
+from elastic.durable import damage, draft_of, read_json
 from elastic.errors import ElasticError
 from elastic.rundir import COMMIT, RunDir, fault, whole
 from elastic.wording import unit
@@ -114,12 +114,13 @@ def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:
     commits, problems = [], []
     for path in sorted(commits_dir.glob("*.json")):
         try:
-            commit = whole(path, json.loads(path.read_text()), COMMIT)
-            if commit["version"] != int(path.stem):
-                problems.append(f"{path.name} says it is version {commit['version']}")
-            commits.append(commit)
-        except (ValueError, RecursionError, OSError, ElasticError) as error:
-            problems.append(f"{path.name} cannot be read: {error!r}")
+            commit = whole(path, read_json(path), COMMIT)
+        except (OSError, ElasticError) as error:
+            problems.append(f"{path.name} cannot be read: {error}")
+            continue
+        if commit and path.stem != f"{commit['version']:06d}":
+            problems.append(f"{path.name} says it is version {commit['version']}")
+        commits += [commit] if commit else []
     return sorted(commits, key=lambda commit: commit["version"]), problems
 
 
