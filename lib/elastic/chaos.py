@@ -130,19 +130,17 @@ class Chaos:
         }  # fmt: skip
         return next((reason for reason, holds in rules.items() if holds), "")
 
-    def inject(self, kind: str, at_least: int = 0, until: float = inf) -> Fault:
-        """Do it to a worker with `at_least` so many steps in its round, as soon as there is one.
+    def inject(self, kind: str, until: float = inf) -> Fault:
+        """Do it to a worker as soon as one trains.
 
         Raises ElasticError if it turns out to be impossible, or nobody is there `until` then.
         """
-        victims = [slot for slot in self.training() if slot.step >= at_least]
-        while not victims:
+        while not (victims := self.training()):
             time.sleep(LOOK_S)
             if over := self.run.closing():
                 raise ElasticError(f"no worker to hit: the run is {over}")
             if time.time() > until:
                 raise ElasticError("no worker to hit: none of the run's trains")
-            victims = [slot for slot in self.training() if slot.step >= at_least]
         hits_one = kind in HITS_ONE and (kind != "preempt" or not self.box)
         victim = self.draw.choice(victims) if hits_one else victims[0]
         now = time.time()
