@@ -204,6 +204,8 @@ def test_every_default_passes_its_own_check():
         *((f"redis.bind = {text}", 'redis.bind: must be "auto", an interface or the IPv4 address')
           for text in ("'0.0.0.0'", "'255.255.255.255'", "'224.0.0.1'", "'1'", "'127.1'", "'::1'",
                        "''", "'10.0.0.1 0.0.0.0'", r'"10.0.0.1\nprotected-mode no"', r'"lo\n"')),
+        ("slurm.options = ['-Mother']", "slurm.options: must be without --clusters"),
+        ("slurm.master_options = ['--clusters=x']", "slurm.master_options: must be without"),
         ("redis.port = 65536", "redis.port: must be between 0 and 65535"),
         ("helth.lease = 3", "unknown section helth, did you mean health?; there are run,"),
         ("name = 'x'", "unknown section name"),

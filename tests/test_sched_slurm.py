@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic import config, sched_slurm
+from elastic.diagnosis import Node
 from elastic.errors import ElasticError, TryAgain
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.sched_slurm import (
@@ -150,6 +151,73 @@ def test_sbatch_command_of_a_master_asks_for_no_gpus(tmp_path):
         "--nice=1", "/opt/elastic/sbatch/master.sbatch",
         "/opt/elastic", "python3", "/runs/big", "0",
     ]  # fmt: skip
+
+
+def test_the_master_has_an_account_a_qos_and_memory_of_its_own(tmp_path):
+    """Of sites where what is preempted is a QOS, and GPUs are another account's."""
+    own = 'master_account = "lab-cpu"\nmaster_qos = "normal"\nmaster_mem = "96G"\n[elastic]'
+    toml = SLURM_TOML.replace("[elastic]", own)
+    argv = sbatch_argv(make_spec(tmp_path, toml, "master", 0), Path("/opt/elastic"), "python3")
+    assert {"--account=lab-cpu", "--qos=normal", "--mem=96G"} <= {*argv}
+    argv = sbatch_argv(make_spec(tmp_path, toml), Path("/opt/elastic"), "python3")
+    assert {"--account=lab", "--qos=low", "--mem=240G"} <= {*argv}
+
+
+def test_workers_get_the_sites_own_options_of_srun(tmp_path):
+    options = 'srun_options = ["--container-image=a b.sqsh"]\n[elastic]'
+    toml = SLURM_TOML.replace("[elastic]", options)
+    argv = sbatch_argv(make_spec(tmp_path, toml), Path("/opt/elastic"), "python3")
+    assert argv[-2:] == ["7", "--container-image=a b.sqsh"]
+    argv = sbatch_argv(make_spec(tmp_path, toml, "master", 0), Path("/opt/elastic"), "python3")
+    assert argv[-1] == "0"
+
+
+@pytest.mark.parametrize(("cores", "words"), [("64", "--cpus-per-task=8"), ("1", "--overcommit")])
+def test_ranks_share_a_nodes_cores_however_few(monkeypatch, cores, words):
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", cores)
+    argv = sched_slurm.step_argv(["n1", "n2"], 8, ["rank"], ["--container-image=x"])
+    assert {words, "--ntasks-per-node=8"} <= {*argv}
+    assert argv[-2:] == ["--container-image=x", "rank"]
+
+
+NODE = ("NodeName={0} CPUTot={1} CPUEfctv={2} RealMemory={3} MemSpecLimit={4} Gres=gpu:a100:{5} "
+        "OS=Linux 6.1 #1 SMP State=IDLE")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("partition", "settings", "share"),
+    [
+        ("DefMemPerNode=UNLIMITED JobDefaults=(null)", "", (15, "124000M")),
+        ("DefMemPerNode=UNLIMITED JobDefaults=DefCpuPerGPU=8", "", (0, "124000M")),
+        ("DefMemPerCPU=2000 JobDefaults=(null)", "", (15, "")),
+        ("JobDefaults=(null)", "DefMemPerCPU            = 4000\n", (15, "")),
+        ("JobDefaults=(null)", "JobDefaults = DefCpuPerGPU=2,DefMemPerGPU=9\n", (0, "")),
+    ],
+)
+def test_a_gpus_share_of_its_node_is_what_slurm_has_no_default_for(
+    tmp_path, monkeypatch, partition, settings, share
+):
+    """1 CPU a GPU over DefCpuPerGPU it was. Cores and memory that a site keeps are not shared."""
+    rows = [NODE.format("big", 128, 126, 1000000, 8000, 8),
+            NODE.format("few", 64, 60, 600000, 0, 4)]  # fmt: skip
+    said = {"partition": f"PartitionName=gpu {partition}\nPartitionName=cpu",
+            "config": f"Configuration data as of 2026-01-01T00:00:00\n{settings}"
+                      "SLURM_VERSION           = 24.11.5\n",
+            "node": "\n".join(rows)}  # fmt: skip
+    listed = [Node("gpu", name, name, name, "idle", f"gpu:a100:{gpus}(S:0-1)")
+              for name, gpus in (("big", 8), ("few", 4))]  # fmt: skip
+    monkeypatch.setattr(sched_slurm, "nodes", lambda: [*listed, Node("cpu", *"ccc", "idle", "")])
+    monkeypatch.setattr(sched_slurm, "slurm_command", lambda argv, **_: subprocess.CompletedProcess(
+        argv, 0, next(text for what, text in said.items() if what in argv), ""))  # fmt: skip
+    assert sched_slurm.share_of_gpu(make_spec(tmp_path, SLURM_TOML).config.slurm) == share
+
+
+@pytest.mark.slurm
+def test_a_real_gpus_share_of_its_node(slurm_here, tmp_path):
+    slurm = make_spec(tmp_path, TOML).config.slurm
+    assert sched_slurm.share_of_gpu(slurm) == (16, "32768M")
+    assert sched_slurm.share_of_gpu(replace(slurm, partition="cpu")) == (0, "")
+    assert sched_slurm.share_of_gpu(replace(slurm, partition="nosuch")) == (0, "")
 
 
 def test_a_run_keeps_the_version_that_it_was_submitted_with(tmp_path, monkeypatch):

@@ -171,11 +171,44 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
 
 
 def test_ranks_share_the_cores_of_nodes_with_several_gpus(new_sandbox, tmp_path):
+    """Nobody has said how many: it is a GPU's share of its node."""
     cluster = Cluster(new_sandbox(nodes=2, gpus=2, grace_s=20), tmp_path)
-    cluster.submit(2, 4, **{"slurm.gpus_per_node": 2, "slurm.cpus_per_gpu": 1})
+    cluster.submit(2, 4, **{"slurm.gpus_per_node": 2})
     cluster.trains_on(4)
+    assert cluster.run.config().slurm.cpus_per_gpu == 16
+    assert "CPUs/Task=32 " in cluster.box.run("scontrol", "show", "job", cluster.running().job_id)
     cluster.pace.write_text("0")
     cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
+
+
+INSIDE = """
+import os, pathlib, sys
+seen = [pathlib.Path("/mnt/image").exists(), os.environ.get("PROLOG"), os.environ["SLURM_JOB_ID"]]
+who = ["rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"]]
+print(*who, *seen, file=sys.stderr, flush=True)
+"""
+ROOT_OF_ONES_OWN = ["unshare", "--mount", "sh", "-c",
+                    'mount -t tmpfs none /mnt && touch /mnt/image && exec "$@"', "sh"]  # fmt: skip
+
+
+@pytest.mark.root
+def test_ranks_run_in_a_container_with_the_sites_options_and_few_cores(new_sandbox, tmp_path):
+    """A rank in a root of its own; a task prolog for pyxis; more ranks than cores."""
+    few = ("DefCpuPerGPU=1",)
+    cluster = Cluster(new_sandbox(nodes=2, gpus=2, grace_s=20, settings=few), tmp_path)
+    (tmp_path / "inside.py").write_text(INSIDE)
+    (tmp_path / "prolog").write_text("#!/bin/sh\necho export PROLOG=here\n")
+    (tmp_path / "prolog").chmod(0o755)
+    cluster.submit(4, 4, **{
+        "slurm.gpus_per_node": 2, "sync.ranks_per_node": 3, "slurm.rank_prefix": ROOT_OF_ONES_OWN,
+        "slurm.srun_options": [f"--task-prolog={tmp_path}/prolog"],
+        "run.command": ["{python}", "inside.py", "{checkpoints}"]})  # fmt: skip
+    cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
+    (job_id,) = {event["job_id"] for event in cluster.run.events() if event["kind"] == "start"}
+    logs = sorted((cluster.run.path / "logs/ranks").iterdir())
+    for rank, log in zip(range(6), logs, strict=True):
+        assert f"rank {rank} of 6 True here {job_id}" in log.read_text()
+    assert cluster.run.config().slurm.cpus_per_gpu == 0
 
 
 STUBBORN = """

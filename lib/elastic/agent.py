@@ -158,7 +158,8 @@ class Agent:
         }  # fmt: skip
         names = {"python": sys.executable, "run": str(self.run.path), "slot": str(self.slot),
                  "attempt": str(self.attempt)}  # fmt: skip
-        command = expand(self.config.run.command, names) or torch_program("worker")
+        program = expand(self.config.run.command, names) or torch_program("worker")
+        command = [*self.config.slurm.rank_prefix, *program]
         processes = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -157,7 +157,7 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
         if resolved.run.mode == "local" and not resolved.run.command:
             say(on_paper(resolved, model, reason))
         return
-    run = submission.start(resolved, root)
+    run = submission.start(submission.with_shares(resolved, model), root)
     errors = one_pass([run]).errors
     if failed := run.failed() or (errors and {"reason": errors[0], "detail": ""}):
         submission.undo(run)

@@ -132,6 +132,10 @@ THREADS = Check("between 0 and 4096", lambda value: 0 <= value <= 4096)
 BEAT = Check("at least 10ms", lambda value: value >= 0.01)
 ROOM = Check("at least 16mb", lambda value: value >= 16 << 20)  # an empty server takes four
 ALL_COUNTS = Check("of integers that are at least 1", lambda value: min(value, default=1) >= 1)
+ONE_CLUSTER = Check(
+    "without --clusters (squeue would never show the jobs: set SLURM_CONF to that cluster's)",
+    lambda words: not any(re.match("-M|--cl", word) for word in words),
+)
 MEMORY = Check('written as 64G, without a fraction',
                lambda value: re.fullmatch(r"([1-9]\d{0,8}[KMGT]?)?", value, re.ASCII) is not None)
 PORT = Check("between 0 and 65535", lambda value: 0 <= value <= 65535)
@@ -273,19 +277,25 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("partition", TEXT, "", "", "of workers; needed when run.scheduler is slurm"),
     Key("master_partition", TEXT, "", "", "of the master, a CPU job; empty: partition"),
     Key("account", TEXT, "", "", "charged for the jobs; empty: Slurm's default"),
+    Key("master_account", TEXT, "", "", "charged for the master; empty: account"),
     Key("qos", TEXT, "", "", "of the jobs; empty: Slurm's default"),
+    Key("master_qos", TEXT, "", "", "of the master, one that is not preempted; empty: qos"),
     Key("time", TEXT, "", "", "limit of a worker, as sbatch takes it; empty: the partition's"),
     Key("master_time", TEXT, "", "", "limit of the master; empty: the partition's"),
     Key("gpus_per_worker", INT, 1, "GPUs", "all on one node", COUNT),
     Key("gpus_per_node", INT, 1, "GPUs", "that a job in sync mode takes of each node", COUNT),
     Key("gres", TEXT, "gpu", "", "name of the GPUs, with a type where needed: gpu:a100"),
-    Key("cpus_per_gpu", INT, 0, "CPUs", "0: the partition's default", NATURAL),
-    Key("mem_per_gpu", TEXT, "", "", "as sbatch takes it (64G); empty: the partition's default",
-        MEMORY),
+    Key("cpus_per_gpu", INT, 0, "CPUs", "0: the partition's default, else a GPU's share of its "
+        "node", NATURAL),
+    Key("mem_per_gpu", TEXT, "", "", "as sbatch takes it (64G); empty: likewise", MEMORY),
     Key("master_cpus", INT, 0, "CPUs", "of the master's job; 0: the partition's default", NATURAL),
+    Key("master_mem", TEXT, "", "", "of the master's job; empty: what it holds, where that is "
+        "known", MEMORY),
     Key("signal", TEXT, "", "", "before the time limit, as sbatch takes it (USR2@60); empty: none"),
-    Key("options", LIST, [], "", "further sbatch options of workers"),
-    Key("master_options", LIST, [], "", "further sbatch options of the master"),
+    Key("options", LIST, [], "", "further sbatch options of workers", ONE_CLUSTER),
+    Key("master_options", LIST, [], "", "further sbatch options of the master", ONE_CLUSTER),
+    Key("srun_options", LIST, [], "", "further srun options of workers: --container-image=…"),
+    Key("rank_prefix", LIST, [], "", "words before each rank's command: apptainer exec --nv IMAGE"),
     Key("exclude", TEXT, "", "", "nodes never to use, as sbatch takes them"),
 ), "redis": (
     Key("url", URL, "", "", "of a server the site provides; empty: the master starts one"),
@@ -630,7 +640,8 @@ def _settle(values: dict[str, dict[str, Any]], path: Path) -> None:
     if sgd["outer_momentum"] == "auto":  # what topk leaves out and adds later is a momentum itself
         usual = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
         sgd["outer_momentum"] = 0.0 if is_sparse else usual
-    slurm["master_partition"] = slurm["master_partition"] or slurm["partition"]
+    for name in ("partition", "account", "qos"):
+        slurm[f"master_{name}"] = slurm[f"master_{name}"] or slurm[name]
 
 
 def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> list[tuple[str, str]]:

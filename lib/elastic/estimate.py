@@ -143,7 +143,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
                      f" publish {one.publish_s:.3g}, pull {one.pull_s:.3g}"),
         ("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more"),
         ("memory", f"worker {size(host)} of its host's, beside training; master"
-                   f" {size(_held_bytes(model, cores))}"),
+                   f" {size(held_bytes(model, cores))}"),
         ("taken for granted", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
                               f" the filesystem, {cores} cores for the master"),
     ]  # fmt: skip
@@ -153,7 +153,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     return "\n".join(f"  {name:18}{text}" for name, text in lines)
 
 
-def _held_bytes(model: Model, cores: int) -> float:
+def held_bytes(model: Model, cores: int) -> float:
     """By the master: parameters and momentum, and the largest fragment of a delta and of a mean per
     thread: in time each of them has had that one."""
     fragment = model.largest_bytes + 4 * model.largest_numel

@@ -234,7 +234,9 @@ class Launcher:
         gpus, nodes = self.config.slurm.gpus_per_node, self._nodes
         shared = self._shared(len(nodes))
         command = self._rank_command(len(nodes), gpus, shared)
-        return [self._spawn(sched_slurm.step_argv(nodes, self._ranks(gpus), command), shared)]
+        options = self.config.slurm.srun_options
+        step = sched_slurm.step_argv(nodes, self._ranks(gpus), command, options)
+        return [self._spawn(step, shared)]
 
     def _ranks(self, gpus: int) -> int:
         """How many processes a node of so many GPUs gets."""
@@ -245,9 +247,9 @@ class Launcher:
         self.gpus = nodes * gpus_per_node
         # Reconcile compares the GPUs with what there might be.
         self._record({"state": "training", "trouble": self._failure})
-        program = str(elastic_home() / "bin" / "elastic-rank")
+        program = [str(elastic_home() / "bin" / "elastic-rank"), *self.config.slurm.rank_prefix]
         if not self.config.run.command:
-            return [program, *torch_program("trainer"), str(self.run.path)]
+            return [*program, *torch_program("trainer"), str(self.run.path)]
         checkpoints = self._checkpoints()
         checkpoints.mkdir(parents=True, exist_ok=True)
         values = {
@@ -261,7 +263,7 @@ class Launcher:
         shared["ELASTIC_NOTICE_SIGNAL"] = self.config.sync.notice_signal
         self.run.event("restore", resume=values["resume"], world=self.gpus,
                        attempt=self.attempt, job_id=self.job_id)  # fmt: skip
-        return [program, *expand(self.config.run.command, values)]
+        return [*program, *expand(self.config.run.command, values)]
 
     def _spawn(self, command: list[str], extra: dict[str, str]) -> subprocess.Popen:
         return subprocess.Popen(

@@ -27,11 +27,12 @@ from elastic import config, sizing
 from elastic.config import Config
 from elastic.diagnosis import Node, gpus_of
 from elastic.errors import ElasticError, TryAgain
-from elastic.history import MASTER, TRAINER, has_ended
+from elastic.history import MASTER, TRAINER, WORKER, has_ended
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
 STEPS_END_S = 15.0
+LEAST_MB = 1024  # per GPU; Slurm takes a node whose memory nobody has named to have 1 MB
 COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questions are asked twice
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
@@ -146,19 +147,22 @@ def end_steps(job_id: str) -> None:
         time.sleep(0.5)
 
 
-def step_argv(nodes: Sequence[str], per_node: int, command: Sequence[str]) -> list[str]:
-    """The command line that starts `per_node` tasks on each of these nodes of this job.
+def step_argv(
+    nodes: Sequence[str], per_node: int, command: Sequence[str], options: Sequence[str] = ()
+) -> list[str]:
+    """The command line that starts `per_node` tasks on each of these nodes of this job; `options`:
+    the site's own for srun.
 
     They share the node's cores, unbound, as threads of one program would. It may overlap: a step
     that had a node that is gone holds its GPUs until Slurm has noticed. One that crashes ends no
     other: srun would leave them KillWait, and is deaf meanwhile (see `end_steps`).
     """
     cores = int(config.env("SLURM_CPUS_ON_NODE", "1"))
+    few = ["--overcommit"] if cores < per_node else [f"--cpus-per-task={cores // per_node}"]
     return [
         *_SRUN, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
         f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}",
-        f"--cpus-per-task={max(1, cores // per_node)}", "--cpu-bind=none",
-        "--no-kill", "--kill-on-bad-exit=0", *command,
+        *few, "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", *options, *command,
     ]  # fmt: skip
 
 
@@ -222,6 +226,29 @@ def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
     argv = ("sinfo", "--all", "--noheader", "--Node", columns)
     lines = _checked(slurm_command(argv, environment=environment)).splitlines()
     return [Node(*(field.strip() for field in line.split(_FIELD))) for line in lines]
+
+
+def share_of_gpu(slurm) -> tuple[int, str]:
+    """The CPUs and the memory, as sbatch takes it, that come to a GPU on the smallest node of the
+    partition; 0 and "" for what Slurm has a default for, or does not say. Raises TryAgain."""
+    first = slurm.partition.split(",")[0]
+    tables = (partitions().get(first, {}), cluster())
+    has_cpus = any("DefCpuPerGPU" in table.get("JobDefaults", "") for table in tables)
+    has_memory = any(table.get(name, "UNLIMITED") != "UNLIMITED" for table in tables
+                     for name in ("DefMemPerCPU", "DefMemPerNode"))  # fmt: skip
+    has_memory |= any("DefMemPerGPU" in table.get("JobDefaults", "") for table in tables)
+    names = {node.name: gpus_of(node.gres, slurm.gres) for node in nodes()
+             if node.partition == first}  # fmt: skip
+    shares = []
+    for line in show("node", ",".join(names)).splitlines() if any(names.values()) else ():
+        node = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if gpus := names.get(node["NodeName"]):
+            spared_mb = int(node.get("MemSpecLimit", "0"))
+            shares.append((int(node.get("CPUEfctv", node["CPUTot"])) // gpus,
+                           (int(node["RealMemory"]) - spared_mb) // gpus))  # fmt: skip
+    cpus, megabytes = map(min, zip(*shares, strict=True)) if shares else (0, 0)
+    is_known = megabytes >= LEAST_MB and not has_memory
+    return 0 if has_cpus else cpus, f"{megabytes}M" if is_known else ""
 
 
 def association(user: str, account: str, cluster_name: str) -> dict[str, str]:
@@ -333,6 +360,7 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
         *_resources(spec, lists),
         str(home / "sbatch" / f"{spec.role}.sbatch"),
         str(home), python, str(spec.run_dir), str(spec.slot),
+        *(spec.config.slurm.srun_options if spec.role == WORKER else ()),
     ]  # fmt: skip
 
 
@@ -396,16 +424,14 @@ def _resources(spec: JobSpec, lists: bool = False) -> list[str]:
     is_master, is_trainer = spec.role == MASTER, spec.role == TRAINER
     gpus = slurm.gpus_per_node if is_trainer else spec.gpus  # per node
     cpus = slurm.master_cpus if is_master else slurm.cpus_per_gpu * gpus
-    if is_trainer:
-        cpus = cpus or gpus  # srun starts so many ranks on a node
     wanted = {
         "partition": slurm.master_partition if is_master else slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
+        "account": slurm.master_account if is_master else slurm.account,
+        "qos": slurm.master_qos if is_master else slurm.qos,
         "time": slurm.master_time if is_master else slurm.time,
         "gres": f"{slurm.gres}:{gpus}" if gpus and slurm.gres else "",
         "cpus-per-task": str(cpus or ""),
-        "mem": "" if is_master else _memory(slurm.mem_per_gpu, gpus),
+        "mem": slurm.master_mem if is_master else _memory(slurm.mem_per_gpu, gpus),
         # Never `B:`, which would warn the batch shell and not the step, where the agent is.
         "signal": slurm.signal.removeprefix("B:"),
         "exclude": ",".join(part for part in (slurm.exclude, *spec.exclude) if part),

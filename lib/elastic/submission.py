@@ -7,12 +7,14 @@ jobs, the run is undone again.
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from elastic import config as configuration
@@ -26,6 +28,7 @@ from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name, schedu
 
 TRY_S = 60.0  # for a first step of the task
 SAID_LINES = 12  # of a traceback
+MASTER_GB, MASTER_MARGIN = 3, 1.25  # Python, torch and Redis, beside what the master holds
 UNDO_S = 30.0  # how long the jobs of a run that is undone may take to go
 
 
@@ -92,6 +95,22 @@ def check_mode(run: RunDir, mode: str) -> None:
             "only a run of a task (run.task) can change it",
         )
     _check_redis(config)
+
+
+def with_shares(config: Config, model: estimate.Model | None) -> Config:
+    """`config` with the CPUs and the memory that nobody has set and Slurm has no default for: a
+    GPU's share of its node, and for the master what it holds."""
+    slurm = config.slurm
+    if config.run.scheduler != "slurm":
+        return config
+    from elastic.sched_slurm import share_of_gpu
+
+    cpus, memory = share_of_gpu(slurm)
+    held = estimate.held_bytes(model, slurm.master_cpus or 1) if model else 0.0
+    master = f"{math.ceil(MASTER_GB + MASTER_MARGIN * held / 1e9)}G" if held else ""
+    return replace(config, slurm=replace(
+        slurm, cpus_per_gpu=slurm.cpus_per_gpu or cpus, mem_per_gpu=slurm.mem_per_gpu or memory,
+        master_mem=slurm.master_mem or master))  # fmt: skip
 
 
 def start(config: Config, root: Path) -> RunDir:
