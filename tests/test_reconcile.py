@@ -6,6 +6,7 @@ pytest tests/test_reconcile.py
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from signal import SIGKILL
 
 import pytest
 
+from elastic import reconcile
 from elastic.errors import TryAgain
 from elastic.reconcile import run_pass
 from elastic.rundir import Control
@@ -316,6 +318,49 @@ def test_a_refusal_does_not_end_a_run_that_is_at_work(run, slurm, again):
     assert again().runs[0].waiting == ["worker 1: worker refused: sbatch: Invalid account"]
     slurm.on_submit = lambda spec: None
     assert did(again(600)) == [("submit", "worker", 1)]
+
+
+def test_a_later_refusal_is_tried_again_ever_more_seldom_and_ends_no_run(run, slurm, again):
+    """Also one of which no job runs: a plugin may refuse today, or a host be no submit host."""
+    again()
+    for job_id, job in slurm.listed.items():
+        slurm.listed[job_id] = replace(job, state="PREEMPTED")
+    asked = []
+
+    def refuse(spec):
+        asked.append(slurm.now)
+        raise Refused("sbatch: You must specify an account; Unspecified error")
+
+    slurm.on_submit = refuse
+    for _ in range(120):
+        again(60)
+    gaps = [after - before for before, after in itertools.pairwise(asked)]
+    for gap, delay_s in zip(gaps, [60, 120, 240, 480, 960, 1800, 1800], strict=False):
+        assert delay_s <= gap <= delay_s + 61  # a pass a minute
+    assert len(gaps) >= 5
+    assert run.failed() is None
+    slurm.on_submit = lambda spec: None
+    assert again(1800).runs[0].actions
+
+
+def test_a_host_that_may_not_submit_does_not_hold_up_one_that_may(run, slurm, again, monkeypatch):
+    """AllocNodes=login: the master's pass is refused each time, and cron's is obeyed."""
+    until_running(again, slurm)
+    slurm.becomes("PREEMPTED", ("worker", 1))
+
+    def from_login(spec):
+        if reconcile.node_name() != "login":
+            raise Refused("sbatch: Access/permission denied")
+
+    slurm.on_submit = from_login
+    monkeypatch.setattr(reconcile, "node_name", lambda: "c1")
+    assert did(again()) == []
+    monkeypatch.setattr(reconcile, "node_name", lambda: "login")
+    assert did(again()) == [("submit", "worker", 1)]
+    slurm.becomes("PREEMPTED", ("worker", 2))
+    monkeypatch.setattr(reconcile, "node_name", lambda: "c1")
+    assert did(again()) == []
+    assert again().runs[0].waiting == ["worker 2: worker refused: sbatch: Access/permission denied"]
 
 
 def test_a_submit_limit_is_waited_for_and_said_once(run, slurm, again):

@@ -280,7 +280,10 @@ POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/
         (RetryLater, "AssocMaxSubmitJobLimit", POLICY),
         (RetryLater, "", "Required partition not available (inactive or drain)"),
         (RetryLater, "", "Requested partition configuration not available now"),
-        (RetryLater, "", "The moon is full"),
+        (RetryLater, "AssocGrpSubmitJobsLimit", POLICY),
+        (Refused, "You must specify an account (--account=NAME)", "Unspecified error"),
+        (Refused, "Time limit specification required, but not provided", "Unspecified error"),
+        (Refused, "", "Access/permission denied"),
         (Unsure, "", "Socket timed out on send/recv operation"),
         (Unsure, "", "Unable to contact slurm controller (connect failure)"),
         (Unsure, "", "Unexpected message received"),
@@ -298,6 +301,8 @@ def test_a_failed_submission_is_final_or_for_later_or_unsure(expected, first, la
 def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():
     assert type(refusal(255, "sbatch: error: Invalid --time specification")) is Refused
     assert type(refusal(1, "sbatch: error: Unable to open file /x/worker.sbatch")) is Refused
+    exclusive = "sbatch: fatal: --cpus-per-gpu and --cpus-per-task are mutually exclusive"
+    assert type(refusal(1, exclusive)) is Refused
     assert type(refusal(0, "")) is Unsure
 
 

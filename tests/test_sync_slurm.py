@@ -55,6 +55,10 @@ class Cluster:
         self._asks = SlurmScheduler(None, {**os.environ, **box.environment()})
 
     def submit(self, least: int, most: int, **more) -> None:
+        done = self.try_to_submit(least, most, **more)
+        assert (done.returncode, done.stdout) == (0, "story\n"), done.stderr
+
+    def try_to_submit(self, least: int, most: int, **more) -> subprocess.CompletedProcess[str]:
         self.pace.write_text("0.3")
         shutil.copy(TESTS / "tiny_task.py", self.home)
         settings = {**STORY, "task.pace": str(self.pace), **more}
@@ -64,8 +68,7 @@ class Cluster:
             "ELASTIC_RUNS": str(self.run.path.parent), "ELASTIC_SITE": os.devnull,
         }  # fmt: skip
         limits = ("--min", least, "--max", most, "--parsable")
-        done = elastic("submit", self.home / "story.toml", *limits, env=environment)
-        assert (done.returncode, done.stdout) == (0, "story\n"), done.stderr
+        return elastic("submit", self.home / "story.toml", *limits, env=environment)
 
     def jobs(self) -> list[Job]:
         return [job for job in self._asks.jobs() if not job.ended]
@@ -179,6 +182,19 @@ def test_ranks_share_the_cores_of_nodes_with_several_gpus(new_sandbox, tmp_path)
     assert "CPUs/Task=32 " in cluster.box.run("scontrol", "show", "job", cluster.running().job_id)
     cluster.pace.write_text("0")
     cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_what_a_sites_plugin_refuses_is_said_at_once_and_starts_no_run(new_sandbox, tmp_path, mode):
+    """Words that nobody here knows. "run started" it said, and tried again for ever."""
+    strict = ("JobSubmitPlugins=require_timelimit",)
+    cluster = Cluster(new_sandbox(nodes=1, gpus=1, settings=strict), tmp_path)
+    local = {"run.mode": mode, "slurm.master_partition": "cpu", "slurm.master_time": "10"}
+    done = cluster.try_to_submit(1, 1, **local, **{"train.max_steps": 0} if mode == "local" else {})
+    assert done.returncode == 1
+    assert "Time limit specification required, but not provided" in done.stderr
+    assert not cluster.run.path.exists()
+    assert cluster.jobs() == []
 
 
 INSIDE = """

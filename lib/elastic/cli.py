@@ -158,10 +158,13 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
             say(on_paper(resolved, model, reason))
         return
     run = submission.start(submission.with_shares(resolved, model), root)
-    errors = one_pass([run]).errors
-    if failed := run.failed() or (errors and {"reason": errors[0], "detail": ""}):
+    report = one_pass([run])
+    if failed := run.failed() or (report.errors and {"reason": report.errors[0], "detail": ""}):
         submission.undo(run)
         raise ElasticError(failed["reason"], failed["detail"])
+    waits = [report.unknown, *(each for one in report.runs for each in one.waiting)]
+    for each in filter(None, waits):
+        say(f"waits: {each}", err=True)
     click.echo(run.name if parsable else started_text(run))
     if wait_for_it:
         sys.exit(wait_for_end(run))

@@ -140,6 +140,8 @@ class Memory:
     closing_since: float = 0.0
     later_until: float = 0.0  # until then the scheduler takes no more jobs of this run …
     later_reason: str = ""  # … for this reason
+    later_host: str = ""  # … from here; empty: from anywhere
+    later_s: float = 0.0  # … after a refusal; the next one lasts twice as long
     mode: str = ""
     mode_since: float = 0.0
     spare_passes: int = 0  # in a row, that found more GPUs for a trainer at work

@@ -26,15 +26,16 @@ from elastic.config import Config
 from elastic.durable import read_json, to_json, write_atomic
 from elastic.errors import ElasticError, TryAgain
 from elastic.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
+from elastic.network import node_name
 from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
 
 DYING_S = 60.0  # how long a submission may still turn up whose pass was killed: past SETTLE_S, too
 UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes
-LATER_S = 60.0  # between tries when a submit limit is reached
+LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
 LOCK = "reconcile.lock"  # its time is that of the last pass
-REFUSED_S = 600.0  # … when a job is refused while others of the run go on
+MOST_LATER_S = 1800.0  # … after many
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 SPARE_PASSES = 3  # in a row must find the GPUs for which a job is started anew
 
@@ -212,11 +213,14 @@ class _Pass:
 
     def world(self, scheduler: Scheduler) -> World:
         control = self.run.control()
+        growth = self._growth(scheduler, control.max) if control.mode == "sync" else None
+        memory = self.memory
+        if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
+            memory = replace(memory, later_until=0.0)
         if control.mode == "sync":
-            growth = self._growth(scheduler, control.max)
-            return World(0, self.memory, self.limits, "sync", growth)
+            return World(0, memory, self.limits, "sync", growth)
         slots = control.max // max(1, self.config.slurm.gpus_per_worker)
-        return World(slots, self.memory, self.limits)
+        return World(slots, memory, self.limits)
 
     def _growth(self, scheduler: Scheduler, most: int) -> sizing.Growth | None:
         """What a restart of the trainer would gain; None if it is not the time to ask."""
@@ -319,6 +323,8 @@ class _Pass:
             return False
         job = JobSeen(job_id, *place, "PENDING", submitted_at=self._clock())
         self.memory = replace(before, jobs=(*before.jobs, job))
+        if before.later_host == node_name():
+            self.memory = replace(self.memory, later_s=0.0)
         self._tell(replace(action, job_id=job_id))
         return True
 
@@ -329,13 +335,21 @@ class _Pass:
                        sizes=self.config.sync.sizes)  # fmt: skip
 
     def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
-        is_final = isinstance(refusal, Refused)
-        reason = f"{action.role} refused: {refusal.what}" if is_final else refusal.what
-        if is_final and not any(job.started for job in self.memory.jobs):
-            self._fail(reason, refusal.hint)
-            return  # else what works goes on
-        until = self._clock() + (REFUSED_S if is_final else LATER_S)
-        self.memory = replace(self.memory, later_until=until, later_reason=reason)
+        """A refusal at the run's start is a mistake in its settings. Later it may be this host's
+        alone (compute nodes may not submit everywhere), or a site's of today."""
+        memory, delay_s = self.memory, LATER_S
+        if isinstance(refusal, Refused):
+            reason, host = f"{action.role} refused: {refusal.what}", node_name()
+            if memory.born == self.now:
+                self._fail(reason, refusal.hint)
+                return
+            delay_s = min(max(LATER_S, 2 * memory.later_s), MOST_LATER_S)
+            memory = replace(memory, later_s=delay_s)
+        else:
+            reason, host = refusal.what, ""
+        self.report.waiting.append(f"{action.role} {action.slot}: {reason}")
+        until = self._clock() + delay_s
+        self.memory = replace(memory, later_until=until, later_reason=reason, later_host=host)
 
     def _cancel(self, action: Action, scheduler: Scheduler) -> bool:
         scheduler.cancel(action.job_id, now=action.now)

@@ -32,7 +32,8 @@ _ROLES = {role[0]: role for role in (MASTER, TRAINER, WORKER)}
 
 
 class Refused(ElasticError):
-    """The scheduler will never accept this job as it is: wrong partition, account, option …"""
+    """The scheduler does not accept this job as it is, or not from this host: wrong partition,
+    account, option …"""
 
 
 class RetryLater(ElasticError):

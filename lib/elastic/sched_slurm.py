@@ -52,14 +52,9 @@ _NO_ANSWER = re.compile(
     "Transport endpoint|communication|standby mode",
     re.IGNORECASE,
 )
-_FOREVER = re.compile(
-    "Invalid|not available$|Requested node configuration|Unable to open|Unrecognized|dependency|"
-    r"Access/permission denied|not permitted|\w+Per(Job|Node)\b|MaxWall|TimeLimit|more processors",
-    re.IGNORECASE | re.MULTILINE,
-)
 _GONE = re.compile("Invalid job id|already completing or completed")
 _NOT_NOW = re.compile(
-    "MaxSubmitJob|inactive or drain|not available now|try again|temporarily|munge", re.IGNORECASE
+    "SubmitJob|inactive or drain|not available now|try again|temporarily|munge", re.IGNORECASE
 )
 
 
@@ -365,15 +360,15 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
 
 
 def refusal(code: int, stderr: str) -> ElasticError:
-    """What sbatch's failure means. Words that nobody here has seen before mean: later."""
+    """What sbatch's failure means. The words of a site's own plugins, and any others that nobody
+    here has seen, are a refusal."""
     said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
     what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
     if _NO_ANSWER.search(stderr) or code == 0:
         return Unsure(what, "is slurmctld up? scontrol ping")
-    is_final = _FOREVER.search(stderr) and not _NOT_NOW.search(stderr)
-    if is_final or code == 255:  # a bad option: the request never left this machine
-        return Refused(what, "see the [slurm] section of the configuration")
-    return RetryLater(what)
+    if _NOT_NOW.search(stderr):
+        return RetryLater(what)
+    return Refused(what, "see the [slurm] section of the configuration")
 
 
 def _checked(answer: subprocess.CompletedProcess[str]) -> str:

@@ -6,6 +6,7 @@ jobs left over from an earlier run of that name. The last word is the scheduler'
 jobs, the run is undone again.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from elastic import estimate
 from elastic.command import NAMES, expand
 from elastic.config import Config
 from elastic.durable import check_private
-from elastic.errors import ElasticError, Exit, UsageError
+from elastic.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.rundir import Control, RunDir
 from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
 
@@ -105,7 +106,9 @@ def with_shares(config: Config, model: estimate.Model | None) -> Config:
         return config
     from elastic.sched_slurm import share_of_gpu
 
-    cpus, memory = share_of_gpu(slurm)
+    cpus, memory = 0, ""
+    with contextlib.suppress(TryAgain):
+        cpus, memory = share_of_gpu(slurm)
     held = estimate.held_bytes(model, slurm.master_cpus or 1) if model else 0.0
     master = f"{math.ceil(MASTER_GB + MASTER_MARGIN * held / 1e9)}G" if held else ""
     return replace(config, slurm=replace(
