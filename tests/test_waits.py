@@ -1,5 +1,6 @@
 """Waits that follow what a run measures and what the scheduler's notice leaves."""
 
+import re
 import subprocess
 import time
 from types import SimpleNamespace
@@ -10,7 +11,12 @@ from elastic.agent import SILENT, Agent, Trainer
 from elastic.ledger import Ledger
 from elastic.master import Master, Round
 from elastic.membership import Slot
+from elastic.reconcile import run_pass
+from elastic.rundir import Control, RunDir
+from elastic.sched import Job, JobSpec
+from elastic.sched_slurm import sbatch_argv
 from elastic.signals import Notice
+from helpers import wait_until
 from running import running
 
 HEALTH = SimpleNamespace(lease_s=15.0, hang_timeout_s=600.0, stall_after_s=60.0, heartbeat_s=5.0)
@@ -138,3 +144,38 @@ def test_a_notice_that_is_too_short_is_reported_before_and_after_it_came(tmp_pat
         word = run.until(last_word, 30, "a word in the exit record")
         assert word["state"] in ("leaving", "ended")
         run.pace(0)
+
+
+def test_a_worker_without_a_master_leaves_its_gpus(tmp_path):
+    """It held them without bound while the next one waited in a long queue."""
+    settings = {"elastic.max": 1, "health.master_wait": "3s", "local_sgd.inner_steps": 10}
+    with running(tmp_path, settings, samples=4000) as run:
+        run.workers(1)
+        run.versions(2)
+        job_id = run.jobs()["worker", 0].job_id
+        run.kill("master")  # and no pass brings another one
+        wait_until(lambda: run.run.ending(job_id)["state"] == "ended", 40, "the worker leaves")
+        record = run.run.ending(job_id)
+        assert record["outcome"] == "yielded"
+        assert re.fullmatch(r"no master for \d+ s \(health.master_wait\)", record["reason"])
+        run.finish()
+
+
+def test_workers_wait_in_the_queue_for_a_master_that_is_there(tmp_path, make_config):
+    control = Control("local", "running", 1, 1)
+    run = RunDir.create(tmp_path, make_config("elastic.max=1"), control, {})
+    asked = []
+
+    class Queue:
+        """Jobs that wait."""
+
+        def jobs(self) -> list[Job]:
+            return [Job(str(n), spec.name, "PENDING") for n, spec in enumerate(asked, 1)]
+
+        def submit(self, spec: JobSpec) -> str:
+            asked.append(spec)
+            return str(len(asked))
+
+    run_pass([run], time.time(), scheduler=lambda *_: Queue())
+    assert [(spec.role, spec.after) for spec in asked] == [("master", ""), ("worker", "1")]
+    assert "--dependency=singleton,after:1" in sbatch_argv(asked[1], tmp_path, "python3")

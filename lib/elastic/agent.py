@@ -86,6 +86,8 @@ class Agent:
         self._failure = ""  # the exception that the attempt before died of
         self._told = False  # the notice has been passed on
         self._too_short = ""  # why a notice does not suffice to deliver
+        self._served = time.monotonic()  # when the master's server last answered
+        self._deserted = ""  # why this job leaves its GPUs
 
     # ---- the program
 
@@ -113,9 +115,12 @@ class Agent:
         """What the trainer's end means: (done | stopped | yielded | fenced | crashed, reason)."""
         end = trainer.said.get("end")
         if code == 0 and end:
-            return end, {"yielded": f"notice: {self.notice.signal_name}"}.get(end, f"run {end}")
+            notice = self._deserted or f"notice: {self.notice.signal_name}"
+            return end, {"yielded": notice}.get(end, f"run {end}")
         if code == Exit.DO_NOT_RESTART:
             return "fenced", f"a higher attempt than {self.attempt} has slot {self.slot}"
+        if self._deserted:
+            return "yielded", self._deserted
         if code == Exit.TRY_AGAIN and self.notice:
             return "yielded", "notice, with nothing to deliver, or nobody to deliver it to"
         if code < 0 and self.notice:
@@ -189,6 +194,7 @@ class Agent:
                         self._record({"state": "leaving", "reason": self._too_short})
                     trainer.signal(signal.SIGTERM)
                 self._kill_if_hung(trainer)
+                self._leave_if_deserted(trainer)
                 if time.monotonic() >= self._next_beat:
                     self._beat(trainer)
             code = trainer.exit_code()
@@ -242,6 +248,16 @@ class Agent:
             trainer.signal(signal.SIGKILL)
         # After a notice it is the scheduler that kills: until then whoever moves may deliver.
 
+    def _leave_if_deserted(self, trainer: Trainer) -> None:
+        """There is nothing to train without a master, and nobody knows when there is one again. Its
+        server ends with it; a site's does not, but then nothing new comes to wait for."""
+        idle_s = time.monotonic() - (trainer.heard if self.config.redis.url else self._served)
+        is_idle = trainer.said["state"] != "training"
+        if is_idle and idle_s > self.config.health.master_wait_s and not self._deserted:
+            self._deserted = f"no master for {idle_s:.0f} s (health.master_wait)"
+            self._event("warning", reason=self._deserted)
+            trainer.signal(signal.SIGTERM)
+
     # ---- the lease
 
     def _beat(self, trainer: Trainer) -> None:
@@ -256,6 +272,7 @@ class Agent:
             lease = (self.slot, self.attempt, fields, health.lease_s)
             if not self._store.beat(*lease) and not self._store.claim(*lease):
                 raise TryAgain(f"slot {self.slot} has an attempt higher than {self.attempt}")
+            self._served = time.monotonic()
         except (TryAgain, Fenced):
             self._drop_store()
             with contextlib.suppress(TryAgain):

@@ -267,6 +267,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("lease", TIME, "15s", "", "silent so long: lost; at least two heartbeats", POSITIVE),
     Key("stall_after", TIME, "60s", "", "beating without a step so long: stalled", POSITIVE),
     Key("hang_timeout", TIME, "10m", "", "without a step so long: ended and replaced", POSITIVE),
+    Key("master_wait", TIME, "10m", "", "without a master so long: a worker leaves its GPUs",
+        POSITIVE),
     Key("liveness_interval", TIME, "10m", "", "sync mode: between checks of ranks and GPUs",
         POSITIVE),
     Key("liveness_timeout", TIME, "60s", "", "for all ranks to answer such a check", POSITIVE),

@@ -330,9 +330,11 @@ class _Pass:
 
     def _spec(self, role: str, slot: int, exclude: tuple[str, ...] = ()) -> JobSpec:
         control, run = self.run.control(), self.run
+        masters = [job for job in self.memory.jobs if job.role == MASTER and job.queued]
+        after = masters[0].job_id if masters and role == WORKER else ""
         return JobSpec(run.path, run.name, role, slot, self.config, self.environment, exclude,
-                       limits=(control.min, control.max),
-                       sizes=self.config.sync.sizes)  # fmt: skip
+                       limits=(control.min, control.max), sizes=self.config.sync.sizes,
+                       after=after)  # fmt: skip
 
     def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
         """A refusal at the run's start is a mistake in its settings. Later it may be this host's

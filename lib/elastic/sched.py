@@ -77,6 +77,7 @@ class JobSpec:
     exclude: tuple[str, ...] = ()
     limits: tuple[int, int] = (0, 0)  # of a trainer: fewest and most GPUs
     sizes: tuple[int, ...] = ()  # of these only; empty: any
+    after: str = ""  # the job without which it would hold its GPUs for nothing
 
     @property
     def name(self) -> str:

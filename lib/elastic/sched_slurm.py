@@ -348,9 +348,10 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
     """The sbatch command line of a job; `home`: the installation, `python`: what runs it there,
     `lists`: this Slurm takes lists of sizes."""
     log = str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)).replace("%", "%%")
+    after = f",after:{spec.after}" if spec.after else ""
     return [
         "sbatch", "--parsable", f"--job-name={spec.name}", f"--comment={spec.token}",
-        "--no-requeue", "--dependency=singleton", "--export=ALL",
+        "--no-requeue", f"--dependency=singleton{after}", "--export=ALL",
         f"--chdir={spec.run_dir}", "--open-mode=append", f"--output={log}",
         *_resources(spec, lists),
         str(home / "sbatch" / f"{spec.role}.sbatch"),
