@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import pwd
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 STEPS = ("link", "rename", "replace", "fsync", "open", "mkdir", "unlink", "rmdir", "fchmod")
 KILLED = 9
-NOBODY = 65534
+USER = "games"  # any but this one; from 25.11 on Slurm takes the user `nobody` for no user
+NOBODY = pwd.getpwnam(USER).pw_uid
 NO_ID = 0xFFFFFFFF  # of an entry of an ACL
 
 

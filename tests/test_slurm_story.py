@@ -29,7 +29,7 @@ from elastic.sandbox import Sandbox
 from elastic.sched import Job, job_name, parse_job_name
 from elastic.sched_slurm import SlurmScheduler
 from elastic.store import Store
-from forks import as_nobody
+from forks import USER, as_nobody
 from helpers import ROOT, elastic, pretended_python, wait_until
 from running import SETTINGS, TESTS, toml
 
@@ -377,11 +377,11 @@ def the_books_are_clean(story: Story) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 def test_an_ordinary_user_trains_with_what_root_installed(users_folder):
-    user = pwd.getpwnam("nobody")
+    user = pwd.getpwnam(USER)
     become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
     needs = [sys.executable, "-c", "import click, redis, rich, torch"]
     if subprocess.run([*become, *needs], cwd="/", capture_output=True).returncode != 0:
-        pytest.skip(f"nobody may not run {sys.executable}")
+        pytest.skip(f"{USER} may not run {sys.executable}")
     prefix, home = users_folder / "elastic", users_folder / "home"
     python = pretended_python(users_folder)
     install = ["make", "--silent", "-C", ROOT, "install", f"PREFIX={prefix}", f"PYTHON={python}"]

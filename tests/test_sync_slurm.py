@@ -5,6 +5,7 @@ pytest tests/test_sync_slurm.py
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -279,8 +280,12 @@ def test_nodes_that_make_no_size_that_is_allowed_are_given_back(new_sandbox, tmp
     cluster = Cluster(new_sandbox(nodes=3, gpus=1, grace_s=20), tmp_path)
     cluster.submit(1, 4, **{"sync.sizes": [1, 2, 4]})
     cluster.trains_on(2)
-    (given_back,) = [e for e in cluster.run.events() if e["kind"] == "nodes-released"]
-    assert (given_back["nodes"], given_back["left"]) == (1, 2)
+    given_back = [e for e in cluster.run.events() if e["kind"] == "nodes-released"]
+    version = [int(part) for part in re.findall(r"\d+", cluster.box.run("sinfo", "--version"))]
+    if version >= [23, 2]:  # it takes the list of sizes: the third was never given
+        assert given_back == []
+    else:
+        assert [(each["nodes"], each["left"]) for each in given_back] == [(1, 2)]
     cluster.until(lambda: "n3" in cluster.box.idle_nodes(), "the third node to be idle")
     assert expand_hostlist(cluster.running().node) == ["n1", "n2"]
     assert not list(cluster.run.path.glob("slurm_job*"))

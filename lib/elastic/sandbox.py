@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGSTOP
@@ -219,7 +219,7 @@ class Sandbox:
 
     def _start_daemons(self, found: dict[str, str], shape: Shape) -> None:
         ports = _free_ports(len(shape.names) + 2)
-        _write_configuration(self.path, shape, ports)
+        _write_configuration(self.path, shape, ports, _cgroup_plugin(found["slurmctld"]))
         munge = f"{self.path}/munge"
         own = [f"--{what}-file={munge}.{what}" for what in ("key", "pid", "log", "seed")]
         # --force: it refuses a folder that some other user cannot enter.
@@ -230,7 +230,13 @@ class Sandbox:
         self._start("slurmctld", found["slurmctld"], "-D", ready=ports[0])
         for node in shape.names:
             self._start(node, found["slurmd"], "-D", "-N", node)
-        self._await(lambda: self.idle_nodes() == set(shape.names), "all nodes to be idle")
+        self._await(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
+
+    def _are_idle(self, names: Sequence[str]) -> bool:
+        """False too while slurmctld listens already and has not loaded its plugins."""
+        with contextlib.suppress(ElasticError):
+            return self.idle_nodes() == set(names)
+        return False
 
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
@@ -276,7 +282,15 @@ class Sandbox:
 # ---- configuration
 
 
-def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
+def _cgroup_plugin(slurmctld: str) -> str:
+    """What needs no cgroups: slurmd loads one whatever it is for, and that of cgroup2 wants systemd
+    to give it a part."""
+    said = subprocess.run([slurmctld, "-V"], capture_output=True, text=True).stdout
+    version = [int(part) for part in re.findall(r"\d+", said)[:2]]
+    return "disabled" if version >= [24, 5] else "cgroup/v1"
+
+
+def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str) -> None:
     """Fill the templates of etc/sandbox into the folder."""
     host = socket.gethostname().split(".")[0]
     is_local = False
@@ -287,7 +301,7 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int]) -> None:
         ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
-        PASSWORD=os.urandom(16).hex(),
+        PASSWORD=os.urandom(16).hex(), CGROUP=cgroup,
     )  # fmt: skip
     drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not is_local, "GPU": not shape.gpus}
     for template in (config.elastic_home() / "etc/sandbox").iterdir():
