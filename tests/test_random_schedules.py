@@ -446,7 +446,7 @@ JOBS = {
     },
     "two passes at once": {(reconcile, "_lock"): without_lock},
     "a refusal ends all submissions": {
-        (reconcile, "REFUSED_S"): 1e9, (reconcile, "LATER_S"): 1e9
+        (reconcile, "MOST_LATER_S"): 1e9, (reconcile, "LATER_S"): 1e9
     },
     "a job is known by its id alone": {
         (history.JobSeen, "key"): property(lambda self: (self.job_id, "", 0))
