@@ -31,9 +31,18 @@ elastic::ranks_per_node() {
 # goes there by scancel, never to srun, which would kill the ranks at once. A rank that left on a
 # notice ended with 75: the job then goes back to the queue, unless this shell has had a TERM, too. That
 # means that Slurm ends the job: a preempted one is requeued anyway, a cancelled one must not be.
+#
+# The job's own `scontrol requeue` is needed on every Slurm. Before 24.05 nothing else requeues a job that
+# leaves in its grace. From then on Slurm does, whatever the exit status, but takes that for a failed
+# launch, and holds the job at the fifth (MaxBatchRequeue); and 24.11 starts a job once more that has
+# obeyed a notice and, later, ended with 0: what has ended with 0 says so to its next start.
 elastic::step() {
     local told="" passed="" step code cpus="$((SLURM_CPUS_ON_NODE / $1))"
-    # From 24.05 on Slurm by itself requeues a job that leaves in its grace, whatever its exit status.
+    local over="${ELASTIC_RUN_DIR}/over-${SLURM_JOB_ID}"
+    if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -e "${over}" ]]; then
+        echo "this job ended with 0 before: nothing is left to do"
+        exit 0
+    fi
     [[ "${ELASTIC_REQUEUE:-1}" == 1 ]] || scontrol update "JobId=${SLURM_JOB_ID}" Requeue=0
     trap 'told=TERM' TERM
     trap 'told="${told:-USR1}"' USR1
@@ -48,6 +57,7 @@ elastic::step() {
         [[ -z "${told}" || -n "${passed}" ]] || scancel --signal=TERM "${SLURM_JOB_ID}" 2>/dev/null || true
         passed="${told}"
     done
+    ((code != 0)) || { mkdir -p "${ELASTIC_RUN_DIR}" && touch "${over}"; }
     if [[ "${code}" == 75 && "${told}" != TERM && "${ELASTIC_REQUEUE:-1}" == 1 ]]; then
         echo "a notice was obeyed: back to the queue"
         scontrol requeue "${SLURM_JOB_ID}" || echo "not requeued: submit it again" >&2

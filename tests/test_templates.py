@@ -105,6 +105,16 @@ def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(tmp_path
     assert f"error: job {job} has expired: it is CANCELLED\n  hint: " in gone.stderr
 
 
+def test_a_job_that_has_ended_with_0_is_not_run_again(folder):
+    """Slurm 24.11 starts one again that has left on a notice before."""
+    job = folder.submit("single-node", "--gres=gpu:1", command=["bash", "-c", "echo trained >&2"])
+    assert folder.until_ended(job) == "COMPLETED"
+    assert folder.run("scontrol", "requeue", job).returncode == 0
+    wait_until(lambda: "nothing is left to do" in folder.log(job), 60, "it is started again")
+    assert folder.until_ended(job) == "COMPLETED"
+    assert (folder.of_job(job, "Restarts"), folder.log(job).count("trained")) == ("1", 1)
+
+
 def test_a_notice_ends_a_job_for_good_that_wants_it(tmp_path, new_sandbox):
     slurm = new_sandbox(nodes=1, grace_s=120)
     folder = Folder(tmp_path, slurm)
