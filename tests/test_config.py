@@ -314,11 +314,13 @@ def test_the_environment_of_a_job_is_free_of_an_outer_job_and_of_the_session(mon
         monkeypatch.setenv(name, "x")
     for name in ("SSH_AUTH_SOCK", "DISPLAY", "XDG_RUNTIME_DIR", "TMUX_PANE", "ELASTIC_JOB_ID"):
         monkeypatch.setenv(name, "x")
-    for name in ("SLURM_CONF", "PYTHONPATH", "LD_LIBRARY_PATH", "MODULEPATH", "OMP_NUM_THREADS"):
+    for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "MODULEPATH", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "kept")
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
     clean = config.clean_environment()
     assert "x" not in clean.values()
-    assert list(clean.values()).count("kept") == 5
+    assert list(clean.values()).count("kept") == 4
+    assert clean["SLURM_CONF"] == os.devnull
     assert not {"PWD", "OLDPWD", "SHLVL", "_"} & clean.keys()
     assert clean["PATH"] == os.environ["PATH"]
 
@@ -347,3 +349,10 @@ def test_runs_and_registry_follow_the_environment(monkeypatch, tmp_path):
 def test_a_user_whom_nobody_has_a_name_for_has_a_number(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 54_321)
     assert config.user_name() == "54321"
+
+
+def test_a_run_that_is_submitted_from_a_job_is_no_rank_of_that_job(monkeypatch):
+    """From salloc, or a notebook: every rank of the run took itself for rank 0 of 1."""
+    own = {"RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "3", "TMPDIR": "/tmp/job.7"}
+    assert config.clean_environment({"A": "b", "TMPDIR": "/scratch"})["TMPDIR"] == "/scratch"
+    assert config.clean_environment({"A": "b", "SLURM_JOB_ID": "7", **own}) == {"A": "b"}

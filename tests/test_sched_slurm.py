@@ -307,12 +307,21 @@ def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():
 
 
 def test_commands_lose_what_leaks_from_jobs_and_shapes_answers(tmp_path):
-    kept = {"SLURM_CONF": "/x", "A": "b"} | fake_command(tmp_path, "squeue", "exec env")
+    kept = {"SLURM_CONF": os.devnull, "A": "b"} | fake_command(tmp_path, "squeue", "exec env")
     lost = ("SLURM_NTASKS", "SLURMD_NODENAME", "SBATCH_PARTITION", "SQUEUE_FORMAT", "SCANCEL_STATE")
     said = slurm_command(["squeue"], environment=kept | dict.fromkeys(lost, "1")).stdout
     assert {line for line in said.splitlines() if not line.startswith(("SLURM_TIME", "PWD"))} == {
         f"{name}={value}" for name, value in kept.items()
     }
+
+
+def test_commands_are_found_where_they_are_now_when_those_of_the_run_are_gone(
+    tmp_path, monkeypatch
+):
+    """/opt/slurm/23.11/bin was in PATH, and the configuration in a node's cache."""
+    monkeypatch.setenv("PATH", fake_command(tmp_path, "squeue", "exec env")["PATH"])
+    gone = {"PATH": "/opt/slurm/23.11/bin", "SLURM_CONF": "/var/spool/slurmd/conf-cache/slurm.conf"}
+    assert "SLURM_CONF" not in slurm_command(["squeue"], environment=gone).stdout
 
 
 def fake_command(folder: Path, name: str, script: str) -> dict[str, str]:
@@ -328,7 +337,8 @@ def test_a_command_that_hangs_is_try_again_after_its_timeout(tmp_path):
     assert time.monotonic() - before < 5
 
 
-def test_a_missing_command_is_named():
+def test_a_missing_command_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ElasticError, match="Command not found: squeue"):
         slurm_command(["squeue"], environment={"PATH": "/nonexistent"})
 

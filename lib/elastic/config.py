@@ -697,6 +697,9 @@ _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID")
 # A user's settings for Slurm's commands would filter their answers or change their form.
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
+# Where the session is itself a job's: its GPUs, its ranks' places, a folder that ends with it.
+_OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
+                "MASTER_ADDR", "MASTER_PORT", "TMPDIR")  # fmt: skip
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
 
@@ -712,13 +715,15 @@ def env(name: str, default: str | None = None) -> str | None:
 
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a job, or for a command of Slurm's: `given`, else this process's, without
-    what an outer job, a login session or the user's settings left in it."""
+    what an outer job, a login session or the user's settings left in it. SLURM_CONF stays where
+    that file is: a job's own may be in a folder of its node's slurmd."""
+    given = os.environ if given is None else given
     dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION
-    return {
-        name: value
-        for name, value in (os.environ if given is None else given).items()
-        if name == "SLURM_CONF" or not (name.startswith(dropped) or name in _OF_A_SHELL)
-    }
+    names = _OF_A_SHELL + (_OF_ITS_STEP if "SLURM_JOB_ID" in given else ())
+    kept = {name: value for name, value in given.items()
+            if not (name.startswith(dropped) or name in names)}  # fmt: skip
+    conf = given.get("SLURM_CONF", "")
+    return kept | ({"SLURM_CONF": conf} if os.path.exists(conf) else {})
 
 
 def elastic_home() -> Path:

@@ -283,7 +283,8 @@ def slurm_command(
     """
     given = config.clean_environment(environment)
     given.setdefault("PATH", config.env("PATH", "/usr/local/bin:/usr/bin:/bin"))
-    program = shutil.which(argv[0], path=given["PATH"])
+    # A run's may be of a version of Slurm that is gone.
+    program = shutil.which(argv[0], path=given["PATH"]) or shutil.which(argv[0])
     if program is None:
         raise ElasticError(
             f"Command not found: {argv[0]}",
