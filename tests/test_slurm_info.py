@@ -18,6 +18,7 @@ from elastic.slurm_info import (
     end_time,
     expand_hostlist,
     get_slurm_info,
+    kill_at,
     log_job_info,
     notice_s,
     resolve_resume_path,
@@ -106,14 +107,41 @@ def test_the_end_time_is_local_time_or_unknown():
     assert end_time("") is None
 
 
-@pytest.mark.parametrize(("said", "seconds"), [("5", 5), ("00:02:10", 130), ("0", 40), ("", None)])
-def test_the_notice_is_the_grace_time_or_else_kill_wait(scontrol, said, seconds: float | None):
+@pytest.mark.parametrize(("said", "seconds"), [("5", 45), ("00:02:10", 170), ("0", 40), ("", None)])
+def test_the_notice_is_the_grace_time_and_kill_wait(scontrol, said, seconds: float | None):
+    """Measured: GraceTime=6, KillWait=15: TERM, once more 23 s later, KILL after another 14.5 s."""
     scontrol(f'''case "$3 $4" in
         "partition low") echo "{PARTITION.format(said)}";;
         "config ") echo "KillWait                = 40 sec";;
     esac''')
     assert notice_s("low") == seconds
     assert notice_s("high") is None
+
+
+def test_where_the_qos_says_the_notice_only_kill_wait_is_sure(scontrol):
+    scontrol(f'''case "$3 $4" in
+        "partition low") echo "{PARTITION.format(300)}";;
+        "config ") printf 'KillWait = 30 sec\nPreemptType = preempt/qos\n';;
+    esac''')
+    assert notice_s("low") == 30
+
+
+@pytest.mark.parametrize(
+    ("preempted", "end", "left_s"),
+    [("None", "2026-08-03T11:00:00", 300 + 30), ("2026-08-03T10:55:00", "2026-08-03T11:00:00", 60),
+     ("None", "Unknown", 60)],
+)  # fmt: skip
+def test_before_a_time_limit_there_is_as_long_as_slurm_signal_has_asked_for(
+    scontrol, preempted, end, left_s
+):
+    """USR2@300 bought nothing: GraceTime was taken for the end of everything."""
+    job = JOB.replace("2026-08-03T11:00:00", end).replace("PreemptTime=None", "")
+    scontrol(f'''case "$3" in
+        job) echo "{job} PreemptTime={preempted}";;
+        config) echo "KillWait                = 30 sec";;
+    esac''')
+    since = datetime(2026, 8, 3, 10, 55).timestamp()
+    assert kill_at(INFO, since, window_s=60) == since + left_s
 
 
 def test_slurm_is_asked_for_what_the_environment_does_not_hold(scontrol):

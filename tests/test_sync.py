@@ -7,14 +7,20 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from elastic.checkpoint import Checkpoints
 from elastic.durable import read_json
+from elastic.errors import Exit
+from elastic.group import Group
 from elastic.shuffle import Shuffle
+from elastic.trainer import NOTICE, State, Trainer
 from helpers import elastic, environment
 from running import Running, members, running
 
@@ -212,6 +218,17 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 61))
 
 
+@pytest.fixture
+def run_of_a_rank(monkeypatch) -> tuple[Trainer, list[str]]:
+    """A trainer without a model, and the checkpoints that it begins."""
+    trainer, begun = Trainer.__new__(Trainer), []
+    trainer.group, trainer.state = Group(), State()
+    trainer.checkpoints = Checkpoints.__new__(Checkpoints)
+    trainer.checkpoints.save = begun.append
+    trainer._profile = SimpleNamespace(end=lambda: None)
+    return trainer, begun
+
+
 def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do(
     tmp_path, undisturbed
 ):
@@ -223,10 +240,24 @@ def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do
         further(run, 2)
         lines = finish(run)
         log = run.run.log_path("trainer", 0).read_text()
-    assert "s are left, and the last took" in log
+    assert "s are left, and it takes" in log
     last = {line["step"]: line for line in lines}
     assert_same_run([last[number] for number in sorted(last)], undisturbed)
     assert 0 < len(lines) - len(last) <= 20 + 20
+
+
+def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(run_of_a_rank):
+    """It was thrown away where another one did not fit, and ended two seconds too early."""
+    trainer, disk = run_of_a_rank
+    trainer.checkpoints.save_s = 45.0
+    writing = threading.Event()
+    trainer.checkpoints._flight = SimpleNamespace(since=time.monotonic() - 40)
+    assert 45 + 4 < trainer.checkpoints.needs_s <= 45 + 5
+    trainer._left_s = lambda: 27.0
+    trainer.checkpoints.finish = writing.set
+    assert trainer._leave(NOTICE) == Exit.TRY_AGAIN
+    assert writing.is_set()
+    assert disk == []  # no other one is begun
 
 
 def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):

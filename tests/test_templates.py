@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic.sandbox import Sandbox
+from forks import NOBODY, USER
 from helpers import ROOT, wait_until
 
 pytest_plugins = ["slurm_sandbox"]
@@ -171,13 +172,13 @@ def test_the_name_of_another_users_job_says_nothing(folder, slurm):
     proof = folder.path / "PWNED"
     name = (f"x UserId=root({os.getuid()}) JobState=RUNNING"
             f" NumNodes=BASH_VERSINFO[$(touch {proof})] NumCPUs=1 NodeList=n1")  # fmt: skip
-    hostile = ("--uid=nobody", "--hold", "--chdir=/", "--job-name", name, "--wrap=true")
+    hostile = (f"--uid={USER}", "--hold", "--chdir=/", "--job-name", name, "--wrap=true")
     job = slurm.run("sbatch", "--parsable", *hostile).strip()
     try:
         steered = {"SQUEUE_FORMAT": "%j", "SQUEUE_FORMAT2": "Name", "SQUEUE_USERS": "root"}
         for extra in ({}, steered):
             refused = folder.attach(job, "true", **extra)
-            assert refused.stderr.startswith(f"error: job {job} is not yours but uid 65534's\n")
+            assert refused.stderr.startswith(f"error: job {job} is not yours but uid {NOBODY}'s\n")
     finally:
         slurm.run("scancel", job)
     assert not proof.exists()

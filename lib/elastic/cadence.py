@@ -1,8 +1,8 @@
 """How often to save a checkpoint. Pure: measured costs and the run's own history come in.
 
-A checkpoint every T seconds costs save_s / T of the time, and an interruption without notice
-costs T / 2 on average. The sum is least at T = sqrt(2 save_s mtbi) (Young, CACM 17(9), 1974; Daly's
-higher terms, FGCS 22, 2006, matter only where save_s comes near mtbi). mtbi, the mean time between
+A checkpoint every T seconds costs stall_s / T of the time, and an interruption without notice T / 2
+on average. The sum is least at T = sqrt(2 stall_s mtbi) (Young, CACM 17(9), 1974; Daly's
+higher terms, FGCS 22, 2006, matter only where stall_s comes near mtbi). mtbi, the mean time between
 interruptions, is what this run has seen, with one imagined interruption in PRIOR_S: so a run that
 has seen none does not stop saving, and one bad first hour does not rule for weeks.
 """
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 PRIOR_S = 4 * 3600.0
-LEAST_SAVES = 10.0  # an interval is at least so many save times: never more than 10 % overhead
+LEAST_SAVES = 10.0  # an interval is at least so many saves: a tenth of the time, of the disk's too
 LEAST_S, MOST_S = 5.0, 3600.0
 
 
@@ -25,12 +25,12 @@ def observed_mtbi_s(endings: Sequence[Mapping]) -> float:
     return (lasted_s + PRIOR_S) / max(1, broken)
 
 
-def interval(save_s: float, mtbi_s: float) -> tuple[float, str]:
-    """Seconds between checkpoints, and why."""
-    best_s = math.sqrt(2 * save_s * mtbi_s)
-    chosen_s = min(max(best_s, LEAST_S, LEAST_SAVES * save_s), MOST_S)
+def interval(stall_s: float, mtbi_s: float, save_s: float = 0.0) -> tuple[float, str]:
+    """Seconds between checkpoints, and why. Training stands still for `stall_s` of `save_s`."""
+    best_s = math.sqrt(2 * stall_s * mtbi_s)
+    chosen_s = min(max(best_s, LEAST_S, LEAST_SAVES * max(stall_s, save_s)), MOST_S)
     return chosen_s, (
-        f"every {chosen_s:.0f} s: a save stalls {save_s:.2g} s, "
+        f"every {chosen_s:.0f} s: a save stalls {stall_s:.2g} s, "
         f"an interruption comes every {mtbi_s / 60:.0f} min"
     )
 

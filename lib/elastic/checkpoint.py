@@ -119,6 +119,13 @@ class Checkpoints:
             flight.waited_s = time.monotonic() - flight.since
             self._flight = flight
 
+    @property
+    def needs_s(self) -> float:
+        """How long a save would take from now: what is being written has to be finished first."""
+        flight = self._flight
+        rest_s = self.save_s - (time.monotonic() - flight.since) if flight else 0.0
+        return self.save_s + max(0.0, rest_s)
+
     def poll(self) -> bool:
         """True once what began is committed. Raises like save()."""
         flight = self._flight

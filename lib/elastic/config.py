@@ -293,7 +293,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("master_cpus", INT, 0, "CPUs", "of the master's job; 0: the partition's default", NATURAL),
     Key("master_mem", TEXT, "", "", "of the master's job; empty: what it holds, where that is "
         "known", MEMORY),
-    Key("signal", TEXT, "", "", "before the time limit, as sbatch takes it (USR2@60); empty: none"),
+    Key("signal", TEXT, "", "", "before the time limit, as sbatch takes it (USR2@60); empty: "
+        "TERM@120 in sync mode"),
     Key("options", LIST, [], "", "further sbatch options of workers", ONE_CLUSTER),
     Key("master_options", LIST, [], "", "further sbatch options of the master", ONE_CLUSTER),
     Key("srun_options", LIST, [], "", "further srun options of workers: --container-image=…"),

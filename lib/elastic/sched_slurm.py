@@ -31,6 +31,7 @@ from elastic.history import MASTER, TRAINER, WORKER, has_ended
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
+BEFORE_LIMIT = "TERM@120"  # a checkpoint may take longer than KillWait
 STEPS_END_S = 15.0
 LEAST_MB = 1024  # per GPU; Slurm takes a node whose memory nobody has named to have 1 MB
 COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questions are asked twice
@@ -430,7 +431,7 @@ def _resources(spec: JobSpec, lists: bool = False) -> list[str]:
         "cpus-per-task": str(cpus or ""),
         "mem": slurm.master_mem if is_master else _memory(slurm.mem_per_gpu, gpus),
         # Never `B:`, which would warn the batch shell and not the step, where the agent is.
-        "signal": slurm.signal.removeprefix("B:"),
+        "signal": slurm.signal.removeprefix("B:") or (BEFORE_LIMIT if is_trainer else ""),
         "exclude": ",".join(part for part in (slurm.exclude, *spec.exclude) if part),
     }
     options = [f"--{name}={value}" for name, value in wanted.items() if value]

@@ -76,14 +76,31 @@ def end_time(job_text: str) -> float | None:
 
 
 def notice_s(partition: str) -> float | None:
-    """From TERM to KILL at a preemption in `partition`, as Slurm says: GraceTime, else KillWait."""
+    """From TERM to KILL at a preemption in `partition`: GraceTime, after which Slurm sends TERM
+    again, and KillWait. With preempt/qos GraceTime is the QOS': KillWait alone is sure."""
     found = re.search(r"\bGraceTime=([\d:]+)", _ask("partition", partition))
+    settings = _ask("config")
     if not found:
         return None
     seconds = sum(int(n) * 60**i for i, n in enumerate(reversed(found[1].split(":"))))
-    if not seconds and (found := re.search(r"\bKillWait *= *(\d+)", _ask("config"))):
-        seconds = int(found[1])
-    return float(seconds) or None
+    if re.search(r"\bPreemptType *= *preempt/qos", settings):
+        seconds = 0
+    return float(seconds + _kill_wait_s(settings)) or None
+
+
+def _kill_wait_s(settings: str) -> int:
+    found = re.search(r"\bKillWait *= *(\d+)", settings)
+    return int(found[1]) if found else 0
+
+
+def kill_at(info: SlurmInfo, since: float, window_s: float) -> float:
+    """When this job, which had a notice at `since`, is killed: at its preemption's end, `window_s`
+    later, or at its time limit's, as early as slurm.signal has announced that."""
+    job = _ask("job", info.job_id)
+    limit = end_time(job)
+    if limit is None or re.search(r"\bPreemptTime=\d", job):
+        return since + window_s
+    return limit + _kill_wait_s(_ask("config"))
 
 
 def notice_here(config: Config) -> float | None:

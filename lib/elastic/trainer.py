@@ -62,7 +62,7 @@ from elastic.schedule import learning_rate, peak
 from elastic.shuffle import Order
 from elastic.signals import Notice
 from elastic.sizing import passes
-from elastic.slurm_info import check_layout, get_slurm_info
+from elastic.slurm_info import check_layout, get_slurm_info, kill_at
 from elastic.tasks import count_tokens, default_optimizer, load_task
 
 PROGRESS_S = 1.0
@@ -144,13 +144,12 @@ class Trainer:
                     break
                 wish = self._step(*batch) or self._validate_if_due()
                 self._hangs.tick()
-            if wish != GO_ON:
-                return self._leave(wish)
-            while not self._save():  # not done before the last step is on the disk
-                time.sleep(SPACE_S)
-                self._hangs.tick()
-                if (wish := self.group.share(self._wish())) != GO_ON:
-                    return self._leave(wish)
+        # A save may take longer than a step ever should.
+        while wish == GO_ON and not self._save():  # not done before the last step is on the disk
+            time.sleep(SPACE_S)
+            wish = self.group.share(self._wish())
+        if wish != GO_ON:
+            return self._leave(wish)
         if self.group.leads:
             self._fence()
             where = {"version": self.state.step, "tokens": self.state.tokens}
@@ -205,14 +204,23 @@ class Trainer:
         self._batches = self._load(Ledger(len(self.dataset), self.train.epochs, over))
 
     def _leave(self, wish: float) -> int:
-        left_s, needed_s = self.shutdown.deadline_s(time.time()), self.checkpoints.save_s
+        left_s = self._left_s() if self.group.leads else 0.0
+        needed_s = self.checkpoints.needs_s
         if self.group.share(left_s >= needed_s):
             self._save()
         else:
-            self._say(f"no checkpoint: {left_s:.1f} s are left, and the last took {needed_s:.1f} s")
+            self._say(f"no new checkpoint: {left_s:.1f} s are left, and it takes {needed_s:.1f} s")
+            self._finish_save()
         self._profile.end()
         self._say(f"leaves at step {self.state.step}: {'notice' if wish == NOTICE else 'stopped'}")
         return Exit.TRY_AGAIN if wish == NOTICE else Exit.DO_NOT_RESTART
+
+    def _left_s(self) -> float:
+        """Until the kill; Slurm knows what the notice is for."""
+        since, info = self.notice.since, get_slurm_info()
+        if since is None or info is None:
+            return self.shutdown.deadline_s(time.time())
+        return kill_at(info, since, self.shutdown.window_s) - time.time()
 
     # ---- a step
 
@@ -441,6 +449,13 @@ class Trainer:
             return False
         return True
 
+    def _finish_save(self) -> None:
+        """Wait for what is being written: it may need little more."""
+        try:
+            self.checkpoints.finish()
+        except OSError as error:
+            self._not_saved(error)
+
     def _checkpoint(self) -> tuple:
         """Step, model, optimizer, and what its record says: the state, and what a commit would."""
         state, samples = self.state, list(self._trained)
@@ -470,7 +485,8 @@ class Trainer:
         if not self.group.leads:
             return
         mtbi_s = cadence.observed_mtbi_s(self.run.endings())
-        self._auto_s, self._cadence = cadence.interval(self.checkpoints.stall_s, mtbi_s)
+        stall_s, save_s = self.checkpoints.stall_s, self.checkpoints.save_s
+        self._auto_s, self._cadence = cadence.interval(stall_s, mtbi_s, save_s)
 
     # ---- words
 
