@@ -82,10 +82,20 @@ def test_on_a_good_cluster_everything_is_ok(changes):
     assert not_ok(facts(**changes)) == []
 
 
+def test_several_partitions_are_looked_at_as_one():
+    """sbatch takes "a,b"; the doctor said that there was no such partition."""
+    both = {**PARTITIONS, "more": {**PARTITION, "State": "DOWN"}}
+    more = [Node("more", "n1", "n1.site", "n1", "idle", "gpu:a100:4"), *NODES]
+    assert not_ok(facts("slurm.partition=gpu,more", partitions=both, nodes=more)) == []
+    found = diagnose(facts("slurm.partition=gpu,more", partitions=both, nodes=more))
+    assert "gpu,more: UP, 2 nodes, 8 GPUs" in [each.seen for each in found]
+
+
 def test_a_finding_says_what_was_seen_why_it_matters_and_what_to_do():
-    found = {each.check: each for each in diagnose(facts(**partition(GraceTime="2")))}
+    short = {**partition(GraceTime="2"), **cluster(KillWait="0 sec")}
+    found = {each.check: each for each in diagnose(facts(**short))}
     assert found["notice"] == (
-        "notice", WARN, "1 s (GraceTime=2); a save takes 1 s: 1 GB at 1 GB/s",
+        "notice", WARN, "1 s (GraceTime=2, KillWait=0); a save takes 1 s: 1 GB at 1 GB/s",
         "what is not saved before the kill is lost",
         "GraceTime=3 for gpu, or a faster filesystem",
     )  # fmt: skip
@@ -111,19 +121,28 @@ MISCONFIGURED = {
     "time over the limit": (["slurm.time=25:00:00"], {}, "time limit", FAIL, "MaxTime=1-00"),
     "master's time over the limit": (
         ["slurm.master_time=2-0"], {}, "time limit", FAIL, "slurm.master_time = 2-0"),
+    "a short DefaultTime": (
+        [], partition(DefaultTime="01:00:00"), "time limit", WARN, "DefaultTime=01:00:00"),
+    "a master's short DefaultTime": (
+        ["slurm.time=8:00:00"], partition("cpu", DefaultTime="00:30:00"), "time limit", WARN,
+        "cpu: MaxTime=1-00:00:00, DefaultTime=00:30:00"),
+    "whole nodes for one GPU": (
+        [], partition(OverSubscribe="EXCLUSIVE"), "partition", WARN, "a job gets whole nodes"),
+    "one of two partitions is none": (
+        ["slurm.partition=gpu,gone"], {}, "partition", FAIL, "no partition gone"),
     "PreemptMode=CANCEL": ([], partition(PreemptMode="CANCEL"), "preemption", WARN, "CANCEL"),
     "PreemptMode=SUSPEND": (
         [], partition(PreemptMode="SUSPEND"), "preemption", FAIL, "SUSPEND"),
     "a notice that is shorter than a save": (
-        [], {"save": Save(40e9, 60e9)}, "notice", FAIL,
-        "29 s (GraceTime=30); a save takes 60 s (40 s for what counts): 60 GB at 1 GB/s"),
+        [], {"save": Save(80e9, 120e9)}, "notice", FAIL, "59 s (GraceTime=30, KillWait=30);"
+        " a save takes 1.2e+02 s (80 s for what counts): 120 GB at 1 GB/s"),
     "a notice that is hardly longer": (
-        [], {"save": Save(20e9, 20e9)}, "notice", WARN, "20 s: 20 GB"),
+        [], {"save": Save(40e9, 40e9)}, "notice", WARN, "40 s: 40 GB"),
     "a notice for the work, and not for inner state": (
         [], {"save": Save(7e9, 60e9)}, "notice", WARN, "60 s (7 s for what counts)"),
     "no grace, and a short KillWait": (
         [], {**partition(GraceTime="0"), **cluster(KillWait="2 sec"), "save": Save(3e9, 3e9)},
-        "notice", FAIL, "1 s (KillWait=2 alone)"),
+        "notice", FAIL, "1 s (GraceTime=0, KillWait=2)"),
     "JobRequeue=0": ([], cluster(JobRequeue="0"), "job requeue", WARN, "JobRequeue=0"),
     "the default requeue delay": ([], cluster(AuthInfo="(null)"), "requeue delay", WARN, "121 s"),
     "a requeue delay of its own": (
@@ -227,7 +246,7 @@ def test_a_save_that_cannot_be_weighed_leaves_the_notice_known():
     found = {each.check: each for each in diagnose(facts(save=Unknown("no module x")))}
     assert found["notice"].verdict == OK
     assert found["notice"].seen == (
-        "29 s (GraceTime=30); what a save takes is not known: no module x"
+        "59 s (GraceTime=30, KillWait=30); what a save takes is not known: no module x"
     )
 
 

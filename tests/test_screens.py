@@ -109,9 +109,9 @@ DONE = seen(**NOBODY, state="done", reason="finished: nothing is left to train",
             jobs=[])  # fmt: skip
 CHECKS = [
     ("slurm", "OK", "22.05.8, cluster lab", "without it nothing can be submitted", ""),
-    ("notice", "FAIL", "29 s (GraceTime=30); a save takes 65 s (31 s for what counts): 60.7 GB at"
-     " 937 MB/s", "what is not saved before the kill is lost",
-     "GraceTime=131 for preempt, or a faster filesystem"),
+    ("notice", "FAIL", "29 s (GraceTime=0, KillWait=30); a save takes 65 s (31 s for what counts):"
+     " 60.7 GB at 937 MB/s", "what is not saved before the kill is lost",
+     "GraceTime=101 for preempt, or a faster filesystem"),
     ("requeue delay", "WARN", "121 s", "a job that Slurm requeues waits so long",
      "AuthInfo=cred_expire=10 and a restart of slurmctld, or scontrol update JobId=ID"
      " StartTime=now each time. Runs do not wait: their jobs are submitted anew"),

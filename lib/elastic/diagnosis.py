@@ -7,7 +7,7 @@ preempted. WARN: they work, and less well than they could. A good cluster gets n
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ OLDEST_SLURM = (22, 5)
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 CRED_EXPIRE_S = 120  # Slurm's default, which a requeued job waits for
 LONG_REQUEUE_S = 30.0
+LONG_ENOUGH_S = 12 * 3600.0  # for a job: each start costs a minute
 SLOW_DISK = 10e6  # bytes/s
 SLOW_IMPORT_S = 10.0
 # NTP keeps machines within milliseconds. 30 s: the pass acts on differences of that size (backoff,
@@ -113,10 +114,11 @@ def _slurm(cluster: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
-    slurm = config.slurm
-    if problem := _closed(slurm.partition, "slurm.partition", partitions, nodes):
-        return problem
-    inside = [node for node in nodes if node.partition == slurm.partition]
+    slurm, names = config.slurm, config.slurm.partition.split(",")
+    problems = [_closed(name, "slurm.partition", partitions, nodes) for name in names]
+    if all(problems) or not partitions.keys() >= {*names}:
+        return next(filter(None, problems))
+    inside = {node.name: node for node in nodes if node.partition in names}.values()
     counts = [gpus_of(node.gres, slurm.gres) for node in inside]
     seen = f"{slurm.partition}: UP, {_nodes(inside)}, {sum(counts)} GPUs"
     per_job = slurm.gpus_per_worker if config.run.mode == "local" else slurm.gpus_per_node
@@ -126,6 +128,10 @@ def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
         return FAIL, f"{seen}; no node with {slurm.gres}:{per_job}", f"set slurm.partition; {there}"
     if slurm.gres and sum(counts) < config.elastic.max:
         return WARN, f"{seen}; elastic.max is {config.elastic.max}", "lower elastic.max"
+    whole = [name for name in names if partitions[name].get("OverSubscribe") == "EXCLUSIVE"]
+    if whole and slurm.gres and per_job < max(counts):
+        way_out = f"set slurm.gpus_per_worker (gpus_per_node in sync mode) to {max(counts)}"
+        return WARN, f"{seen}; OverSubscribe=EXCLUSIVE: a job gets whole nodes", way_out
     return OK, seen, ""
 
 
@@ -142,7 +148,7 @@ def _masters_partition(config, cluster, partitions, nodes) -> tuple[str, str, st
     return OK, seen, ""
 
 
-def _nodes(inside: list[Node]) -> str:
+def _nodes(inside: Collection[Node]) -> str:
     return "1 node" if len(inside) == 1 else f"{len(inside)} nodes"
 
 
@@ -162,16 +168,25 @@ def _closed(name: str, key: str, partitions, nodes) -> tuple[str, str, str] | No
 
 
 def _time(config, partitions) -> tuple[str, str, str]:
-    slurm, seen, short = config.slurm, [], []
-    kinds = [("time", slurm.partition), ("master_time", slurm.master_partition)]
+    slurm, seen, short, brief = config.slurm, [], [], []
+    kinds = [("time", _first(slurm.partition)), ("master_time", slurm.master_partition)]
     for key, name in kinds[: 1 if config.run.mode == "sync" else 2]:
-        wanted, most = getattr(slurm, key), partitions.get(name, {}).get("MaxTime", "UNLIMITED")
+        wanted, partition = getattr(slurm, key), partitions.get(name, {})
+        most, usual = partition.get("MaxTime", "UNLIMITED"), partition.get("DefaultTime", "NONE")
         seen.append(f"{name}: MaxTime={most}" + (f", slurm.{key} = {wanted}" if wanted else ""))
         if wanted and not TIME.fullmatch(wanted):
             short.append(f"slurm.{key} = {wanted!r} is no time to Slurm: minutes, H:M:S, D-H")
         elif wanted and limit_s(wanted) > limit_s(most):
             short.append(f"lower slurm.{key} to {most}")
-    return FAIL if short else OK, "; ".join(seen), "; ".join(short)
+        elif not wanted and limit_s(usual) < min(limit_s(most), LONG_ENOUGH_S):
+            seen[-1] += f", DefaultTime={usual}"
+            brief.append(f"set slurm.{key}: without it every job ends after {usual}")
+    return FAIL if short else WARN if brief else OK, "; ".join(seen), "; ".join(short + brief)
+
+
+def _first(partition: str) -> str:
+    """Of "a,b", which sbatch takes."""
+    return partition.split(",")[0]
 
 
 def limit_s(text: str) -> float:
@@ -225,7 +240,7 @@ _SEE_QOS = "look: sacctmgr show qos format=Name,PreemptMode,GraceTime; wanted: R
 
 
 def _mode(config, cluster, partitions, nodes) -> tuple[str, str, str]:
-    name = config.slurm.partition
+    name = _first(config.slurm.partition)
     if name not in partitions:
         return SKIP, f"no partition {name}", ""
     mode = preempt_mode(cluster, name, partitions, nodes)
@@ -246,14 +261,14 @@ def _mode(config, cluster, partitions, nodes) -> tuple[str, str, str]:
 
 
 def _notice(config, cluster, partitions, nodes, disk, save) -> tuple[str, str, str]:
-    name = config.slurm.partition
+    name = _first(config.slurm.partition)
     known = name in partitions
     mode = preempt_mode(cluster, name, partitions, nodes) if known else "OFF"
     if mode in ("OFF", ""):
         return SKIP, "nothing is preempted there" if mode else _BY_QOS, "" if mode else _SEE_QOS
     grace_s, kill_s = int(partitions[name]["GraceTime"]), _number(cluster["KillWait"])
-    notice_s = (grace_s or kill_s) - NOTICE_MARGIN_S
-    seen = f"{notice_s:g} s ({f'GraceTime={grace_s}' if grace_s else f'KillWait={kill_s} alone'})"
+    notice_s = grace_s + kill_s - NOTICE_MARGIN_S
+    seen = f"{notice_s:g} s (GraceTime={grace_s}, KillWait={kill_s})"
     for missing in (disk, save):
         if isinstance(missing, Unknown):
             return OK, f"{seen}; what a save takes is not known: {missing.why}", ""
@@ -265,7 +280,8 @@ def _notice(config, cluster, partitions, nodes, disk, save) -> tuple[str, str, s
     seen += f"{size(save.whole_bytes)} at {size(disk.write)}/s"
     if 2 * whole_s <= notice_s:
         return OK, seen, ""
-    fix = f"GraceTime={math.ceil(2 * whole_s + NOTICE_MARGIN_S)} for {name}, or a faster filesystem"
+    least_s = math.ceil(2 * whole_s + NOTICE_MARGIN_S - kill_s)
+    fix = f"GraceTime={least_s} for {name}, or a faster filesystem"
     return FAIL if work_s > notice_s else WARN, seen, fix
 
 
@@ -345,7 +361,7 @@ def other_hosts(config, nodes, here: str) -> list[str]:
     """The machines but this one that the run's jobs may be on."""
     if isinstance(nodes, Unknown):
         return []
-    ours = {config.slurm.partition, config.slurm.master_partition}
+    ours = {*config.slurm.partition.split(","), config.slurm.master_partition}
     return sorted({n.host for n in nodes if n.partition in ours and n.host.split(".")[0] != here})
 
 

@@ -6,6 +6,7 @@ imported in a child alone, with a time limit: `python -m elastic.doctor` prints 
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -142,9 +143,9 @@ def _disk(facts: dict) -> Disk:
 
 
 def _faults(folder: Path) -> list[str]:
-    """What does not work of the three ways in which durable.py writes."""
+    """What does not work of the three ways in which durable.py writes, and of a pass's lock."""
     faults = []
-    for name, works in (("rename", _replaces), ("link", _links_once)):
+    for name, works in (("rename", _replaces), ("link", _links_once), ("flock", _locks_once)):
         try:
             faults += [] if works(folder / name) else [f"{name} does not do what it says"]
         except OSError as error:
@@ -160,6 +161,16 @@ def _replaces(path: Path) -> bool:
 
 def _links_once(path: Path) -> bool:
     return create_once(path, b"mine") and not create_once(path, b"yours")
+
+
+def _locks_once(path: Path) -> bool:
+    """Without it (Lustre needs -o flock) two passes at once may submit a job twice."""
+    with path.open("wb") as mine, path.open("wb") as other:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+    return True
 
 
 def _speeds(path: Path) -> tuple[float, float]:
