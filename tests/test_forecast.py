@@ -141,6 +141,14 @@ def test_a_run_starts_as_many_jobs_at_once_as_may_wait_in_the_queue():
     assert sorted(job.start for job in found.had) == [0, 0, 0, 30, 30, 30, 60, 60]
 
 
+def test_a_job_whose_node_goes_before_it_starts_waits_anew():
+    """The node of a job that is about to start goes and comes back: it starts two seconds later."""
+    costs, one = replace(COSTS, queue_s=2), run_of(elastic__max=1)
+    found = Local(there(("a", 0, 1), ("a", 1.5, 99)), one, costs)
+    found.play(20)
+    assert [job.start for job in found.had] == [3.5]
+
+
 # ---- whatever the trace
 
 

@@ -102,14 +102,20 @@ def allocations(
     ]
 
 
+def by_attempt(work: Iterable[Work]) -> dict[tuple[int, int], list[Work]]:
+    """What each attempt has done, oldest first."""
+    found = defaultdict(list)
+    for each in sorted(work, key=lambda each: each.start):
+        found[each.attempt].append(each)
+    return found
+
+
 def ledger(jobs: Iterable[Allocation], work: Iterable[Work]) -> dict[str, float]:
     """GPU-seconds by part, their sum as `allocated`, and `queued`."""
-    by_attempt = defaultdict(list)
-    for each in work:
-        by_attempt[each.attempt].append(each)
+    works = by_attempt(work)
     total = Counter(dict.fromkeys((*PARTS, "allocated", "queued"), 0.0))
     for job in jobs:
-        mine = [each for _, attempt in job.attempts for each in by_attempt[attempt]]
+        mine = [each for _, attempt in job.attempts for each in works[attempt]]
         for part, seconds in _divided(job, sorted(mine, key=lambda each: each.start)):
             total[part] += job.gpus * seconds
         total["allocated"] += job.gpus * (job.end - job.start)

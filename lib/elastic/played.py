@@ -1,21 +1,20 @@
 """A trace of preemptions played to a run that is one job: requeued, or resized by itself. Pure.
 
-Events happen in the order of their time. Between two events of a trainer nothing is decided, so its
-steps and checkpoints are laid out by arithmetic when it ends, with the cadence of its start. What a
-position in its training is counts in GPU-seconds: a job of another size goes on from it at its own
-speed. See forecast.py for what is played and what is not.
+Between two alarms of a play nothing is decided, so a trainer's steps and checkpoints are laid out
+by arithmetic when it ends. What a position in its training is counts in GPU-seconds: a job of
+another size goes on from it at its own speed. See forecast.py for what is played and what is not.
 """
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from elastic import cadence, sizing
 from elastic.goodput import Allocation, Work, ledger
 from elastic.history import TRAINER, JobSeen, Memory
-from elastic.plan import CANCEL, SUBMIT, Limits, World, plan
+from elastic.plan import CANCEL, SUBMIT, Action, Limits, World, plan
 
 CRON_S = 120.0  # between two passes, where no master makes any
 
@@ -48,6 +47,33 @@ class Costs:
     total_steps: float = 0.0  # of all workers, in the whole run; 0: not known
 
 
+@dataclass(eq=False)
+class Job:
+    """A job of the run; it waits in the queue until it has a start."""
+
+    slot: int
+    submitted: float
+    attempt: int = 0
+    gpus: int = 0
+    start: float | None = None
+    notice: float | None = None
+    cancelled: float | None = None
+
+    def seen(self, role: str) -> JobSeen:
+        """The job as a pass sees it."""
+        is_queued = self.start is None
+        return JobSeen(f"{self.slot}.{self.attempt}", role, self.slot,
+                       "PENDING" if is_queued else "RUNNING", submitted_at=self.submitted,
+                       started_at=None if is_queued else self.start or 1e-9,  # to a plan 0 is none
+                       cancelled_at=self.cancelled)  # fmt: skip
+
+    def until(self, now: float, outcome: str) -> Allocation:
+        """What the job had."""
+        attempts = ((self.start, (self.slot, self.attempt)),)
+        return Allocation(self.gpus, self.submitted, self.start, now, outcome, attempts,
+                          self.notice)  # fmt: skip
+
+
 class Play:
     """The nodes of a trace, the run's jobs on them, and what came of both.
 
@@ -61,114 +87,94 @@ class Play:
         self.had: list[Allocation] = []
         self.work: list[Work] = []
         self._numbers = itertools.count()
-        self._planned: list[tuple] = [(inf, next(self._numbers), nothing, ())]
+        self.alarms: dict[Hashable, tuple] = {}  # by what they are for
+        self._planned: list[tuple] = []  # a heap of these, and of some that are off
         for change in trace:
-            self.at(change.at, self.change, change)
+            self.at(change.at, change, self._change, change)
 
-    def at(self, time: float, do: Callable, *args) -> None:
-        """Plan an event; those of one moment happen in the order in which they were planned."""
-        heapq.heappush(self._planned, (max(time, self.now), next(self._numbers), do, args))
+    def at(self, time: float, what: Hashable, do: Callable, *args) -> None:
+        """Set the alarm for `what`, in place of the one before. Alarms of one moment go off in the
+        order in which they were set."""
+        self.alarms[what] = alarm = (max(time, self.now), next(self._numbers), what, do, args)
+        heapq.heappush(self._planned, alarm)
+
+    def each(self, every_s: float, do: Callable) -> None:
+        """Do it now and again."""
+        do()
+        self.at(self.now + every_s, do, self.each, every_s, do)
 
     def play(self, until: float) -> dict[str, float]:
         """The goodput ledger at that time."""
+        self.at(until, "end", nothing)
         while self._planned[0][0] < until:
-            self.now, _, do, args = heapq.heappop(self._planned)
-            do(*args)
+            alarm = heapq.heappop(self._planned)
+            self.now, _, what, do, args = alarm
+            if self.alarms.get(what) is alarm:
+                del self.alarms[what]
+                do(*args)
             if self._planned[0][0] > self.now:
                 self.settle()
         self.now = until
         self.close()
         return ledger(self.had, self.work)
 
-    def change(self, change: Change) -> None:
+    def _change(self, change: Change) -> None:
         if change.gpus:
             self.there[change.node] = change.gpus
         elif self.there.pop(change.node, 0):
             self.taken(change.node)
 
-    def each(self, every_s: float, do: Callable) -> None:
-        """Do it now and again."""
-        do()
-        self.at(self.now + every_s, self.each, every_s, do)
+    def actions(self, jobs: Iterable[JobSeen], **world) -> list[Action]:
+        """What a pass that sees these jobs would do."""
+        limits = Limits(self.config.elastic.max_pending)
+        memory = Memory(born=0.0, jobs=tuple(jobs))
+        return plan(World(memory=memory, limits=limits, **world), self.now)
 
 
 def nothing() -> None:
-    """An event after which things are looked at."""
+    """An alarm after which things are looked at."""
 
 
 # ---- a job that goes as a whole
 
 
-@dataclass
-class Gang:
-    """A job of whole nodes, which goes when one of them goes."""
-
-    nodes: list[str]
-    gpus: int
-    submitted: float
-    start: float
-    attempt: int
-    every_s: float  # between checkpoints
-    notice: float | None = None
-    cancelled: float | None = None
-
-
 class Requeue(Play):
-    """A job of `nodes` nodes, requeued. A position in its training is in GPU-seconds."""
+    """A job of whole nodes, which is requeued when one of them goes."""
 
     def __init__(self, trace: Sequence[Change], config, costs: Costs, counts: Sequence[int]):
         super().__init__(trace, config, costs)
-        self.counts = counts  # of nodes, that the job may have
-        self.job: Gang | None = None
-        self.queued: float | None = 0.0  # since when one waits
-        self.attempts = 0
+        self.counts, self.per_node = counts, config.slurm.gpus_per_node  # nodes a job may have
+        self.job: Job | None = None
+        self.nodes: list[str] = []  # the job's
+        self.queued: Job | None = None
         self.saved = self.furthest = 0.0
-        self._may_start, self._is_starting = 0.0, False
+        self.stall_s = costs.save_s  # a plain script stands still while it saves
+        self.submit(0.0)
 
-    @property
-    def per_node(self) -> int:
-        return self.config.slurm.gpus_per_node
-
-    @property
-    def stall_s(self) -> float:
-        """A plain script stands still while it saves."""
-        return self.costs.save_s
+    def submit(self, since: float) -> None:
+        self.queued = Job(0, since)
 
     def spare(self) -> list[str]:
         """Nodes that the run does not use, those first that are longest there."""
-        mine = self.job.nodes if self.job else ()
-        return [n for n, gpus in self.there.items() if gpus >= self.per_node and n not in mine]
+        return [node for node, gpus in self.there.items()
+                if gpus >= self.per_node and node not in self.nodes]  # fmt: skip
 
     def settle(self) -> None:
-        is_free = self.job is None and self.queued is not None and self.now >= self._may_start
-        if is_free and not self._is_starting and sizing.fit(self.counts, len(self.spare())):
-            self._is_starting = True
-            self.at(self.now + self.costs.queue_s, self._start)
+        if self.queued and not self.job and "start" not in self.alarms and self._fit():
+            self.at(self.now + self.costs.queue_s, "start", self._start)
+
+    def _fit(self) -> int:
+        """Nodes that a job has if it starts now."""
+        return sizing.fit(self.counts, len(self.nodes) + len(self.spare()))
 
     def _start(self) -> None:
-        self._is_starting = False
-        if count := sizing.fit(self.counts, len(self.spare())):
-            nodes, self.attempts = self.spare()[:count], self.attempts + 1
-            self.job = Gang(nodes, count * self.per_node, self.queued, self.now, self.attempts,
-                            self._every_s(count * self.per_node))  # fmt: skip
-            self.queued = None
-
-    def _every_s(self, gpus: int) -> float:
-        """checkpoint.interval in seconds, for a job of that size."""
-        number, unit = cadence.parse(self.config.checkpoint.interval)
-        if unit:
-            return number * (self._step_s(gpus) if unit == "steps" else 1.0)
-        return best_every_s(self.costs, self.stall_s, cadence.observed_mtbi_s(self._endings()))
-
-    def _endings(self) -> list[dict]:
-        """Exit records as `cadence` wants them; nobody ended by himself."""
-        return [{"role": TRAINER, "started": job.start, "time": job.end} for job in self.had]
-
-    def _step_s(self, gpus: int) -> float:
-        return self.costs.step_s * self.config.elastic.max / gpus
+        if count := self._fit():
+            self.job, self.queued, self.nodes = self.queued, None, self.spare()[:count]
+            job = self.job
+            job.attempt, job.start, job.gpus = len(self.had) + 1, self.now, count * self.per_node
 
     def taken(self, node: str) -> None:
-        if self.job and node in self.job.nodes and self.job.notice is None:
+        if node in self.nodes and self.job.notice is None:
             self.job.notice = self.now
             self.leave()
 
@@ -176,31 +182,48 @@ class Requeue(Play):
         """Trains on until it is killed: a script that leaves within the notice has ended, for
         Slurm, and is not requeued."""
         end = self.now + self.costs.notice_s
-        self.at(end, self.end, "killed", end, False)
+        self.at(end, "end of the job", self.end, "killed", end, False)
 
     def end(self, outcome: str, stop: float, is_saved: bool) -> None:
-        """The job is over, after training until `stop`; what comes next is in the queue."""
+        """The job is over, after training until `stop`."""
         self._account(outcome, stop, is_saved)
-        self.job, self.queued = None, self.now
-        self._may_start = self.now + self.costs.requeue_s
-        self.at(self._may_start, nothing)
+        self.job, self.nodes = None, []
+        self.follow()
+
+    def follow(self) -> None:
+        """What comes next is in the queue."""
+        self.at(self.now + self.costs.requeue_s, "requeue", self.submit, self.now)
 
     def close(self) -> None:
         if self.job:
             self._account("", self.now, True)
 
     def _account(self, outcome: str, stop: float, is_saved: bool) -> None:
-        job = self.job
-        who = (0, job.attempt)
-        self.had.append(Allocation(job.gpus, job.submitted, job.start, self.now, outcome,
-                                   ((job.start, who),), job.notice))  # fmt: skip
-        position, begun = self.saved, job.start + self.costs.startup_s
-        for start, end in _stretches(begun, stop, job.every_s, self.stall_s):
+        job, position = self.job, self.saved
+        every_s, begun = self._every_s(), job.start + self.costs.startup_s
+        self.had.append(job.until(self.now, outcome))
+        for start, end in _stretches(begun, stop, every_s, self.stall_s):
             new = position + (end - start) * job.gpus
-            self.work += _trained(who, start, end, position, new, self.furthest)
+            self.work += _trained((0, job.attempt), start, end, position, new, self.furthest)
             self.furthest, position = max(self.furthest, new), new
             if (end < stop and end + self.costs.save_s <= self.now) or is_saved:
                 self.saved = position
+
+    def _every_s(self) -> float:
+        """checkpoint.interval in seconds, as the job has known it since its start."""
+        number, unit = cadence.parse(self.config.checkpoint.interval)
+        if unit:
+            return number * (self.step_s if unit == "steps" else 1.0)
+        return best_every_s(self.costs, self.stall_s, cadence.observed_mtbi_s(self.endings()))
+
+    def endings(self) -> list[dict]:
+        """Exit records as `cadence` wants them; nobody ended by himself."""
+        return [{"role": TRAINER, "started": job.start, "time": job.end} for job in self.had]
+
+    @property
+    def step_s(self) -> float:
+        """Of the job there is."""
+        return self.costs.step_s * self.config.elastic.max / self.job.gpus
 
 
 def best_every_s(costs: Costs, stall_s: float, mtbi_s: float) -> float:
@@ -234,53 +257,33 @@ class Sync(Requeue):
         limits = (config.elastic.min, config.elastic.max)
         counts = sizing.node_counts(limits, config.slurm.gpus_per_node, config.sync.sizes)
         super().__init__(trace, config, costs, counts)
-        self.queued = None
-        self.at(0.0, self.each, CRON_S, self._pass)
-
-    @property
-    def stall_s(self) -> float:
-        return self.costs.stall_s
+        self.queued, self.stall_s = None, costs.stall_s
+        self.at(0.0, "first pass", self.each, CRON_S, self.follow)
 
     def leave(self) -> None:
         """After the step, with a checkpoint, if there is time to make one."""
-        costs, begun = self.costs, self.job.start + self.costs.startup_s
-        trains = self.now >= begun
-        stop = self.now + self._step_s(self.job.gpus) / 2 if trains else self.now
+        costs, trains = self.costs, self.now >= self.job.start + self.costs.startup_s
+        stop = self.now + self.step_s / 2 if trains else self.now
         left_s = costs.notice_s if self.job.cancelled is None else inf
         is_saved = trains and stop + costs.save_s <= self.now + left_s
         end = stop + is_saved * costs.save_s + costs.leave_s
-        self.at(min(end, self.now + left_s), self.end, "yielded", stop, is_saved)
+        self.at(min(end, self.now + left_s), "end of the job", self.end, "yielded", stop, is_saved)
 
-    def end(self, outcome: str, stop: float, is_saved: bool) -> None:
-        queued = self.queued
-        super().end(outcome, stop, is_saved)
-        self.queued, self._may_start = queued, self.now
-        self._pass()
-
-    def _pass(self) -> None:
-        limits = Limits(self.config.elastic.max_pending)
-        memory = Memory(born=0.0, jobs=tuple(self._seen()))
-        for action in plan(World(0, memory, limits, "sync", self._growth()), self.now):
+    def follow(self) -> None:
+        """A pass: it submits a successor, and has the job leave where more GPUs are worth it."""
+        jobs = [job.seen(TRAINER) for job in (self.job, self.queued) if job]
+        for action in self.actions(jobs, slots=0, mode="sync", growth=self._growth()):
             if action.verb == SUBMIT:
-                self.queued = self.now
-            elif action.verb == CANCEL and self.job.notice is None:
+                self.submit(self.now)
+            elif action.verb == CANCEL:
                 self.job.notice = self.job.cancelled = self.now
                 self.leave()
 
-    def _seen(self) -> Iterator[JobSeen]:
-        if job := self.job:
-            start = job.start or 1e-9  # 0 is none
-            yield JobSeen(str(job.attempt), TRAINER, 0, "RUNNING", submitted_at=job.submitted,
-                          started_at=start, cancelled_at=job.cancelled)  # fmt: skip
-        if self.queued is not None:
-            yield JobSeen("queued", TRAINER, 0, "PENDING", submitted_at=self.queued)
-
     def _growth(self) -> sizing.Growth | None:
-        job, most = self.job, self.config.elastic.max
-        if job is None or job.notice is not None or job.gpus >= most:
+        job = self.job
+        if job is None or job.notice is not None or job.gpus >= self.config.elastic.max:
             return None
         now = {"role": TRAINER, "started": job.start, "time": self.now}
-        horizon_s = cadence.observed_mtbi_s([*self._endings(), now])
-        nodes = sizing.fit(self.counts, len(job.nodes) + len(self.spare()))
-        return sizing.Growth(job.gpus, nodes * self.per_node, {}, self.costs.startup_s, horizon_s,
-                             self.config.sync.grow_after_s)  # fmt: skip
+        horizon_s = cadence.observed_mtbi_s([*self.endings(), now])
+        return sizing.Growth(job.gpus, self._fit() * self.per_node, {}, self.costs.startup_s,
+                             horizon_s, self.config.sync.grow_after_s)  # fmt: skip

@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from elastic import goodput, rundir
 from elastic.errors import UsageError
-from elastic.goodput import IDLE_AT_THE_END, Allocation, Work
+from elastic.goodput import IDLE_AT_THE_END, Allocation
 from elastic.played import Change
 from elastic.rundir import RunDir
 
@@ -79,46 +79,28 @@ def measured(run: RunDir) -> dict[str, float]:
     now = events[-1]["time"] if events else 0.0
     jobs = goodput.allocations(events, run.endings(), config.slurm.gpus_per_worker, now)
     commits, metrics = list(run.commits()), run.lines("metrics.jsonl")
-    work = sorted(goodput.work_in(commits, metrics), key=lambda each: each.start)
-    gaps_s = [after.start - before.stop for before, after in _neighbours(work)]
+    works = goodput.by_attempt(goodput.work_in(commits, metrics))
+    gaps_s = [after.start - before.stop for work in works.values()
+              for before, after in pairwise(work)]  # fmt: skip
+    firsts = [(job.start, works[job.attempts[0][1]]) for job in jobs
+              if job.attempts and job.attempts[0][1] in works]  # fmt: skip
     deltas = [delta for commit in commits for delta in commit["deltas"] if delta.get("delivered")]
-    most = config.elastic.max
     found = {
-        "startup_s": [first.start - job.start for job, first in _firsts(jobs, work)],
-        "leave_s": [job.end - max([job.notice, *_stops(job, work)]) for job in jobs
+        "startup_s": [work[0].start - start for start, work in firsts],
+        "leave_s": [job.end - max([job.notice, *_stops(job, works)]) for job in jobs
                     if job.notice and job.outcome == "yielded"],
         "step_s": [delta["seconds"] / delta["steps"] for delta in deltas if delta["steps"]]
-                  or [line["seconds"] * line["world"] / most for line in metrics],
+                  or [line["seconds"] * line["world"] / config.elastic.max for line in metrics],
     }  # fmt: skip
     shown = {name: fmean(values) for name, values in found.items() if values}
     if deltas and gaps_s:  # all parts of a pause
         shown |= dict.fromkeys(("deliver_s", "deliver_alone_s", "average_s"), 0.0)
         shown |= {"pull_s": max(0.0, median(gaps_s))}
     if deltas:
-        shown["total_steps"] = commits[-1].get("total_tokens", 0) * _steps_per_token(deltas)
+        steps, tokens = (sum(delta[name] for delta in deltas) for name in ("steps", "tokens"))
+        shown["total_steps"] = commits[-1].get("total_tokens", 0) * steps / tokens
     return shown
 
 
-def _steps_per_token(deltas: Sequence[Mapping]) -> float:
-    return sum(delta["steps"] for delta in deltas) / sum(delta["tokens"] for delta in deltas)
-
-
-def _neighbours(work: Sequence[Work]) -> Iterator[tuple[Work, Work]]:
-    """Of the same attempt, one after the other."""
-    for attempt in {each.attempt for each in work}:
-        yield from pairwise(each for each in work if each.attempt == attempt)
-
-
-def _firsts(jobs: Sequence[Allocation], work: Sequence[Work]) -> Iterator[tuple[Allocation, Work]]:
-    """Each job with the first work of its first attempt."""
-    first: dict[tuple[int, int], Work] = {}
-    for each in work:
-        first.setdefault(each.attempt, each)
-    for job in jobs:
-        if job.attempts and job.attempts[0][1] in first:
-            yield job, first[job.attempts[0][1]]
-
-
-def _stops(job: Allocation, work: Sequence[Work]) -> list[float]:
-    mine = {attempt for _, attempt in job.attempts}
-    return [each.stop for each in work if each.attempt in mine]
+def _stops(job: Allocation, works: Mapping) -> list[float]:
+    return [each.stop for _, attempt in job.attempts for each in works.get(attempt, ())]
