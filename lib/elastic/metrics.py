@@ -8,11 +8,14 @@ A run is the same one across restarts and modes: each of the last three knows ho
 tokens it has heard of, and is told what came after, however often the command is started again.
 """
 
+import importlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.config import user_name
 from elastic.durable import own, read_json, to_json, write_atomic
@@ -41,48 +44,50 @@ def prometheus(observations: Sequence[dict]) -> str:
     """The text format, of what `status.observe_all` says. What is not known is left out."""
     lines = []
     for name, (field, words) in GAUGES.items():
-        lines += [f"# HELP elastic_{name} {words}", f"# TYPE elastic_{name} gauge"]
-        lines += [f"elastic_{name}{{{_label(seen)}}} {seen[field]}" for seen in observations
-                  if seen[field] is not None]  # fmt: skip
-    lines += ["# HELP elastic_jobs Jobs in the scheduler.", "# TYPE elastic_jobs gauge"]
-    for seen in observations:
-        states = [job["state"] for job in seen["jobs"]]
-        for state in sorted(set(states)):
-            lines.append(f'elastic_jobs{{{_label(seen)},state="{state}"}} {states.count(state)}')
-    lines += ["# HELP elastic_state 1 for the state a run is in.", "# TYPE elastic_state gauge"]
-    lines += [f'elastic_state{{{_label(seen)},state="{state}"}} {int(state == seen["state"])}'
-              for seen in observations for state in STATES]  # fmt: skip
+        lines += _gauge(name, words, ((seen, "", seen[field]) for seen in observations))
+    counts = ((seen, Counter(job["state"] for job in seen["jobs"])) for seen in observations)
+    lines += _gauge("jobs", "Jobs in the scheduler.", (
+        (seen, state, count) for seen, states in counts for state, count in sorted(states.items())
+    ))  # fmt: skip
+    lines += _gauge("state", "1 for the state a run is in.", (
+        (seen, state, int(state == seen["state"])) for seen in observations for state in STATES
+    ))  # fmt: skip
     return "\n".join([*lines, ""])
 
 
-def _label(seen: dict) -> str:
-    name = seen["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'run="{name}",user="{user_name()}"'
+def _gauge(name: str, words: str, samples: Iterable[tuple[dict, str, Any]]) -> Iterator[str]:
+    """Its lines; a sample is of a run, of a state if it is named, and a number."""
+    yield f"# HELP elastic_{name} {words}"
+    yield f"# TYPE elastic_{name} gauge"
+    for seen, state, value in samples:
+        run = seen["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        more = f',state="{state}"' if state else ""
+        if value is not None:
+            yield f'elastic_{name}{{run="{run}",user="{user_name()}"{more}}} {value}'
 
 
 # ---- one run, version by version
 
 
-class Sink(Protocol):
-    newest: int  # committed tokens of the last row that it has
+class Sink:
+    """Somebody who is told of a run."""
 
-    def add(self, row: dict) -> None: ...
+    newest = 0  # committed tokens of the last row that it has
 
-    def flush(self) -> None: ...
+    def add(self, row: dict) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """All there is has been added."""
 
 
-def feed(run: RunDir, sinks: Sequence[Sink]) -> int:
-    """Give each sink what it does not have yet. Returns how many rows that were."""
-    count = 0
-    for row in rows(run, min(sink.newest for sink in sinks)):
-        for sink in sinks:
-            if row["tokens"] > sink.newest:
-                sink.add(row)
-                sink.newest = row["tokens"]
-                count += 1
+def feed(run: RunDir, sinks: Sequence[Sink]) -> None:
+    """Give each sink what it does not have yet."""
     for sink in sinks:
+        for row in rows(run, sink.newest):
+            sink.add(row)
+            sink.newest = row["tokens"]
         sink.flush()
-    return count
 
 
 def rows(run: RunDir, after: int) -> Iterator[dict]:
@@ -93,37 +98,27 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
     steps = [{"step": line["step"], "time": line["time"], "tokens": line["tokens"],
               "loss": line["loss"], "workers": line["world"]}
              for line in run.lines("metrics.jsonl")]  # fmt: skip
-    found = [{name: commit[name] for name in SERIES if name in commit}
-             for commit in _commits_beyond(run, after)]  # fmt: skip
+    # From the newest on: of a long run few are new.
+    commits = map(run.commit, range(run.newest_version(), 0, -1))
+    new = list(takewhile(lambda commit: commit and commit["tokens"] > after, commits))
+    found = [{name: commit[name] for name in SERIES if name in commit} for commit in new[::-1]]
     for row in sorted(found + steps, key=lambda row: row["tokens"]):
         if row["tokens"] > after:
             yield row
             after = row["tokens"]
 
 
-def _commits_beyond(run: RunDir, tokens: int) -> list[dict]:
-    """Oldest first; looked for from the newest on: of a long run few are new."""
-    found, version = [], run.newest_version()
-    while (commit := run.commit(version)) and commit["tokens"] > tokens:
-        found.append(commit)
-        version -= 1
-    return found[::-1]
-
-
-def sinks(
-    run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str | None
-) -> list[Sink]:
+def sinks(run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str | None):
     """One for each that is wanted. Raises ElasticError for a package that is not there."""
-    found: list[Sink] = [JsonLines(jsonl)] if jsonl else []
-    found += [TensorBoard(tensorboard)] if tensorboard else []
-    return found + ([WandB(wandb, run.name)] if wandb else [])
+    kinds = ((JsonLines, jsonl), (TensorBoard, tensorboard), (WandB, wandb, run.name))
+    return [kind(*given) for kind, *given in kinds if given[0]]
 
 
-class JsonLines:
+class JsonLines(Sink):
     """A line per row. A last line that is torn, by a crash or a full disk, is cut off."""
 
     def __init__(self, path: Path):
-        self.path, self.newest = path, 0
+        self.path = path
         open(path, "ab", opener=own).close()
         whole, end, torn = path.read_bytes().rpartition(b"\n")
         try:
@@ -139,24 +134,18 @@ class JsonLines:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def flush(self) -> None:
-        pass
 
-
-class TensorBoard:
+class TensorBoard(Sink):
     """Scalars by committed tokens; what came after the last flush is written again."""
 
     def __init__(self, folder: Path):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ElasticError(f"no TensorBoard: {error}", "pip install tensorboard") from None
+        writer = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard").SummaryWriter
         self._mark = folder / "elastic.json"
         self.newest = (read_json(self._mark) or {}).get("tokens", 0)
-        self._writer = SummaryWriter(str(folder), purge_step=self.newest + 1)
+        self._writer = writer(str(folder), purge_step=self.newest + 1)
 
     def add(self, row: dict) -> None:
-        for name, value in _numbers(row):
+        for name, value in _numbers(row).items():
             self._writer.add_scalar(name, value, row["tokens"], row["time"])
 
     def flush(self) -> None:
@@ -164,24 +153,25 @@ class TensorBoard:
         write_atomic(self._mark, to_json({"tokens": self.newest}))
 
 
-class WandB:
+class WandB(Sink):
     """The run of the same name in a project: made, or gone on with."""
 
     def __init__(self, project: str, run: str):
-        try:
-            import wandb
-        except ImportError as error:
-            raise ElasticError(f"no Weights & Biases: {error}", "pip install wandb") from None
+        wandb = _package("wandb", "Weights & Biases", "wandb")
         self._run = wandb.init(project=project, id=run, name=run, resume="allow")
         self.newest = int(self._run.summary.get("tokens") or 0)
 
     def add(self, row: dict) -> None:
-        self._run.log(dict(_numbers(row)), step=row["tokens"])
-
-    def flush(self) -> None:
-        pass
+        self._run.log(_numbers(row), step=row["tokens"])
 
 
-def _numbers(row: dict) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in row.items()
-            if name != "time" and isinstance(value, int | float)]  # fmt: skip
+def _package(module: str, name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ElasticError(f"no {name}: {error}", f"pip install {package}") from None
+
+
+def _numbers(row: dict) -> dict[str, float]:
+    return {name: value for name, value in row.items()
+            if name != "time" and isinstance(value, int | float)}  # fmt: skip
