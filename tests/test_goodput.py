@@ -105,10 +105,10 @@ def test_jobs_are_known_by_their_events_and_exit_records():
         {"job_id": "5", "state": "ended", "started": 6, "time": 20, "outcome": "done", "gpus": 1,
          "role": "trainer", "slot": 0},
     ]  # fmt: skip
-    assert allocations(events, endings, 2, 50) == [
+    assert sorted(allocations(events, endings, 2, 50), key=lambda job: job.start) == [
         Allocation(2, 1, 4, 33, "yielded", ((5, (3, 1)),), 30),
-        Allocation(2, 41, 41, 50, "", ((41, (3, 2)),)),
         Allocation(1, 6, 6, 20, "done"),  # no pass has come by since it ended
+        Allocation(2, 41, 41, 50, "", ((41, (3, 2)),)),
     ]
 
 

@@ -73,33 +73,44 @@ def tokens_per_s(work: Iterable[Work], start: float, stop: float) -> float:
     return sum(each.tokens_between(start, stop) for each in work) / max(stop - start, 1e-9)
 
 
+def job_key(record: Mapping) -> tuple:
+    """Whose an event or an exit record is."""
+    return record.get("job_id"), record.get("role"), record.get("slot")
+
+
+def jobs_in(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Mapping]:
+    """Every job that has had nodes, as an event of its end tells of it; one that is at work has no
+    outcome, and lasts until `now`."""
+    found: dict[tuple, Mapping] = {}
+    for end in endings:
+        if "started" in end:  # no pass may have noted yet that it has ended
+            until = {"ended": now, "outcome": "", "reason": ""}
+            until = {"ended": end["time"]} if end.get("state") == "ended" else until
+            found[job_key(end)] = {**end, "submitted": end["started"], **until}
+    for event in events:
+        if event["kind"] == "end" and event.get("started"):
+            found.pop(job_key(event), None)
+            found[*job_key(event), event["started"]] = event  # a requeued job has its id again
+    return list(found.values())
+
+
 def allocations(
     events: Sequence[Mapping], endings: Iterable[Mapping], gpus: int, now: float
 ) -> list[Allocation]:
     """Every job that had GPUs (`gpus`: those of a worker), by its events and exit record."""
     starts, notices = defaultdict(list), {}
     for event in events:
-        key = (event.get("job_id"), event.get("role"), event.get("slot"))
         if event["kind"] == "start":
-            starts[key].append((event["time"], (event["slot"], event["attempt"])))
+            starts[job_key(event)].append((event["time"], (event["slot"], event["attempt"])))
         elif event["kind"] == "notice":
-            notices[key] = event["time"]
-    found: dict[tuple, tuple] = {}
-    for end in endings:
-        if "started" in end:  # no pass may have noted yet that it has ended
-            until = (end["time"], end["outcome"]) if end.get("state") == "ended" else (now, "")
-            key = (end["job_id"], end["role"], end["slot"])
-            found[key] = (end.get("gpus", gpus), end["started"], end["started"], *until)
-    for event in events:
-        if event["kind"] == "end" and event.get("started"):
-            names = ("gpus", "submitted", "started", "ended", "outcome")
-            key = (event["job_id"], event["role"], event["slot"])
-            found[key] = tuple(event[name] for name in names)
+            notices[job_key(event)] = event["time"]
+    found = {job_key(job): job for job in jobs_in(events, endings, now) if job["role"] != "master"}
+    names = ("submitted", "started", "ended", "outcome")
     return [
-        Allocation(*fields, tuple(starts[key]), notices.get(key))
-        for key, fields in found.items()
-        if key[1] != "master"
-    ]
+        Allocation(job.get("gpus", gpus), *(job[name] for name in names), tuple(starts[key]),
+                   notices.get(key))
+        for key, job in found.items()
+    ]  # fmt: skip
 
 
 def by_attempt(work: Iterable[Work]) -> dict[tuple[int, int], list[Work]]:

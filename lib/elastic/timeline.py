@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elastic import wording
+from elastic.goodput import job_key, jobs_in
 
 INCIDENTS = ("chaos", "preempt", "lost", "hang", "restart", "reject", "taken-back", "redis-lost",
              "disk", "warning", "nodes-lost", "fail")  # fmt: skip
@@ -61,34 +62,17 @@ class Point:
 
 def stays(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Stay]:
     """Every job that has had nodes, by role, slot and start."""
-    found = {}
-    for end in endings:
-        if "started" in end:  # no pass may have noted yet that it has ended
-            has_ended = end.get("state") == "ended"
-            until = (end["time"], end["outcome"], end["reason"]) if has_ended else (now,)
-            found[_key(end)] = _stay(end, end["started"], *until)
-    for event in events:
-        if event["kind"] == "end" and event.get("started"):
-            words = (event["outcome"], event["reason"])
-            key = (*_key(event), event["started"])  # a requeued job has its id again
-            found.pop(_key(event), None)
-            found[key] = _stay(event, event["started"], event["ended"], *words)
-    return sorted(found.values(), key=lambda stay: (stay.role, stay.slot, stay.start))
-
-
-def _key(record: Mapping) -> tuple:
-    return record.get("job_id"), record.get("role"), record.get("slot")
-
-
-def _stay(record: Mapping, *fields) -> Stay:
-    return Stay(record["role"], record["slot"], record["job_id"], record.get("node", ""), *fields)
+    names = ("role", "slot", "job_id", "node", "started", "ended", "outcome", "reason")
+    found = [Stay(*({"node": "", **job}[name] for name in names))
+             for job in jobs_in(events, endings, now)]  # fmt: skip
+    return sorted(found, key=lambda stay: (stay.role, stay.slot, stay.start))
 
 
 def incidents(events: Sequence[Mapping]) -> list[Incident]:
     """What a reader should know of, oldest first."""
     found, joins, commit_at = [], {}, None  # the next ones, seen from the end
     # What a pass has asked to leave is gone by its user's will.
-    asked = {_key(event) for event in events if event["kind"] == "cancel"}
+    asked = {job_key(event) for event in events if event["kind"] == "cancel"}
     for event in reversed(events):
         if event["kind"] == "join":
             joins[event["slot"]] = event["time"]
@@ -96,7 +80,7 @@ def incidents(events: Sequence[Mapping]) -> list[Incident]:
             commit_at = event["time"]
         is_ending = event["kind"] == "end" and event["outcome"] in UNWANTED
         is_takeover = event["kind"] == "master" and event["epoch"] > 1
-        is_asked = event["kind"] == "preempt" and _key(event) in asked
+        is_asked = event["kind"] == "preempt" and job_key(event) in asked
         if (event["kind"] in INCIDENTS and not is_asked) or is_ending or is_takeover:
             kind = event.get("fault") or event.get("outcome") or event["kind"]
             words = wording.event_words(event)
