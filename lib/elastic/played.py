@@ -7,7 +7,7 @@ another size goes on from it at its own speed. See forecast.py for what is playe
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -199,15 +199,21 @@ class Requeue(Play):
             self._account("", self.now, True)
 
     def _account(self, outcome: str, stop: float, is_saved: bool) -> None:
-        job, position = self.job, self.saved
-        every_s, begun = self._every_s(), job.start + self.costs.startup_s
+        """Lay out its training: at the end of every stretch but the last a checkpoint begins, and
+        until it is as far as one was before, it trains again."""
+        job, every_s, position = self.job, self._every_s(), self.saved
         self.had.append(job.until(self.now, outcome))
-        for start, end in _stretches(begun, stop, every_s, self.stall_s):
-            new = position + (end - start) * job.gpus
-            self.work += _trained((0, job.attempt), start, end, position, new, self.furthest)
-            self.furthest, position = max(self.furthest, new), new
+        start = marked = job.start + self.costs.startup_s
+        while start < stop:
+            marked = max(start, marked + every_s)
+            end, again_s = min(marked, stop), max(0.0, self.furthest - position) / job.gpus
+            turn, position = min(end, start + again_s), position + (end - start) * job.gpus
+            self.work += [Work((0, job.attempt), start, turn, 0, inf, True),
+                          Work((0, job.attempt), turn, end, 0, inf)]  # fmt: skip
+            self.furthest = max(self.furthest, position)
             if (end < stop and end + self.costs.save_s <= self.now) or is_saved:
                 self.saved = position
+            start = marked + self.stall_s
 
     def _every_s(self) -> float:
         """checkpoint.interval in seconds, as the job has known it since its start."""
@@ -229,25 +235,6 @@ class Requeue(Play):
 def best_every_s(costs: Costs, stall_s: float, mtbi_s: float) -> float:
     """Between checkpoints: as a trainer chooses it, but the one before has to be done."""
     return max(cadence.interval(stall_s, mtbi_s)[0], costs.save_s)
-
-
-def _stretches(start: float, stop: float, every_s: float, stall_s: float) -> Iterator[tuple]:
-    """(start, end) of training; at every end but the last a checkpoint begins."""
-    marked = start
-    while start < stop:
-        marked = max(start, marked + every_s)
-        yield start, min(marked, stop)
-        start = marked + stall_s
-
-
-def _trained(who: tuple, start: float, end: float, position: float, new: float, furthest: float):
-    """The work of a stretch; up to `furthest` it is done again."""
-    again = min(max((furthest - position) / (new - position), 0.0), 1.0) if new > position else 0.0
-    turn = start + again * (end - start)
-    if turn > start:
-        yield Work(who, start, turn, 0, inf, True)
-    if turn < end:
-        yield Work(who, turn, end, round(new - max(position, furthest)), inf)
 
 
 class Sync(Requeue):

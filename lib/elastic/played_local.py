@@ -149,7 +149,10 @@ class Local(Play):
         """Its delta is with the master, and has been checked."""
         worker.state, behind = WAITING, self.commit["version"] - worker.base
         if worker.steps and behind <= self.sgd.max_staleness:
-            self._accept(worker, self.opened if not (behind or self.merging) else worker.began)
+            worker.seconds = self.now - worker.began
+            self.accepted.append(copy(worker))
+            since = worker.began if behind or self.merging else self.opened
+            self.paces_s[worker.slot] = rounds.pace_s(worker, self.now - since, self.most)
         if worker.notice is not None:
             self._leave(worker)
         elif behind:
@@ -159,11 +162,6 @@ class Local(Play):
         self.at(self.now + self.costs.pull_s, worker, self._begin, worker)
 
     # ---- the master
-
-    def _accept(self, worker: Worker, since: float) -> None:
-        worker.seconds = self.now - worker.began
-        self.accepted.append(copy(worker))
-        self.paces_s[worker.slot] = rounds.pace_s(worker, self.now - since, self.most)
 
     def _due(self) -> float:
         """When the round is due; as the master says it."""

@@ -213,8 +213,10 @@ def _svg(panel: Panel, facts: Facts) -> str:
     pyplot.rcParams["svg.hashsalt"] = panel.title  # names inside one page must differ
     figure, axes = pyplot.subplots(figsize=(WIDTH, panel.height(facts)), layout="constrained")
     panel.draw(axes, facts)
-    text = _saved(figure, "svg", metadata={"Date": None}).decode()
-    return text[text.index("<svg") :]
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return file.getvalue()[file.getvalue().index("<svg") :]
 
 
 def with_titles(svg: str, titles: dict[str, str]) -> str:
@@ -225,13 +227,6 @@ def with_titles(svg: str, titles: dict[str, str]) -> str:
         return f"{match[0]}<title>{_safe(words)}</title>" if words else match[0]
 
     return re.sub(r'<g id="([\w-]+)">', titled, svg)
-
-
-def _saved(figure: Any, form: str, **options) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format=form, **options)
-    _pyplot().close(figure)
-    return file.getvalue()
 
 
 def _pyplot() -> Any:
