@@ -24,6 +24,7 @@ from elastic.reconcile import run_pass
 from elastic.rundir import RunDir
 
 BASELINE = "sync"
+# Student's t, one-sided 95 %, by the number of seeds.
 T95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
 LOOK_S = 0.5
 
@@ -164,12 +165,12 @@ def verdicts(losses: Losses, margin: float) -> Iterator[Verdict]:
             yield Verdict(arm, loss, spread, words="what the others are compared with")
             continue
         gaps = [by_seed[seed] - base[seed] for seed in by_seed]
-        gap, half = mean(gaps), _half_width(gaps)
+        gap, half = mean(gaps), half_width(gaps)
         bound = None if half is None else gap + half
         yield Verdict(arm, loss, spread, gap, bound, _judged(gap, half, margin))
 
 
-def _half_width(gaps: Sequence[float]) -> float | None:
+def half_width(gaps: Sequence[float]) -> float | None:
     """Of the one-sided 95 % interval of their mean; None of a single one."""
     if len(gaps) < 2:
         return None

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,6 +40,7 @@ from elastic.layout import Layout
 from elastic.local_sgd import AHEAD
 from elastic.replica import Replica, shapes
 from elastic.tasks import ByteText
+from elastic.validation import half_width
 from validate import report
 from validate.simulator import RAMPED, Inner, Simulator, Start, seeded_model
 
@@ -49,7 +50,6 @@ BUILD = HERE.parents[1] / "build"
 WORKERS = 4
 WARM_TOKENS = 409_600
 CURVE_TOKENS = 40_960  # between two points of a curve: two rounds of four workers
-T95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02}  # Student's t, one-sided 95 %, by seeds
 UNIFORM = math.log(256)  # nats per byte of knowing nothing
 
 Work = tuple[int, int, int, int, str]  # slot, attempt, base, steps, where the inner state is from
@@ -407,11 +407,10 @@ class Rule:
 
     def bound(self, differences: list[float]) -> float:
         """The end of the one-sided 95 % interval of the mean that is nearer to breaking it."""
-        count = len(differences)
-        if count < 2 or not all(map(math.isfinite, differences)):
-            return sum(differences) / count
-        spread = T95[count] * stdev(differences) / math.sqrt(count)
-        return mean(differences) + (-spread if self.at_least else spread)
+        if not all(map(math.isfinite, differences)):
+            return sum(differences) / len(differences)
+        half = half_width(differences) or 0.0  # of a single seed
+        return mean(differences) + (-half if self.at_least else half)
 
 
 RULES = [
