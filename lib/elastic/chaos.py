@@ -42,6 +42,10 @@ LOOK_S = 0.5
 BACK_S = 120.0  # how long the last faults are given to be over
 MOST_FILL_BYTES = 1 << 30
 FAKETIME = "FAKETIME_TIMESTAMP_FILE"  # the file that libfaketime reads in the run's jobs
+DO = ("kill-worker", "preempt", "kill-master", "kill-redis", "flush-redis", "hang-worker",
+      "slow-worker", "kill-node", "hang-controller", "full-disk", "corrupt-delta",
+      "corrupt-checkpoint", "partition", "clock-skew")  # each by the method of its name
+HITS_ONE = ("kill-worker", "preempt", "hang-worker", "slow-worker", "kill-node")
 IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis", "partition", "corrupt-delta")
 HERE_ONLY = ("kill-redis", "partition", "hang-worker", "slow-worker", "corrupt-checkpoint")
 
@@ -144,7 +148,7 @@ class Chaos:
         hits_one = kind in HITS_ONE and (kind != "preempt" or not self.box)
         victim = self.draw.choice(victims) if hits_one else victims[0]
         now = time.time()
-        what = DO[kind](self, victim)
+        what = getattr(self, f"_{kind.replace('-', '_')}")(victim)
         fault = Fault(kind, now, what, (victim,) if hits_one else tuple(victims))
         self.done.append(fault)
         self.run.event("chaos", fault=kind, what=what)
@@ -361,15 +365,3 @@ def _flip_a_byte(path: Path) -> str:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 0xFF]))
     return f"a byte of {path.parent.name}/{path.name}"
-
-
-DO: dict[str, Callable[[Chaos, Slot], str]] = {
-    "kill-worker": Chaos._kill_worker, "preempt": Chaos._preempt,
-    "kill-master": Chaos._kill_master, "kill-redis": Chaos._kill_redis,
-    "flush-redis": Chaos._flush_redis, "hang-worker": Chaos._hang_worker,
-    "slow-worker": Chaos._slow_worker, "kill-node": Chaos._kill_node,
-    "hang-controller": Chaos._hang_controller, "full-disk": Chaos._full_disk,
-    "corrupt-delta": Chaos._corrupt_delta, "corrupt-checkpoint": Chaos._corrupt_checkpoint,
-    "partition": Chaos._partition, "clock-skew": Chaos._clock_skew,
-}  # fmt: skip
-HITS_ONE = ("kill-worker", "preempt", "hang-worker", "slow-worker", "kill-node")
