@@ -96,6 +96,8 @@ class Forecaster:
     def __init__(self, trace: Sequence[Change], end: float, config, costs: Costs, say=silence):
         self.trace, self.end, self.config, self.costs = trace, end, config, costs
         self._say = say
+        self._limits = _, most = config.elastic.min, config.elastic.max
+        self._offered_s = sum(seconds * min(gpus, most) for gpus, seconds in spans(trace, end))
 
     def local(self, inner_steps: int = 0) -> Forecast:
         sgd = self.config.local_sgd
@@ -121,16 +123,8 @@ class Forecaster:
                  for nodes in sizes)  # fmt: skip
         return max(found, key=lambda each: each.kept)
 
-    @property
-    def _limits(self) -> tuple[int, int]:
-        return self.config.elastic.min, self.config.elastic.max
-
     def _of(self, mode: str, gpus: tuple[int, int], inner_steps: int, play) -> Forecast:
-        return Forecast(mode, gpus, inner_steps, play.play(self.end), self._offered_s())
-
-    def _offered_s(self) -> float:
-        most = self._limits[1]
-        return sum(seconds * min(gpus, most) for gpus, seconds in spans(self.trace, self.end))
+        return Forecast(mode, gpus, inner_steps, play.play(self.end), self._offered_s)
 
 
 def spans(trace: Sequence[Change], end: float) -> Iterator[tuple[int, float]]:

@@ -335,8 +335,7 @@ def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:
 def _newest_commits(run: RunDir, most: int) -> list[dict]:
     """The newest commit and up to `most` before it, oldest first."""
     newest = run.newest_version()
-    found = [run.commit(version) for version in range(max(0, newest - most), newest + 1)]
-    return [commit for commit in found if commit]
+    return [*filter(None, map(run.commit, range(max(0, newest - most), newest + 1)))]
 
 
 def _preemptions_per_h(run: RunDir, now: float) -> float:

@@ -39,10 +39,6 @@ class Trial:
     seed: int
     config: Config
 
-    @property
-    def name(self) -> str:
-        return self.config.run.name
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -105,7 +101,7 @@ def train(
 
 def _begin(trial: Trial, root: Path) -> RunDir:
     """The trial's run: begun, or gone on with."""
-    run = RunDir(root / trial.name)
+    run = RunDir(root / trial.config.run.name)
     if not run.path.exists():
         submission.check(trial.config, root)
         return submission.start(trial.config, root)
