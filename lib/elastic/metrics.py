@@ -70,12 +70,9 @@ def _gauge(name: str, words: str, samples: Iterable[tuple[dict, str, Any]]) -> I
 
 
 class Sink:
-    """Somebody who is told of a run."""
+    """Who is told of a run, by `add(row)`."""
 
     newest = 0  # committed tokens of the last row that it has
-
-    def add(self, row: dict) -> None:
-        raise NotImplementedError
 
     def flush(self) -> None:
         """All there is has been added."""

@@ -229,12 +229,9 @@ def span(seconds: float) -> str:
     minutes = int(max(0.0, seconds)) // 60
     if minutes < 1:
         return f"{max(0.0, seconds):.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    large, small, names = (minutes // 60, minutes % 60, ("h", "min"))
-    if large >= 24:
-        large, small, names = (large // 24, large % 24, ("d", "h"))
-    return f"{large} {names[0]} {small} {names[1]}" if small else f"{large} {names[0]}"
+    days, hours = minutes // 1440, minutes // 60 % 24
+    parts = [(days, "d"), (hours, "h"), (0 if days else minutes % 60, "min")]
+    return " ".join(f"{number} {unit}" for number, unit in parts if number)
 
 
 def si(number: float | None) -> str:
