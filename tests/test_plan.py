@@ -537,6 +537,22 @@ def test_a_trainer_grows_once_where_it_pays_and_its_successor_is_there():
     assert action.verb == SUBMIT  # first the successor
 
 
+def test_new_limits_reach_the_successor_and_a_trainer_that_is_too_large():
+    """`elastic-scale --max` touched neither."""
+    old, new = trainer("2", "PENDING", asked=(1, 8)), trainer("3", "PENDING", asked=[1, 4])
+    small = replace(sync_world(trainer(), old), limits_of_gpus=(1, 4), gpus=8)
+    (action,) = plan(small, NOW)
+    assert (action.job_id, action.reason) == ("2", "the run has other limits now")
+    told = replace(old, cancelled_at=NOW - 5)
+    (action,) = plan(replace(small, memory=replace(small.memory, jobs=(trainer(), told))), NOW)
+    assert action.verb == SUBMIT
+    followed = replace(small, memory=replace(small.memory, jobs=(trainer(), new)))
+    (action,) = plan(followed, NOW)
+    assert (action.job_id, action.now) == ("1", False)
+    assert action.reason == "it has 8 GPUs, and the run may have 4 now"
+    assert plan(replace(followed, gpus=4), NOW) == []
+
+
 def test_a_job_of_the_other_mode_that_has_said_its_last_word_is_not_waited_for():
     """The pass that the master ends with is the last, where there is no cron."""
     at_work = JobSeen("6", "worker", 1, "RUNNING")

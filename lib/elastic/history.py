@@ -71,6 +71,7 @@ class JobSeen(_Placed):
     over: str = ""  # the outcome it has written: its ranks have left, whatever the state says
     ended_at: float | None = None
     is_headless: bool = False  # the node of its script has left it: nothing would ever end it
+    asked: tuple[int, int] | None = None  # of a trainer: the fewest and the most GPUs
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -265,7 +266,7 @@ def _joined(row: JobSeen, known: JobSeen | None) -> JobSeen:
         return row
     reason = known.reason if has_ended(row.state) and known.reason else row.reason
     return replace(row, reason=reason, cancelled_at=known.cancelled_at, node=row.node or known.node,
-                   started_at=row.started_at or known.started_at)  # fmt: skip
+                   started_at=row.started_at or known.started_at, asked=known.asked)  # fmt: skip
 
 
 def _word(state: str) -> str:

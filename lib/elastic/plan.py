@@ -53,6 +53,8 @@ class World:
     limits: Limits = field(default_factory=Limits)
     mode: str = "local"
     growth: Growth | None = None  # sync mode: what a restart now might gain
+    limits_of_gpus: tuple[int, int] | None = None  # sync mode: the fewest and the most, now
+    gpus: int = 0  # sync mode: of the trainer at work
 
     def own(self, role: str) -> bool:
         """Is this a role of the run's mode?"""
@@ -94,7 +96,7 @@ def plan(world: World, now: float) -> list[Action]:
         *_close([job for job in memory.jobs if not world.own(job.role)],
                 f"going on in {world.mode} mode", now - memory.mode_since, now),
         *_cancel(world, now),
-        *_grow(world, now),
+        *_resize(world, now),
         *_held(memory),
         *_fill(world, chains, blamed, now),
     ]  # fmt: skip
@@ -172,12 +174,21 @@ def _close(jobs: Sequence[JobSeen], why: str, closing_s: float, now: float) -> I
             yield _cancelled(job, f"the run is {why}")
 
 
-def _grow(world: World, now: float) -> Iterator[Action]:
-    """A voluntary restart, with notice, where more GPUs are free than it costs."""
+def _resize(world: World, now: float) -> Iterator[Action]:
+    """A successor that waits for sizes that are no more the run's is replaced. Then a voluntary
+    restart, with notice, where there are too many GPUs, or more are free than it costs."""
     jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
     started = [job for job in jobs if job.started and job.cancelled_at is None]
-    if world.growth and len(started) == 1 and any(job.queued for job in jobs):
-        pays, reason = world.growth.pays(now - (started[0].started_at or now))
+    limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
+    if outdated := [job for job in waiting if limits and job.asked and [*job.asked] != [*limits]]:
+        yield from (_cancelled(job, "the run has other limits now")
+                    for job in outdated if not job.leaving(now))  # fmt: skip
+    elif len(started) == 1 and waiting:
+        pays, reason = False, ""
+        if limits and world.gpus > limits[1]:
+            pays, reason = True, f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
+        elif world.growth:
+            pays, reason = world.growth.pays(now - (started[0].started_at or now))
         if pays:
             yield _cancelled(started[0], reason)
 

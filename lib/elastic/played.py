@@ -233,8 +233,8 @@ class Requeue(Play):
 
 
 def best_every_s(costs: Costs, stall_s: float, mtbi_s: float) -> float:
-    """Between checkpoints: as a trainer chooses it, but the one before has to be done."""
-    return max(cadence.interval(stall_s, mtbi_s)[0], costs.save_s)
+    """Between checkpoints: as a trainer chooses it."""
+    return cadence.interval(stall_s, mtbi_s, costs.save_s)[0]
 
 
 class Sync(Requeue):

@@ -218,20 +218,21 @@ class _Pass:
         if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
             memory = replace(memory, later_until=0.0)
         if control.mode == "sync":
-            return World(0, memory, self.limits, "sync", growth)
+            working = self._trainer_at_work()
+            gpus = self._gpus_of(working.job_id) if working else 0
+            limits = (control.min, control.max)
+            return World(0, memory, self.limits, "sync", growth, limits, gpus)
         slots = control.max // max(1, self.config.slurm.gpus_per_worker)
         return World(slots, memory, self.limits)
 
     def _growth(self, scheduler: Scheduler, most: int) -> sizing.Growth | None:
         """What a restart of the trainer would gain; None if it is not the time to ask."""
-        working = (job for job in self.memory.jobs if job.role == TRAINER and job.started)
-        job = next((job for job in working if not job.over), None)
+        job = self._trainer_at_work()
         least_age_s = self.config.sync.grow_after_s
         # A program of the user's may save but once an epoch.
         if job is None or job.started_at is None or self.dry_run or self.config.run.command:
             return None
-        endings = self.run.endings()
-        gpus = next((end.get("gpus", 0) for end in endings if end["job_id"] == job.job_id), 0)
+        endings, gpus = self.run.endings(), self._gpus_of(job.job_id)
         if not 0 < gpus < most:
             return None
         seen = [end for end in (*endings, self.run.progress() or {}) if end.get("tokens_per_s")]
@@ -248,6 +249,14 @@ class _Pass:
         found = self.memory.spare_passes + 1 if more > gpus else 0
         self.memory = replace(self.memory, spare_passes=found)
         return replace(best, more=more) if found >= SPARE_PASSES else None
+
+    def _trainer_at_work(self) -> JobSeen | None:
+        working = (job for job in self.memory.jobs if job.role == TRAINER and job.started)
+        return next((job for job in working if not job.over), None)
+
+    def _gpus_of(self, job_id: str) -> int:
+        """As the job has noted itself; 0: not yet."""
+        return (self.run.ending(job_id) or {}).get("gpus", 0)
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes readable."""
@@ -270,7 +279,7 @@ class _Pass:
     def _gpus(self, end: Ended) -> int:
         """How many GPUs a job that has ended had."""
         per_job = {WORKER: self.config.slurm.gpus_per_worker, MASTER: 0}
-        return per_job.get(end.role) or (self.run.ending(end.job_id) or {}).get("gpus", 0)
+        return per_job.get(end.role) or self._gpus_of(end.job_id)
 
     def act(self, scheduler: Scheduler) -> None:
         """Plan, and carry the plan out as far as the scheduler goes along."""
@@ -312,7 +321,7 @@ class _Pass:
         self._note_unsure(place, DYING_S)
         self.save()
         try:
-            job_id = scheduler.submit(self._spec(*place, action.exclude))
+            job_id = scheduler.submit(spec := self._spec(*place, action.exclude))
         except (Unsure, TryAgain) as silence:
             self._note_unsure(place, UNSURE_S)
             self._say(f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}")
@@ -321,7 +330,8 @@ class _Pass:
             self.memory = before
             self._not_taken(action, refusal)
             return False
-        job = JobSeen(job_id, *place, "PENDING", submitted_at=self._clock())
+        asked = spec.limits if action.role == TRAINER else None
+        job = JobSeen(job_id, *place, "PENDING", submitted_at=self._clock(), asked=asked)
         self.memory = replace(before, jobs=(*before.jobs, job))
         if before.later_host == node_name():
             self.memory = replace(self.memory, later_s=0.0)
