@@ -171,6 +171,43 @@ def test_a_start_that_fails_shows_the_log_and_leaves_nothing(new_sandbox):
         new_sandbox(nodes=1, settings=("SelectType=select/nonsense",))
 
 
+def test_a_slurm_that_was_built_for_one_slurmd_a_host_is_named(new_sandbox, tmp_path, monkeypatch):
+    """Of Debian's none is: a slurmctld that ends with the words of such a one."""
+    fake = tmp_path / "slurmctld"
+    fake.write_text("#!/bin/sh\necho fatal: At least as many NodeAddr are required as NodeName\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ElasticError, match="did not start") as caught:
+        new_sandbox(nodes=1)
+    assert "--enable-multiple-slurmd" in caught.value.hint
+
+
+JOB_SUBMIT = """
+function slurm_job_submit(job, partitions, uid)
+   if job.time_limit == slurm.NO_VAL then
+      slurm.log_user("this site wants a --time")
+      return slurm.ERROR
+   end
+   job.comment = "rewritten"
+   return slurm.SUCCESS
+end
+function slurm_job_modify(job, record, partitions, uid)
+   return slurm.SUCCESS
+end
+"""
+
+
+def test_a_job_submit_lua_refuses_and_rewrites(new_sandbox, tmp_path):
+    script = tmp_path / "rules.lua"
+    script.write_text(JOB_SUBMIT)
+    box = new_sandbox(nodes=1, job_submit=script)
+    job = ("sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap=true")
+    with pytest.raises(ElasticError, match="this site wants a --time"):
+        box.run(*job)
+    number = box.run(*job, "--time=1").strip()
+    assert "Comment=rewritten" in box.run("scontrol", "show", "job", number)
+
+
 # Of most machines: this one's is hidden. cgroup2 alone, of which no systemd gives a part, and none.
 OTHER_CGROUPS = {
     "v2": "mount -t cgroup2 none /sys/fs/cgroup",

@@ -761,6 +761,7 @@ def _number(flag: str, default: float, least: float, what: str) -> Callable:
     return click.option(*flag.split(), type=kind, default=default, show_default=True, help=what)
 
 
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _NODE, _SECONDS = click.argument("node"), _number("--seconds", 30.0, 0.0, "For how long.")
 _of_sandbox(
     _up,
@@ -769,6 +770,7 @@ _of_sandbox(
     _number("--grace grace_s", Shape.grace_s, 0, "Seconds of notice before a preemption."),
     click.option("--accounting", is_flag=True, help="With slurmdbd and MariaDB, for sacct."),
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
+    click.option("--job-submit", type=_FILE, help="A job_submit.lua that judges all jobs."),
 )
 _of_sandbox(Sandbox.env)
 _of_sandbox(Sandbox.status)

@@ -35,7 +35,7 @@ from elastic.durable import check_private
 from elastic.errors import ElasticError, UsageError
 from elastic.sched_slurm import slurm_command
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 _MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME
 _ADDRESS = "127.0.0.1"
 _PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
@@ -45,6 +45,7 @@ _PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
 _PACKAGES |= {"sbatch": "slurm-client", "setsid": "util-linux"}
 _MORE_PACKAGES = dict.fromkeys(("mariadbd", "mariadb-install-db"), "mariadb-server")
 _MORE_PACKAGES |= {"slurmdbd": "slurmdbd"}
+_MULTIPLE = "this Slurm was built without --enable-multiple-slurmd; Debian's has it"
 
 _KEEPER = """
 import ctypes, os, sys
@@ -67,11 +68,17 @@ class Shape:
     grace_s: int = 5
     accounting: bool = False
     settings: tuple[str, ...] = ()
+    job_submit: Path | None = None  # a job_submit.lua
 
     @property
     def names(self) -> list[str]:
         """The nodes: those with GPUs, then the one of the CPU partition."""
         return [*(f"n{number}" for number in range(1, self.nodes + 1)), "c1"]
+
+    @property
+    def all_settings(self) -> tuple[str, ...]:
+        """With those that other switches bring."""
+        return (*(["JobSubmitPlugins=lua"] if self.job_submit else []), *self.settings)
 
 
 class Sandbox:
@@ -219,6 +226,8 @@ class Sandbox:
 
     def _start_daemons(self, found: dict[str, str], shape: Shape) -> None:
         ports = _free_ports(len(shape.names) + 2)
+        if shape.job_submit:  # where slurmctld looks for it: beside slurm.conf
+            shutil.copyfile(shape.job_submit, self.path / "job_submit.lua")
         _write_configuration(self.path, shape, ports, _cgroup_plugin(found["slurmctld"]))
         munge = f"{self.path}/munge"
         own = [f"--{what}-file={munge}.{what}" for what in ("key", "pid", "log", "seed")]
@@ -270,7 +279,8 @@ class Sandbox:
             unseen = 0 if self.members(name) else unseen + 1
             if time.monotonic() > deadline or unseen > 3:
                 logs = self._last_words()
-                raise ElasticError(f"the sandbox did not start: waited for {what}\n{logs}")
+                hint = _MULTIPLE if "NodeAddr are required" in logs else ""
+                raise ElasticError(f"the sandbox did not start: waited for {what}\n{logs}", hint)
             time.sleep(0.02)
 
     def _last_words(self) -> str:
@@ -309,7 +319,7 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
         for tag, is_off in drop.items():
             text = re.sub(rf"(?m)^@IF_{tag}@ (.*\n)", "" if is_off else r"\1", text)
         text = re.sub(r"@([A-Z_]+)@", lambda match: str(words[match[1]]), text)
-        for setting in shape.settings if template.name == "slurm.conf" else ():
+        for setting in shape.all_settings if template.name == "slurm.conf" else ():
             key = re.escape(setting.partition("=")[0])
             text = re.sub(rf"(?im)^{key}=.*\n", "", text) + setting + "\n"
         (path / template.name).touch(0o600)
