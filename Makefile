@@ -70,13 +70,16 @@ demo-slurm: $(READY) redis  ## The same on a private Slurm of several nodes
 test: $(ALL)  ## All tests; PYTEST_ARGS='-k name' for some
 	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Of the installed Slurm, or in the folder of another one; a column of docs/slurm-versions.md.
+# Of the installed Slurm, or in the folder of another one; all of them make a column of
+# docs/slurm-versions.md. ELASTIC_FULL_MATRIX=1: with all 72 ways to announce a preemption.
+SLURM_COLUMN = --junit-xml=build/slurm-$(or $(SLURM),installed).xml \
+    -o junit_suite_name=$$(git describe --always --dirty); code=$$?; \
+    $(VENV)/bin/python tests/slurm_table.py; exit $$code
 slurm: $(ALL)  ## All tests marked slurm, on another Slurm: SLURM=24.11 or 26.05 (root, 1 GB)
 	mkdir -p build
 	$(if $(SLURM),tests/slurm-root make $(SLURM))
 	$(if $(SLURM),tests/slurm-root run $(SLURM)) $(VENV)/bin/python -m pytest -n 2 --dist loadfile \
-	    --no-loadscope-reorder -m slurm --junit-xml=build/slurm-$(or $(SLURM),installed).xml \
-	    $(PYTEST_ARGS); code=$$?; $(VENV)/bin/python tests/slurm_table.py; exit $$code
+	    --no-loadscope-reorder -m slurm $(or $(PYTEST_ARGS),$(SLURM_COLUMN))
 
 lint: $(ALL)  ## ruff and shellcheck
 	$(VENV)/bin/ruff check lib tests etc

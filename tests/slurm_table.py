@@ -12,7 +12,9 @@ HEAD = """# What was run on which Slurm
 
 `make slurm SLURM=24.11` (or 26.05; without SLURM: the installed one) runs every test that is marked
 `slurm` on a real Slurm of that version, several nodes on one machine, and writes its column here.
-The other versions are Debian's, in a folder of their own: see `tests/slurm-root`.
+The other versions are Debian's, in a folder of their own: see `tests/slurm-root`. Beside a version
+stands the commit that was tested. `test_demo` is `make demo-slurm`; `test_notice_matrix` plays 12
+ways to announce a preemption, or all 72 with ELASTIC_FULL_MATRIX=1.
 
 """
 
@@ -32,15 +34,31 @@ def column(path: Path) -> dict[str, str]:
             for name, found in counts.items()}  # fmt: skip
 
 
+def title(path: Path) -> str:
+    """The version, and the commit if it was said: make has it in the name of the suite."""
+    suite = ElementTree.parse(path).find("testsuite")
+    commit = suite.get("name", "pytest") if suite is not None else "pytest"
+    return path.stem.removeprefix("slurm-") + (f" ({commit})" if commit != "pytest" else "")
+
+
+def failures(path: Path) -> list[str]:
+    """A line for each test that failed."""
+    cases = ElementTree.parse(path).iter("testcase")
+    return [f"- {title(path)}: `{case.get('name')}` failed"
+            for case in cases if outcome(case) == "failed"]  # fmt: skip
+
+
 def main() -> None:
-    columns = {path.stem.removeprefix("slurm-"): column(path)
-               for path in sorted((ROOT / "build").glob("slurm-*.xml"))}  # fmt: skip
+    paths = sorted((ROOT / "build").glob("slurm-*.xml"))
+    columns = {title(path): column(path) for path in paths}
     rows = [["tests", *columns], ["---"] * (len(columns) + 1)]
     for name in sorted(set().union(*columns.values())):
         rows.append([name, *(found.get(name, "") for found in columns.values())])
     (ROOT / "docs").mkdir(exist_ok=True)
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    (ROOT / "docs" / "slurm-versions.md").write_text(f"{HEAD}{table}\n")
+    failed = "".join(f"\n{line}" for path in paths for line in failures(path))
+    text = f"{HEAD}{table}\n{failed}".rstrip() + "\n"
+    (ROOT / "docs" / "slurm-versions.md").write_text(text)
 
 
 if __name__ == "__main__":
