@@ -184,13 +184,13 @@ def _resize(world: World, now: float) -> Iterator[Action]:
         yield from (_cancelled(job, "the run has other limits now")
                     for job in outdated if not job.leaving(now))  # fmt: skip
     elif len(started) == 1 and waiting:
-        pays, reason = False, ""
         if limits and world.gpus > limits[1]:
-            pays, reason = True, f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
+            reason = f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
+            yield _cancelled(started[0], reason)
         elif world.growth:
             pays, reason = world.growth.pays(now - (started[0].started_at or now))
-        if pays:
-            yield _cancelled(started[0], reason)
+            if pays:
+                yield _cancelled(started[0], reason)
 
 
 def _cancel(world: World, now: float) -> Iterator[Action]:

@@ -218,9 +218,8 @@ class _Pass:
         if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
             memory = replace(memory, later_until=0.0)
         if control.mode == "sync":
-            working = self._trainer_at_work()
-            gpus = self._gpus_of(working.job_id) if working else 0
-            limits = (control.min, control.max)
+            job = self._trainer_at_work()
+            gpus, limits = self._gpus_of(job.job_id) if job else 0, (control.min, control.max)
             return World(0, memory, self.limits, "sync", growth, limits, gpus)
         slots = control.max // max(1, self.config.slurm.gpus_per_worker)
         return World(slots, memory, self.limits)

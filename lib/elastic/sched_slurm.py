@@ -228,11 +228,8 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     """The CPUs and the memory, as sbatch takes it, that come to a GPU on the smallest node of the
     partition; 0 and "" for what Slurm has a default for, or does not say. Raises TryAgain."""
     first = slurm.partition.split(",")[0]
-    tables = (partitions().get(first, {}), cluster())
-    has_cpus = any("DefCpuPerGPU" in table.get("JobDefaults", "") for table in tables)
-    has_memory = any(table.get(name, "UNLIMITED") != "UNLIMITED" for table in tables
-                     for name in ("DefMemPerCPU", "DefMemPerNode"))  # fmt: skip
-    has_memory |= any("DefMemPerGPU" in table.get("JobDefaults", "") for table in tables)
+    settings = [*partitions().get(first, {}).items(), *cluster().items()]
+    defaults = " ".join(f"{key}={value}" for key, value in settings if value != "UNLIMITED")
     names = {node.name: gpus_of(node.gres, slurm.gres) for node in nodes()
              if node.partition == first}  # fmt: skip
     shares = []
@@ -243,8 +240,8 @@ def share_of_gpu(slurm) -> tuple[int, str]:
             shares.append((int(node.get("CPUEfctv", node["CPUTot"])) // gpus,
                            (int(node["RealMemory"]) - spared_mb) // gpus))  # fmt: skip
     cpus, megabytes = map(min, zip(*shares, strict=True)) if shares else (0, 0)
-    is_known = megabytes >= LEAST_MB and not has_memory
-    return 0 if has_cpus else cpus, f"{megabytes}M" if is_known else ""
+    is_known = megabytes >= LEAST_MB and "DefMemPer" not in defaults
+    return 0 if "DefCpuPerGPU" in defaults else cpus, f"{megabytes}M" if is_known else ""
 
 
 def association(user: str, account: str, cluster_name: str) -> dict[str, str]:
