@@ -127,7 +127,7 @@ class Cluster:
 
 @pytest.mark.timeout(900)
 def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbox, tmp_path):
-    calm = ("MessageTimeout=5", "MinJobAge=3600")
+    calm = ("MessageTimeout=5", "MinJobAge=3600", "SlurmdTimeout=30")  # on a busy machine
     cluster = Cluster(new_sandbox(nodes=4, gpus=1, grace_s=20, settings=calm), tmp_path)
     cluster.submit(1, 4)
     cluster.trains_on(4)
