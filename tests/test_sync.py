@@ -253,11 +253,29 @@ def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(r
     writing = threading.Event()
     trainer.checkpoints._flight = SimpleNamespace(since=time.monotonic() - 40)
     assert 45 + 4 < trainer.checkpoints.needs_s <= 45 + 5
-    trainer._left_s = lambda: 27.0
+    trainer._left_s = lambda needed_s: 27.0
     trainer.checkpoints.finish = writing.set
     assert trainer._leave(NOTICE) == Exit.TRY_AGAIN
     assert writing.is_set()
     assert disk == []  # no other one is begun
+
+
+def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(run_of_a_rank, monkeypatch):
+    """Before a time limit there is more of it. A controller that preempts many answers late."""
+    trainer, _ = run_of_a_rank
+    asked = []
+    trainer.notice = SimpleNamespace(since=time.time())
+    trainer.shutdown = SimpleNamespace(deadline_s=lambda now: 29.0, window_s=29.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def kill_at(info, since: float, window_s: float) -> float:
+        asked.append(window_s)
+        return since + 330
+
+    monkeypatch.setattr("elastic.trainer.kill_at", kill_at)
+    assert (trainer._left_s(20.0), asked) == (29.0, [])
+    assert 320 < trainer._left_s(45.0) <= 330
+    assert asked == [29.0]
 
 
 def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):

@@ -204,8 +204,8 @@ class Trainer:
         self._batches = self._load(Ledger(len(self.dataset), self.train.epochs, over))
 
     def _leave(self, wish: float) -> int:
-        left_s = self._left_s() if self.group.leads else 0.0
         needed_s = self.checkpoints.needs_s
+        left_s = self._left_s(needed_s) if self.group.leads else 0.0
         if self.group.share(left_s >= needed_s):
             self._save()
         else:
@@ -215,12 +215,13 @@ class Trainer:
         self._say(f"leaves at step {self.state.step}: {'notice' if wish == NOTICE else 'stopped'}")
         return Exit.TRY_AGAIN if wish == NOTICE else Exit.DO_NOT_RESTART
 
-    def _left_s(self) -> float:
-        """Until the kill; Slurm knows what the notice is for."""
-        since, info = self.notice.since, get_slurm_info()
-        if since is None or info is None:
-            return self.shutdown.deadline_s(time.time())
-        return kill_at(info, since, self.shutdown.window_s) - time.time()
+    def _left_s(self, needed_s: float) -> float:
+        """Until the kill. Slurm knows what the notice is for; asked only where the time of a
+        preemption is too short, as it may take half a minute to answer."""
+        left_s, info = self.shutdown.deadline_s(time.time()), get_slurm_info()
+        if left_s >= needed_s or info is None:
+            return left_s
+        return kill_at(info, self.notice.since, self.shutdown.window_s) - time.time()
 
     # ---- a step
 
