@@ -48,7 +48,8 @@ def test_the_table_says_what_came_out_on_each(tmp_path, monkeypatch):
     (tmp_path / "build" / "slurm-26.05.xml").write_text("<testsuites/>")
     slurm_table.main()
     lines = (tmp_path / "docs" / "slurm-versions.md").read_text().splitlines()
-    assert lines[-4:] == [
+    assert lines[-6:] == [
         "| tests | 24.11 | 26.05 |", "| --- | --- | --- |",
         "| test_doctor | 1 passed |  |", "| test_sandbox | 1 failed, 1 passed |  |",
+        "", "- 24.11: `b` failed",
     ]  # fmt: skip
