@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,8 @@ from elastic import checkpoint
 from elastic.checkpoint import Checkpoints, steps
 from elastic.errors import ElasticError
 from elastic.group import Group
-from elastic.network import free_port
 from forks import KILLED, at_nth_step, in_children, killed_at
-from helpers import ROOT
+from ranks import run_ranks
 
 SAVE = (torch, "save")  # a step like those of `os`
 
@@ -70,21 +68,7 @@ def record_path(run, step):
 
 
 def ranks(world, what, run):
-    """All ranks of a job, to their end."""
-    env = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(free_port("127.0.0.1")), "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": str(ROOT / "lib")}  # fmt: skip
-    command = [sys.executable, str(ROOT / "tests/checkpoint_ranks.py"), what, str(run.path)]
-    processes = [
-        subprocess.Popen(command, env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(said)
+    run_ranks(world, "checkpoint_ranks.py", what, str(run.path))
 
 
 def test_a_checkpoint_is_the_same_bit_for_bit_at_another_number_of_ranks(run):

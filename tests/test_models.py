@@ -5,8 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic.errors import UsageError
+from elastic import device
+from elastic.errors import ElasticError, UsageError
+from elastic.group import Group
 from elastic.models import PRESETS, Shape, Transformer, create, rotary_table, rotate
+from model_ranks import CONFIG, LARGE, Bare, Whole
+from ranks import run_ranks
 
 BYTES = Shape("gpt", vocabulary=256, context=128, dim=128, layers=2, heads=4)
 TINY = {
@@ -149,3 +153,69 @@ def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers():
 def test_an_impossible_shape_is_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         Shape(**changes)
+
+
+def built(folder, kind: str, world: int = 3) -> list[dict]:
+    run_ranks(world, "model_ranks.py", kind, str(folder))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def test_shards_that_were_never_one_have_the_same_values(tmp_path):
+    (alone,) = built(tmp_path, "Whole", 1)
+    for ranks in (built(tmp_path, "Whole"), built(tmp_path, "Bare")):
+        for rank in ranks:
+            assert rank["values"].keys() == alone["values"].keys()
+            for name, values in alone["values"].items():
+                assert torch.equal(rank["values"][name], values), name
+
+
+def test_no_rank_has_memory_for_the_whole_of_a_large_model(tmp_path):
+    whole_bytes = 4 * size_of(LARGE)
+    before = [rank["bytes"] for rank in built(tmp_path, "LargeWhole", 4)]
+    now = [rank["bytes"] for rank in built(tmp_path, "LargeBare", 4)]
+    assert min(before) > whole_bytes
+    assert max(now) < whole_bytes / 4 + 0.2 * whole_bytes  # its own part, and a layer's or two
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(3, 4, bias=False)
+        self.table = torch.nn.Embedding(4, 3)
+        self.table.weight = self.head.weight
+
+
+class WithTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Tied, "table.weight"), (WithTable, "angles")])
+def test_a_model_that_lives_on_more_than_its_parameters_is_not_built_without_memory(model, name):
+    task = Bare()
+    task.model = model
+    with pytest.raises(ElasticError, match=f"its model's {name} is a buffer or tied"):
+        device.build_model(task, CONFIG, torch.device("cpu"), Group())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [([], "gives no tokens.weight"),
+     ([("tokens.weight", torch.zeros(2, 2))], r"gives tokens.weight \[2, 2\]: not in the model"),
+     ([("token", torch.zeros(2, 2))], r"gives token \[2, 2\]: not in the model")],
+)  # fmt: skip
+def test_initial_values_that_are_not_the_models_are_named(given, said):
+    task = Bare()
+    model = device.build_model(task, CONFIG, torch.device("cpu"), Group())
+    task.initial_values = lambda model: iter(given)
+    with pytest.raises(ElasticError, match=said):
+        device.set_initial_values(task, model)
+
+
+def test_a_task_without_initial_values_has_its_own():
+    torch.manual_seed(5)
+    expected = Whole().model().state_dict()
+    model = device.build_model(Whole(), CONFIG, torch.device("cpu"), Group())
+    device.set_initial_values(Whole(), model)
+    assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())

@@ -5,6 +5,7 @@ ranks the model is sharded by FSDP2, one unit per layer.
 """
 
 import contextlib
+import math
 import os
 import random
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from elastic import durable
 from elastic.config import Config, env
 from elastic.errors import ElasticError
-from elastic.group import Group
+from elastic.group import Group, own_part, part_like
 from elastic.health import check_nccl_health
 from elastic.peers import meet
 
@@ -57,14 +58,60 @@ def join_group(rank: int, world: int, device: torch.device, timeout_s: float) ->
 
 
 def build_model(task, config: Config, device: torch.device, group: Group) -> torch.nn.Module:
-    """The task's model, the same parameters for the same seed, on the device, sharded."""
+    """The task's model, the same parameters for the same seed, on the device, sharded.
+
+    Its layers go to the device one by one. Where the task has `initial_values`, the model has only
+    room for them: they are loaded, or set by `set_initial_values`. Raises ElasticError.
+    """
     torch.manual_seed(config.run.seed)
-    model = task.model().to(device)
+    is_bare = hasattr(task, "initial_values")
+    with torch.device("meta") if is_bare else contextlib.nullcontext():
+        model = task.model()
+    if is_bare:
+        _require_loadable(model)
     if group.world > 1:
         shard(model, config, device)
+    model = _with_room(model, device) if is_bare else model.to(device)
     if config.train.compile:
         model.compile()
     return model
+
+
+@torch.no_grad()
+def _with_room(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """With memory for its values, which are NaN: one that nobody sets must not be trained."""
+    for param in model.to_empty(device=device).parameters():
+        if param.is_floating_point():
+            own_part(param).fill_(math.nan)
+    return model
+
+
+def _require_loadable(model: torch.nn.Module) -> None:
+    """Raise ElasticError unless parameters are all there is to it, and each of them is there once:
+    what the constructor computed or tied is lost with its memory."""
+    buffers = [name for name, _ in model.named_buffers()]
+    names = {name for name, _ in model.named_parameters()}
+    if odd := buffers or sorted(names ^ set(model.state_dict())):
+        raise ElasticError(
+            f"the task has initial_values(), and its model's {odd[0]} is a buffer or tied",
+            "without initial_values() the whole model is built on every rank",
+        )
+
+
+@torch.no_grad()
+def set_initial_values(task, model: torch.nn.Module) -> None:
+    """Set what `build_model` has left open, from the seed; every rank keeps its own part.
+    Raises ElasticError for a tensor that the task does not give, or that the model has not."""
+    if not hasattr(task, "initial_values"):
+        return
+    missing = model.state_dict()
+    for name, values in task.initial_values(model):
+        if name not in missing or missing[name].shape != values.shape:
+            raise ElasticError(f"initial_values() gives {name} {[*values.shape]}: not in the model")
+        tensor = missing.pop(name)
+        own_part(tensor).copy_(part_like(tensor, values))
+    if missing:
+        raise ElasticError(f"initial_values() gives no {next(iter(missing))}")
 
 
 def seed_by(place: str) -> None:

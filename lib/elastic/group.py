@@ -18,6 +18,31 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, which may be sharded: the same memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor.data
+
+
+def part_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `whole`, which has the values of all ranks; nothing is communicated."""
+    if not is_sharded(param):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = param.device_mesh
+    placed = distribute_tensor(
+        whole.to(own_part(param).device), mesh, param.placements, src_data_rank=None
+    )
+    return placed.to_local()
+
+
+def sharded_like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor that is sharded as `param` is, of which this rank has `part`."""
+    return type(param.data).from_local(
+        part, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+    )
+
+
 def clip_gradients(model: torch.nn.Module, most: float) -> float:
     """Scale the gradients to at most the norm `most` (0: any); their norm before, as every rank
     has it."""

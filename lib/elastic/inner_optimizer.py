@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastic.errors import ElasticError
-from elastic.group import is_sharded
+from elastic.group import own_part
 from elastic.schedule import peak
 
 PROBED = 4096  # elements of a parameter
@@ -98,6 +98,4 @@ class Probe:
         return self._ignored > 1
 
     def _values(self) -> torch.Tensor:
-        param = self._param.detach()
-        local = param.to_local() if is_sharded(param) else param
-        return local.flatten()[:PROBED].float().clone()
+        return own_part(self._param.detach()).flatten()[:PROBED].float().clone()

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from elastic.durable import checksum, read_json, to_json, write_atomic
-from elastic.group import is_sharded
+from elastic.group import is_sharded, own_part, sharded_like
 from elastic.rundir import RunDir
 from elastic.versions import save_tensors
 
@@ -148,7 +148,7 @@ def _packed(value: object, tensors: dict[str, torch.Tensor]) -> object:
     """As JSON has it, with tensors by name; they are put into `tensors`."""
     if isinstance(value, torch.Tensor):
         kind, name = "sharded" if is_sharded(value) else "tensor", str(len(tensors))
-        tensors[name] = (value.to_local() if is_sharded(value) else value).contiguous()
+        tensors[name] = own_part(value).contiguous()
         return {kind: name}
     if isinstance(value, dict):
         pairs = value.items()
@@ -173,10 +173,7 @@ def _unpacked(packed: object, tensors: dict[str, torch.Tensor], param: torch.Ten
 def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not is_sharded(param):
         raise ValueError("it is a shard's, and this model is whole")
-    local = value.to(param.to_local().device)
-    return type(param.data).from_local(
-        local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-    )
+    return sharded_like(param, value.to(own_part(param).device))
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

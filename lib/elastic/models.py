@@ -8,12 +8,13 @@ feed-forward network makes of each token by itself; a linear head scores the nex
 
 Neither has biases, buffers or tied weights: the parameters are the whole state of a model, which
 is what is published, averaged and pulled. `Transformer` builds only structure, so under
-`torch.device("meta")` a 7B model costs nothing; `create` allocates it and sets its values, from a
-seed and without touching the global random state. `model.layers` is a ModuleList, the unit by
-which FSDP shards and activations are recomputed.
+`torch.device("meta")` a 7B model costs nothing; `initial_values` draws what it begins with, one
+parameter at a time, from a seed and without touching the global random state. `model.layers` is a
+ModuleList, the unit by which FSDP shards and activations are recomputed.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -187,22 +188,23 @@ class Transformer(nn.Module):
             x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
         return self.head(self.norm(x))
 
-    @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Set every parameter from `seed`: norms to one, matrices to small normal numbers.
+    def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name and, on the CPU, its values: norms are one, matrices small normal
+        numbers.
 
         Their spread is that of Nguyen and Salazar (2019), and smaller still for what layers add to
         the sum, the more layers there are (GPT-2).
         """
-        generator = torch.Generator(self.tokens.weight.device).manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
+            values = torch.empty(parameter.shape, device="cpu")
             if parameter.dim() < 2:
-                parameter.fill_(1.0)
+                yield name, values.fill_(1.0)
                 continue
             std = math.sqrt(2 / (5 * self.shape.dim))
             if name.endswith(("output.weight", "down.weight")):
                 std /= math.sqrt(2 * self.shape.layers)
-            parameter.normal_(0.0, std, generator=generator)
+            yield name, values.normal_(0.0, std, generator=generator)
 
 
 def create(shape: Shape, seed: int | None = None) -> Transformer:
@@ -216,5 +218,6 @@ def create(shape: Shape, seed: int | None = None) -> Transformer:
         model = Transformer(shape)
     if device.type != "meta":
         model.to_empty(device=device)
-        model.initialize(torch.initial_seed() if seed is None else seed)
+        seed = torch.initial_seed() if seed is None else seed
+        model.load_state_dict(dict(model.initial_values(seed)))
     return model

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elastic.errors import ElasticError
-from elastic.group import is_sharded
+from elastic.group import is_sharded, own_part, part_like, sharded_like
 from elastic.layout import Layout
 
 HELD = (torch.float32, torch.bfloat16, torch.float16)  # what float32 holds exactly
@@ -61,18 +61,18 @@ class Replica:
         for tensor, param, shard in self._shards(index, values):
             base = self._base.get(tensor.name)
             if base is None:
-                pinned = _local(param).is_cuda
+                pinned = own_part(param).is_cuda
                 kind = torch.float32 if tensor.is_buffer else torch.bfloat16
                 base = torch.empty(shard.shape, dtype=kind, pin_memory=pinned)
                 self._base[tensor.name] = base
             base.copy_(shard)
-            _local(param).copy_(base, non_blocking=True)
+            own_part(param).copy_(base, non_blocking=True)
 
     @torch.no_grad()
     def load(self, index: int, values: torch.Tensor) -> None:
         """Set a fragment's parameters (flat) as exactly as they can hold it; they get no base."""
         for _, param, shard in self._shards(index, values):
-            _local(param).copy_(shard)
+            own_part(param).copy_(shard)
 
     @torch.no_grad()
     def rebase(self, index: int, values: torch.Tensor, delta: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class Replica:
         """
         for tensor, param, shard in self._shards(index, values):
             base, part = self._base[tensor.name], delta[tensor.start : tensor.start + tensor.numel]
-            local, new = _local(param), shard.to(base.device)
+            local, new = own_part(param), shard.to(base.device)
             if tensor.is_buffer:  # nothing is lost with what they have seen since
                 local.copy_(new)
             else:
@@ -95,13 +95,13 @@ class Replica:
         for tensor in self.layout.fragments[index]:
             param = self._params[tensor.name]
             whole = values[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
-            yield tensor, param, _shard_like(param, whole)
+            yield tensor, param, part_like(param, whole)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the base: this round's steps are void."""
         for name, base in self._base.items():
-            _local(self._params[name]).copy_(base)
+            own_part(self._params[name]).copy_(base)
 
     @torch.no_grad()
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,13 +112,14 @@ class Replica:
             flat = torch.empty(self.layout.numels[index], device=self._device)
         for tensor in self.layout.fragments[index]:
             param = self._params[tensor.name]
-            local, base = _local(param), self._base[tensor.name]
+            local, base = own_part(param), self._base[tensor.name]
             part = flat[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
             if not is_sharded(param) and not local.is_cuda:
                 torch.sub(base, local.float(), out=part)
             else:
                 shard = base.to(local.device, torch.float32).sub_(local.float())
-                part.copy_(_gather_like(param, shard))
+                whole = sharded_like(param, shard).full_tensor() if is_sharded(param) else shard
+                part.copy_(whole)
         return flat
 
     def empty(self, index: int) -> torch.Tensor:
@@ -128,7 +129,8 @@ class Replica:
 
     @property
     def _device(self) -> torch.device:
-        return next((_local(param).device for param in self._params.values()), torch.device("cpu"))
+        devices = (own_part(param).device for param in self._params.values())
+        return next(devices, torch.device("cpu"))
 
     @torch.no_grad()
     def whole(self, index: int) -> torch.Tensor:
@@ -139,29 +141,3 @@ class Replica:
             whole = param.full_tensor() if is_sharded(param) else param
             parts.append(whole.detach().float().flatten().cpu())
         return torch.cat(parts)
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local() if is_sharded(param) else param.data
-
-
-def _shard_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `whole`; nothing is communicated."""
-    if not is_sharded(param):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = param.device_mesh
-    placed = distribute_tensor(
-        whole.to(_local(param).device), mesh, param.placements, src_data_rank=None
-    )
-    return placed.to_local()
-
-
-def _gather_like(param: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    if not is_sharded(param):
-        return shard
-    placed = type(param.data).from_local(
-        shard, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-    )
-    return placed.full_tensor()

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import traceback
 from bisect import bisect_right
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import accumulate
@@ -46,8 +47,10 @@ class Task(Protocol):
     """What `run.task` names. Its constructor gets the [task] table of the run file.
 
     It may also have `optimizer(model)` (else `default_optimizer`), `tokens(batch) -> int` (else
-    the samples of the batch; the unit of the schedule and of the weight of a delta), and
-    `validate(model) -> dict[str, float]`, which is run on the global parameters.
+    the samples of the batch; the unit of the schedule and of the weight of a delta),
+    `validate(model) -> dict[str, float]`, which is run on the global parameters, and
+    `initial_values(model)`, which yields name and values of all that is in the state of a model:
+    `model()` is then called under torch.device("meta"), and no rank ever has the whole of it.
     """
 
     def model(self) -> nn.Module:
@@ -184,6 +187,9 @@ class LanguageTask:
 
     def model(self) -> Transformer:
         return create(self.shape)
+
+    def initial_values(self, model: Transformer) -> Iterator[tuple[str, Tensor]]:
+        return model.initial_values(torch.initial_seed())
 
     def dataset(self) -> Windows:
         windows = self.windows(held_out=False)

@@ -41,6 +41,7 @@ from elastic.device import (
     leave,
     precision,
     seed_by,
+    set_initial_values,
     to_device,
 )
 from elastic.durable import SPACE_S, append_line, until_written
@@ -167,6 +168,8 @@ class Trainer:
         self._set_state(found)
         if version and not found:
             handover.to_sync(self.run, version, self.model)
+        elif not found:
+            set_initial_values(self.task, self.model)
         begin = f"version {version}" if version else "the beginning"
         where = f"step {self.state.step} from {found.path.name}" if found else begin
         self._saved_step, self._saved_at = self.state.step, time.monotonic()

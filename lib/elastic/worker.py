@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 from torch.utils.data import default_collate
 
-from elastic.device import build_model, choose_device, join_group, precision, to_device
+from elastic.device import (
+    build_model,
+    choose_device,
+    join_group,
+    precision,
+    set_initial_values,
+    to_device,
+)
 from elastic.errors import ElasticError, Exit
 from elastic.group import clip_gradients
 from elastic.health import NaNDetector, require_gpu, warn
@@ -33,6 +40,8 @@ def run(notice: Notice) -> int:
     group = join_group(place.rank, place.world, device, PATIENCE_S)  # the agent sees a hang
     task = load_task(config.run.task, config.task, Path(config.run.folder))
     model = build_model(task, config, device, group)
+    if group.share(place.run.newest_version() < 0):  # it may be the one that makes the first
+        set_initial_values(task, model)
     make = getattr(task, "optimizer", None)
     optimizer = make(model) if make else default_optimizer(model, config.train)
     notice.exit_code = None
