@@ -20,8 +20,8 @@ LAYERS = [
              "played played_local forecast"),
     ("numerics", "codec merge models tasks replica group inner_optimizer"),
     ("edges", "config durable rundir store redis_server transport "
-              "sched sched_local sched_slurm signals network proc sandbox versions inner_state "
-              "slurm_info health peers device checkpoint handover trace"),
+              "sched sched_local sched_slurm signals network keepalive proc sandbox versions "
+              "inner_state slurm_info health peers device checkpoint handover trace"),
     ("processes", "arithmetic averaging link courier exchange loading local_sgd agent worker "
                   "master trainer launch start reconcile describe evaluation doctor"),
     ("people", "submission status audit views chaos validation report metrics cli demo"),

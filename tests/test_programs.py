@@ -170,6 +170,27 @@ if not resume:
     assert "sync.silent_timeout" in restart["reason"]
 
 
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_program_is_told_of_a_stop_at_once_and_saves(tmp_path: Path, code: int):
+    text = f"""
+import signal
+def leave(*_):
+    (folder / "step_2.pt").write_text("whole")
+    sys.exit({code})
+signal.signal(signal.SIGTERM, leave)
+(folder / "step_1.pt").write_text("whole")
+time.sleep(600)
+"""
+    with running(tmp_path, program(tmp_path, text)) as run:
+        run.until(lambda: saved(run, "step_1.pt"), 60, "it trains")
+        job = run.jobs()["trainer", 0]
+        assert elastic("stop", "tiny", env=environment(tmp_path)).returncode == 0
+        record = run.ended(job.job_id, 10)
+        assert (record["outcome"], record["reason"]) == ("stopped", "the run is stopped")
+        assert saved(run, "step_2.pt")
+        assert not run.run.done()
+
+
 def test_a_program_at_work_is_running_and_has_no_ledger(tmp_path: Path):
     text = "(folder / 'step_1.pt').write_text('whole')\ntime.sleep(600)\n"
     with running(tmp_path, program(tmp_path, text)) as run:

@@ -254,6 +254,8 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
         "ended, with its stacks, and started again; 0: never"),
     Key("notice_signal", TEXT, "TERM", "", "what run.command gets as the notice", SIGNAL),
     Key("ranks_per_node", INT, 0, "", "of run.command; 0: one per GPU; 1: for torchrun", NATURAL),
+    Key("bind", TEXT, "auto", "", "where ranks meet: an interface or an address of the first node; "
+        "auto: as Slurm knows the node"),
     Key("grow_after", TIME, "10m", "", "least age of a job that is restarted to use more GPUs"),
     Key("crash_retries", INT, 2, "crashes", "without a new checkpoint before the job gives up",
         NATURAL),

@@ -37,7 +37,8 @@ def choose_device(config: Config) -> torch.device:
         raise ElasticError(
             'train.device = "cuda", and this node has no usable GPU', "nvidia-smi shows why"
         )
-    torch.cuda.set_device(int(env("LOCAL_RANK", "0")))
+    # A rank may see its own GPU alone.
+    torch.cuda.set_device(int(env("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 

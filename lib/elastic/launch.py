@@ -29,6 +29,7 @@ from elastic.command import STACKS, expand
 from elastic.config import elastic_home, env, environment, torch_program
 from elastic.durable import log_what_fits, until_written
 from elastic.errors import ElasticError, Exit, TryAgain
+from elastic.keepalive import Keepalive
 from elastic.network import bind_address, free_port, node_name
 from elastic.rundir import RunDir
 from elastic.signals import Notice, die_with_parent, install, name_of
@@ -44,6 +45,7 @@ TAIL_LINES = 60
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
 LINGER_S = 10.0  # for the others to end after a rank has crashed; where they hang, they never do
 POLL_S = 0.1
+CONTROL_S = 2.0  # between looks at what the user wants; trainers look themselves
 PASS_S = 60.0
 SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
 AT_ONCE_S = 300.0  # a program that dies so soon may have died of the checkpoint that it was given
@@ -71,6 +73,8 @@ class Launcher:
         self._older = 0  # so many checkpoints are passed over: it died on them at once
         self._rendezvous: TextIO | None = None  # of the ranks
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
+        self._lines: Keepalive | None = None  # to the nodes
+        self._over = ""  # why the run does not go on, as run.command has been told
         info = get_slurm_info()
         self._nodes = list(info.nodes) if info else [node_name()]
 
@@ -137,6 +141,8 @@ class Launcher:
 
     def _judge(self, code: int) -> tuple[str, str]:
         """What the end of the ranks means: (done | yielded | stopped | fenced | crashed, why)."""
+        if self._over and code in (Exit.OK, Exit.TRY_AGAIN) and not self.run.done():
+            return "stopped", f"the run is {self._over}"
         if code == Exit.OK and self.config.run.command and not self.run.done():
             if self.notice:  # many save and leave with 0; one that was done says so again
                 return "yielded", "notice, and the ranks ended with 0"
@@ -211,11 +217,13 @@ class Launcher:
         other one in a file that only this user can open."""
         address, file = "127.0.0.1", ""
         if nodes > 1:
-            address = bind_address("auto", sched_slurm.node_address())
+            address = bind_address(self.config.sync.bind, sched_slurm.node_address())
+            self._lines = Keepalive(address)
         else:
             self._rendezvous = os.fdopen(os.memfd_create("rendezvous"))  # as long as the attempt
             file = f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}"
         return {"ELASTIC_RENDEZVOUS": file,
+                "ELASTIC_KEEPALIVE": self._lines.place if self._lines else "",
                 "ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
                 "ELASTIC_STARTED": str(time.time()), "ELASTIC_RUN_DIR": str(self.run.path),
                 "ELASTIC_NOTICE_S": str(notice_here(self.config) or ""),
@@ -282,21 +290,23 @@ class Launcher:
 
     def _wait(self, processes: list[subprocess.Popen]) -> int:
         """Until all have left, or one has crashed: the others cannot go on without it."""
-        told = False
+        told, looked = False, time.monotonic()
         while True:
             codes = [process.poll() for process in processes]
             crashed = [code for code in codes if code not in (None, *LEFT)]
             if crashed or None not in codes:
                 break
-            if self.notice and not told:
+            if self.config.run.command and time.monotonic() - looked > CONTROL_S:
+                looked, self._over = time.monotonic(), self.run.closing("sync")
+            if (self.notice or self._over) and not told:
                 told = True
-                self._event("notice", signal=self.notice.signal_name)
+                self._event("notice", signal=self.notice.signal_name or self._over)
                 self._tell(processes)
             if self._is_silent():
                 self._abort(processes)
                 crashed = [-signal.SIGABRT]
                 break
-            if time.monotonic() - self._bad_exit_at > LINGER_S:
+            if time.monotonic() - self._bad_exit_at > LINGER_S or self._is_a_node_gone():
                 crashed = [-signal.SIGKILL]
                 break
             time.sleep(POLL_S)
@@ -307,7 +317,18 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if self._lines:
+            self._lines.close()
+            self._lines = None
         return crashed[0] if crashed else max(codes)
+
+    def _is_a_node_gone(self) -> bool:
+        """Has a line to a node timed out, and does the node start no step either?"""
+        node = self._lines.lost() if self._lines else ""
+        if not node or sched_slurm.answering([node]):
+            return False
+        self._error = f"node {node} is silent"
+        return True
 
     def _is_silent(self) -> bool:
         """Has run.command neither said nor saved anything for `sync.silent_timeout`?"""

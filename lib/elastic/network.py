@@ -4,9 +4,11 @@ In order: what the site says (an address or the name of an interface), else the 
 scheduler knows this node by, else the one that routes to it. Never a guessed interface name.
 """
 
+import contextlib
 import fcntl
 import ipaddress
 import os
+import random
 import socket
 import struct
 import sys
@@ -18,8 +20,9 @@ from elastic.errors import ElasticError
 ELSEWHERE = "192.0.2.1"  # RFC 5737: documentation, never a real host
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 IFF_UP = 1  # linux/if.h
+PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
 LISTEN = "0A"  # linux/tcp_states.h, as /proc/net/tcp has it
-HINT = "set redis.bind to an address or an interface in etc/site.toml"
+HINT = "set redis.bind and sync.bind to an address or an interface in etc/site.toml"
 
 
 def bind_address(wanted: str, node_address: str) -> str:
@@ -39,7 +42,7 @@ def bind_address(wanted: str, node_address: str) -> str:
     except ValueError:
         known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
         raise ElasticError(
-            f"redis.bind = {wanted!r} is no IPv4 address and no interface here",
+            f"redis.bind or sync.bind = {wanted!r} is no IPv4 address and no interface here",
             f"interfaces with an IPv4 address: {known}",
         ) from None
 
@@ -84,11 +87,21 @@ def routed(to: str = "") -> str:
         return probe.getsockname()[0]
 
 
+def free_ports(address: str, count: int = 1) -> list[int]:
+    """TCP ports on `address` ("": on all) that nobody listens on now. The kernel hands them out to
+    no client: who is to listen may begin only in half a minute."""
+    ports = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError):
+            socket.create_server((address, port)).close()
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
+
+
 def free_port(address: str) -> int:
-    """A TCP port on `address` that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
+    return free_ports(address)[0]
 
 
 def listens(address: str, port: int) -> bool:

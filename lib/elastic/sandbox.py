@@ -17,7 +17,6 @@ as that user, and Slurm believes whoever gets to munge's socket.
 
 import contextlib
 import os
-import random
 import re
 import shlex
 import shutil
@@ -33,12 +32,12 @@ from signal import SIGSTOP
 from elastic import config, proc
 from elastic.durable import check_private
 from elastic.errors import ElasticError, UsageError
+from elastic.network import free_ports
 from elastic.sched_slurm import slurm_command
 
 START_TIMEOUT_S = 60.0
 _MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME
 _ADDRESS = "127.0.0.1"
-_PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
 _PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
@@ -225,7 +224,7 @@ class Sandbox:
             (self.path / part).mkdir()
 
     def _start_daemons(self, found: dict[str, str], shape: Shape) -> None:
-        ports = _free_ports(len(shape.names) + 2)
+        ports = free_ports("", len(shape.names) + 2)
         if shape.job_submit:  # where slurmctld looks for it: beside slurm.conf
             shutil.copyfile(shape.job_submit, self.path / "job_submit.lua")
         _write_configuration(self.path, shape, ports, _cgroup_plugin(found["slurmctld"]))
@@ -334,17 +333,6 @@ def _gpu_devices(count: int) -> list[str]:
     if len(found) < count:
         raise ElasticError(f"/dev has {len(found)} character devices, not {count}", "see --gpus")
     return sorted(found, key=lambda name: not name.startswith("/dev/tty"))[:count]
-
-
-def _free_ports(count: int) -> list[int]:
-    ports = []
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with contextlib.suppress(OSError):
-            socket.create_server(("", port)).close()
-            ports.append(port)
-        if len(ports) == count:
-            break
-    return ports
 
 
 # ---- programs, processes, files

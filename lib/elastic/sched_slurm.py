@@ -34,6 +34,7 @@ from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_n
 BEFORE_LIMIT = "TERM@120"  # a checkpoint may take longer than KillWait
 STEPS_END_S = 15.0
 LEAST_MB = 1024  # per GPU; Slurm takes a node whose memory nobody has named to have 1 MB
+PROBES_AT_ONCE = 16  # steps; a burst of them is what a busy controller likes least
 COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questions are asked twice
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
@@ -167,13 +168,14 @@ def answering(nodes: Sequence[str]) -> list[str]:
     argv = [*_SRUN, "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
-    def starts(node: str) -> bool:
+    def starts(node: str, tries: int = 2) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             probe = [*argv, f"--nodelist={node}", "true"]
-            return subprocess.run(probe, timeout=COMMAND_TIMEOUT_S, **quiet).returncode == 0
-        return False
+            if subprocess.run(probe, timeout=COMMAND_TIMEOUT_S, **quiet).returncode == 0:
+                return True
+        return tries > 1 and starts(node, tries - 1)  # a busy controller may have been slow
 
-    with ThreadPoolExecutor(len(nodes)) as pool:  # all at once
+    with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
         return list(itertools.compress(nodes, pool.map(starts, nodes)))
 
 

@@ -1,0 +1,72 @@
+"""A line to every node of a synchronous job, by which the kernel sees that a node is gone.
+
+A node that loses its power says nothing. The other ranks then wait as long as NCCL or Gloo do, ten
+minutes, and Slurm five. So bin/elastic-rank, once on each node, opens a connection to the launcher
+and keeps it while the ranks live. Neither side says anything after the first word: TCP's keepalive
+probes are all that goes there, and one that stays without an answer for 40 s ends the line with a
+time-out. A line that is closed says nothing here: how ranks end, srun says.
+"""
+
+import contextlib
+import errno
+import secrets
+import socket
+
+IDLE_S, EVERY_S, PROBES = 10, 10, 3
+WORD_BYTES = 128
+GONE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+
+
+class Keepalive:
+    """Listens on `address`; `place` is what a node needs to call: HOST:PORT:PASSWORD."""
+
+    def __init__(self, address: str):
+        self._server = socket.create_server((address, 0), backlog=1024)
+        self._server.setblocking(False)
+        self._password = secrets.token_hex(16)
+        self.place = f"{address}:{self._server.getsockname()[1]}:{self._password}"
+        self._lines: dict[socket.socket, str] = {}  # with the node, once it has said its name
+
+    def lost(self) -> str:
+        """A node that was there and is no more; "" if there is none. Never waits."""
+        with contextlib.suppress(OSError):  # nobody else calls
+            while True:
+                self._lines[_kept_alive(self._server.accept()[0])] = ""
+        for line in list(self._lines):
+            if (node := self._hear(line)) is not None:
+                return node
+        return ""
+
+    def _hear(self, line: socket.socket) -> str | None:
+        """The name of a node whose line has timed out; lines that were closed are dropped."""
+        try:
+            password, _, node = line.recv(WORD_BYTES).decode(errors="replace").partition(" ")
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            node = self._lines.pop(line)
+            line.close()
+            return node if error.errno in GONE and node else None
+        if password == self._password:
+            self._lines[line] = node.strip()
+        else:
+            del self._lines[line]
+            line.close()
+        return None
+
+    def close(self) -> None:
+        """End all lines, and with them what holds them on the nodes."""
+        for each in (self._server, *self._lines):
+            each.close()
+        self._lines.clear()
+
+
+def _kept_alive(line: socket.socket) -> socket.socket:
+    line.setblocking(False)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, IDLE_S), (socket.TCP_KEEPINTVL, EVERY_S),
+        (socket.TCP_KEEPCNT, PROBES),
+    ):  # fmt: skip
+        line.setsockopt(socket.IPPROTO_TCP, option, value)
+    return line
