@@ -294,6 +294,23 @@ def test_a_run_outlives_all_that_happens_on_a_cluster(story):
     the_books_are_clean(story)
 
 
+@pytest.mark.timeout(400)
+def test_the_next_master_takes_over_before_the_time_of_the_old_one_is_up(story):
+    story.submit()
+    story.until(lambda: len(story.slots()) == 6 and story.version >= 1, "six workers train")
+    story.pace(SLOW)
+    old, first = story.jobs()["master", 0].job_id, story.processes()
+    epoch = story.run.newest_commit()["master_epoch"]
+    story.box.run("scontrol", "update", f"JobId={old}", "TimeLimit=2")
+    story.until(lambda: story.outcome(old), "the old master leaves")
+    assert story.outcome(old) == "fenced", story.told()
+    story.until(lambda: story.run.newest_commit()["master_epoch"] > epoch, "a new master commits")
+    story.until(lambda: len(story.slots()) == 6, "six workers train")
+    assert story.processes() == first
+    reasons = [each["reason"] for each in story.actions() if each.get("role") == "master"]
+    assert reasons == ["first start", f"to follow job {old} at once"]
+
+
 def passes_with_nothing_to_do_are_silent(story: Story) -> None:
     """Cron mails whatever is printed."""
     assert "".join(said for code, said in story.cron(3) if code == 0) == ""

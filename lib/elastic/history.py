@@ -70,6 +70,7 @@ class JobSeen(_Placed):
     cancelled_at: float | None = None  # when reconcile asked it to leave
     over: str = ""  # the outcome it has written: its ranks have left, whatever the state says
     ended_at: float | None = None
+    limit_at: float | None = None  # when its time limit ends it
     is_headless: bool = False  # the node of its script has left it: nothing would ever end it
     asked: tuple[int, int] | None = None  # of a trainer: the fewest and the most GPUs
 

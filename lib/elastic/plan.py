@@ -30,6 +30,7 @@ SUBMIT, CANCEL, FAIL, WAIT = "submit", "cancel", "fail", "wait"
 # A hang is their own to find, so this is on top of `hang_timeout_s`.
 LEAVE_S = {WORKER: 60.0, MASTER: 120.0, TRAINER: 300.0}
 MAX_BACKOFF_S = 3600.0
+NEXT_MASTER_S = 3600.0  # before the old one's time is up
 MAX_EXCLUDED = 8  # nodes; more than that is not the nodes' fault
 
 Place = tuple[str, int]
@@ -211,8 +212,8 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
             continue
         first, *others = sorted(jobs, key=_seniority)
         surplus = [job for job in others if job.queued or job.started]
-        if place[0] == TRAINER and first.started:
-            successor = next((job for job in surplus if job.queued), None)
+        if first.started and _may_be_followed(first, now):
+            successor = next((job for job in surplus if job.queued or place[0] == MASTER), None)
             surplus = [job for job in surplus if job is not successor]
         for job in surplus:
             yield _cancelled(job, f"job {first.job_id} has its place")
@@ -260,7 +261,7 @@ def _held(memory: Memory) -> Iterator[Action]:
 def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> Iterator[Action]:
     """The master first, then the lowest free slots, as far as the limits allow."""
     memory, limits = world.memory, world.limits
-    taken = {job.place for job in memory.jobs if not (job.over or _may_be_followed(job))}
+    taken = {job.place for job in memory.jobs if not (job.over or _may_be_followed(job, now))}
     unsure = {submission.place for submission in memory.unsure} - taken
     workers = sum(job.role == WORKER for job in memory.jobs)
     workers += sum(role == WORKER for role, _ in unsure)
@@ -292,9 +293,15 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
         workers, pending = workers + is_worker, pending + 1
 
 
-def _may_be_followed(job: JobSeen) -> bool:
-    """A trainer at work, or told to leave: its successor can be in the queue already."""
-    return job.role == TRAINER and (job.started or job.cancelled_at is not None)
+def _may_be_followed(job: JobSeen, now: float) -> bool:
+    """A trainer at work, or told to leave: its successor can be in the queue already. A master near
+    the end of its time: the next one takes over when the queue lets it, so no worker waits."""
+    if job.role == TRAINER:
+        return job.started or job.cancelled_at is not None
+    if job.role != MASTER or not job.started or job.limit_at is None:
+        return False
+    whole_s = job.limit_at - (job.started_at or now)
+    return job.limit_at - now < min(NEXT_MASTER_S, whole_s / 4)
 
 
 def _backing_off(chain: Sequence[Ended], limits: Limits, now: float) -> str:

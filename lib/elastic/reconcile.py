@@ -339,11 +339,13 @@ class _Pass:
 
     def _spec(self, role: str, slot: int, exclude: tuple[str, ...] = ()) -> JobSpec:
         control, run = self.run.control(), self.run
-        masters = [job for job in self.memory.jobs if job.role == MASTER and job.queued]
-        after = masters[0].job_id if masters and role == WORKER else ""
+        masters = [job for job in self.memory.jobs if job.role == MASTER]
+        at_work = any(job.started for job in masters)
+        waited_for = next((job.job_id for job in masters if job.queued and not at_work), "")
         return JobSpec(run.path, run.name, role, slot, self.config, self.environment, exclude,
                        limits=(control.min, control.max), sizes=self.config.sync.sizes,
-                       after=after)  # fmt: skip
+                       after=waited_for if role == WORKER else "",
+                       alone=not (role == MASTER and at_work))  # fmt: skip
 
     def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
         """A refusal at the run's start is a mistake in its settings. Later it may be this host's
@@ -420,7 +422,7 @@ def _seen(job: Job, run: RunDir) -> JobSeen | None:
     if name is None or name[0] != run.name:
         return None
     times = {"submitted_at": job.submit_time, "started_at": job.start_time,
-             "ended_at": job.end_time}  # fmt: skip
+             "ended_at": job.end_time, "limit_at": job.limit_time}  # fmt: skip
     seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node,
                    is_headless=job.is_headless, **times)  # fmt: skip
     over = "" if seen.queued else history.said_at_end(seen, run.ending(job.job_id) or {})

@@ -58,6 +58,7 @@ class Job:
     node: str = ""
     end_time: float | None = None
     is_headless: bool = False
+    limit_time: float | None = None  # of a running job: when its time limit ends it
 
     @property
     def ended(self) -> bool:
@@ -78,6 +79,7 @@ class JobSpec:
     limits: tuple[int, int] = (0, 0)  # of a trainer: fewest and most GPUs
     sizes: tuple[int, ...] = ()  # of these only; empty: any
     after: str = ""  # the job without which it would hold its GPUs for nothing
+    alone: bool = True  # waits for the end of one of the same name
 
     @property
     def name(self) -> str:

@@ -322,8 +322,11 @@ def parse_squeue(text: str) -> list[Job]:
             start_time = None if state == "PENDING" else _epoch(started)
             end_time = _epoch(ended) if has_ended(state) else None  # else another forecast
             times = (_epoch(submitted) or 0.0, start_time)
-            is_headless = state == "RUNNING" and host not in expand_hostlist(node)
-            jobs.append(Job(job_id, name, state, reason, *times, node, end_time, is_headless))
+            is_running = state == "RUNNING"
+            is_headless = is_running and host not in expand_hostlist(node)
+            limit = _epoch(ended) if is_running else None
+            seen = (*times, node, end_time, is_headless, limit)
+            jobs.append(Job(job_id, name, state, reason, *seen))
     return jobs
 
 
@@ -349,10 +352,11 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
     """The sbatch command line of a job; `home`: the installation, `python`: what runs it there,
     `lists`: this Slurm takes lists of sizes."""
     log = str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)).replace("%", "%%")
-    after = f",after:{spec.after}" if spec.after else ""
+    after = [f"after:{spec.after}"] if spec.after else []
+    waits = ",".join((["singleton"] if spec.alone else []) + after)
     return [
         "sbatch", "--parsable", f"--job-name={spec.name}", f"--comment={spec.token}",
-        "--no-requeue", f"--dependency=singleton{after}", "--export=ALL",
+        "--no-requeue", *([f"--dependency={waits}"] if waits else []), "--export=ALL",
         f"--chdir={spec.run_dir}", "--open-mode=append", f"--output={log}",
         *_resources(spec, lists),
         str(home / "sbatch" / f"{spec.role}.sbatch"),
