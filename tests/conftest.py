@@ -57,6 +57,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nobodys_home(tmp_path_factory):
+    """What tests ask themselves leaves nothing in the user's home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELASTIC_HOME_DIR", str(tmp_path_factory.getbasetemp() / "nobodys"))
+        yield
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """An empty registry, runs root and site: nothing of the user's is read or written."""

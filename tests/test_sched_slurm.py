@@ -350,6 +350,29 @@ def test_a_failed_squeue_is_try_again_not_an_empty_queue(tmp_path):
         scheduler.jobs()
 
 
+def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path):
+    (tmp_path / "answer").write_text(SQUEUE)
+    count = f"echo >>{tmp_path}/asked; cat {tmp_path}/answer"
+    both = fake_command(tmp_path, "squeue", count) | fake_command(tmp_path, "sbatch", "echo 9")
+    asked = [SlurmScheduler(None, both) for _ in range(3)]
+
+    def questions() -> int:
+        return len((tmp_path / "asked").read_text())
+
+    everybody = asked[0].jobs()
+    assert [each.jobs(within_s=30) for each in asked] == [everybody] * 3
+    assert questions() == 1
+    asked[1].jobs()  # a pass wants to know
+    assert questions() == 2
+    assert SlurmScheduler(None, both | {"SLURM_CONF": "/other"}).jobs(within_s=30) == everybody
+    assert questions() == 3
+    asked[2].submit(make_spec(tmp_path, SLURM_TOML, environment=both))
+    assert asked[0].jobs(within_s=30) == everybody
+    assert questions() == 4
+    assert asked[0].jobs(within_s=1e-9) == everybody
+    assert questions() == 5
+
+
 def test_an_sbatch_that_answers_nothing_usable_leaves_it_unsure(tmp_path):
     spec = make_spec(tmp_path, SLURM_TOML, environment=fake_command(tmp_path, "sbatch", "echo ok"))
     with pytest.raises(Unsure):

@@ -43,7 +43,7 @@ def runs(tmp_path, make_config, monkeypatch) -> list[RunDir]:
     made = [RunDir.create(tmp_path / "runs", make_config(name=name), control, {}) for name in names]
     jobs = [Job(f"{run.name}.{slot}", job_name(run.name, "worker", slot), state, node="n1")
             for run in made for slot, state in enumerate(["RUNNING", "PENDING"])]  # fmt: skip
-    monkeypatch.setattr(status, "listing", lambda run: status.Listing(jobs))
+    monkeypatch.setattr(status, "listing", lambda *_: status.Listing(jobs))
     return made
 
 

@@ -38,6 +38,7 @@ from elastic.submission import jobs_of
 JITTER_S = 20.0  # spread the cron passes of many users over this time
 WATCH_S = 2.0
 FOLLOW_S = 10.0
+LISTED_S = 30.0  # in a loop, jobs may be those of so long ago: sites count who asks Slurm
 WAIT_S = 2.0
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 
@@ -282,7 +283,7 @@ def show_status(run: str | None, watch: bool, as_json: bool):
     view = views.run_view if run else views.runs_table
 
     def seen() -> dict | list[dict]:
-        every = status.observe_all(found, brief=not (run or as_json))
+        every = status.observe_all(found, not (run or as_json), LISTED_S if watch else 0.0)
         return every[0] if run else every
 
     if watch and as_json:
@@ -505,7 +506,8 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
         if prometheus:
             from elastic import status
 
-            every = status.observe_all([found] if found else rundir.registered())
+            runs = [found] if found else rundir.registered()
+            every = status.observe_all(runs, within_s=LISTED_S if follow else 0.0)
             put(prometheus, numbers.prometheus(every).encode())
         is_over = bool(found and found.closing())
         if sinks:

@@ -187,7 +187,7 @@ KEYS: dict[str, tuple[Key, ...]] = {"run": (
     Key("max_pending", INT, 8, "jobs", "of workers that wait in the queue at one time", COUNT),
     Key("max_failures", INT, 3, "crashes", "of the user's code in a row stop the run", COUNT),
     Key("backoff", TIME, "30s", "", "wait after a crash; doubles with every further one"),
-    Key("reconcile_interval", TIME, "30s", "", "between the master's own passes", POSITIVE),
+    Key("reconcile_interval", TIME, "60s", "", "between the master's own passes", POSITIVE),
 ), "train": (
     Key("batch_size", INT, 8, "samples", "per GPU and pass", COUNT),
     Key("accumulate", INT, 1, "passes", "whose gradients make an inner step in local mode; sync "

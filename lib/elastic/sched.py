@@ -118,8 +118,9 @@ class JobSpec:
 
 
 class Scheduler(Protocol):
-    def jobs(self) -> list[Job]:
-        """This user's elastic jobs, live and recently ended. Raises TryAgain when unknown."""
+    def jobs(self, within_s: float = 0.0) -> list[Job]:
+        """This user's elastic jobs, live and recently ended; as seen `within_s` ago, if that was
+        asked. Raises TryAgain when unknown."""
 
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, Unsure."""

@@ -55,7 +55,7 @@ class LocalScheduler:
         self.grace_s = config.local_scheduler.grace_s if config else 10.0
         make_folder(self.state / "jobs", 0o700, parents=True)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, within_s: float = 0.0) -> list[Job]:
         """All jobs, pending, running and lately ended; starts pending ones that fit."""
         with self._locked():
             reason = "Resources"

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -26,6 +27,7 @@ from pathlib import Path
 from elastic import config, sizing
 from elastic.config import Config
 from elastic.diagnosis import Node, gpus_of
+from elastic.durable import write_atomic
 from elastic.errors import ElasticError, TryAgain
 from elastic.history import MASTER, TRAINER, WORKER, has_ended
 from elastic.rundir import RunDir
@@ -68,13 +70,24 @@ class SlurmScheduler:
 
     def __init__(self, settings: Config, environment: Mapping[str, str] | None = None):
         self._environment = environment  # the settings of a job come with its JobSpec
+        cluster = config.env("SLURM_CONF") if environment is None else environment.get("SLURM_CONF")
+        name = f"squeue-{zlib.crc32((cluster or '').encode()):08x}"
+        self._listing = config.registry_dir() / name  # the newest answer, for who only looks
 
-    def jobs(self) -> list[Job]:
-        """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not say."""
-        return parse_squeue(_checked(slurm_command(_SQUEUE, environment=self._environment)))
+    def jobs(self, within_s: float = 0.0) -> list[Job]:
+        """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not say. An
+        answer that is `within_s` old will do: Slurm's are dear where many ask."""
+        with contextlib.suppress(OSError):
+            if time.time() - self._listing.stat().st_mtime < within_s:
+                return parse_squeue(self._listing.read_text())
+        answer = _checked(slurm_command(_SQUEUE, environment=self._environment))
+        with contextlib.suppress(OSError):
+            write_atomic(self._listing, answer.encode(), 0o600)
+        return parse_squeue(answer)
 
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
+        self._forget()
         lists = bool(spec.sizes) and _takes_size_lists(spec)
         argv = sbatch_argv(spec, spec.home, _job_python(spec), lists)
         try:
@@ -88,12 +101,18 @@ class SlurmScheduler:
 
     def cancel(self, job_id: str, now: bool = False) -> None:
         """Give a running job notice, drop a pending one; `now`: end it. May be repeated."""
+        self._forget()
         # Without --batch or --full a signal is for the steps: shell and srun must live to report.
         ways = [()] if now else [("--state=PENDING",), ("--state=RUNNING", "--signal=TERM")]
         for options in ways:
             answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
             if not _GONE.search(answer.stderr):
                 _checked(answer)
+
+    def _forget(self) -> None:
+        """What is about to be done shall be seen by who looks next."""
+        with contextlib.suppress(OSError):
+            self._listing.unlink()
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """On nodes that are idle and nothing else, while nobody else waits for the partition.

@@ -47,7 +47,7 @@ class Listing:
     listed: Sequence[Job] = ()
     trouble: str = ""
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, within_s: float = 0.0) -> list[Job]:
         if self.trouble:
             raise TryAgain(self.trouble)
         return list(self.listed)
@@ -69,16 +69,19 @@ class Listing:
         return found
 
 
-def listing(run: RunDir) -> Listing:
+def listing(run: RunDir, within_s: float = 0.0) -> Listing:
     """Ask the run's scheduler once."""
     try:
-        return Listing(scheduler_of(run).jobs())
+        return Listing(scheduler_of(run).jobs(within_s))
     except TryAgain as silence:
         return Listing(trouble=silence.what)
 
 
-def observe_all(runs: Sequence[RunDir], brief: bool = False) -> list[dict]:
-    """`observe` of every run, with one question per scheduler; of several, if `brief`, `row`."""
+def observe_all(
+    runs: Sequence[RunDir], brief: bool = False, within_s: float = 0.0
+) -> list[dict]:
+    """`observe` of every run, with one question per scheduler, or its answer of `within_s` ago; of
+    several, if `brief`, `row`."""
     listings: dict[tuple[str, str], Listing] = {}
     seen = []
     is_one = len(runs) == 1
@@ -89,7 +92,7 @@ def observe_all(runs: Sequence[RunDir], brief: bool = False) -> list[dict]:
         try:
             cluster = cluster_of(run.config().run.scheduler, run.environment())
             if cluster not in listings:
-                listings[cluster] = listing(run)
+                listings[cluster] = listing(run, within_s)
             seen.append(look(run, listings[cluster]))
         except (ElasticError, OSError) as error:
             if is_one:
