@@ -30,26 +30,27 @@ pytest_plugins = ["slurm_sandbox"]
 # node has died, the master was cancelled and had been renamed by the site, one comes from a version
 # that had other names; others' jobs with a newline, a separator, and names only nearly like ours.
 SQUEUE = """\
-41|RUNNING|1795257556|1795257557|1795343957|n1|None|n1|big/w3@elastic|elastic:big/worker/3;
-42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|n/a|big/w4@elastic|(null);
+41|RUNNING|1795257556|1795257557|1795343957|n1|None|n1|elastic:big/worker/3|big/w3@elastic;
+42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|n/a|(null)|big/w4@elastic;
 22|PENDING|1795257762|N/A|N/A||None|n/a|a b"
  d|x|y;
-23|RUNNING|1795257762|1795257763|N/A|c1|None|c1|big/w3|(null);
-24|RUNNING|1795257762|1795257763|N/A|c1|None|c1|big/x3@elastic|elastic:big/worker;
+23|RUNNING|1795257762|1795257763|N/A|c1|None|c1|(null)|big/w3;
+24|RUNNING|1795257762|1795257763|N/A|c1|None|c1|elastic:big/worker|big/x3@elastic;
 40|PREEMPTED|1795257500|1795257501|1795257540|n2|None|n2|elastic:big/worker/5|elastic:big/worker/5;
-38|RUNNING|1795257480|1795257481|1795343957|n[2-3]|None|n1|big/t0@elastic|elastic:big/trainer/0;
-39|CANCELLED|1795257490|1795257491|1795257499|c1|None|c1|renamed by site|elastic:big/master/0;
+38|RUNNING|1795257480|1795257481|1795343957|n[2-3]|None|n1|elastic:big/trainer/0|big/t0@elastic;
+39|CANCELLED|1795257490|1795257491|1795257499|c1|None|c1|elastic:big/master/0|site-big/m0@elastic;
 """.replace("|", "\x1f").replace(";", "\x1e")
 
 
 def test_squeue_answer_becomes_the_elastic_jobs_in_it():
     assert parse_squeue(SQUEUE) == [
-        Job("41", "big/w3@elastic", "RUNNING", "None", 1795257556.0, 1795257557.0, "n1"),
+        Job("41", "elastic:big/worker/3", "RUNNING", "None", 1795257556.0, 1795257557.0, "n1",
+            limit_time=1795343957.0),
         Job("42", "big/w4@elastic", "PENDING", "Nodes are DOWN, DRAINED", 1795257558.0, None, ""),
         Job("40", "elastic:big/worker/5", "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2",
             1795257540.0),
-        Job("38", "big/t0@elastic", "RUNNING", "None", 1795257480.0, 1795257481.0, "n[2-3]",
-            is_headless=True),
+        Job("38", "elastic:big/trainer/0", "RUNNING", "None", 1795257480.0, 1795257481.0, "n[2-3]",
+            is_headless=True, limit_time=1795343957.0),
         Job("39", "elastic:big/master/0", "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1",
             1795257499.0),
     ]  # fmt: skip
@@ -350,7 +351,8 @@ def test_a_failed_squeue_is_try_again_not_an_empty_queue(tmp_path):
         scheduler.jobs()
 
 
-def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path):
+def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path, monkeypatch):
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path))
     (tmp_path / "answer").write_text(SQUEUE)
     count = f"echo >>{tmp_path}/asked; cat {tmp_path}/answer"
     both = fake_command(tmp_path, "squeue", count) | fake_command(tmp_path, "sbatch", "echo 9")
@@ -463,7 +465,7 @@ def test_a_job_runs_the_agent_as_a_step_and_ends_with_its_code(stage):
     job_id = stage.submit()
     stage.started(job_id)
     job = stage.job(job_id)
-    assert (job.name, job.state, job.ended) == ("big/w7@elastic", "RUNNING", False)
+    assert (job.name, job.state, job.ended) == ("elastic:big/worker/7", "RUNNING", False)
     assert job.node in ("n1", "n2", "n3", "n4")
     assert before - 2 < job.submit_time <= job.start_time < time.time() + 2
     assert stage.said() == f"start job={job_id} home={stage.home} gpus=0,1 tasks=1\n"
@@ -568,7 +570,7 @@ def test_while_the_controller_hangs_nothing_is_known_and_the_job_may_exist_after
 
     def ghost() -> list[Job]:
         try:
-            return [job for job in stage.scheduler.jobs() if job.name == "big/w7@elastic"]
+            return [job for job in stage.scheduler.jobs() if job.name == "elastic:big/worker/7"]
         except TryAgain:
             return []
 

@@ -773,6 +773,7 @@ _of_sandbox(
     click.option("--accounting", is_flag=True, help="With slurmdbd and MariaDB, for sacct."),
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
     click.option("--job-submit", type=_FILE, help="A job_submit.lua that judges all jobs."),
+    click.option("--host-names", is_flag=True, help="Nodes call themselves NAME.cluster.local."),
 )
 _of_sandbox(Sandbox.env)
 _of_sandbox(Sandbox.status)

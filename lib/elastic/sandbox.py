@@ -41,10 +41,14 @@ _ADDRESS = "127.0.0.1"
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
 _PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
-_PACKAGES |= {"sbatch": "slurm-client", "setsid": "util-linux"}
+_PACKAGES |= {"sbatch": "slurm-client", "setsid": "util-linux", "unshare": "util-linux"}
 _MORE_PACKAGES = dict.fromkeys(("mariadbd", "mariadb-install-db"), "mariadb-server")
 _MORE_PACKAGES |= {"slurmdbd": "slurmdbd"}
 _MULTIPLE = "this Slurm was built without --enable-multiple-slurmd; Debian's has it"
+
+_DOMAIN = "cluster.local"
+_RENAME = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+_RENAMED = ("--uts", "--mount", "/bin/sh", "-c", _RENAME)
 
 _KEEPER = """
 import ctypes, os, sys
@@ -60,7 +64,8 @@ except ChildProcessError:  # nothing is left below
 
 @dataclass(frozen=True)
 class Shape:
-    """What a sandbox looks like. `settings`: Key=Value lines of slurm.conf, over the template's."""
+    """What a sandbox looks like. `settings`: Key=Value lines of slurm.conf, over the template's;
+    with more words (PartitionName=preempt DefCpuPerGPU=4), these are added to such a line."""
 
     nodes: int = 4
     gpus: int = 2  # of each node
@@ -68,6 +73,7 @@ class Shape:
     accounting: bool = False
     settings: tuple[str, ...] = ()
     job_submit: Path | None = None  # a job_submit.lua
+    host_names: bool = False  # nodes call themselves NAME.cluster.local, as root may
 
     @property
     def names(self) -> list[str]:
@@ -133,7 +139,7 @@ class Sandbox:
         self._check_node(node)
         if self.members(node):
             raise UsageError(f"node is up already: {node}")
-        self._start(node, programs()["slurmd"], "-D", "-N", node)
+        self._start_node(node, programs())
 
     def hang_controller(self, seconds: float) -> None:
         """Have slurmctld answer nobody for a while; return at once."""
@@ -220,6 +226,9 @@ class Sandbox:
         self._remove()  # a sandbox that a reboot ended
         self.path.mkdir(0o700)
         self._mark.touch()
+        if shape.host_names:
+            named = "".join(f"{_ADDRESS} {node}.{_DOMAIN}\n" for node in shape.names)
+            (self.path / "hosts").write_text(Path("/etc/hosts").read_text() + named)
         for part in ["log", "state", "spool", *(f"spool/{node}" for node in shape.names)]:
             (self.path / part).mkdir()
 
@@ -237,7 +246,7 @@ class Sandbox:
             self._start_accounting(found, ports[1])
         self._start("slurmctld", found["slurmctld"], "-D", ready=ports[0])
         for node in shape.names:
-            self._start(node, found["slurmd"], "-D", "-N", node)
+            self._start_node(node, found)
         self._await(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
 
     def _are_idle(self, names: Sequence[str]) -> bool:
@@ -245,6 +254,12 @@ class Sandbox:
         with contextlib.suppress(ElasticError):
             return self.idle_nodes() == set(names)
         return False
+
+    def _start_node(self, node: str, found: dict[str, str]) -> None:
+        hosts, daemon = self.path / "hosts", [found["slurmd"], "-D", "-N", node]
+        if hosts.exists():
+            daemon = [found["unshare"], *_RENAMED, f"{node}.{_DOMAIN}", str(hosts), *daemon]
+        self._start(node, *daemon)
 
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
@@ -319,12 +334,20 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
             text = re.sub(rf"(?m)^@IF_{tag}@ (.*\n)", "" if is_off else r"\1", text)
         text = re.sub(r"@([A-Z_]+)@", lambda match: str(words[match[1]]), text)
         for setting in shape.all_settings if template.name == "slurm.conf" else ():
-            key = re.escape(setting.partition("=")[0])
-            text = re.sub(rf"(?im)^{key}=.*\n", "", text) + setting + "\n"
+            text = _with_setting(text, setting)
         (path / template.name).touch(0o600)
         (path / template.name).write_text(text)
     (path / "munge.key").touch(0o600)
     (path / "munge.key").write_bytes(os.urandom(1024))
+
+
+def _with_setting(text: str, setting: str) -> str:
+    """slurm.conf with another line for a key, or with more words in a line."""
+    begin, _, more = setting.partition(" ")
+    if more:
+        return re.sub(rf"(?m)^{re.escape(begin)} .*", lambda line: f"{line[0]} {more}", text)
+    key = re.escape(setting.partition("=")[0])
+    return re.sub(rf"(?im)^{key}=.*\n", "", text) + setting + "\n"
 
 
 def _gpu_devices(count: int) -> list[str]:

@@ -41,7 +41,7 @@ COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questio
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
 _FIELD, _RECORD = "\x1f", "\x1e"
-_COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%B", "%j", "%k")
+_COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%B", "%k", "%j")
 _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
 _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
@@ -334,7 +334,7 @@ def parse_squeue(text: str) -> list[Job]:
         if len(fields) < len(_COLUMNS):  # more: a separator in a name; not one of ours
             raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
         job_id, state, submitted, started, ended, node, reason, host, *names = fields
-        # A site's submit plugin may rename a job; its comment then still says whose it is.
+        # The comment first: a site's submit plugin may rename a job, to what looks like another's.
         name = next((name for name in names if parse_job_name(name)), None)
         if name:
             # A pending job's start is only a forecast.
