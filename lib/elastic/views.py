@@ -80,10 +80,10 @@ def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
     most = max(3, (height - 3) // 2) if height else len(observations)
     table = _table("run", "state", ">version", ">tokens", ">loss", ">GPUs", "why")
     for seen in observations[:most]:
-        limits = f"{_alive_gpus(seen)} of {seen['min']}..{seen['max']}"
+
         table.add_row(
             seen["run"], _state(seen["state"]), _number(seen["version"]),
-            si(seen["tokens"]), _number(seen["loss"], LOSS), limits, seen["reason"],
+            si(seen["tokens"]), _number(seen["loss"], LOSS), _gpus(seen), seen["reason"],
         )  # fmt: skip
     left = len(observations) - most
     notes = [f"and {left} more"] if left > 0 else []
@@ -119,11 +119,9 @@ def _summary(seen: dict, height: int) -> RenderableType:
         f"version {_number(seen['version'])} · {si(seen['tokens'])} {seen['unit']}{goal}"
         f" · loss {_number(seen['loss'], LOSS)}"
     )
-    wanted = f"{seen['min']}..{seen['max']}"
-    alive = f"{len(_alive(seen))} alive, on {_alive_gpus(seen)} of {wanted} GPUs"
+    alive = f"{len(_alive(seen))} alive, on {_gpus(seen)} GPUs"
     if seen["preemptions_per_h"]:
         alive += f" · {seen['preemptions_per_h']:.0f} preemptions/h"
-    space = not 0 < height < ROOMY_LINES
     for name, text in (
         (seen["run"], _state(seen["state"]) + f" · mode {seen['mode']}"),
         ("", seen["summary"]),
@@ -133,7 +131,7 @@ def _summary(seen: dict, height: int) -> RenderableType:
         ("workers", alive if seen["workers"] or seen["state"] in ("running", "waiting") else ""),
         ("why", seen["reason"]),
         ("waits", _waits(wording.awaited(seen))),
-        ("where", seen["path"] if space else ""),
+        ("where", "" if 0 < height < ROOMY_LINES else seen["path"]),
     ):
         if text:
             rows.add_row(name, text)
@@ -153,16 +151,14 @@ def _round(seen: dict) -> str:
 
 def _waits(jobs: Sequence[dict]) -> str:
     """What the scheduler's reasons mean, and what to do."""
-    reasons = dict.fromkeys(job["reason"] for job in jobs)
-    said = [(reason, wording.way_out(reason)) for reason in reasons if reason]
-    return "; ".join(f"{reason}: {words}" for reason, words in said if words)
+    said = {job["reason"]: wording.way_out(job["reason"]) for job in jobs}
+    return "; ".join(f"{reason}: {words}" for reason, words in said.items() if words)
 
 
 def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[RenderableType]:
     """A row per worker; of too many, those that are in trouble, then those that are slowest."""
     speed = {"tokens": ">tok/s"}.get(unit, f">{unit}/s")
-    columns = (">slot", ">try", "job", "node", "state", ">version", ">step", speed, ">beat")
-    table = _table(*columns)
+    table = _table(">slot", ">try", "job", "node", "state", ">version", ">step", speed, ">beat")
     telling = sorted(workers, key=lambda w: (w["state"] == "training", w["tokens_per_s"]))[:most]
     for worker in sorted(telling, key=lambda each: each["slot"]):
         table.add_row(
@@ -201,12 +197,10 @@ def audit_view(run: str, report: dict) -> RenderableType:
         table = _table(">epoch", *(f">{name.replace('_', ' ')}" for name in columns))
         for epoch in report["epochs"]:
             table.add_row(str(epoch["epoch"]), *(f"{epoch[name]:,}" for name in columns))
-        parts.append(table)
-        parts.append(
-            f"{report['commits']} versions, {report['deltas']} deltas,"
-            f" {report['tokens']:,} {report['unit']},"
-            f" {report['masters']} masters, {report['files']} files"
-        )
+        counts = (f"{report['commits']} versions, {report['deltas']} deltas,"
+                  f" {report['tokens']:,} {report['unit']},"
+                  f" {report['masters']} masters, {report['files']} files")  # fmt: skip
+        parts += [table, counts]
     if report.get("gpu_seconds"):
         parts.append(_gpu_seconds(report["gpu_seconds"]))
     parts += [
@@ -230,14 +224,12 @@ def chaos_view(report: dict) -> RenderableType:
                  for middle, worst in (row["next_commit_s"], row["back_s"])]  # fmt: skip
         spans += [_number(row["kept"], "{:.1%}") for _ in kept]
         table.add_row(row["kind"], str(row["count"]), str(row["steps_lost"]), *spans)
-    parts: list[RenderableType] = [table, ""]
-    parts.append(f"{report['faults']} faults in {report['seconds']:.0f} s, "
-                 f"{report['restarts']} restarts, {report['steps_lost']} steps lost; "
-                 f"{si(report['tokens_per_s'])} {report['audit'].get('unit', 'tokens')}/s"
-                 + (f", {report['kept']:.1%} of those without faults" if kept else ""))  # fmt: skip
-    if report["worst"]:
-        parts.append(f"the longest to recover from: {report['worst']}")
-    return Group(*parts, "", audit_view(report["run"], report["audit"]))
+    sums = (f"{report['faults']} faults in {report['seconds']:.0f} s, "
+            f"{report['restarts']} restarts, {report['steps_lost']} steps lost; "
+            f"{si(report['tokens_per_s'])} {report['audit'].get('unit', 'tokens')}/s"
+            + (f", {report['kept']:.1%} of those without faults" if kept else ""))  # fmt: skip
+    worst = [f"the longest to recover from: {report['worst']}"] if report["worst"] else []
+    return Group(table, "", sums, *worst, "", audit_view(report["run"], report["audit"]))
 
 
 def doctor_view(report: dict) -> RenderableType:
@@ -284,12 +276,10 @@ def plan_view(found: dict) -> RenderableType:
 
 def _gpu_seconds(ledger: dict[str, float]) -> str:
     """The goodput ledger in a line or two."""
-    whole = ledger["allocated"] or 1.0
-    shares = {name: f"{name} {ledger[name] / whole:.1%}" for name in PARTS if ledger[name]}
-    goodput = shares.pop("training", "training 0.0%")
-    rest = "".join(f", {share}" for share in shares.values())
-    return (f"goodput: {goodput} of {si(ledger['allocated'])} GPU-seconds{rest}; "
-            f"{si(ledger['queued'])} more were waited for")  # fmt: skip
+    whole, (training, *others) = ledger["allocated"], PARTS
+    shares = [f"{name} {ledger[name] / whole:.1%}" for name in others if ledger[name]]
+    goodput = f"{training} {ledger[training] / (whole or 1.0):.1%} of {si(whole)} GPU-seconds"
+    return f"goodput: {', '.join([goodput, *shares])}; {si(ledger['queued'])} more were waited for"
 
 
 def validation_view(found: dict, curves: dict) -> RenderableType:
@@ -351,8 +341,10 @@ def _alive(seen: dict) -> list[dict]:
     return [worker for worker in seen["workers"] if worker["state"] != "stalled"]
 
 
-def _alive_gpus(seen: dict) -> int:
-    return seen["gpus"] * len(_alive(seen)) // max(1, len(seen["workers"]))
+def _gpus(seen: dict) -> str:
+    """Of those alive, and the limits."""
+    alive = seen["gpus"] * len(_alive(seen)) // max(1, len(seen["workers"]))
+    return f"{alive} of {seen['min']}..{seen['max']}"
 
 
 def _state(state: str) -> Text:
