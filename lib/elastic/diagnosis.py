@@ -7,11 +7,12 @@ preempted. WARN: they work, and less well than they could. A good cluster gets n
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from elastic.estimate import size
+from elastic.wording import counted
 
 OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
 OLDEST_SLURM = (22, 5)
@@ -102,15 +103,18 @@ def _finding(check: Check, facts: Mapping[str, Any], missing: Unknown | None) ->
     return Finding(check.name, verdict, seen, check.why, fix)
 
 
+def _warn_if(could_be_better: bool, seen: str, fix: str) -> tuple[str, str, str]:
+    return (WARN, seen, fix) if could_be_better else (OK, seen, "")
+
+
 # ---- Slurm --------------------------------------------------------------------------------------
 
 
 def _slurm(cluster: Mapping[str, str]) -> tuple[str, str, str]:
     version = cluster["SLURM_VERSION"]
+    is_old = [int(part) for part in version.split(".")[:2]] < [*OLDEST_SLURM]
     seen = f"{version}, cluster {cluster['ClusterName']}"
-    if [int(part) for part in version.split(".")[:2]] < [*OLDEST_SLURM]:
-        return WARN, seen, "22.05 is the oldest that this was tried with"
-    return OK, seen, ""
+    return _warn_if(is_old, seen, "22.05 is the oldest that this was tried with")
 
 
 def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
@@ -120,7 +124,7 @@ def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
         return next(filter(None, problems))
     inside = {node.name: node for node in nodes if node.partition in names}.values()
     counts = [gpus_of(node.gres, slurm.gres) for node in inside]
-    seen = f"{slurm.partition}: UP, {_nodes(inside)}, {sum(counts)} GPUs"
+    seen = f"{slurm.partition}: UP, {counted(len(inside), 'node')}, {sum(counts)} GPUs"
     per_job = slurm.gpus_per_worker if config.run.mode == "local" else slurm.gpus_per_node
     if slurm.gres and max(counts) < per_job:
         fit = sorted({n.partition for n in nodes if gpus_of(n.gres, "gpu") >= per_job})
@@ -142,14 +146,10 @@ def _masters_partition(config, cluster, partitions, nodes) -> tuple[str, str, st
     if problem := _closed(name, "slurm.master_partition", partitions, nodes):
         return problem
     mode = preempt_mode(cluster, name, partitions, nodes)
-    seen = f"{name}: UP, {_nodes([node for node in nodes if node.partition == name])}"
+    seen = f"{name}: UP, {counted(sum(node.partition == name for node in nodes), 'node')}"
     if mode not in ("OFF", ""):
         return WARN, f"{seen}; PreemptMode={mode}", "set slurm.master_partition to a CPU partition"
     return OK, seen, ""
-
-
-def _nodes(inside: Collection[Node]) -> str:
-    return "1 node" if len(inside) == 1 else f"{len(inside)} nodes"
 
 
 def _closed(name: str, key: str, partitions, nodes) -> tuple[str, str, str] | None:
@@ -220,8 +220,7 @@ def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> st
         return ""
     if kind == "preempt/none" or not _is_below_another(name, partitions, nodes):
         return "OFF"
-    modes = [mode for mode in partition["PreemptMode"].split(",") if mode != "GANG"]
-    return modes[0] if modes else "OFF"
+    return next((mode for mode in partition["PreemptMode"].split(",") if mode != "GANG"), "OFF")
 
 
 def _is_below_another(name: str, partitions, nodes) -> bool:
@@ -247,16 +246,14 @@ def _mode(config, cluster, partitions, nodes) -> tuple[str, str, str]:
     if not mode:
         return SKIP, _BY_QOS, _SEE_QOS
     seen = f"{name}: {mode} ({cluster['PreemptType']})"
-    advice = {
+    verdict, fix = {
         "REQUEUE": (OK, ""),
         "CANCEL": (WARN, f"runs go on: their jobs are submitted again, if elastic-reconcile is in a"
                          f" crontab. For jobs of your own: PreemptMode=REQUEUE for {name}"),
         "OFF": (WARN, "nothing is ever taken here: if another partition is the preemptible one, set"
                       f" slurm.partition; if this is it: PreemptMode=REQUEUE for {name}"),
-    }  # fmt: skip
-    stopped = (FAIL, f"PreemptMode=REQUEUE for {name}: a stopped job gets no notice, looks lost,"
-                     " and keeps its GPUs' memory")  # fmt: skip
-    verdict, fix = advice.get(mode, stopped)
+    }.get(mode, (FAIL, f"PreemptMode=REQUEUE for {name}: a stopped job gets no notice, looks lost,"
+                       " and keeps its GPUs' memory"))  # fmt: skip
     return verdict, seen, fix
 
 
@@ -266,7 +263,8 @@ def _notice(config, cluster, partitions, nodes, disk, save) -> tuple[str, str, s
     mode = preempt_mode(cluster, name, partitions, nodes) if known else "OFF"
     if mode in ("OFF", ""):
         return SKIP, "nothing is preempted there" if mode else _BY_QOS, "" if mode else _SEE_QOS
-    grace_s, kill_s = int(partitions[name]["GraceTime"]), _number(cluster["KillWait"])
+    wait = re.search(r"\d+", cluster["KillWait"])
+    grace_s, kill_s = int(partitions[name]["GraceTime"]), int(wait[0]) if wait else 0
     notice_s = grace_s + kill_s - NOTICE_MARGIN_S
     seen = f"{notice_s:g} s (GraceTime={grace_s}, KillWait={kill_s})"
     for missing in (disk, save):
@@ -286,10 +284,9 @@ def _notice(config, cluster, partitions, nodes, disk, save) -> tuple[str, str, s
 
 
 def _job_requeue(cluster) -> tuple[str, str, str]:
-    seen = f"JobRequeue={cluster['JobRequeue']}"
-    if cluster["JobRequeue"] == "0":
-        return WARN, seen, "give sbatch --requeue, or set JobRequeue=1. Runs do not need it"
-    return OK, seen, ""
+    setting = cluster["JobRequeue"]
+    fix = "give sbatch --requeue, or set JobRequeue=1. Runs do not need it"
+    return _warn_if(setting == "0", f"JobRequeue={setting}", fix)
 
 
 def _requeue_delay(cluster) -> tuple[str, str, str]:
@@ -297,16 +294,12 @@ def _requeue_delay(cluster) -> tuple[str, str, str]:
         re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
     )
     delay_s = 1 + (int(found[1]) if found else CRED_EXPIRE_S)
-    if delay_s > LONG_REQUEUE_S:
-        fix = "AuthInfo=cred_expire=10 and a restart of slurmctld, or scontrol update JobId=ID"
-        fix += " StartTime=now each time. Runs do not wait: their jobs are submitted anew"
-        return WARN, f"{delay_s} s", fix
-    return OK, f"{delay_s} s", ""
+    fix = ("AuthInfo=cred_expire=10 and a restart of slurmctld, or scontrol update JobId=ID"
+           " StartTime=now each time. Runs do not wait: their jobs are submitted anew")  # fmt: skip
+    return _warn_if(delay_s > LONG_REQUEUE_S, f"{delay_s} s", fix)
 
 
-def _number(text: str) -> int:
-    found = re.search(r"\d+", text)
-    return int(found[0]) if found else 0
+
 
 
 # ---- limits -------------------------------------------------------------------------------------
@@ -367,13 +360,8 @@ def other_hosts(config, nodes, here: str) -> list[str]:
 
 def _bandwidth(disk: Disk) -> tuple[str, str, str]:
     seen = f"writes {size(disk.write)}/s, reads {size(disk.read)}/s, one process"
-    if min(disk.write, disk.read) < SLOW_DISK:
-        return WARN, seen, "set ELASTIC_RUNS to a faster filesystem"
-    return OK, seen, ""
-
-
-def _redis(redis: str) -> tuple[str, str, str]:
-    return OK, redis, ""
+    is_slow = min(disk.write, disk.read) < SLOW_DISK
+    return _warn_if(is_slow, seen, "set ELASTIC_RUNS to a faster filesystem")
 
 
 def _interface(config, network, nodes, here) -> tuple[str, str, str]:
@@ -393,21 +381,18 @@ def _clock(clocks: Mapping[str, float]) -> tuple[str, str, str]:
     seen = ", ".join(f"{name} {round(skew_s, 1) + 0.0:+} s" for name, skew_s in clocks.items())
     if not clocks:
         return SKIP, "nobody else's clock is known", ""
-    worst_s = max(map(abs, clocks.values()))
-    if worst_s <= SKEWED_S:
-        return OK, seen, ""
-    return FAIL if worst_s > WRONG_S else WARN, seen, "run NTP (chrony) on all of them"
+    worst_s, fix = max(map(abs, clocks.values())), "run NTP (chrony) on all of them"
+    return (FAIL, seen, fix) if worst_s > WRONG_S else _warn_if(worst_s > SKEWED_S, seen, fix)
 
 
 # ---- Python, GPUs, cron -------------------------------------------------------------------------
 
 
 def _torch(torch: Mapping[str, Any]) -> tuple[str, str, str]:
-    seen = f"Python {torch['python']}; torch {torch['version']}"
-    seen += f", imported in {torch['import_s']:.1f} s"
-    if torch["import_s"] > SLOW_IMPORT_S:
-        return WARN, seen, "put the venv on a faster filesystem, and see ELASTIC_PYTHON"
-    return OK, seen, ""
+    version, import_s = torch["version"], torch["import_s"]
+    seen = f"Python {torch['python']}; torch {version}, imported in {import_s:.1f} s"
+    fix = "put the venv on a faster filesystem, and see ELASTIC_PYTHON"
+    return _warn_if(import_s > SLOW_IMPORT_S, seen, fix)
 
 
 def _gpus(torch: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -447,7 +432,8 @@ CHECKS = (
     Check("filesystem", "all jobs of a run work in one folder",
           "config disk nodes? here", _shared),
     Check("bandwidth", "saves, versions and deltas wait for it", "disk", _bandwidth),
-    Check("redis", "workers and master find each other there", "redis", _redis, "redis"),
+    Check("redis", "workers and master find each other there", "redis",
+          lambda redis: (OK, redis, ""), "redis"),
     Check("interface", "the master listens there for its workers",
           "config network nodes? here", _interface, "network"),
     Check("clock", "jobs, Slurm and the pass compare times that each other wrote",
@@ -489,6 +475,6 @@ def _best_partition(facts: Mapping[str, Any], with_gpus: bool) -> tuple[str, str
         is_fit = gpus and mode in ("REQUEUE", "CANCEL") if with_gpus else inside and mode == "OFF"
         if is_fit and partition["State"] == "UP":
             order = (mode == "REQUEUE", gpus) if with_gpus else (not gpus, len(inside))
-            what = f"PreemptMode={mode}, {_nodes(inside)}, {gpus} GPUs"
+            what = f"PreemptMode={mode}, {counted(len(inside), 'node')}, {gpus} GPUs"
             best.append((order, name, what))
     return max(best)[1:] if best else None
