@@ -5,6 +5,7 @@ screen or a page is up to views.py and report.py.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,17 +83,16 @@ def way_out(reason: str) -> str:
 def event_words(event: Mapping[str, Any]) -> str:
     """One event as a sentence; one of an unknown kind as its fields."""
     kind = event.get("kind", "?")
-    if kind == "submit" and "role" not in event:
-        return STARTED.format_map(_Fields(event))
     if kind not in EVENTS:
         rest = (f"{name}={brief(v)}" for name, v in event.items() if name not in ("time", "kind"))
         return one_line(" ".join([str(kind), *rest]))
     if kind == "lost" and "reason" in event:  # it said so itself
         kind = "crash"
-    words = EVENTS[kind]
+    words = EVENTS[kind] if kind != "submit" or "role" in event else STARTED
     if "steps" not in event:  # of a program whose steps nobody knows
         words = words.removesuffix("; {steps} steps in all")
-    return words.format_map(_Fields(event, **_derived(event)))
+    fields = {name: brief(value) for name, value in {**event, **_derived(event)}.items()}
+    return words.format_map(defaultdict(lambda: "?", fields))
 
 
 def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,14 +106,7 @@ def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class _Fields(dict):
-    """Fields of an event for a sentence: short, and "?" where there is none."""
 
-    def __getitem__(self, name: str) -> str:
-        return brief(super().__getitem__(name))
-
-    def __missing__(self, _name: str) -> str:
-        return "?"
 
 
 def who(event: Mapping[str, Any]) -> str:
@@ -151,12 +144,12 @@ def sentence(seen: Mapping[str, Any], now: float) -> str:
     if seen["state"] == "running" and seen.get("program"):
         return seen["program"]
     if seen["state"] not in ("running", "waiting"):
-        return ", ".join([_ended(seen), *_progress(seen)])
+        ended = f"failed: {seen['reason']}" if seen["state"] == "failed" else seen["state"]
+        return ", ".join([ended, *_progress(seen)])
     gpus = f"{_doing(seen)} {seen['gpus']} of {seen['min']}..{seen['max']} GPUs"
     following = "" if seen["next"].startswith("nothing: ") else f"next: {seen['next']}"
     doing = ", ".join([gpus, *_progress(seen)])
-    parts = [doing, seen.get("trouble"), _pending(seen, now), following]
-    return "; ".join(filter(None, parts))
+    return "; ".join(filter(None, [doing, seen.get("trouble"), _pending(seen, now), following]))
 
 
 def _doing(seen: Mapping[str, Any]) -> str:
@@ -164,12 +157,11 @@ def _doing(seen: Mapping[str, Any]) -> str:
     states = {"failing" if each.get("trouble") else each["state"] for each in seen["workers"]}
     words = {"unknown": "nobody says how it goes, on", "loading": "starting on",
              "failing": "failing on"}  # fmt: skip
-    same = words.get(min(states), "") if len(states) == 1 else ""
-    return same or ("training on" if states else "waiting, with")
+    usual = "training on" if states else "waiting, with"
+    return words.get(min(states), usual) if len(states) == 1 else usual
 
 
-def _ended(seen: Mapping[str, Any]) -> str:
-    return seen["state"] if seen["state"] != "failed" else f"failed: {seen['reason']}"
+
 
 
 def _progress(seen: Mapping[str, Any]) -> list[str]:
