@@ -11,7 +11,7 @@ jobs existed at the last pass, how they ended, which submissions may or may not 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.errors import Exit
@@ -55,8 +55,14 @@ class _Placed:
         return (self.role, 0 if self.role in ALONE else self.slot)
 
 
+class _Job(_Placed):
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.job_id, self.role, self.slot)
+
+
 @dataclass(frozen=True)
-class JobSeen(_Placed):
+class JobSeen(_Job):
     """A job as a listing showed it, or as it was submitted a moment ago."""
 
     job_id: str
@@ -73,10 +79,6 @@ class JobSeen(_Placed):
     limit_at: float | None = None  # when its time limit ends it
     is_headless: bool = False  # the node of its script has left it: nothing would ever end it
     asked: tuple[int, int] | None = None  # of a trainer: the fewest and the most GPUs
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return (self.job_id, self.role, self.slot)
 
     @property
     def queued(self) -> bool:
@@ -99,7 +101,7 @@ class JobSeen(_Placed):
 
 
 @dataclass(frozen=True)
-class Ended(_Placed):
+class Ended(_Job):
     """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held, refused."""
 
     job_id: str
@@ -163,7 +165,7 @@ def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]
     """Jobs whose end is news, with what was last known of them and the state they ended in."""
     known = {job.key: job for job in memory.jobs}
     rows = {row.key: row for row in listed}
-    told = {(end.job_id, end.role, end.slot, end.submitted_at) for end in memory.ended}
+    told = {(*end.key, end.submitted_at) for end in memory.ended}
     news = []
     for key, job in known.items():
         if key not in rows and now - job.submitted_at >= SETTLE_S:
@@ -173,28 +175,28 @@ def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]
     for key, row in rows.items():
         is_new = key not in known and (*key, row.submitted_at) not in told
         if is_new and has_ended(row.state) and row.submitted_at >= memory.born:
-            news.append(replace(row, state="REFUSED") if _was_refused(row) else row)
+            # Nobody submitted it and it never had a node: what a refused sbatch may leave behind.
+            was_refused = _word(row.state) == "FAILED" and not row.node
+            news.append(replace(row, state="REFUSED") if was_refused else row)
     return news
 
 
 def learn(
-    memory: Memory, listed: Sequence[JobSeen], endings: Iterable[Ended], now: float, keep: int
+    memory: Memory, listed: Sequence[JobSeen], endings: Sequence[Ended], now: float, keep: int
 ) -> Memory:
     """The next memory: jobs that exist, and how the `gone` ones ended (`keep` or more per slot)."""
-    endings = tuple(endings)
     known = {job.key: job for job in memory.jobs}
     rows = {row.key for row in listed}
     jobs = [_joined(row, known.get(row.key)) for row in listed if not has_ended(row.state)]
     jobs += [j for j in memory.jobs if j.key not in rows and now - j.submitted_at < SETTLE_S]
-    old = known.keys() | {(end.job_id, end.role, end.slot) for end in memory.ended}
-    came = (each for each in (*jobs, *endings) if (each.job_id, each.role, each.slot) not in old)
-    arrived = {each.place for each in came}
+    old = known.keys() | {end.key for end in memory.ended}
+    arrived = {each.place for each in (*jobs, *endings) if each.key not in old}
     unsure = tuple(u for u in memory.unsure if u.until > now and u.place not in arrived)
     kept: list[Ended] = []
     count: dict[tuple[str, int], int] = defaultdict(int)
-    for end in reversed(memory.ended + endings):
+    for end in reversed((*memory.ended, *endings)):
         count[end.place] += 1
-        is_listed = (end.job_id, end.role, end.slot) in rows  # forgotten, it would be news again
+        is_listed = end.key in rows  # forgotten, it would be news again
         if is_listed or now - end.at < RECENT_S or count[end.place] <= keep:
             kept.append(end)
     return replace(memory, jobs=tuple(jobs), ended=tuple(reversed(kept)), unsure=unsure)
@@ -229,9 +231,7 @@ def said_at_end(job: JobSeen, record: Mapping) -> str:
     return str(own.get("outcome", "ended")) if own.get("state") == "ended" else ""
 
 
-def _was_refused(row: JobSeen) -> bool:
-    """Nobody submitted it and it never had a node: what a refused sbatch may leave in the list."""
-    return _word(row.state) == "FAILED" and not row.node
+
 
 
 def _own(job: JobSeen, record: Mapping | None) -> Mapping:
