@@ -58,6 +58,7 @@ class Chaos:
         self.scheduler = scheduler_of(run)
         self.is_local = self.config.run.scheduler == "local"
         self.box = None if self.is_local else _sandbox(run.environment().get("SLURM_CONF", ""))
+        self.is_here = self.is_local or bool(self.box)  # and so are the run's processes
         self.done: list[Fault] = []
         self._began = max(0, run.newest_version())
 
@@ -83,12 +84,11 @@ class Chaos:
         """Is it a job of this run, and here a process that says so? A lease may say anything."""
         names = {"RUN_DIR": self.run.path, "SLOT": slot.slot, "ATTEMPT": slot.attempt}
         own = {f"ELASTIC_{name}={value}" for name, value in names.items()}
-        is_here = self.is_local or self.box
-        around = read(f"/proc/{slot.pid}/environ").split("\0") if is_here else own
+        around = read(f"/proc/{slot.pid}/environ").split("\0") if self.is_here else own
         return slot.job_id in job_ids and own <= {*around}
 
     def _trainer(self) -> list[Slot]:
-        ranks = self._pids("trainer") if self.is_local or self.box else [0]  # reached by its job
+        ranks = self._pids("trainer") if self.is_here else [0]  # reached by its job
         said = self.run.lines("metrics.jsonl", 1)
         if not ranks or not said or said[0]["attempt"] != self.run.latest_attempt(0):
             return []
@@ -98,6 +98,8 @@ class Chaos:
 
     def _store(self):
         return contextlib.closing(Store.open(self.run, role="master"))
+
+
 
     def _pids(self, program: str) -> list[int]:
         """This machine's processes of the run: worker, trainer, master, redis-server."""
@@ -118,7 +120,7 @@ class Chaos:
 
     def why_not(self, kind: str) -> str:
         """Why this fault cannot be done to this run; empty if it can."""
-        here, mode = self.is_local or self.box, self.run.control().mode
+        here, mode = self.is_here, self.run.control().mode
         free = shutil.disk_usage(self.run.path).free
         rules = {
             "the run is in sync mode": kind in IN_LOCAL_MODE and mode == "sync",
@@ -155,10 +157,10 @@ class Chaos:
         return fault
 
     def _kill_worker(self, victim: Slot) -> str:
-        if not (self.is_local or self.box):
+        if not self.is_here:
             self.scheduler.cancel(victim.job_id, now=True)
             return f"job {victim.job_id} of slot {victim.slot}"
-        _signal(victim.pid, signal.SIGKILL)
+        _kill(victim.pid)
         return _process(victim)
 
     def _preempt(self, victim: Slot) -> str:
@@ -170,19 +172,17 @@ class Chaos:
         return f"job {victim.job_id} of slot {victim.slot}"
 
     def _kill_master(self, _victim: Slot) -> str:
-        if not (self.is_local or self.box):
+        if not self.is_here:
             job_ids = [j.job_id for j in self._jobs() if parse_job_name(j.name)[1] == MASTER]
             for job_id in job_ids:
                 self.scheduler.cancel(job_id, now=True)
             return f"jobs {job_ids}"
         pids = self._pids("master") + self._pids("redis-server")
-        for pid in pids:
-            _signal(pid, signal.SIGKILL)
+        _kill(*pids)
         return f"master and Redis, processes {pids}"
 
     def _kill_redis(self, _victim: Slot) -> str:
-        for pid in self._pids("redis-server"):
-            _signal(pid, signal.SIGKILL)
+        _kill(*self._pids("redis-server"))
         return "Redis alone"
 
     def _flush_redis(self, _victim: Slot) -> str:
@@ -244,8 +244,7 @@ class Chaos:
         folders = sorted((self.run.path / "checkpoints").glob("step-*/"))
         files = [path for folder in folders[-1:] for path in folder.glob("*.distcp")]
         said = _flip_a_byte(files[0]) if files else "there is none yet"
-        for pid in self._pids("trainer"):
-            _signal(pid, signal.SIGKILL)
+        _kill(*self._pids("trainer"))
         return said
 
     def _clock_skew(self, _victim: Slot) -> str:
@@ -342,9 +341,10 @@ def _process(victim: Slot) -> str:
     return f"process {victim.pid} of slot {victim.slot}, at step {victim.step}"
 
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it was faster
-        os.kill(pid, number)
+def _kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it was faster
+            os.kill(pid, signal.SIGKILL)
 
 
 def _stop(pid: int, seconds: float) -> None:
