@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
 
 from elastic.estimate import size
@@ -72,11 +73,11 @@ class Disk:
 
 
 class Check(NamedTuple):
-    """`judge` gets the `needs` (with a "?": also if Unknown); no run does without the `vital`."""
+    """`judge` gets the facts that its parameters name (a keyword-only one: also if Unknown); no run
+    does without the `vital`."""
 
     name: str
     why: str
-    needs: str
     judge: Callable[..., tuple[str, str, str]]
     vital: str = ""
 
@@ -85,8 +86,9 @@ def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
     """One finding per check, in order; of those that one thing is missing for, the first alone."""
     found: dict[int, Finding] = {}
     for at, check in enumerate(CHECKS):
-        needs = [facts[need] for need in check.needs.split() if not need.endswith("?")]
-        missing = next((fact for fact in needs if isinstance(fact, Unknown)), None)
+        needs = signature(check.judge).parameters.values()
+        needed = [facts[each.name] for each in needs if each.kind is not each.KEYWORD_ONLY]
+        missing = next((fact for fact in needed if isinstance(fact, Unknown)), None)
         found.setdefault(id(missing) if missing else at, _finding(check, facts, missing))
     return list(found.values())
 
@@ -96,8 +98,8 @@ def _finding(check: Check, facts: Mapping[str, Any], missing: Unknown | None) ->
         is_vital = facts.get(check.vital) is missing and not missing.meant
         return Finding(check.name, FAIL if is_vital else SKIP, missing.why, check.why, missing.fix)
     try:
-        needs = [facts[need.rstrip("?")] for need in check.needs.split()]
-        verdict, seen, fix = check.judge(*needs)
+        needs = {name: facts[name] for name in signature(check.judge).parameters}
+        verdict, seen, fix = check.judge(**needs)
     except (ValueError, KeyError, IndexError) as error:  # Slurm, or a setting, said what none does
         verdict, seen, fix = SKIP, f"not understood: {type(error).__name__}: {error}", ""
     return Finding(check.name, verdict, seen, check.why, fix)
@@ -238,7 +240,7 @@ _BY_QOS = "PreemptType=preempt/qos: mode and GraceTime are those of the job's QO
 _SEE_QOS = "look: sacctmgr show qos format=Name,PreemptMode,GraceTime; wanted: REQUEUE, 30 s"
 
 
-def _mode(config, cluster, partitions, nodes) -> tuple[str, str, str]:
+def _mode(config, cluster, partitions, *, nodes) -> tuple[str, str, str]:
     name = _first(config.slurm.partition)
     if name not in partitions:
         return SKIP, f"no partition {name}", ""
@@ -257,7 +259,7 @@ def _mode(config, cluster, partitions, nodes) -> tuple[str, str, str]:
     return verdict, seen, fix
 
 
-def _notice(config, cluster, partitions, nodes, disk, save) -> tuple[str, str, str]:
+def _notice(config, cluster, partitions, *, nodes, disk, save) -> tuple[str, str, str]:
     name = _first(config.slurm.partition)
     known = name in partitions
     mode = preempt_mode(cluster, name, partitions, nodes) if known else "OFF"
@@ -299,13 +301,10 @@ def _requeue_delay(cluster) -> tuple[str, str, str]:
     return _warn_if(delay_s > LONG_REQUEUE_S, f"{delay_s} s", fix)
 
 
-
-
-
 # ---- limits -------------------------------------------------------------------------------------
 
 
-def _limits(config, cluster, limits) -> tuple[str, str, str]:
+def _limits(config, cluster, *, limits) -> tuple[str, str, str]:
     most, fewest = wanted_jobs(config)
     known = {} if isinstance(limits, Unknown) else limits
     enforced = {"limits", "safe", "all"} & {*cluster["AccountingStorageEnforce"].split(",")}
@@ -342,7 +341,7 @@ def _folder(disk: Disk) -> tuple[str, str, str]:
     return OK, f"{disk.folder}: rename, link, fsync work; {size(disk.free_bytes)} free", ""
 
 
-def _shared(config, disk: Disk, nodes, here: str) -> tuple[str, str, str]:
+def _shared(config, disk: Disk, here: str, *, nodes) -> tuple[str, str, str]:
     others = other_hosts(config, nodes, here)
     if disk.kind in OF_ONE_MACHINE and others:
         seen = f"{disk.kind}, which {others[0]} and {len(others) - 1} others may not see"
@@ -364,7 +363,11 @@ def _bandwidth(disk: Disk) -> tuple[str, str, str]:
     return _warn_if(is_slow, seen, "set ELASTIC_RUNS to a faster filesystem")
 
 
-def _interface(config, network, nodes, here) -> tuple[str, str, str]:
+def _redis(redis: str) -> tuple[str, str, str]:
+    return OK, redis, ""
+
+
+def _interface(config, network, here, *, nodes) -> tuple[str, str, str]:
     if trouble := network.get("trouble"):
         return WARN, f"{trouble.what}; the master's node may have it", trouble.hint
     seen = f"{config.redis.bind}: {network['address']}"
@@ -414,34 +417,25 @@ def _cron(cron: str | None, cron_line: str) -> tuple[str, str, str]:
 
 
 CHECKS = (
-    Check("slurm", "without it nothing can be submitted", "cluster", _slurm, "cluster"),
-    Check("partition", "workers and trainers run there",
-          "config partitions nodes", _workers_partition),
-    Check("master partition", "rounds stand still while the master is away",
-          "config cluster partitions nodes", _masters_partition),
-    Check("time limit", "a job that asks for more never starts", "config partitions", _time),
-    Check("preemption", "what becomes of a job whose GPUs are taken",
-          "config cluster partitions nodes?", _mode),
-    Check("notice", "what is not saved before the kill is lost",
-          "config cluster partitions nodes? disk? save?", _notice),
-    Check("job requeue", "whether sbatch scripts of your own come back", "cluster", _job_requeue),
-    Check("requeue delay", "a job that Slurm requeues waits so long", "cluster", _requeue_delay),
-    Check("limits", "a run gets no more GPUs than it may have jobs",
-          "config cluster limits?", _limits),
-    Check("run folder", "it is the durable truth of a run", "disk", _folder, "disk"),
-    Check("filesystem", "all jobs of a run work in one folder",
-          "config disk nodes? here", _shared),
-    Check("bandwidth", "saves, versions and deltas wait for it", "disk", _bandwidth),
-    Check("redis", "workers and master find each other there", "redis",
-          lambda redis: (OK, redis, ""), "redis"),
-    Check("interface", "the master listens there for its workers",
-          "config network nodes? here", _interface, "network"),
-    Check("clock", "jobs, Slurm and the pass compare times that each other wrote",
-          "clocks", _clock),
-    Check("torch", "every start of a worker waits for its import", "torch", _torch, "torch"),
-    Check("gpus", "one that computes wrongly spoils the run", "torch", _gpus),
-    Check("cron", "only its pass replaces jobs when no master does", "cron cron_line", _cron),
-)  # fmt: skip
+    Check("slurm", "without it nothing can be submitted", _slurm, "cluster"),
+    Check("partition", "workers and trainers run there", _workers_partition),
+    Check("master partition", "rounds stand still while the master is away", _masters_partition),
+    Check("time limit", "a job that asks for more never starts", _time),
+    Check("preemption", "what becomes of a job whose GPUs are taken", _mode),
+    Check("notice", "what is not saved before the kill is lost", _notice),
+    Check("job requeue", "whether sbatch scripts of your own come back", _job_requeue),
+    Check("requeue delay", "a job that Slurm requeues waits so long", _requeue_delay),
+    Check("limits", "a run gets no more GPUs than it may have jobs", _limits),
+    Check("run folder", "it is the durable truth of a run", _folder, "disk"),
+    Check("filesystem", "all jobs of a run work in one folder", _shared),
+    Check("bandwidth", "saves, versions and deltas wait for it", _bandwidth),
+    Check("redis", "workers and master find each other there", _redis, "redis"),
+    Check("interface", "the master listens there for its workers", _interface, "network"),
+    Check("clock", "jobs, Slurm and the pass compare times that each other wrote", _clock),
+    Check("torch", "every start of a worker waits for its import", _torch, "torch"),
+    Check("gpus", "one that computes wrongly spoils the run", _gpus),
+    Check("cron", "only its pass replaces jobs when no master does", _cron),
+)
 
 
 # ---- what a site file should say ----------------------------------------------------------------
