@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from elastic import config as configuration
-from elastic import signals, submission, views
+from elastic import signals, submission, views, wording
 from elastic.chaos import Chaos
 from elastic.errors import ElasticError
 from elastic.evaluation import load, of_version
@@ -116,13 +116,12 @@ class Demo:
     def _tell_events(self) -> None:
         events = self.run.events()
         for event in events[self._told :]:
+            at = f"{event['time'] - self.began:6.1f}s"
             if event["kind"] in TOLD:
-                print(f"{event['time'] - self.began:6.1f}s  {views.event_line(event)[9:]}"[:98])
+                print(f"{at}  {wording.event_words(event)}"[:98])
             elif event["kind"] == "outer-step":
-                print(
-                    f"{event['time'] - self.began:6.1f}s  version {event['version']:>3}  "
-                    f"loss {event['loss']:.3f}  {event['workers']} workers  {event['reason']}"
-                )
+                print(f"{at}  version {event['version']:>3}  loss {event['loss']:.3f}  "
+                      f"{event['workers']} workers  {event['reason']}")  # fmt: skip
         self._told = len(events)
         sys.stdout.flush()
 

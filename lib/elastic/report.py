@@ -78,7 +78,7 @@ def gather(run: RunDir) -> Facts:
     return Facts(
         seen=status.observe(run),
         began=events[0]["time"],
-        points=timeline.points(commits, read_metrics(run)),
+        points=thinned(timeline.points(commits, read_metrics(run))),
         stays=newest(timeline.stays(events, run.endings(), now)),
         incidents=timeline.incidents(events),
         gpu_seconds=gpu_seconds(run),
@@ -91,26 +91,29 @@ def newest(stays: Sequence[Stay]) -> list[Stay]:
     return [stay for stay in stays if stay.end >= ended[0]]
 
 
+def thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """As many as are drawn: every nth, and the last one."""
+    step = -(-len(points) // MOST_POINTS) or 1
+    return [*points[:-1:step], *points[-1:]]
+
+
 # ---- panels
 
 
 def draw_loss_by_tokens(axes: Any, facts: Facts) -> None:
-    points = thinned(facts.points)
-    axes.plot([p.tokens for p in points], [p.loss for p in points], color=BLUE)
+    axes.plot([p.tokens for p in facts.points], [p.loss for p in facts.points], color=BLUE)
     axes.set(xlabel=f"committed {facts.seen['unit']}", ylabel="training loss")
     axes.xaxis.set_major_formatter(lambda value, _at: wording.si(value))
 
 
 def draw_loss_by_time(axes: Any, facts: Facts) -> None:
-    points = thinned(facts.points)
-    axes.plot([facts.at(p.time) for p in points], [p.loss for p in points], color=BLUE)
+    axes.plot([facts.at(p.time) for p in facts.points], [p.loss for p in facts.points], color=BLUE)
     axes.set(ylabel="training loss")
     _along_time(axes, facts)
 
 
 def draw_throughput(axes: Any, facts: Facts) -> None:
-    points = thinned(facts.points)
-    axes.step([facts.at(p.time) for p in points], [p.tokens_per_s for p in points],
+    axes.step([facts.at(p.time) for p in facts.points], [p.tokens_per_s for p in facts.points],
               where="pre", color=BLUE)  # fmt: skip
     axes.set(ylabel=f"{facts.seen['unit']}/s", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _at: wording.si(value))
@@ -155,12 +158,6 @@ def draw_goodput(axes: Any, facts: Facts) -> None:
 
 def _along_time(axes: Any, facts: Facts) -> None:
     axes.set(xlim=(0, facts.at(facts.last)), xlabel=f"{facts.unit[1]} since {_clock(facts.began)}")
-
-
-def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Every nth point, and the last one."""
-    step = -(-len(points) // MOST_POINTS) or 1
-    return [*points[:-1:step], *points[-1:]]
 
 
 @dataclass(frozen=True)

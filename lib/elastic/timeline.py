@@ -5,7 +5,7 @@ and its commits, for the pages and pictures of report.py.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from elastic import wording
 from elastic.goodput import job_key, jobs_in
@@ -131,8 +131,6 @@ def workers_over_time(stays_: Iterable[Stay]) -> list[tuple[float, int]]:
     """(time, how many jobs that train are there from then on)."""
     changes = [(s.start, 1) for s in stays_ if s.role != "master"]
     changes += [(s.end, -1) for s in stays_ if s.role != "master" and s.outcome]
-    count, steps = 0, []
-    for time, change in sorted(changes):
-        count += change
-        steps.append((time, count))
-    return steps
+    changes.sort()
+    counts = accumulate(change for _, change in changes)
+    return [(time, count) for (time, _), count in zip(changes, counts, strict=True)]
