@@ -264,8 +264,7 @@ class Chaos:
 
     def report(self, began: float, baseline: tuple[float, float] | None = None) -> dict:
         """What the faults cost; `baseline`: a window without faults, from and to."""
-        commits = list(self.run.commits())
-        work = goodput.work_in(commits, read_metrics(self.run))
+        work = goodput.work_in(self.run.commits(), read_metrics(self.run))
         costs, end = self.costs(), min(time.time(), (self.run.done() or {}).get("time", inf))
         before = goodput.tokens_per_s(work, *baseline) if baseline else None
         rate = goodput.tokens_per_s(work, began, end)

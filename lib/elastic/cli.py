@@ -347,8 +347,7 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
     paths = [path for path in paths if path.exists()]
     if not paths:
         raise ElasticError(f"no log of {slot or 'any job'} yet", f"elastic-status {found.name}")
-    is_over = found.done() or found.failed()
-    follows = ["-F"] if follow and not is_over else []
+    follows = ["-F"] if follow and not (found.done() or found.failed()) else []
     command = ["tail", "-n", str(lines), *follows, "--", *paths]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as tail:
         try:
@@ -471,8 +470,7 @@ def report(run: str, out: Path | None):
     found = rundir.find(run)
     path = out or Path(f"{found.name}.html")
     with views.busy(f"drawing {found.name}"):
-        data = drawing.page(drawing.gather(found)).encode()
-    put(path, data)
+        put(path, drawing.page(drawing.gather(found)).encode())
     click.echo(path)
 
 
@@ -569,9 +567,10 @@ def validate(config: Path, arms: str, seeds: int, overrides, as_json: bool, **ho
             every, root, how["at_once"], lambda runs: tell(progress_of(runs, len(every)))
         )
     losses, curves = {}, {}
-    for trial, run in sorted(done.items(), key=lambda pair: every.index(pair[0])):
-        losses.setdefault(trial.arm, {})[trial.seed] = validation.final_loss(run, how["metric"])
-        curves.setdefault(trial.arm, validation.curve(run))
+    for trial in every:
+        score = validation.final_loss(done[trial], how["metric"])
+        losses.setdefault(trial.arm, {})[trial.seed] = score
+        curves.setdefault(trial.arm, validation.curve(done[trial]))
     rows = list(validation.verdicts(losses, how["margin"]))
     found = {"runs": str(root), "losses": losses,
              "verdicts": [dataclasses.asdict(row) for row in rows]}  # fmt: skip

@@ -744,8 +744,7 @@ def commands() -> Path:
 
 def cron_line() -> str:
     """What a user's crontab is to have."""
-    program = shlex.quote(str(commands() / "elastic-reconcile"))
-    return f"*/2 * * * * {program} --jitter"
+    return f"*/2 * * * * {shlex.quote(str(commands() / 'elastic-reconcile'))} --jitter"
 
 
 def torch_program(name: str) -> list[str]:

@@ -74,9 +74,8 @@ class Demo:
     # ---- what the story does
 
     def start(self) -> RunDir:
-        settings = [*SETTINGS, *(ON_SLURM if self.on_slurm else [])]
         file = configuration.elastic_home() / "etc" / "demo.toml"
-        self.config = configuration.load(file, settings)
+        self.config = configuration.load(file, [*SETTINGS, *(ON_SLURM if self.on_slurm else [])])
         submission.check(self.config, configuration.runs_root())
         self.run = submission.start(self.config, configuration.runs_root())
         self.chaos = Chaos(self.run)

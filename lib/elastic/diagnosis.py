@@ -261,8 +261,7 @@ def _mode(config, cluster, partitions, *, nodes) -> tuple[str, str, str]:
 
 def _notice(config, cluster, partitions, *, nodes, disk, save) -> tuple[str, str, str]:
     name = _first(config.slurm.partition)
-    known = name in partitions
-    mode = preempt_mode(cluster, name, partitions, nodes) if known else "OFF"
+    mode = preempt_mode(cluster, name, partitions, nodes) if name in partitions else "OFF"
     if mode in ("OFF", ""):
         return SKIP, "nothing is preempted there" if mode else _BY_QOS, "" if mode else _SEE_QOS
     wait = re.search(r"\d+", cluster["KillWait"])

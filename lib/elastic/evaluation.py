@@ -65,9 +65,8 @@ def _task(run: RunDir) -> Iterator[tuple[tasks.Task, nn.Module]]:
 
 def load(config: Config) -> tasks.Task:
     """The task of a run, if it can say how good a model is. UsageError: it cannot."""
-    name = config.run.name
     if config.run.command:
-        what = f"run {name} has a loop of its own (run.command)"
+        what = f"run {config.run.name} has a loop of its own (run.command)"
         raise UsageError(what, "only a run of a task (run.task) can be evaluated")
     task = tasks.load_task(config.run.task, config.task, Path(config.run.folder))
     if not hasattr(task, "validate"):

@@ -37,9 +37,8 @@ LEAST_ROUND_S = 30.0  # no shorter ones are tried
 
 def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> Costs:
     """The costs of a run by its configuration and size; what was `shown` goes before."""
-    said = config.plan
     names = ("step_s", "startup_s", "queue_s", "requeue_s", "notice_s", "leave_s", "save_s")
-    found = {name: getattr(said, name) for name in names}
+    found = {name: getattr(config.plan, name) for name in names}
     return Costs(**found | (_by_size(config, model) if model else {}) | dict(shown))
 
 

@@ -142,18 +142,19 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     read. Raises ElasticError only if its directory is damaged."""
     mode, now, jobs = run.control().mode, time.time(), jobs or listing(run)
     is_sync, found = mode == "sync", row(run, jobs, asks=True)
-    is_running, has_failed = found["state"] == "running", found["state"] == "failed"
+
     history = _newest_commits(run, CURVE if whole else WINDOW)
+    events = run.events(last=LOOKED_AT) if whole else ()
     commits = history[-WINDOW - 1 :]
     newest = commits[-1] if commits else {}
     found = {
         "tokens_per_s": _speed(commits, 0.0 if is_sync else now),
         "tokens_goal": newest.get("total_tokens"),
         **found,
-        **({} if is_running else {"tokens_per_s": None}),
+        **({} if found["state"] == "running" else {"tokens_per_s": None}),
         "path": str(run.path),
         "mode": mode,
-        "detail": (run.failed() or {}).get("detail", "") if has_failed else "",
+        "detail": (run.failed() or {}).get("detail", "") if found["state"] == "failed" else "",
         "next": _next(run, jobs, now),
         "losses": [[commit["tokens"], commit["loss"]] for commit in history
                    if whole and commit.get("loss") is not None],
@@ -161,14 +162,13 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
         "inner_steps": None if is_sync or not newest
                        else inner_steps(newest, run.config().local_sgd),
         "jobs": jobs.by_run.get(run.name, []),
-        "events": _news(run) if whole else [],
+        # A delta is no news, as its round is told.
+        "events": [each for each in events if each["kind"] != "delta"][-EVENTS:],
     }
     return {**found, "summary": wording.sentence(found, now)}
 
 
-def _news(run: RunDir) -> list[dict]:
-    """The newest events; a delta is none, as its round is told."""
-    return [each for each in run.events(last=LOOKED_AT) if each["kind"] != "delta"][-EVENTS:]
+
 
 
 def _on_top(run: RunDir, version: int, is_sync: bool) -> dict:

@@ -83,10 +83,9 @@ def incidents(events: Sequence[Mapping]) -> list[Incident]:
         is_asked = event["kind"] == "preempt" and job_key(event) in asked
         if (event["kind"] in INCIDENTS and not is_asked) or is_ending or is_takeover:
             kind = event.get("fault") or event.get("outcome") or event["kind"]
-            words = wording.event_words(event)
             back = commit_at if _is_masters(event) else _next_join(event, joins)
             back_s = None if back is None else back - event["time"]
-            found.append(Incident(event["time"], kind, words, back_s))
+            found.append(Incident(event["time"], kind, wording.event_words(event), back_s))
     return found[::-1]
 
 

@@ -153,17 +153,16 @@ def curve(run: RunDir) -> list[float]:
 
 def verdicts(losses: Losses, margin: float) -> Iterator[Verdict]:
     """The baseline's row, then one for each arm."""
-    base = losses[BASELINE]
     for arm, by_seed in losses.items():
         spread = stdev(by_seed.values()) if len(by_seed) > 1 else None
-        loss = mean(by_seed.values())
+        average = mean(by_seed.values())
         if arm == BASELINE:
-            yield Verdict(arm, loss, spread, words="what the others are compared with")
+            yield Verdict(arm, average, spread, words="what the others are compared with")
             continue
-        gaps = [by_seed[seed] - base[seed] for seed in by_seed]
+        gaps = [loss - losses[BASELINE][seed] for seed, loss in by_seed.items()]
         gap, half = mean(gaps), half_width(gaps)
         bound = None if half is None else gap + half
-        yield Verdict(arm, loss, spread, gap, bound, _judged(gap, half, margin))
+        yield Verdict(arm, average, spread, gap, bound, _judged(gap, half, margin))
 
 
 def half_width(gaps: Sequence[float]) -> float | None:
