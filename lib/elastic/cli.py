@@ -180,14 +180,12 @@ def on_paper(resolved, model: estimate.Model | None, reason: str) -> str:
 
 
 def started_text(run: RunDir) -> str:
-    return "\n".join(
-        [f"run {run.name} started in {run.path}",
-         f"  watch it:  elastic-status {run.name} --watch",
-         f"  its logs:  elastic-logs {run.name} -f",
-         f"  resize it: elastic-scale {run.name} --max N",
-         f"  end it:    elastic-stop {run.name}",
-         f"  cron line: {configuration.cron_line()}"]
-    )  # fmt: skip
+    return (f"run {run.name} started in {run.path}\n"
+            f"  watch it:  elastic-status {run.name} --watch\n"
+            f"  its logs:  elastic-logs {run.name} -f\n"
+            f"  resize it: elastic-scale {run.name} --max N\n"
+            f"  end it:    elastic-stop {run.name}\n"
+            f"  cron line: {configuration.cron_line()}")  # fmt: skip
 
 
 def wait_for_end(run: RunDir) -> int:

@@ -128,8 +128,7 @@ def _rates(rows: Sequence[tuple]) -> Iterator[Point]:
 
 def workers_over_time(stays_: Iterable[Stay]) -> list[tuple[float, int]]:
     """(time, how many jobs that train are there from then on)."""
-    changes = [(s.start, 1) for s in stays_ if s.role != "master"]
-    changes += [(s.end, -1) for s in stays_ if s.role != "master" and s.outcome]
-    changes.sort()
+    trained = [stay for stay in stays_ if stay.role != "master"]
+    changes = sorted([(s.start, 1) for s in trained] + [(s.end, -1) for s in trained if s.outcome])
     counts = accumulate(change for _, change in changes)
     return [(time, count) for (time, _), count in zip(changes, counts, strict=True)]

@@ -28,7 +28,7 @@ BASELINE = "sync"
 T95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
 LOOK_S = 0.5
 
-Losses = Mapping[str, Mapping[int, float]]  # arm -> seed -> final validation loss
+
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,8 @@ def train(
                 trial = waiting.pop(0)
                 active[trial], next_pass = _begin(trial, root), 0.0
             if time.monotonic() >= next_pass:  # as often as cron would: schedulers are shared
-                _pass(list(active.values()))
+                if errors := run_pass(list(active.values()), time.time()).errors:
+                    raise ElasticError(errors[0], "elastic-reconcile")
                 next_pass = time.monotonic() + every[0].config.elastic.reconcile_interval_s
             for trial in [trial for trial, run in active.items() if _is_done(run)]:
                 over[trial] = active.pop(trial)
@@ -113,9 +114,7 @@ def _begin(trial: Trial, root: Path) -> RunDir:
     return run
 
 
-def _pass(runs: Sequence[RunDir]) -> None:
-    if errors := run_pass(runs, time.time()).errors:
-        raise ElasticError(errors[0], "elastic-reconcile")
+
 
 
 def _is_done(run: RunDir) -> bool:
@@ -151,8 +150,8 @@ def curve(run: RunDir) -> list[float]:
     return [point.loss for point in timeline.points(list(run.commits()), read_metrics(run))]
 
 
-def verdicts(losses: Losses, margin: float) -> Iterator[Verdict]:
-    """The baseline's row, then one for each arm."""
+def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterator[Verdict]:
+    """The baseline's row, then one for each arm; `losses`: final ones, by arm and seed."""
     for arm, by_seed in losses.items():
         spread = stdev(by_seed.values()) if len(by_seed) > 1 else None
         average = mean(by_seed.values())

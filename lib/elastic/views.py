@@ -85,8 +85,7 @@ def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
             seen["run"], _state(seen["state"]), _number(seen["version"]),
             si(seen["tokens"]), _number(seen["loss"], LOSS), _gpus(seen), seen["reason"],
         )  # fmt: skip
-    left = len(observations) - most
-    notes = [f"and {left} more"] if left > 0 else []
+    notes = _rest(observations, most)
     if not all(seen.get("asked", True) for seen in observations):
         notes.append("workers are counted by their jobs: elastic-status RUN asks them")
     return Group(table, *notes)
@@ -167,8 +166,7 @@ def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[Render
             _number(None if worker["version"] == -1 else worker["version"]),
             str(worker["step"]), si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
         )  # fmt: skip
-    left = len(workers) - len(telling)
-    return [table, *([f"and {left} more, none of them slower or in trouble"] if left else [])]
+    return [table, *_rest(workers, most, ", none of them slower or in trouble")]
 
 
 def _jobs_table(jobs: Sequence[dict], most: int) -> list[RenderableType]:
@@ -176,8 +174,7 @@ def _jobs_table(jobs: Sequence[dict], most: int) -> list[RenderableType]:
     for job in jobs[:most]:
         reason = "" if job["reason"] in ("None", "none") else job["reason"]
         table.add_row(str(job["job_id"]), job["role"], str(job["slot"]), job["state"], reason)
-    left = len(jobs) - most
-    return [table, *([f"and {left} more jobs that do not run"] if left > 0 else [])]
+    return [table, *_rest(jobs, most, " jobs that do not run")]
 
 
 def event_line(event: dict) -> str:
@@ -335,6 +332,11 @@ def _table(*columns: str) -> Table:
         side = "right" if column[0] == ">" else "left"
         table.add_column(column.lstrip(">"), justify=side, overflow="fold")  # it may be copied
     return table
+
+
+def _rest(rows: Sequence[dict], most: int, words: str = "") -> list[str]:
+    """What to say of rows for which there is no space."""
+    return [f"and {len(rows) - most} more{words}"] if len(rows) > most else []
 
 
 def _alive(seen: dict) -> list[dict]:
