@@ -556,9 +556,8 @@ def validate(config: Path, arms: str, seeds: int, overrides, as_json: bool, **ho
 
     base = configuration.load(config, overrides)
     load(base)  # what cannot be evaluated need not be trained
-    every = validation.trials(
-        lambda more: configuration.load(config, [*overrides, *more]), arms.split(","), seeds
-    )
+    every = [*validation.trials(lambda more: configuration.load(config, [*overrides, *more]),
+                                arms.split(","), seeds)]  # fmt: skip
     root = configuration.runs_root() / f"{base.run.name}-validate"
     with views.progress() as tell:
         done = validation.train(

@@ -52,11 +52,10 @@ class Verdict:
     words: str = ""
 
 
-def trials(load: Callable[[list[str]], Config], arms: Sequence[str], seeds: int) -> list[Trial]:
+def trials(load: Callable[[list[str]], Config], arms: Sequence[str], seeds: int) -> Iterator[Trial]:
     """Every run there is to make. `load` is CONFIG with settings on top of it."""
     base = load([])
     samples = base.train.batch_size * base.elastic.max
-    found = []
     for seed in range(seeds):
         for arm in (BASELINE, *arms):
             settings = [f"run.name={base.run.name}-{arm}-{seed}", f"run.seed={seed}",
@@ -65,8 +64,7 @@ def trials(load: Callable[[list[str]], Config], arms: Sequence[str], seeds: int)
                 settings += ["run.mode=sync", f"sync.global_batch_size={samples}"]
             else:
                 settings += ["run.mode=local", f"local_sgd.compression={arm}"]
-            found.append(Trial(arm, seed, load(settings)))
-    return found
+            yield Trial(arm, seed, load(settings))
 
 
 # ---- running them

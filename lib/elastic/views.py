@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, RenderableType, group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -91,22 +91,22 @@ def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
     return Group(table, *notes)
 
 
-def run_view(seen: dict, height: int = 0) -> RenderableType:
+@group()
+def run_view(seen: dict, height: int = 0) -> Iterator[RenderableType]:
     """Everything about one run; on a screen of `height` lines (0: any), the most telling of it."""
-    parts: list[RenderableType] = [_summary(seen, height)]
+    yield _summary(seen, height)
     if seen.get("detail"):
-        parts += ["", Text(seen["detail"].rstrip(), style="red")]
+        yield from ("", Text(seen["detail"].rstrip(), style="red"))
     waiting = [job for job in seen["jobs"] if job["state"] != "RUNNING"]
     tables = sum(map(bool, (seen["workers"], waiting, seen["events"])))
     rows = max(3, (height - HEAD_LINES) // max(1, tables)) if height else MOST_ROWS
     if seen["workers"]:
-        parts += ["", *_workers_table(seen["workers"], rows, seen["unit"])]
+        yield from ("", *_workers_table(seen["workers"], rows, seen["unit"]))
     if waiting:
-        parts += ["", *_jobs_table(waiting, max(2, rows // 2))]
+        yield from ("", *_jobs_table(waiting, max(2, rows // 2)))
     if seen["events"]:
         lines = map(event_line, seen["events"][-(rows if height else MOST_EVENTS) :])
-        parts += ["", *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines)]
-    return Group(*parts)
+        yield from ("", *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
 
 
 def _summary(seen: dict, height: int) -> RenderableType:
@@ -186,29 +186,27 @@ def event_line(event: dict) -> str:
 # ---- audit, configuration -----------------------------------------------------------------------
 
 
-def audit_view(run: str, report: dict) -> RenderableType:
+@group()
+def audit_view(run: str, report: dict) -> Iterator[RenderableType]:
     """The counts of an audit, then its verdict and everything that is wrong."""
-    parts: list[RenderableType] = []
     if report["epochs"]:
         columns = ("committed", "repeated", "missing", "open", "not_reached")
         table = _table(">epoch", *(f">{name.replace('_', ' ')}" for name in columns))
         for epoch in report["epochs"]:
             table.add_row(str(epoch["epoch"]), *(f"{epoch[name]:,}" for name in columns))
-        counts = (f"{report['commits']} versions, {report['deltas']} deltas,"
-                  f" {report['tokens']:,} {report['unit']},"
-                  f" {report['masters']} masters, {report['files']} files")  # fmt: skip
-        parts += [table, counts]
+        yield table
+        yield (f"{report['commits']} versions, {report['deltas']} deltas,"
+               f" {report['tokens']:,} {report['unit']},"
+               f" {report['masters']} masters, {report['files']} files")  # fmt: skip
     if report.get("gpu_seconds"):
-        parts.append(_gpu_seconds(report["gpu_seconds"]))
-    parts += [
-        f"version {version} was taken back: its {samples:,} samples are in no parameters"
-        for version, samples in report.get("taken_back", [])
-    ]
-    parts += [Text(f"wrong: {problem}", style="red") for problem in report["problems"]]
+        yield _gpu_seconds(report["gpu_seconds"])
+    for version, samples in report.get("taken_back", []):
+        yield f"version {version} was taken back: its {samples:,} samples are in no parameters"
+    for problem in report["problems"]:
+        yield Text(f"wrong: {problem}", style="red")
     state = "finished" if report.get("finished") else "not finished"
     verdict = _state("WRONG" if report["problems"] else report.get("unknown") or "ok")
-    parts.append(Text(f"audit of {run} ({state}): ") + verdict)
-    return Group(*parts)
+    yield Text(f"audit of {run} ({state}): ") + verdict
 
 
 def chaos_view(report: dict) -> RenderableType:
