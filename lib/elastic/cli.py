@@ -97,11 +97,13 @@ overrides_option = click.option(
     "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
     help="Set any key of the configuration (repeatable; submit also takes --SEC.KEY=VALUE).",
 )  # fmt: skip
-run_argument = functools.partial(
-    click.argument, "run",
-    shell_complete=lambda _ctx, _argument, typed: [
-        run.name for run in rundir.registered() if run.name.startswith(typed)],
-)  # fmt: skip
+
+
+def runs_like(_ctx: click.Context, _argument: click.Parameter, typed: str) -> list[str]:
+    return [run.name for run in rundir.registered() if run.name.startswith(typed)]
+
+
+run_argument = functools.partial(click.argument, "run", shell_complete=runs_like)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
 

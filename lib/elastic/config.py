@@ -649,16 +649,15 @@ def _settle(values: dict[str, dict[str, Any]], path: Path) -> None:
         slurm[f"master_{name}"] = slurm[f"master_{name}"] or slurm[name]
 
 
-def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> list[tuple[str, str]]:
+def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> Iterator[tuple[str, str]]:
     """What is wrong between values; a rule about a key or section that is `bad` is left out."""
     flat = {f"{section}.{key.name}": values[section][_field(key)]
             for section, keys in KEYS.items() for key in keys}  # fmt: skip
-    return [
-        (keys[0], text.format(*(toml_value(flat[key]) for key in keys)))
-        for keys, holds, text in _RULES
-        if not bad.intersection([*keys, *(key.split(".")[0] for key in keys)])
-        and not holds(*(flat[key] for key in keys))
-    ]
+    for keys, holds, text in _RULES:
+        is_open = bad.intersection([*keys, *(key.split(".")[0] for key in keys)])
+        given = [flat[key] for key in keys]
+        if not is_open and not holds(*given):
+            yield keys[0], text.format(*map(toml_value, given))
 
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (

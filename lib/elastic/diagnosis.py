@@ -291,9 +291,8 @@ def _job_requeue(cluster) -> tuple[str, str, str]:
 
 
 def _requeue_delay(cluster) -> tuple[str, str, str]:
-    found = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", "")) or (
-        re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
-    )
+    found = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", ""))
+    found = found or re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
     delay_s = 1 + (int(found[1]) if found else CRED_EXPIRE_S)
     fix = ("AuthInfo=cred_expire=10 and a restart of slurmctld, or scontrol update JobId=ID"
            " StartTime=now each time. Runs do not wait: their jobs are submitted anew")  # fmt: skip

@@ -77,10 +77,8 @@ def cost(model: Model, workers: int, cores: int = 16, rates: Rates = Rates()) ->
     add_s = workers * model.numel / (rates.merged * cores)
     step_s = model.numel / (rates.stepped * cores)
     down = DOWN * model.numel
-    return Cost(
-        deliver_s, max(read_s, add_s) + step_s, version_bytes(model) / wide,
-        max(down / rates.process, workers * down / rates.filesystem),
-    )  # fmt: skip
+    pull_s = max(down / rates.process, workers * down / rates.filesystem)
+    return Cost(deliver_s, max(read_s, add_s) + step_s, version_bytes(model) / wide, pull_s)
 
 
 def version_bytes(model: Model) -> int:

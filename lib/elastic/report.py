@@ -191,12 +191,8 @@ def page(facts: Facts) -> str:
     """The whole HTML file."""
     seen = facts.seen
     titles = {f"job-{number}": stay.words for number, stay in enumerate(facts.stays)}
-    parts = [
-        f"<h1>{_safe(seen['run'])}</h1>",
-        f"<p>{_safe(seen['summary'])}</p>",
-        f"<p>{_safe(seen['reason'])}</p>",
-        f"<p>Looked at {_clock(time.time())}; {_safe(seen['path'])}</p>",
-    ]
+    said = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
+    parts = [f"<h1>{_safe(seen['run'])}</h1>", *(f"<p>{_safe(words)}</p>" for words in said)]
     for panel in PANELS:
         parts += [f"<h2>{_safe(panel.title)}</h2>", with_titles(_svg(panel, facts), titles)]
     parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]

@@ -60,12 +60,11 @@ class Listing:
         """The jobs that have not ended, as `observe` tells them, by run, role and slot."""
         named = [(parse_job_name(job.name), job) for job in self.listed if not job.ended]
         found: dict[str, list[dict]] = {}
-        for name, job in sorted(filter(itemgetter(0), named), key=itemgetter(0)):
-            reason = "" if job.reason == "None" else job.reason
-            found.setdefault(name[0], []).append(
-                {"job_id": job.job_id, "role": name[1], "slot": name[2], "state": job.state,
-                 "reason": reason, "node": job.node, "submitted": job.submit_time or None}
-            )  # fmt: skip
+        for (run, role, slot), job in sorted(filter(itemgetter(0), named), key=itemgetter(0)):
+            row = {"job_id": job.job_id, "role": role, "slot": slot, "state": job.state,
+                   "reason": "" if job.reason == "None" else job.reason, "node": job.node,
+                   "submitted": job.submit_time or None}  # fmt: skip
+            found.setdefault(run, []).append(row)
         return found
 
 
@@ -324,12 +323,9 @@ def _by_jobs(jobs: list[dict]) -> list[dict]:
 def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:
     """Those of them that have written that they started."""
     found = {worker["job_id"]: worker for worker in _by_jobs(jobs)}
-    return [
-        {**found[record["job_id"]], "attempt": record.get("attempt", 0),
-         "node": record.get("node", "")}
-        for record in run.endings()
-        if record.get("role") == WORKER and record["job_id"] in found
-    ]  # fmt: skip
+    own = (record for record in run.endings() if record.get("role") == WORKER)
+    return [{**found[record["job_id"]], "attempt": record.get("attempt", 0),
+             "node": record.get("node", "")} for record in own if record["job_id"] in found]
 
 
 # ---- how fast
