@@ -143,15 +143,14 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
     than 30 million parameters only the making and the batch).
     """
     named = {key.replace("_", ".", 1): value for key, value in named.items() if value is not None}
-    settings = [f"{key}={value}" for key, value in named.items()]
+    settings = [*overrides, *(f"{key}={value}" for key, value in named.items())]
     anywhere = ["slurm.partition=any"] * dry_run  # a laptop has no site file
-    resolved = configuration.load(config, [*anywhere, *overrides, *settings])
+    resolved = configuration.load(config, [*anywhere, *settings])
     root = configuration.runs_root()
     warnings = submission.check(resolved, root, dry_run)
     model, reason, untried = None, "", ""
     if not resolved.run.command and (dry_run or not no_try):
-        given = [*overrides, *settings]
-        model, reason, untried = submission.described(config, given, tries=not no_try)
+        model, reason, untried = submission.described(config, settings, tries=not no_try)
     for each in (*warnings, *([f"the task was not tried: {untried}"] if untried else [])):
         say(f"warning: {each}", err=True)
     if dry_run:
@@ -170,7 +169,7 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
         say(f"waits: {each}", err=True)
     click.echo(run.name if parsable else started_text(run))
     if wait_for_it:
-        sys.exit(wait_for_end(run))
+        wait_for_end(run)
 
 
 def on_paper(resolved, model: estimate.Model | None, reason: str) -> str:
@@ -190,16 +189,14 @@ def started_text(run: RunDir) -> str:
             f"  cron line: {configuration.cron_line()}")  # fmt: skip
 
 
-def wait_for_end(run: RunDir) -> int:
-    """Reconcile as cron would until the run is done (0), has failed or was stopped (1)."""
+def wait_for_end(run: RunDir) -> None:
+    """Reconcile as cron would until the run is done. ElasticError: it has failed or was stopped."""
     from elastic import views
 
     interval_s = run.config().elastic.reconcile_interval_s
     next_pass = time.monotonic() + interval_s
     with views.progress() as tell:
-        while True:
-            if run.done():
-                return Exit.OK
+        while not run.done():
             if failed := run.failed():
                 what = f"run {run.name} failed: {failed['reason']}"
                 raise ElasticError(what, f"elastic-logs {run.name}")
