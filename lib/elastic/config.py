@@ -487,17 +487,17 @@ _Layer = tuple[dict[str, Any], Mapping[str, str]]  # tables by section; "section
 
 
 def _read(path: Path) -> _Layer:
+    shown = _shown(path)
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         tables = _parsed(text)
     except OSError as error:
-        raise UsageError(f"cannot read {_shown(path)}: {error.strerror}") from error
+        raise UsageError(f"cannot read {shown}: {error.strerror}") from error
     except UnicodeDecodeError:
-        what = f"{_shown(path)} is not TOML: no text in UTF-8"
-        raise UsageError(what, "save it as UTF-8") from None
+        raise UsageError(f"{shown} is not TOML: no text in UTF-8", "save it as UTF-8") from None
     except ValueError as error:
-        raise UsageError(f"{_shown(path)} is not TOML: {error}") from error
-    lines, shown = _line_numbers(text), _shown(path)
+        raise UsageError(f"{shown} is not TOML: {error}") from error
+    lines = _line_numbers(text)
     names = [*tables, *(f"{s}.{k}" for s, t in tables.items() if isinstance(t, dict) for k in t)]
     return tables, {n: f"{shown}:{lines[n]}" if n in lines else shown for n in names}
 

@@ -142,7 +142,8 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     mode, now, jobs = run.control().mode, time.time(), jobs or listing(run)
     is_sync, found = mode == "sync", row(run, jobs, asks=True)
 
-    history = _newest_commits(run, CURVE if whole else WINDOW)
+    last, most = run.newest_version(), CURVE if whole else WINDOW
+    history = [*filter(None, map(run.commit, range(max(0, last - most), last + 1)))]
     events = run.events(last=LOOKED_AT) if whole else ()
     commits = history[-WINDOW - 1 :]
     newest = commits[-1] if commits else {}
@@ -331,10 +332,7 @@ def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:
 # ---- how fast
 
 
-def _newest_commits(run: RunDir, most: int) -> list[dict]:
-    """The newest commit and up to `most` before it, oldest first."""
-    newest = run.newest_version()
-    return [*filter(None, map(run.commit, range(max(0, newest - most), newest + 1)))]
+
 
 
 def _preemptions_per_h(run: RunDir, now: float) -> float:
