@@ -99,8 +99,6 @@ class Chaos:
     def _store(self):
         return contextlib.closing(Store.open(self.run, role="master"))
 
-
-
     def _pids(self, program: str) -> list[int]:
         """This machine's processes of the run: worker, trainer, master, redis-server."""
         found = []

@@ -231,9 +231,6 @@ def said_at_end(job: JobSeen, record: Mapping) -> str:
     return str(own.get("outcome", "ended")) if own.get("state") == "ended" else ""
 
 
-
-
-
 def _own(job: JobSeen, record: Mapping | None) -> Mapping:
     """`record` if this very job wrote it: its id may have been another job's before."""
     if not record or (record.get("role"), record.get("slot")) != (job.role, job.slot):

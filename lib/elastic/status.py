@@ -141,7 +141,6 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     read. Raises ElasticError only if its directory is damaged."""
     mode, now, jobs = run.control().mode, time.time(), jobs or listing(run)
     is_sync, found = mode == "sync", row(run, jobs, asks=True)
-
     last, most = run.newest_version(), CURVE if whole else WINDOW
     history = [*filter(None, map(run.commit, range(max(0, last - most), last + 1)))]
     events = run.events(last=LOOKED_AT) if whole else ()
@@ -166,9 +165,6 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
         "events": [each for each in events if each["kind"] != "delta"][-EVENTS:],
     }
     return {**found, "summary": wording.sentence(found, now)}
-
-
-
 
 
 def _on_top(run: RunDir, version: int, is_sync: bool) -> dict:
@@ -330,9 +326,6 @@ def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:
 
 
 # ---- how fast
-
-
-
 
 
 def _preemptions_per_h(run: RunDir, now: float) -> float:

@@ -29,8 +29,6 @@ T95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 1
 LOOK_S = 0.5
 
 
-
-
 @dataclass(frozen=True, eq=False)
 class Trial:
     """One run of an arm."""
@@ -110,9 +108,6 @@ def _begin(trial: Trial, root: Path) -> RunDir:
     if run.control().state == "stopped":
         run.set_control(state="running")
     return run
-
-
-
 
 
 def _is_done(run: RunDir) -> bool:

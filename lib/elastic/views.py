@@ -80,7 +80,6 @@ def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
     most = max(3, (height - 3) // 2) if height else len(observations)
     table = _table("run", "state", ">version", ">tokens", ">loss", ">GPUs", "why")
     for seen in observations[:most]:
-
         table.add_row(
             seen["run"], _state(seen["state"]), _number(seen["version"]),
             si(seen["tokens"]), _number(seen["loss"], LOSS), _gpus(seen), seen["reason"],

@@ -106,9 +106,6 @@ def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-
-
-
 def who(event: Mapping[str, Any]) -> str:
     """The place that an event, or a job, is about."""
     role, slot = event.get("role", "worker"), event.get("slot", "?")
@@ -159,9 +156,6 @@ def _doing(seen: Mapping[str, Any]) -> str:
              "failing": "failing on"}  # fmt: skip
     usual = "training on" if states else "waiting, with"
     return words.get(min(states), usual) if len(states) == 1 else usual
-
-
-
 
 
 def _progress(seen: Mapping[str, Any]) -> list[str]:
