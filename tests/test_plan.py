@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from elastic import history
 from elastic.history import Ended, JobSeen, Memory, UnsureSubmission, has_ended
-from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Limits, World, bad_nodes, plan
+from elastic.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Limits, World, bad_nodes, plan
 from elastic.sizing import Growth
 
 NOW = 100_000.0
@@ -107,7 +107,11 @@ def may_be_followed(job):
     """A master in the last hour, or the last quarter, of its time."""
     if job.role != "master" or job.state not in STARTED or job.limit_at is None:
         return False
-    return job.limit_at - NOW < min(3600, (job.limit_at - job.started_at) / 4)
+    return job.limit_at - NOW <= last_part_s(job)
+
+
+def last_part_s(job):
+    return min(3600, (job.limit_at - job.started_at) / 4)
 
 
 def place_of(thing):
@@ -246,6 +250,8 @@ def due_times(world):
     memory = world.memory
     yield from (memory.closing_since + 60, memory.closing_since + 120, memory.later_until)
     yield from (job.cancelled_at + 60 for job in memory.jobs if job.cancelled_at is not None)
+    limited = (job for job in memory.jobs if job.limit_at is not None)
+    yield from (job.limit_at - last_part_s(job) for job in limited)
     for end in memory.ended:
         yield from (end.at + 30 * 2**n for n in range(8))
         yield from (end.at + 1800, end.at + 3600)
@@ -568,7 +574,8 @@ def test_the_successor_of_a_trainer_that_failed_waits_as_after_any_crash():
 def test_a_trainer_grows_once_where_it_pays_and_its_successor_is_there():
     growth = Growth(2, 4, {2: 100.0, 4: 190.0}, restart_s=60, horizon_s=3600, least_age_s=600)
     pair = (trainer(), trainer("2", "PENDING"))
-    (action,) = plan(sync_world(*pair, growth=growth), NOW)
+    grow, action = plan(sync_world(*pair, growth=growth), NOW)
+    assert (grow.verb, grow.job_id, grow.gpus) == (GROW, "2", 4)
     assert (action.verb, action.job_id, action.now) == (CANCEL, "1", False)
     assert "2 to 4 GPUs are 1.90 times as fast for 3600 s" in action.reason
     assert plan(sync_world(*pair, growth=replace(growth, speeds={2: 100, 4: 102})), NOW) == []
@@ -579,6 +586,14 @@ def test_a_trainer_grows_once_where_it_pays_and_its_successor_is_there():
     assert plan(sync_world(*told, growth=growth), NOW) == []
     (action,) = plan(sync_world(trainer(), growth=growth), NOW)
     assert action.verb == SUBMIT  # first the successor
+
+
+def test_a_successor_that_waits_for_a_growth_gives_up_in_the_end():
+    grows = trainer("2", "PENDING", asked=(4, 4), grows_until=NOW + 1)
+    waiting = replace(sync_world(grows), limits_of_gpus=(1, 4))
+    assert plan(waiting, NOW) == []
+    (action,) = plan(waiting, NOW + 1)
+    assert (action.job_id, action.reason) == ("2", "4 GPUs have not become free")
 
 
 def test_new_limits_reach_the_successor_and_a_trainer_that_is_too_large():

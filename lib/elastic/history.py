@@ -79,6 +79,7 @@ class JobSeen(_Job):
     limit_at: float | None = None  # when its time limit ends it
     is_headless: bool = False  # the node of its script has left it: nothing would ever end it
     asked: tuple[int, int] | None = None  # of a trainer: the fewest and the most GPUs
+    grows_until: float = 0.0  # it waits for the GPUs of a growth, but not for longer
 
     @property
     def queued(self) -> bool:
@@ -264,7 +265,8 @@ def _joined(row: JobSeen, known: JobSeen | None) -> JobSeen:
         return row
     reason = known.reason if has_ended(row.state) and known.reason else row.reason
     return replace(row, reason=reason, cancelled_at=known.cancelled_at, node=row.node or known.node,
-                   started_at=row.started_at or known.started_at, asked=known.asked)  # fmt: skip
+                   started_at=row.started_at or known.started_at, asked=known.asked,
+                   grows_until=known.grows_until)  # fmt: skip
 
 
 def _word(state: str) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from elastic.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, JobSeen, Memory
 from elastic.sizing import Growth
 
-SUBMIT, CANCEL, FAIL, WAIT = "submit", "cancel", "fail", "wait"
+SUBMIT, CANCEL, GROW, FAIL, WAIT = "submit", "cancel", "grow", "fail", "wait"
 
 # Time to leave by themselves: the master leaves last, a trainer saves a checkpoint first.
 # A hang is their own to find, so this is on top of `hang_timeout_s`.
@@ -75,10 +75,11 @@ class Action:
     role: str
     slot: int
     reason: str
-    job_id: str = ""  # CANCEL
+    job_id: str = ""  # CANCEL, GROW
     now: bool = False  # CANCEL: it was asked before and is still there: kill it
     detail: str = ""  # FAIL: the last log lines
     exclude: tuple[str, ...] = ()  # SUBMIT: nodes to avoid
+    gpus: int = 0  # GROW: that the job is to wait for
 
 
 def plan(world: World, now: float) -> list[Action]:
@@ -181,9 +182,11 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
     started = [job for job in jobs if job.started and job.cancelled_at is None]
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
-    if outdated := [job for job in waiting if limits and job.asked and [*job.asked] != [*limits]]:
-        yield from (_cancelled(job, "the run has other limits now")
-                    for job in outdated if not job.leaving(now))  # fmt: skip
+    outdated = [job for job in waiting if limits and job.asked and [*job.asked] != [*limits]]
+    if outdated := [job for job in outdated if now >= job.grows_until]:
+        for job in (each for each in outdated if not each.leaving(now)):
+            missed = f"{job.asked[0]} GPUs have not become free" if job.grows_until else ""
+            yield _cancelled(job, missed or "the run has other limits now")
     elif len(started) == 1 and waiting:
         if limits and world.gpus > limits[1]:
             reason = f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
@@ -191,6 +194,7 @@ def _resize(world: World, now: float) -> Iterator[Action]:
         elif world.growth:
             pays, reason = world.growth.pays(now - (started[0].started_at or now))
             if pays:
+                yield Action(GROW, TRAINER, 0, reason, waiting[0].job_id, gpus=world.growth.more)
                 yield _cancelled(started[0], reason)
 
 
@@ -261,7 +265,10 @@ def _held(memory: Memory) -> Iterator[Action]:
 def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> Iterator[Action]:
     """The master first, then the lowest free slots, as far as the limits allow."""
     memory, limits = world.memory, world.limits
-    taken = {job.place for job in memory.jobs if not (job.over or _may_be_followed(job, now))}
+    there = [job for job in memory.jobs if not job.over]
+    taken = {job.place for job in there if not _may_be_followed(job, now)}
+    if len([job for job in there if job.role == MASTER]) > 1:
+        taken.add((MASTER, 0))
     unsure = {submission.place for submission in memory.unsure} - taken
     workers = sum(job.role == WORKER for job in memory.jobs)
     workers += sum(role == WORKER for role, _ in unsure)
@@ -287,8 +294,8 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
             yield Action(WAIT, *place, wait)
             continue
         exclude = blamed if is_worker else ()
-        ahead = next((job.job_id for job in memory.jobs if job.place == place), "")
-        reason = f"to follow job {ahead} at once" if ahead else _occasion(last.get(place))
+        ahead = sorted((job for job in memory.jobs if job.place == place), key=_seniority)
+        reason = f"to follow job {ahead[0].job_id} at once" if ahead else _occasion(last.get(place))
         yield Action(SUBMIT, *place, reason, exclude=exclude)
         workers, pending = workers + is_worker, pending + 1
 
@@ -301,7 +308,7 @@ def _may_be_followed(job: JobSeen, now: float) -> bool:
     if job.role != MASTER or not job.started or job.limit_at is None:
         return False
     whole_s = job.limit_at - (job.started_at or now)
-    return job.limit_at - now < min(NEXT_MASTER_S, whole_s / 4)
+    return job.limit_at - now <= min(NEXT_MASTER_S, whole_s / 4)
 
 
 def _backing_off(chain: Sequence[Ended], limits: Limits, now: float) -> str:

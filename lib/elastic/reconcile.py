@@ -27,7 +27,7 @@ from elastic.durable import read_json, to_json, write_atomic
 from elastic.errors import ElasticError, TryAgain
 from elastic.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.network import node_name
-from elastic.plan import CANCEL, FAIL, SUBMIT, WAIT, Action, Limits, World, plan
+from elastic.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
 
@@ -38,6 +38,8 @@ LOCK = "reconcile.lock"  # its time is that of the last pass
 MOST_LATER_S = 1800.0  # … after many
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 SPARE_PASSES = 3  # in a row must find the GPUs for which a job is started anew
+NO_GROWTH_PASSES = 30  # after one for which the GPUs did not come free
+GROWS_S = 180.0  # for the epilog of the nodes that a job has left
 
 
 @dataclass
@@ -245,7 +247,7 @@ class _Pass:
         spec = self._spec(TRAINER, 0)
         counts = sizing.node_counts(spec.gpu_range, 1, spec.sizes)
         more = sizing.fit(counts, gpus + scheduler.spare_gpus(spec, most - gpus))
-        found = self.memory.spare_passes + 1 if more > gpus else 0
+        found = self.memory.spare_passes + 1 if more > gpus else min(0, self.memory.spare_passes)
         self.memory = replace(self.memory, spare_passes=found)
         return replace(best, more=more) if found >= SPARE_PASSES else None
 
@@ -284,7 +286,7 @@ class _Pass:
         """Plan, and carry the plan out as far as the scheduler goes along."""
         planned = plan(self.world(scheduler), self.now)
         self._tell_waiting([action for action in planned if action.verb == WAIT])
-        verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit}
+        verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit, GROW: self._grow}
         for action in planned:
             if self.dry_run and action.verb != WAIT:
                 self._tell(action)
@@ -337,6 +339,20 @@ class _Pass:
         self._tell(replace(action, job_id=job_id))
         return True
 
+    def _grow(self, action: Action, scheduler: Scheduler) -> bool:
+        """The nodes that its predecessor leaves are free only after their epilog: a successor that
+        would take less starts at once on the others alone."""
+        wanted = (action.gpus, action.gpus)
+        scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), limits=wanted))
+        self._change(action, asked=wanted, grows_until=self._clock() + GROWS_S)
+        return True
+
+    def _change(self, action: Action, **fields) -> None:
+        """Note something about the job of an action."""
+        key = (action.job_id, action.role, action.slot)
+        jobs = (replace(j, **fields) if j.key == key else j for j in self.memory.jobs)
+        self.memory = replace(self.memory, jobs=tuple(jobs))
+
     def _spec(self, role: str, slot: int, exclude: tuple[str, ...] = ()) -> JobSpec:
         control, run = self.run.control(), self.run
         masters = [job for job in self.memory.jobs if job.role == MASTER]
@@ -366,10 +382,9 @@ class _Pass:
 
     def _cancel(self, action: Action, scheduler: Scheduler) -> bool:
         scheduler.cancel(action.job_id, now=action.now)
-        key = (action.job_id, action.role, action.slot)
-        at = self._clock()
-        jobs = (replace(j, cancelled_at=at) if j.key == key else j for j in self.memory.jobs)
-        self.memory = replace(self.memory, jobs=tuple(jobs))
+        self._change(action, cancelled_at=self._clock())
+        if any(job.job_id == action.job_id and job.grows_until for job in self.memory.jobs):
+            self.memory = replace(self.memory, spare_passes=-NO_GROWTH_PASSES)
         self._tell(action)
         return True
 

@@ -129,6 +129,9 @@ class Scheduler(Protocol):
         """Ask the job to leave (`now`: kill it). A job that is gone already is no error.
         Raises TryAgain."""
 
+    def wait_for(self, job_id: str, spec: JobSpec) -> None:
+        """Have a trainer that is queued wait for all GPUs of `spec`. Raises TryAgain."""
+
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
         """How many more GPUs, at most `most`, a job like this would likely have if it started anew
         now. Raises TryAgain."""

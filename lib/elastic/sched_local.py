@@ -87,6 +87,9 @@ class LocalScheduler:
             create_once(self._path(job_id, "cause"), b"CANCELLED")
         self._send_away(job_id, b"CANCELLED", 0.0 if now else self.grace_s)
 
+    def wait_for(self, job_id: str, spec: JobSpec) -> None:
+        """GPUs are free here when their job has ended: there is nothing to wait for."""
+
     def preempt(self, job_id: str, grace_s: float | None = None) -> None:
         """Take a running job away with notice, as a partition with GraceTime does."""
         self._send_away(job_id, b"PREEMPTED", self.grace_s if grace_s is None else grace_s)

@@ -109,6 +109,12 @@ class SlurmScheduler:
             if not _GONE.search(answer.stderr):
                 _checked(answer)
 
+    def wait_for(self, job_id: str, spec: JobSpec) -> None:
+        """Have a trainer that is queued wait for all GPUs of `spec`. Raises TryAgain."""
+        nodes = spec.gpus // spec.config.slurm.gpus_per_node
+        update = ("scontrol", "update", f"JobId={job_id}", f"NumNodes={nodes}-{nodes}")
+        _checked(slurm_command(update, environment=self._environment))
+
     def _forget(self) -> None:
         """What is about to be done shall be seen by who looks next."""
         with contextlib.suppress(OSError):
