@@ -335,3 +335,63 @@ def test_gang_alone_takes_nothing(mode: str, wanted: str):
 
 def test_a_time_that_slurm_does_not_know_is_named():
     assert ("time limit", FAIL) in not_ok(facts("slurm.time=12h"))
+
+
+# ---- a job that was tried
+
+
+def rank(node: str, **changes) -> dict:
+    seen = {"view": f"{node} (hostname {node}.site): 8 cores, 64GB of memory, GPUs 0,1"}
+    return {**seen, "cores": 8, "given_cores": 8, "gpus": 2, "given_gpus": 2, **changes}
+
+
+TRIED = {
+    "waited_s": 12.4, "startup_s": 3.2, "ranks": [*map(rank, ("n1", "n1", "n2", "n2"))],
+    "seen": [4, 0.11], "locks": 3, "killed": [1, 0.2], "ended_s": 0.6, "told": [3, 0.1],
+    "lives": "live on", "shrunk": "a step on one node took 0.3 s", "is_stuck": False,
+}  # fmt: skip
+
+
+def tried(**changes) -> dict[str, tuple[str, str]]:
+    found = diagnose(facts(tried={**TRIED, **changes}))
+    return {each.check: (each.verdict, each.seen) for each in found if "try " in each.check}
+
+
+def test_a_job_that_was_tried_is_told_in_six_lines():
+    assert tried() == {
+        "try job": (OK, "2 nodes after 12 s, their ranks 3 s later"),
+        "try ranks": (OK, "n1 (hostname n1.site): 8 cores, 64GB of memory, GPUs 0,1; "
+                          "n2 (hostname n2.site): 8 cores, 64GB of memory, GPUs 0,1"),
+        "try files": (OK, "4 of 4 ranks see a file after 0.1 s; 3 of 3 find one locked"),
+        "try kill": (OK, "srun tells 1 of 1 death within 0.2 s; steps end in 0.6 s"),
+        "try notice": (OK, "3 of 3 ranks hear TERM within 0.1 s; srun and batch script live on"),
+        "try shrink": (OK, "a step on one node took 0.3 s"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "name", "verdict"), [
+    ({"startup_s": 90.0}, "try job", WARN),
+    ({"ranks": [*TRIED["ranks"][:3], rank("n2", gpus=1)]}, "try ranks", FAIL),
+    ({"ranks": [rank("n1", cores=1), *TRIED["ranks"][1:]]}, "try ranks", WARN),
+    ({"seen": [2, 65.0]}, "try files", FAIL),
+    ({"seen": [4, 30.0]}, "try files", WARN),
+    ({"locks": 2}, "try files", WARN),
+    ({"killed": [0, 65.0]}, "try kill", FAIL),
+    ({"ended_s": 15.0}, "try kill", WARN),
+    ({"told": [2, 65.0]}, "try notice", FAIL),
+    ({"lives": "do not both live on"}, "try notice", FAIL),
+    ({"shrunk": "scontrol failed: no", "is_stuck": True}, "try shrink", WARN),
+])  # fmt: skip
+def test_what_a_tried_job_shows_to_be_wrong_is_named(changes, name, verdict):
+    assert {each: found[0] for each, found in tried(**changes).items() if found[0] != OK} == {
+        name: verdict}  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "verdict"), [
+    (Unknown("sbatch: no such account", "see [slurm]"), FAIL),
+    (Unknown("job 7 is PENDING (Resources) after 10 minutes", meant=True), SKIP),
+])  # fmt: skip
+def test_where_no_job_could_be_tried_one_line_says_why(reason, verdict):
+    found = [each for each in diagnose(facts(tried=reason)) if "try " in each.check]
+    assert [(each.check, each.verdict, each.seen, each.fix) for each in found] == [
+        ("try job", verdict, reason.why, reason.fix)]  # fmt: skip

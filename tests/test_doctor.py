@@ -9,7 +9,9 @@ import os
 import pwd
 import re
 import shutil
+import signal
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from elastic import config as configuration
-from elastic import doctor, network
+from elastic import doctor, network, tryout
 from elastic.cli import elastic as commands
 from elastic.errors import UsageError
 from elastic.estimate import Save
@@ -208,6 +210,119 @@ def test_submit_limits_of_account_and_qos_are_named(new_sandbox, home, quick, mo
     box.run("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=1")
     seen = "MaxSubmitPU of the QOS normal is 1, the run has up to 3 jobs"
     assert bad(*limit) == {"limits": ("FAIL", seen)}
+
+
+# ---- a job that is tried
+
+
+def trying(*overrides: str) -> dict[str, tuple[str, str]]:
+    """What is said of a job that was tried; it and its folder are gone."""
+    checks = doctor.report(None, overrides, more=[("tried", tryout.tried)])["checks"]
+    assert not [*Path(os.environ["ELASTIC_RUNS"]).parent.glob("*elastic-try*")]
+    return {each["check"]: (each["verdict"], each["seen"]) for each in checks
+            if each["check"].startswith("try ")}  # fmt: skip
+
+
+def jobs(box: Sandbox) -> list[str]:
+    """The jobs that have not ended."""
+    return box.run("squeue", "--noheader", "--format=%j %T").splitlines()
+
+
+AFTER = r"[\d.]+ s"
+GOOD = {
+    "try job": rf"2 nodes after {AFTER}, their ranks {AFTER} later",
+    "try ranks": r"n1 \(hostname \S+\): \d+ cores, .* of memory, GPUs 0,1; n2 \(.*\): .*, GPUs 0,1",
+    "try files": rf"4 of 4 ranks see a file after {AFTER}; 3 of 3 find one locked",
+    "try kill": rf"srun tells 1 of 1 death within {AFTER}; steps end in {AFTER}",
+    "try notice": rf"3 of 3 ranks hear TERM within {AFTER}; srun and batch script live on",
+    "try shrink": rf"a step on one node took {AFTER}",
+}
+
+
+def test_a_good_cluster_does_to_a_job_what_is_expected(site, home, slurm):
+    found = asked("--try", "--set", "slurm.gpus_per_node=2")
+    for name, words in GOOD.items():
+        assert (found[name]["verdict"], found[name]["fix"]) == ("OK", ""), found[name]
+        assert re.fullmatch(words, found[name]["seen"])
+    assert jobs(slurm) == []
+    assert not (home / "runs").exists()
+    assert not list(home.glob("elastic-try-*"))
+
+
+def test_it_tries_nothing_without_being_asked(quick, slurm):
+    before = slurm.run("squeue", "--states=all", "--noheader", "--format=%i")
+    assert not {*GOOD} & {each["check"] for each in doctor.report(None, [])["checks"]}
+    assert slurm.run("squeue", "--states=all", "--noheader", "--format=%i") == before
+
+
+def test_slurm_s_words_are_shown_where_it_refuses(new_sandbox, quick, home, monkeypatch):
+    rules = home / "rules.lua"
+    rules.write_text('''
+function slurm_job_submit(job, partitions, uid)
+   slurm.log_user("ask the helpdesk for an account")
+   return slurm.ERROR
+end
+function slurm_job_modify(job, record, partitions, uid)
+   return slurm.SUCCESS
+end
+''')
+    monkeypatch.setenv("SLURM_CONF", str(new_sandbox(nodes=2, job_submit=rules).conf))
+    ((name, (verdict, seen)),) = trying().items()
+    assert (name, verdict) == ("try job", "FAIL")
+    assert seen.startswith("sbatch: ask the helpdesk for an account; Batch job submission failed")
+
+
+def test_a_long_kill_wait_delays_no_restart(quick, plant):
+    plant(("^KillWait=.*", "KillWait=30"))
+    found = trying("slurm.gpus_per_node=2")
+    assert {verdict for verdict, _ in found.values()} == {"OK"}
+    assert float(re.search(r"steps end in ([\d.]+) s", found["try kill"][1])[1]) < 10
+
+
+def test_a_slurm_that_takes_no_node_back_is_named(quick, plant):
+    plant((r"^(SchedulerParameters=.*)", r"\1,disable_job_shrink"))
+    found = trying()
+    verdict, seen = found.pop("try shrink")
+    assert (verdict, "scontrol failed: " in seen) == ("WARN", True), seen
+    assert {verdict for verdict, _ in found.values()} == {"OK"}
+
+
+def test_ranks_that_see_one_gpu_each_are_named(quick):
+    found = trying("slurm.gpus_per_node=2", 'slurm.srun_options=["--gpus-per-task=1"]')
+    assert {name for name, (verdict, _) in found.items() if verdict != "OK"} == {"try ranks"}
+    assert found["try ranks"][0] == "FAIL"
+    assert re.fullmatch(r"n1 \(.*, GPUs \d; n2 \(.*, GPUs \d", found["try ranks"][1])
+
+
+def test_ranks_that_do_not_start_are_shown_with_what_was_said(quick):
+    ((verdict, seen),) = trying('slurm.rank_prefix=["nosuch"]').values()
+    assert verdict == "FAIL"
+    assert seen.startswith("it is FAILED: 0 of 4 ranks started: ")
+    assert "exec: nosuch: not found" in seen
+
+
+def test_a_job_that_does_not_start_is_cancelled(quick, slurm, monkeypatch):
+    monkeypatch.setattr(tryout, "LIMIT_S", 2.0)
+    others = slurm.preempt(3, 600)
+    try:
+        wait_until(lambda: len(slurm.idle_nodes()) == 2, 20, "one node of four is free")
+        ((verdict, seen),) = trying().values()
+        assert (verdict, jobs(slurm)) == ("SKIP", ["preemptor RUNNING"])
+        assert re.fullmatch(r"job \d+ is PENDING \((Resources|Priority)\) after 0 minutes", seen)
+    finally:
+        slurm.run("scancel", others)
+        wait_until(lambda: len(slurm.idle_nodes()) == 5, 20, "all nodes are idle")
+
+
+def test_who_interrupts_it_leaves_no_job_behind(site, home, slurm):
+    command = [str(ROOT / "bin/elastic-doctor"), "--try", "--set", "redis.server=/bin/true"]
+    own = {name: os.environ[name] for name in ("SLURM_CONF", "ELASTIC_SITE", "PATH")}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    doing = subprocess.Popen(command, env=environment(home, **own), **quiet)
+    wait_until(lambda: [job for job in jobs(slurm) if job.endswith("RUNNING")], 20, "the job runs")
+    doing.send_signal(signal.SIGINT)
+    assert doing.wait(60) == 1
+    assert (jobs(slurm), list(home.glob("elastic-try-*"))) == ([], [])
 
 
 # ---- this machine as it should not be

@@ -24,7 +24,7 @@ LAYERS = [
               "inner_state slurm_info health peers device checkpoint handover trace"),
     ("processes", "arithmetic averaging link courier exchange loading local_sgd agent worker "
                   "master trainer launch start reconcile describe evaluation doctor"),
-    ("people", "submission status audit views chaos validation report metrics cli demo"),
+    ("people", "submission tryout status audit views chaos validation report metrics cli demo"),
 ]  # fmt: skip
 # What a layer may import at module level from outside the package. Numerics is beside the edges:
 # versions and inner_state write tensors; tasks is handed its table and reads no configuration.
@@ -33,7 +33,7 @@ NOT_IN_CORE = {"time", "os", "random", "logging", "torch", "redis", "socket", "s
 ONE_HOME = {"redis": {"store"}, "rich": {"views", "cli"}}
 FAST = ["status", "reconcile", "submission", "cli", "agent", "launch", "sandbox", "sched_slurm",
         "views"]
-MOST_CODE_LINES = 13_160
+MOST_CODE_LINES = 13_400
 MOST_SHELL_LINES = 1000
 MOST_FUNCTION_LINES = 60
 

@@ -591,13 +591,14 @@ def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
 # ---- doctor -------------------------------------------------------------------------------------
 
 
-@command("doctor", "doctor 7b.toml", "doctor --init    # an admin, once")
+@command("doctor", "doctor 7b.toml --try", "doctor --init    # an admin, once")
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @overrides_option
 @json_option
+@click.option("--try", "tries", is_flag=True, help="Also run a job: two nodes, about a minute.")
 @click.option("--init", is_flag=True, help="Write the site file from what is found here.")
 @click.option("--force", is_flag=True, help="With --init: replace one that sets something.")
-def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, init: bool, force: bool):
+def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, **how: bool):
     """Look at this cluster and say what will work.
 
     Every line is OK, WARN (works, and could do better), FAIL (does not start,
@@ -605,14 +606,14 @@ def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, init:
     or for what the site file says. Exits 1 if there is a FAIL.
     """
     from elastic import doctor as examining
-    from elastic import views
+    from elastic import tryout, views
 
-    if init:
-        path, text = examining.init(force)
+    if how["init"]:
+        path, text = examining.init(how["force"])
         click.echo(f"{text}\nwritten to {path}")
         return
     with views.progress() as tell:
-        report = examining.report(config, overrides, tell)
+        report = examining.report(config, overrides, tell, [("tried", tryout.tried)] * how["tries"])
     show(as_json, report, views.doctor_view)
     sys.exit(Exit.ERROR if report["FAIL"] else Exit.OK)
 

@@ -23,6 +23,7 @@ LONG_REQUEUE_S = 30.0
 LONG_ENOUGH_S = 12 * 3600.0  # for a job: each start costs a minute
 SLOW_DISK = 10e6  # bytes/s
 SLOW_IMPORT_S = 10.0
+SLOW_START_S, STALE_S, SLOW_END_S = 60.0, 5.0, 10.0  # of a job's ranks, a file, a step
 # NTP keeps machines within milliseconds. 30 s: the pass acts on differences of that size (backoff,
 # reconcile_interval), and munge refuses everybody at 300 s.
 SKEWED_S, WRONG_S = 1.0, 30.0
@@ -85,7 +86,7 @@ class Check(NamedTuple):
 def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
     """One finding per check, in order; of those that one thing is missing for, the first alone."""
     found: dict[int, Finding] = {}
-    for at, check in enumerate(CHECKS):
+    for at, check in enumerate(CHECKS + (TRIED if "tried" in facts else ())):
         needs = signature(check.judge).parameters.values()
         needed = [facts[each.name] for each in needs if each.kind is not each.KEYWORD_ONLY]
         missing = next((fact for fact in needed if isinstance(fact, Unknown)), None)
@@ -434,6 +435,48 @@ CHECKS = (
     Check("gpus", "one that computes wrongly spoils the run", _gpus),
     Check("cron", "only its pass replaces jobs when no master does", _cron),
 )
+
+
+# ---- a job that was tried (tryout.py) -----------------------------------------------------------
+
+
+def _tried(words: str, *problems: tuple[Callable, str, str]) -> Callable:
+    """A judge that says these words; of the problems (is it there, verdict, way out) the first
+    that is there decides."""
+
+    def judge(tried) -> tuple[str, str, str]:
+        verdict, fix = next(((v, fix) for is_so, v, fix in problems if is_so(tried)), (OK, ""))
+        return verdict, words.format(**tried), fix
+
+    return judge
+
+
+TRIED = (
+    Check("try job", "the jobs of runs are submitted and started so", _tried(
+        "2 nodes after {waited_s:.0f} s, their ranks {startup_s:.0f} s later",
+        (lambda t: t["startup_s"] > SLOW_START_S, WARN, "see prologs, and the disk")), "tried"),
+    Check("try ranks", "a rank can use no more than it sees", _tried(
+        "{ranks[0][view]}; {ranks[3][view]}",
+        (lambda t: any(rank["gpus"] < rank["given_gpus"] for rank in t["ranks"]), FAIL,
+         "every rank must see all GPUs of its node: see slurm.options, slurm.srun_options"),
+        (lambda t: any(rank["cores"] < rank["given_cores"] for rank in t["ranks"]), WARN,
+         "they are bound to fewer cores than Slurm gave: see slurm.srun_options"))),
+    Check("try files", "the jobs of a run meet in one folder", _tried(
+        "{seen[0]} of 4 ranks see a file after {seen[1]:.1f} s; {locks} of 3 find one locked",
+        (lambda t: t["seen"][0] < 4, FAIL, "set ELASTIC_RUNS to a shared filesystem"),
+        (lambda t: t["seen"][1] > STALE_S, WARN, "mount it with actimeo=1 (NFS)"),
+        (lambda t: t["locks"] < 3, WARN, "two passes may submit a job twice: mount with flock"))),
+    Check("try kill", "the launcher starts ranks again when one dies", _tried(
+        "srun tells {killed[0]} of 1 death within {killed[1]:.1f} s; steps end in {ended_s:.1f} s",
+        (lambda t: not t["killed"][0], FAIL, "it must say so in words that launch.py knows"),
+        (lambda t: t["ended_s"] > SLOW_END_S, WARN, "new ranks may meet old ones on their GPUs"))),
+    Check("try notice", "what is not saved before the kill is lost", _tried(
+        "{told[0]} of 3 ranks hear TERM within {told[1]:.1f} s; srun and batch script {lives}",
+        (lambda t: t["told"][0] < 3, FAIL, "TERM must get to every rank: see slurm.rank_prefix"),
+        (lambda t: t["lives"] != "live on", FAIL, "srun must not end at a notice to its step"))),
+    Check("try shrink", "a job that loses a node goes on with the others", _tried(
+        "{shrunk}", (lambda t: t["is_stuck"], WARN, "without it such a job ends, and waits"))),
+)  # fmt: skip
 
 
 # ---- what a site file should say ----------------------------------------------------------------

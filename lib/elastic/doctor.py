@@ -43,22 +43,22 @@ def unheard(_done: tuple[float, str]) -> None:
     """For callers whom progress (share done, of what) does not interest."""
 
 
-def report(path: Path | None, overrides: Sequence[str], tell: Callable = unheard) -> dict[str, Any]:
+def report(path: Path | None, overrides: Sequence[str], tell: Callable = unheard, more=()) -> dict:
     """What there is to say of the run that `path` describes (None: of any run of this site):
-    "checks", a table each, and how many got each verdict."""
+    "checks", a table each, and how many got each verdict. `more`: further probes, by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
-    found = examine(config, [str(path), *overrides] if path else [], tell)
+    found = examine(config, [str(path), *overrides] if path else [], tell, more)
     counts = {verdict: sum(f.verdict == verdict for f in found) for verdict in VERDICTS}
     return counts | {"checks": [finding._asdict() for finding in found]}
 
 
-def examine(config: Config, given: list[str], tell: Callable = unheard) -> list[Finding]:
+def examine(config: Config, given: list[str], tell: Callable = unheard, more=()) -> list[Finding]:
     """Look at everything. `given`: the run's file, if there is one, and its overrides."""
     tell((0.0, "cluster"))
     facts = {"config": config, "given": given, "here": _here(), "clocks": {}}
     facts["cron_line"] = configuration.cron_line()
     facts["cluster"] = _fact(_cluster, facts)
-    for done, (name, probe) in enumerate(PROBES.items(), 1):
+    for done, (name, probe) in enumerate([*PROBES.items(), *more], 1):
         tell((done / (len(PROBES) + 1), name))
         # One wait for a Slurm that is silent is enough.
         lost = name in OF_SLURM and isinstance(facts["cluster"], Unknown)
@@ -320,7 +320,7 @@ PROBES: dict[str, Callable[[dict], Any]] = {
     "save": _save,
     "cron": _cron,
 }
-OF_SLURM = ("partitions", "nodes", "limits")
+OF_SLURM = ("partitions", "nodes", "limits", "tried")
 
 
 # ---- the site file

@@ -217,7 +217,8 @@ class Launcher:
         other one in a file that only this user can open."""
         address, file = "127.0.0.1", ""
         if nodes > 1:
-            address = bind_address(self.config.sync.bind, sched_slurm.node_address())
+            known_as = sched_slurm.node_address()
+            address = bind_address(self.config.sync.bind, known_as, "sync.bind")
             self._lines = Keepalive(address)
         else:
             self._rendezvous = os.fdopen(os.memfd_create("rendezvous"))  # as long as the attempt

@@ -25,8 +25,9 @@ LISTEN = "0A"  # linux/tcp_states.h, as /proc/net/tcp has it
 HINT = "set redis.bind and sync.bind to an address or an interface in etc/site.toml"
 
 
-def bind_address(wanted: str, node_address: str) -> str:
-    """The IPv4 address to listen on. `wanted`: "auto", an address, or an interface's name.
+def bind_address(wanted: str, node_address: str, key: str = "redis.bind") -> str:
+    """The IPv4 address to listen on. `wanted`: "auto", an address, or an interface's name, by the
+    setting `key`.
 
     Raises ElasticError naming the interfaces there are.
     """
@@ -42,7 +43,7 @@ def bind_address(wanted: str, node_address: str) -> str:
     except ValueError:
         known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
         raise ElasticError(
-            f"redis.bind or sync.bind = {wanted!r} is no IPv4 address and no interface here",
+            f"{key} = {wanted!r} is no IPv4 address and no interface here",
             f"interfaces with an IPv4 address: {known}",
         ) from None
 

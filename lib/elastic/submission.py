@@ -127,16 +127,21 @@ def start(config: Config, root: Path) -> RunDir:
 
 def undo(run: RunDir) -> None:
     """Remove a run that the scheduler refused: its jobs, its directory, its name."""
-    scheduler = scheduler_of(run)
+    if end_jobs(run.name, scheduler_of(run)):  # else it stays, and says why the run failed
+        shutil.rmtree(run.path)
+        (configuration.registry_dir() / "runs" / run.name).unlink(missing_ok=True)
+
+
+def end_jobs(run: str, scheduler: Scheduler) -> bool:
+    """Cancel the jobs of the run of that name; whether they are gone. Raises TryAgain."""
     deadline = time.monotonic() + UNDO_S
-    while jobs := jobs_of(run.name, scheduler):
+    while jobs := jobs_of(run, scheduler):
         if time.monotonic() > deadline:
-            return  # the directory stays, and says why the run failed
+            return False
         for job in jobs:
             scheduler.cancel(job.job_id, now=True)
         time.sleep(0.5)
-    shutil.rmtree(run.path)
-    (configuration.registry_dir() / "runs" / run.name).unlink(missing_ok=True)
+    return True
 
 
 def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:

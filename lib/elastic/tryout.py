@@ -1,0 +1,135 @@
+"""elastic-doctor --try: one real job of two nodes, which shows what this cluster does to ranks.
+
+    tried(facts)                        here: submits it as a trainer's, waits, and removes it
+    python -m elastic.tryout FOLDER     there, in the launcher's place: starts four ranks of
+                                        sbatch/probe.sh, and does to them what happens to ranks
+
+All that they share is a folder below that of the runs: what each rank sees (rank-N.json), a word to
+them all (word), and what came of it (report.json). What ranks do later they say on stderr, which
+srun brings at once: so one clock, the launcher's, measures everything, and what the filesystem adds
+is seen by itself. All waiting has an end: a job that nobody could cancel is over within minutes.
+What it means is in diagnosis.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from elastic import durable, launch, proc, sched_slurm, signals, submission
+from elastic.config import clean_environment, env, runs_root
+from elastic.diagnosis import Unknown
+from elastic.errors import ElasticError
+from elastic.sched import Job, JobSpec
+
+NODES, RANKS = 2, 4
+LIMIT_S, QUERY_S = 600.0, 10.0  # in the queue, and of the job; between looks at it
+PATIENCE_S = 65.0  # with each thing there: an NFS client trusts what it knows for 60 s at most
+
+
+def tried(facts: dict) -> dict | Unknown:
+    """What the job reports. It and its folder are gone afterwards, whatever happens."""
+    slurm, root = facts["config"].slurm, runs_root()
+    slurm = replace(slurm, time=slurm.time and f"{LIMIT_S / 60:.0f}", signal="")
+    config = submission.with_shares(replace(facts["config"], slurm=slurm), None)
+    how = json.dumps([slurm.srun_options, slurm.rank_prefix])
+    given = clean_environment() | {"ELASTIC_TRY": how, "MASTER_ADDR": "127.0.0.1"}
+    scheduler, gpus = sched_slurm.SlurmScheduler(config), NODES * slurm.gpus_per_node
+    there = next(path for path in (root, *root.parents) if path.exists())
+    with tempfile.TemporaryDirectory("", "elastic-try-", there, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "logs").mkdir()
+        spec = JobSpec(folder, folder.name, "trainer", 0, config, given, limits=(gpus, gpus))
+        try:
+            return _watched(scheduler, scheduler.submit(spec), folder)
+        finally:
+            submission.end_jobs(spec.run, scheduler)
+
+
+def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
+    began, job = time.time(), Job(job_id, "", "PENDING")
+    while not job.ended:
+        wait_s = time.time() - (job.start_time or began)
+        if wait_s > LIMIT_S:
+            seen = f"job {job_id} is {job.state} ({job.reason}) after {wait_s / 60:.0f} minutes"
+            return Unknown(seen, "try again when two nodes are free", meant=True)
+        time.sleep(min(QUERY_S, launch.POLL_S + wait_s / 10))
+        job = next((each for each in scheduler.jobs() if each.job_id == job_id), job)
+    if not (report := durable.read_json(folder / "report.json")):
+        raise ElasticError(f"it is {job.state}: {last_words(folder / 'logs/trainer-0000.log')}")
+    waited_s, startup_s = job.start_time - job.submit_time, report["up"] - job.start_time
+    return report | {"waited_s": waited_s, "startup_s": startup_s}
+
+
+def last_words(log: Path) -> str:
+    return " / ".join(proc.read(log).split("\n")[-4:-1])
+
+
+# ---- in the launcher's place
+
+
+class Step:
+    """Tasks under srun. What they and it say on stderr goes into a file."""
+
+    def __init__(self, nodes: list[str], command: list[str], said: Path):
+        self.said, options = said, json.loads(env("ELASTIC_TRY"))[0]
+        argv = sched_slurm.step_argv(nodes, RANKS // NODES, command, options)
+        with said.open("w") as file:
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=file)
+
+    def heard(self, words: str, wanted: int, limit_s: float = PATIENCE_S) -> tuple[int, float]:
+        """How many lines begin with `words`, as soon as enough do, or when that takes too long or
+        all is over; and after how many seconds."""
+        began = time.time()
+        while True:
+            is_over = self.process.poll() is not None or time.time() - began > limit_s
+            count = len(re.findall(f"^{words}", proc.read(self.said), re.MULTILINE))
+            if count >= wanted or is_over:
+                return count, time.time() - began
+            time.sleep(launch.POLL_S)
+
+
+def lead(folder: Path) -> dict:
+    """Do to ranks what happens to ranks; what came of it. Exits if they do not start."""
+    signals.install()  # as the launcher does: a notice to this process, too, does not end it
+    home, prefix = env("ELASTIC_HOME"), json.loads(env("ELASTIC_TRY"))[1]
+    job_id, nodes = env("SLURM_JOB_ID"), sched_slurm.expand_hostlist(env("SLURM_JOB_NODELIST"))
+    rank = [f"{home}/bin/elastic-rank", *prefix, f"{home}/sbatch/probe.sh", str(folder)]
+    step = Step(nodes, rank, folder / "said")
+    if (here := step.heard("rank . is here", RANKS, LIMIT_S / 2)[0]) < RANKS:
+        sys.exit(f"{here} of {RANKS} ranks started: {last_words(step.said)}")
+    ranks = [durable.read_json(folder / f"rank-{number}.json") for number in range(RANKS)]
+    report = {"up": time.time(), "ranks": ranks}
+    durable.write_atomic(folder / "word", b"")
+    report["seen"] = step.heard("rank . sees it", RANKS)
+    report["locks"], _ = step.heard("rank . sees it, and that it is locked", 0)
+    step.heard("rank . kills itself", 1)
+    report["killed"] = step.heard(launch.BAD_EXIT.pattern, 1)
+    sched_slurm.SlurmScheduler(None).cancel(job_id)
+    report["told"] = step.heard("rank . hears the notice", RANKS - 1)
+    time.sleep(1)  # in which srun would have ended
+    report["lives"] = "live on" if step.process.poll() is None else "do not both live on"
+    began = time.time()
+    sched_slurm.end_steps(job_id)
+    report["ended_s"] = time.time() - began
+    return report | _shrunk(job_id, nodes[:1], folder)
+
+
+def _shrunk(job_id: str, kept: list[str], folder: Path) -> dict:
+    """Let the other node go, and start a step on this one."""
+    try:
+        sched_slurm.release_nodes(job_id, 1)
+        step, began = Step(kept, ["true"], folder / "next"), time.time()
+        if step.process.wait(PATIENCE_S):
+            raise ElasticError(f"no step starts on what is left: {last_words(step.said)}")
+    except ElasticError as error:
+        return {"shrunk": error.what, "is_stuck": True}
+    return {"shrunk": f"a step on one node took {time.time() - began:.1f} s", "is_stuck": False}
+
+
+if __name__ == "__main__":
+    durable.write_atomic(Path(sys.argv[1], "report.json"), durable.to_json(lead(Path(sys.argv[1]))))
