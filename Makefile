@@ -73,7 +73,8 @@ test: $(ALL)  ## All tests; PYTEST_ARGS='-k name' for some
 # Of the installed Slurm, or in the folder of another one; all of them make a column of
 # docs/slurm-versions.md. ELASTIC_FULL_MATRIX=1: with all 72 ways to announce a preemption.
 SLURM_COLUMN = --junit-xml=build/slurm-$(or $(SLURM),installed).xml \
-    -o junit_suite_name=$$(git describe --always --dirty); code=$$?; \
+    -o junit_suite_name=$$(git rev-parse --short HEAD)$$(git diff --quiet HEAD -- . ':!docs' || \
+    echo -dirty); code=$$?; \
     $(VENV)/bin/python tests/slurm_table.py; exit $$code
 slurm: $(ALL)  ## All tests marked slurm, on another Slurm: SLURM=24.11 or 26.05 (root, 1 GB)
 	mkdir -p build
