@@ -118,7 +118,7 @@ def test_who_is_told_of_a_version_that_is_pruned_adopts_the_newest_there_is(newe
         _link=SimpleNamespace(say=lambda **_: None), _wait_for_version=lambda: (2, ""),
         _was_void=False, _round=SimpleNamespace(base=-1, steps=0), _ahead=None, _queue=[],
         group=SimpleNamespace(share=lambda said: said, gather=lambda said: [said]),
-        run=SimpleNamespace(newest_version=lambda: next(looked)),
+        run=SimpleNamespace(told_version=lambda: next(looked)),
         _commit_of=lambda version: {"version": version}, _adopt_inner_state=lambda version: None,
         _load=lambda commit: "pruned" if commit["version"] < newest + 2000 else "",
         _after_ahead=lambda version: SimpleNamespace(base=version), _steps_total=0,
@@ -127,7 +127,7 @@ def test_who_is_told_of_a_version_that_is_pruned_adopts_the_newest_there_is(newe
     assert LocalSGD._adopt_newest(worker)
     assert worker._round.base == newest + 2000
     worker._round, worker._load = SimpleNamespace(base=-1, steps=0), lambda commit: "damaged"
-    worker.run.newest_version = lambda: 2
+    worker.run.told_version = lambda: 2
     with pytest.raises(ElasticError, match="damaged"):
         LocalSGD._adopt_newest(worker)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic import rundir
+from elastic import durable, rundir
 from elastic.errors import ElasticError, UsageError
 from elastic.rundir import Control, Endpoint, RunDir, find, registered
 from forks import KILLED, in_children, killed_at
@@ -194,7 +194,7 @@ def test_a_change_killed_at_any_step_is_made_or_not_made(run):
 
 
 @pytest.mark.parametrize("last", [0, 1, 2, 3, 4, 7, 8, 9, 100])
-def test_the_latest_number_is_found_by_exact_names(run, last):
+def test_the_latest_number_is_found(run, last):
     folder = run.slot_path(5)
     for number in range(1, last + 1):
         (folder / f"{number:06d}.json").write_text("{}")
@@ -205,16 +205,33 @@ def test_the_latest_number_is_found_by_exact_names(run, last):
     }  # fmt: skip
 
 
-def test_finding_it_takes_few_looks_and_no_listing(run, monkeypatch):
-    folder = run.slot_path(5)
-    for number in range(1, 1001):
-        (folder / f"{number:06d}.json").touch()
-    looks, real = [], Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: looks.append(path) or real(path))
-    monkeypatch.setattr(os, "listdir", None)
-    monkeypatch.setattr(os, "scandir", None)
-    assert run.latest_attempt(5) == 1000
-    assert len(looks) < 25
+def test_who_waits_asks_for_no_name_that_is_not_there_yet(run, monkeypatch):
+    """NFS would remember for a minute that it is not, when another machine has long made it."""
+    asked, real = [], durable.insist
+
+    def watched(action, *args):
+        try:
+            return real(action, *args)
+        except FileNotFoundError as error:
+            asked.append(error.filename)
+            raise
+
+    for module in (durable, rundir):
+        monkeypatch.setattr(module, "insist", watched)
+    assert (run.endpoint(), run.done(), run.failed(), run.closing()) == (None, None, None, "")
+    assert (run.told_version(), run.latest_attempt(5), run.newest_epoch()) == (-1, 0, 0)
+    assert run.left_offers(0) == []
+    assert asked == []
+
+
+def test_a_version_is_told_of_by_a_hint_or_by_the_names(run):
+    for version in range(3):
+        assert run.link_commit({"version": version})
+    assert run.told_version() == 2
+    (run.path / "newest.json").write_text('{"version": 1}')  # a master died before it told
+    assert (run.told_version(), run.newest_version()) == (1, 2)
+    (run.path / "newest.json").unlink()
+    assert run.told_version() == 2
 
 
 def test_processes_that_claim_at_once_get_different_numbers(run):

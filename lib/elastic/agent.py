@@ -139,7 +139,7 @@ class Agent:
         with contextlib.suppress(TryAgain):
             workers = self._store.slots().values() if self._store else ()
             newest = 0 if self._store else -1
-            return self.run.newest_version() <= newest and not any(w.steps_total for w in workers)
+            return self.run.told_version() <= newest and not any(w.steps_total for w in workers)
         return False
 
     # ---- the trainer

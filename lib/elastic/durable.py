@@ -179,6 +179,19 @@ def insist(action: Callable[..., T], *args) -> T:
     raise AssertionError("the last try has returned or raised")
 
 
+def names(folder: Path) -> list[str]:
+    """What is in a folder, if it is there. Raises TryAgain where the filesystem does not say.
+
+    Whoever waits for a file of another machine looks here for its name, and opens it then: a
+    network filesystem may remember for a minute that a name it was asked for is not there, but
+    looks again when a folder is listed.
+    """
+    try:
+        return insist(os.listdir, folder)
+    except FileNotFoundError:
+        return []
+
+
 def exists(path: Path) -> bool:
     """Is the name there? No answer is not a no: raises TryAgain."""
     try:

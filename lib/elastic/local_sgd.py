@@ -224,10 +224,10 @@ class LocalSGD:
         """Find version 0, or be the worker that makes it."""
         refuse_inexact(self.model)
         self._warn(self.optimizer.untrained(self.model))
-        first = self.run.newest_version() < 0 if self.group.leads else None
+        first = self.run.told_version() < 0 if self.group.leads else None
         if self.group.share(first):
             self._create_first_version(len(dataset))
-        newest = self._commit_of(self.run.newest_version())
+        newest = self._commit_of(self.run.told_version())
         settle(self.run, newest)
         layout = read_layout(self.run, newest["version"])
         self._replica = Replica(self.model, layout)
@@ -314,7 +314,7 @@ class LocalSGD:
         commit = self._commit_of(version)
         self._probe.before(self._steps_total and self._round.steps)
         while trouble := [each for each in self.group.gather(self._load(commit)) if each]:
-            before, newest = version, self.run.newest_version() if self._link else None
+            before, newest = version, self.run.told_version() if self._link else None
             if (version := self.group.share(newest)) <= before:
                 raise ElasticError(trouble[0])
             commit = self._commit_of(version)  # it was pruned: this worker slept, or its master
@@ -336,7 +336,7 @@ class LocalSGD:
     def _load_final(self) -> None:
         """The run is done: what comes after the loop finds its last version in the model."""
         self._ahead = None
-        version = self.group.share(self.run.newest_version() if self._link else None)
+        version = self.group.share(self.run.told_version() if self._link else None)
         if trouble := self._load(self._commit_of(version)):
             raise ElasticError(trouble)
 

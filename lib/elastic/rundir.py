@@ -23,6 +23,7 @@ import functools
 import hmac
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -41,6 +42,7 @@ from elastic.durable import (
     exists,
     insist,
     make_folder,
+    names,
     read_json,
     replace_quickly,
     to_json,
@@ -196,8 +198,7 @@ class RunDir:
     # ---- masters
 
     def endpoint(self) -> Endpoint | None:
-        path = self.private / "endpoint.json"
-        found = whole(path, read_json(path), ENDPOINT)
+        found = whole(self.private / "endpoint.json", self._read("endpoint.json"), ENDPOINT)
         return Endpoint(**_known(Endpoint, found)) if found else None
 
     def set_endpoint(self, endpoint: Endpoint) -> None:
@@ -208,7 +209,7 @@ class RunDir:
         return _next_number(self.path / "masters", record)
 
     def newest_epoch(self) -> int:
-        """NFS may hide a name for a minute, but not what is in a file that is opened."""
+        """The higher of what the records and the endpoint of the newest master say."""
         endpoint = self.endpoint()
         return max(_newest_number(self.path / "masters"), endpoint.epoch if endpoint else 0)
 
@@ -245,19 +246,22 @@ class RunDir:
         return f"going on in {control.mode} mode" if mode not in ("", control.mode) else ""
 
     def done(self) -> dict | None:
-        return read_json(self.path / "DONE")
+        return self._read("DONE")
 
     def mark_done(self, record: dict) -> None:
         write_atomic(self.path / "DONE", to_json(record))
 
     def failed(self) -> dict | None:
-        path = self.path / "failed.json"
-        return whole(path, read_json(path), "reason")
+        return whole(self.path / "failed.json", self._read("failed.json"), "reason")
 
     def mark_failed(self, reason: str, detail: str = "") -> None:
         record = {"time": time.time(), "reason": reason, "detail": detail}
         write_atomic(self.path / "failed.json", to_json(record))
         self.event("fail", reason=reason)
+
+    def _read(self, name: str) -> dict | None:
+        """The table in a file that another machine may be about to write."""
+        return read_json(self.path / name) if name in names(self.path) else None
 
     def clear_failed(self) -> None:
         (self.path / "failed.json").unlink(missing_ok=True)
@@ -271,7 +275,8 @@ class RunDir:
 
     def left_offers(self, base: int) -> list[tuple[str, bytes]]:
         """("slot:attempt", header) of the workers that have left."""
-        paths = sorted((self.path / "deltas" / f"{base:06d}").glob("*.left"))
+        folder = self.path / "deltas" / f"{base:06d}"
+        paths = sorted(folder.glob("*.left")) if folder.name in names(folder.parent) else ()
         return [(path.stem.replace(".", ":"), insist(path.read_bytes)) for path in paths]
 
     def write_ending(self, job_id: str, record: dict) -> None:
@@ -350,6 +355,14 @@ class RunDir:
         path = self.commit_path(version)
         return whole(path, read_json(path), "version")
 
+    def told_version(self) -> int:
+        """Number of the newest commit that is told of, for those who follow a master. They look
+        for none after it, as `newest_version` does: see `durable.names`."""
+        with contextlib.suppress(ElasticError):
+            if hint := whole(self.path / "newest.json", self._read("newest.json"), "version"):
+                return hint["version"]
+        return max((int(name[:-5]) for name in _numbered(self.path / "commits")), default=-1)
+
     def newest_version(self) -> int:
         """Number of the newest commit, -1 if there is none. `newest` is a hint; names decide."""
         version = (_hint(self.path / "newest.json", "version") or {"version": -1})["version"]
@@ -369,6 +382,8 @@ class RunDir:
 
     def link_commit(self, record: dict) -> bool:
         """Commit a version whose files are all durable. False if another master was first."""
+        with contextlib.suppress(OSError):  # else a worker makes it: two that did would clash
+            make_folder(self.path / "deltas" / f"{record['version']:06d}")
         if not create_once(self.commit_path(record["version"]), to_json(record)):
             return False
         with contextlib.suppress(OSError):  # it is committed; this is only the hint
@@ -432,15 +447,14 @@ def _number_path(folder: Path, number: int) -> Path:
 
 
 def _newest_number(folder: Path) -> int:
-    """Highest n whose record exists (0: none), by galloping over exact names."""
-    step, newest = 1, 0
-    while exists(_number_path(folder, newest + step)):
-        newest, step = newest + step, step * 2
-    while step > 1:
-        step //= 2
-        if exists(_number_path(folder, newest + step)):
-            newest += step
-    return newest
+    """Highest n whose record exists; 0: none."""
+    if folder.name not in names(folder.parent):
+        return 0
+    return max((int(name[:-5]) for name in _numbered(folder)), default=0)
+
+
+def _numbered(folder: Path) -> list[str]:
+    return [name for name in names(folder) if re.fullmatch(r"\d{6,}\.json", name)]
 
 
 def _next_number(folder: Path, record: dict) -> int:

@@ -113,7 +113,7 @@ def _damaged(run: RunDir, trouble: str) -> dict:
 def row(run: RunDir, jobs: Listing, asks: bool) -> dict:
     """Of what `observe` says the part that a table of runs shows. `asks`: ask Redis for workers,
     else they are those whose job runs."""
-    config, control, newest = run.config(), run.control(), run.newest_commit() or {}
+    config, control, newest = run.config(), run.control(), run.commit(run.told_version()) or {}
     mine, is_sync = jobs.by_run.get(run.name, []), control.mode == "sync"
     if is_sync:
         workers, master = _ranks(run, mine)
@@ -141,7 +141,7 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     read. Raises ElasticError only if its directory is damaged."""
     mode, now, jobs = run.control().mode, time.time(), jobs or listing(run)
     is_sync, found = mode == "sync", row(run, jobs, asks=True)
-    last, most = run.newest_version(), CURVE if whole else WINDOW
+    last, most = run.told_version(), CURVE if whole else WINDOW
     history = [*filter(None, map(run.commit, range(max(0, last - most), last + 1)))]
     events = run.events(last=LOOKED_AT) if whole else ()
     commits = history[-WINDOW - 1 :]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from elastic.durable import AGAIN_S, insist, make_folder, replace_quickly
+from elastic.durable import AGAIN_S, insist, make_folder, names, replace_quickly
 from elastic.errors import TryAgain
 from elastic.rounds import Fragment
 from elastic.rundir import RunDir
@@ -30,7 +30,8 @@ class Transport:
     def put(self, name: str, data: memoryview) -> Fragment:
         """Store bytes under a name, replacing what was there."""
         path = self._root / name
-        make_folder(path.parent)
+        if path.parent.name not in names(self._root):  # there was no room when it was committed
+            make_folder(path.parent)
         # The master may just have pruned the folder: of a base that nothing is merged of any more.
         with contextlib.suppress(FileNotFoundError):
             replace_quickly(path, data)

@@ -182,6 +182,8 @@ class MemoryRun(RunDir):
         self.world.edge("look for the newest version")
         return self.seen() - 1
 
+    told_version = newest_version
+
     def link_commit(self, record):
         self.world.changes("link a commit")
         if view := self.world.view():  # the server decides, and then the name is known here
