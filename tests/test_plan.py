@@ -26,10 +26,11 @@ ENDED = (  # the only states that free a slot, spelled out again on purpose
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "ENDED", "FAILED", "NODE_FAIL",
     "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 )  # fmt: skip
-QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+QUEUED = ("EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 STARTED = ("RUNNING", "CONFIGURING", "SUSPENDED")
 ODD = ("COMPLETING", "RESIZING", "SIGNALING", "STOPPED", "A_STATE_OF_2031", "")
-FOR_GOOD = ("launch failed requeued held", "DependencyNeverSatisfied", "JobHeldAdmin")
+FOR_GOOD = ("launch failed requeued held", "DependencyNeverSatisfied", "JobHeldAdmin",
+            "Reservation mine was deleted")  # fmt: skip
 REASONS = ("", "None", "Priority", "Resources,BeginTime", "JobHeldUser", *FOR_GOOD)
 GOOD, BAD = ("done", "stopped", "yielded", "lost", "killed", "cancelled", "fenced"), ("failed",)
 

@@ -13,6 +13,7 @@ import pytest
 from elastic import config, sched_slurm
 from elastic.diagnosis import Node
 from elastic.errors import ElasticError, TryAgain
+from elastic.history import JobSeen
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.sched_slurm import (
     SlurmScheduler,
@@ -598,6 +599,34 @@ def test_spare_is_what_is_idle_while_nobody_else_waits(stage):
         stage.scheduler.cancel(waiting)
     finally:
         stage.box.run("scontrol", "update", "NodeName=n4", "State=RESUME")
+
+
+SAVING = ("SuspendProgram=/bin/true", "ResumeProgram=/bin/true", "SuspendTime=3600")
+
+
+@pytest.mark.slurm
+def test_nodes_that_are_reserved_or_powered_down_are_not_spare(new_sandbox, tmp_path, monkeypatch):
+    box = new_sandbox(nodes=3, settings=SAVING)
+    monkeypatch.setenv("SLURM_CONF", str(box.conf))
+    spec = make_spec(tmp_path, TOML, role="trainer", slot=0)
+    assert SlurmScheduler(None).spare_gpus(spec, 99) == 3
+    box.run("scontrol", "create", "reservation", "ReservationName=repair", "Nodes=n3",
+            "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")  # fmt: skip
+    box.run("scontrol", "update", "NodeName=n2", "State=POWER_DOWN")
+    wait_until(lambda: SlurmScheduler(None).spare_gpus(spec, 99) == 1, 30, "one is left")
+
+
+@pytest.mark.slurm
+def test_a_job_whose_reservation_is_gone_never_starts(stage):
+    box = stage.box
+    box.run("scontrol", "create", "reservation", "ReservationName=mine", "Nodes=n1",
+            "StartTime=now", "EndTime=now+4", f"Users={config.user_name()}")  # fmt: skip
+    options = 'options = ["--reservation=mine", "--begin=now+1hour"]'
+    job_id = stage.submit(TOML.replace("cpus_per_gpu = 2", options))
+    wait_until(lambda: stage.job(job_id).state != "PENDING", 60, "the end of the reservation")
+    job = stage.job(job_id)
+    seen = JobSeen(job_id, "worker", 7, job.state, job.reason)
+    assert (seen.queued, seen.broken_hold) == (True, "Reservation mine was deleted")
 
 
 @pytest.mark.slurm

@@ -23,7 +23,8 @@ ALONE = (MASTER, TRAINER)  # roles of which a run has one
 
 LOST_STATES = frozenset({"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED", "TIMEOUT"})
 ENDED_STATES = LOST_STATES | {"CANCELLED", "COMPLETED", "ENDED", "FAILED", "OUT_OF_MEMORY"}
-QUEUED_STATES = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+HELD_STATES = frozenset({"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+QUEUED_STATES = HELD_STATES | {"EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_FED"}
 STARTED_STATES = frozenset({"CONFIGURING", "RUNNING", "SUSPENDED"})
 LEAVING_STATES = frozenset({"COMPLETING", "STAGE_OUT"})
 # Holds after which a job never starts by itself (compared without blanks, underscores and case).
@@ -34,6 +35,7 @@ BROKEN_HOLDS = (
     "jobholdmaxrequeue",
     "launchfailedrequeuedheld",
     "launchfailurelimit",
+    "wasdeleted",  # its reservation
 )
 
 SETTLE_S = 30.0  # a job this young may be missing from a listing that is a little behind
