@@ -147,6 +147,8 @@ MISCONFIGURED = {
     "the default requeue delay": ([], cluster(AuthInfo="(null)"), "requeue delay", WARN, "121 s"),
     "a requeue delay of its own": (
         [], cluster(SchedulerParameters="requeue_delay=60"), "requeue delay", WARN, "61 s"),
+    "preemption by priority": (
+        [], partition(PreemptMode="PRIORITY,SUSPEND"), "preemption", FAIL, "SUSPEND"),
     "MaxSubmitJobs below max": (
         [], {"limits": {"MaxSubmit of the account lab": 8}}, "limits", WARN, "8, the run has up"),
     "MaxSubmitJobs below min": (
@@ -274,6 +276,18 @@ def test_a_clock_is_off_only_as_far_as_it_must_be():
     assert off_s(99.0, 99.9, 100.0, within_s=1.0) == 0.0
 
 
+@pytest.mark.parametrize(("name", "found", "said"), [
+    ("requeue delay", cluster(AuthInfo="", SlurmctldParameters="enable_expedited_requeue"),
+     "121 s; none for jobs of --requeue=expedite"),
+    ("preemption", partition(PreemptMode="WITHIN,REQUEUE"), "gpu: REQUEUE"),
+    ("preemption", partition(PreemptMode="PRIORITY,REQUEUE"), "gpu: REQUEUE"),
+])  # fmt: skip
+def test_words_of_newer_slurms_are_understood(name, found, said):
+    (finding,) = [each for each in diagnose(facts(**found)) if each.check == name]
+    assert finding.verdict == OK
+    assert said in finding.seen
+
+
 # ---- the site file
 
 
@@ -290,7 +304,7 @@ def test_a_site_file_names_what_is_preempted_and_what_is_not():
     every = {"low": low, "high": high, **PARTITIONS}
     assert proposed(partitions=every, nodes=nodes) == {
         "slurm.partition": "gpu", "slurm.master_partition": "cpu", "slurm.#account": "lab",
-        "redis.server": "/usr/bin/redis-server",
+        "redis.server": "/usr/bin/redis-server", "plan.requeue": "11s",
     }  # fmt: skip
     assert proposed(partitions={"high": high}, nodes=nodes)["slurm.master_partition"] == "high"
 
@@ -298,7 +312,13 @@ def test_a_site_file_names_what_is_preempted_and_what_is_not():
 def test_a_site_file_leaves_out_what_nobody_knows():
     nothing = facts(account=Unknown("x"), server=Unknown("x"), network=Unknown("x"))
     assert [name for name, _, _ in propose(nothing | partition(PreemptMode="OFF"))] == [
-        "slurm.master_partition"]  # fmt: skip
+        "slurm.master_partition", "plan.requeue"]  # fmt: skip
+
+
+def test_a_site_file_says_how_long_a_requeued_job_waits():
+    assert proposed(**cluster(AuthInfo=""))["plan.requeue"] == "121s"
+    expedited = cluster(SlurmctldParameters="enable_expedited_requeue")
+    assert proposed(**expedited)["plan.requeue"] == "1s"
 
 
 def test_a_site_file_binds_only_where_others_would_not_find_the_master():

@@ -213,6 +213,9 @@ def gpus_of(gres: str, wanted: str) -> int:
 # ---- preemption ---------------------------------------------------------------------------------
 
 
+MODIFIERS = ("GANG", "PRIORITY", "WITHIN")  # of a PreemptMode; the mode itself stands beside them
+
+
 def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> str:
     """What happens to a job in the partition when it is preempted; "": its QOS says.
 
@@ -223,7 +226,8 @@ def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> st
         return ""
     if kind == "preempt/none" or not _is_below_another(name, partitions, nodes):
         return "OFF"
-    return next((mode for mode in partition["PreemptMode"].split(",") if mode != "GANG"), "OFF")
+    modes = [mode for mode in partition["PreemptMode"].split(",") if mode not in MODIFIERS]
+    return modes[0] if modes else "OFF"
 
 
 def _is_below_another(name: str, partitions, nodes) -> bool:
@@ -292,12 +296,23 @@ def _job_requeue(cluster) -> tuple[str, str, str]:
 
 
 def _requeue_delay(cluster) -> tuple[str, str, str]:
-    found = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", ""))
-    found = found or re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
-    delay_s = 1 + (int(found[1]) if found else CRED_EXPIRE_S)
+    delay_s = _delay_s(cluster)
+    if _expedites(cluster):
+        return OK, f"{delay_s} s; none for jobs of --requeue=expedite", ""
     fix = ("AuthInfo=cred_expire=10 and a restart of slurmctld, or scontrol update JobId=ID"
            " StartTime=now each time. Runs do not wait: their jobs are submitted anew")  # fmt: skip
     return _warn_if(delay_s > LONG_REQUEUE_S, f"{delay_s} s", fix)
+
+
+def _delay_s(cluster: Mapping[str, str]) -> int:
+    found = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", ""))
+    found = found or re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
+    return 1 + (int(found[1]) if found else CRED_EXPIRE_S)
+
+
+def _expedites(cluster: Mapping[str, str]) -> bool:
+    """From Slurm 25.11 on a site may allow it."""
+    return "enable_expedited_requeue" in cluster.get("SlurmctldParameters", "")
 
 
 # ---- limits -------------------------------------------------------------------------------------
@@ -497,7 +512,10 @@ def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     is_hidden = not isinstance(network, Unknown) and network["address"].startswith("127.")
     if is_hidden and network["routed"] and others - {facts["here"]}:
         found.append(("redis.bind", network["routed"], "leads to other machines from here"))
-    return found
+    cluster = facts["cluster"]
+    why = "--requeue=expedite" if _expedites(cluster) else "AuthInfo and SchedulerParameters"
+    delay_s = 1 if _expedites(cluster) else _delay_s(cluster)
+    return [*found, ("plan.requeue", f"{delay_s}s", f"what a requeued job waits here: {why}")]
 
 
 def _best_partition(facts: Mapping[str, Any], with_gpus: bool) -> tuple[str, str] | None:
