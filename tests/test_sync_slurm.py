@@ -176,10 +176,10 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
 
 def test_ranks_share_the_cores_of_nodes_with_several_gpus(new_sandbox, tmp_path):
     """Nobody has said how many: it is a GPU's share of its node."""
-    cluster = Cluster(new_sandbox(nodes=2, gpus=2, grace_s=20), tmp_path)
-    cluster.submit(2, 4, **{"slurm.gpus_per_node": 2})
+    cluster = Cluster(new_sandbox(nodes=1, gpus=4, grace_s=20), tmp_path)
+    cluster.submit(4, 4, **{"slurm.gpus_per_node": 4})
     cluster.trains_on(4)
-    assert cluster.run.config().slurm.cpus_per_gpu == 16
+    assert cluster.run.config().slurm.cpus_per_gpu == 8
     assert "CPUs/Task=32 " in cluster.box.run("scontrol", "show", "job", cluster.running().job_id)
     cluster.pace.write_text("0")
     cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")

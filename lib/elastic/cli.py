@@ -760,6 +760,7 @@ def _number(flag: str, default: float, least: float, what: str) -> Callable:
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
 _NODE, _SECONDS = click.argument("node"), _number("--seconds", 30.0, 0.0, "For how long.")
 _of_sandbox(
     _up,
@@ -770,6 +771,7 @@ _of_sandbox(
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
     click.option("--job-submit", type=_FILE, help="A job_submit.lua that judges all jobs."),
     click.option("--host-names", is_flag=True, help="Nodes call themselves NAME.cluster.local."),
+    click.option("--stale", type=_FOLDER, help="Nodes see it through a cache (root, bindfs)."),
 )
 _of_sandbox(Sandbox.env)
 _of_sandbox(Sandbox.status)

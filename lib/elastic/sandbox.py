@@ -47,8 +47,6 @@ _MORE_PACKAGES |= {"slurmdbd": "slurmdbd"}
 _MULTIPLE = "this Slurm was built without --enable-multiple-slurmd; Debian's has it"
 
 _DOMAIN = "cluster.local"
-_RENAME = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
-_RENAMED = ("--uts", "--mount", "/bin/sh", "-c", _RENAME)
 
 _KEEPER = """
 import ctypes, os, sys
@@ -74,6 +72,7 @@ class Shape:
     settings: tuple[str, ...] = ()
     job_submit: Path | None = None  # a job_submit.lua
     host_names: bool = False  # nodes call themselves NAME.cluster.local, as root may
+    stale: Path | None = None  # a folder that such nodes see as it was up to a minute ago
 
     @property
     def names(self) -> list[str]:
@@ -226,7 +225,7 @@ class Sandbox:
         self._remove()  # a sandbox that a reboot ended
         self.path.mkdir(0o700)
         self._mark.touch()
-        if shape.host_names:
+        if shape.host_names or shape.stale:
             named = "".join(f"{_ADDRESS} {node}.{_DOMAIN}\n" for node in shape.names)
             (self.path / "hosts").write_text(Path("/etc/hosts").read_text() + named)
         for part in ["log", "state", "spool", *(f"spool/{node}" for node in shape.names)]:
@@ -258,7 +257,8 @@ class Sandbox:
     def _start_node(self, node: str, found: dict[str, str]) -> None:
         hosts, daemon = self.path / "hosts", [found["slurmd"], "-D", "-N", node]
         if hosts.exists():
-            daemon = [found["unshare"], *_RENAMED, f"{node}.{_DOMAIN}", str(hosts), *daemon]
+            enter = [found["unshare"], "--uts", "--mount", "sh", f"{self.path}/node.sh"]
+            daemon = [*enter, f"{node}.{_DOMAIN}", *daemon]
         self._start(node, *daemon)
 
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
@@ -325,7 +325,7 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
         ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
-        PASSWORD=os.urandom(16).hex(), CGROUP=cgroup,
+        PASSWORD=os.urandom(16).hex(), CGROUP=cgroup, STALE=shape.stale or "",
     )  # fmt: skip
     drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not is_local, "GPU": not shape.gpus}
     for template in (config.elastic_home() / "etc/sandbox").iterdir():
