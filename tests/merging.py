@@ -10,7 +10,7 @@ from elastic.averaging import Averager, Checked
 from elastic.codec import codec
 from elastic.layout import Layout
 from elastic.merge import Outer
-from elastic.rounds import Header
+from elastic.records import Header
 from elastic.rundir import RunDir
 from elastic.transport import Transport, fragment_name
 from elastic.versions import Draft, read_exactly, read_layout, read_params

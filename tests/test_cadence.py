@@ -2,7 +2,8 @@
 
 import pytest
 
-from elastic.cadence import LEAST_S, MOST_S, interval, is_due, observed_mtbi_s, parse
+from elastic import units
+from elastic.cadence import LEAST_S, MOST_S, interval, is_due, observed_mtbi_s
 
 
 @pytest.mark.parametrize(("save_s", "mtbi_s"), [(2.0, 7200.0), (10.0, 3600.0), (1.0, 600.0)])
@@ -42,7 +43,7 @@ def test_interruptions_shorten_the_mean_and_none_leaves_a_guess():
      ("2h", (7200.0, "s"))],
 )  # fmt: skip
 def test_a_fixed_interval_is_steps_or_time(setting, parsed):
-    assert parse(setting) == parsed
+    assert units.interval(setting) == parsed
 
 
 def test_due_by_steps_by_time_and_by_what_was_measured():

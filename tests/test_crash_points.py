@@ -46,7 +46,7 @@ from elastic.group import Group
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
-from elastic.rounds import Header
+from elastic.records import Header
 from elastic.rundir import Control, Endpoint, RunDir
 from elastic.signals import Notice
 from elastic.store import Ask, Store

@@ -12,10 +12,8 @@ from elastic.diagnosis import (
     SKIP,
     WARN,
     Disk,
-    Node,
     Unknown,
     diagnose,
-    gpus_of,
     limit_s,
     preempt_mode,
     propose,
@@ -23,6 +21,7 @@ from elastic.diagnosis import (
 from elastic.doctor import off_s, site_text
 from elastic.errors import ElasticError
 from elastic.estimate import Save
+from elastic.records import Node, gpus_of
 
 CLUSTER = {
     "SLURM_VERSION": "22.05.8", "ClusterName": "lab", "PreemptType": "preempt/partition_prio",

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.config import load
-from elastic.estimate import Model, Rates, Save, cost, report, save_of, size, warnings
+from elastic.estimate import Model, Rates, Save, cost, report, save_of, warnings
+from elastic.units import size
 from helpers import ROOT, elastic, environment
 
 

@@ -26,7 +26,7 @@ from elastic import durable, versions
 from elastic.checkpoint import Checkpoints, steps
 from elastic.errors import ElasticError, TryAgain
 from elastic.group import Group
-from elastic.rounds import Fragment
+from elastic.records import Fragment
 from elastic.rundir import RunDir
 from elastic.transport import Damaged, Transport
 from elastic.versions import read_layout, read_params

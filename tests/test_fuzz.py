@@ -22,7 +22,7 @@ from elastic.averaging import Averager
 from elastic.codec import CODECS
 from elastic.ledger import Ledger
 from elastic.master import MOST_REASON, Master, Round
-from elastic.rounds import Fragment, Header
+from elastic.records import Fragment, Header
 from elastic.store import Ask
 from elastic.transport import checksum, fragment_name
 from merging import Rounds

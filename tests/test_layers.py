@@ -16,7 +16,7 @@ from helpers import ROOT
 PACKAGE = ROOT / "lib" / "elastic"
 LAYERS = [
     ("core", "errors ledger guards rounds membership shuffle schedule history plan layout sizing "
-             "cadence command goodput faults estimate wording timeline diagnosis "
+             "cadence units records command goodput faults estimate wording timeline diagnosis "
              "played played_local forecast"),
     ("numerics", "codec merge models tasks replica group inner_optimizer"),
     ("edges", "config durable rundir store redis_server transport "

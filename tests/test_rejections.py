@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from elastic import status
 from elastic.errors import Fenced
 from elastic.ledger import count
-from elastic.rounds import Header
+from elastic.records import Header
 from elastic.store import Ask, Store
 from elastic.transport import Transport, fragment_name
 from elastic.versions import read_layout

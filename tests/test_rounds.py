@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from elastic import membership, rounds
 from elastic.guards import MEMORY_ROUNDS, Moved, Running
-from elastic.rounds import Facts, Fragment, Header, Move, Share, Verdict, View
+from elastic.records import MAX_FRAGMENTS, Fragment, Header
+from elastic.rounds import Facts, Move, Share, Verdict, View
 
 HEADER = Header(
     run="a", slot=1, attempt=2, job_id="17", base=7, layout="abc", codec="none", steps=20,
@@ -166,7 +167,7 @@ def test_a_missing_field_is_named(name):
 
 
 def test_more_fragments_than_any_model_has_are_refused():
-    many = [{"bytes": 0, "xxh3": ""}] * (rounds.MAX_FRAGMENTS + 1)
+    many = [{"bytes": 0, "xxh3": ""}] * (MAX_FRAGMENTS + 1)
     with pytest.raises(ValueError, match="100001 fragments"):
         Header.from_json({**DATA, "fragments": many})
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from elastic import config, sched_slurm
-from elastic.diagnosis import Node
 from elastic.errors import ElasticError, TryAgain
 from elastic.history import JobSeen
+from elastic.records import Node
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.sched_slurm import (
     SlurmScheduler,

@@ -22,7 +22,7 @@ from elastic.codec import Tile, accepted, as_bytes, codec_of
 from elastic.config import Config
 from elastic.errors import ElasticError
 from elastic.estimate import THREADS
-from elastic.rounds import Header
+from elastic.records import Header
 from elastic.rundir import RunDir
 from elastic.transport import Damaged, Transport, fragment_name
 from elastic.versions import Draft, read_exactly, read_layout, read_params

@@ -8,7 +8,7 @@ from elastic.arithmetic import Arithmetic, Recipe
 from elastic.codec import accepted, codec_of
 from elastic.config import Config
 from elastic.guards import Moved, Running
-from elastic.rounds import Header
+from elastic.records import Header
 from elastic.rundir import RunDir
 from elastic.transport import fragment_name
 from elastic.versions import Draft, read_layout

@@ -8,8 +8,9 @@ has seen none does not stop saving, and one bad first hour does not rule for wee
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
+
+from elastic import units
 
 PRIOR_S = 4 * 3600.0
 LEAST_SAVES = 10.0  # an interval is at least so many saves: a tenth of the time, of the disk's too
@@ -42,13 +43,5 @@ def is_due(setting: str, steps: int, seconds: float, auto_s: float) -> bool:
     """
     if setting == "auto":
         return seconds >= auto_s
-    number, unit = parse(setting)
+    number, unit = units.interval(setting)
     return steps >= number if unit == "steps" else seconds >= number
-
-
-def parse(setting: str) -> tuple[float, str]:
-    """(500, "steps") or (600, "s"); (0, "") if it is neither."""
-    found = re.fullmatch(r"(\d+) *(steps)|(\d+(?:\.\d+)?) *([smh])", setting.strip())
-    number, unit = filter(None, found.groups()) if found else ("0", "")
-    seconds = {"s": 1, "m": 60, "h": 3600}
-    return float(number) * seconds.get(unit, 1), "s" if unit in seconds else unit

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic import cadence
+from elastic import units
 from elastic.durable import check_private
 from elastic.errors import UsageError
 
@@ -166,7 +166,7 @@ BELOW = Check('relative, without ".." and "**"',
 WINDOW = Check('written "FIRST:LAST"', lambda value: re.fullmatch(r"(\d+:\d+)?", value) is not None)
 INTERVAL = Check(
     '"auto", "N steps" or a duration ("10m")',
-    lambda value: value == "auto" or cadence.parse(value)[0] > 0,
+    lambda value: value == "auto" or units.interval(value)[0] > 0,
 )
 
 # fmt: off

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple
 
-from elastic.estimate import size
+from elastic.records import gpus_of
+from elastic.units import size
 from elastic.wording import counted
 
 OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
@@ -46,18 +47,6 @@ class Finding(NamedTuple):
     seen: str
     why: str
     fix: str
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node in a partition, as Slurm lists it."""
-
-    partition: str
-    name: str
-    host: str
-    address: str
-    state: str
-    gres: str
 
 
 @dataclass(frozen=True)
@@ -202,12 +191,6 @@ def limit_s(text: str) -> float:
         parts = [0, *parts]
     hours, minutes, seconds = [*parts, 0, 0][:3]
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
-def gpus_of(gres: str, wanted: str) -> int:
-    """How many of `wanted` ("gpu", or with a type "gpu:a100") a node's Gres has."""
-    found = re.findall(r"([\w:.-]+):(\d+)(?=\(|,|$)", gres)
-    return sum(int(n) for kind, n in found if kind == wanted or kind.startswith(f"{wanted}:"))
 
 
 # ---- preemption ---------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ overlap the four follow each other, and workers stand still for their sum.
 
 from dataclasses import dataclass
 
+from elastic.units import size
+
 KEPT = 8  # bytes an element of a version that only the master reads
 DOWN = 2  # … that workers read
 THREADS = 16  # of the averaging: each holds a fragment of a delta and of a mean
@@ -155,11 +157,3 @@ def held_bytes(model: Model, cores: int) -> float:
     thread: in time each of them has had that one."""
     fragment = model.largest_bytes + 4 * model.largest_numel
     return KEPT * model.numel + min(cores, THREADS) * fragment
-
-
-def size(amount: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 999.5:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} TB"

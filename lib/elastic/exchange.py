@@ -18,8 +18,8 @@ from elastic.config import Config
 from elastic.errors import ElasticError
 from elastic.group import Group
 from elastic.merge import norm
+from elastic.records import Fragment
 from elastic.replica import Replica
-from elastic.rounds import Fragment
 from elastic.rundir import RunDir
 from elastic.versions import read_params
 

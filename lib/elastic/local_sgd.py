@@ -41,8 +41,8 @@ from elastic.ledger import Range, count, take
 from elastic.link import Link, Place
 from elastic.loading import Loader
 from elastic.merge import norm
+from elastic.records import Fragment, Header
 from elastic.replica import Replica, refuse_inexact, shapes
-from elastic.rounds import Fragment, Header
 from elastic.schedule import learning_rate, tokens_at
 from elastic.signals import Notice, install
 from elastic.transport import Transport, fragment_name

@@ -34,8 +34,9 @@ from elastic.estimate import THREADS
 from elastic.ledger import Ledger, count
 from elastic.membership import Slot, expected, live
 from elastic.network import bind_address, node_name
+from elastic.records import Header
 from elastic.redis_server import RedisServer, connect, start
-from elastic.rounds import Facts, Header, Move, Verdict
+from elastic.rounds import Facts, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
 from elastic.signals import Notice
 from elastic.store import Ask, Listener, Store, Useless

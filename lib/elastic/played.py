@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from elastic import cadence, sizing
+from elastic import cadence, sizing, units
 from elastic.goodput import Allocation, Work, ledger
 from elastic.history import TRAINER, JobSeen, Memory
 from elastic.plan import CANCEL, SUBMIT, Action, Limits, World, plan
@@ -217,7 +217,7 @@ class Requeue(Play):
 
     def _every_s(self) -> float:
         """checkpoint.interval in seconds, as the job has known it since its start."""
-        number, unit = cadence.parse(self.config.checkpoint.interval)
+        number, unit = units.interval(self.config.checkpoint.interval)
         if unit:
             return number * (self.step_s if unit == "steps" else 1.0)
         return best_every_s(self.costs, self.stall_s, cadence.observed_mtbi_s(self.endings()))

@@ -49,9 +49,9 @@ from elastic.durable import (
     write_atomic,
 )
 from elastic.errors import ElasticError, Fenced, TryAgain, UsageError
-from elastic.estimate import size
 from elastic.membership import NAME
-from elastic.rounds import Header
+from elastic.records import Header
+from elastic.units import size
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600

@@ -26,10 +26,10 @@ from pathlib import Path
 
 from elastic import config, sizing
 from elastic.config import Config
-from elastic.diagnosis import Node, gpus_of
 from elastic.durable import write_atomic
 from elastic.errors import ElasticError, TryAgain
 from elastic.history import MASTER, TRAINER, WORKER, has_ended
+from elastic.records import Node, gpus_of
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 

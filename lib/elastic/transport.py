@@ -15,7 +15,7 @@ import xxhash
 
 from elastic.durable import AGAIN_S, insist, make_folder, names, replace_quickly
 from elastic.errors import TryAgain
-from elastic.rounds import Fragment
+from elastic.records import Fragment
 from elastic.rundir import RunDir
 
 

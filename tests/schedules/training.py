@@ -30,7 +30,7 @@ from elastic.ledger import count
 from elastic.link import Link, Place
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
-from elastic.rounds import Fragment, Header
+from elastic.records import Fragment, Header
 from elastic.rundir import Control, Endpoint, RunDir
 from elastic.store import Store
 from schedules.actors import Actor, Cast, Violation, must, operations

@@ -1,0 +1,111 @@
+"""The records of a run: what one part of the toolkit hands to another, with its types. Pure."""
+
+import math
+import re
+from dataclasses import asdict, dataclass
+
+from elastic.ledger import Range
+
+MAX_FRAGMENTS = 100_000
+MOST_CHARACTERS = 200  # of a header's words
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """How to know the bytes of one fragment; where they are follows from the delta's key."""
+
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """A delta's metadata, as its worker announced it. The delta is base minus local."""
+
+    run: str
+    slot: int
+    attempt: int
+    job_id: str
+    base: int
+    layout: str
+    codec: str
+    steps: int
+    tokens: int
+    samples: tuple[Range, ...]
+    loss: float
+    first_loss: float
+    fragments: tuple[Fragment, ...]
+    inner: str = ""  # where the inner optimizer state came from, for the record
+    seconds: float = 0.0  # from the start of the round to the delivery, on the worker's clock
+    stall_s: float = 0.0  # from the last inner step on the base before to the first on this one
+    lr_sum: float = 0.0  # of the steps' learning rates; 0: unknown
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return (self.slot, self.attempt, self.base)
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> "Header":
+        """Check every field's type and sign. Raises ValueError naming what is wrong."""
+        if not isinstance(data, dict):
+            raise ValueError("a header is a table")
+        kinds = cls.__annotations__ | {"samples": list, "fragments": list}
+        fields = {"inner": "", "seconds": 0.0, "stall_s": 0.0, "lr_sum": 0.0, **data}
+        if set(fields) != set(kinds):
+            raise ValueError(f"fields differ: {sorted(set(fields) ^ set(kinds))}")
+        for name, kind in kinds.items():
+            value = fields[name]
+            if kind is float and type(value) is int and abs(value) < 2**62:
+                value = fields[name] = float(value)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
+            if name == "inner":  # it quotes what went wrong
+                words = (c if c.isprintable() else " " for c in value[:MOST_CHARACTERS])
+                value = fields[name] = "".join(words)
+            if kind is str and not (len(value) <= MOST_CHARACTERS and value.isprintable()):
+                raise ValueError(f"{name} is {value!r}")
+            if kind is int and not 0 <= value < 2**62:
+                raise ValueError(f"{name} is {value}")
+            if name in ("seconds", "stall_s", "lr_sum") and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}")
+        samples = tuple(_range(each) for each in fields.pop("samples"))
+        fragments = fields.pop("fragments")
+        if len(fragments) > MAX_FRAGMENTS:
+            raise ValueError(f"{len(fragments)} fragments")
+        parsed = tuple(_fragment(each) for each in fragments)
+        return cls(**fields, samples=samples, fragments=parsed)
+
+
+def _range(each: object) -> Range:
+    whole = isinstance(each, list | tuple) and len(each) == 3
+    if not whole or any(type(number) is not int or not 0 <= number < 2**53 for number in each):
+        raise ValueError(f"not a sample range: {each!r}")
+    return tuple(each)
+
+
+def _fragment(each: object) -> Fragment:
+    whole = isinstance(each, dict) and set(each) == {"bytes", "xxh3"} and len(str(each)) < 100
+    if not whole or type(each["bytes"]) is not int or not isinstance(each["xxh3"], str):
+        raise ValueError(f"not a fragment: {each!r}")
+    return Fragment(**each)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node in a partition, as Slurm lists it."""
+
+    partition: str
+    name: str
+    host: str
+    address: str
+    state: str
+    gres: str
+
+
+def gpus_of(gres: str, wanted: str) -> int:
+    """How many of `wanted` ("gpu", or with a type "gpu:a100") a node's Gres has."""
+    found = re.findall(r"([\w:.-]+):(\d+)(?=\(|,|$)", gres)
+    return sum(int(n) for kind, n in found if kind == wanted or kind.startswith(f"{wanted}:"))

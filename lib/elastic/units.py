@@ -1,0 +1,19 @@
+"""Numbers with their units, as people read and write them. Pure."""
+
+import re
+
+
+def size(amount: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 999.5:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} TB"
+
+
+def interval(setting: str) -> tuple[float, str]:
+    """(500, "steps") or (600, "s"); (0, "") if it is neither."""
+    found = re.fullmatch(r"(\d+) *(steps)|(\d+(?:\.\d+)?) *([smh])", setting.strip())
+    number, unit = filter(None, found.groups()) if found else ("0", "")
+    seconds = {"s": 1, "m": 60, "h": 3600}
+    return float(number) * seconds.get(unit, 1), "s" if unit in seconds else unit
