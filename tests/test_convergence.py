@@ -15,7 +15,7 @@ from elastic.layout import Layout
 from elastic.replica import Replica, shapes
 from elastic.schedule import learning_rate
 from elastic.shuffle import Shuffle
-from elastic.tasks import default_optimizer
+from elastic.task import default_optimizer
 from elastic.versions import remove_drafts
 from merging import Rounds
 from validate import report, rig

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic import __version__, cli, tasks
+from elastic import __version__, cli, task
 from elastic import config as configuration
 from helpers import ROOT, checkout, elastic, environment, pretended_python
 from running import running
@@ -298,7 +298,7 @@ def test_every_key_and_message_that_the_documents_name_exists():
 
 def test_the_task_in_the_readme_is_the_protocol():
     (shown,) = ast.parse(block(README, "class Task:")).body
-    source = ast.parse(Path(tasks.__file__).read_text())
+    source = ast.parse(Path(task.__file__).read_text())
     (protocol,) = [node for node in source.body if getattr(node, "name", "") == "Task"]
 
     def methods(node: ast.ClassDef) -> dict[str, list[str]]:

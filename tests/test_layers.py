@@ -18,7 +18,7 @@ LAYERS = [
     ("core", "errors ledger guards rounds membership shuffle schedule history plan layout sizing "
              "cadence units records command goodput faults estimate wording timeline diagnosis "
              "played played_local forecast"),
-    ("numerics", "codec merge models tasks replica group inner_optimizer"),
+    ("numerics", "codec merge models task tasks replica group inner_optimizer"),
     ("edges", "config durable rundir store redis_server transport "
               "sched sched_local sched_slurm signals network keepalive proc sandbox versions "
               "inner_state slurm_info health peers device checkpoint handover trace"),

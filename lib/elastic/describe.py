@@ -25,7 +25,7 @@ from elastic.estimate import Model
 from elastic.layout import Layout
 from elastic.loading import check
 from elastic.replica import shapes
-from elastic.tasks import count_tokens, default_optimizer, load_task
+from elastic.task import count_tokens, default_optimizer, load_task
 
 MOST_TRIED = 30_000_000  # parameters: seconds of two cores, 0.5 GB with gradients and the rest
 LACKING = (OSError, ImportError, MemoryError)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elastic import tasks, versions
+from elastic import versions
 from elastic.checkpoint import Checkpoints, read_params
 from elastic.config import Config
 from elastic.errors import UsageError
@@ -18,6 +18,7 @@ from elastic.group import Group
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
 from elastic.rundir import RunDir
+from elastic.task import Task, load_task
 
 
 def evaluate(run: RunDir, version: int | None = None) -> dict:
@@ -56,19 +57,19 @@ def of_checkpoint(run: RunDir, saved: dict) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _task(run: RunDir) -> Iterator[tuple[tasks.Task, nn.Module]]:
+def _task(run: RunDir) -> Iterator[tuple[Task, nn.Module]]:
     """The task and its model, where the run's own relative paths begin."""
     with contextlib.chdir(run.config().run.folder):
         task = load(run.config())
         yield task, task.model().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load(config: Config) -> tasks.Task:
+def load(config: Config) -> Task:
     """The task of a run, if it can say how good a model is. UsageError: it cannot."""
     if config.run.command:
         what = f"run {config.run.name} has a loop of its own (run.command)"
         raise UsageError(what, "only a run of a task (run.task) can be evaluated")
-    task = tasks.load_task(config.run.task, config.task, Path(config.run.folder))
+    task = load_task(config.run.task, config.task, Path(config.run.folder))
     if not hasattr(task, "validate"):
         raise UsageError(f"task {config.run.task} has no validate()", "add one to the task")
     return task

@@ -1,31 +1,22 @@
-"""What a run trains: the user's task, found by its name, and the two that come with the toolkit.
-
-A task says what the model, the samples and the loss are, and nothing about how they are
-distributed: it sees no ranks, no versions, no other workers. Sample i has to be the same on every
-machine and in every attempt, because the ledger hands out samples by number and the audit counts
-them; so the tasks here derive samples from names and offsets, never from time or chance. Data is
-read when it is first asked for: what needs only the model does not wait for it.
+"""The two tasks that come with the toolkit, to use and to copy from: both train language models.
 
     ByteText     a byte-level GPT on text files; by default the standard library's own sources
     TokenFiles   a Llama-style model on memory-mapped files of uint16 or uint32 token ids
+
+Samples are derived from names and offsets, never from time or chance. Data is read when it is first
+asked for: what needs only the model does not wait for it.
 """
 
 import difflib
 import functools
 import hashlib
-import importlib
-import inspect
-import sys
 import sysconfig
-import traceback
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,112 +26,11 @@ from torch.utils.data import Dataset, default_collate
 from elastic.errors import ElasticError, UsageError
 from elastic.models import PRESETS, Shape, Transformer, create
 
-REQUIRED = ("model", "dataset", "loss")
 HELD_OUT_OF = 25  # files: one of so many is kept for validation
 VALIDATION_TOKENS = 8192  # at a time
 NOT_STDLIB = {"test", "tests", "idlelib", "distutils", "lib2to3", "site-packages", "dist-packages",
               "__pycache__"}  # fmt: skip
 OF_ONE_MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
-
-
-class Task(Protocol):
-    """What `run.task` names. Its constructor gets the [task] table of the run file.
-
-    It may also have `optimizer(model)` (else `default_optimizer`), `tokens(batch) -> int` (else
-    the samples of the batch; the unit of the schedule and of the weight of a delta),
-    `validate(model) -> dict[str, float]`, which is run on the global parameters, and
-    `initial_values(model)`, which yields name and values of all that is in the state of a model:
-    `model()` is then called under torch.device("meta"), and no rank ever has the whole of it.
-    """
-
-    def model(self) -> nn.Module:
-        """A new model; the same parameters whenever torch has been seeded the same."""
-
-    def dataset(self) -> Dataset:
-        """Map-style, with a length; sample i is the same on every machine."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over a batch, which is on the model's device."""
-
-
-def load_task(spec: str, table: dict, search: Path | None = None) -> Task:
-    """An instance of the class `spec` ("package.module:Class"), given the [task] table.
-
-    The module is looked for on PYTHONPATH, then in `search`, the folder of the run file.
-    Raises ElasticError saying what is wrong with the user's code, and where.
-    """
-    module_name, _, class_name = spec.partition(":")
-    if not (module_name and class_name.isidentifier()):
-        raise UsageError(f"task {spec!r} names no class", hint='write "package.module:Class"')
-    folder = str(search.resolve()) if search else ""
-    if folder and folder not in sys.path:
-        sys.path.append(folder)
-    looked = f"looked for modules on PYTHONPATH{f' and in {folder}' if folder else ''}"
-    with _blaming(f"task module {module_name} does not import", looked):
-        module = importlib.import_module(module_name)
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        names = sorted(k for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_")
-        hint = f"classes there: {', '.join(names) or 'none'}"
-        raise ElasticError(f"task {spec}: no class {class_name} in {module.__file__}", hint)
-    if missing := [name for name in REQUIRED if not callable(getattr(found, name, None))]:
-        hint = f"a task needs {', '.join(REQUIRED)}"
-        raise ElasticError(f"task {spec} has no method {', '.join(missing)}", hint)
-    with _blaming(f"task {spec} cannot be made"):
-        return found(table)
-
-
-@contextmanager
-def _blaming(what: str, hint: str = ""):
-    """Report anything that the user's code raises as an ElasticError that names its line."""
-    try:
-        yield
-    except ElasticError:
-        raise
-    except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        inside = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
-        where = f" ({inside[-1].filename}:{inside[-1].lineno})" if inside else ""
-        raise ElasticError(f"{what}: {type(error).__name__}: {error}{where}", hint) from error
-
-
-class EagerAdamW(torch.optim.AdamW):
-    """torch's own, without the calls by which it imports torch's compiler at the first step: a
-    second and a half, and a thousand files of a shared filesystem, at every start of a worker."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
-    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
-
-
-def default_optimizer(model: nn.Module, train) -> torch.optim.Optimizer:
-    """AdamW as the [train] section has it; only matrices decay, not the gains of norms."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return EagerAdamW(
-        [group for group in groups if group["params"]],
-        lr=train.learning_rate,
-        betas=(train.beta1, train.beta2),
-        fused=True if all(p.is_cuda for p in parameters) else None,
-    )
-
-
-def count_tokens(task: Task, batch: Any) -> int:
-    """Tokens in a batch: as the task counts them, or else its samples."""
-    if own := getattr(task, "tokens", None):
-        return own(batch)
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return len(batch)
-
-
-# -----------------------------------------------------------------------------
-# What both language tasks share
 
 
 def read_options(table: dict, **defaults) -> SimpleNamespace:

@@ -64,7 +64,7 @@ from elastic.shuffle import Order
 from elastic.signals import Notice
 from elastic.sizing import passes
 from elastic.slurm_info import check_layout, get_slurm_info, kill_at
-from elastic.tasks import count_tokens, default_optimizer, load_task
+from elastic.task import count_tokens, default_optimizer, load_task
 
 PROGRESS_S = 1.0
 CONTROL_S = 2.0

@@ -26,7 +26,7 @@ from elastic.link import Place
 from elastic.loading import check
 from elastic.local_sgd import LocalSGD
 from elastic.signals import Notice
-from elastic.tasks import count_tokens, default_optimizer, load_task
+from elastic.task import count_tokens, default_optimizer, load_task
 
 PATIENCE_S = 30 * 86400.0  # rank 0 may wait for the master for days, and the others for it
 

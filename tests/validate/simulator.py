@@ -35,7 +35,7 @@ from elastic.replica import Replica, shapes
 from elastic.rundir import RunDir
 from elastic.schedule import learning_rate, tokens_at
 from elastic.shuffle import Shuffle
-from elastic.tasks import count_tokens, default_optimizer
+from elastic.task import count_tokens, default_optimizer
 from elastic.worker import train
 from merging import read_outer
 
