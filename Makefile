@@ -10,7 +10,7 @@ SLURM ?=
 VENV := .venv
 READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
-DATA := $(wildcard lib/elastic/*.py sbatch/* etc/*.* etc/sandbox/* etc/traces/* \
+DATA := $(shell find lib/elastic -name '*.py') $(wildcard sbatch/* etc/*.* etc/sandbox/* etc/traces/* \
     etc/examples/*/*.*) Makefile README.md INSTALL.md $(wildcard requirements*.txt)
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' lib/elastic/__init__.py)
 HERE := $(DESTDIR)$(PREFIX)

@@ -106,8 +106,13 @@ class Running:
 
     def pids(self, kind: str) -> list[int]:
         """The processes of a kind: trainer, agent, master or redis, or a word of their command."""
-        words = {"trainer": "elastic.start worker", "master": "elastic.start master",
-                 "agent": "elastic.agent", "redis": "redis-server"}.get(kind, kind)  # fmt: skip
+        known = {
+            "trainer": "elastic.start worker",
+            "master": "elastic.start master",
+            "agent": "elastic.agent",
+            "redis": "redis-server",
+        }
+        words = known.get(kind, kind)
         found = ((pid, command_line(pid)) for pid in members(self.home))
         return [pid for pid, line in found if words in line and "elastic-rank" not in line]
 

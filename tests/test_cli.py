@@ -135,7 +135,13 @@ def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["elastic.cli", "elastic.status", "elastic.reconcile", "elastic.agent"]
+    "module",
+    [
+        "elastic.cli",
+        "elastic.status",
+        "elastic.reconcile",
+        "elastic.agent",
+    ],
 )
 def test_what_runs_under_cron_and_on_login_nodes_never_loads_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
@@ -512,7 +518,7 @@ def test_config_prints_values_with_unit_and_origin(config, env):
 
 def test_the_readme_names_every_file_and_command():
     text = (ROOT / "README.md").read_text()
-    folders = ("bin/elastic*", "sbatch/*.sbatch", "etc/*.*", "lib/elastic/*.py")
+    folders = ("bin/elastic*", "sbatch/*.sbatch", "etc/*.*", "lib/elastic/**/*.py")
     names = {path.name for pattern in folders for path in ROOT.glob(pattern)}
     assert [name for name in sorted(names) if f"{name} " not in text] == []
     assert [name for name in COMMANDS if f"`elastic-{name}" not in text] == []

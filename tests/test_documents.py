@@ -282,7 +282,7 @@ def test_the_site_file_in_the_manual_is_understood(tmp_path):
 
 
 def test_every_key_and_message_that_the_documents_name_exists():
-    sources = "".join(path.read_text() for path in ROOT.glob("lib/elastic/*.py"))
+    sources = "".join(path.read_text() for path in ROOT.glob("lib/elastic/**/*.py"))
     programs = (ROOT / "bin/elastic").read_text()
     keys = {row[0] for row in configuration.load(ROOT / "etc/demo.toml").explain()}
     sections = {key.partition(".")[0] for key in keys}

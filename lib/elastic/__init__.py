@@ -8,14 +8,16 @@ and the cron pass) never loads torch.
 import importlib
 
 __version__ = "0.1.0"
-HOMES = {"local_sgd": "LocalSGD",
-         "slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
-         "health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
-                   "check_gpu_health shield_workers"}  # fmt: skip
+HOMES = {
+    "elastic.local_sgd": "LocalSGD",
+    "elastic.slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
+    "elastic.health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
+                      "check_gpu_health shield_workers",
+}  # fmt: skip
 
 
 def __getattr__(name: str):
     for module, names in HOMES.items():
         if name in names.split():
-            return getattr(importlib.import_module(f"elastic.{module}"), name)
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'elastic' has no attribute {name!r}")

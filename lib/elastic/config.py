@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import elastic
 from elastic import units
 from elastic.durable import check_private
 from elastic.errors import UsageError
@@ -423,8 +424,10 @@ def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config
 
 def reference() -> str:
     """The text of etc/keys.toml: every key once, commented out, with its default and meaning."""
-    lines = ["# Every key of a run's file and of the site file, with default, unit and meaning.",
-             "# Written by: PYTHONPATH=lib python3 -m elastic.config > etc/keys.toml"]  # fmt: skip
+    lines = [
+        "# Every key of a run's file and of the site file, with default, unit and meaning.",
+        "# Written by: PYTHONPATH=lib python3 -m elastic.config > etc/keys.toml",
+    ]
     for section, keys in KEYS.items():
         lines += ["", f"[{section}]"]
         for key in keys:
@@ -730,7 +733,7 @@ def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def elastic_home() -> Path:
     """The checkout or installation: the folder that holds bin, etc, lib and sbatch."""
-    return Path(__file__).resolve().parents[2]
+    return Path(elastic.__file__).resolve().parents[2]
 
 
 def commands() -> Path:

@@ -2,7 +2,7 @@
 
 Every probe is by itself: what it cannot see becomes Unknown with the reason, and the others go on.
 What they found is judged in diagnosis. Nothing is left behind: no job, no file, no server. torch is
-imported in a child alone, with a time limit: `python -m elastic.doctor` prints what it found there.
+imported in a child alone, `python -m elastic.doctor`, with a time limit.
 """
 
 import contextlib

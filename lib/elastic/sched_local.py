@@ -215,7 +215,7 @@ class LocalScheduler:
                 os.killpg(leader.pid, SIGTERM)
             environment = configuration.environment()
             environment.pop(MARK, None)  # it must outlive the job that may have called
-            environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+            environment["PYTHONPATH"] = str(configuration.elastic_home() / "lib")
             program = (sys.executable, "-P", "-m", "elastic.sched_local")
             _detached([*program, str(self.state), job_id, str(grace_s)], environment)
         else:

@@ -16,6 +16,12 @@ from elastic.durable import log_what_fits
 from elastic.errors import ElasticError, Exit, Fenced
 from elastic.signals import install
 
+PROGRAMS = {
+    "master": "elastic.master",
+    "trainer": "elastic.trainer",
+    "worker": "elastic.worker",
+}
+
 
 def main() -> int:
     """Run the program; its errors become a message and an exit status."""
@@ -23,7 +29,7 @@ def main() -> int:
     log_what_fits()
     faulthandler.enable()  # whoever finds it hung asks for its stacks
     gc.disable()
-    program = importlib.import_module(f"elastic.{name}")
+    program = importlib.import_module(PROGRAMS[name])
     gc.freeze()
     gc.enable()
     try:

@@ -59,8 +59,8 @@ def described(
 
     `tries`: try that step. Raises ElasticError with the end of the traceback if the task fails.
     """
-    command = [sys.executable, "-P", "-m", "elastic.describe", *["--try"] * tries, str(config),
-               "slurm.partition=any", *settings]  # fmt: skip
+    command = [sys.executable, "-P", "-m", "elastic.describe", *["--try"] * tries,
+               str(config), "slurm.partition=any", *settings]  # fmt: skip
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
     except subprocess.TimeoutExpired:

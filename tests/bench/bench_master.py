@@ -71,7 +71,8 @@ def measure(folder: Path, workers: int) -> None:
     run = make_run(folder, workers)
     log = (folder / "log").open("wb")
     master = subprocess.Popen(
-        [sys.executable, "-m", "elastic.start", "master", str(run.path)], stdout=log, stderr=log,
+        [sys.executable, "-m", "elastic.start", "master", str(run.path)],
+        stdout=log, stderr=log,
         env={**os.environ, "PYTHONPATH": str(ROOT / "lib")}, start_new_session=True,
     )  # fmt: skip
     try:

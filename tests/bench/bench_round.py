@@ -191,7 +191,9 @@ def full_rounds(run: RunDir, workers: int) -> list[dict]:
 def stop(run: RunDir) -> None:
     run.set_control(state="stopped")
     deadline = time.monotonic() + 60
-    while pids(run.path.parent.parent, "elastic.start master") and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if not pids(run.path.parent.parent, "elastic.start master"):
+            return
         time.sleep(0.2)
 
 
@@ -249,7 +251,11 @@ def pids(folder: Path, module: str) -> list[int]:
 
 
 def kill(folder: Path) -> None:
-    for module in ("elastic.start master", "elastic.agent", "elastic.start worker"):
+    for module in (
+        "elastic.start master",
+        "elastic.agent",
+        "elastic.start worker",
+    ):
         for pid in pids(folder, module):
             os.kill(pid, signal.SIGKILL)
 

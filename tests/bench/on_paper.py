@@ -1,4 +1,4 @@
-"""The table of README.md's section "On paper": what a round moves and takes, by elastic.estimate.
+"""The table of README.md's section "On paper": what a round moves and takes (elastic.estimate).
 
     PYTHONPATH=lib .venv/bin/python tests/bench/on_paper.py
 
