@@ -13,10 +13,10 @@ import pytest
 import redis
 from hypothesis import settings
 
-from elastic import config as configuration
-from elastic.network import free_port
+from elastic.base import config as configuration
+from elastic.base.network import free_port
+from elastic.base.signals import die_with_parent
 from elastic.rundir import Control, Endpoint, RunDir
-from elastic.signals import die_with_parent
 from elastic.store import Store
 from helpers import wait_until
 

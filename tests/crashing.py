@@ -45,7 +45,7 @@ import pytest
 import redis
 from redis.connection import AbstractConnection
 
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 
 KILLED, TORN, LOST, REFUSED, UNANSWERED = "killed", "torn", "lost", "refused", "unanswered"
 DEATHS = (KILLED, TORN, LOST)

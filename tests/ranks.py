@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from elastic.network import free_port
+from elastic.base.network import free_port
 from helpers import ROOT
 
 

@@ -22,8 +22,8 @@ import pytest
 
 from elastic import reconcile
 from elastic.audit import audit
-from elastic.durable import to_json, write_atomic
-from elastic.errors import TryAgain
+from elastic.base.durable import to_json, write_atomic
+from elastic.base.errors import TryAgain
 from elastic.membership import Slot
 from elastic.rundir import RunDir
 from elastic.sched import Job, parse_job_name

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic import sandbox
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.sandbox import Sandbox, Shape
 
 # Silence is noticed after 2 s instead of 10, a lost node after 6 s instead of 300.

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic import views
-from elastic.config import TIME, parse
-from elastic.durable import read_json
-from elastic.errors import TryAgain
+from elastic.base.config import TIME, parse
+from elastic.base.durable import read_json
+from elastic.base.errors import TryAgain
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox, Shape
 from elastic.store import Store

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic import describe
-from elastic.errors import Exit
+from elastic.base.errors import Exit
 from helpers import elastic, environment
 
 GOOD = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic import units
+from elastic.base import units
 from elastic.cadence import LEAST_S, MOST_S, interval, is_due, observed_mtbi_s
 
 

@@ -16,8 +16,9 @@ import pytest
 from rich.console import Console
 
 import soak
-from elastic import chaos, config, views
-from elastic.errors import ElasticError, UsageError
+from elastic import chaos, views
+from elastic.base import config
+from elastic.base.errors import ElasticError, UsageError
 from elastic.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
 from elastic.goodput import PARTS, Work
 from elastic.membership import Slot

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic.base.errors import UsageError
 from elastic.codec import CODECS, Encoder, accepted, as_bytes, codec
-from elastic.errors import UsageError
 from elastic.layout import Layout
 from elastic.versions import split
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic.base.errors import UsageError
 from elastic.command import expand
-from elastic.errors import UsageError
 from running import Running, running
 
 SCRIPT = Path(__file__).with_name("plain_ddp.py")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic import config
-from elastic.errors import UsageError
+from elastic.base import config
+from elastic.base.errors import UsageError
 
 ETC = Path(__file__).resolve().parents[1] / "etc"
 NO_SITE = Path(os.devnull)
@@ -268,7 +268,7 @@ def test_a_site_file_has_no_task(write):
 
 def test_the_reference_of_all_keys_is_up_to_date():
     shipped = (ETC / "keys.toml").read_text()
-    assert shipped == config.reference() + "\n", "python -m elastic.config > etc/keys.toml"
+    assert shipped == config.reference() + "\n", "python -m elastic.base.config > etc/keys.toml"
 
 
 def test_the_reference_read_as_a_file_is_all_defaults(write):

@@ -16,9 +16,10 @@ import pytest
 
 import crashing
 from crashing import KILLED, REFUSED, UNANSWERED, WAYS, Edge, Point, World, report, try_all
-from elastic import config, rundir, submission
-from elastic.durable import to_json, write_atomic
-from elastic.errors import TryAgain
+from elastic import rundir, submission
+from elastic.base import config
+from elastic.base.durable import to_json, write_atomic
+from elastic.base.errors import TryAgain
 from elastic.history import SETTLE_S
 from elastic.reconcile import UNSURE_S, _Pass, run_pass
 from elastic.rundir import Control, RunDir

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from elastic import cli, reconcile
-from elastic.errors import Exit
+from elastic.base.errors import Exit
 from elastic.rundir import Control, RunDir
 
 FILES = ["control.json", "endpoint.json", "failed.json", "newest.json", "commits/000000.json",

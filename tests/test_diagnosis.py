@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic import config as configuration
+from elastic.base import config as configuration
+from elastic.base.errors import ElasticError
 from elastic.diagnosis import (
     FAIL,
     OK,
@@ -19,7 +20,6 @@ from elastic.diagnosis import (
     propose,
 )
 from elastic.doctor import off_s, site_text
-from elastic.errors import ElasticError
 from elastic.estimate import Save
 from elastic.records import Node, gpus_of
 

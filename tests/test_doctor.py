@@ -20,10 +20,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elastic import config as configuration
-from elastic import doctor, network, tryout
+from elastic import doctor, tryout
+from elastic.base import config as configuration
+from elastic.base import network
+from elastic.base.errors import UsageError
 from elastic.cli import elastic as commands
-from elastic.errors import UsageError
 from elastic.estimate import Save
 from elastic.sandbox import Sandbox
 from forks import as_nobody

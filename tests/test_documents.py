@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic import __version__, cli, task
-from elastic import config as configuration
+from elastic.base import config as configuration
 from helpers import ROOT, checkout, elastic, environment, pretended_python
 from running import running
 

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastic.durable import append_line, create_once, read_json, to_json, write_atomic
-from elastic.errors import ElasticError
+from elastic.base.durable import append_line, create_once, read_json, to_json, write_atomic
+from elastic.base.errors import ElasticError
 from forks import KILLED, at_nth_step, in_children, killed_at
 
 

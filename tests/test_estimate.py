@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.config import load
+from elastic.base.config import load
+from elastic.base.units import size
 from elastic.estimate import Model, Rates, Save, cost, report, save_of, warnings
-from elastic.units import size
 from helpers import ROOT, elastic, environment
 
 

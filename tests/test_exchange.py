@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elastic import transport, versions
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.exchange import Exchange, read_ahead
 from elastic.group import Group
 from elastic.replica import Replica

@@ -22,9 +22,10 @@ import torch
 
 import test_crash_points as played
 from crashing import World, in_child
-from elastic import durable, versions
+from elastic import versions
+from elastic.base import durable
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.checkpoint import Checkpoints, steps
-from elastic.errors import ElasticError, TryAgain
 from elastic.group import Group
 from elastic.records import Fragment
 from elastic.rundir import RunDir

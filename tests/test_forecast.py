@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import config as configuration
 from elastic import estimate, trace, views
-from elastic.errors import UsageError
+from elastic.base import config as configuration
+from elastic.base.errors import UsageError
 from elastic.forecast import Forecast, _choose, costs, forecast, mostly_there, spans
 from elastic.goodput import PARTS
 from elastic.played import Change, Costs, Requeue, Sync

@@ -19,8 +19,8 @@ from statistics import fmean
 
 import pytest
 
-from elastic import config as configuration
 from elastic import goodput, trace
+from elastic.base import config as configuration
 from elastic.forecast import Forecast, Forecaster, costs
 from elastic.goodput import Allocation, Work
 from elastic.played import Change

@@ -15,8 +15,8 @@ import pytest
 
 from elastic import goodput, history, membership, rundir, timeline, trace, wording
 from elastic.audit import check_sequence, check_sums, count_epochs, read_commits
+from elastic.base.errors import ElasticError
 from elastic.cadence import observed_mtbi_s
-from elastic.errors import ElasticError
 from elastic.history import JobSeen
 from elastic.membership import Slot
 from elastic.rundir import RunDir

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import elastic
 from elastic import health
-from elastic.errors import ElasticError, Exit
+from elastic.base.errors import ElasticError, Exit
+from elastic.base.network import free_port
+from elastic.base.signals import Notice
 from elastic.group import Group
 from elastic.health import NaNDetector, ShutdownHandler, check_gpu_health
-from elastic.network import free_port
-from elastic.signals import Notice
 from helpers import PATIENCE, ROOT, wait_until
 
 SCRIPT = Path(__file__).with_name("health_ranks.py")

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import default_collate
 
-from elastic.errors import TryAgain
+from elastic.base.errors import TryAgain
 from elastic.store import Store
 from elastic.versions import read_layout, read_params, split
 from helpers import ROOT

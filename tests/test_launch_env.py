@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.network import free_port
+from elastic.base.network import free_port
 from forks import as_nobody
 from helpers import PATIENCE, ROOT, elastic, environment, wait_until
 

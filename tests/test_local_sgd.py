@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic import local_sgd
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.link import Link, Place
 from elastic.local_sgd import LocalSGD
 from elastic.transport import Transport

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic import device
-from elastic.errors import ElasticError, UsageError
+from elastic.base.errors import ElasticError, UsageError
 from elastic.group import Group
 from elastic.models import PRESETS, Shape, Transformer, create, rotary_table, rotate
 from model_ranks import CONFIG, LARGE, Bare, Whole

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from counting import EVERY
-from elastic.durable import read_json
+from elastic.base.durable import read_json
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox
 from elastic.sched import parse_job_name

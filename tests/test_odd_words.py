@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic import cli
-from elastic import config as configuration
-from elastic.errors import Exit
+from elastic.base import config as configuration
+from elastic.base.errors import Exit
 from elastic.rundir import Control, RunDir
 from helpers import ROOT
 

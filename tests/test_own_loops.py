@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from elastic import inner_state, loading
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.group import Group
 from elastic.inner_optimizer import InnerOptimizer, Probe
 from elastic.layout import Layout

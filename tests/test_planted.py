@@ -23,10 +23,10 @@ import torch
 import test_versions
 from checkpoint_ranks import make, train
 from elastic import checkpoint, inner_state, redis_server
-from elastic import config as configuration
+from elastic.base import config as configuration
+from elastic.base.durable import append_line, check_private, make_folder, write_atomic
+from elastic.base.errors import ElasticError
 from elastic.checkpoint import Checkpoints
-from elastic.durable import append_line, check_private, make_folder, write_atomic
-from elastic.errors import ElasticError
 from elastic.group import Group
 from elastic.rundir import FOLDERS, SECRETS, Control, RunDir
 from elastic.sched_local import LocalScheduler

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from elastic import history, plan, reconcile, rounds
 from elastic.averaging import Averager, Checked
-from elastic.errors import Fenced, TryAgain
+from elastic.base.errors import Fenced, TryAgain
 from elastic.ledger import Ledger, Ranges
 from elastic.master import Master, Round
 from elastic.rounds import Verdict

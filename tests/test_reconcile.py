@@ -20,7 +20,7 @@ from signal import SIGKILL
 import pytest
 
 from elastic import reconcile
-from elastic.errors import TryAgain
+from elastic.base.errors import TryAgain
 from elastic.reconcile import run_pass
 from elastic.rundir import Control
 from elastic.sched import Job, Refused, RetryLater, Unsure, job_name, parse_job_name

@@ -19,9 +19,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from elastic import network, redis_server
-from elastic.errors import ElasticError, TryAgain
-from elastic.network import bind_address, free_port, interfaces
+from elastic import redis_server
+from elastic.base import network
+from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.network import bind_address, free_port, interfaces
 from elastic.rundir import SECRETS, RunDir
 from elastic.store import Store, Useless
 from helpers import ROOT, borrowing_venv, wait_until

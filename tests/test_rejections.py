@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from elastic import status
-from elastic.errors import Fenced
+from elastic.base.errors import Fenced
 from elastic.ledger import count
 from elastic.records import Header
 from elastic.store import Ask, Store

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic import durable, rundir
-from elastic.errors import ElasticError, UsageError
+from elastic import rundir
+from elastic.base import durable
+from elastic.base.errors import ElasticError, UsageError
 from elastic.rundir import Control, Endpoint, RunDir, find, registered
 from forks import KILLED, in_children, killed_at
 

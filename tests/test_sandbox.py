@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from elastic import sandbox
+from elastic.base.errors import ElasticError, UsageError
 from elastic.cli import elastic
-from elastic.errors import ElasticError, UsageError
 from elastic.sandbox import Sandbox, Shape
 from forks import NOBODY, USER
 from helpers import ROOT, wait_until

@@ -17,8 +17,9 @@ from signal import SIGKILL
 
 import pytest
 
-from elastic import proc, sched_local
-from elastic.config import load
+from elastic import sched_local
+from elastic.base import proc
+from elastic.base.config import load
 from elastic.sched import JobSpec, parse_job_name
 from elastic.sched_local import LocalScheduler
 from helpers import ROOT, wait_until
@@ -284,7 +285,7 @@ def test_of_two_first_processes_of_a_job_one_leaves_without_a_trace(site):
 CALLER = """
 import sys
 from pathlib import Path
-from elastic.config import load
+from elastic.base.config import load
 from elastic.sched import JobSpec
 from elastic.sched_local import LocalScheduler
 home, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic import config, sched_slurm
-from elastic.errors import ElasticError, TryAgain
+from elastic import sched_slurm
+from elastic.base import config
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.history import JobSeen
 from elastic.records import Node
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name

@@ -25,10 +25,10 @@ import pytest
 import redis
 from redis.connection import parse_url
 
-from elastic import config as configuration
 from elastic import inner_state, redis_server, sandbox
-from elastic.config import elastic_home
-from elastic.errors import ElasticError, TryAgain, UsageError
+from elastic.base import config as configuration
+from elastic.base.config import elastic_home
+from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.sched import JobSpec
 from elastic.sched_local import LocalScheduler

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.slurm_info import expand_hostlist
 from helpers import elastic
 from test_sync_slurm import Cluster

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.slurm_info import (
     SLURMInfo,
     SlurmInfo,

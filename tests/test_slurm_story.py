@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import ElasticError, TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.history import has_ended
 from elastic.membership import WORKING, Slot
 from elastic.rundir import RunDir

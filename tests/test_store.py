@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.errors import ElasticError, Exit, Fenced, TryAgain
-from elastic.network import free_port
+from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
+from elastic.base.network import free_port
 from elastic.rundir import Endpoint
 from elastic.store import EVENTS_KEPT, Ask, Store, Useless
 from helpers import wait_until

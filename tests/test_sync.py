@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic.base.durable import read_json
+from elastic.base.errors import Exit
 from elastic.checkpoint import Checkpoints
-from elastic.durable import read_json
-from elastic.errors import Exit
 from elastic.group import Group
 from elastic.shuffle import Shuffle
 from elastic.trainer import NOTICE, State, Trainer

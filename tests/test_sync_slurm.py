@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import TryAgain
+from elastic.base.errors import TryAgain
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox
 from elastic.sched import Job

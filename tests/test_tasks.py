@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elastic.errors import ElasticError, UsageError
+from elastic.base.errors import ElasticError, UsageError
 from elastic.task import count_tokens, default_optimizer, load_task
 from elastic.tasks import ByteText, TokenFiles
 from helpers import ROOT

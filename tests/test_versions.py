@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from elastic import versions
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.layout import Layout
 from elastic.versions import Draft, prune, read_layout, read_params, remove_drafts
 from forks import KILLED, at_nth_step, in_children, killed_at

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.agent import SILENT, Agent, Trainer
+from elastic.base.signals import Notice
 from elastic.ledger import Ledger
 from elastic.master import Master, Round
 from elastic.membership import Slot
@@ -15,7 +16,6 @@ from elastic.reconcile import run_pass
 from elastic.rundir import Control, RunDir
 from elastic.sched import Job, JobSpec
 from elastic.sched_slurm import sbatch_argv
-from elastic.signals import Notice
 from helpers import wait_until
 from running import running
 

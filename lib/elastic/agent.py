@@ -27,13 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic import wording
+from elastic.base.config import env, environment, torch_program
+from elastic.base.durable import log_what_fits, until_written
+from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
+from elastic.base.network import free_port, node_name
+from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, install, name_of
 from elastic.command import STACKS, expand
-from elastic.config import env, environment, torch_program
-from elastic.durable import log_what_fits, until_written
-from elastic.errors import ElasticError, Exit, Fenced, TryAgain
-from elastic.network import free_port, node_name
 from elastic.rundir import RunDir
-from elastic.signals import KILL_WAIT_S, Notice, die_with_parent, install, name_of
 from elastic.slurm_info import notice_here
 from elastic.store import Store
 

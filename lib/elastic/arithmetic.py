@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from elastic import merge
+from elastic.base.config import Config
+from elastic.base.errors import ElasticError
 from elastic.codec import Tile, accepted, as_bytes, codec_of
-from elastic.config import Config
-from elastic.errors import ElasticError
 from elastic.estimate import THREADS
 from elastic.records import Header
 from elastic.rundir import RunDir

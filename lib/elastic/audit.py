@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic import goodput
-from elastic.durable import damage, draft_of, read_json
-from elastic.errors import ElasticError
+from elastic.base.durable import damage, draft_of, read_json
+from elastic.base.errors import ElasticError
 from elastic.rundir import COMMIT, RunDir, fault, whole
 from elastic.wording import unit
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from elastic import guards, merge, rounds
 from elastic.arithmetic import Arithmetic, Recipe
+from elastic.base.config import Config
 from elastic.codec import accepted, codec_of
-from elastic.config import Config
 from elastic.guards import Moved, Running
 from elastic.records import Header
 from elastic.rundir import RunDir

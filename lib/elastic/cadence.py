@@ -10,7 +10,7 @@ has seen none does not stop saving, and one bad first hour does not rule for wee
 import math
 from collections.abc import Mapping, Sequence
 
-from elastic import units
+from elastic.base import units
 
 PRIOR_S = 4 * 3600.0
 LEAST_SAVES = 10.0  # an interval is at least so many saves: a tenth of the time, of the disk's too

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from elastic import faults, goodput
 from elastic.audit import audit, gpu_seconds, has_ledger, read_metrics
-from elastic.config import elastic_home
-from elastic.errors import ElasticError, TryAgain, UsageError
+from elastic.base.config import elastic_home
+from elastic.base.errors import ElasticError, TryAgain, UsageError
+from elastic.base.proc import read
 from elastic.faults import Cost, Fault
 from elastic.history import MASTER
 from elastic.membership import Slot
-from elastic.proc import read
 from elastic.rundir import RunDir
 from elastic.sandbox import Sandbox
 from elastic.sched import Job, parse_job_name, scheduler_of

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from elastic import durable
-from elastic.errors import ElasticError, TryAgain
+from elastic.base import durable
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.group import Group
 from elastic.layout import Tensor
 from elastic.rundir import RunDir

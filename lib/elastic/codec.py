@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from elastic.errors import UsageError
+from elastic.base.errors import UsageError
 from elastic.layout import Layout, Tensor
 
 Fragment = tuple[Tensor, ...]

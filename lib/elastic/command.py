@@ -14,7 +14,7 @@ where there is. {python} is the Python of this installation. In local mode a pro
 import re
 from collections.abc import Mapping, Sequence
 
-from elastic.errors import UsageError
+from elastic.base.errors import UsageError
 
 NAMES = {
     "sync": ("resume", "checkpoints", "python", "run", "attempt", "mtbi_s", "master_addr",

@@ -16,10 +16,11 @@ from statistics import median
 
 import torch
 
-from elastic import config as configuration
-from elastic import signals, submission, views, wording
+from elastic import submission, views, wording
+from elastic.base import config as configuration
+from elastic.base import signals
+from elastic.base.errors import ElasticError
 from elastic.chaos import Chaos
-from elastic.errors import ElasticError
 from elastic.evaluation import load, of_version
 from elastic.reconcile import run_pass
 from elastic.rundir import RunDir

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import default_collate
 
-from elastic import config as configuration
+from elastic.base import config as configuration
+from elastic.base.errors import ElasticError, Exit
 from elastic.codec import codec
-from elastic.errors import ElasticError, Exit
 from elastic.estimate import Model
 from elastic.layout import Layout
 from elastic.loading import check

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from elastic import durable
-from elastic.config import Config, env
-from elastic.errors import ElasticError
+from elastic.base import durable
+from elastic.base.config import Config, env
+from elastic.base.errors import ElasticError
 from elastic.group import Group, own_part, part_like
 from elastic.health import check_nccl_health
 from elastic.peers import meet

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple
 
+from elastic.base.units import size
 from elastic.records import gpus_of
-from elastic.units import size
 from elastic.wording import counted
 
 OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")

@@ -19,9 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from elastic import config as configuration
-from elastic import estimate, network, proc, sched_slurm
-from elastic.config import Config, user_name
+from elastic import estimate, sched_slurm
+from elastic.base import config as configuration
+from elastic.base import network, proc
+from elastic.base.config import Config, user_name
+from elastic.base.durable import create_once, write_atomic
+from elastic.base.errors import ElasticError, UsageError
 from elastic.diagnosis import (
     VERDICTS,
     Disk,
@@ -31,8 +34,6 @@ from elastic.diagnosis import (
     other_hosts,
     propose,
 )
-from elastic.durable import create_once, write_atomic
-from elastic.errors import ElasticError, UsageError
 from elastic.rundir import Endpoint, RunDir
 
 BYTES = 64 << 20  # written and read to measure a filesystem

@@ -11,7 +11,7 @@ overlap the four follow each other, and workers stand still for their sum.
 
 from dataclasses import dataclass
 
-from elastic.units import size
+from elastic.base.units import size
 
 KEPT = 8  # bytes an element of a version that only the master reads
 DOWN = 2  # … that workers read

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from elastic import versions
+from elastic.base.config import Config
+from elastic.base.errors import UsageError
 from elastic.checkpoint import Checkpoints, read_params
-from elastic.config import Config
-from elastic.errors import UsageError
 from elastic.group import Group
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes

@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from elastic.base.config import Config
+from elastic.base.errors import ElasticError
 from elastic.codec import Encoder
-from elastic.config import Config
-from elastic.errors import ElasticError
 from elastic.group import Group
 from elastic.merge import norm
 from elastic.records import Fragment

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic import cadence, estimate, sizing
-from elastic.errors import UsageError
+from elastic.base.errors import UsageError
 from elastic.played import Change, Costs, Requeue, Sync, best_every_s
 from elastic.played_local import Local
 

@@ -10,7 +10,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -19,10 +19,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastic.config import env
-from elastic.errors import ElasticError
+from elastic.base.config import env
+from elastic.base.errors import ElasticError
+from elastic.base.signals import Notice, die_with_parent, ignore_notices, install
 from elastic.group import Group, is_sharded
-from elastic.signals import Notice, die_with_parent, ignore_notices, install
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic.errors import Exit
+from elastic.base.errors import Exit
 
 MASTER = "master"
 WORKER = "worker"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.group import own_part
 from elastic.schedule import peak
 

@@ -16,11 +16,11 @@ from math import inf
 from pathlib import Path
 from typing import TypeVar
 
-from elastic.config import env
-from elastic.errors import ElasticError, Fenced, TryAgain
+from elastic.base.config import env
+from elastic.base.errors import ElasticError, Fenced, TryAgain
+from elastic.base.signals import KILL_WAIT_S, Notice
 from elastic.ledger import Range
 from elastic.rundir import RunDir
-from elastic.signals import KILL_WAIT_S, Notice
 from elastic.store import Ask, Store
 
 POLL_S = 1.0

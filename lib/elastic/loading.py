@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from elastic.config import Config
-from elastic.errors import ElasticError
+from elastic.base.config import Config
+from elastic.base.errors import ElasticError
 from elastic.group import Group
 from elastic.health import shield_workers
 from elastic.ledger import Range, take

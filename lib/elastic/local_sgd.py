@@ -29,10 +29,11 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from elastic import estimate, guards, inner_state, loading, rounds
+from elastic.base.durable import insist, until_written
+from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.signals import Notice, install
 from elastic.courier import Courier
 from elastic.device import Profile, seed_by
-from elastic.durable import insist, until_written
-from elastic.errors import ElasticError, TryAgain
 from elastic.exchange import Exchange
 from elastic.group import Group
 from elastic.inner_optimizer import InnerOptimizer, Probe
@@ -44,7 +45,6 @@ from elastic.merge import norm
 from elastic.records import Fragment, Header
 from elastic.replica import Replica, refuse_inexact, shapes
 from elastic.schedule import learning_rate, tokens_at
-from elastic.signals import Notice, install
 from elastic.transport import Transport, fragment_name
 from elastic.versions import Draft, read_layout, settle
 

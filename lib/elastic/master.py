@@ -27,18 +27,18 @@ from pathlib import Path
 from elastic import guards, rounds
 from elastic.arithmetic import DeltaLost
 from elastic.averaging import Averager, Checked
-from elastic.config import Config, elastic_home, env
-from elastic.durable import PASSING, SPACE_S, exists
-from elastic.errors import ElasticError, Exit, Fenced, TryAgain
+from elastic.base.config import Config, elastic_home, env
+from elastic.base.durable import PASSING, SPACE_S, exists
+from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
+from elastic.base.network import bind_address, node_name
+from elastic.base.signals import Notice
 from elastic.estimate import THREADS
 from elastic.ledger import Ledger, count
 from elastic.membership import Slot, expected, live
-from elastic.network import bind_address, node_name
 from elastic.records import Header
 from elastic.redis_server import RedisServer, connect, start
 from elastic.rounds import Facts, Move, Verdict
 from elastic.rundir import Endpoint, RunDir
-from elastic.signals import Notice
 from elastic.store import Ask, Listener, Store, Useless
 from elastic.versions import carried, prune, remove_drafts
 

@@ -17,9 +17,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from elastic.config import user_name
-from elastic.durable import own, read_json, to_json, write_atomic
-from elastic.errors import ElasticError, UsageError
+from elastic.base.config import user_name
+from elastic.base.durable import own, read_json, to_json, write_atomic
+from elastic.base.errors import ElasticError, UsageError
 from elastic.rundir import RunDir
 
 GAUGES = {

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic.errors import UsageError
+from elastic.base.errors import UsageError
 
 NORM_EPS = 1e-5
 ROPE_BASE = 10_000.0

@@ -19,9 +19,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from elastic.config import env
-from elastic.errors import ElasticError
-from elastic.network import bind_address, interfaces, node_name, routed
+from elastic.base.config import env
+from elastic.base.errors import ElasticError
+from elastic.base.network import bind_address, interfaces, node_name, routed
 from elastic.slurm_info import get_slurm_info
 
 CONNECT_S = 10.0

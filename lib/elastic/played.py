@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from elastic import cadence, sizing, units
+from elastic import cadence, sizing
+from elastic.base import units
 from elastic.goodput import Allocation, Work, ledger
 from elastic.history import TRAINER, JobSeen, Memory
 from elastic.plan import CANCEL, SUBMIT, Action, Limits, World, plan

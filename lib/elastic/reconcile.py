@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from elastic import cadence, history, sched, sizing
-from elastic.config import Config
-from elastic.durable import read_json, to_json, write_atomic
-from elastic.errors import ElasticError, TryAgain
+from elastic.base.config import Config
+from elastic.base.durable import read_json, to_json, write_atomic
+from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.network import node_name
 from elastic.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
-from elastic.network import node_name
 from elastic.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure

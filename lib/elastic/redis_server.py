@@ -22,12 +22,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic.config import Config
-from elastic.durable import make_folder, write_atomic
-from elastic.errors import ElasticError, TryAgain
-from elastic.network import free_port, listens
+from elastic.base.config import Config
+from elastic.base.durable import make_folder, write_atomic
+from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.network import free_port, listens
+from elastic.base.signals import die_with_parent
 from elastic.rundir import SECRETS, Endpoint, RunDir
-from elastic.signals import die_with_parent
 from elastic.store import Store
 
 OLDEST = (6, 0)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.group import is_sharded, own_part, part_like, sharded_like
 from elastic.layout import Layout
 

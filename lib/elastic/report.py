@@ -19,7 +19,7 @@ from typing import Any
 
 from elastic import status, timeline, wording
 from elastic.audit import gpu_seconds, read_metrics
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 from elastic.goodput import PARTS
 from elastic.rundir import RunDir
 from elastic.timeline import Incident, Point, Stay

@@ -32,9 +32,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from elastic import config as configuration
-from elastic.config import Config
-from elastic.durable import (
+from elastic.base import config as configuration
+from elastic.base.config import Config
+from elastic.base.durable import (
     append_line,
     check_folder,
     check_private,
@@ -48,10 +48,10 @@ from elastic.durable import (
     to_json,
     write_atomic,
 )
-from elastic.errors import ElasticError, Fenced, TryAgain, UsageError
+from elastic.base.errors import ElasticError, Fenced, TryAgain, UsageError
+from elastic.base.units import size
 from elastic.membership import NAME
 from elastic.records import Header
-from elastic.units import size
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGSTOP
 
-from elastic import config, proc
-from elastic.durable import check_private
-from elastic.errors import ElasticError, UsageError
-from elastic.network import free_ports
+from elastic.base import config, proc
+from elastic.base.durable import check_private
+from elastic.base.errors import ElasticError, UsageError
+from elastic.base.network import free_ports
 from elastic.sched_slurm import slurm_command
 
 START_TIMEOUT_S = 60.0

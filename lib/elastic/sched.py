@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from elastic import config as configuration
-from elastic.errors import ElasticError
+from elastic.base import config as configuration
+from elastic.base.errors import ElasticError
 from elastic.history import MASTER, TRAINER, WORKER, has_ended
 
 if TYPE_CHECKING:
-    from elastic.config import Config
+    from elastic.base.config import Config
     from elastic.rundir import RunDir
 
 _RUN, _SLOT = "([A-Za-z0-9][A-Za-z0-9._-]{0,62})", "(0|[1-9][0-9]*)"

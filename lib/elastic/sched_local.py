@@ -26,10 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
 
-from elastic import config as configuration
-from elastic import proc
-from elastic.config import Config
-from elastic.durable import create_once, make_folder, own, read_json, to_json, write_atomic
+from elastic.base import config as configuration
+from elastic.base import proc
+from elastic.base.config import Config
+from elastic.base.durable import create_once, make_folder, own, read_json, to_json, write_atomic
 from elastic.rundir import RunDir
 from elastic.sched import Job, JobSpec
 

@@ -24,10 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
-from elastic import config, sizing
-from elastic.config import Config
-from elastic.durable import write_atomic
-from elastic.errors import ElasticError, TryAgain
+from elastic import sizing
+from elastic.base import config
+from elastic.base.config import Config
+from elastic.base.durable import write_atomic
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.history import MASTER, TRAINER, WORKER, has_ended
 from elastic.records import Node, gpus_of
 from elastic.rundir import RunDir

@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic import sched_slurm
-from elastic.config import Config, env
-from elastic.errors import ElasticError
+from elastic.base.config import Config, env
+from elastic.base.errors import ElasticError
 from elastic.sched_slurm import expand_hostlist, numbers
 
 _TEMPORARY = re.compile(r"^\.|^tmp|\.(tmp|partial)\b|~$")

@@ -12,9 +12,9 @@ import importlib
 import sys
 import traceback
 
-from elastic.durable import log_what_fits
-from elastic.errors import ElasticError, Exit, Fenced
-from elastic.signals import install
+from elastic.base.durable import log_what_fits
+from elastic.base.errors import ElasticError, Exit, Fenced
+from elastic.base.signals import install
 
 PROGRAMS = {
     "master": "elastic.master",

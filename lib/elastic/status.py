@@ -19,8 +19,8 @@ from operator import itemgetter
 
 from elastic import membership, reconcile, wording
 from elastic.audit import read_checkpoints
-from elastic.config import Config
-from elastic.errors import ElasticError, TryAgain
+from elastic.base.config import Config
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.history import MASTER, RECENT_S, TRAINER, WORKER
 from elastic.rounds import inner_steps
 from elastic.rundir import RunDir

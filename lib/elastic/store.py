@@ -46,8 +46,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from elastic.config import check_value, shown_url
-from elastic.errors import ElasticError, Fenced, TryAgain
+from elastic.base.config import check_value, shown_url
+from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.membership import Slot
 from elastic.rundir import Endpoint, RunDir
 

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elastic import config as configuration
 from elastic import estimate
+from elastic.base import config as configuration
+from elastic.base.config import Config
+from elastic.base.durable import check_private
+from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.command import NAMES, expand
-from elastic.config import Config
-from elastic.durable import check_private
-from elastic.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.rundir import Control, RunDir
 from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
 

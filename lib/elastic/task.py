@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from elastic.errors import ElasticError, UsageError
+from elastic.base.errors import ElasticError, UsageError
 
 REQUIRED = ("model", "dataset", "loss")
 

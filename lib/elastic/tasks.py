@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from elastic.errors import ElasticError, UsageError
+from elastic.base.errors import ElasticError, UsageError
 from elastic.models import PRESETS, Shape, Transformer, create
 
 HELD_OUT_OF = 25  # files: one of so many is kept for validation

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from elastic import goodput, rundir
-from elastic.errors import UsageError
+from elastic.base.errors import UsageError
 from elastic.goodput import IDLE_AT_THE_END, Allocation
 from elastic.played import Change
 from elastic.rundir import RunDir

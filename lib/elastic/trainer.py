@@ -31,8 +31,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
 from elastic import cadence, handover
+from elastic.base.config import env
+from elastic.base.durable import SPACE_S, append_line, until_written
+from elastic.base.errors import ElasticError, Exit, Fenced
+from elastic.base.signals import Notice
 from elastic.checkpoint import Checkpoints, Saved, steps
-from elastic.config import env
 from elastic.device import (
     Profile,
     build_model,
@@ -44,8 +47,6 @@ from elastic.device import (
     set_initial_values,
     to_device,
 )
-from elastic.durable import SPACE_S, append_line, until_written
-from elastic.errors import ElasticError, Exit, Fenced
 from elastic.group import Group, clip_gradients
 from elastic.health import (
     HangDetector,
@@ -61,7 +62,6 @@ from elastic.loading import check
 from elastic.rundir import RunDir
 from elastic.schedule import learning_rate, peak
 from elastic.shuffle import Order
-from elastic.signals import Notice
 from elastic.sizing import passes
 from elastic.slurm_info import check_layout, get_slurm_info, kill_at
 from elastic.task import count_tokens, default_optimizer, load_task

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import xxhash
 
-from elastic.durable import AGAIN_S, insist, make_folder, names, replace_quickly
-from elastic.errors import TryAgain
+from elastic.base.durable import AGAIN_S, insist, make_folder, names, replace_quickly
+from elastic.base.errors import TryAgain
 from elastic.records import Fragment
 from elastic.rundir import RunDir
 

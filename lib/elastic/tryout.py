@@ -20,10 +20,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from elastic import durable, launch, proc, sched_slurm, signals, submission
-from elastic.config import clean_environment, env, runs_root
+from elastic import launch, sched_slurm, submission
+from elastic.base import durable, proc, signals
+from elastic.base.config import clean_environment, env, runs_root
+from elastic.base.errors import ElasticError
 from elastic.diagnosis import Unknown
-from elastic.errors import ElasticError
 from elastic.sched import Job, JobSpec
 
 NODES, RANKS = 2, 4

@@ -17,9 +17,9 @@ from statistics import mean, stdev
 
 from elastic import submission, timeline
 from elastic.audit import read_metrics
-from elastic.config import Config
-from elastic.durable import read_json, to_json, write_atomic
-from elastic.errors import ElasticError, UsageError
+from elastic.base.config import Config
+from elastic.base.durable import read_json, to_json, write_atomic
+from elastic.base.errors import ElasticError, UsageError
 from elastic.reconcile import run_pass
 from elastic.rundir import RunDir
 

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
-from elastic import durable
-from elastic.errors import ElasticError
+from elastic.base import durable
+from elastic.base.errors import ElasticError
 from elastic.layout import Layout
 from elastic.rundir import RunDir
 

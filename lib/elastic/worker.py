@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import default_collate
 
+from elastic.base.errors import ElasticError, Exit
+from elastic.base.signals import Notice
 from elastic.device import (
     build_model,
     choose_device,
@@ -19,13 +21,11 @@ from elastic.device import (
     set_initial_values,
     to_device,
 )
-from elastic.errors import ElasticError, Exit
 from elastic.group import clip_gradients
 from elastic.health import NaNDetector, require_gpu, warn
 from elastic.link import Place
 from elastic.loading import check
 from elastic.local_sgd import LocalSGD
-from elastic.signals import Notice
 from elastic.task import count_tokens, default_optimizer, load_task
 
 PATIENCE_S = 30 * 86400.0  # rank 0 may wait for the master for days, and the others for it

@@ -18,7 +18,7 @@ import torch
 from figures import ROOT, record
 
 sys.path[:0] = [str(ROOT / "lib"), str(ROOT / "tests")]
-from elastic import config as configuration  # noqa: E402
+from elastic.base import config as configuration  # noqa: E402
 from elastic.tasks import ByteText  # noqa: E402
 from validate import rig  # noqa: E402
 from validate.simulator import Simulator  # noqa: E402

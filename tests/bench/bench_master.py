@@ -23,9 +23,9 @@ import torch
 from figures import ROOT, cpu_seconds, record, scratch
 
 sys.path.insert(0, str(ROOT / "lib"))
-from elastic import config as configuration  # noqa: E402
+from elastic.base import config as configuration  # noqa: E402
+from elastic.base.errors import TryAgain  # noqa: E402
 from elastic.codec import codec  # noqa: E402
-from elastic.errors import TryAgain  # noqa: E402
 from elastic.layout import Layout  # noqa: E402
 from elastic.records import Header  # noqa: E402
 from elastic.rundir import Control, RunDir  # noqa: E402

@@ -6,8 +6,8 @@ Steps of 7 s (7B, one GPU) and 35 s (70B, sixteen) at 40 % of an H100's peak, K 
 job has 16 cores.
 """
 
+from elastic.base.units import size
 from elastic.estimate import Model, Rates, cost
-from elastic.units import size
 
 MODELS = {"7B": (7e9, 7.0), "70B": (70e9, 35.0)}
 WORKERS = (32, 128)

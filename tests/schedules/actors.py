@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 
 
 class Killed(BaseException):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from elastic import history, reconcile, sched_slurm
-from elastic.errors import TryAgain
+from elastic.base.errors import TryAgain
 from elastic.history import TRAINER, WORKER
 from elastic.plan import CANCEL, SUBMIT
 from elastic.reconcile import run_pass

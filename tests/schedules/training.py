@@ -20,11 +20,12 @@ from unittest import mock
 import redis
 import torch
 
-from elastic import agent, averaging, link, local_sgd, master, signals
+from elastic import agent, averaging, link, local_sgd, master
 from elastic.agent import SILENT, Agent
 from elastic.arithmetic import DeltaLost, Recipe
 from elastic.averaging import Averager, Checked
-from elastic.errors import ElasticError, Fenced
+from elastic.base import signals
+from elastic.base.errors import ElasticError, Fenced
 from elastic.guards import Running
 from elastic.ledger import count
 from elastic.link import Link, Place

@@ -32,10 +32,10 @@ from statistics import mean
 import torch
 from safetensors.torch import load_file, save_file
 
-from elastic import config as configuration
-from elastic.config import Config
-from elastic.durable import checksum
-from elastic.errors import ElasticError
+from elastic.base import config as configuration
+from elastic.base.config import Config
+from elastic.base.durable import checksum
+from elastic.base.errors import ElasticError
 from elastic.layout import Layout
 from elastic.local_sgd import AHEAD
 from elastic.replica import Replica, shapes

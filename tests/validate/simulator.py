@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic import merge, rounds
+from elastic.base.config import Config
 from elastic.codec import Encoder, accepted
-from elastic.config import Config
 from elastic.device import seed_by
 from elastic.group import Group
 from elastic.guards import Moved, Running

@@ -14,8 +14,8 @@ import struct
 import sys
 from pathlib import Path
 
-from elastic.config import env
-from elastic.errors import ElasticError
+from elastic.base.config import env
+from elastic.base.errors import ElasticError
 
 ELSEWHERE = "192.0.2.1"  # RFC 5737: documentation, never a real host
 SIOCGIFADDR = 0x8915  # linux/sockios.h

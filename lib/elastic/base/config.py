@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import elastic
-from elastic import units
-from elastic.durable import check_private
-from elastic.errors import UsageError
+from elastic.base import units
+from elastic.base.durable import check_private
+from elastic.base.errors import UsageError
 
 
 class Kind(NamedTuple):
@@ -426,7 +426,7 @@ def reference() -> str:
     """The text of etc/keys.toml: every key once, commented out, with its default and meaning."""
     lines = [
         "# Every key of a run's file and of the site file, with default, unit and meaning.",
-        "# Written by: PYTHONPATH=lib python3 -m elastic.config > etc/keys.toml",
+        "# Written by: PYTHONPATH=lib python3 -m elastic.base.config > etc/keys.toml",
     ]
     for section, keys in KEYS.items():
         lines += ["", f"[{section}]"]

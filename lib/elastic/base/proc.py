@@ -14,7 +14,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import NamedTuple
 
-from elastic.errors import ElasticError
+from elastic.base.errors import ElasticError
 
 END_TIMEOUT_S = 10.0
 POLL_S = 0.02

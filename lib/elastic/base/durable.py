@@ -32,7 +32,7 @@ from typing import TypeVar
 
 import xxhash
 
-from elastic.errors import ElasticError, TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 
 SPACE_S = 2.0  # between two tries on a full disk
 LOCK_TRIES, LOCK_S = 10, 0.01
