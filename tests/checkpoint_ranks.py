@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic.checkpoint import Checkpoints, steps
 from elastic.group import Group
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from hypothesis import settings
 from elastic.base import config as configuration
 from elastic.base.network import free_port
 from elastic.base.signals import die_with_parent
-from elastic.rundir import Control, Endpoint, RunDir
+from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.store import Store
 from helpers import wait_until
 

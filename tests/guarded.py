@@ -16,7 +16,7 @@ import torch
 from elastic import guards, merge, rounds
 from elastic.guards import Moved, Reach, Running
 from elastic.layout import Layout
-from elastic.records import Header
+from elastic.run.records import Header
 from elastic.schedule import learning_rate, tokens_at
 
 SIZE, BATCH = 256, 8

@@ -10,8 +10,8 @@ from elastic.averaging import Averager, Checked
 from elastic.codec import codec
 from elastic.layout import Layout
 from elastic.merge import Outer
-from elastic.records import Header
-from elastic.rundir import RunDir
+from elastic.run.records import Header
+from elastic.run.rundir import RunDir
 from elastic.transport import Transport, fragment_name
 from elastic.versions import Draft, read_exactly, read_layout, read_params
 

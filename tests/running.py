@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 
 from elastic import reconcile
-from elastic.audit import audit
 from elastic.base.durable import to_json, write_atomic
 from elastic.base.errors import TryAgain
-from elastic.membership import Slot
-from elastic.rundir import RunDir
+from elastic.run.audit import audit
+from elastic.run.membership import Slot
+from elastic.run.rundir import RunDir
 from elastic.sched import Job, parse_job_name
 from elastic.sched_local import LocalScheduler
 from elastic.store import Store

@@ -28,7 +28,7 @@ from elastic import views
 from elastic.base.config import TIME, parse
 from elastic.base.durable import read_json
 from elastic.base.errors import TryAgain
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox, Shape
 from elastic.store import Store
 from helpers import ROOT, elastic, environment, wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.audit import PATIENCE, audit, coverage
+from elastic.run.audit import PATIENCE, audit, coverage
 
 SAMPLES = 100
 

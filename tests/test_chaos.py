@@ -20,9 +20,9 @@ from elastic import chaos, views
 from elastic.base import config
 from elastic.base.errors import ElasticError, UsageError
 from elastic.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
-from elastic.goodput import PARTS, Work
-from elastic.membership import Slot
-from elastic.rundir import Control, RunDir
+from elastic.run.goodput import PARTS, Work
+from elastic.run.membership import Slot
+from elastic.run.rundir import Control, RunDir
 from helpers import ROOT
 from running import running
 

@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
+from elastic.run.shuffle import Shuffle
 from elastic.schedule import learning_rate
-from elastic.shuffle import Shuffle
 from elastic.task import default_optimizer
 from elastic.versions import remove_drafts
 from merging import Rounds

@@ -28,7 +28,6 @@ from conftest import start_redis
 from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
 from elastic import agent, arithmetic, exchange, inner_state, link, local_sgd, master, versions
 from elastic.agent import Agent
-from elastic.audit import audit
 from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
@@ -37,8 +36,9 @@ from elastic.group import Group
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
-from elastic.records import Header
-from elastic.rundir import Control, Endpoint, RunDir
+from elastic.run.audit import audit
+from elastic.run.records import Header
+from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.store import Ask, Store
 from elastic.transport import Transport, fragment_name
 from elastic.versions import read_layout, read_params

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from elastic import cli, reconcile
 from elastic.base.errors import Exit
-from elastic.rundir import Control, RunDir
+from elastic.run.rundir import Control, RunDir
 
 FILES = ["control.json", "endpoint.json", "failed.json", "newest.json", "commits/000000.json",
          "exit/4711.json", "events.jsonl", "metrics.jsonl", "run.toml"]  # fmt: skip

@@ -20,8 +20,8 @@ from elastic.diagnosis import (
     propose,
 )
 from elastic.doctor import off_s, site_text
-from elastic.estimate import Save
-from elastic.records import Node, gpus_of
+from elastic.run.estimate import Save
+from elastic.run.records import Node, gpus_of
 
 CLUSTER = {
     "SLURM_VERSION": "22.05.8", "ClusterName": "lab", "PreemptType": "preempt/partition_prio",

@@ -25,7 +25,7 @@ from elastic.base import config as configuration
 from elastic.base import network
 from elastic.base.errors import UsageError
 from elastic.cli import elastic as commands
-from elastic.estimate import Save
+from elastic.run.estimate import Save
 from elastic.sandbox import Sandbox
 from forks import as_nobody
 from helpers import ROOT, elastic, environment, wait_until

@@ -13,7 +13,7 @@ import pytest
 
 from elastic.base.config import load
 from elastic.base.units import size
-from elastic.estimate import Model, Rates, Save, cost, report, save_of, warnings
+from elastic.run.estimate import Model, Rates, Save, cost, report, save_of, warnings
 from helpers import ROOT, elastic, environment
 
 

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import estimate, trace, views
+from elastic import trace, views
 from elastic.base import config as configuration
 from elastic.base.errors import UsageError
 from elastic.forecast import Forecast, _choose, costs, forecast, mostly_there, spans
-from elastic.goodput import PARTS
 from elastic.played import Change, Costs, Requeue, Sync
 from elastic.played_local import Local
+from elastic.run import estimate
+from elastic.run.goodput import PARTS
 from helpers import ROOT, elastic, environment
 from running import TESTS
 from test_views import plain

@@ -19,11 +19,12 @@ from statistics import fmean
 
 import pytest
 
-from elastic import goodput, trace
+from elastic import trace
 from elastic.base import config as configuration
 from elastic.forecast import Forecast, Forecaster, costs
-from elastic.goodput import Allocation, Work
 from elastic.played import Change
+from elastic.run import goodput
+from elastic.run.goodput import Allocation, Work
 from elastic.sandbox import Sandbox
 from helpers import ROOT, elastic, wait_until
 from running import TESTS

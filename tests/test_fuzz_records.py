@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic import goodput, history, membership, rundir, timeline, trace, wording
-from elastic.audit import check_sequence, check_sums, count_epochs, read_commits
+from elastic import history, timeline, trace
 from elastic.base.errors import ElasticError
 from elastic.cadence import observed_mtbi_s
 from elastic.history import JobSeen
-from elastic.membership import Slot
-from elastic.rundir import RunDir
+from elastic.run import goodput, membership, rundir, wording
+from elastic.run.audit import check_sequence, check_sums, count_epochs, read_commits
+from elastic.run.membership import Slot
+from elastic.run.rundir import RunDir
 
 LEASES, RECORDS = 60_000, 8_000  # of each of five kinds
 JUNK = [None, True, -1, 0, 1, 2**31, 2**53, 2**63, 10**400, 0.5, 1e308, math.inf, math.nan, "", "a",

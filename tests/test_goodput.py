@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.goodput import PARTS, Allocation, Work, allocations, ledger, tokens_per_s, work_in
+from elastic.run.goodput import PARTS, Allocation, Work, allocations, ledger, tokens_per_s, work_in
 
 ONE, TWO = (3, 1), (3, 2)  # attempts of slot 3
 TIMES = st.floats(0, 100, allow_nan=False)

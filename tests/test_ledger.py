@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elastic.ledger import Ledger, Ranges, count
+from elastic.run.ledger import Ledger, Ranges, count
 
 spans = st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 30))
 

@@ -23,7 +23,7 @@ import pytest
 
 from counting import EVERY
 from elastic.base.durable import read_json
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox
 from elastic.sched import parse_job_name
 from elastic.sched_slurm import SlurmScheduler

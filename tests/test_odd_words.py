@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from elastic import cli
 from elastic.base import config as configuration
 from elastic.base.errors import Exit
-from elastic.rundir import Control, RunDir
+from elastic.run.rundir import Control, RunDir
 from helpers import ROOT
 
 TRACE = next((ROOT / "etc/traces").glob("*.csv"))

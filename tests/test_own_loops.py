@@ -21,7 +21,7 @@ from elastic.inner_optimizer import InnerOptimizer, Probe
 from elastic.layout import Layout
 from elastic.loading import Loader
 from elastic.replica import buffers, refuse_inexact, shapes
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from elastic.versions import read_layout, read_params
 from helpers import PATIENCE
 from own_loops import Normed

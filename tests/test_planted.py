@@ -28,7 +28,7 @@ from elastic.base.durable import append_line, check_private, make_folder, write_
 from elastic.base.errors import ElasticError
 from elastic.checkpoint import Checkpoints
 from elastic.group import Group
-from elastic.rundir import FOLDERS, SECRETS, Control, RunDir
+from elastic.run.rundir import FOLDERS, SECRETS, Control, RunDir
 from elastic.sched_local import LocalScheduler
 from elastic.transport import Transport
 from forks import NOBODY, as_nobody, share, start_child

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from elastic import history, plan, reconcile, rounds
 from elastic.averaging import Averager, Checked
 from elastic.base.errors import Fenced, TryAgain
-from elastic.ledger import Ledger, Ranges
 from elastic.master import Master, Round
 from elastic.rounds import Verdict
-from elastic.rundir import Endpoint
+from elastic.run.ledger import Ledger, Ranges
+from elastic.run.rundir import Endpoint
 from elastic.store import Ask, Store
 from schedules import jobs, training
 from schedules.actors import Violation

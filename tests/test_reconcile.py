@@ -22,7 +22,7 @@ import pytest
 from elastic import reconcile
 from elastic.base.errors import TryAgain
 from elastic.reconcile import run_pass
-from elastic.rundir import Control
+from elastic.run.rundir import Control
 from elastic.sched import Job, Refused, RetryLater, Unsure, job_name, parse_job_name
 from elastic.sched_local import LocalScheduler
 from helpers import ROOT, wait_until
@@ -491,7 +491,7 @@ import sys, time
 from pathlib import Path
 from elastic import sched_local
 from elastic.reconcile import run_pass
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 run, home, state = map(Path, sys.argv[1:4])
 def scheduler(kind, config, environment):
     return sched_local.LocalScheduler(config, state, home)

@@ -23,7 +23,7 @@ from elastic import redis_server
 from elastic.base import network
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address, free_port, interfaces
-from elastic.rundir import SECRETS, RunDir
+from elastic.run.rundir import SECRETS, RunDir
 from elastic.store import Store, Useless
 from helpers import ROOT, borrowing_venv, wait_until
 
@@ -362,7 +362,7 @@ def test_it_dies_with_the_process_that_started_it(make_run):
     run = make_run()
     code = (
         "import sys, time; from pathlib import Path; from elastic import redis_server;"
-        "from elastic.rundir import RunDir; run = RunDir(Path(sys.argv[1]));"
+        "from elastic.run.rundir import RunDir; run = RunDir(Path(sys.argv[1]));"
         "server = redis_server.start(run, run.config(), '127.0.0.1', 1);"
         "print(server.process.pid, flush=True); time.sleep(60)"
     )

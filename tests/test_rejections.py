@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from elastic import status
 from elastic.base.errors import Fenced
-from elastic.ledger import count
-from elastic.records import Header
+from elastic.run.ledger import count
+from elastic.run.records import Header
 from elastic.store import Ask, Store
 from elastic.transport import Transport, fragment_name
 from elastic.versions import read_layout

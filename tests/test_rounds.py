@@ -14,10 +14,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic import membership, rounds
+from elastic import rounds
 from elastic.guards import MEMORY_ROUNDS, Moved, Running
-from elastic.records import MAX_FRAGMENTS, Fragment, Header
 from elastic.rounds import Facts, Move, Share, Verdict, View
+from elastic.run import membership
+from elastic.run.records import MAX_FRAGMENTS, Fragment, Header
 
 HEADER = Header(
     run="a", slot=1, attempt=2, job_id="17", base=7, layout="abc", codec="none", steps=20,

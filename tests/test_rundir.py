@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic import rundir
 from elastic.base import durable
 from elastic.base.errors import ElasticError, UsageError
-from elastic.rundir import Control, Endpoint, RunDir, find, registered
+from elastic.run import rundir
+from elastic.run.rundir import Control, Endpoint, RunDir, find, registered
 from forks import KILLED, in_children, killed_at
 
 CONTROL = Control("local", "running", 1, 4)

@@ -14,7 +14,7 @@ from elastic import sched_slurm
 from elastic.base import config
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.history import JobSeen
-from elastic.records import Node
+from elastic.run.records import Node
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.sched_slurm import (
     SlurmScheduler,

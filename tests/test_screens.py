@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic import views, wording
+from elastic import views
+from elastic.run import wording
 
 SCREENS = Path(__file__).parent / "screens"
 NOW = 1_790_000_000.0

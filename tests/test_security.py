@@ -29,7 +29,7 @@ from elastic import inner_state, redis_server, sandbox
 from elastic.base import config as configuration
 from elastic.base.config import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
-from elastic.rundir import SECRETS, Control, Endpoint, RunDir
+from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.sched import JobSpec
 from elastic.sched_local import LocalScheduler
 from elastic.sched_slurm import SlurmScheduler

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.shuffle import Shuffle
+from elastic.run.shuffle import Shuffle
 
 
 def excess(counts: Counter, cells: int) -> float:

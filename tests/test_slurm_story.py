@@ -23,8 +23,8 @@ import pytest
 
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.history import has_ended
-from elastic.membership import WORKING, Slot
-from elastic.rundir import RunDir
+from elastic.run.membership import WORKING, Slot
+from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox
 from elastic.sched import Job, job_name, parse_job_name
 from elastic.sched_slurm import SlurmScheduler

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from elastic import status
-from elastic.rundir import Control, Endpoint, RunDir
+from elastic.run.rundir import Control, Endpoint, RunDir
+from elastic.run.wording import unit
 from elastic.sched import Job, job_name
-from elastic.wording import unit
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port
-from elastic.rundir import Endpoint
+from elastic.run.rundir import Endpoint
 from elastic.store import EVENTS_KEPT, Ask, Store, Useless
 from helpers import wait_until
 

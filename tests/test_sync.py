@@ -19,7 +19,7 @@ from elastic.base.durable import read_json
 from elastic.base.errors import Exit
 from elastic.checkpoint import Checkpoints
 from elastic.group import Group
-from elastic.shuffle import Shuffle
+from elastic.run.shuffle import Shuffle
 from elastic.trainer import NOTICE, State, Trainer
 from helpers import elastic, environment
 from running import Running, members, running

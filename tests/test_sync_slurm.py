@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic.base.errors import TryAgain
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox
 from elastic.sched import Job
 from elastic.sched_slurm import SlurmScheduler

@@ -2,7 +2,8 @@
 
 import pytest
 
-from elastic import timeline, wording
+from elastic import timeline
+from elastic.run import wording
 from elastic.timeline import Point, Stay
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from merging import read_outer
 from running import Running, running
 from validate.noisy_task import Noisy

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastic.records import Fragment
+from elastic.run.records import Fragment
 from elastic.transport import Damaged, Transport, fragment_name
 
 NAME = fragment_name((7, 2, 123), 4)

@@ -8,7 +8,7 @@ import io
 import pytest
 
 from elastic import views
-from elastic.wording import event_words, last_error, one_line
+from elastic.run.wording import event_words, last_error, one_line
 
 WORKER = {
     "slot": 7, "attempt": 2, "job_id": "4711", "node": "node0123.cluster", "pid": 1, "version": 3,

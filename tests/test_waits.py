@@ -9,11 +9,11 @@ import pytest
 
 from elastic.agent import SILENT, Agent, Trainer
 from elastic.base.signals import Notice
-from elastic.ledger import Ledger
 from elastic.master import Master, Round
-from elastic.membership import Slot
 from elastic.reconcile import run_pass
-from elastic.rundir import Control, RunDir
+from elastic.run.ledger import Ledger
+from elastic.run.membership import Slot
+from elastic.run.rundir import Control, RunDir
 from elastic.sched import Job, JobSpec
 from elastic.sched_slurm import sbatch_argv
 from helpers import wait_until

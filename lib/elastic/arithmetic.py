@@ -21,9 +21,9 @@ from elastic import merge
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.codec import Tile, accepted, as_bytes, codec_of
-from elastic.estimate import THREADS
-from elastic.records import Header
-from elastic.rundir import RunDir
+from elastic.run.estimate import THREADS
+from elastic.run.records import Header
+from elastic.run.rundir import RunDir
 from elastic.transport import Damaged, Transport, fragment_name
 from elastic.versions import Draft, read_exactly, read_layout, read_params
 

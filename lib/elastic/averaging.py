@@ -8,8 +8,8 @@ from elastic.arithmetic import Arithmetic, Recipe
 from elastic.base.config import Config
 from elastic.codec import accepted, codec_of
 from elastic.guards import Moved, Running
-from elastic.records import Header
-from elastic.rundir import RunDir
+from elastic.run.records import Header
+from elastic.run.rundir import RunDir
 from elastic.transport import fragment_name
 from elastic.versions import Draft, read_layout
 

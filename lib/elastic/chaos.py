@@ -21,15 +21,16 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 
-from elastic import faults, goodput
-from elastic.audit import audit, gpu_seconds, has_ledger, read_metrics
+from elastic import faults
 from elastic.base.config import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.base.proc import read
 from elastic.faults import Cost, Fault
 from elastic.history import MASTER
-from elastic.membership import Slot
-from elastic.rundir import RunDir
+from elastic.run import goodput
+from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
+from elastic.run.membership import Slot
+from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox
 from elastic.sched import Job, parse_job_name, scheduler_of
 from elastic.store import Store

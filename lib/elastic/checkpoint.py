@@ -44,7 +44,7 @@ from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.group import Group
 from elastic.layout import Tensor
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 
 SLOWEST = timedelta(days=1)  # for a write: filesystems get stuck; hangs are found elsewhere
 OF_RANK_0 = [".metadata", "extra.json"]

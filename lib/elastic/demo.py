@@ -16,14 +16,15 @@ from statistics import median
 
 import torch
 
-from elastic import submission, views, wording
+from elastic import submission, views
 from elastic.base import config as configuration
 from elastic.base import signals
 from elastic.base.errors import ElasticError
 from elastic.chaos import Chaos
 from elastic.evaluation import load, of_version
 from elastic.reconcile import run_pass
-from elastic.rundir import RunDir
+from elastic.run import wording
+from elastic.run.rundir import RunDir
 
 # Why deltas are refused for a slow machine or a kill; what Redis holds ends with its master.
 EXPLAINED = ("stale", "fenced", "samples", "duplicate", "superseded", "unreadable")

@@ -13,8 +13,8 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from elastic.base.units import size
-from elastic.records import gpus_of
-from elastic.wording import counted
+from elastic.run.records import gpus_of
+from elastic.run.wording import counted
 
 OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
 OLDEST_SLURM = (22, 5)

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from elastic import estimate, sched_slurm
+from elastic import sched_slurm
 from elastic.base import config as configuration
 from elastic.base import network, proc
 from elastic.base.config import Config, user_name
@@ -34,7 +34,8 @@ from elastic.diagnosis import (
     other_hosts,
     propose,
 )
-from elastic.rundir import Endpoint, RunDir
+from elastic.run import estimate
+from elastic.run.rundir import Endpoint, RunDir
 
 BYTES = 64 << 20  # written and read to measure a filesystem
 TORCH_TIMEOUT_S = 120.0

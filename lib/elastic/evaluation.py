@@ -17,7 +17,7 @@ from elastic.checkpoint import Checkpoints, read_params
 from elastic.group import Group
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from elastic.task import Task, load_task
 
 

@@ -18,9 +18,9 @@ from elastic.base.errors import ElasticError
 from elastic.codec import Encoder
 from elastic.group import Group
 from elastic.merge import norm
-from elastic.records import Fragment
 from elastic.replica import Replica
-from elastic.rundir import RunDir
+from elastic.run.records import Fragment
+from elastic.run.rundir import RunDir
 from elastic.versions import read_params
 
 Put = Callable[[int, memoryview], Fragment]

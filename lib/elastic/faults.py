@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from statistics import mean, median
 
-from elastic.goodput import Work, tokens_per_s
-from elastic.membership import Slot
+from elastic.run.goodput import Work, tokens_per_s
+from elastic.run.membership import Slot
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ run's own ledger counts as training.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic import cadence, estimate, sizing
+from elastic import cadence, sizing
 from elastic.base.errors import UsageError
 from elastic.played import Change, Costs, Requeue, Sync, best_every_s
 from elastic.played_local import Local
+from elastic.run import estimate
 
 PASS_FLOPS = 6  # per parameter and token, forth and back
 SAVED = 12  # bytes an element of a checkpoint: float32, and AdamW's two

@@ -16,7 +16,7 @@ from torch import nn
 from elastic.checkpoint import Checkpoints, read_params
 from elastic.group import Group
 from elastic.replica import Replica
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from elastic.versions import Draft, carried, read_exactly, read_layout
 
 TRAINED = ("tokens", "samples", "deltas", "loss")

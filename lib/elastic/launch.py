@@ -24,7 +24,7 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-from elastic import cadence, sched_local, sched_slurm, sizing, wording
+from elastic import cadence, sched_local, sched_slurm, sizing
 from elastic.base.config import elastic_home, env, environment, torch_program
 from elastic.base.durable import log_what_fits, until_written
 from elastic.base.errors import ElasticError, Exit, TryAgain
@@ -32,7 +32,8 @@ from elastic.base.network import bind_address, free_port, node_name
 from elastic.base.signals import Notice, die_with_parent, install, name_of
 from elastic.command import STACKS, expand
 from elastic.keepalive import Keepalive
-from elastic.rundir import RunDir
+from elastic.run import wording
+from elastic.run.rundir import RunDir
 from elastic.slurm_info import (
     get_slurm_info,
     log_job_info,

@@ -19,8 +19,8 @@ from typing import TypeVar
 from elastic.base.config import env
 from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
-from elastic.ledger import Range
-from elastic.rundir import RunDir
+from elastic.run.ledger import Range
+from elastic.run.rundir import RunDir
 from elastic.store import Ask, Store
 
 POLL_S = 1.0

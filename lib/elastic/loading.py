@@ -15,8 +15,8 @@ from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.group import Group
 from elastic.health import shield_workers
-from elastic.ledger import Range, take
-from elastic.shuffle import Order
+from elastic.run.ledger import Range, take
+from elastic.run.shuffle import Order
 
 
 def check(dataset: Dataset) -> Dataset:

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from elastic import estimate, guards, inner_state, loading, rounds
+from elastic import guards, inner_state, loading, rounds
 from elastic.base.durable import insist, until_written
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice, install
@@ -38,12 +38,13 @@ from elastic.exchange import Exchange
 from elastic.group import Group
 from elastic.inner_optimizer import InnerOptimizer, Probe
 from elastic.layout import Layout
-from elastic.ledger import Range, count, take
 from elastic.link import Link, Place
 from elastic.loading import Loader
 from elastic.merge import norm
-from elastic.records import Fragment, Header
 from elastic.replica import Replica, refuse_inexact, shapes
+from elastic.run import estimate
+from elastic.run.ledger import Range, count, take
+from elastic.run.records import Fragment, Header
 from elastic.schedule import learning_rate, tokens_at
 from elastic.transport import Transport, fragment_name
 from elastic.versions import Draft, read_layout, settle

@@ -32,13 +32,13 @@ from elastic.base.durable import PASSING, SPACE_S, exists
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import bind_address, node_name
 from elastic.base.signals import Notice
-from elastic.estimate import THREADS
-from elastic.ledger import Ledger, count
-from elastic.membership import Slot, expected, live
-from elastic.records import Header
 from elastic.redis_server import RedisServer, connect, start
 from elastic.rounds import Facts, Move, Verdict
-from elastic.rundir import Endpoint, RunDir
+from elastic.run.estimate import THREADS
+from elastic.run.ledger import Ledger, count
+from elastic.run.membership import Slot, expected, live
+from elastic.run.records import Header
+from elastic.run.rundir import Endpoint, RunDir
 from elastic.store import Ask, Listener, Store, Useless
 from elastic.versions import carried, prune, remove_drafts
 

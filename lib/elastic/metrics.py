@@ -20,7 +20,7 @@ from typing import Any
 from elastic.base.config import user_name
 from elastic.base.durable import own, read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, UsageError
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 
 GAUGES = {
     "version": ("version", "Newest version; in sync mode the newest step."),

@@ -13,9 +13,9 @@ from math import inf
 
 from elastic import cadence, sizing
 from elastic.base import units
-from elastic.goodput import Allocation, Work, ledger
 from elastic.history import TRAINER, JobSeen, Memory
 from elastic.plan import CANCEL, SUBMIT, Action, Limits, World, plan
+from elastic.run.goodput import Allocation, Work, ledger
 
 CRON_S = 120.0  # between two passes, where no master makes any
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from elastic import rounds
-from elastic.goodput import Work
 from elastic.history import MASTER, WORKER, JobSeen
 from elastic.plan import SUBMIT
 from elastic.played import Change, Costs, Job, Play, nothing
+from elastic.run.goodput import Work
 
 AFTER_LEAVE_S = 2.0  # from a worker's leave to the pass that replaces it, as the master has it
 LATE_S = 0.01  # that it looks after a deadline has passed

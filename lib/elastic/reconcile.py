@@ -28,7 +28,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import node_name
 from elastic.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
 
 DYING_S = 60.0  # how long a submission may still turn up whose pass was killed: past SETTLE_S, too

@@ -27,7 +27,7 @@ from elastic.base.durable import make_folder, write_atomic
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import free_port, listens
 from elastic.base.signals import die_with_parent
-from elastic.rundir import SECRETS, Endpoint, RunDir
+from elastic.run.rundir import SECRETS, Endpoint, RunDir
 from elastic.store import Store
 
 OLDEST = (6, 0)

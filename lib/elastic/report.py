@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic import status, timeline, wording
-from elastic.audit import gpu_seconds, read_metrics
+from elastic import status, timeline
 from elastic.base.errors import ElasticError
-from elastic.goodput import PARTS
-from elastic.rundir import RunDir
+from elastic.run import wording
+from elastic.run.audit import gpu_seconds, read_metrics
+from elastic.run.goodput import PARTS
+from elastic.run.rundir import RunDir
 from elastic.timeline import Incident, Point, Stay
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"

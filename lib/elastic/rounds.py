@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic.guards import Moved, Running, clips
-from elastic.ledger import count
-from elastic.records import Header
+from elastic.run.ledger import count
+from elastic.run.records import Header
 
 MOST_TOKENS, MORE_TOKENS = 2**24, 16  # of a sample, and how often what one has had in the run
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)

@@ -23,7 +23,7 @@ from elastic.history import MASTER, TRAINER, WORKER, has_ended
 
 if TYPE_CHECKING:
     from elastic.base.config import Config
-    from elastic.rundir import RunDir
+    from elastic.run.rundir import RunDir
 
 _RUN, _SLOT = "([A-Za-z0-9][A-Za-z0-9._-]{0,62})", "(0|[1-9][0-9]*)"
 _NAME = re.compile(f"{_RUN}/([mtw]){_SLOT}@elastic")

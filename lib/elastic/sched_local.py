@@ -30,7 +30,7 @@ from elastic.base import config as configuration
 from elastic.base import proc
 from elastic.base.config import Config
 from elastic.base.durable import create_once, make_folder, own, read_json, to_json, write_atomic
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
 from elastic.sched import Job, JobSpec
 
 # Becomes the job: the redirection fails where the claim exists (set -C opens with O_EXCL).

@@ -30,8 +30,8 @@ from elastic.base.config import Config
 from elastic.base.durable import write_atomic
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.history import MASTER, TRAINER, WORKER, has_ended
-from elastic.records import Node, gpus_of
-from elastic.rundir import RunDir
+from elastic.run.records import Node, gpus_of
+from elastic.run.rundir import RunDir
 from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
 BEFORE_LIMIT = "TERM@120"  # a checkpoint may take longer than KillWait

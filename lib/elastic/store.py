@@ -48,8 +48,8 @@ from redis.retry import Retry
 
 from elastic.base.config import check_value, shown_url
 from elastic.base.errors import ElasticError, Fenced, TryAgain
-from elastic.membership import Slot
-from elastic.rundir import Endpoint, RunDir
+from elastic.run.membership import Slot
+from elastic.run.rundir import Endpoint, RunDir
 
 EVENTS_KEPT = 1000
 GRANT_KEPT_MS = 60_000

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elastic import estimate
 from elastic.base import config as configuration
 from elastic.base.config import Config
 from elastic.base.durable import check_private
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.command import NAMES, expand
-from elastic.rundir import Control, RunDir
+from elastic.run import estimate
+from elastic.run.rundir import Control, RunDir
 from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
 
 TRY_S = 60.0  # for a first step of the task

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from elastic import wording
-from elastic.goodput import job_key, jobs_in
+from elastic.run import wording
+from elastic.run.goodput import job_key, jobs_in
 
 INCIDENTS = ("chaos", "preempt", "lost", "hang", "restart", "reject", "taken-back", "redis-lost",
              "disk", "warning", "nodes-lost", "fail")  # fmt: skip

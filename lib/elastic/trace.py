@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from elastic import goodput, rundir
 from elastic.base.errors import UsageError
-from elastic.goodput import IDLE_AT_THE_END, Allocation
 from elastic.played import Change
-from elastic.rundir import RunDir
+from elastic.run import goodput, rundir
+from elastic.run.goodput import IDLE_AT_THE_END, Allocation
+from elastic.run.rundir import RunDir
 
 MOST_MS = 366 * 86400 * 1000
 

@@ -57,11 +57,11 @@ from elastic.health import (
     shield_workers,
     warn,
 )
-from elastic.ledger import Ledger, Range, Ranges, count
 from elastic.loading import check
-from elastic.rundir import RunDir
+from elastic.run.ledger import Ledger, Range, Ranges, count
+from elastic.run.rundir import RunDir
+from elastic.run.shuffle import Order
 from elastic.schedule import learning_rate, peak
-from elastic.shuffle import Order
 from elastic.sizing import passes
 from elastic.slurm_info import check_layout, get_slurm_info, kill_at
 from elastic.task import count_tokens, default_optimizer, load_task

@@ -15,8 +15,8 @@ import xxhash
 
 from elastic.base.durable import AGAIN_S, insist, make_folder, names, replace_quickly
 from elastic.base.errors import TryAgain
-from elastic.records import Fragment
-from elastic.rundir import RunDir
+from elastic.run.records import Fragment
+from elastic.run.rundir import RunDir
 
 
 class Damaged(Exception):

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from elastic import submission, timeline
-from elastic.audit import read_metrics
 from elastic.base.config import Config
 from elastic.base.durable import read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, UsageError
 from elastic.reconcile import run_pass
-from elastic.rundir import RunDir
+from elastic.run.audit import read_metrics
+from elastic.run.rundir import RunDir
 
 BASELINE = "sync"
 # Student's t, one-sided 95 %, by the number of seeds.

@@ -18,10 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from elastic import wording
 from elastic.diagnosis import VERDICTS
-from elastic.goodput import PARTS
-from elastic.wording import si
+from elastic.run import wording
+from elastic.run.goodput import PARTS
+from elastic.run.wording import si
 
 STATE_STYLES = {
     "running": "green", "training": "green", "done": "green", "ok": "green",

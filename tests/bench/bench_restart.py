@@ -28,7 +28,7 @@ from pathlib import Path
 from figures import ROOT, record
 
 sys.path.insert(0, str(ROOT / "lib"))
-from elastic.rundir import RunDir  # noqa: E402
+from elastic.run.rundir import RunDir  # noqa: E402
 from elastic.sandbox import Sandbox, Shape  # noqa: E402
 
 HERE = Path(__file__).parent

@@ -34,7 +34,7 @@ from pathlib import Path
 from figures import BUILD, ROOT, available_bytes, record, scratch, status_bytes
 
 sys.path.insert(0, str(ROOT / "lib"))
-from elastic.rundir import RunDir  # noqa: E402
+from elastic.run.rundir import RunDir  # noqa: E402
 
 ROUNDS = 5
 OURS = (9, 15)  # bytes per parameter that a worker and the master need at least

@@ -1,4 +1,4 @@
-"""The table of README.md's section "On paper": what a round moves and takes (elastic.estimate).
+"""The table of README.md's section "On paper": what a round moves and takes (elastic.run.estimate).
 
     PYTHONPATH=lib .venv/bin/python tests/bench/on_paper.py
 
@@ -7,7 +7,7 @@ job has 16 cores.
 """
 
 from elastic.base.units import size
-from elastic.estimate import Model, Rates, cost
+from elastic.run.estimate import Model, Rates, cost
 
 MODELS = {"7B": (7e9, 7.0), "70B": (70e9, 35.0)}
 WORKERS = (32, 128)

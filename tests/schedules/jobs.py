@@ -18,7 +18,7 @@ from elastic.base.errors import TryAgain
 from elastic.history import TRAINER, WORKER
 from elastic.plan import CANCEL, SUBMIT
 from elastic.reconcile import run_pass
-from elastic.rundir import Control, RunDir
+from elastic.run.rundir import Control, RunDir
 from elastic.sched import Job, Refused, RetryLater, Unsure, job_name
 from schedules.actors import Actor, Cast, Violation, must, operations
 

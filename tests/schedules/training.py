@@ -27,12 +27,12 @@ from elastic.averaging import Averager, Checked
 from elastic.base import signals
 from elastic.base.errors import ElasticError, Fenced
 from elastic.guards import Running
-from elastic.ledger import count
 from elastic.link import Link, Place
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
-from elastic.records import Fragment, Header
-from elastic.rundir import Control, Endpoint, RunDir
+from elastic.run.ledger import count
+from elastic.run.records import Fragment, Header
+from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.store import Store
 from schedules.actors import Actor, Cast, Violation, must, operations
 from schedules.memory_redis import Client, Server

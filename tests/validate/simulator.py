@@ -32,9 +32,9 @@ from elastic.group import Group
 from elastic.guards import Moved, Running
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
-from elastic.rundir import RunDir
+from elastic.run.rundir import RunDir
+from elastic.run.shuffle import Shuffle
 from elastic.schedule import learning_rate, tokens_at
-from elastic.shuffle import Shuffle
 from elastic.task import count_tokens, default_optimizer
 from elastic.worker import train
 from merging import read_outer

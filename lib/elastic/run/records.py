@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import asdict, dataclass
 
-from elastic.ledger import Range
+from elastic.run.ledger import Range
 
 MAX_FRAGMENTS = 100_000
 MOST_CHARACTERS = 200  # of a header's words

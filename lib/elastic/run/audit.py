@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic import goodput
 from elastic.base.durable import damage, draft_of, read_json
 from elastic.base.errors import ElasticError
-from elastic.rundir import COMMIT, RunDir, fault, whole
-from elastic.wording import unit
+from elastic.run import goodput
+from elastic.run.rundir import COMMIT, RunDir, fault, whole
+from elastic.run.wording import unit
 
 PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
 

@@ -50,8 +50,8 @@ from elastic.base.durable import (
 )
 from elastic.base.errors import ElasticError, Fenced, TryAgain, UsageError
 from elastic.base.units import size
-from elastic.membership import NAME
-from elastic.records import Header
+from elastic.run.membership import NAME
+from elastic.run.records import Header
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
