@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic import reconcile
 from elastic.base.durable import to_json, write_atomic
 from elastic.base.errors import TryAgain
+from elastic.jobs import reconcile
+from elastic.jobs.sched import Job, parse_job_name
+from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.audit import audit
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
-from elastic.sched import Job, parse_job_name
-from elastic.sched_local import LocalScheduler
 from elastic.store import Store
 from elastic.transport import checksum
 from helpers import PATIENCE, ROOT, elastic, environment

@@ -3,7 +3,7 @@
 import pytest
 
 from elastic.base import units
-from elastic.cadence import LEAST_S, MOST_S, interval, is_due, observed_mtbi_s
+from elastic.jobs.cadence import LEAST_S, MOST_S, interval, is_due, observed_mtbi_s
 
 
 @pytest.mark.parametrize(("save_s", "mtbi_s"), [(2.0, 7200.0), (10.0, 3600.0), (1.0, 600.0)])

@@ -139,7 +139,7 @@ def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
     [
         "elastic.cli",
         "elastic.status",
-        "elastic.reconcile",
+        "elastic.jobs.reconcile",
         "elastic.agent",
     ],
 )

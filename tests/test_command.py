@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.base.errors import UsageError
-from elastic.command import expand
+from elastic.jobs.command import expand
 from running import Running, running
 
 SCRIPT = Path(__file__).with_name("plain_ddp.py")

@@ -20,11 +20,11 @@ from elastic import submission
 from elastic.base import config
 from elastic.base.durable import to_json, write_atomic
 from elastic.base.errors import TryAgain
-from elastic.history import SETTLE_S
-from elastic.reconcile import UNSURE_S, _Pass, run_pass
+from elastic.jobs.history import SETTLE_S
+from elastic.jobs.reconcile import UNSURE_S, _Pass, run_pass
+from elastic.jobs.sched import Job, Unsure, parse_job_name
 from elastic.run import rundir
 from elastic.run.rundir import Control, RunDir
-from elastic.sched import Job, Unsure, parse_job_name
 
 NOW, LAG_S, PASS_S = 1_800_000_000.0, 5.0, 2.0
 WAYS |= dict.fromkeys(("submit", "cancel"), (KILLED, REFUSED, UNANSWERED)) | {

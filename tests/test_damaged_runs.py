@@ -10,8 +10,9 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from elastic import cli, reconcile
+from elastic import cli
 from elastic.base.errors import Exit
+from elastic.jobs import reconcile
 from elastic.run.rundir import Control, RunDir
 
 FILES = ["control.json", "endpoint.json", "failed.json", "newest.json", "commits/000000.json",

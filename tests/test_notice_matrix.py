@@ -23,10 +23,10 @@ import pytest
 
 from counting import EVERY
 from elastic.base.durable import read_json
+from elastic.jobs.sched import parse_job_name
+from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox
-from elastic.sched import parse_job_name
-from elastic.sched_slurm import SlurmScheduler
 from helpers import PATIENCE, ROOT, elastic
 from running import SETTINGS, TESTS, toml
 

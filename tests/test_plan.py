@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from elastic import history
-from elastic.history import Ended, JobSeen, Memory, UnsureSubmission, has_ended
-from elastic.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Limits, World, bad_nodes, plan
-from elastic.sizing import Growth
+from elastic.jobs import history
+from elastic.jobs.history import Ended, JobSeen, Memory, UnsureSubmission, has_ended
+from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Limits, World, bad_nodes, plan
+from elastic.jobs.sizing import Growth
 
 NOW = 100_000.0
 NODES = ("n1", "n2", "n3")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic import status
-from elastic.slurm_info import resume_paths
+from elastic.jobs.slurm_info import resume_paths
 from helpers import ROOT, elastic, environment, wait_until
 from running import Running, running
 

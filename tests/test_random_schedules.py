@@ -18,9 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from elastic import history, plan, reconcile, rounds
+from elastic import rounds
 from elastic.averaging import Averager, Checked
 from elastic.base.errors import Fenced, TryAgain
+from elastic.jobs import history, plan, reconcile
 from elastic.master import Master, Round
 from elastic.rounds import Verdict
 from elastic.run.ledger import Ledger, Ranges

@@ -19,12 +19,12 @@ from signal import SIGKILL
 
 import pytest
 
-from elastic import reconcile
 from elastic.base.errors import TryAgain
-from elastic.reconcile import run_pass
+from elastic.jobs import reconcile
+from elastic.jobs.reconcile import run_pass
+from elastic.jobs.sched import Job, Refused, RetryLater, Unsure, job_name, parse_job_name
+from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.rundir import Control
-from elastic.sched import Job, Refused, RetryLater, Unsure, job_name, parse_job_name
-from elastic.sched_local import LocalScheduler
 from helpers import ROOT, wait_until
 
 NOW = 1_800_000_000.0
@@ -490,7 +490,7 @@ PASSES = """
 import sys, time
 from pathlib import Path
 from elastic import sched_local
-from elastic.reconcile import run_pass
+from elastic.jobs.reconcile import run_pass
 from elastic.run.rundir import RunDir
 run, home, state = map(Path, sys.argv[1:4])
 def scheduler(kind, config, environment):

@@ -17,11 +17,11 @@ from signal import SIGKILL
 
 import pytest
 
-from elastic import sched_local
 from elastic.base import proc
 from elastic.base.config import load
-from elastic.sched import JobSpec, parse_job_name
-from elastic.sched_local import LocalScheduler
+from elastic.jobs import sched_local
+from elastic.jobs.sched import JobSpec, parse_job_name
+from elastic.jobs.sched_local import LocalScheduler
 from helpers import ROOT, wait_until
 
 PATIENT = 'trap "echo notice >> told; exit 0" TERM; while :; do sleep 0.05; done'
@@ -286,8 +286,8 @@ CALLER = """
 import sys
 from pathlib import Path
 from elastic.base.config import load
-from elastic.sched import JobSpec
-from elastic.sched_local import LocalScheduler
+from elastic.jobs.sched import JobSpec
+from elastic.jobs.sched_local import LocalScheduler
 home, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 config = load(home / "run.toml", site=Path("/dev/null"))
 scheduler = LocalScheduler(config, home / "state", home)

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic import sched_slurm
 from elastic.base import config
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.history import JobSeen
-from elastic.run.records import Node
-from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
-from elastic.sched_slurm import (
+from elastic.jobs import sched_slurm
+from elastic.jobs.history import JobSeen
+from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
+from elastic.jobs.sched_slurm import (
     SlurmScheduler,
     _job_python,
     parse_squeue,
@@ -24,6 +23,7 @@ from elastic.sched_slurm import (
     sbatch_argv,
     slurm_command,
 )
+from elastic.run.records import Node
 from helpers import ROOT, wait_until
 
 pytest_plugins = ["slurm_sandbox"]

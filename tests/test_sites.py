@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from elastic.base.errors import ElasticError
-from elastic.slurm_info import expand_hostlist
+from elastic.jobs.slurm_info import expand_hostlist
 from helpers import elastic
 from test_sync_slurm import Cluster
 

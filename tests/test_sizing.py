@@ -6,7 +6,7 @@ pytest tests/test_sizing.py
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sizing import fit, node_counts, passes, share
+from elastic.jobs.sizing import fit, node_counts, passes, share
 
 sizes, worlds, micro = st.integers(0, 200), st.integers(1, 40), st.integers(1, 9)
 

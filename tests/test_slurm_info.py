@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.base.errors import ElasticError
-from elastic.slurm_info import (
+from elastic.jobs.slurm_info import (
     SLURMInfo,
     SlurmInfo,
     check_layout,

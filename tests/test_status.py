@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from elastic import status
+from elastic.jobs.sched import Job, job_name
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.run.wording import unit
-from elastic.sched import Job, job_name
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from elastic.base.errors import TryAgain
+from elastic.jobs.sched import Job
+from elastic.jobs.sched_slurm import SlurmScheduler
+from elastic.jobs.slurm_info import expand_hostlist
 from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox
-from elastic.sched import Job
-from elastic.sched_slurm import SlurmScheduler
-from elastic.slurm_info import expand_hostlist
 from helpers import ROOT, elastic
 from running import SETTINGS, TESTS, toml
 

@@ -9,13 +9,13 @@ import pytest
 
 from elastic.agent import SILENT, Agent, Trainer
 from elastic.base.signals import Notice
+from elastic.jobs.reconcile import run_pass
+from elastic.jobs.sched import Job, JobSpec
+from elastic.jobs.sched_slurm import sbatch_argv
 from elastic.master import Master, Round
-from elastic.reconcile import run_pass
 from elastic.run.ledger import Ledger
 from elastic.run.membership import Slot
 from elastic.run.rundir import Control, RunDir
-from elastic.sched import Job, JobSpec
-from elastic.sched_slurm import sbatch_argv
 from helpers import wait_until
 from running import running
 

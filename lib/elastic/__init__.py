@@ -10,7 +10,7 @@ import importlib
 __version__ = "0.1.0"
 HOMES = {
     "elastic.local_sgd": "LocalSGD",
-    "elastic.slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
+    "elastic.jobs.slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
     "elastic.health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
                       "check_gpu_health shield_workers",
 }  # fmt: skip

@@ -31,10 +31,10 @@ from elastic.base.durable import log_what_fits, until_written
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port, node_name
 from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, install, name_of
-from elastic.command import STACKS, expand
+from elastic.jobs.command import STACKS, expand
+from elastic.jobs.slurm_info import notice_here
 from elastic.run import wording
 from elastic.run.rundir import RunDir
-from elastic.slurm_info import notice_here
 from elastic.store import Store
 
 TAIL_BYTES = 8192  # the last words of a trainer

@@ -26,13 +26,13 @@ from elastic.base.config import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.base.proc import read
 from elastic.faults import Cost, Fault
-from elastic.history import MASTER
+from elastic.jobs.history import MASTER
+from elastic.jobs.sched import Job, parse_job_name, scheduler_of
 from elastic.run import goodput
 from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox
-from elastic.sched import Job, parse_job_name, scheduler_of
 from elastic.store import Store
 from elastic.submission import jobs_of
 

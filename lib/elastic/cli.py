@@ -24,16 +24,16 @@ from typing import Any
 import click
 
 from elastic import __version__, submission
-from elastic import reconcile as reconciling
 from elastic.base import config as configuration
 from elastic.base.durable import checksum, write_atomic
 from elastic.base.errors import ElasticError, Exit, UsageError
+from elastic.jobs import reconcile as reconciling
+from elastic.jobs.sched import scheduler_of
 from elastic.run import estimate, rundir, wording
 from elastic.run.audit import audit as audit_ledger
 from elastic.run.audit import gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox, Shape, default_folder
-from elastic.sched import scheduler_of
 from elastic.submission import jobs_of
 
 JITTER_S = 20.0  # spread the cron passes of many users over this time

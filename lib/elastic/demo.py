@@ -22,7 +22,7 @@ from elastic.base import signals
 from elastic.base.errors import ElasticError
 from elastic.chaos import Chaos
 from elastic.evaluation import load, of_version
-from elastic.reconcile import run_pass
+from elastic.jobs.reconcile import run_pass
 from elastic.run import wording
 from elastic.run.rundir import RunDir
 

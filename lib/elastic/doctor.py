@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from elastic import sched_slurm
 from elastic.base import config as configuration
 from elastic.base import network, proc
 from elastic.base.config import Config, user_name
@@ -34,6 +33,7 @@ from elastic.diagnosis import (
     other_hosts,
     propose,
 )
+from elastic.jobs import sched_slurm
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
 

@@ -20,8 +20,8 @@ run's own ledger counts as training.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic import cadence, sizing
 from elastic.base.errors import UsageError
+from elastic.jobs import cadence, sizing
 from elastic.played import Change, Costs, Requeue, Sync, best_every_s
 from elastic.played_local import Local
 from elastic.run import estimate

@@ -24,23 +24,23 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-from elastic import cadence, sched_local, sched_slurm, sizing
 from elastic.base.config import elastic_home, env, environment, torch_program
 from elastic.base.durable import log_what_fits, until_written
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.network import bind_address, free_port, node_name
 from elastic.base.signals import Notice, die_with_parent, install, name_of
-from elastic.command import STACKS, expand
-from elastic.keepalive import Keepalive
-from elastic.run import wording
-from elastic.run.rundir import RunDir
-from elastic.slurm_info import (
+from elastic.jobs import cadence, sched_local, sched_slurm, sizing
+from elastic.jobs.command import STACKS, expand
+from elastic.jobs.slurm_info import (
     get_slurm_info,
     log_job_info,
     notice_here,
     resume_paths,
     with_end_time,
 )
+from elastic.keepalive import Keepalive
+from elastic.run import wording
+from elastic.run.rundir import RunDir
 
 TAIL_LINES = 60
 MOST_LINE = 8192  # characters that are copied, and kept, as one line

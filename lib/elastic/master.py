@@ -209,7 +209,7 @@ class Master:
     def _node_address(self) -> str:
         if self.config.run.scheduler == "local":
             return "127.0.0.1"
-        from elastic.sched_slurm import node_address
+        from elastic.jobs.sched_slurm import node_address
 
         return node_address()
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from elastic.base.config import env
 from elastic.base.errors import ElasticError
 from elastic.base.network import bind_address, interfaces, node_name, routed
-from elastic.slurm_info import get_slurm_info
+from elastic.jobs.slurm_info import get_slurm_info
 
 CONNECT_S = 10.0
 LATEST_S = 3600.0  # that a rank may come after the others

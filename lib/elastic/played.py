@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from elastic import cadence, sizing
 from elastic.base import units
-from elastic.history import TRAINER, JobSeen, Memory
-from elastic.plan import CANCEL, SUBMIT, Action, Limits, World, plan
+from elastic.jobs import cadence, sizing
+from elastic.jobs.history import TRAINER, JobSeen, Memory
+from elastic.jobs.plan import CANCEL, SUBMIT, Action, Limits, World, plan
 from elastic.run.goodput import Allocation, Work, ledger
 
 CRON_S = 120.0  # between two passes, where no master makes any

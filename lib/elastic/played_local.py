@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from elastic import rounds
-from elastic.history import MASTER, WORKER, JobSeen
-from elastic.plan import SUBMIT
+from elastic.jobs.history import MASTER, WORKER, JobSeen
+from elastic.jobs.plan import SUBMIT
 from elastic.played import Change, Costs, Job, Play, nothing
 from elastic.run.goodput import Work
 

@@ -33,7 +33,7 @@ from elastic.base import config, proc
 from elastic.base.durable import check_private
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.network import free_ports
-from elastic.sched_slurm import slurm_command
+from elastic.jobs.sched_slurm import slurm_command
 
 START_TIMEOUT_S = 60.0
 _MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME

@@ -17,16 +17,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 
-from elastic import reconcile
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.history import MASTER, RECENT_S, TRAINER, WORKER
+from elastic.jobs import reconcile
+from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER
+from elastic.jobs.sched import Job, cluster_of, parse_job_name, scheduler_of
 from elastic.rounds import inner_steps
 from elastic.run import membership, wording
 from elastic.run.audit import read_checkpoints
 from elastic.run.rundir import RunDir
 from elastic.run.wording import counted, one_line
-from elastic.sched import Job, cluster_of, parse_job_name, scheduler_of
 
 EVENTS, LOOKED_AT = 20, 300
 CURVE = 60  # newest versions whose loss is shown

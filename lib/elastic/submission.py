@@ -22,10 +22,10 @@ from elastic.base import config as configuration
 from elastic.base.config import Config
 from elastic.base.durable import check_private
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
-from elastic.command import NAMES, expand
+from elastic.jobs.command import NAMES, expand
+from elastic.jobs.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
 from elastic.run import estimate
 from elastic.run.rundir import Control, RunDir
-from elastic.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
 
 TRY_S = 60.0  # for a first step of the task
 SAID_LINES = 12  # of a traceback
@@ -104,7 +104,7 @@ def with_shares(config: Config, model: estimate.Model | None) -> Config:
     slurm = config.slurm
     if config.run.scheduler != "slurm":
         return config
-    from elastic.sched_slurm import share_of_gpu
+    from elastic.jobs.sched_slurm import share_of_gpu
 
     cpus, memory = 0, ""
     with contextlib.suppress(TryAgain):

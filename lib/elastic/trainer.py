@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from elastic import cadence, handover
+from elastic import handover
 from elastic.base.config import env
 from elastic.base.durable import SPACE_S, append_line, until_written
 from elastic.base.errors import ElasticError, Exit, Fenced
@@ -57,13 +57,14 @@ from elastic.health import (
     shield_workers,
     warn,
 )
+from elastic.jobs import cadence
+from elastic.jobs.sizing import passes
+from elastic.jobs.slurm_info import check_layout, get_slurm_info, kill_at
 from elastic.loading import check
 from elastic.run.ledger import Ledger, Range, Ranges, count
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Order
 from elastic.schedule import learning_rate, peak
-from elastic.sizing import passes
-from elastic.slurm_info import check_layout, get_slurm_info, kill_at
 from elastic.task import count_tokens, default_optimizer, load_task
 
 PROGRESS_S = 1.0

@@ -19,7 +19,7 @@ from elastic import submission, timeline
 from elastic.base.config import Config
 from elastic.base.durable import read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, UsageError
-from elastic.reconcile import run_pass
+from elastic.jobs.reconcile import run_pass
 from elastic.run.audit import read_metrics
 from elastic.run.rundir import RunDir
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from elastic import history, reconcile, sched_slurm
 from elastic.base.errors import TryAgain
-from elastic.history import TRAINER, WORKER
-from elastic.plan import CANCEL, SUBMIT
-from elastic.reconcile import run_pass
+from elastic.jobs import history, reconcile, sched_slurm
+from elastic.jobs.history import TRAINER, WORKER
+from elastic.jobs.plan import CANCEL, SUBMIT
+from elastic.jobs.reconcile import run_pass
+from elastic.jobs.sched import Job, Refused, RetryLater, Unsure, job_name
 from elastic.run.rundir import Control, RunDir
-from elastic.sched import Job, Refused, RetryLater, Unsure, job_name
 from schedules.actors import Actor, Cast, Violation, must, operations
 
 ENDED = ("COMPLETED", "FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED by 0",

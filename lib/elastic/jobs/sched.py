@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from elastic.base import config as configuration
 from elastic.base.errors import ElasticError
-from elastic.history import MASTER, TRAINER, WORKER, has_ended
+from elastic.jobs.history import MASTER, TRAINER, WORKER, has_ended
 
 if TYPE_CHECKING:
     from elastic.base.config import Config
@@ -157,10 +157,10 @@ def open_scheduler(
     Only the one that is used gets imported.
     """
     if kind == "slurm":
-        from elastic.sched_slurm import SlurmScheduler
+        from elastic.jobs.sched_slurm import SlurmScheduler
 
         return SlurmScheduler(config, environment)
-    from elastic.sched_local import LocalScheduler
+    from elastic.jobs.sched_local import LocalScheduler
 
     return LocalScheduler(config)
 

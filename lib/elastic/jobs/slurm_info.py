@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from elastic import sched_slurm
 from elastic.base.config import Config, env
 from elastic.base.errors import ElasticError
-from elastic.sched_slurm import expand_hostlist, numbers
+from elastic.jobs import sched_slurm
+from elastic.jobs.sched_slurm import expand_hostlist, numbers
 
 _TEMPORARY = re.compile(r"^\.|^tmp|\.(tmp|partial)\b|~$")
 _WORDS = r"(step|\bba)|iteration|iter|checkpoint|ckpt|epoch|\bep|snapshot|state|model(?=[-_]\d+\.)"

@@ -21,15 +21,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from elastic import cadence, history, sched, sizing
 from elastic.base.config import Config
 from elastic.base.durable import read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import node_name
-from elastic.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
-from elastic.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
+from elastic.jobs import cadence, history, sched, sizing
+from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
+from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
+from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
 from elastic.run.rundir import RunDir
-from elastic.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
 
 DYING_S = 60.0  # how long a submission may still turn up whose pass was killed: past SETTLE_S, too
 UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes

@@ -24,15 +24,15 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
-from elastic import sizing
 from elastic.base import config
 from elastic.base.config import Config
 from elastic.base.durable import write_atomic
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.history import MASTER, TRAINER, WORKER, has_ended
+from elastic.jobs import sizing
+from elastic.jobs.history import MASTER, TRAINER, WORKER, has_ended
+from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.run.records import Node, gpus_of
 from elastic.run.rundir import RunDir
-from elastic.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 
 BEFORE_LIMIT = "TERM@120"  # a checkpoint may take longer than KillWait
 STEPS_END_S = 15.0

@@ -30,8 +30,8 @@ from elastic.base import config as configuration
 from elastic.base import proc
 from elastic.base.config import Config
 from elastic.base.durable import create_once, make_folder, own, read_json, to_json, write_atomic
+from elastic.jobs.sched import Job, JobSpec
 from elastic.run.rundir import RunDir
-from elastic.sched import Job, JobSpec
 
 # Becomes the job: the redirection fails where the claim exists (set -C opens with O_EXCL).
 CLAIM = 'set -C; read -r me < /proc/$$/stat; echo "$me" 2>/dev/null > "$0" && exec "$@"'
@@ -216,7 +216,7 @@ class LocalScheduler:
             environment = configuration.environment()
             environment.pop(MARK, None)  # it must outlive the job that may have called
             environment["PYTHONPATH"] = str(configuration.elastic_home() / "lib")
-            program = (sys.executable, "-P", "-m", "elastic.sched_local")
+            program = (sys.executable, "-P", "-m", "elastic.jobs.sched_local")
             _detached([*program, str(self.state), job_id, str(grace_s)], environment)
         else:
             self.kill(job_id)
