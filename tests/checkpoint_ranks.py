@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from elastic.checkpoint import Checkpoints, steps
-from elastic.group import Group
 from elastic.run.rundir import RunDir
+from elastic.train.group import Group
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from elastic import guards, merge, rounds
 from elastic.guards import Moved, Reach, Running
 from elastic.layout import Layout
 from elastic.run.records import Header
-from elastic.schedule import learning_rate, tokens_at
+from elastic.train.schedule import learning_rate, tokens_at
 
 SIZE, BATCH = 256, 8
 LAYOUT = Layout.of([("x", (SIZE,))], 1 << 30)

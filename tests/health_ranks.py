@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 from elastic.base.errors import Exit  # noqa: E402
-from elastic.group import Group  # noqa: E402
-from elastic.health import (  # noqa: E402
+from elastic.train.group import Group  # noqa: E402
+from elastic.train.health import (  # noqa: E402
     HangDetector,
     NaNDetector,
     ShutdownHandler,

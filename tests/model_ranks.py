@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import torch
 
-from elastic.device import build_model, join_group, set_initial_values
-from elastic.group import is_sharded
-from elastic.models import Shape, create
+from elastic.train.device import build_model, join_group, set_initial_values
+from elastic.train.group import is_sharded
+from elastic.train.models import Shape, create
 
 CONFIG = SimpleNamespace(run=SimpleNamespace(seed=5),
                          train=SimpleNamespace(compile=False, precision="float32"))  # fmt: skip

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
-from elastic import peers  # noqa: E402
 from elastic.base.errors import ElasticError  # noqa: E402
 from elastic.base.network import free_port  # noqa: E402
-from elastic.device import join_group  # noqa: E402
+from elastic.train import peers  # noqa: E402
+from elastic.train.device import join_group  # noqa: E402
 from helpers import listening  # noqa: E402
 
 honest = peers.check

@@ -107,8 +107,8 @@ class Running:
     def pids(self, kind: str) -> list[int]:
         """The processes of a kind: trainer, agent, master or redis, or a word of their command."""
         known = {
-            "trainer": "elastic.start worker",
-            "master": "elastic.start master",
+            "trainer": "elastic.train.start worker",
+            "master": "elastic.train.start master",
             "agent": "elastic.agent",
             "redis": "redis-server",
         }

@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
 from elastic.run.shuffle import Shuffle
-from elastic.schedule import learning_rate
-from elastic.task import default_optimizer
+from elastic.train.schedule import learning_rate
+from elastic.train.task import default_optimizer
 from elastic.versions import remove_drafts
 from merging import Rounds
 from validate import report, rig

@@ -32,7 +32,6 @@ from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
 from elastic.checkpoint import Checkpoints
-from elastic.group import Group
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
@@ -40,6 +39,7 @@ from elastic.run.audit import audit
 from elastic.run.records import Header
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.store import Ask, Store
+from elastic.train.group import Group
 from elastic.transport import Transport, fragment_name
 from elastic.versions import read_layout, read_params
 from tiny_task import Samples

@@ -9,8 +9,8 @@ from torch import nn
 from elastic import transport, versions
 from elastic.base.errors import ElasticError
 from elastic.exchange import Exchange, read_ahead
-from elastic.group import Group
 from elastic.replica import Replica
+from elastic.train.group import Group
 from merging import SHAPES, Rounds
 
 SIZE = 30

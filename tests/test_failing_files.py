@@ -26,9 +26,9 @@ from elastic import versions
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.checkpoint import Checkpoints, steps
-from elastic.group import Group
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
+from elastic.train.group import Group
 from elastic.transport import Damaged, Transport
 from elastic.versions import read_layout, read_params
 from test_crash_points import SAMPLES, Turns, Worker, assert_sound, create_version_0, inner, live

@@ -11,12 +11,12 @@ import torch
 
 from checkpoint_ranks import make, train
 from elastic.checkpoint import Checkpoints
-from elastic.group import Group
 from elastic.handover import to_local, to_sync
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
 from elastic.run.audit import audit
 from elastic.run.rundir import RunDir
+from elastic.train.group import Group
 from elastic.versions import Draft, read_exactly, read_params, remove_drafts
 from forks import KILLED, killed_at
 

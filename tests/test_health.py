@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic
-from elastic import health
 from elastic.base.errors import ElasticError, Exit
 from elastic.base.network import free_port
 from elastic.base.signals import Notice
-from elastic.group import Group
-from elastic.health import NaNDetector, ShutdownHandler, check_gpu_health
+from elastic.train import health
+from elastic.train.group import Group
+from elastic.train.health import NaNDetector, ShutdownHandler, check_gpu_health
 from helpers import PATIENCE, ROOT, wait_until
 
 SCRIPT = Path(__file__).with_name("health_ranks.py")
@@ -242,7 +242,7 @@ def test_the_deadline_is_the_grace_time_less_a_margin_and_else_the_kill_wait():
 def test_a_notice_during_the_imports_ends_the_process_at_once(tmp_path: Path, number: int):
     """A module that takes for ever to import stands in for torch on a busy machine."""
     (tmp_path / "torch.py").write_text("import time\nprint('imports', flush=True)\ntime.sleep(60)")
-    command = [sys.executable, "-m", "elastic.start", "worker"]
+    command = [sys.executable, "-m", "elastic.train.start", "worker"]
     path = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'lib'}"}
     process = subprocess.Popen(command, env=path, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "imports\n"

@@ -238,7 +238,7 @@ def test_a_synchronous_run_is_not_done_before_its_last_step_is_on_the_disk(tmp_p
     with running(tmp_path, settings, samples=600) as run:
         run.until(lambda: steps(run.run), 60, "a checkpoint")
         saved = steps(run.run)
-        rank = run.pids("elastic.start trainer")[0]
+        rank = run.pids("elastic.train.start trainer")[0]
         with limited(rank, resource.RLIMIT_FSIZE, 2048):  # DONE fits, and a checkpoint does not
             until_said(run, "not saved")
             last = "checkpoint of step 60 not saved"

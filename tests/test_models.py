@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic import device
 from elastic.base.errors import ElasticError, UsageError
-from elastic.group import Group
-from elastic.models import PRESETS, Shape, Transformer, create, rotary_table, rotate
+from elastic.train import device
+from elastic.train.group import Group
+from elastic.train.models import PRESETS, Shape, Transformer, create, rotary_table, rotate
 from model_ranks import CONFIG, LARGE, Bare, Whole
 from ranks import run_ranks
 

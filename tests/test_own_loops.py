@@ -14,14 +14,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from elastic import inner_state, loading
+from elastic import inner_state
 from elastic.base.errors import ElasticError
-from elastic.group import Group
-from elastic.inner_optimizer import InnerOptimizer, Probe
 from elastic.layout import Layout
-from elastic.loading import Loader
 from elastic.replica import buffers, refuse_inexact, shapes
 from elastic.run.rundir import RunDir
+from elastic.train import loading
+from elastic.train.group import Group
+from elastic.train.inner_optimizer import InnerOptimizer, Probe
+from elastic.train.loading import Loader
 from elastic.versions import read_layout, read_params
 from helpers import PATIENCE
 from own_loops import Normed

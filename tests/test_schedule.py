@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.schedule import WARMUP_START, learning_rate, tokens_at
+from elastic.train.schedule import WARMUP_START, learning_rate, tokens_at
 
 TOTAL = 1_000_000
 

@@ -18,8 +18,8 @@ import pytest
 from elastic.base.durable import read_json
 from elastic.base.errors import Exit
 from elastic.checkpoint import Checkpoints
-from elastic.group import Group
 from elastic.run.shuffle import Shuffle
+from elastic.train.group import Group
 from elastic.trainer import NOTICE, State, Trainer
 from helpers import elastic, environment
 from running import Running, members, running
@@ -104,7 +104,7 @@ def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_pat
     settings = {"elastic.max": 3, "local_scheduler.gpus": 2, "train.loader_workers": 1}
     with synchronous(tmp_path, settings, step_s=0.1) as run:
         further(run, 5)
-        assert len(run.pids("elastic.start trainer")) == 2 + 2  # each rank with its loader
+        assert len(run.pids("elastic.train.start trainer")) == 2 + 2  # each rank with its loader
         for gpus in (1, 3):
             resize(run, gpus)
             further(run, 4)
@@ -145,7 +145,7 @@ def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
     with synchronous(tmp_path, settings, step_s=0.02) as run:
         further(run, 25)
         job = run.jobs()["trainer", 0]
-        run.kill("elastic.start trainer", how)
+        run.kill("elastic.train.start trainer", how)
         run.until(lambda: run.events("restart"), 60, "the ranks are started again")
         further(run, 3)
         assert run.jobs()["trainer", 0].job_id == job.job_id

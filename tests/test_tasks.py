@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic.base.errors import ElasticError, UsageError
-from elastic.task import count_tokens, default_optimizer, load_task
 from elastic.tasks import ByteText, TokenFiles
+from elastic.train.task import count_tokens, default_optimizer, load_task
 from helpers import ROOT
 
 TRAIN = SimpleNamespace(learning_rate=4e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
@@ -402,8 +402,8 @@ def test_a_worker_does_not_import_the_compiler():
         import sys, torch
         from types import SimpleNamespace
         from elastic import worker
-        from elastic.group import clip_gradients
-        from elastic.task import default_optimizer
+        from elastic.train.group import clip_gradients
+        from elastic.train.task import default_optimizer
         model = torch.nn.Linear(2, 2)
         train = SimpleNamespace(weight_decay=0.1, learning_rate=0.01, beta1=0.9, beta2=0.95)
         optimizer = default_optimizer(model, train)

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 HOMES = {
     "elastic.local_sgd": "LocalSGD",
     "elastic.jobs.slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
-    "elastic.health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
+    "elastic.train.health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
                       "check_gpu_health shield_workers",
 }  # fmt: skip
 

@@ -22,10 +22,10 @@ from elastic.base import config as configuration
 from elastic.base.errors import ElasticError, Exit
 from elastic.codec import codec
 from elastic.layout import Layout
-from elastic.loading import check
 from elastic.replica import shapes
 from elastic.run.estimate import Model
-from elastic.task import count_tokens, default_optimizer, load_task
+from elastic.train.loading import check
+from elastic.train.task import count_tokens, default_optimizer, load_task
 
 MOST_TRIED = 30_000_000  # parameters: seconds of two cores, 0.5 GB with gradients and the rest
 LACKING = (OSError, ImportError, MemoryError)

@@ -390,7 +390,7 @@ def _look_with_torch(given: list[str]) -> dict[str, Any]:
     import torch
 
     import_s = time.perf_counter() - began - (_waited_s() - waited_s)
-    from elastic.health import UNFIT, check_gpu_health
+    from elastic.train.health import UNFIT, check_gpu_health
 
     gpus = torch.cuda.device_count()
     problems = [each for index in range(gpus) for each in check_gpu_health(f"cuda:{index}")]

@@ -14,11 +14,11 @@ from elastic import versions
 from elastic.base.config import Config
 from elastic.base.errors import UsageError
 from elastic.checkpoint import Checkpoints, read_params
-from elastic.group import Group
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
 from elastic.run.rundir import RunDir
-from elastic.task import Task, load_task
+from elastic.train.group import Group
+from elastic.train.task import Task, load_task
 
 
 def evaluate(run: RunDir, version: int | None = None) -> dict:

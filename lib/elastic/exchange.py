@@ -16,11 +16,11 @@ import torch
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.codec import Encoder
-from elastic.group import Group
 from elastic.merge import norm
 from elastic.replica import Replica
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
+from elastic.train.group import Group
 from elastic.versions import read_params
 
 Put = Callable[[int, memoryview], Fragment]

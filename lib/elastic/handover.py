@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from elastic.checkpoint import Checkpoints, read_params
-from elastic.group import Group
 from elastic.replica import Replica
 from elastic.run.rundir import RunDir
+from elastic.train.group import Group
 from elastic.versions import Draft, carried, read_exactly, read_layout
 
 TRAINED = ("tokens", "samples", "deltas", "loss")

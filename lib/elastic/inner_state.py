@@ -18,8 +18,8 @@ import torch
 from safetensors import safe_open
 
 from elastic.base.durable import checksum, read_json, to_json, write_atomic
-from elastic.group import is_sharded, own_part, sharded_like
 from elastic.run.rundir import RunDir
+from elastic.train.group import is_sharded, own_part, sharded_like
 from elastic.versions import save_tensors
 
 RESIDUAL = "residual."

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from elastic.base.errors import ElasticError
-from elastic.group import is_sharded, own_part, part_like, sharded_like
 from elastic.layout import Layout
+from elastic.train.group import is_sharded, own_part, part_like, sharded_like
 
 HELD = (torch.float32, torch.bfloat16, torch.float16)  # what float32 holds exactly
 

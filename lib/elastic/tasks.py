@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from elastic.base.errors import ElasticError, UsageError
-from elastic.models import PRESETS, Shape, Transformer, create
+from elastic.train.models import PRESETS, Shape, Transformer, create
 
 HELD_OUT_OF = 25  # files: one of so many is kept for validation
 VALIDATION_TOKENS = 8192  # at a time

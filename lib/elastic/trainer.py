@@ -36,7 +36,13 @@ from elastic.base.durable import SPACE_S, append_line, until_written
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
 from elastic.checkpoint import Checkpoints, Saved, steps
-from elastic.device import (
+from elastic.jobs import cadence
+from elastic.jobs.sizing import passes
+from elastic.jobs.slurm_info import check_layout, get_slurm_info, kill_at
+from elastic.run.ledger import Ledger, Range, Ranges, count
+from elastic.run.rundir import RunDir
+from elastic.run.shuffle import Order
+from elastic.train.device import (
     Profile,
     build_model,
     choose_device,
@@ -47,8 +53,8 @@ from elastic.device import (
     set_initial_values,
     to_device,
 )
-from elastic.group import Group, clip_gradients
-from elastic.health import (
+from elastic.train.group import Group, clip_gradients
+from elastic.train.health import (
     HangDetector,
     NaNDetector,
     ShutdownHandler,
@@ -57,15 +63,9 @@ from elastic.health import (
     shield_workers,
     warn,
 )
-from elastic.jobs import cadence
-from elastic.jobs.sizing import passes
-from elastic.jobs.slurm_info import check_layout, get_slurm_info, kill_at
-from elastic.loading import check
-from elastic.run.ledger import Ledger, Range, Ranges, count
-from elastic.run.rundir import RunDir
-from elastic.run.shuffle import Order
-from elastic.schedule import learning_rate, peak
-from elastic.task import count_tokens, default_optimizer, load_task
+from elastic.train.loading import check
+from elastic.train.schedule import learning_rate, peak
+from elastic.train.task import count_tokens, default_optimizer, load_task
 
 PROGRESS_S = 1.0
 CONTROL_S = 2.0

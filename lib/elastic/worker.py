@@ -13,7 +13,9 @@ from torch.utils.data import default_collate
 
 from elastic.base.errors import ElasticError, Exit
 from elastic.base.signals import Notice
-from elastic.device import (
+from elastic.link import Place
+from elastic.local_sgd import LocalSGD
+from elastic.train.device import (
     build_model,
     choose_device,
     join_group,
@@ -21,12 +23,10 @@ from elastic.device import (
     set_initial_values,
     to_device,
 )
-from elastic.group import clip_gradients
-from elastic.health import NaNDetector, require_gpu, warn
-from elastic.link import Place
-from elastic.loading import check
-from elastic.local_sgd import LocalSGD
-from elastic.task import count_tokens, default_optimizer, load_task
+from elastic.train.group import clip_gradients
+from elastic.train.health import NaNDetector, require_gpu, warn
+from elastic.train.loading import check
+from elastic.train.task import count_tokens, default_optimizer, load_task
 
 PATIENCE_S = 30 * 86400.0  # rank 0 may wait for the master for days, and the others for it
 

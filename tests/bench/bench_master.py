@@ -71,7 +71,7 @@ def measure(folder: Path, workers: int) -> None:
     run = make_run(folder, workers)
     log = (folder / "log").open("wb")
     master = subprocess.Popen(
-        [sys.executable, "-m", "elastic.start", "master", str(run.path)],
+        [sys.executable, "-m", "elastic.train.start", "master", str(run.path)],
         stdout=log, stderr=log,
         env={**os.environ, "PYTHONPATH": str(ROOT / "lib")}, start_new_session=True,
     )  # fmt: skip

@@ -173,7 +173,7 @@ def follow(run: RunDir, workers: int) -> dict[str, int]:
     deadline = time.monotonic() + PATIENCE_S
     while len(full_rounds(run, workers)) < ROUNDS:
         for role in peaks:
-            for pid in pids(run.path.parent.parent, f"elastic.start {role}"):
+            for pid in pids(run.path.parent.parent, f"elastic.train.start {role}"):
                 peaks[role] = max(peaks[role], status_bytes(pid, "VmHWM"))
         if run.failed():
             sys.exit(f"the run failed: {run.failed()}")
@@ -192,7 +192,7 @@ def stop(run: RunDir) -> None:
     run.set_control(state="stopped")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if not pids(run.path.parent.parent, "elastic.start master"):
+        if not pids(run.path.parent.parent, "elastic.train.start master"):
             return
         time.sleep(0.2)
 
@@ -252,9 +252,9 @@ def pids(folder: Path, module: str) -> list[int]:
 
 def kill(folder: Path) -> None:
     for module in (
-        "elastic.start master",
+        "elastic.train.start master",
         "elastic.agent",
-        "elastic.start worker",
+        "elastic.train.start worker",
     ):
         for pid in pids(folder, module):
             os.kill(pid, signal.SIGKILL)

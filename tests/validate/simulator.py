@@ -27,15 +27,15 @@ from torch.utils.data import default_collate
 from elastic import merge, rounds
 from elastic.base.config import Config
 from elastic.codec import Encoder, accepted
-from elastic.device import seed_by
-from elastic.group import Group
 from elastic.guards import Moved, Running
 from elastic.layout import Layout
 from elastic.replica import Replica, shapes
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
-from elastic.schedule import learning_rate, tokens_at
-from elastic.task import count_tokens, default_optimizer
+from elastic.train.device import seed_by
+from elastic.train.group import Group
+from elastic.train.schedule import learning_rate, tokens_at
+from elastic.train.task import count_tokens, default_optimizer
 from elastic.worker import train
 from merging import read_outer
 

@@ -751,7 +751,7 @@ def cron_line() -> str:
 
 def torch_program(name: str) -> list[str]:
     """The command line of a process that uses torch; its arguments follow."""
-    return [sys.executable, "-P", "-m", "elastic.start", name]
+    return [sys.executable, "-P", "-m", "elastic.train.start", name]
 
 
 def runs_root() -> Path:

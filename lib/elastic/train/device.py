@@ -19,9 +19,9 @@ import torch.distributed as dist
 from elastic.base import durable
 from elastic.base.config import Config, env
 from elastic.base.errors import ElasticError
-from elastic.group import Group, own_part, part_like
-from elastic.health import check_nccl_health
-from elastic.peers import meet
+from elastic.train.group import Group, own_part, part_like
+from elastic.train.health import check_nccl_health
+from elastic.train.peers import meet
 
 PING_S = 600.0  # NCCL may take minutes to start where there are many nodes
 

@@ -1,4 +1,4 @@
-"""A process that uses torch: `python -m elastic.start master|worker|trainer ARGUMENTS`.
+"""A process that uses torch: `python -m elastic.train.start master|worker|trainer ARGUMENTS`.
 
 To import torch takes seconds, so two things come first. A notice ends the process at once, until
 its program has something to lose (`notice.exit_code = None`). And the garbage collector is off:
@@ -49,6 +49,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    from elastic.device import leave
+    from elastic.train.device import leave
 
     leave(status)

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
-from elastic.group import Group
-from elastic.health import shield_workers
 from elastic.run.ledger import Range, take
 from elastic.run.shuffle import Order
+from elastic.train.group import Group
+from elastic.train.health import shield_workers
 
 
 def check(dataset: Dataset) -> Dataset:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastic.base.errors import ElasticError
-from elastic.group import own_part
-from elastic.schedule import peak
+from elastic.train.group import own_part
+from elastic.train.schedule import peak
 
 PROBED = 4096  # elements of a parameter
 FEW_STEPS = 8  # they may come close to where the parameters were before by chance

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from elastic.base.config import env
 from elastic.base.errors import ElasticError
 from elastic.base.signals import Notice, die_with_parent, ignore_notices, install
-from elastic.group import Group, is_sharded
+from elastic.train.group import Group, is_sharded
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
