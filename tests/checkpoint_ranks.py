@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from elastic.checkpoint import Checkpoints, steps
 from elastic.run.rundir import RunDir
+from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
 
 

@@ -19,9 +19,9 @@ import torch
 from helpers import ROOT, elastic, environment
 
 sys.path.insert(0, str(ROOT / "lib"))
-from elastic.codec import CODECS  # noqa: E402
-from elastic.layout import Layout  # noqa: E402
-from elastic.replica import Replica, shapes  # noqa: E402
+from elastic.saved.codec import CODECS  # noqa: E402
+from elastic.saved.layout import Layout  # noqa: E402
+from elastic.saved.replica import Replica, shapes  # noqa: E402
 from elastic.tasks import ByteText  # noqa: E402
 
 

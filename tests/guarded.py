@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import torch
 
-from elastic import guards, merge, rounds
+from elastic import guards, rounds
 from elastic.guards import Moved, Reach, Running
-from elastic.layout import Layout
 from elastic.run.records import Header
+from elastic.saved import merge
+from elastic.saved.layout import Layout
 from elastic.train.schedule import learning_rate, tokens_at
 
 SIZE, BATCH = 256, 8

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic import describe
 from elastic.base.errors import Exit
+from elastic.saved import describe
 from helpers import elastic, environment
 
 GOOD = {

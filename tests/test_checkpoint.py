@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_ranks import assert_equal, everything, make, noted, train
-from elastic import checkpoint
 from elastic.base.errors import ElasticError
-from elastic.checkpoint import Checkpoints, steps
+from elastic.saved import checkpoint
+from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
 from forks import KILLED, at_nth_step, in_children, killed_at
 from ranks import run_ranks

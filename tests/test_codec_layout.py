@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.base.errors import UsageError
-from elastic.codec import CODECS, Encoder, accepted, as_bytes, codec
-from elastic.layout import Layout
-from elastic.versions import split
+from elastic.saved.codec import CODECS, Encoder, accepted, as_bytes, codec
+from elastic.saved.layout import Layout
+from elastic.saved.versions import split
 
 floats = st.lists(st.floats(width=32, allow_nan=False), max_size=40)
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=12)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elastic.layout import Layout
-from elastic.replica import Replica, shapes
 from elastic.run.shuffle import Shuffle
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
+from elastic.saved.versions import remove_drafts
 from elastic.train.schedule import learning_rate
 from elastic.train.task import default_optimizer
-from elastic.versions import remove_drafts
 from merging import Rounds
 from validate import report, rig
 from validate.noisy_task import Noisy

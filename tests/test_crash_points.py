@@ -26,22 +26,23 @@ from torch import nn
 
 from conftest import start_redis
 from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
-from elastic import agent, arithmetic, exchange, inner_state, link, local_sgd, master, versions
+from elastic import agent, arithmetic, exchange, link, local_sgd, master
 from elastic.agent import Agent
 from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
-from elastic.checkpoint import Checkpoints
 from elastic.link import Place
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
 from elastic.run.audit import audit
 from elastic.run.records import Header
 from elastic.run.rundir import Control, Endpoint, RunDir
+from elastic.saved import inner_state, versions
+from elastic.saved.checkpoint import Checkpoints
+from elastic.saved.versions import read_layout, read_params
 from elastic.store import Ask, Store
 from elastic.train.group import Group
 from elastic.transport import Transport, fragment_name
-from elastic.versions import read_layout, read_params
 from tiny_task import Samples
 
 SAMPLES, BATCH, STEPS = 20, 2, 2  # three rounds of two workers, the last a short one

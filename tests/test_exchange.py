@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from elastic import transport, versions
+from elastic import transport
 from elastic.base.errors import ElasticError
 from elastic.exchange import Exchange, read_ahead
-from elastic.replica import Replica
+from elastic.saved import versions
+from elastic.saved.replica import Replica
 from elastic.train.group import Group
 from merging import SHAPES, Rounds
 

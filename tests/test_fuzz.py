@@ -19,10 +19,10 @@ import torch
 
 from elastic import transport
 from elastic.averaging import Averager
-from elastic.codec import CODECS
 from elastic.master import MOST_REASON, Master, Round
 from elastic.run.ledger import Ledger
 from elastic.run.records import Fragment, Header
+from elastic.saved.codec import CODECS
 from elastic.store import Ask
 from elastic.transport import checksum, fragment_name
 from merging import Rounds

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from checkpoint_ranks import make, train
-from elastic.checkpoint import Checkpoints
-from elastic.handover import to_local, to_sync
-from elastic.layout import Layout
-from elastic.replica import Replica, shapes
 from elastic.run.audit import audit
 from elastic.run.rundir import RunDir
+from elastic.saved.checkpoint import Checkpoints
+from elastic.saved.handover import to_local, to_sync
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
+from elastic.saved.versions import Draft, read_exactly, read_params, remove_drafts
 from elastic.train.group import Group
-from elastic.versions import Draft, read_exactly, read_params, remove_drafts
 from forks import KILLED, killed_at
 
 SAMPLES = 100

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.checkpoint import steps
 from elastic.jobs import reconcile
 from elastic.jobs.reconcile import PassReport
+from elastic.saved.checkpoint import steps
 from helpers import PATIENCE, elastic, environment, wait_until
 from running import SETTINGS, TESTS, Running, kill_all, running, second_master, toml
 

@@ -14,12 +14,13 @@ import sys
 import pytest
 import torch
 
-from elastic import merge, rounds
+from elastic import rounds
 from elastic.arithmetic import DeltaLost
-from elastic.layout import Layout
 from elastic.rounds import Facts, Verdict
+from elastic.saved import merge
+from elastic.saved.layout import Layout
+from elastic.saved.versions import Draft
 from elastic.transport import fragment_name
-from elastic.versions import Draft
 from helpers import ROOT
 from merging import Rounds, read_outer
 
@@ -203,8 +204,8 @@ def test_a_master_does_not_import_the_compiler():
     script = """if True:
         import sys, torch
         import elastic.master, elastic.averaging
-        from elastic.layout import Layout
-        from elastic.merge import Outer
+        from elastic.saved.layout import Layout
+        from elastic.saved.merge import Outer
         layout = Layout.of([("w", (3,))], 100)
         Outer(layout, [torch.ones(3)], [torch.zeros(3)], 0.9).step([torch.ones(3)], 0.7)
         assert "torch._dynamo" not in sys.modules

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic import status, timeline
-from elastic.checkpoint import steps as saved_steps
-from elastic.replica import Replica
-from elastic.versions import read_layout, read_params
+from elastic.saved.checkpoint import steps as saved_steps
+from elastic.saved.replica import Replica
+from elastic.saved.versions import read_layout, read_params
 from helpers import elastic, environment
 from running import Running, members, running
 from test_sync import further, step, steps

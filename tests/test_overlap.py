@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from elastic.courier import Courier
-from elastic.layout import Layout
-from elastic.replica import Replica, shapes
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
 from running import running
 
 INNER_STEPS = 20

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from elastic import inner_state
 from elastic.base.errors import ElasticError
-from elastic.layout import Layout
-from elastic.replica import buffers, refuse_inexact, shapes
 from elastic.run.rundir import RunDir
+from elastic.saved import inner_state
+from elastic.saved.layout import Layout
+from elastic.saved.replica import buffers, refuse_inexact, shapes
+from elastic.saved.versions import read_layout, read_params
 from elastic.train import loading
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.loading import Loader
-from elastic.versions import read_layout, read_params
 from helpers import PATIENCE
 from own_loops import Normed
 from running import running

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from elastic import merge, rounds
+from elastic import rounds
 from elastic.guards import Moved, Running
-from elastic.layout import Layout
+from elastic.saved import merge
+from elastic.saved.layout import Layout
 from test_rounds import header
 
 SIZE = 4

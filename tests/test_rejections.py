@@ -17,9 +17,9 @@ from elastic import status
 from elastic.base.errors import Fenced
 from elastic.run.ledger import count
 from elastic.run.records import Header
+from elastic.saved.versions import read_layout
 from elastic.store import Ask, Store
 from elastic.transport import Transport, fragment_name
-from elastic.versions import read_layout
 from running import Running, running
 
 SLOT = 7

@@ -25,7 +25,7 @@ import pytest
 import redis
 from redis.connection import parse_url
 
-from elastic import inner_state, redis_server, sandbox
+from elastic import redis_server, sandbox
 from elastic.base import config as configuration
 from elastic.base.config import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
@@ -33,6 +33,7 @@ from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
+from elastic.saved import inner_state
 from elastic.store import Ask, Store
 from forks import NOBODY, as_nobody, share
 from helpers import elastic, environment, listening, wait_until

@@ -17,8 +17,8 @@ import pytest
 
 from elastic.base.durable import read_json
 from elastic.base.errors import Exit
-from elastic.checkpoint import Checkpoints
 from elastic.run.shuffle import Shuffle
+from elastic.saved.checkpoint import Checkpoints
 from elastic.train.group import Group
 from elastic.trainer import NOTICE, State, Trainer
 from helpers import elastic, environment

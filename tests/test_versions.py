@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from elastic import versions
 from elastic.base.errors import ElasticError
-from elastic.layout import Layout
-from elastic.versions import Draft, prune, read_layout, read_params, remove_drafts
+from elastic.saved import versions
+from elastic.saved.layout import Layout
+from elastic.saved.versions import Draft, prune, read_layout, read_params, remove_drafts
 from forks import KILLED, at_nth_step, in_children, killed_at
 from merging import COMMIT, Rounds, read_outer
 

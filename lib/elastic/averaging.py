@@ -3,15 +3,16 @@
 import math
 from dataclasses import dataclass
 
-from elastic import guards, merge, rounds
+from elastic import guards, rounds
 from elastic.arithmetic import Arithmetic, Recipe
 from elastic.base.config import Config
-from elastic.codec import accepted, codec_of
 from elastic.guards import Moved, Running
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir
+from elastic.saved import merge
+from elastic.saved.codec import accepted, codec_of
+from elastic.saved.versions import Draft, read_layout
 from elastic.transport import fragment_name
-from elastic.versions import Draft, read_layout
 
 
 @dataclass(frozen=True)

@@ -525,7 +525,7 @@ def evaluate(run: str, version: int | None, as_json: bool):
     Loads the run's task here and prints what its validate() says of the
     newest checkpoint of sync mode, else of the newest version, or of V.
     """
-    from elastic.evaluation import evaluate as score
+    from elastic.saved.evaluation import evaluate as score
 
     scores = score(rundir.find(run), version)
     show(as_json, scores, lambda each: "  ".join(f"{k} {v:.6g}" for k, v in each.items()))
@@ -552,7 +552,7 @@ def validate(config: Path, arms: str, seeds: int, overrides, as_json: bool, **ho
     where it was if it is started again. Exits 1 unless every arm is ok.
     """
     from elastic import validation, views
-    from elastic.evaluation import load
+    from elastic.saved.evaluation import load
 
     base = configuration.load(config, overrides)
     load(base)  # what cannot be evaluated need not be trained

@@ -21,10 +21,10 @@ from elastic.base import config as configuration
 from elastic.base import signals
 from elastic.base.errors import ElasticError
 from elastic.chaos import Chaos
-from elastic.evaluation import load, of_version
 from elastic.jobs.reconcile import run_pass
 from elastic.run import wording
 from elastic.run.rundir import RunDir
+from elastic.saved.evaluation import load, of_version
 
 # Why deltas are refused for a slow machine or a kill; what Redis holds ends with its master.
 EXPLAINED = ("stale", "fenced", "samples", "duplicate", "superseded", "unreadable")

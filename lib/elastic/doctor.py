@@ -407,7 +407,7 @@ def _waited_s() -> float:
 
 
 def _model(given: list[str]) -> dict[str, Any]:
-    from elastic.describe import describe
+    from elastic.saved.describe import describe
 
     if not given:
         return {"trouble": "only run.command knows its model"}

@@ -15,13 +15,13 @@ import torch
 
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
-from elastic.codec import Encoder
-from elastic.merge import norm
-from elastic.replica import Replica
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
+from elastic.saved.codec import Encoder
+from elastic.saved.merge import norm
+from elastic.saved.replica import Replica
+from elastic.saved.versions import read_params
 from elastic.train.group import Group
-from elastic.versions import read_params
 
 Put = Callable[[int, memoryview], Fragment]
 

@@ -28,19 +28,21 @@ from functools import partial
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from elastic import guards, inner_state, rounds
+from elastic import guards, rounds
 from elastic.base.durable import insist, until_written
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice, install
 from elastic.courier import Courier
 from elastic.exchange import Exchange
-from elastic.layout import Layout
 from elastic.link import Link, Place
-from elastic.merge import norm
-from elastic.replica import Replica, refuse_inexact, shapes
 from elastic.run import estimate
 from elastic.run.ledger import Range, count, take
 from elastic.run.records import Fragment, Header
+from elastic.saved import inner_state
+from elastic.saved.layout import Layout
+from elastic.saved.merge import norm
+from elastic.saved.replica import Replica, refuse_inexact, shapes
+from elastic.saved.versions import Draft, read_layout, settle
 from elastic.train import loading
 from elastic.train.device import Profile, seed_by
 from elastic.train.group import Group
@@ -48,7 +50,6 @@ from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.loading import Loader
 from elastic.train.schedule import learning_rate, tokens_at
 from elastic.transport import Transport, fragment_name
-from elastic.versions import Draft, read_layout, settle
 
 DRY_S = 0.5  # between two asks when no samples are free
 UNSEEN_S = 120.0  # how long a filesystem may hide a version

@@ -39,8 +39,8 @@ from elastic.run.ledger import Ledger, count
 from elastic.run.membership import Slot, expected, live
 from elastic.run.records import Header
 from elastic.run.rundir import Endpoint, RunDir
+from elastic.saved.versions import carried, prune, remove_drafts
 from elastic.store import Ask, Listener, Store, Useless
-from elastic.versions import carried, prune, remove_drafts
 
 TICK_S = 0.5
 LOOK_S = 0.02  # at what is being checked
@@ -276,7 +276,7 @@ class Master:
 
     def _take_over_from_sync(self, commit: dict) -> dict:
         """The newest version, which is the newest checkpoint if sync mode went on from `commit`."""
-        from elastic import handover  # a second of imports, that most masters have no use for
+        from elastic.saved import handover  # a second of imports, that most masters have no use for
 
         self._fence()
         newest, refused = self._written(handover.to_local, self.run, commit, self.epoch)

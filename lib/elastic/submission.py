@@ -59,7 +59,7 @@ def described(
 
     `tries`: try that step. Raises ElasticError with the end of the traceback if the task fails.
     """
-    command = [sys.executable, "-P", "-m", "elastic.describe", *["--try"] * tries,
+    command = [sys.executable, "-P", "-m", "elastic.saved.describe", *["--try"] * tries,
                str(config), "slurm.partition=any", *settings]  # fmt: skip
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)

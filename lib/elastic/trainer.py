@@ -30,18 +30,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from elastic import handover
 from elastic.base.config import env
 from elastic.base.durable import SPACE_S, append_line, until_written
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
-from elastic.checkpoint import Checkpoints, Saved, steps
 from elastic.jobs import cadence
 from elastic.jobs.sizing import passes
 from elastic.jobs.slurm_info import check_layout, get_slurm_info, kill_at
 from elastic.run.ledger import Ledger, Range, Ranges, count
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Order
+from elastic.saved import handover
+from elastic.saved.checkpoint import Checkpoints, Saved, steps
 from elastic.train.device import (
     Profile,
     build_model,

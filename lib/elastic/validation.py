@@ -126,7 +126,7 @@ def final_loss(run: RunDir, metric: str = "") -> float:
     kept = run.path / "validation.json"
     scores = read_json(kept)
     if scores is None:
-        from elastic.evaluation import evaluate
+        from elastic.saved.evaluation import evaluate
 
         scores = evaluate(run)
         write_atomic(kept, to_json(scores))

@@ -28,8 +28,8 @@ import torch
 from figures import ROOT, record
 
 sys.path.insert(0, str(ROOT / "lib"))
-from elastic.codec import CODECS, codec  # noqa: E402
-from elastic.layout import Layout  # noqa: E402
+from elastic.saved.codec import CODECS, codec  # noqa: E402
+from elastic.saved.layout import Layout  # noqa: E402
 
 TRIES = 11
 WIDTH = 1024

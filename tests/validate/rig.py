@@ -36,9 +36,9 @@ from elastic.base import config as configuration
 from elastic.base.config import Config
 from elastic.base.durable import checksum
 from elastic.base.errors import ElasticError
-from elastic.layout import Layout
 from elastic.local_sgd import AHEAD
-from elastic.replica import Replica, shapes
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
 from elastic.tasks import ByteText
 from elastic.validation import half_width
 from validate import report

@@ -24,14 +24,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import default_collate
 
-from elastic import merge, rounds
+from elastic import rounds
 from elastic.base.config import Config
-from elastic.codec import Encoder, accepted
 from elastic.guards import Moved, Running
-from elastic.layout import Layout
-from elastic.replica import Replica, shapes
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
+from elastic.saved import merge
+from elastic.saved.codec import Encoder, accepted
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
 from elastic.train.device import seed_by
 from elastic.train.group import Group
 from elastic.train.schedule import learning_rate, tokens_at

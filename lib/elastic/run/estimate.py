@@ -22,7 +22,7 @@ ENOUGH = 0.05  # of a round; to stand still for longer is worth a word
 
 @dataclass(frozen=True)
 class Model:
-    """What there is to move; as `elastic.describe` finds it."""
+    """What there is to move; as `elastic.saved.describe` finds it."""
 
     numel: int
     delta_bytes: int

@@ -13,11 +13,11 @@ import time
 import torch
 from torch import nn
 
-from elastic.checkpoint import Checkpoints, read_params
-from elastic.replica import Replica
 from elastic.run.rundir import RunDir
+from elastic.saved.checkpoint import Checkpoints, read_params
+from elastic.saved.replica import Replica
+from elastic.saved.versions import Draft, carried, read_exactly, read_layout
 from elastic.train.group import Group
-from elastic.versions import Draft, carried, read_exactly, read_layout
 
 TRAINED = ("tokens", "samples", "deltas", "loss")
 

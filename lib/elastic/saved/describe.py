@@ -1,4 +1,4 @@
-"""What a run's model is, as JSON: `python -m elastic.describe [--try] CONFIG KEY=VALUE...`.
+"""What a run's model is, as JSON: `python -m elastic.saved.describe [--try] CONFIG KEY=VALUE...`.
 
 A process of its own, because it needs torch and the user's code, and `elastic-submit --dry-run` is
 to say what it can without either. Nothing is allocated: the model is made on the meta device.
@@ -20,10 +20,10 @@ from torch.utils.data import default_collate
 
 from elastic.base import config as configuration
 from elastic.base.errors import ElasticError, Exit
-from elastic.codec import codec
-from elastic.layout import Layout
-from elastic.replica import shapes
 from elastic.run.estimate import Model
+from elastic.saved.codec import codec
+from elastic.saved.layout import Layout
+from elastic.saved.replica import shapes
 from elastic.train.loading import check
 from elastic.train.task import count_tokens, default_optimizer, load_task
 

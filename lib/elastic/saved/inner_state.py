@@ -19,8 +19,8 @@ from safetensors import safe_open
 
 from elastic.base.durable import checksum, read_json, to_json, write_atomic
 from elastic.run.rundir import RunDir
+from elastic.saved.versions import save_tensors
 from elastic.train.group import is_sharded, own_part, sharded_like
-from elastic.versions import save_tensors
 
 RESIDUAL = "residual."
 UNFIT = (TypeError, ValueError, RuntimeError)  # of what is neither a tensor nor JSON

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save, save_file
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError
-from elastic.layout import Layout
 from elastic.run.rundir import RunDir
+from elastic.saved.layout import Layout
 
 # What each commit takes over from the one before.
 CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elastic import versions
 from elastic.base.config import Config
 from elastic.base.errors import UsageError
-from elastic.checkpoint import Checkpoints, read_params
-from elastic.layout import Layout
-from elastic.replica import Replica, shapes
 from elastic.run.rundir import RunDir
+from elastic.saved import versions
+from elastic.saved.checkpoint import Checkpoints, read_params
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
 from elastic.train.group import Group
 from elastic.train.task import Task, load_task
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from elastic.base.errors import UsageError
-from elastic.layout import Layout, Tensor
+from elastic.saved.layout import Layout, Tensor
 
 Fragment = tuple[Tensor, ...]
 Tile = tuple[int, torch.Tensor]  # where it starts in its fragment, and its elements

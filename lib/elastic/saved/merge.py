@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.codec import TILE
-from elastic.layout import Layout
+from elastic.saved.codec import TILE
+from elastic.saved.layout import Layout
 
 Products = tuple[float, float, float]  # b·g, |b|², |g|²: what `cosine` needs
 

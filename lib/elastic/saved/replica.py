@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elastic.base.errors import ElasticError
-from elastic.layout import Layout
+from elastic.saved.layout import Layout
 from elastic.train.group import is_sharded, own_part, part_like, sharded_like
 
 HELD = (torch.float32, torch.bfloat16, torch.float16)  # what float32 holds exactly

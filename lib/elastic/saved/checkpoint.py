@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.layout import Tensor
 from elastic.run.rundir import RunDir
+from elastic.saved.layout import Tensor
 from elastic.train.group import Group
 
 SLOWEST = timedelta(days=1)  # for a write: filesystems get stuck; hangs are found elsewhere
