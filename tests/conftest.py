@@ -16,8 +16,8 @@ from hypothesis import settings
 from elastic.base import config as configuration
 from elastic.base.network import free_port
 from elastic.base.signals import die_with_parent
+from elastic.local.store import Store
 from elastic.run.rundir import Control, Endpoint, RunDir
-from elastic.store import Store
 from helpers import wait_until
 
 os.umask(0o022)  # as bin/elastic has it: what others may write to is refused

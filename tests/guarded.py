@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
-from elastic import guards, rounds
-from elastic.guards import Moved, Reach, Running
+from elastic.local import guards, rounds
+from elastic.local.guards import Moved, Reach, Running
 from elastic.run.records import Header
 from elastic.saved import merge
 from elastic.saved.layout import Layout

@@ -7,13 +7,13 @@ version v starts from `base(v)` (bf16, as published) and ends wherever a test wa
 import torch
 
 from elastic.averaging import Averager, Checked
+from elastic.local.transport import Transport, fragment_name
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import codec
 from elastic.saved.layout import Layout
 from elastic.saved.merge import Outer
 from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
-from elastic.transport import Transport, fragment_name
 
 SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
 FRAGMENT_BYTES = 64  # three fragments: 12, 5 and 13 elements

@@ -25,11 +25,11 @@ from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.sched import Job, parse_job_name
 from elastic.jobs.sched_local import LocalScheduler
+from elastic.local.store import Store
+from elastic.local.transport import checksum
 from elastic.run.audit import audit
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
-from elastic.store import Store
-from elastic.transport import checksum
 from helpers import PATIENCE, ROOT, elastic, environment
 
 TESTS = Path(__file__).resolve().parent

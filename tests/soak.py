@@ -28,9 +28,9 @@ from elastic import views
 from elastic.base.config import TIME, parse
 from elastic.base.durable import read_json
 from elastic.base.errors import TryAgain
+from elastic.local.store import Store
 from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox, Shape
-from elastic.store import Store
 from helpers import ROOT, elastic, environment, wait_until
 from running import TESTS, toml
 

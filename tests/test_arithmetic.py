@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic.arithmetic import DeltaLost
-from elastic.transport import fragment_name
+from elastic.local.transport import fragment_name
 from merging import COMMIT, Rounds
 
 SIZE = 30

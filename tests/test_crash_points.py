@@ -32,6 +32,8 @@ from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
 from elastic.link import Place
+from elastic.local.store import Ask, Store
+from elastic.local.transport import Transport, fragment_name
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
 from elastic.run.audit import audit
@@ -40,9 +42,7 @@ from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.saved import inner_state, versions
 from elastic.saved.checkpoint import Checkpoints
 from elastic.saved.versions import read_layout, read_params
-from elastic.store import Ask, Store
 from elastic.train.group import Group
-from elastic.transport import Transport, fragment_name
 from tiny_task import Samples
 
 SAMPLES, BATCH, STEPS = 20, 2, 2  # three rounds of two workers, the last a short one

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic import transport
 from elastic.base.errors import ElasticError
 from elastic.exchange import Exchange, read_ahead
+from elastic.local import transport
 from elastic.saved import versions
 from elastic.saved.replica import Replica
 from elastic.train.group import Group

@@ -24,13 +24,13 @@ import test_crash_points as played
 from crashing import World, in_child
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.local.transport import Damaged, Transport
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.saved.versions import read_layout, read_params
 from elastic.train.group import Group
-from elastic.transport import Damaged, Transport
 from test_crash_points import SAMPLES, Turns, Worker, assert_sound, create_version_0, inner, live
 
 server, world, settings = played.server, played.world, played.settings

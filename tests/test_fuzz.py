@@ -17,14 +17,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic import transport
 from elastic.averaging import Averager
+from elastic.local import transport
+from elastic.local.store import Ask
+from elastic.local.transport import checksum, fragment_name
 from elastic.master import MOST_REASON, Master, Round
 from elastic.run.ledger import Ledger
 from elastic.run.records import Fragment, Header
 from elastic.saved.codec import CODECS
-from elastic.store import Ask
-from elastic.transport import checksum, fragment_name
 from merging import Rounds
 
 HEADERS = 100_000

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic import guards
-from elastic.guards import Moved, Reach, Running
+from elastic.local import guards
+from elastic.local.guards import Moved, Reach, Running
 from guarded import Run, Told, World
 from helpers import PATIENCE
 from running import running

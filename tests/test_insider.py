@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from elastic.base.errors import TryAgain
+from elastic.local.store import Store
 from elastic.saved.versions import read_layout, read_params, split
-from elastic.store import Store
 from helpers import ROOT
 from insider import ATTACKS
 from running import Running, running

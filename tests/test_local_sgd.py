@@ -12,8 +12,8 @@ import pytest
 from elastic import local_sgd
 from elastic.base.errors import ElasticError
 from elastic.link import Link, Place
+from elastic.local.transport import Transport
 from elastic.local_sgd import LocalSGD
-from elastic.transport import Transport
 
 
 def hidden(for_looks: int) -> SimpleNamespace:

@@ -14,13 +14,13 @@ import sys
 import pytest
 import torch
 
-from elastic import rounds
 from elastic.arithmetic import DeltaLost
-from elastic.rounds import Facts, Verdict
+from elastic.local import rounds
+from elastic.local.rounds import Facts, Verdict
+from elastic.local.transport import fragment_name
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from elastic.saved.versions import Draft
-from elastic.transport import fragment_name
 from helpers import ROOT
 from merging import Rounds, read_outer
 

@@ -27,11 +27,11 @@ from elastic.base import config as configuration
 from elastic.base.durable import append_line, check_private, make_folder, write_atomic
 from elastic.base.errors import ElasticError
 from elastic.jobs.sched_local import LocalScheduler
+from elastic.local.transport import Transport
 from elastic.run.rundir import FOLDERS, SECRETS, Control, RunDir
 from elastic.saved import checkpoint, inner_state
 from elastic.saved.checkpoint import Checkpoints
 from elastic.train.group import Group
-from elastic.transport import Transport
 from forks import NOBODY, as_nobody, share, start_child
 from helpers import elastic, environment
 

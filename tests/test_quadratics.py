@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from elastic import rounds
-from elastic.guards import Moved, Running
+from elastic.local import rounds
+from elastic.local.guards import Moved, Running
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from test_rounds import header

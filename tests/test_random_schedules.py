@@ -18,15 +18,15 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from elastic import rounds
 from elastic.averaging import Averager, Checked
 from elastic.base.errors import Fenced, TryAgain
 from elastic.jobs import history, plan, reconcile
+from elastic.local import rounds
+from elastic.local.rounds import Verdict
+from elastic.local.store import Ask, Store
 from elastic.master import Master, Round
-from elastic.rounds import Verdict
 from elastic.run.ledger import Ledger, Ranges
 from elastic.run.rundir import Endpoint
-from elastic.store import Ask, Store
 from schedules import jobs, training
 from schedules.actors import Violation
 from schedules.memory_redis import Client, Server

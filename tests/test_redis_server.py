@@ -23,8 +23,8 @@ from elastic import redis_server
 from elastic.base import network
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address, free_port, interfaces
+from elastic.local.store import Store, Useless
 from elastic.run.rundir import SECRETS, RunDir
-from elastic.store import Store, Useless
 from helpers import ROOT, borrowing_venv, wait_until
 
 WITHOUT_TLS = """#!/bin/bash

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from elastic import status
 from elastic.base.errors import Fenced
+from elastic.local.store import Ask, Store
+from elastic.local.transport import Transport, fragment_name
 from elastic.run.ledger import count
 from elastic.run.records import Header
 from elastic.saved.versions import read_layout
-from elastic.store import Ask, Store
-from elastic.transport import Transport, fragment_name
 from running import Running, running
 
 SLOT = 7

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic import rounds
-from elastic.guards import MEMORY_ROUNDS, Moved, Running
-from elastic.rounds import Facts, Move, Share, Verdict, View
+from elastic.local import rounds
+from elastic.local.guards import MEMORY_ROUNDS, Moved, Running
+from elastic.local.rounds import Facts, Move, Share, Verdict, View
 from elastic.run import membership
 from elastic.run.records import MAX_FRAGMENTS, Fragment, Header
 

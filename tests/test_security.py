@@ -32,9 +32,9 @@ from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.jobs.sched_slurm import SlurmScheduler
+from elastic.local.store import Ask, Store
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.saved import inner_state
-from elastic.store import Ask, Store
 from forks import NOBODY, as_nobody, share
 from helpers import elastic, environment, listening, wait_until
 from running import Running, command_line, members, running

@@ -11,8 +11,8 @@ import pytest
 
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port
+from elastic.local.store import EVENTS_KEPT, Ask, Store, Useless
 from elastic.run.rundir import Endpoint
-from elastic.store import EVENTS_KEPT, Ask, Store, Useless
 from helpers import wait_until
 
 FIELDS = {

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.records import Fragment
-from elastic.transport import Damaged, Transport, fragment_name
 
 NAME = fragment_name((7, 2, 123), 4)
 
@@ -125,7 +125,7 @@ def test_a_folder_that_is_pruned_while_one_writes_to_it_is_no_crash(run, monkeyp
         path.parent.rmdir()
         raise FileNotFoundError(str(path))
 
-    monkeypatch.setattr("elastic.transport.replace_quickly", pruned)
+    monkeypatch.setattr("elastic.local.transport.replace_quickly", pruned)
     fragment = Transport(run).put(NAME, view(10))
     with pytest.raises(Damaged):
         get(Transport(run), NAME, fragment)

@@ -33,9 +33,9 @@ from elastic.base.network import free_port, node_name
 from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, install, name_of
 from elastic.jobs.command import STACKS, expand
 from elastic.jobs.slurm_info import notice_here
+from elastic.local.store import Store
 from elastic.run import wording
 from elastic.run.rundir import RunDir
-from elastic.store import Store
 
 TAIL_BYTES = 8192  # the last words of a trainer
 MOST_READ = 1 << 20  # more than a pipe holds; who says more is heard the next time

@@ -19,13 +19,13 @@ import torch
 
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
+from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.estimate import THREADS
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir
 from elastic.saved import merge
 from elastic.saved.codec import Tile, accepted, as_bytes, codec_of
 from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
-from elastic.transport import Damaged, Transport, fragment_name
 
 
 class DeltaLost(ElasticError):

@@ -3,16 +3,16 @@
 import math
 from dataclasses import dataclass
 
-from elastic import guards, rounds
 from elastic.arithmetic import Arithmetic, Recipe
 from elastic.base.config import Config
-from elastic.guards import Moved, Running
+from elastic.local import guards, rounds
+from elastic.local.guards import Moved, Running
+from elastic.local.transport import fragment_name
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir
 from elastic.saved import merge
 from elastic.saved.codec import accepted, codec_of
 from elastic.saved.versions import Draft, read_layout
-from elastic.transport import fragment_name
 
 
 @dataclass(frozen=True)

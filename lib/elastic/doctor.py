@@ -219,7 +219,7 @@ def _redis(facts: dict) -> str:
 
 
 def _ask_site(url: str, facts: dict) -> str:
-    from elastic.store import Store
+    from elastic.local.store import Store
 
     store = Store.connect(Endpoint("", 0, 0, url), "", "doctor")
     before = time.time()

@@ -19,9 +19,9 @@ from typing import TypeVar
 from elastic.base.config import env
 from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
+from elastic.local.store import Ask, Store
 from elastic.run.ledger import Range
 from elastic.run.rundir import RunDir
-from elastic.store import Ask, Store
 
 POLL_S = 1.0
 RETRY_S = 0.5

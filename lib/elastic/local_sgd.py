@@ -28,13 +28,14 @@ from functools import partial
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from elastic import guards, rounds
 from elastic.base.durable import insist, until_written
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice, install
 from elastic.courier import Courier
 from elastic.exchange import Exchange
 from elastic.link import Link, Place
+from elastic.local import guards, rounds
+from elastic.local.transport import Transport, fragment_name
 from elastic.run import estimate
 from elastic.run.ledger import Range, count, take
 from elastic.run.records import Fragment, Header
@@ -49,7 +50,6 @@ from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.loading import Loader
 from elastic.train.schedule import learning_rate, tokens_at
-from elastic.transport import Transport, fragment_name
 
 DRY_S = 0.5  # between two asks when no samples are free
 UNSEEN_S = 120.0  # how long a filesystem may hide a version

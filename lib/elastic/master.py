@@ -24,7 +24,6 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from elastic import guards, rounds
 from elastic.arithmetic import DeltaLost
 from elastic.averaging import Averager, Checked
 from elastic.base.config import Config, elastic_home, env
@@ -32,15 +31,16 @@ from elastic.base.durable import PASSING, SPACE_S, exists
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import bind_address, node_name
 from elastic.base.signals import Notice
+from elastic.local import guards, rounds
+from elastic.local.rounds import Facts, Move, Verdict
+from elastic.local.store import Ask, Listener, Store, Useless
 from elastic.redis_server import RedisServer, connect, start
-from elastic.rounds import Facts, Move, Verdict
 from elastic.run.estimate import THREADS
 from elastic.run.ledger import Ledger, count
 from elastic.run.membership import Slot, expected, live
 from elastic.run.records import Header
 from elastic.run.rundir import Endpoint, RunDir
 from elastic.saved.versions import carried, prune, remove_drafts
-from elastic.store import Ask, Listener, Store, Useless
 
 TICK_S = 0.5
 LOOK_S = 0.02  # at what is being checked

@@ -11,9 +11,9 @@ from copy import copy
 from dataclasses import dataclass
 from math import ceil, inf
 
-from elastic import rounds
 from elastic.jobs.history import MASTER, WORKER, JobSeen
 from elastic.jobs.plan import SUBMIT
+from elastic.local import rounds
 from elastic.played import Change, Costs, Job, Play, nothing
 from elastic.run.goodput import Work
 

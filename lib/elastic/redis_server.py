@@ -27,8 +27,8 @@ from elastic.base.durable import make_folder, write_atomic
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import free_port, listens
 from elastic.base.signals import die_with_parent
+from elastic.local.store import Store
 from elastic.run.rundir import SECRETS, Endpoint, RunDir
-from elastic.store import Store
 
 OLDEST = (6, 0)
 KNOWS_CHANNELS = (6, 2)  # before, a worker may announce what it likes: that costs others a look

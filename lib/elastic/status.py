@@ -22,7 +22,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER
 from elastic.jobs.sched import Job, cluster_of, parse_job_name, scheduler_of
-from elastic.rounds import inner_steps
+from elastic.local.rounds import inner_steps
 from elastic.run import membership, wording
 from elastic.run.audit import read_checkpoints
 from elastic.run.rundir import RunDir
@@ -254,7 +254,7 @@ def _next(run: RunDir, jobs: Listing, now: float) -> str:
 
 def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict], dict]:
     """The workers and the master's own words; both from Redis, if that answers."""
-    from elastic.store import Store  # a third of the time that status takes, and only here
+    from elastic.local.store import Store  # a third of the time that status takes, and only here
 
     try:
         with contextlib.closing(Store.open(run, NOT_REACHED_S)) as store:

@@ -25,13 +25,13 @@ from figures import ROOT, cpu_seconds, record, scratch
 sys.path.insert(0, str(ROOT / "lib"))
 from elastic.base import config as configuration  # noqa: E402
 from elastic.base.errors import TryAgain  # noqa: E402
+from elastic.local.store import Ask, Store  # noqa: E402
+from elastic.local.transport import Transport, fragment_name  # noqa: E402
 from elastic.run.records import Header  # noqa: E402
 from elastic.run.rundir import Control, RunDir  # noqa: E402
 from elastic.saved.codec import codec  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
 from elastic.saved.versions import Draft  # noqa: E402
-from elastic.store import Ask, Store  # noqa: E402
-from elastic.transport import Transport, fragment_name  # noqa: E402
 
 ROUNDS = 5
 LAYOUT = Layout.of([("weight", (64,))], 1 << 20)

@@ -28,8 +28,8 @@ from figures import ROOT, record  # noqa: E402
 from conftest import start_redis  # noqa: E402
 from elastic.base import config as configuration  # noqa: E402
 from elastic.jobs.sched import job_name  # noqa: E402
+from elastic.local.store import Store  # noqa: E402
 from elastic.run.rundir import Control, Endpoint, RunDir  # noqa: E402
-from elastic.store import Store  # noqa: E402
 from helpers import environment  # noqa: E402
 
 TRIES = 5

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import redis
 
-from elastic import store
+from elastic.local import store
 
 
 class Server:
@@ -76,7 +76,7 @@ class Server:
     def xadd(self, key: str, fields: dict, maxlen: int) -> None:
         pass
 
-    # ---- the scripts of elastic.store
+    # ---- the scripts of elastic.local.store
 
     def held(self, attempts: str, slot, attempt) -> int:
         newest = self.hget(attempts, slot)

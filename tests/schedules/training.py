@@ -26,14 +26,14 @@ from elastic.arithmetic import DeltaLost, Recipe
 from elastic.averaging import Averager, Checked
 from elastic.base import signals
 from elastic.base.errors import ElasticError, Fenced
-from elastic.guards import Running
 from elastic.link import Link, Place
+from elastic.local.guards import Running
+from elastic.local.store import Store
 from elastic.local_sgd import LocalSGD
 from elastic.master import Master
 from elastic.run.ledger import count
 from elastic.run.records import Fragment, Header
 from elastic.run.rundir import Control, Endpoint, RunDir
-from elastic.store import Store
 from schedules.actors import Actor, Cast, Violation, must, operations
 from schedules.memory_redis import Client, Server
 

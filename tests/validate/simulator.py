@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import default_collate
 
-from elastic import rounds
 from elastic.base.config import Config
-from elastic.guards import Moved, Running
+from elastic.local import rounds
+from elastic.local.guards import Moved, Running
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
 from elastic.saved import merge

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic.guards import Moved, Running, clips
+from elastic.local.guards import Moved, Running, clips
 from elastic.run.ledger import count
 from elastic.run.records import Header
 
