@@ -109,7 +109,7 @@ class Running:
         known = {
             "trainer": "elastic.train.start worker",
             "master": "elastic.train.start master",
-            "agent": "elastic.agent",
+            "agent": "elastic.local.worker.agent",
             "redis": "redis-server",
         }
         words = known.get(kind, kind)

@@ -140,7 +140,7 @@ def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
         "elastic.cli",
         "elastic.status",
         "elastic.jobs.reconcile",
-        "elastic.agent",
+        "elastic.local.worker.agent",
     ],
 )
 def test_what_runs_under_cron_and_on_login_nodes_never_loads_torch(module):

@@ -26,15 +26,16 @@ from torch import nn
 
 from conftest import start_redis
 from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
-from elastic import agent, arithmetic, exchange, link, local_sgd, master
-from elastic.agent import Agent
+from elastic import arithmetic, master
 from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
-from elastic.link import Place
 from elastic.local.store import Ask, Store
 from elastic.local.transport import Transport, fragment_name
-from elastic.local_sgd import LocalSGD
+from elastic.local.worker import agent, exchange, link, local_sgd
+from elastic.local.worker.agent import Agent
+from elastic.local.worker.link import Place
+from elastic.local.worker.local_sgd import LocalSGD
 from elastic.master import Master
 from elastic.run.audit import audit
 from elastic.run.records import Header

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from elastic.base.errors import ElasticError
-from elastic.exchange import Exchange, read_ahead
 from elastic.local import transport
+from elastic.local.worker.exchange import Exchange, read_ahead
 from elastic.saved import versions
 from elastic.saved.replica import Replica
 from elastic.train.group import Group
@@ -140,7 +140,7 @@ def test_each_rank_moves_its_own_fragments(open_rounds, monkeypatch):
         read[index] = read.get(index, 0) + 1
         return real(run, commit, layout, index)
 
-    monkeypatch.setattr("elastic.exchange.read_params", counted)
+    monkeypatch.setattr("elastic.local.worker.exchange.read_params", counted)
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()

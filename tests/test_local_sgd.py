@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic import local_sgd
 from elastic.base.errors import ElasticError
-from elastic.link import Link, Place
 from elastic.local.transport import Transport
-from elastic.local_sgd import LocalSGD
+from elastic.local.worker import local_sgd
+from elastic.local.worker.link import Link, Place
+from elastic.local.worker.local_sgd import LocalSGD
 
 
 def hidden(for_looks: int) -> SimpleNamespace:

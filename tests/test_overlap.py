@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic.courier import Courier
+from elastic.local.worker.courier import Courier
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from running import running

@@ -9,7 +9,7 @@ import importlib
 
 __version__ = "0.1.0"
 HOMES = {
-    "elastic.local_sgd": "LocalSGD",
+    "elastic.local.worker.local_sgd": "LocalSGD",
     "elastic.jobs.slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
     "elastic.train.health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
                       "check_gpu_health shield_workers",

@@ -253,7 +253,7 @@ def pids(folder: Path, module: str) -> list[int]:
 def kill(folder: Path) -> None:
     for module in (
         "elastic.train.start master",
-        "elastic.agent",
+        "elastic.local.worker.agent",
         "elastic.train.start worker",
     ):
         for pid in pids(folder, module):

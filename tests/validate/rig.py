@@ -36,7 +36,7 @@ from elastic.base import config as configuration
 from elastic.base.config import Config
 from elastic.base.durable import checksum
 from elastic.base.errors import ElasticError
-from elastic.local_sgd import AHEAD
+from elastic.local.worker.local_sgd import AHEAD
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.tasks import ByteText

@@ -27,6 +27,7 @@ from torch.utils.data import default_collate
 from elastic.base.config import Config
 from elastic.local import rounds
 from elastic.local.guards import Moved, Running
+from elastic.local.worker.worker import train
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
 from elastic.saved import merge
@@ -37,7 +38,6 @@ from elastic.train.device import seed_by
 from elastic.train.group import Group
 from elastic.train.schedule import learning_rate, tokens_at
 from elastic.train.task import count_tokens, default_optimizer
-from elastic.worker import train
 from merging import read_outer
 
 CPU = torch.device("cpu")

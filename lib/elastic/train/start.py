@@ -19,7 +19,7 @@ from elastic.base.signals import install
 PROGRAMS = {
     "master": "elastic.master",
     "trainer": "elastic.trainer",
-    "worker": "elastic.worker",
+    "worker": "elastic.local.worker.worker",
 }
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 from elastic.base.errors import ElasticError, Exit
 from elastic.base.signals import Notice
-from elastic.link import Place
-from elastic.local_sgd import LocalSGD
+from elastic.local.worker.link import Place
+from elastic.local.worker.local_sgd import LocalSGD
 from elastic.train.device import (
     build_model,
     choose_device,

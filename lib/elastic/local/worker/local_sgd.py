@@ -31,11 +31,11 @@ from torch.utils.data import Dataset, default_collate
 from elastic.base.durable import insist, until_written
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice, install
-from elastic.courier import Courier
-from elastic.exchange import Exchange
-from elastic.link import Link, Place
 from elastic.local import guards, rounds
 from elastic.local.transport import Transport, fragment_name
+from elastic.local.worker.courier import Courier
+from elastic.local.worker.exchange import Exchange
+from elastic.local.worker.link import Link, Place
 from elastic.run import estimate
 from elastic.run.ledger import Range, count, take
 from elastic.run.records import Fragment, Header
