@@ -6,7 +6,7 @@ version v starts from `base(v)` (bf16, as published) and ends wherever a test wa
 
 import torch
 
-from elastic.averaging import Averager, Checked
+from elastic.local.master.averaging import Averager, Checked
 from elastic.local.transport import Transport, fragment_name
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic.arithmetic import DeltaLost
+from elastic.local.master.arithmetic import DeltaLost
 from elastic.local.transport import fragment_name
 from merging import COMMIT, Rounds
 

@@ -26,17 +26,17 @@ from torch import nn
 
 from conftest import start_redis
 from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, try_all
-from elastic import arithmetic, master
 from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
+from elastic.local.master import arithmetic, master
+from elastic.local.master.master import Master
 from elastic.local.store import Ask, Store
 from elastic.local.transport import Transport, fragment_name
 from elastic.local.worker import agent, exchange, link, local_sgd
 from elastic.local.worker.agent import Agent
 from elastic.local.worker.link import Place
 from elastic.local.worker.local_sgd import LocalSGD
-from elastic.master import Master
 from elastic.run.audit import audit
 from elastic.run.records import Header
 from elastic.run.rundir import Control, Endpoint, RunDir

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic.averaging import Averager
 from elastic.local import transport
+from elastic.local.master.averaging import Averager
+from elastic.local.master.master import MOST_REASON, Master, Round
 from elastic.local.store import Ask
 from elastic.local.transport import checksum, fragment_name
-from elastic.master import MOST_REASON, Master, Round
 from elastic.run.ledger import Ledger
 from elastic.run.records import Fragment, Header
 from elastic.saved.codec import CODECS

@@ -14,8 +14,8 @@ import sys
 import pytest
 import torch
 
-from elastic.arithmetic import DeltaLost
 from elastic.local import rounds
+from elastic.local.master.arithmetic import DeltaLost
 from elastic.local.rounds import Facts, Verdict
 from elastic.local.transport import fragment_name
 from elastic.saved import merge
@@ -203,7 +203,7 @@ def test_a_master_does_not_import_the_compiler():
     """It would take every new master a second and a half, at its first commit."""
     script = """if True:
         import sys, torch
-        import elastic.master, elastic.averaging
+        import elastic.local.master.master, elastic.local.master.averaging
         from elastic.saved.layout import Layout
         from elastic.saved.merge import Outer
         layout = Layout.of([("w", (3,))], 100)

@@ -22,11 +22,11 @@ import torch
 
 import test_versions
 from checkpoint_ranks import make, train
-from elastic import redis_server
 from elastic.base import config as configuration
 from elastic.base.durable import append_line, check_private, make_folder, write_atomic
 from elastic.base.errors import ElasticError
 from elastic.jobs.sched_local import LocalScheduler
+from elastic.local.master import redis_server
 from elastic.local.transport import Transport
 from elastic.run.rundir import FOLDERS, SECRETS, Control, RunDir
 from elastic.saved import checkpoint, inner_state

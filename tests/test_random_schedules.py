@@ -18,13 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from elastic.averaging import Averager, Checked
 from elastic.base.errors import Fenced, TryAgain
 from elastic.jobs import history, plan, reconcile
 from elastic.local import rounds
+from elastic.local.master.averaging import Averager, Checked
+from elastic.local.master.master import Master, Round
 from elastic.local.rounds import Verdict
 from elastic.local.store import Ask, Store
-from elastic.master import Master, Round
 from elastic.run.ledger import Ledger, Ranges
 from elastic.run.rundir import Endpoint
 from schedules import jobs, training
@@ -158,8 +158,8 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
     master.config = SimpleNamespace(local_sgd=SimpleNamespace(max_staleness=0))
     master.notice = master._averager = None
     master._begin_round = master._publish_state = lambda *_, **__: None
-    monkeypatch.setattr("elastic.master.remove_drafts", lambda *_: None)
-    monkeypatch.setattr("elastic.master.Averager", lambda *_: None)
+    monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
+    monkeypatch.setattr("elastic.local.master.master.Averager", lambda *_: None)
     master._open_run()
     assert list(master._ledger.held[3, 1]) == [(0, 22, 30)]
     assert dropped == [(5, ["1:1"])], "what is merged is not judged again"
@@ -180,7 +180,7 @@ def test_a_run_is_not_opened_before_all_of_its_commits_are_seen(master, monkeypa
     master.epoch, master._round = 1, None
     master.run = SimpleNamespace(newest_commit=lambda: newest, newest_epoch=lambda: 1,
                                  path=Path("/nowhere"), commits=lambda: seen)  # fmt: skip
-    monkeypatch.setattr("elastic.master.remove_drafts", lambda *_: None)
+    monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
     master._open_run()
     assert master._round is None
 

@@ -19,10 +19,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from elastic import redis_server
 from elastic.base import network
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address, free_port, interfaces
+from elastic.local.master import redis_server
 from elastic.local.store import Store, Useless
 from elastic.run.rundir import SECRETS, RunDir
 from helpers import ROOT, borrowing_venv, wait_until

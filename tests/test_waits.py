@@ -11,8 +11,8 @@ from elastic.base.signals import Notice
 from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import Job, JobSpec
 from elastic.jobs.sched_slurm import sbatch_argv
+from elastic.local.master.master import Master, Round
 from elastic.local.worker.agent import SILENT, Agent, Trainer
-from elastic.master import Master, Round
 from elastic.run.ledger import Ledger
 from elastic.run.membership import Slot
 from elastic.run.rundir import Control, RunDir

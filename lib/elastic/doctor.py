@@ -204,7 +204,7 @@ def filesystem_of(path: Path) -> str:
 
 def _redis(facts: dict) -> str:
     """What the run's redis-server is, which has been tried; the site's is asked for the time."""
-    from elastic import redis_server
+    from elastic.local.master import redis_server
 
     config = facts["config"]
     if config.run.mode == "sync":
@@ -357,7 +357,7 @@ def _check_untouched(path: Path, force: bool) -> None:
 
 
 def _server(_facts: dict) -> str:
-    from elastic import redis_server
+    from elastic.local.master import redis_server
 
     return redis_server.find()
 

@@ -163,7 +163,9 @@ def _check_root(root: Path, config: Config) -> None:
 
 def _check_redis(config: Config) -> None:
     if config.run.mode == "local" and not config.redis.url:
-        from elastic import redis_server  # and with it redis, which a cron pass has no use for
+        from elastic.local.master import (
+            redis_server,  # and with it redis, which a cron pass has no use for
+        )
 
         redis_server.find(config.redis.server)
 

@@ -20,18 +20,18 @@ from unittest import mock
 import redis
 import torch
 
-from elastic import averaging, master
-from elastic.arithmetic import DeltaLost, Recipe
-from elastic.averaging import Averager, Checked
 from elastic.base import signals
 from elastic.base.errors import ElasticError, Fenced
 from elastic.local.guards import Running
+from elastic.local.master import averaging, master
+from elastic.local.master.arithmetic import DeltaLost, Recipe
+from elastic.local.master.averaging import Averager, Checked
+from elastic.local.master.master import Master
 from elastic.local.store import Store
 from elastic.local.worker import agent, link, local_sgd
 from elastic.local.worker.agent import SILENT, Agent
 from elastic.local.worker.link import Link, Place
 from elastic.local.worker.local_sgd import LocalSGD
-from elastic.master import Master
 from elastic.run.ledger import count
 from elastic.run.records import Fragment, Header
 from elastic.run.rundir import Control, Endpoint, RunDir

@@ -17,7 +17,7 @@ from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import install
 
 PROGRAMS = {
-    "master": "elastic.master",
+    "master": "elastic.local.master.master",
     "trainer": "elastic.trainer",
     "worker": "elastic.local.worker.worker",
 }

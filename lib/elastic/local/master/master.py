@@ -24,17 +24,17 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from elastic.arithmetic import DeltaLost
-from elastic.averaging import Averager, Checked
 from elastic.base.config import Config, elastic_home, env
 from elastic.base.durable import PASSING, SPACE_S, exists
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import bind_address, node_name
 from elastic.base.signals import Notice
 from elastic.local import guards, rounds
+from elastic.local.master.arithmetic import DeltaLost
+from elastic.local.master.averaging import Averager, Checked
+from elastic.local.master.redis_server import RedisServer, connect, start
 from elastic.local.rounds import Facts, Move, Verdict
 from elastic.local.store import Ask, Listener, Store, Useless
-from elastic.redis_server import RedisServer, connect, start
 from elastic.run.estimate import THREADS
 from elastic.run.ledger import Ledger, count
 from elastic.run.membership import Slot, expected, live

@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from elastic.arithmetic import Arithmetic, Recipe
 from elastic.base.config import Config
 from elastic.local import guards, rounds
 from elastic.local.guards import Moved, Running
+from elastic.local.master.arithmetic import Arithmetic, Recipe
 from elastic.local.transport import fragment_name
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir
