@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from elastic import keepalive
-from elastic.keepalive import Keepalive
+from elastic.sync import keepalive
+from elastic.sync.keepalive import Keepalive
 from helpers import ROOT, wait_until
 
 # In a network of its own, where "off" is what a node without power looks like from outside.

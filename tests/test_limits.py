@@ -307,7 +307,7 @@ def test_logs_beyond_all_measure_are_copied_in_bounded_memory(tmp_path: Path, mo
                 "elastic.max_failures": 1, "sync.crash_retries": 0}  # fmt: skip
     with running(tmp_path, settings) as run:
         run.until((tmp_path / "said").exists, 60, "all is said, so all has been read")
-        copier = run.pids("agent" if mode == "local" else "elastic.launch")[0]
+        copier = run.pids("agent" if mode == "local" else "elastic.sync.launch")[0]
         words = Path(f"/proc/{copier}/status").read_text().split()
         peak_kb = int(words[words.index("VmHWM:") + 1])
         assert peak_kb < 90_000, peak_kb

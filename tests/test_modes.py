@@ -159,7 +159,7 @@ def kill_all_of(run: Running, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "victims",
-    [("trainer", "elastic.train.start trainer"), ("master", "elastic.launch")],
+    [("trainer", "elastic.train.start trainer"), ("master", "elastic.sync.launch")],
     ids=["work", "lead"],
 )
 def test_a_kill_at_either_switch_loses_and_repeats_nothing(tmp_path, victims):

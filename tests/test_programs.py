@@ -216,7 +216,7 @@ def test_without_cron_the_job_has_a_successor_that_starts(tmp_path: Path):
     with running(tmp_path, program(tmp_path, text)) as run:
         wait_until(lambda: said(run, "from 0"), 60, "it trains")  # nobody passes from here on
         wait_until(lambda: len(queue(run)) == 2, 60, "a successor waits")
-        run.kill("elastic.launch")
+        run.kill("elastic.sync.launch")
         wait_until(lambda: said(run, "from 1"), 60, "the successor trains")
 
 

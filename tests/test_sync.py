@@ -19,8 +19,8 @@ from elastic.base.durable import read_json
 from elastic.base.errors import Exit
 from elastic.run.shuffle import Shuffle
 from elastic.saved.checkpoint import Checkpoints
+from elastic.sync.trainer import NOTICE, State, Trainer
 from elastic.train.group import Group
-from elastic.trainer import NOTICE, State, Trainer
 from helpers import elastic, environment
 from running import Running, members, running
 
@@ -272,7 +272,7 @@ def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(run_of_a_ran
         asked.append(window_s)
         return since + 330
 
-    monkeypatch.setattr("elastic.trainer.kill_at", kill_at)
+    monkeypatch.setattr("elastic.sync.trainer.kill_at", kill_at)
     assert (trainer._left_s(20.0), asked) == (29.0, [])
     assert 320 < trainer._left_s(45.0) <= 330
     assert asked == [29.0]

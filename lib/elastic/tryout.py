@@ -20,13 +20,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from elastic import launch, submission
+from elastic import submission
 from elastic.base import durable, proc, signals
 from elastic.base.config import clean_environment, env, runs_root
 from elastic.base.errors import ElasticError
 from elastic.diagnosis import Unknown
 from elastic.jobs import sched_slurm
 from elastic.jobs.sched import Job, JobSpec
+from elastic.sync import launch
 
 NODES, RANKS = 2, 4
 LIMIT_S, QUERY_S = 600.0, 10.0  # in the queue, and of the job; between looks at it

@@ -18,7 +18,7 @@ from elastic.base.signals import install
 
 PROGRAMS = {
     "master": "elastic.local.master.master",
-    "trainer": "elastic.trainer",
+    "trainer": "elastic.sync.trainer",
     "worker": "elastic.local.worker.worker",
 }
 

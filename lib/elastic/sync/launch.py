@@ -1,6 +1,6 @@
 """The launcher of a synchronous job: starts the ranks, starts them again, and says how it ended.
 
-    python -m elastic.launch RUNDIR      (bin/elastic-trainer, the command of a trainer job)
+    python -m elastic.sync.launch RUNDIR      (bin/elastic-trainer, the command of a trainer job)
 
 It claims an attempt, which fences older jobs of the run, and starts one trainer per GPU:
 on this machine as child processes, in a Slurm job through one `srun`. A notice goes to the ranks
@@ -38,9 +38,9 @@ from elastic.jobs.slurm_info import (
     resume_paths,
     with_end_time,
 )
-from elastic.keepalive import Keepalive
 from elastic.run import wording
 from elastic.run.rundir import RunDir
+from elastic.sync.keepalive import Keepalive
 
 TAIL_LINES = 60
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
