@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# probe.sh FOLDER: a rank of the job of `elastic-doctor --try` (lib/elastic/tryout.py).
+# probe.sh FOLDER: a rank of the job of `elastic-doctor --try` (lib/elastic/people/tryout.py).
 #
 # It writes what it sees of its node, waits for a file, and from then on says on stderr what happens to
 # it. Rank 0 holds a lock, which the others look for; the last rank kills itself.

@@ -24,11 +24,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic import views
 from elastic.base.config import TIME, parse
 from elastic.base.durable import read_json
 from elastic.base.errors import TryAgain
 from elastic.local.store import Store
+from elastic.people import views
 from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox, Shape
 from helpers import ROOT, elastic, environment, wait_until

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic import status
 from elastic.base import config as configuration
 from elastic.base.errors import UsageError
 from elastic.base.network import free_port
+from elastic.people import status
 from helpers import ROOT, elastic, environment
 from running import SETTINGS, TESTS, kill_all, members, running, toml
 

@@ -138,7 +138,7 @@ def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
     "module",
     [
         "elastic.cli",
-        "elastic.status",
+        "elastic.people.status",
         "elastic.jobs.reconcile",
         "elastic.local.worker.agent",
     ],

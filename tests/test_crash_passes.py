@@ -16,13 +16,13 @@ import pytest
 
 import crashing
 from crashing import KILLED, REFUSED, UNANSWERED, WAYS, Edge, Point, World, report, try_all
-from elastic import submission
 from elastic.base import config
 from elastic.base.durable import to_json, write_atomic
 from elastic.base.errors import TryAgain
 from elastic.jobs.history import SETTLE_S
 from elastic.jobs.reconcile import UNSURE_S, _Pass, run_pass
 from elastic.jobs.sched import Job, Unsure, parse_job_name
+from elastic.people import submission
 from elastic.run import rundir
 from elastic.run.rundir import Control, RunDir
 

@@ -7,7 +7,7 @@ import pytest
 
 from elastic.base import config as configuration
 from elastic.base.errors import ElasticError
-from elastic.diagnosis import (
+from elastic.people.diagnosis import (
     FAIL,
     OK,
     SKIP,
@@ -19,7 +19,7 @@ from elastic.diagnosis import (
     preempt_mode,
     propose,
 )
-from elastic.doctor import off_s, site_text
+from elastic.people.doctor import off_s, site_text
 from elastic.run.estimate import Save
 from elastic.run.records import Node, gpus_of
 

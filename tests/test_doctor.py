@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elastic import doctor, tryout
 from elastic.base import config as configuration
 from elastic.base import network
 from elastic.base.errors import UsageError
 from elastic.cli import elastic as commands
+from elastic.people import doctor, tryout
 from elastic.run.estimate import Save
 from elastic.sandbox import Sandbox
 from forks import as_nobody

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic import status
+from elastic.people import status
 from helpers import elastic, environment, wait_until
 from running import TESTS, Running, members, running, second_master
 

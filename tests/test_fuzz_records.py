@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic import timeline, trace
+from elastic import trace
 from elastic.base.errors import ElasticError
 from elastic.jobs import history
 from elastic.jobs.cadence import observed_mtbi_s
 from elastic.jobs.history import JobSeen
+from elastic.people import timeline
 from elastic.run import goodput, membership, rundir, wording
 from elastic.run.audit import check_sequence, check_sums, count_epochs, read_commits
 from elastic.run.membership import Slot

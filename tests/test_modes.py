@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elastic import status, timeline
+from elastic.people import status, timeline
 from elastic.saved.checkpoint import steps as saved_steps
 from elastic.saved.replica import Replica
 from elastic.saved.versions import read_layout, read_params

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from elastic import status
 from elastic.base.errors import Fenced
 from elastic.local.store import Ask, Store
 from elastic.local.transport import Transport, fragment_name
+from elastic.people import status
 from elastic.run.ledger import count
 from elastic.run.records import Header
 from elastic.saved.versions import read_layout

@@ -20,9 +20,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic import metrics, report, timeline
 from elastic.base.errors import ElasticError, UsageError
 from elastic.chaos import Chaos
+from elastic.people import metrics, report, timeline
 from helpers import ROOT, elastic, environment
 from running import Running, running
 

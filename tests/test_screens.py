@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic import views
+from elastic.people import views
 from elastic.run import wording
 
 SCREENS = Path(__file__).parent / "screens"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic import status
 from elastic.jobs.sched import Job, job_name
+from elastic.people import status
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.run.wording import unit
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from elastic import timeline
+from elastic.people import timeline
+from elastic.people.timeline import Point, Stay
 from elastic.run import wording
-from elastic.timeline import Point, Stay
 
 
 def event(kind: str, time: float, **fields) -> dict:

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from elastic import views
+from elastic.people import views
 from elastic.run.wording import event_words, last_error, one_line
 
 WORKER = {

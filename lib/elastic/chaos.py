@@ -29,12 +29,12 @@ from elastic.faults import Cost, Fault
 from elastic.jobs.history import MASTER
 from elastic.jobs.sched import Job, parse_job_name, scheduler_of
 from elastic.local.store import Store
+from elastic.people.submission import jobs_of
 from elastic.run import goodput
 from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox
-from elastic.submission import jobs_of
 
 BRIEFLY_S = 5.0  # how long a hang, a partition, a full disk lasts
 GONE_S = 15.0  # how long a killed node stays away

@@ -23,18 +23,19 @@ from typing import Any
 
 import click
 
-from elastic import __version__, submission
+from elastic import __version__
 from elastic.base import config as configuration
 from elastic.base.durable import checksum, write_atomic
 from elastic.base.errors import ElasticError, Exit, UsageError
 from elastic.jobs import reconcile as reconciling
 from elastic.jobs.sched import scheduler_of
+from elastic.people import submission
+from elastic.people.submission import jobs_of
 from elastic.run import estimate, rundir, wording
 from elastic.run.audit import audit as audit_ledger
 from elastic.run.audit import gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
 from elastic.sandbox import Sandbox, Shape, default_folder
-from elastic.submission import jobs_of
 
 JITTER_S = 20.0  # spread the cron passes of many users over this time
 WATCH_S = 2.0
@@ -192,7 +193,7 @@ def started_text(run: RunDir) -> str:
 
 def wait_for_end(run: RunDir) -> None:
     """Reconcile as cron would until the run is done. ElasticError: it has failed or was stopped."""
-    from elastic import views
+    from elastic.people import views
 
     interval_s = run.config().elastic.reconcile_interval_s
     next_pass = time.monotonic() + interval_s
@@ -275,7 +276,7 @@ def show_status(run: str | None, watch: bool, as_json: bool):
     One run: its progress, its workers and jobs, why it waits, what the next
     reconcile pass will do, and the last events.
     """
-    from elastic import status, views  # and with them redis and rich: a pass needs neither
+    from elastic.people import status, views  # and with them redis and rich: a pass needs neither
 
     found = [rundir.find(run)] if run else rundir.registered()
     view = views.run_view if run else views.runs_table
@@ -302,7 +303,7 @@ def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
     if as_json:
         click.echo(json.dumps(finite(data), indent=1, allow_nan=False))
     else:
-        from elastic import views
+        from elastic.people import views
 
         views.show(view, data)
 
@@ -440,7 +441,7 @@ def audit(run: str, files: bool, as_json: bool):
     committed twice or never, tokens that do not add up, a file that is gone.
     Also says what the GPUs were used for, to the second.
     """
-    from elastic import views
+    from elastic.people import views
 
     found = rundir.find(run)
     if not has_ledger(found):
@@ -462,8 +463,8 @@ def report(run: str, out: Path | None):
     One HTML file that needs nothing else and no network; every curve and bar
     comes from the run directory, so it works for runs that have ended, too.
     """
-    from elastic import report as drawing
-    from elastic import views
+    from elastic.people import report as drawing
+    from elastic.people import views
 
     found = rundir.find(run)
     path = out or Path(f"{found.name}.html")
@@ -489,7 +490,7 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
     May be stopped and started again at any time: a file goes on where it
     ends, and so does the run of TensorBoard or W&B, whatever was preempted.
     """
-    from elastic import metrics as numbers
+    from elastic.people import metrics as numbers
 
     if not (prometheus or any(series.values())):
         raise UsageError("nowhere to write to", "elastic-metrics --help lists the formats")
@@ -500,7 +501,7 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
 
     def step() -> bool:
         if prometheus:
-            from elastic import status
+            from elastic.people import status
 
             runs = [found] if found else rundir.registered()
             every = status.observe_all(runs, within_s=LISTED_S if follow else 0.0)
@@ -551,7 +552,8 @@ def validate(config: Path, arms: str, seeds: int, overrides, as_json: bool, **ho
     GPUs, and says how much loss local mode costs, with its noise. Goes on
     where it was if it is started again. Exits 1 unless every arm is ok.
     """
-    from elastic import validation, views
+    from elastic import validation
+    from elastic.people import views
     from elastic.saved.evaluation import load
 
     base = configuration.load(config, overrides)
@@ -582,7 +584,7 @@ def validate(config: Path, arms: str, seeds: int, overrides, as_json: bool, **ho
 @json_option
 def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
     """Print every value of CONFIG, with unit and origin."""
-    from elastic import views
+    from elastic.people import views
 
     rows = configuration.load(config, overrides).explain()
     names = ("key", "value", "unit", "default", "origin", "meaning")
@@ -606,8 +608,8 @@ def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, **how
     or loses work), or SKIP (could not look). For the run that CONFIG describes,
     or for what the site file says. Exits 1 if there is a FAIL.
     """
-    from elastic import doctor as examining
-    from elastic import tryout, views
+    from elastic.people import doctor as examining
+    from elastic.people import tryout, views
 
     if how["init"]:
         path, text = examining.init(how["force"])
@@ -637,8 +639,9 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     to take, and with what settings. What things cost is in section [plan].
     A line of a CSV file is MILLISECONDS,add|remove,NODE.
     """
-    from elastic import trace, views
+    from elastic import trace
     from elastic.forecast import costs, forecast
+    from elastic.people import views
 
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
     resolved = configuration.load(config, overrides)
@@ -693,8 +696,8 @@ def chaos(run: str, every: float, lasting: float, before: float, seed: int, faul
     done here. Nothing that is committed can be lost by it.
     """
     from elastic import chaos as doing
-    from elastic import views
     from elastic.faults import schedule
+    from elastic.people import views
 
     if not every:
         raise UsageError("--every 0: faults need time between them", "give --every 10s")
@@ -732,7 +735,7 @@ def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> Non
 
     @functools.wraps(method)
     def call(name: str, folder: Path | None, **given: Any) -> None:
-        from elastic import views
+        from elastic.people import views
 
         if not (name and configuration.NAME.holds(name)):  # it is a path, say
             raise UsageError(f"unfit name of a sandbox: {name!r}", configuration.NAME.text)

@@ -16,12 +16,12 @@ from statistics import median
 
 import torch
 
-from elastic import submission, views
 from elastic.base import config as configuration
 from elastic.base import signals
 from elastic.base.errors import ElasticError
 from elastic.chaos import Chaos
 from elastic.jobs.reconcile import run_pass
+from elastic.people import submission, views
 from elastic.run import wording
 from elastic.run.rundir import RunDir
 from elastic.saved.evaluation import load, of_version

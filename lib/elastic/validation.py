@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from elastic import submission, timeline
 from elastic.base.config import Config
 from elastic.base.durable import read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, UsageError
 from elastic.jobs.reconcile import run_pass
+from elastic.people import submission, timeline
 from elastic.run.audit import read_metrics
 from elastic.run.rundir import RunDir
 

@@ -2,7 +2,7 @@
 
 Every probe is by itself: what it cannot see becomes Unknown with the reason, and the others go on.
 What they found is judged in diagnosis. Nothing is left behind: no job, no file, no server. torch is
-imported in a child alone, `python -m elastic.doctor`, with a time limit.
+imported in a child alone, `python -m elastic.people.doctor`, with a time limit.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from elastic.base import network, proc
 from elastic.base.config import Config, user_name
 from elastic.base.durable import create_once, write_atomic
 from elastic.base.errors import ElasticError, UsageError
-from elastic.diagnosis import (
+from elastic.jobs import sched_slurm
+from elastic.people.diagnosis import (
     VERDICTS,
     Disk,
     Finding,
@@ -33,7 +34,6 @@ from elastic.diagnosis import (
     other_hosts,
     propose,
 )
-from elastic.jobs import sched_slurm
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
 
@@ -267,7 +267,7 @@ def off_s(seen: float, before: float, after: float, within_s: float = 0.0) -> fl
 
 def _torch(facts: dict) -> dict[str, Any]:
     """What the child of the last section says."""
-    argv = [sys.executable, "-P", "-m", "elastic.doctor", *_describable(facts)]
+    argv = [sys.executable, "-P", "-m", "elastic.people.doctor", *_describable(facts)]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:

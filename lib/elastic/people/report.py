@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic import status, timeline
 from elastic.base.errors import ElasticError
+from elastic.people import status, timeline
+from elastic.people.timeline import Incident, Point, Stay
 from elastic.run import wording
 from elastic.run.audit import gpu_seconds, read_metrics
 from elastic.run.goodput import PARTS
 from elastic.run.rundir import RunDir
-from elastic.timeline import Incident, Point, Stay
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
 ENDS = {"yielded": ("v", ORANGE), "cancelled": ("|", GREY)}  # marks; none where all is well

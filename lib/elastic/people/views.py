@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from elastic.diagnosis import VERDICTS
+from elastic.people.diagnosis import VERDICTS
 from elastic.run import wording
 from elastic.run.goodput import PARTS
 from elastic.run.wording import si

@@ -1,7 +1,7 @@
 """elastic-doctor --try: one real job of two nodes, which shows what this cluster does to ranks.
 
     tried(facts)                        here: submits it as a trainer's, waits, and removes it
-    python -m elastic.tryout FOLDER     there, in the launcher's place: starts four ranks of
+    python -m elastic.people.tryout FOLDER     there, in the launcher's place: starts four ranks of
                                         sbatch/probe.sh, and does to them what happens to ranks
 
 All that they share is a folder below that of the runs: what each rank sees (rank-N.json), a word to
@@ -20,13 +20,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from elastic import submission
 from elastic.base import durable, proc, signals
 from elastic.base.config import clean_environment, env, runs_root
 from elastic.base.errors import ElasticError
-from elastic.diagnosis import Unknown
 from elastic.jobs import sched_slurm
 from elastic.jobs.sched import Job, JobSpec
+from elastic.people import submission
+from elastic.people.diagnosis import Unknown
 from elastic.sync import launch
 
 NODES, RANKS = 2, 4
