@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic import sandbox
 from elastic.base.errors import ElasticError
-from elastic.sandbox import Sandbox, Shape
+from elastic.lab import sandbox
+from elastic.lab.sandbox import Sandbox, Shape
 
 # Silence is noticed after 2 s instead of 10, a lost node after 6 s instead of 300.
 FAST = ("MessageTimeout=2", "SlurmdTimeout=6", "KillWait=2")

@@ -27,10 +27,10 @@ from pathlib import Path
 from elastic.base.config import TIME, parse
 from elastic.base.durable import read_json
 from elastic.base.errors import TryAgain
+from elastic.lab.sandbox import Sandbox, Shape
 from elastic.local.store import Store
 from elastic.people import views
 from elastic.run.rundir import RunDir
-from elastic.sandbox import Sandbox, Shape
 from helpers import ROOT, elastic, environment, wait_until
 from running import TESTS, toml
 

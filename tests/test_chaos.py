@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 import soak
-from elastic import chaos
 from elastic.base import config
 from elastic.base.errors import ElasticError, UsageError
-from elastic.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
+from elastic.lab import chaos
+from elastic.lab.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
 from elastic.people import views
 from elastic.run.goodput import PARTS, Work
 from elastic.run.membership import Slot

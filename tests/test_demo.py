@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.demo import Demo, unexplained
+from elastic.lab.demo import Demo, unexplained
 from forks import NOBODY
 from helpers import ROOT, checkout, environment
 

@@ -24,9 +24,9 @@ from elastic.base import config as configuration
 from elastic.base import network
 from elastic.base.errors import UsageError
 from elastic.cli import elastic as commands
+from elastic.lab.sandbox import Sandbox
 from elastic.people import doctor, tryout
 from elastic.run.estimate import Save
-from elastic.sandbox import Sandbox
 from forks import as_nobody
 from helpers import ROOT, elastic, environment, wait_until
 

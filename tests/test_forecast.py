@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import trace
 from elastic.base import config as configuration
 from elastic.base.errors import UsageError
-from elastic.forecast import Forecast, _choose, costs, forecast, mostly_there, spans
+from elastic.lab import trace
+from elastic.lab.forecast import Forecast, _choose, costs, forecast, mostly_there, spans
+from elastic.lab.played import Change, Costs, Requeue, Sync
+from elastic.lab.played_local import Local
 from elastic.people import views
-from elastic.played import Change, Costs, Requeue, Sync
-from elastic.played_local import Local
 from elastic.run import estimate
 from elastic.run.goodput import PARTS
 from helpers import ROOT, elastic, environment

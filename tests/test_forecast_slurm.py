@@ -19,13 +19,13 @@ from statistics import fmean
 
 import pytest
 
-from elastic import trace
 from elastic.base import config as configuration
-from elastic.forecast import Forecast, Forecaster, costs
-from elastic.played import Change
+from elastic.lab import trace
+from elastic.lab.forecast import Forecast, Forecaster, costs
+from elastic.lab.played import Change
+from elastic.lab.sandbox import Sandbox
 from elastic.run import goodput
 from elastic.run.goodput import Allocation, Work
-from elastic.sandbox import Sandbox
 from helpers import ROOT, elastic, wait_until
 from running import TESTS
 from slurm_sandbox import _folder, _require_slurm, _up

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic import trace
 from elastic.base.errors import ElasticError
 from elastic.jobs import history
 from elastic.jobs.cadence import observed_mtbi_s
 from elastic.jobs.history import JobSeen
+from elastic.lab import trace
 from elastic.people import timeline
 from elastic.run import goodput, membership, rundir, wording
 from elastic.run.audit import check_sequence, check_sums, count_epochs, read_commits

@@ -25,8 +25,8 @@ from counting import EVERY
 from elastic.base.durable import read_json
 from elastic.jobs.sched import parse_job_name
 from elastic.jobs.sched_slurm import SlurmScheduler
+from elastic.lab.sandbox import Sandbox
 from elastic.run.rundir import RunDir
-from elastic.sandbox import Sandbox
 from helpers import PATIENCE, ROOT, elastic
 from running import SETTINGS, TESTS, toml
 

@@ -12,7 +12,7 @@ from statistics import median
 
 import pytest
 
-from elastic.played_local import Local
+from elastic.lab.played_local import Local
 from running import Running, running
 from test_forecast import COSTS, run_of, there
 

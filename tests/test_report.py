@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.base.errors import ElasticError, UsageError
-from elastic.chaos import Chaos
+from elastic.lab.chaos import Chaos
 from elastic.people import metrics, report, timeline
 from helpers import ROOT, elastic, environment
 from running import Running, running

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elastic import sandbox
 from elastic.base.errors import ElasticError, UsageError
 from elastic.cli import elastic
-from elastic.sandbox import Sandbox, Shape
+from elastic.lab import sandbox
+from elastic.lab.sandbox import Sandbox, Shape
 from forks import NOBODY, USER
 from helpers import ROOT, wait_until
 from running import command_line

@@ -25,13 +25,13 @@ import pytest
 import redis
 from redis.connection import parse_url
 
-from elastic import sandbox
 from elastic.base import config as configuration
 from elastic.base.config import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.jobs.sched_slurm import SlurmScheduler
+from elastic.lab import sandbox
 from elastic.local.master import redis_server
 from elastic.local.store import Ask, Store
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir

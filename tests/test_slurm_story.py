@@ -25,10 +25,10 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import has_ended
 from elastic.jobs.sched import Job, job_name, parse_job_name
 from elastic.jobs.sched_slurm import SlurmScheduler
+from elastic.lab.sandbox import Sandbox
 from elastic.local.store import Store
 from elastic.run.membership import WORKING, Slot
 from elastic.run.rundir import RunDir
-from elastic.sandbox import Sandbox
 from forks import USER, as_nobody
 from helpers import ROOT, elastic, pretended_python, wait_until
 from running import SETTINGS, TESTS, toml

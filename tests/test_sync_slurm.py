@@ -18,8 +18,8 @@ from elastic.base.errors import TryAgain
 from elastic.jobs.sched import Job
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.jobs.slurm_info import expand_hostlist
+from elastic.lab.sandbox import Sandbox
 from elastic.run.rundir import RunDir
-from elastic.sandbox import Sandbox
 from helpers import ROOT, elastic
 from running import SETTINGS, TESTS, toml
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.sandbox import Sandbox
+from elastic.lab.sandbox import Sandbox
 from forks import NOBODY, USER
 from helpers import ROOT, wait_until
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic import validation
-from elastic.validation import verdicts
+from elastic.lab import validation
+from elastic.lab.validation import verdicts
 from helpers import elastic, environment
 from running import SETTINGS, TESTS, kill_all, toml
 

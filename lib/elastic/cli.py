@@ -29,13 +29,13 @@ from elastic.base.durable import checksum, write_atomic
 from elastic.base.errors import ElasticError, Exit, UsageError
 from elastic.jobs import reconcile as reconciling
 from elastic.jobs.sched import scheduler_of
+from elastic.lab.sandbox import Sandbox, Shape, default_folder
 from elastic.people import submission
 from elastic.people.submission import jobs_of
 from elastic.run import estimate, rundir, wording
 from elastic.run.audit import audit as audit_ledger
 from elastic.run.audit import gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
-from elastic.sandbox import Sandbox, Shape, default_folder
 
 JITTER_S = 20.0  # spread the cron passes of many users over this time
 WATCH_S = 2.0
@@ -552,7 +552,7 @@ def validate(config: Path, arms: str, seeds: int, overrides, as_json: bool, **ho
     GPUs, and says how much loss local mode costs, with its noise. Goes on
     where it was if it is started again. Exits 1 unless every arm is ok.
     """
-    from elastic import validation
+    from elastic.lab import validation
     from elastic.people import views
     from elastic.saved.evaluation import load
 
@@ -639,8 +639,8 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     to take, and with what settings. What things cost is in section [plan].
     A line of a CSV file is MILLISECONDS,add|remove,NODE.
     """
-    from elastic import trace
-    from elastic.forecast import costs, forecast
+    from elastic.lab import trace
+    from elastic.lab.forecast import costs, forecast
     from elastic.people import views
 
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
@@ -695,8 +695,8 @@ def chaos(run: str, every: float, lasting: float, before: float, seed: int, faul
     Kills and stops the run's own processes and jobs, and what else can be
     done here. Nothing that is committed can be lost by it.
     """
-    from elastic import chaos as doing
-    from elastic.faults import schedule
+    from elastic.lab import chaos as doing
+    from elastic.lab.faults import schedule
     from elastic.people import views
 
     if not every:

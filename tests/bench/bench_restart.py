@@ -28,8 +28,8 @@ from pathlib import Path
 from figures import ROOT, record
 
 sys.path.insert(0, str(ROOT / "lib"))
+from elastic.lab.sandbox import Sandbox, Shape  # noqa: E402
 from elastic.run.rundir import RunDir  # noqa: E402
-from elastic.sandbox import Sandbox, Shape  # noqa: E402
 
 HERE = Path(__file__).parent
 STEP_S, SAVE_EVERY, GRACE_S = 0.05, 100, 5

@@ -36,11 +36,11 @@ from elastic.base import config as configuration
 from elastic.base.config import Config
 from elastic.base.durable import checksum
 from elastic.base.errors import ElasticError
+from elastic.lab.validation import half_width
 from elastic.local.worker.local_sgd import AHEAD
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.tasks import ByteText
-from elastic.validation import half_width
 from validate import report
 from validate.simulator import RAMPED, Inner, Simulator, Start, seeded_model
 

@@ -19,8 +19,8 @@ import torch
 from elastic.base import config as configuration
 from elastic.base import signals
 from elastic.base.errors import ElasticError
-from elastic.chaos import Chaos
 from elastic.jobs.reconcile import run_pass
+from elastic.lab.chaos import Chaos
 from elastic.people import submission, views
 from elastic.run import wording
 from elastic.run.rundir import RunDir

@@ -13,8 +13,8 @@ from math import ceil, inf
 
 from elastic.jobs.history import MASTER, WORKER, JobSeen
 from elastic.jobs.plan import SUBMIT
+from elastic.lab.played import Change, Costs, Job, Play, nothing
 from elastic.local import rounds
-from elastic.played import Change, Costs, Job, Play, nothing
 from elastic.run.goodput import Work
 
 AFTER_LEAVE_S = 2.0  # from a worker's leave to the pass that replaces it, as the master has it

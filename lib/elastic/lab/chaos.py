@@ -21,20 +21,20 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 
-from elastic import faults
 from elastic.base.config import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.base.proc import read
-from elastic.faults import Cost, Fault
 from elastic.jobs.history import MASTER
 from elastic.jobs.sched import Job, parse_job_name, scheduler_of
+from elastic.lab import faults
+from elastic.lab.faults import Cost, Fault
+from elastic.lab.sandbox import Sandbox
 from elastic.local.store import Store
 from elastic.people.submission import jobs_of
 from elastic.run import goodput
 from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
-from elastic.sandbox import Sandbox
 
 BRIEFLY_S = 5.0  # how long a hang, a partition, a full disk lasts
 GONE_S = 15.0  # how long a killed node stays away

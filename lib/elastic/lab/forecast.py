@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from elastic.base.errors import UsageError
 from elastic.jobs import cadence, sizing
-from elastic.played import Change, Costs, Requeue, Sync, best_every_s
-from elastic.played_local import Local
+from elastic.lab.played import Change, Costs, Requeue, Sync, best_every_s
+from elastic.lab.played_local import Local
 from elastic.run import estimate
 
 PASS_FLOPS = 6  # per parameter and token, forth and back

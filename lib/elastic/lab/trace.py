@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from elastic.base.errors import UsageError
-from elastic.played import Change
+from elastic.lab.played import Change
 from elastic.run import goodput, rundir
 from elastic.run.goodput import IDLE_AT_THE_END, Allocation
 from elastic.run.rundir import RunDir
