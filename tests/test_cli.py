@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from elastic import cli
+from elastic.commands import cli
 from helpers import ROOT, elastic, environment, wait_until
 
 COMMANDS = [
@@ -71,7 +71,7 @@ def test_help_of_every_command_fits_80_columns_and_has_an_example(command, env):
 
 
 def test_every_option_and_command_says_what_it_does():
-    from elastic.cli import elastic as group
+    from elastic.commands.cli import elastic as group
 
     for name, command in group.commands.items():
         assert command.help, name
@@ -137,7 +137,7 @@ def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
 @pytest.mark.parametrize(
     "module",
     [
-        "elastic.cli",
+        "elastic.commands.cli",
         "elastic.people.status",
         "elastic.jobs.reconcile",
         "elastic.local.worker.agent",
@@ -150,7 +150,7 @@ def test_what_runs_under_cron_and_on_login_nodes_never_loads_torch(module):
 
 
 def test_a_cron_pass_has_no_use_for_redis_and_does_not_load_it():
-    code = "import sys, elastic.cli; sys.exit('redis' in sys.modules)"
+    code = "import sys, elastic.commands.cli; sys.exit('redis' in sys.modules)"
     path = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
     assert subprocess.run([sys.executable, "-c", code], env=path).returncode == 0
 

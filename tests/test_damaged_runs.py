@@ -10,8 +10,8 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from elastic import cli
 from elastic.base.errors import Exit
+from elastic.commands import cli
 from elastic.jobs import reconcile
 from elastic.run.rundir import Control, RunDir
 

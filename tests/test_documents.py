@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic import __version__, cli
+from elastic import __version__
 from elastic.base import config as configuration
+from elastic.commands import cli
 from elastic.train import task
 from helpers import ROOT, checkout, elastic, environment, pretended_python
 from running import running

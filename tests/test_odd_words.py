@@ -13,9 +13,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from elastic import cli
 from elastic.base import config as configuration
 from elastic.base.errors import Exit
+from elastic.commands import cli
 from elastic.run.rundir import Control, RunDir
 from helpers import ROOT
 
