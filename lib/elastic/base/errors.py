@@ -1,4 +1,4 @@
-"""Errors and exit codes, the vocabulary every layer shares.
+"""Errors and exit codes, the vocabulary every layer shares. Pure.
 
 An error says what went wrong with the value that was seen, and (`hint`) the way out. The command
 line turns it into one message and one exit code; nothing else catches it broadly.

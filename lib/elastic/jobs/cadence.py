@@ -1,4 +1,4 @@
-"""How often to save a checkpoint. Pure: measured costs and the run's own history come in.
+"""How often to save a checkpoint. Pure. Measured costs and the past come in.
 
 A checkpoint every T seconds costs stall_s / T of the time, and an interruption without notice T / 2
 on average. The sum is least at T = sqrt(2 stall_s mtbi) (Young, CACM 17(9), 1974; Daly's

@@ -1,4 +1,4 @@
-"""A round: the work that turns version v into v+1. All of its decisions, none of its I/O.
+"""A round: the work that turns version v into v+1. All of its decisions, none of its I/O. Pure.
 
     judge(header, facts)    may this delta be merged?        -> Verdict with its reason
     decide(view, now)       wait, call, or close the round?  -> Move with its reason

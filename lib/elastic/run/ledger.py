@@ -1,4 +1,4 @@
-"""The ledger: which samples are committed, held, offered or free.
+"""The ledger: which samples are committed, held, offered or free. Pure.
 
 A sample is a position in the shuffled order of an epoch; work is counted in half-open ranges
 `(epoch, start, stop)` of positions. Each position is in exactly one of four places:

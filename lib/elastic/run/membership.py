@@ -1,4 +1,4 @@
-"""Who is there: the state of a slot from its record, and nothing else.
+"""Who is there: the state of a slot from its record, and nothing else. Pure.
 
     live     beating, and its inner step advances (or it waits for others, or is starting up)
     stalled  beating, but the step of a training worker has not moved for `stall_after_s`

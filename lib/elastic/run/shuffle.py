@@ -1,4 +1,4 @@
-"""A seeded shuffle of the samples, computed by position: no list of samples is ever in memory.
+"""A seeded shuffle of the samples, computed by position: no list is ever in memory. Pure.
 
 A position in the shuffled order is written as a pair (left, right) on a grid of `rows` x `columns`
 cells, the smallest nearly square one that holds all samples. Each pass of a keyed Feistel network

@@ -1,4 +1,4 @@
-"""A run in plain words: one sentence about it, its events, and what a scheduler's reason means.
+"""A run in plain words: a sentence about it, its events, what a scheduler's reason means. Pure.
 
 Pure text, from the dictionaries of `status.observe` and from events; what it looks like on a
 screen or a page is up to views.py and report.py.

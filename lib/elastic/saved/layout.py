@@ -1,4 +1,4 @@
-"""The layout: how the model's parameters are laid out in fragments, and its buffers in others.
+"""The layout: how the model's parameters are laid out in fragments, and buffers in others. Pure.
 
 A fragment is a contiguous slice of the flattened model: whole parameters, in the model's order, up
 to `fragment_bytes` of float32 (a larger parameter is a fragment by itself). Fragments are

@@ -1,4 +1,4 @@
-"""The inner learning rate, a function of the tokens that the whole run has committed.
+"""The inner learning rate, a function of the tokens that the whole run has committed. Pure.
 
 Workers come and go and steps are lost with them, so a step counter says nothing about how far the
 run is; the committed tokens do, and they are the same for every worker. Nothing here depends on
