@@ -5,6 +5,7 @@ pytest tests/test_cli.py
 
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -516,12 +517,34 @@ def test_config_prints_values_with_unit_and_origin(config, env):
 # ---- documentation
 
 
-def test_the_readme_names_every_file_and_command():
+def test_the_readme_names_every_command_file_and_folder():
     text = (ROOT / "README.md").read_text()
-    folders = ("bin/elastic*", "sbatch/*.sbatch", "etc/*.*", "lib/elastic/**/*.py")
-    names = {path.name for pattern in folders for path in ROOT.glob(pattern)}
-    assert [name for name in sorted(names) if f"{name} " not in text] == []
+    listing = text.partition("\n## Files\n")[2]
+    patterns = ("bin/elastic*", "sbatch/*", "etc/*", "lib/elastic/*.py")
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in paths}
+    names |= {"bin/", "sbatch/", "etc/", "lib/elastic/", "docs/", "tests/"}
+    listed = {word.strip(",;:`()") for word in listing.split()}
+    assert sorted(names - listed) == []
     assert [name for name in COMMANDS if f"`elastic-{name}" not in text] == []
+
+
+def test_the_readme_lists_the_folders_in_the_order_in_which_they_import():
+    package = ROOT / "lib" / "elastic"
+    listing = (ROOT / "README.md").read_text().partition("    lib/elastic/\n")[2]
+    listed = re.findall(r"^ {6}([a-z/]+)/ ", listing.partition("\n    docs/")[0], re.M)
+    files = {path: str(path.parent.relative_to(package)) for path in package.rglob("*.py")}
+    assert sorted(listed) == sorted({folder for folder in files.values() if folder != "."})
+    wrong = []
+    for path, folder in files.items():
+        above = [".", *listed] if folder == "." else listed[: listed.index(folder) + 1]
+        imported = re.findall(r"^ *(?:from|import) elastic\.([a-z_.]+)", path.read_text(), re.M)
+        for module in imported:
+            place = package / module.replace(".", "/")
+            home = place if place.is_dir() else place.parent
+            if str(home.relative_to(package)) not in above:
+                wrong.append(f"{path} imports {module}")
+    assert wrong == []
 
 
 def test_every_make_target_is_described():

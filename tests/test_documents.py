@@ -1,6 +1,6 @@
-"""README.md and INSTALL.md are true: every command in them is run, by a test here or a named one.
+"""README.md, INSTALL.md and docs/ are true: every command in them is run, here or by a named test.
 
-Also what they say about options, error messages, settings and the task protocol.
+Also what they say about options, error messages, settings, links and the task protocol.
 """
 
 import ast
@@ -23,6 +23,10 @@ from helpers import ROOT, checkout, elastic, environment, pretended_python
 from running import running
 
 README, INSTALL = ROOT / "README.md", ROOT / "INSTALL.md"
+PROGRAMS, SECURITY, WHICH = (
+    ROOT / "docs" / name for name in ("own-programs.md", "security.md", "modes.md")
+)
+DOCUMENTS = [README, INSTALL, *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"make\b|bin/e|\.ci/run +#|git |ln |\$EDITOR|\*/2 |[A-Z_]+=\S+ make|"
                      r"(\w+=\S+ )?sbatch -|sbatch/i")
 
@@ -36,10 +40,10 @@ MODES = "test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on"
 NODES = "test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled"
 NODE = "test_one_node_trains_under_srun_and_under_torchrun"
 VALIDATE = "test_the_command_trains_compares_and_goes_on"
-PLAN = "test_the_forecast_in_the_readme_is_what_the_command_says"
+PLAN = "test_the_forecast_in_the_manual_is_what_the_command_says"
 ALL = "all of them"
 
-# Every command line of both documents (without its comment), and the test that runs it.
+# Every command line of the documents (without its comment), and the test that runs it.
 SHOWN_BY = {
     "bin/elastic-submit 7b.toml --min 8 --max 32": FIRST,
     "*/2 * * * * bin/elastic-reconcile": FIRST,
@@ -96,7 +100,7 @@ def run(line: str, folder: Path, **environ: str) -> subprocess.CompletedProcess:
 
 
 def test_every_command_in_the_documents_has_its_test():
-    documented = {line for document in (README, INSTALL) for line in commands(document)}
+    documented = {line for document in DOCUMENTS for line in commands(document)}
     assert documented == set(SHOWN_BY)
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for line, test in SHOWN_BY.items():
@@ -258,11 +262,11 @@ def test_some_tests_lint_and_gpu_check_run(tmp_path):
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
-def test_the_forecast_in_the_readme_is_what_the_command_says():
+def test_the_forecast_in_the_manual_is_what_the_command_says():
     (line,) = [line for line, test in SHOWN_BY.items() if test == PLAN]
     said = run(line, ROOT)
     assert said.returncode == 0, said.stderr
-    _, _, *shown = block(README, "take --mode").splitlines()
+    _, _, *shown = block(WHICH, "take --mode").splitlines()
     assert [each.split() for each in said.stdout.splitlines()] == [each.split() for each in shown]
 
 
@@ -288,7 +292,7 @@ def test_every_key_and_message_that_the_documents_name_exists():
     programs = (ROOT / "bin/elastic").read_text()
     keys = {row[0] for row in configuration.load(ROOT / "etc/demo.toml").explain()}
     sections = {key.partition(".")[0] for key in keys}
-    for document in (README, INSTALL):
+    for document in DOCUMENTS:
         text = document.read_text()
         named = re.findall(r"`([a-z_]+\.[a-z_]+)(?: = [^`]*)?`", text)
         unknown = [key for key in named if key.split(".")[0] in sections and key not in keys]
@@ -312,7 +316,7 @@ def test_the_task_in_the_readme_is_the_protocol():
     assert [name for name in optional if f"`{name}(" not in ast.get_docstring(protocol)] == []
 
 
-def test_the_loop_in_the_readme_trains(tmp_path):
+def test_the_loop_in_the_manual_trains(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent("""\
         import sys, torch, elastic
@@ -321,18 +325,41 @@ def test_the_loop_in_the_readme_trains(tmp_path):
         dataset, model = task.dataset(), Net()
         loss = task.loss
         inner_optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        """) + block(README, "elastic.LocalSGD.from_env"))  # fmt: skip
+        """) + block(PROGRAMS, "elastic.LocalSGD.from_env"))  # fmt: skip
     command = [sys.executable, str(script), str(tmp_path / "pace")]
     with running(tmp_path, {"run.command": command, "elastic.max": 1}, step_s=0) as started:
         started.finish()
         assert started.commits()[-1]["tokens"] == 400
 
 
-def test_each_threat_in_the_readme_names_the_test_that_shows_what_is_said():
-    table = (ROOT / "README.md").read_text().partition("| against | there is |")[2]
+def test_each_threat_in_the_manual_names_the_test_that_shows_what_is_said():
+    table = SECURITY.read_text().partition("| against | there is |")[2]
     rows = table.strip().partition("\n\n")[0].splitlines()[1:]
     assert len(rows) > 12
     for row in rows:
         tests = re.findall(r"`(test_\w+\.py)`", row)
         assert tests, row
         assert [name for name in tests if not (ROOT / "tests" / name).exists()] == []
+
+
+def anchors(document: Path) -> set[str]:
+    """The names of a document's headings in links, as GitHub and GitLab make them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        name, _, anchor = link.partition("#")
+        if not name.startswith("https://"):
+            target = document.parent / name if name else document
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_is_short_and_names_every_page():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 250
+    assert [page.name for page in DOCUMENTS if f"(docs/{page.name})" not in text
+            and page.parent.name == "docs"] == []  # fmt: skip

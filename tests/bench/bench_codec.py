@@ -7,8 +7,8 @@ master does with a delta (decode, add to the mean), beside the same additions of
 no decoding, which is what the memory of this machine allows. Averaging and additions on one thread,
 and on as many at a time as there are cores, each with a fragment of its own, as the master's.
 
-The master averages in threads: processes with an RPC were no faster (README.md, What travels), and
-of a tile of int8 (1 ms) Python itself has 26 microseconds, by the time of a nearly empty one.
+The master averages in threads: processes with an RPC were no faster (docs/algorithm.md, Averaging).
+Of a tile of int8 (1 ms) Python itself has 26 microseconds, by the time of a nearly empty one.
 
 Predicted before the first measurement: decoding int8 0.8 x the plain additions, int4 0.3 x, topk
 3 x (it touches a hundredth, but clears everything); encoding a third of decoding. The

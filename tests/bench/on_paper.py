@@ -1,15 +1,14 @@
-"""The table of README.md's section "On paper": what a round moves and takes (elastic.run.estimate).
+"""The table "On paper" of docs/algorithm.md: what a round moves and takes (elastic.run.estimate).
 
     PYTHONPATH=lib .venv/bin/python tests/bench/on_paper.py
 
-Steps of 7 s (7B, one GPU) and 35 s (70B, sixteen) at 40 % of an H100's peak, K = 100; the master's
-job has 16 cores.
+A step takes 7 s (7B on one GPU, at 40 % of an H100's peak), K = 100; the master's job has 16 cores.
 """
 
 from elastic.base.units import size
 from elastic.run.estimate import Model, Rates, cost
 
-MODELS = {"7B": (7e9, 7.0), "70B": (70e9, 35.0)}
+MODELS = {"7B": (7e9, 7.0)}
 WORKERS = (32, 128)
 PLACES = {"Lustre": Rates(5e9, 50e9), "InfiniBand": Rates(25e9, 200e9)}
 K = 100

@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
-README, PICTURE = HERE.parents[1] / "README.md", HERE / "curves.svg"
+PAGE, PICTURE = HERE.parents[1] / "docs/measurements.md", HERE / "curves.svg"
 BEGIN, END = "<!-- from make validate -->\n", "<!-- until here -->\n"
 HEADER = """\
 | | loss | − local SGD | bound | margin | − synchronous | bound | margin | |
@@ -82,8 +82,8 @@ def draw(shown: dict[str, str], curves: Curves, path: Path) -> None:
 
 
 def publish(build: Path) -> None:
-    """Put the table into the README, and the picture where the README shows it from."""
-    README.write_text(replaced(README.read_text(), (build / "validate.md").read_text()))
+    """Put the table into its page, and the picture where the page shows it from."""
+    PAGE.write_text(replaced(PAGE.read_text(), (build / "validate.md").read_text()))
     shutil.copyfile(build / "validate.svg", PICTURE)
 
 

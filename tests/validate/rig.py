@@ -583,7 +583,7 @@ def parse(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--arms", default=list(ARMS), **names, help=f"of {', '.join(ARMS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--resume", action="store_true", help="keep what build/validate.json has")
-    parser.add_argument("--publish", action="store_true", help="table and picture into the README")
+    parser.add_argument("--publish", action="store_true", help="table and picture into the docs")
     options = parser.parse_args(args)
     if unknown := set(options.arms) - set(ARMS):
         parser.error(f"no arm {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")

@@ -6,7 +6,7 @@
     outer_lr(...)           the step of a thin round
 
 Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount and the thin-round rule
-as in the README's section "The algorithm"; guards.py says which deltas are damaged or too long.
+as in docs/algorithm.md; guards.py says which deltas are damaged or too long.
 Everything is keyed and sorted by (slot, attempt, base), so that the order in which deltas arrive
 cannot matter.
 """
