@@ -149,10 +149,11 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
     deltas = [{"slot": 1, "attempt": 1, "base": 5}]
     commit = {"version": 6, "dataset_samples": 100, "epochs": 1, "master_epoch": 1,
               "samples": [[0, 20, 22]], "deltas": deltas}  # fmt: skip
-    dropped, master.epoch = [], 1
+    dropped, told, master.epoch = [], [], 1
     master.run = SimpleNamespace(
         newest_commit=lambda: commit, path=Path("/nowhere"), commits=lambda: [commit],
         newest_epoch=lambda: 1, commit=lambda version: commit, left_offers=lambda base: [],
+        told_version=lambda: 5, tell_version=told.append,
     )  # fmt: skip
     master._store = SimpleNamespace(drop_offers=lambda base, names: dropped.append((base, names)))
     master.config = SimpleNamespace(local_sgd=SimpleNamespace(max_staleness=0))
@@ -163,6 +164,7 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
     master._open_run()
     assert list(master._ledger.held[3, 1]) == [(0, 22, 30)]
     assert dropped == [(5, ["1:1"])], "what is merged is not judged again"
+    assert told == [6], "who committed it may have died before it told"
 
 
 def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):

@@ -386,9 +386,13 @@ class RunDir:
             make_folder(self.path / "deltas" / f"{record['version']:06d}")
         if not create_once(self.commit_path(record["version"]), to_json(record)):
             return False
-        with contextlib.suppress(OSError):  # it is committed; this is only the hint
-            replace_quickly(self.path / "newest.json", to_json({"version": record["version"]}))
+        self.tell_version(record["version"])
         return True
+
+    def tell_version(self, version: int) -> None:
+        """Name the newest commit, for `told_version`."""
+        with contextlib.suppress(OSError):  # it is committed; this is only the hint
+            replace_quickly(self.path / "newest.json", to_json({"version": version}))
 
     def shortage(self, least_bytes: int) -> str:
         """What the filesystem is short of, and the way out; "" if there is room to go on."""

@@ -236,6 +236,8 @@ class Master:
             self._taken_back |= {record["taken_back"]} if "taken_back" in record else set()
         if newest != commit["version"]:  # some are not seen here yet
             return
+        if self.run.told_version() < newest:  # the master before died before it told
+            self.run.tell_version(newest)
         if self._averager:
             self._averager.close()
         self._averager = Averager(self.run, self.config, commit)
