@@ -10,8 +10,9 @@ SLURM ?=
 VENV := .venv
 READY := $(VENV)/.ready
 PROGRAMS := $(wildcard bin/*)
-DATA := $(shell find lib/elastic -name '*.py') $(wildcard sbatch/* etc/*.* etc/sandbox/* etc/traces/* \
-    etc/examples/*/*.* docs/*.md requirements*.txt) Makefile README.md INSTALL.md
+DATA := $(wildcard lib/elastic/*.py lib/elastic/*/*.py lib/elastic/*/*/*.py sbatch/* etc/*.* \
+    etc/sandbox/* etc/traces/* etc/examples/*/*.* docs/*.md requirements*.txt) \
+    Makefile README.md INSTALL.md
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' lib/elastic/__init__.py)
 HERE := $(DESTDIR)$(PREFIX)
 TREE := $(HERE)/$(VERSION)

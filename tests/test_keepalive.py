@@ -19,7 +19,7 @@ from helpers import ROOT, wait_until
 # In a network of its own, where "off" is what a node without power looks like from outside.
 STORY = """
 import subprocess, sys, time
-from elastic import keepalive
+from elastic.sync import keepalive
 from test_keepalive import rank
 keepalive.IDLE_S = keepalive.EVERY_S = 1
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)

@@ -489,7 +489,7 @@ def test_every_run_is_looked_for_on_the_cluster_it_was_submitted_to(make_run, sl
 PASSES = """
 import sys, time
 from pathlib import Path
-from elastic import sched_local
+from elastic.jobs import sched_local
 from elastic.jobs.reconcile import run_pass
 from elastic.run.rundir import RunDir
 run, home, state = map(Path, sys.argv[1:4])

@@ -346,7 +346,8 @@ def test_a_machine_without_one_gets_that_of_a_wheel_and_an_ordinary_user_starts_
         assert len(said.stdout.splitlines()) == 1, said.stdout
         assert run(["make", "redis", f"PYTHON={sys.executable}"]).stdout == "", "it is there"
         code = ("import sys; sys.path.insert(0, 'lib'); from pathlib import Path;"
-                "from elastic import config, redis_server as r;"
+                "from elastic.base import config;"
+                "from elastic.local.master import redis_server as r;"
                 "r.trial(config.load(Path(sys.argv[1])), Path('own')); print(r.find())")
         become = (shutil.which("setpriv") or "", "--reuid=nobody", "--clear-groups")
         (folder / "own").mkdir()
@@ -361,7 +362,8 @@ def test_a_machine_without_one_gets_that_of_a_wheel_and_an_ordinary_user_starts_
 def test_it_dies_with_the_process_that_started_it(make_run):
     run = make_run()
     code = (
-        "import sys, time; from pathlib import Path; from elastic import redis_server;"
+        "import sys, time; from pathlib import Path;"
+        "from elastic.local.master import redis_server;"
         "from elastic.run.rundir import RunDir; run = RunDir(Path(sys.argv[1]));"
         "server = redis_server.start(run, run.config(), '127.0.0.1', 1);"
         "print(server.process.pid, flush=True); time.sleep(60)"

@@ -401,7 +401,7 @@ def test_a_worker_does_not_import_the_compiler():
     script = """if True:
         import sys, torch
         from types import SimpleNamespace
-        from elastic import worker
+        from elastic.local.worker import worker
         from elastic.train.group import clip_gradients
         from elastic.train.task import default_optimizer
         model = torch.nn.Linear(2, 2)
