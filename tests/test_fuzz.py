@@ -229,7 +229,6 @@ def deltas(make_run, monkeypatch):
     def make(compression: str):
         run = make_run(f"local_sgd.compression={compression}")
         rounds = Rounds(run, torch.zeros(12), [("weight", (3, 4))])
-        (run.path / "deltas" / "000000").mkdir()
 
         def put(name: str, data: bytes | None) -> None:
             if data is None:
