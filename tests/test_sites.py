@@ -11,6 +11,7 @@ every job. Nodes die, are reserved for others, and come back.
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ pytest_plugins = ["slurm_sandbox"]
 pytestmark = [
     pytest.mark.slurm, pytest.mark.root, pytest.mark.timeout(600),
     pytest.mark.skipif(os.getuid() != 0, reason="needs root, for nodes with names of their own"),
+    pytest.mark.skipif(not shutil.which("bindfs"), reason="needs bindfs, for files seen late"),
 ]  # fmt: skip
 
 RULES = """
