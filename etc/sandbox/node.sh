@@ -7,7 +7,10 @@ set -eu
 hostname "$1"
 shift
 mount --bind '@DIR@/hosts' /etc/hosts
-folder='@STALE@'
+folder=@STALE@
 cached='attr_timeout=60,entry_timeout=60,negative_timeout=60'
-[ -z "${folder}" ] || bindfs -o "${cached}" "${folder}" "${folder}"
+if [ -n "${folder}" ]; then
+    command -v bindfs >/dev/null || { echo "error: no bindfs: apt-get install bindfs" >&2; exit 1; }
+    bindfs -o "${cached}" "${folder}" "${folder}"
+fi
 exec "$@"

@@ -12,7 +12,7 @@ HOMES = {
     "elastic.local.worker.local_sgd": "LocalSGD",
     "elastic.jobs.slurm_info": "SLURMInfo get_slurm_info log_job_info resolve_resume_path",
     "elastic.train.health": "ShutdownHandler NaNDetector HangDetector check_nccl_health "
-                      "check_gpu_health shield_workers",
+                            "check_gpu_health shield_workers",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import re
 
 
 def size(amount: float) -> str:
+    """Bytes in words: "1.5 GB" for 1.5e9."""
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 999.5:
             return f"{amount:.3g} {unit}"
@@ -12,7 +13,7 @@ def size(amount: float) -> str:
 
 
 def interval(setting: str) -> tuple[float, str]:
-    """(500, "steps") or (600, "s"); (0, "") if it is neither."""
+    """(500, "steps") of "500 steps", (600, "s") of "10m"; (0, "") if it is neither."""
     found = re.fullmatch(r"(\d+) *(steps)|(\d+(?:\.\d+)?) *([smh])", setting.strip())
     number, unit = filter(None, found.groups()) if found else ("0", "")
     seconds = {"s": 1, "m": 60, "h": 3600}

@@ -325,7 +325,7 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
         ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
-        PASSWORD=os.urandom(16).hex(), CGROUP=cgroup, STALE=shape.stale or "",
+        PASSWORD=os.urandom(16).hex(), CGROUP=cgroup, STALE=shlex.quote(str(shape.stale or "")),
     )  # fmt: skip
     drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not is_local, "GPU": not shape.gpus}
     for template in (config.elastic_home() / "etc/sandbox").iterdir():
