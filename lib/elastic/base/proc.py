@@ -35,9 +35,12 @@ class Process(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> "Process | None":
-        """The process `pid` if it lives; a zombie does not."""
+        """The process `pid` if it lives. A zombie does not, but one whose other threads are still
+        on their way out does: they hold its files and sockets."""
         stat = read(f"/proc/{pid}/stat")
-        return cls.parse(stat) if stat and stat.rsplit(")", 1)[1].split()[0] not in "ZX" else None
+        state, *fields = stat.rpartition(")")[2].split() or ["X"]
+        is_gone = state == "X" or (state == "Z" and fields[16] == "1")
+        return None if is_gone else cls.parse(stat)
 
 
 def families(
