@@ -6,14 +6,13 @@
 
 Only the run's own jobs and processes are touched. On this machine (the local scheduler, a sandbox)
 processes are killed and stopped one by one; on a cluster jobs are, through its scheduler, and what
-cannot be done there is left out by name (`why_not`). What ends by itself, a stopped process, a full
-disk, is ended by a detached shell, also if chaos is killed meanwhile.
+cannot be done there is left out by name (`why_not`). What ends by itself, a stopped process say, is
+ended by a detached shell, also if chaos is killed meanwhile.
 """
 
 import contextlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -36,19 +35,18 @@ from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 
-BRIEFLY_S = 5.0  # how long a hang, a partition, a full disk lasts
+BRIEFLY_S = 5.0  # how long a hang, a partition lasts
 GONE_S = 15.0  # how long a killed node stays away
 SKEW_S = 90
 LOOK_S = 0.5
 BACK_S = 120.0  # how long the last faults are given to be over
-MOST_FILL_BYTES = 1 << 30
 FAKETIME = "FAKETIME_TIMESTAMP_FILE"  # the file that libfaketime reads in the run's jobs
 DO = ("kill-worker", "preempt", "kill-master", "kill-redis", "flush-redis", "hang-worker",
-      "slow-worker", "kill-node", "hang-controller", "full-disk", "corrupt-delta",
-      "corrupt-checkpoint", "partition", "clock-skew")  # each by the method of its name
-HITS_ONE = ("kill-worker", "preempt", "hang-worker", "slow-worker", "kill-node")
-IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis", "partition", "corrupt-delta")
-HERE_ONLY = ("kill-redis", "partition", "hang-worker", "slow-worker", "corrupt-checkpoint")
+      "kill-node", "hang-controller", "corrupt-checkpoint", "partition",
+      "clock-skew")  # each by the method of its name
+HITS_ONE = ("kill-worker", "preempt", "hang-worker", "kill-node")
+IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis", "partition")
+HERE_ONLY = ("kill-redis", "partition", "hang-worker", "corrupt-checkpoint")
 
 
 class Chaos:
@@ -120,16 +118,12 @@ class Chaos:
     def why_not(self, kind: str) -> str:
         """Why this fault cannot be done to this run; empty if it can."""
         here, mode = self.is_here, self.run.control().mode
-        free = shutil.disk_usage(self.run.path).free
         rules = {
             "the run is in sync mode": kind in IN_LOCAL_MODE and mode == "sync",
             "the run is in local mode": kind == "corrupt-checkpoint" and mode == "local",
             "its processes are on other machines": kind in HERE_ONLY and not here,
             "there is no sandbox": kind == "hang-controller" and not self.box,
             "a node of a cluster is not a user's": kind == "kill-node" and not here,
-            "others write to a cluster's filesystem": kind == "full-disk" and not here,
-            f"{free >> 20} MiB are free there, too many to fill":
-                kind == "full-disk" and free > MOST_FILL_BYTES,
             f"its jobs do not run under libfaketime or the like ({FAKETIME} is not set)":
                 kind == "clock-skew" and FAKETIME not in self.run.environment(),
         }  # fmt: skip
@@ -197,11 +191,6 @@ class Chaos:
         _stop(victim.pid, 2 * BRIEFLY_S)
         return f"{_process(victim)} stands still for {2 * BRIEFLY_S:g} s"
 
-    def _slow_worker(self, victim: Slot) -> str:
-        script = "for i in $(seq 25); do kill -STOP $0; sleep .3; kill -CONT $0; sleep .1; done"
-        _detach(script, victim.pid)
-        return f"{_process(victim)} is four times as slow for 10 s"
-
     def _kill_node(self, victim: Slot) -> str:
         if self.is_local:
             self.scheduler.kill(victim.job_id)
@@ -219,24 +208,6 @@ class Chaos:
     def _hang_controller(self, _victim: Slot) -> str:
         self.box.hang_controller(2 * BRIEFLY_S)
         return f"slurmctld answers nobody for {2 * BRIEFLY_S:g} s"
-
-    def _full_disk(self, _victim: Slot) -> str:
-        filler = self.run.path / ".filler"
-        append = 'dd if=/dev/zero of="$0" oflag=append conv=notrunc bs=64k'
-        script = f'fallocate -l "$1" "$0"; {append}; sleep "$2"; rm -f "$0"'
-        _detach(script, filler, max(1, shutil.disk_usage(self.run.path).free), BRIEFLY_S)
-        return f"nothing is free for {BRIEFLY_S:g} s"
-
-    def _corrupt_delta(self, _victim: Slot) -> str:
-        """The first delta to be seen: it may be merged already, then that was no fault."""
-        deadline = time.monotonic() + 2 * BRIEFLY_S
-        while time.monotonic() < deadline:
-            folder = self.run.path / "deltas" / f"{self.run.newest_version():06d}"
-            for path in folder.glob("[0-9]*"):
-                with contextlib.suppress(OSError):
-                    return _flip_a_byte(path)
-            time.sleep(0.002)
-        return "none was seen"
 
     def _corrupt_checkpoint(self, _victim: Slot) -> str:
         """The newest, and the ranks are killed, so that it is read."""
