@@ -403,6 +403,15 @@ def test_a_crontab_without_the_line_is_named(quick, site):
     assert bad() == {"cron": ("WARN", "elastic-reconcile is not in the crontab")}
 
 
+def test_nodes_that_may_not_submit_make_the_crontab_necessary(quick, site, plant):
+    plant(("^(PartitionName=preempt .*)", r"\1 AllocNodes=localhost"))
+    assert bad() == {}
+    set_crontab(site.parent, "echo no crontab for me >&2; exit 1")
+    ((name, (verdict, seen)),) = bad().items()
+    assert (name, verdict) == ("cron", "FAIL")
+    assert seen.endswith(", and only localhost may submit jobs (AllocNodes)")
+
+
 @pytest.mark.parametrize(("model", "words"), [
     ("raise KeyError('weights')", "KeyError('weights')"),
     ("print('loading'); return __import__('torch').nn.Linear(1000, 1000)", ": 9.02 MB at"),

@@ -161,7 +161,7 @@ def _closed(name: str, key: str, partitions, nodes) -> tuple[str, str, str] | No
 
 def _time(config, partitions) -> tuple[str, str, str]:
     slurm, seen, short, brief = config.slurm, [], [], []
-    kinds = [("time", _first(slurm.partition)), ("master_time", slurm.master_partition)]
+    kinds = [("time", slurm.partition.split(",")[0]), ("master_time", slurm.master_partition)]
     for key, name in kinds[: 1 if config.run.mode == "sync" else 2]:
         wanted, partition = getattr(slurm, key), partitions.get(name, {})
         most, usual = partition.get("MaxTime", "UNLIMITED"), partition.get("DefaultTime", "NONE")
@@ -174,11 +174,6 @@ def _time(config, partitions) -> tuple[str, str, str]:
             seen[-1] += f", DefaultTime={usual}"
             brief.append(f"set slurm.{key}: without it every job ends after {usual}")
     return FAIL if short else WARN if brief else OK, "; ".join(seen), "; ".join(short + brief)
-
-
-def _first(partition: str) -> str:
-    """Of "a,b", which sbatch takes."""
-    return partition.split(",")[0]
 
 
 def limit_s(text: str) -> float:
@@ -229,7 +224,7 @@ _SEE_QOS = "look: sacctmgr show qos format=Name,PreemptMode,GraceTime; wanted: R
 
 
 def _mode(config, cluster, partitions, *, nodes) -> tuple[str, str, str]:
-    name = _first(config.slurm.partition)
+    name = config.slurm.partition.split(",")[0]
     if name not in partitions:
         return SKIP, f"no partition {name}", ""
     mode = preempt_mode(cluster, name, partitions, nodes)
@@ -248,7 +243,7 @@ def _mode(config, cluster, partitions, *, nodes) -> tuple[str, str, str]:
 
 
 def _notice(config, cluster, partitions, *, nodes, disk, save) -> tuple[str, str, str]:
-    name = _first(config.slurm.partition)
+    name = config.slurm.partition.split(",")[0]
     mode = preempt_mode(cluster, name, partitions, nodes) if name in partitions else "OFF"
     if mode in ("OFF", ""):
         return SKIP, "nothing is preempted there" if mode else _BY_QOS, "" if mode else _SEE_QOS
@@ -360,10 +355,6 @@ def _bandwidth(disk: Disk) -> tuple[str, str, str]:
     return _warn_if(is_slow, seen, "set ELASTIC_RUNS to a faster filesystem")
 
 
-def _redis(redis: str) -> tuple[str, str, str]:
-    return OK, redis, ""
-
-
 def _interface(config, network, here, *, nodes) -> tuple[str, str, str]:
     if trouble := network.get("trouble"):
         return WARN, f"{trouble.what}; the master's node may have it", trouble.hint
@@ -404,13 +395,18 @@ def _gpus(torch: Mapping[str, Any]) -> tuple[str, str, str]:
     return OK, f"{torch['gpus']} compute rightly, and report no memory errors", ""
 
 
-def _cron(cron: str | None, cron_line: str) -> tuple[str, str, str]:
-    if cron is None:
-        fix = f"where runs are submitted from, or on any machine with cron: {cron_line}"
-        return WARN, "there is no crontab and no scrontab here", fix
-    if re.search(r"(?m)^[^#\n]*elastic[- ]reconcile", cron):
+def _cron(config, cron: str | None, cron_line: str, *, partitions) -> tuple[str, str, str]:
+    if cron and re.search(r"(?m)^[^#\n]*elastic[- ]reconcile", cron):
         return OK, "elastic-reconcile is in the crontab", ""
-    return WARN, "elastic-reconcile is not in the crontab", f"crontab -e: {cron_line}"
+    none = "there is no crontab and no scrontab here"
+    seen = none if cron is None else "elastic-reconcile is not in the crontab"
+    fix = f"where runs are submitted from, crontab -e: {cron_line}"
+    known = {} if isinstance(partitions, Unknown) else partitions
+    ours = [*config.slurm.partition.split(","), config.slurm.master_partition]
+    hosts = {known.get(name, {}).get("AllocNodes", "ALL") for name in ours} - {"ALL"}
+    if hosts:
+        return FAIL, f"{seen}, and only {hosts.pop()} may submit jobs (AllocNodes)", fix
+    return WARN, seen, fix
 
 
 CHECKS = (
@@ -426,7 +422,8 @@ CHECKS = (
     Check("run folder", "it is the durable truth of a run", _folder, "disk"),
     Check("filesystem", "all jobs of a run work in one folder", _shared),
     Check("bandwidth", "saves, versions and deltas wait for it", _bandwidth),
-    Check("redis", "workers and master find each other there", _redis, "redis"),
+    Check("redis", "workers and master find each other there", lambda redis: (OK, redis, ""),
+          "redis"),
     Check("interface", "the master listens there for its workers", _interface, "network"),
     Check("clock", "jobs, Slurm and the pass compare times that each other wrote", _clock),
     Check("torch", "every start of a worker waits for its import", _torch, "torch"),

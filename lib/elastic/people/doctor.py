@@ -267,7 +267,8 @@ def off_s(seen: float, before: float, after: float, within_s: float = 0.0) -> fl
 
 def _torch(facts: dict) -> dict[str, Any]:
     """What the child of the last section says."""
-    argv = [sys.executable, "-P", "-m", "elastic.people.doctor", *_describable(facts)]
+    given = [] if facts["config"].run.command else facts["given"]  # its model nobody else knows
+    argv = [sys.executable, "-P", "-m", "elastic.people.doctor", *given]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -277,11 +278,6 @@ def _torch(facts: dict) -> dict[str, Any]:
         why = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1]
         raise ElasticError(why, f"{sys.executable} -c 'import torch'; or set ELASTIC_PYTHON")
     return json.loads(done.stdout.splitlines()[-1])  # the task's code may print, too
-
-
-def _describable(facts: dict) -> list[str]:
-    """The run's file and its overrides, unless nobody but its own command knows the model."""
-    return [] if facts["config"].run.command else facts["given"]
 
 
 def _save(facts: dict) -> estimate.Save | Unknown:
@@ -301,8 +297,7 @@ def _cron(facts: dict) -> str | None:
     for listing in (_crontab, *by_slurm):
         with contextlib.suppress(ElasticError, OSError):
             answer = listing()
-            has_none = "no crontab" in answer.stderr
-            asked |= has_none or answer.returncode == 0
+            asked |= answer.returncode == 0 or "no crontab" in answer.stderr
             found += answer.stdout if answer.returncode == 0 else ""
     return found if asked else None
 
