@@ -22,6 +22,8 @@ from helpers import wait_until
 
 os.umask(0o022)  # as bin/elastic has it: what others may write to is refused
 
+pytest.register_assert_rewrite("sites")
+
 settings.register_profile("elastic", deadline=None, print_blob=True)
 settings.load_profile("elastic")
 
@@ -42,10 +44,10 @@ def pytest_runtest_makereport(item, call):
 
 
 LONGEST = (
-    "test_sync", "test_sites", "test_limits", "test_modes", "test_sync_slurm", "test_faults",
-    "test_demo", "test_chaos", "test_bad_input", "test_notice_matrix", "test_slurm_story",
-    "test_forecast_slurm", "test_multi_rank",
-    "test_command", "test_random_schedules", "test_crash_points", "test_checkpoint", "test_trace",
+    "test_sync", "test_sites", "test_limits", "test_modes", "test_sync_slurm", "test_sites_local",
+    "test_faults", "test_demo", "test_chaos", "test_bad_input", "test_notice_matrix",
+    "test_slurm_story", "test_forecast_slurm", "test_multi_rank", "test_command",
+    "test_random_schedules", "test_crash_points", "test_checkpoint", "test_trace",
     "test_crash_passes", "test_security", "test_fuzz", "test_templates", "test_own_loop",
     "test_documents", "test_launch_env",
 )  # fmt: skip

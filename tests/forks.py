@@ -14,7 +14,7 @@ import pytest
 STEPS = ("link", "rename", "replace", "fsync", "open", "mkdir", "unlink", "rmdir", "fchmod")
 KILLED = 9
 USER = "games"  # any but this one; from 25.11 on Slurm takes the user `nobody` for no user
-NOBODY = pwd.getpwnam(USER).pw_uid
+NOBODY, GROUP = pwd.getpwnam(USER)[2:4]  # its number, and that of its group, which is another
 NO_ID = 0xFFFFFFFF  # of an entry of an ACL
 
 

@@ -17,13 +17,15 @@ stands the commit that was tested. `test_demo` is `make demo-slurm`; `test_notic
 ways to announce a preemption, or all 72 with ELASTIC_FULL_MATRIX=1.
 
 `test_sites` is the whole life of a run in either mode with all switches of the sandbox at once.
-Host names are no node names. Each node sees the shared folder through a cache of a minute, and
-none sees another's locks. preempt/qos takes GraceTime from the QOS. Prolog and epilog take their
-time, KillWait is 30 s. Jobs have whole nodes, with DefCpuPerGPU and DefMemPerCPU. A job_submit.lua
-refuses and renames. Nodes are reserved for others, and nodes die.
+Nodes have four GPUs, and host names that are no node names. Compute nodes may not submit jobs
+(AllocNodes). Each node sees the shared folder through a cache of a minute, and none sees another's
+locks. preempt/qos takes GraceTime from the QOS. Prolog and epilog take their time, KillWait is
+30 s. Jobs have whole nodes, with DefCpuPerGPU and DefMemPerCPU. A job_submit.lua refuses and
+renames. Nodes are taken by other jobs, reserved for others, drained, powered down and turned on
+again; and nodes die.
 
 """
-LIVES = "test_sites"  # its tests have a row each
+LIVES = ("test_sites", "test_sites_local")  # their tests have a row each
 
 
 def outcome(case: ElementTree.Element) -> str:
@@ -36,8 +38,8 @@ def column(path: Path) -> dict[str, str]:
     counts: dict[str, Counter[str]] = {}
     for case in ElementTree.parse(path).iter("testcase"):
         name = case.get("classname", "").removeprefix("tests.")
-        if name == LIVES:
-            name += ": " + case.get("name", "").removeprefix("test_").replace("_", " ")
+        if name in LIVES:
+            name = LIVES[0] + ": " + case.get("name", "").removeprefix("test_").replace("_", " ")
         counts.setdefault(name, Counter())[outcome(case)] += 1
     return {name: ", ".join(f"{n} {word}" for word, n in sorted(found.items()))
             for name, found in counts.items()}  # fmt: skip

@@ -27,7 +27,7 @@ FOLDERS = {
     "local/master": 1079,  # one master: Redis, samples, rounds, commits
     "sync": 807,  # sync mode: one job that resizes
     "people": 1793,  # what a person asks and sees
-    "lab": 1472,  # trying and proving; nothing imports it
+    "lab": 1460,  # trying and proving; nothing imports it
     "commands": 551,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }

@@ -326,6 +326,19 @@ def test_an_ordinary_user_can_have_one_with_accounting(nobodys):
 
 @pytest.mark.root
 @root
+def test_its_user_in_another_group_cannot_end_it_and_removes_nothing(nobodys):
+    """newgrp, and /proc shows no environment: the files went, and the daemons stayed."""
+    place = ("--dir", str(nobodys.path.parent), "--name", "x")
+    in_group = [word.replace(f"={pwd.getpwnam(USER).pw_gid}", "=0") for word in become(USER)]
+    done = subprocess.run([*in_group, COMMAND, "down", *place], env=BARE, cwd="/",
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1
+    assert "cannot see the processes" in done.stderr
+    assert nobodys.conf.exists()
+
+
+@pytest.mark.root
+@root
 def test_another_user_gets_nothing_of_it_and_runs_nothing_in_it(nobodys):
     """Not even with a copy of its slurm.conf. That the same words get in where its owner has opened
     the folder shows that they are right."""

@@ -29,7 +29,7 @@ from elastic.lab.sandbox import Sandbox
 from elastic.local.store import Store
 from elastic.run.membership import WORKING, Slot
 from elastic.run.rundir import RunDir
-from forks import USER, as_nobody
+from forks import GROUP, USER, as_nobody
 from helpers import ROOT, elastic, pretended_python, wait_until
 from running import SETTINGS, TESTS, toml
 
@@ -435,7 +435,7 @@ def users_folder() -> Iterator[Path]:
     folder.chmod(0o755)
     (folder / "home").mkdir()
     yield folder
-    as_nobody(Sandbox(folder / "home" / "x").down)
+    as_nobody(Sandbox(folder / "home" / "x").down, GROUP)
     shutil.rmtree(folder)
 
 

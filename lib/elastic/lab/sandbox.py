@@ -38,6 +38,7 @@ from elastic.jobs.sched_slurm import slurm_command
 START_TIMEOUT_S = 60.0
 _MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME
 _ADDRESS = "127.0.0.1"
+_ADDRESS_OF_NODES = "127.0.0.2"  # that jobs on nodes with names of their own submit from
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
 _PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
@@ -92,6 +93,7 @@ class Sandbox:
         self.path = path
         self.conf = path / "slurm.conf"
         self._mark = path / ".elastic-sandbox"
+        self._hosts = path / "hosts"  # of nodes with names of their own
 
     def environment(self) -> dict[str, str]:
         """The variables that lead Slurm's client commands to this sandbox."""
@@ -170,13 +172,16 @@ class Sandbox:
     def members(self, name: str = "") -> set[int]:
         """The processes of this sandbox, or of one daemon in it: jobs and orphans included, but
         for this process and its ancestors, which are not to be killed."""
-        families = proc.families(_MEMBER, self.path, self._node_of)
-        family = families[name] if name else set().union(*families.values())
+        family = self._family(name)
         mine = proc.Process.of(os.getpid())
         while mine:
             family.discard(mine.pid)
             mine = proc.Process.of(mine.parent)
         return family
+
+    def _family(self, name: str) -> set[int]:
+        families = proc.families(_MEMBER, self.path, self._node_of)
+        return families[name] if name else set().union(*families.values())
 
     def _node_of(self, pid: int, given: dict[str, str]) -> str:
         """The node of a job's process; a stepd overwrites its environment, and has the log open."""
@@ -192,6 +197,9 @@ class Sandbox:
         if self.path.is_symlink() or not self._mark.exists():
             hint = "choose another --name or --dir, or remove it yourself"
             raise UsageError(f"not a sandbox: {self.path}", hint)
+        if _listens(f"{self.path}/munge.socket"):  # /proc hides them from another group
+            hint = "call this as the user and the group that started it"
+            raise ElasticError(f"cannot see the processes of {self.path}", hint)
         for part in set(self.path.iterdir()) - {self._mark}:
             shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
         self._mark.unlink()
@@ -208,7 +216,7 @@ class Sandbox:
         return there[0] == self.path
 
     def _check_up(self) -> None:
-        if not self._exists() or not self.members("slurmctld"):
+        if not self._exists() or not self._family("slurmctld"):
             raise UsageError(f"no sandbox is up in {self.path}", "elastic-sandbox up")
 
     def _check_node(self, node: str) -> None:
@@ -227,7 +235,7 @@ class Sandbox:
         self._mark.touch()
         if shape.host_names or shape.stale:
             named = "".join(f"{_ADDRESS} {node}.{_DOMAIN}\n" for node in shape.names)
-            (self.path / "hosts").write_text(Path("/etc/hosts").read_text() + named)
+            self._hosts.write_text(Path("/etc/hosts").read_text() + named)
         for part in ["log", "state", "spool", *(f"spool/{node}" for node in shape.names)]:
             (self.path / part).mkdir()
 
@@ -236,11 +244,9 @@ class Sandbox:
         if shape.job_submit:  # where slurmctld looks for it: beside slurm.conf
             shutil.copyfile(shape.job_submit, self.path / "job_submit.lua")
         _write_configuration(self.path, shape, ports, _cgroup_plugin(found["slurmctld"]))
-        munge = f"{self.path}/munge"
-        own = [f"--{what}-file={munge}.{what}" for what in ("key", "pid", "log", "seed")]
-        # --force: it refuses a folder that some other user cannot enter.
-        daemon = [found["munged"], "--foreground", "--force", f"--socket={munge}.socket"]
-        self._start("munged", *daemon, *own, ready=f"{munge}.socket")
+        self._start_munged(found["munged"], "munge")
+        if self._hosts.exists():
+            self._start_munged(found["munged"], "munge-nodes", f"--origin={_ADDRESS_OF_NODES}")
         if shape.accounting:
             self._start_accounting(found, ports[1])
         self._start("slurmctld", found["slurmctld"], "-D", ready=ports[0])
@@ -254,9 +260,16 @@ class Sandbox:
             return self.idle_nodes() == set(names)
         return False
 
+    def _start_munged(self, program: str, name: str, *more: str) -> None:
+        stem = f"{self.path}/{name}"
+        own = [f"--{what}-file={stem}.{what}" for what in ("pid", "log", "seed")]
+        # --force: it refuses a folder that some other user cannot enter.
+        daemon = [program, "--foreground", "--force", f"--key-file={self.path}/munge.key", *own]
+        self._start(name, *daemon, f"--socket={stem}.socket", *more, ready=f"{stem}.socket")
+
     def _start_node(self, node: str, found: dict[str, str]) -> None:
-        hosts, daemon = self.path / "hosts", [found["slurmd"], "-D", "-N", node]
-        if hosts.exists():
+        daemon = [found["slurmd"], "-D", "-b", "-N", node]  # -b: as if it had booted
+        if self._hosts.exists():
             enter = [found["unshare"], "--uts", "--mount", "sh", f"{self.path}/node.sh"]
             daemon = [*enter, f"{node}.{_DOMAIN}", *daemon]
         self._start(node, *daemon)
@@ -264,8 +277,7 @@ class Sandbox:
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
         common = ["--no-defaults", f"--datadir={data}", f"--user={config.user_name()}"]
-        self._start("install", found["mariadb-install-db"], *common, "--skip-test-db")
-        self._await(lambda: not self.members("install"), "MariaDB's tables")
+        self._call("install", found["mariadb-install-db"], *common, "--skip-test-db")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
         self._start("mariadbd", found["mariadbd"], *common, *options, *small, ready=database)
@@ -273,19 +285,24 @@ class Sandbox:
 
     def _start(self, name: str, *argv: str, ready: str | int | None = None) -> None:
         """Start a command below a keeper, with its output in log/NAME.out; wait for its socket."""
+        self._call(name, "setsid", "--fork", sys.executable, "-ISc", _KEEPER, *argv)
+        if ready:
+            self._await(lambda: _listens(ready), f"{name} to listen", name)
+
+    def _call(self, name: str, *argv: str) -> None:
+        """Run a command of the sandbox to its end, with its output in log/NAME.out."""
         given = config.clean_environment() | {
             _MEMBER: f"{self.path}:{name}",
             "SLURM_CONF": str(self.conf),
             "MYSQL_UNIX_PORT": f"{self.path}/mariadb.socket",  # where slurmdbd looks for MariaDB
         }
-        keeper = ["setsid", "--fork", sys.executable, "-ISc", _KEEPER]
         with open(self.path / f"log/{name}.out", "ab") as out:
             files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-            subprocess.run([*keeper, *argv], env=given, cwd="/", check=True, umask=0o022, **files)
-        if ready:
-            self._await(lambda: _listens(ready), f"{name} to listen", name)
+            done = subprocess.run(argv, env=given, cwd="/", umask=0o022, **files)
+        if done.returncode != 0:
+            raise ElasticError(f"the sandbox did not start: {name} failed\n{self._last_words()}")
 
-    def _await(self, condition: Callable[[], bool], what: str, name: str = "") -> None:
+    def _await(self, condition: Callable[[], bool], what: str, name: str) -> None:
         """ElasticError when it takes too long or when the daemon `name` ends before."""
         deadline, unseen = time.monotonic() + START_TIMEOUT_S, 0
         while not condition():
