@@ -236,7 +236,7 @@ class Sandbox:
         if shape.host_names or shape.stale:
             named = "".join(f"{_ADDRESS} {node}.{_DOMAIN}\n" for node in shape.names)
             self._hosts.write_text(Path("/etc/hosts").read_text() + named)
-        for part in ["log", "state", "spool", *(f"spool/{node}" for node in shape.names)]:
+        for part in ["log", "state", "spool", "tmp", *(f"spool/{node}" for node in shape.names)]:
             (self.path / part).mkdir()
 
     def _start_daemons(self, found: dict[str, str], shape: Shape) -> None:
@@ -276,7 +276,8 @@ class Sandbox:
 
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
-        common = ["--no-defaults", f"--datadir={data}", f"--user={config.user_name()}"]
+        common = ["--no-defaults", f"--datadir={data}", f"--user={config.user_name()}",
+                  f"--tmpdir={self.path}/tmp"]  # where it removes what others began, as it starts
         self._call("install", found["mariadb-install-db"], *common, "--skip-test-db")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
