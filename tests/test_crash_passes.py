@@ -59,7 +59,7 @@ class Filed:
         self.write(rows)
         return rows[-1]["job_id"]
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, within_s: float = 0.0) -> list[Job]:
         return [Job(**row) for row in self.rows() if row["submit_time"] <= self.now - LAG_S]
 
     def submit(self, spec) -> str:

@@ -42,7 +42,7 @@ class Answers:
     def open(self, *_):
         return self
 
-    def jobs(self):
+    def jobs(self, within_s=0.0):
         self.asked += 1
         if self.silent:
             raise TryAgain("squeue: Socket timed out")
@@ -108,6 +108,31 @@ def until_running(again, slurm):
 
 
 # ---- doing it, once
+
+
+class Shared(Answers):
+    """Others have asked, too: it answers with what it listed `within_s` ago."""
+
+    def jobs(self, within_s=0.0):
+        then = [job for job in super().jobs() if job.submit_time <= self.now - within_s]
+        self.asked -= bool(within_s)
+        return then
+
+
+def test_what_an_old_answer_does_not_know_yet_is_not_submitted_again(run):
+    slurm = Shared()
+    run_pass([run], slurm.now, scheduler=slurm.open)
+    submitted, asked = len(slurm.specs), slurm.asked
+    for _ in range(20):
+        slurm.now += 7.0
+        report = run_pass([run], slurm.now, scheduler=slurm.open, within_s=30.0)
+        assert did(report) == []
+    assert submitted == len(slurm.specs) > 0
+    assert slurm.asked == asked
+    slurm.listed.clear()
+    slurm.now += 1.0
+    run_pass([run], slurm.now, scheduler=slurm.open)
+    assert kinds(run).count("end") == submitted
 
 
 def test_the_first_pass_submits_the_master_and_all_workers_and_the_second_is_silent(
@@ -228,7 +253,7 @@ def test_the_lock_is_taken_before_the_scheduler_is_asked(run, slurm):
     """Else the answer could be older than what another pass did in between."""
 
     class Meeting(Answers):
-        def jobs(self):
+        def jobs(self, within_s=0.0):
             inner = run_pass([run], NOW, scheduler=slurm.open)
             assert did(inner) == []
             return super().jobs()

@@ -366,7 +366,7 @@ def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path, 
     everybody = asked[0].jobs()
     assert [each.jobs(within_s=30) for each in asked] == [everybody] * 3
     assert questions() == 1
-    asked[1].jobs()  # a pass wants to know
+    asked[1].jobs()  # cron wants to know
     assert questions() == 2
     assert SlurmScheduler(None, both | {"SLURM_CONF": "/other"}).jobs(within_s=30) == everybody
     assert questions() == 3

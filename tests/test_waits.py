@@ -169,7 +169,7 @@ def test_workers_wait_in_the_queue_for_a_master_that_is_there(tmp_path, make_con
     class Queue:
         """Jobs that wait."""
 
-        def jobs(self) -> list[Job]:
+        def jobs(self, within_s: float = 0.0) -> list[Job]:
             return [Job(str(n), spec.name, "PENDING") for n, spec in enumerate(asked, 1)]
 
         def submit(self, spec: JobSpec) -> str:

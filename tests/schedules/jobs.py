@@ -126,7 +126,7 @@ class Slurm:
         self.silent, self.did = False, []
         self.slots = self.mode = self.closing = None
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, within_s: float = 0.0) -> list[Job]:
         world = self.world
         world.cast.edge("squeue")
         self.look()

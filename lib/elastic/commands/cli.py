@@ -230,8 +230,10 @@ def progress_of(runs: list[RunDir], count: int) -> tuple[float, str]:
 @click.argument("runs", nargs=-1)
 @click.option("--dry-run", is_flag=True, help="Print the plan with its reasons, do nothing.")
 @click.option("--jitter", is_flag=True, help="Sleep up to 20 s first, so that users take turns.")
+@click.option("--within", default=0.0, metavar="SECONDS", type=click.FloatRange(0),
+              help="Take an answer of the scheduler that is so old.")
 @json_option
-def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, as_json: bool):
+def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float, as_json: bool):
     """Run one pass over all runs (or those named).
 
     Compares what should be there with what the scheduler says, and submits or
@@ -241,7 +243,7 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, as_json: bool)
     if jitter:
         time.sleep(random.uniform(0, JITTER_S))
     found = [rundir.find(name) for name in runs] if runs else rundir.registered()
-    report = one_pass(found, dry_run)
+    report = one_pass(found, dry_run, within)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=1))
     else:
@@ -250,8 +252,8 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, as_json: bool)
     sys.exit(Exit.TRY_AGAIN if report.unknown else Exit.ERROR if report.errors else Exit.OK)
 
 
-def one_pass(runs: list[RunDir], dry_run: bool = False):
-    return reconciling.run_pass(runs, time.time(), dry_run)
+def one_pass(runs: list[RunDir], dry_run: bool = False, within_s: float = 0.0):
+    return reconciling.run_pass(runs, time.time(), dry_run, within_s=within_s)
 
 
 def echo_pass(run: RunDir) -> None:

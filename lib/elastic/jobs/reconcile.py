@@ -4,7 +4,9 @@ Cron, the master and people run the same pass, also at the same time. A run belo
 that holds the lock on RUN/reconcile.lock (a later one skips it); the lock is taken before the
 scheduler is asked, so that no pass acts on a view older than another pass's actions. The scheduler
 is the one that the runs were submitted to (cron's environment leads to none), asked once for all of
-them. If it does not answer, that is unknown, and nothing is done.
+them. A pass that is not urgent takes an answer of `within_s` ago, which every submission and every
+cancellation makes void: what is missing from a listing so old is missed only so much later. If the
+scheduler does not answer, that is unknown, and nothing is done.
 
 RUN/reconcile.json carries history.Memory from pass to pass. Before every submission the pass notes
 that it may happen, so that a pass that dies in the middle of it submits nothing twice. What has
@@ -76,15 +78,17 @@ def run_pass(
     now: float,
     dry_run: bool = False,
     scheduler: Callable[[str, Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
+    within_s: float = 0.0,
 ) -> PassReport:
-    """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing."""
+    """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing. The
+    scheduler's answer of `within_s` ago will do."""
     report = PassReport()
     with contextlib.ExitStack() as locks:
         passes: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
         for run in runs:
             with _errors_of(run, report):
                 if not _is_settled(run) and (dry_run or locks.enter_context(_lock(run))):
-                    one = _Pass(run, now, dry_run)
+                    one = _Pass(run, now, dry_run, within_s)
                     passes[sched.cluster_of(one.kind, one.environment)].append(one)
         for mine in passes.values():
             first = mine[0]
@@ -95,7 +99,7 @@ def run_pass(
 
 def _pass_over(passes: Sequence["_Pass"], scheduler: Scheduler, report: PassReport) -> None:
     try:
-        jobs = scheduler.jobs()
+        jobs = scheduler.jobs(passes[0].within_s)
     except TryAgain as silence:
         report.unknown = str(silence)
         report.unknown_is_new = any([one.left_unknown() for one in passes])
@@ -199,8 +203,8 @@ def _is_settled(run: RunDir) -> bool:
 class _Pass:
     """A pass over one run, whose lock is held."""
 
-    def __init__(self, run: RunDir, now: float, dry_run: bool):
-        self.run, self.now, self.dry_run = run, now, dry_run
+    def __init__(self, run: RunDir, now: float, dry_run: bool, within_s: float = 0.0):
+        self.run, self.now, self.dry_run, self.within_s = run, now, dry_run, within_s
         self._began = time.monotonic()
         self.config, self.environment = run.config(), run.environment()
         self.kind = self.config.run.scheduler
@@ -264,12 +268,13 @@ class _Pass:
         listed = [row for job in jobs if (row := _seen(job, self.run))]
         mode = self.run.control().mode
         memory = history.enter(self.memory, self.run.closing(), self.now, mode)
-        news = history.gone(memory, listed, self.now)
+        listed_at = self.now - self.within_s  # at the earliest
+        news = history.gone(memory, listed, listed_at)
         if memory.closing in ("stopped", "done"):  # jobs that end now do as they were asked
             news = [replace(job, cancelled_at=self.now) for job in news]
         endings = [history.ending(job, self.run.ending(job.job_id), self.now) for job in news]
         keep = self.limits.max_failures + 1
-        self.memory = history.learn(memory, listed, endings, self.now, keep)
+        self.memory = history.learn(memory, listed, endings, listed_at, keep)
         for end in endings:
             fields = {"role": end.role, "slot": end.slot, "job_id": end.job_id, "node": end.node}
             times = {"submitted": end.submitted_at, "started": end.started_at,

@@ -49,6 +49,7 @@ MOST_SLOTS = 10_000
 MOST_REASON = 300  # characters: it may quote what is wrong
 AFTER_LEAVE_S = 2.0
 PASS_S = 60.0
+SHARED_S = 30.0  # age of an answer of squeue that many masters and status share
 
 
 class Leaving(ElasticError):
@@ -825,6 +826,7 @@ class Reconcile:
     def __init__(self, run: RunDir, config: Config):
         self._command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
         self._every_s = config.elastic.reconcile_interval_s
+        self._within_s = min(SHARED_S, self._every_s / 2)
         self._next = time.monotonic() + self._every_s
         self._process: subprocess.Popen | None = None
 
@@ -834,11 +836,14 @@ class Reconcile:
             return
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every_s
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+            command = [*self._command, f"--within={self._within_s:g}"]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            self._within_s = min(SHARED_S, self._every_s / 2)
 
     def soon(self) -> None:
         """A worker has left: look again once its job has had time to end."""
         self._next = min(self._next, time.monotonic() + AFTER_LEAVE_S)
+        self._within_s = 0.0
 
     def close(self) -> None:
         """Wait for a pass under way."""
