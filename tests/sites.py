@@ -1,11 +1,11 @@
 """A cluster unlike the usual sandbox in all it can: `pytest_plugins = ["sites"]` brings `cluster`.
 
 Nodes of four GPUs call themselves by names that Slurm does not know, and may not submit jobs. Each
-sees the runs' folder through a cache of its own, up to a minute late, and none sees another's
-locks. Jobs start and end slowly, hold whole nodes, and are given cores and memory. A QOS says who
-preempts whom, and with which notice. KillWait is what sites have. A plugin wants an account and a
-time limit, and renames every job. Nodes are reserved for others, drained, powered down until
-somebody needs them, and die.
+sees the runs' folder through a cache of its own, up to a minute late. The filesystem has no flock.
+Jobs start and end slowly, hold whole nodes, are given cores and memory, and are killed when they
+use more. A QOS says who preempts whom, and with which notice. KillWait is what sites have. A
+plugin wants an account and a time limit, and renames every job. Nodes are reserved for others,
+drained, powered down until somebody needs them, and die.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import pytest
 
 from elastic.base.errors import ElasticError
 from helpers import ROOT, elastic
+from running import TESTS
 from test_sync_slurm import Cluster
 
 pytest_plugins = ["slurm_sandbox"]
@@ -70,6 +71,8 @@ def cluster(new_sandbox, tmp_path) -> Cluster:
         f"Prolog={tmp_path}/prolog", f"Epilog={tmp_path}/epilog", "PrologFlags=Alloc",
         "KillWait=30", "SlurmdTimeout=15", "MessageTimeout=5", "MinJobAge=3600",
         "SelectTypeParameters=CR_CPU_Memory", "PreemptType=preempt/qos",
+        "JobAcctGatherType=jobacct_gather/linux", "JobAcctGatherFrequency=task=1",
+        "JobAcctGatherParams=OverMemoryKill",
         f"PartitionName=preempt {of_jobs} AllocNodes=localhost",
         "PartitionName=cpu AllocNodes=localhost",
         f"SuspendProgram={tmp_path}/suspend", f"ResumeProgram={tmp_path}/resume",
@@ -81,7 +84,7 @@ def cluster(new_sandbox, tmp_path) -> Cluster:
     define = ("sacctmgr", "--immediate", "add", "qos")
     box.run(*define, "low", "set", "PreemptMode=REQUEUE", "GraceTime=20")
     box.run(*define, "high", "set", "Preempt=low")
-    return Cluster(box, tmp_path)
+    return Cluster(box, tmp_path, {"PYTHONPATH": f"{TESTS}/unlocked"})
 
 
 def taken_reserved_and_drained(cluster: Cluster, meanwhile: Callable[[], None]) -> None:

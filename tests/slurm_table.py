@@ -18,11 +18,12 @@ ways to announce a preemption, or all 72 with ELASTIC_FULL_MATRIX=1.
 
 `test_sites` is the whole life of a run in either mode with all switches of the sandbox at once.
 Nodes have four GPUs, and host names that are no node names. Compute nodes may not submit jobs
-(AllocNodes). Each node sees the shared folder through a cache of a minute, and none sees another's
-locks. preempt/qos takes GraceTime from the QOS. Prolog and epilog take their time, KillWait is
-30 s. Jobs have whole nodes, with DefCpuPerGPU and DefMemPerCPU. A job_submit.lua refuses and
-renames. Nodes are taken by other jobs, reserved for others, drained, powered down and turned on
-again; and nodes die.
+(AllocNodes). Each node sees the shared folder through a cache of a minute, and the filesystem has
+no flock. preempt/qos takes GraceTime from the QOS. Prolog and epilog take their time, KillWait is
+30 s. Jobs have whole nodes, with DefCpuPerGPU and DefMemPerCPU, and are killed when they use more
+memory. A job_submit.lua refuses and renames. Nodes are taken by other jobs, reserved for others,
+drained, powered down and turned on again; and nodes die: the first one of a synchronous run, and
+the one of the master.
 
 """
 LIVES = ("test_sites", "test_sites_local")  # their tests have a row each

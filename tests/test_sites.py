@@ -3,8 +3,9 @@
 pytest tests/test_sites.py
 """
 
-from pathlib import Path
+import pytest
 
+from elastic.base.errors import ElasticError
 from elastic.jobs.slurm_info import expand_hostlist
 from sites import ASKED, NEEDS, becomes, finished, powered_down, taken_reserved_and_drained
 
@@ -16,10 +17,15 @@ FOUR = {"slurm.gpus_per_node": 4, "task.samples": 6_000,
 SYNC = {**ASKED, **FOUR}
 
 
-def test_a_run_without_what_the_site_wants_is_refused_in_its_words(cluster, tmp_path: Path):
-    done = cluster.try_to_submit(4, 8, **FOUR)
-    assert done.returncode != 0
-    assert "this site wants --account and --time" in done.stderr
+def test_a_run_without_what_the_site_wants_is_refused_in_its_words(cluster):
+    for mode in ({}, {"run.mode": "local", "slurm.gpus_per_worker": 4}):
+        done = cluster.try_to_submit(4, 8, **FOUR, **mode)
+        assert done.returncode != 0
+        assert "this site wants --account and --time" in done.stderr
+    takes_more = ("python3", "-c", "held = b'x' * (400 << 20); __import__('time').sleep(60)")
+    asked = ("--partition=preempt", "--account=project", "--time=5", "--qos=low", "--mem=100")
+    with pytest.raises(ElasticError, match="Exceeded job memory limit|[Oo]ut [Oo]f [Mm]emory"):
+        cluster.box.run("srun", *asked, *takes_more)
 
 
 def test_a_synchronous_run_lives_there(cluster):

@@ -46,13 +46,15 @@ STORY = {
 
 
 class Cluster:
-    """A run on a sandbox of four nodes, and the cron that looks after it."""
+    """A run on a sandbox, and the cron that looks after it, with `more` in the environment of
+    both."""
 
-    def __init__(self, box: Sandbox, home: Path):
+    def __init__(self, box: Sandbox, home: Path, more: dict[str, str] | None = None):
         self.box, self.home = box, home
         self.run = RunDir(home / "runs" / "story")
         self.pace = home / "pace"
         self._cron = {"HOME": str(home), "PATH": "/usr/bin:/bin", "ELASTIC_PYTHON": sys.executable}
+        self._cron |= more or {}
         self._asks = SlurmScheduler(None, {**os.environ, **box.environment()})
 
     def submit(self, least: int, most: int, **more) -> None:
