@@ -62,6 +62,6 @@ def main(rank: int, world: int, kind: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    from elastic.base.config import env
+    from elastic.base.environment import env
 
     main(int(env("RANK")), int(env("WORLD_SIZE")), *sys.argv[1:])

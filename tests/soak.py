@@ -22,9 +22,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic.base.config import TIME, parse
 from elastic.base.durable import read_json
 from elastic.base.errors import TryAgain
+from elastic.base.keys import TIME, parse
 from elastic.lab.sandbox import Sandbox, Shape
 from elastic.local.store import Store
 from elastic.people import views

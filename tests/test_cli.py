@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
+from elastic.base import environment as installed
 from elastic.commands import cli
 from helpers import ROOT, elastic, environment, wait_until
 from test_layers import FOLDERS
@@ -429,8 +430,8 @@ def test_a_screen_that_is_watched_has_no_json(config, env):
 
 
 def test_the_line_for_the_crontab_is_one_where_a_folder_has_a_space(monkeypatch):
-    monkeypatch.setattr(cli.configuration, "commands", lambda: Path("/home/me/my copy/bin"))
-    line = cli.configuration.cron_line()
+    monkeypatch.setattr(installed, "commands", lambda: Path("/home/me/my copy/bin"))
+    line = installed.cron_line()
     assert shlex.split(line)[5:] == ["/home/me/my copy/bin/elastic-reconcile", "--jitter"]
 
 

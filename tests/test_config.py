@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.base import config
+from elastic.base import config, environment, keys
 from elastic.base.errors import UsageError
 
 ETC = Path(__file__).resolve().parents[1] / "etc"
@@ -73,7 +73,7 @@ def test_origins_are_found_in_dotted_quoted_and_inline_writing(write):
     + [(" 3 S ", 3), ("7", 7), (7, 7), (0.5, 0.5), (0, 0)],
 )
 def test_a_duration_is_text_with_a_unit_or_a_number_of_seconds(written, seconds):
-    assert config.parse(config.TIME, written) == seconds
+    assert keys.parse(keys.TIME, written) == seconds
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_a_duration_is_text_with_a_unit_or_a_number_of_seconds(written, seconds)
     [("64kb", 65536), ("256mb", 1 << 28), ("1.5gb", 3 << 29), ("2TB", 2 << 40), ("7b", 7), (7, 7)],
 )
 def test_a_size_counts_in_powers_of_1024(written, size):
-    assert config.parse(config.SIZE, written) == size
+    assert keys.parse(keys.SIZE, written) == size
 
 
 @pytest.mark.parametrize("wrong", ["", "s", "5 parsecs", "-5s", "1_0s", "nan", -1, True, [], "5mb"])
 def test_what_is_no_duration_is_refused_with_the_value(wrong):
     with pytest.raises(UsageError, match="expected a duration") as caught:
-        config.parse(config.TIME, wrong)
-    assert config.toml_value(wrong) in str(caught.value)
+        keys.parse(keys.TIME, wrong)
+    assert keys.toml_value(wrong) in str(caught.value)
 
 
 def test_what_is_left_open_is_settled_once(write):
@@ -131,7 +131,7 @@ def test_the_resolved_file_loads_to_an_equal_config_whatever_the_site_says(write
     again = config.load_written(write(written, "again.toml"))
     assert again == made
     assert "max = 7  # command line\n" in made.to_toml()
-    assert again.to_toml().count("again.toml:") == sum(map(len, config.KEYS.values())) + 2
+    assert again.to_toml().count("again.toml:") == sum(map(len, keys.KEYS.values())) + 2
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -143,13 +143,13 @@ value = st.recursive(
 
 @given(value)
 def test_any_value_survives_being_written_as_toml(value):
-    assert tomllib.loads(f"value = {config.toml_value(value)}")["value"] == value
+    assert tomllib.loads(f"value = {keys.toml_value(value)}")["value"] == value
 
 
 @given(st.floats(0, 1e9), st.integers(0, 2**53))
 def test_durations_and_sizes_survive_being_written(seconds, size):
-    assert config.parse(config.TIME, config._written(config.TIME, seconds)) == seconds
-    assert config.parse(config.SIZE, config._written(config.SIZE, size)) == size
+    assert keys.parse(keys.TIME, keys.written(keys.TIME, seconds)) == seconds
+    assert keys.parse(keys.SIZE, keys.written(keys.SIZE, size)) == size
 
 
 def test_every_key_can_be_explained_with_value_unit_default_origin_and_meaning(write):
@@ -158,15 +158,15 @@ def test_every_key_can_be_explained_with_value_unit_default_origin_and_meaning(w
     assert rows["health.lease"][:4] == ("90s", "", "15s", "command line")
     assert rows["elastic.max"][:4] == (1, "GPUs", 1, "default")
     assert rows["task.data"][0] == "x"
-    names = [f"{section}.{key.name}" for section, keys in config.KEYS.items() for key in keys]
+    names = [f"{section}.{key.name}" for section, rows in keys.KEYS.items() for key in rows]
     assert [*names, "task.data"] == list(rows)
     assert all(doc for *_, doc in rows.values())
 
 
 def test_every_default_passes_its_own_check():
-    for keys in config.KEYS.values():
-        for key in keys:
-            config._checked(key, key.default)
+    for section in keys.KEYS.values():
+        for key in section:
+            keys.checked(key, key.default)
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -268,16 +268,16 @@ def test_a_site_file_has_no_task(write):
 
 def test_the_reference_of_all_keys_is_up_to_date():
     shipped = (ETC / "keys.toml").read_text()
-    assert shipped == config.reference() + "\n", "python -m elastic.base.config > etc/keys.toml"
+    assert shipped == keys.reference() + "\n", "python -m elastic.base.keys > etc/keys.toml"
 
 
 def test_the_reference_read_as_a_file_is_all_defaults(write):
     uncommented = "\n".join(
         line[1:] if line.startswith("#") and " = " in line else line
-        for line in config.reference().splitlines()
+        for line in keys.reference().splitlines()
     )
     tables = tomllib.loads(uncommented)
-    defaults = {s: {key.name: key.default for key in keys} for s, keys in config.KEYS.items()}
+    defaults = {s: {key.name: key.default for key in rows} for s, rows in keys.KEYS.items()}
     assert tables == defaults | {"task": {}}
 
 
@@ -317,7 +317,7 @@ def test_the_environment_of_a_job_is_free_of_an_outer_job_and_of_the_session(mon
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "MODULEPATH", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "kept")
     monkeypatch.setenv("SLURM_CONF", os.devnull)
-    clean = config.clean_environment()
+    clean = environment.clean_environment()
     assert "x" not in clean.values()
     assert list(clean.values()).count("kept") == 4
     assert clean["SLURM_CONF"] == os.devnull
@@ -327,9 +327,9 @@ def test_the_environment_of_a_job_is_free_of_an_outer_job_and_of_the_session(mon
 
 def test_environment_is_a_copy(monkeypatch):
     monkeypatch.setenv("ELASTIC_TEST", "")
-    config.environment()["ELASTIC_TEST"] = "changed"
-    assert config.env("ELASTIC_TEST") is None
-    assert config.env("ELASTIC_TEST", "default") == "default"
+    environment.environment()["ELASTIC_TEST"] = "changed"
+    assert environment.env("ELASTIC_TEST") is None
+    assert environment.env("ELASTIC_TEST", "default") == "default"
 
 
 def test_runs_and_registry_follow_the_environment(monkeypatch, tmp_path):
@@ -337,22 +337,22 @@ def test_runs_and_registry_follow_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("ELASTIC_RUNS", raising=False)
     monkeypatch.delenv("ELASTIC_HOME_DIR", raising=False)
-    assert config.runs_root() == tmp_path / "runs"
-    assert config.registry_dir() == tmp_path / "home" / ".elastic"
+    assert environment.runs_root() == tmp_path / "runs"
+    assert environment.registry_dir() == tmp_path / "home" / ".elastic"
     monkeypatch.setenv("ELASTIC_RUNS", "elsewhere")
     monkeypatch.setenv("ELASTIC_HOME_DIR", "~/state")
-    assert config.runs_root() == tmp_path / "elsewhere"
-    assert config.registry_dir() == tmp_path / "home" / "state"
-    assert config.elastic_home() == ETC.parent
+    assert environment.runs_root() == tmp_path / "elsewhere"
+    assert environment.registry_dir() == tmp_path / "home" / "state"
+    assert environment.elastic_home() == ETC.parent
 
 
 def test_a_user_whom_nobody_has_a_name_for_has_a_number(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 54_321)
-    assert config.user_name() == "54321"
+    assert environment.user_name() == "54321"
 
 
 def test_a_run_that_is_submitted_from_a_job_is_no_rank_of_that_job(monkeypatch):
     """From salloc, or a notebook: every rank of the run took itself for rank 0 of 1."""
     own = {"RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "3", "TMPDIR": "/tmp/job.7"}
-    assert config.clean_environment({"A": "b", "TMPDIR": "/scratch"})["TMPDIR"] == "/scratch"
-    assert config.clean_environment({"A": "b", "SLURM_JOB_ID": "7", **own}) == {"A": "b"}
+    assert environment.clean_environment({"A": "b", "TMPDIR": "/scratch"})["TMPDIR"] == "/scratch"
+    assert environment.clean_environment({"A": "b", "SLURM_JOB_ID": "7", **own}) == {"A": "b"}

@@ -18,6 +18,7 @@ import crashing
 from crashing import KILLED, REFUSED, UNANSWERED, WAYS, Edge, Point, World, report, try_all
 from elastic.base import config
 from elastic.base.durable import to_json, write_atomic
+from elastic.base.environment import clean_environment
 from elastic.base.errors import TryAgain
 from elastic.jobs.history import SETTLE_S
 from elastic.jobs.reconcile import UNSURE_S, _Pass, run_pass
@@ -215,7 +216,7 @@ def fail_worker_0(run: RunDir, slurm: Filed) -> None:
 
 def test_the_making_of_a_run(world, settings, slurm, request):
     """It is there, registered, or its name is free."""
-    root, given = world.folder / "runs", config.clean_environment()
+    root, given = world.folder / "runs", clean_environment()
 
     def check(point: Point) -> None:
         found = rundir.registered()

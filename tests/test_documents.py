@@ -160,7 +160,7 @@ def test_a_new_version_is_switched_to_and_the_old_one_stays(tmp_path):
     back = run(f"make switch PREFIX={prefix} VERSION={__version__}", new)
     assert (back.returncode, os.readlink(prefix / "current")) == (0, __version__), back.stderr
     assert run(f"make switch PREFIX={prefix}", new).returncode == 0
-    ask = "from elastic.base import config; print(config.commands())"
+    ask = "from elastic.base.environment import commands; print(commands())"
     said = run(f"PYTHONPATH={prefix}/{__version__}/lib {sys.executable} -c '{ask}'", new)
     assert said.stdout == f"{prefix}/bin\n", "crontabs follow the current version"
     pins = prefix / "9.9" / "requirements.txt"

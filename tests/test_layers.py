@@ -17,18 +17,18 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1050,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1202,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1582,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 833,  # a process with torch: the task, its ranks, its device, its health
+    "base": 1074,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1203,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1583,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 834,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1063,  # tensors on disk, committed by link(): what both modes begin with
     "local": 610,  # local mode: what both sides of the wire speak
     "local/worker": 1257,  # one slot: hold the lease, train, deliver
-    "local/master": 1079,  # one master: Redis, samples, rounds, commits
+    "local/master": 1080,  # one master: Redis, samples, rounds, commits
     "sync": 807,  # sync mode: one job that resizes
-    "people": 1793,  # what a person asks and sees
-    "lab": 1460,  # trying and proving; nothing imports it
-    "commands": 551,  # click: options, checks, exit codes
+    "people": 1796,  # what a person asks and sees
+    "lab": 1462,  # trying and proving; nothing imports it
+    "commands": 553,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),
@@ -134,12 +134,12 @@ def test_slurm_commands_have_one_home():
     assert homes == {"sched_slurm", "sandbox"}
 
 
-def test_only_config_reads_the_environment():
+def test_the_environment_has_one_reader():
     readers = {
         name for name, tree in modules().items() for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
     }  # fmt: skip
-    assert readers == {"config"}
+    assert readers == {"environment"}
 
 
 def test_there_is_no_cycle():

@@ -13,8 +13,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from elastic.base import config as configuration
 from elastic.base.errors import Exit
+from elastic.base.keys import KEYS
 from elastic.commands import cli
 from elastic.run.rundir import Control, RunDir
 from helpers import ROOT
@@ -130,7 +130,7 @@ def test_odd_traces(place):
 
 def test_odd_values_of_every_key(place):
     refused = 0
-    for section, keys in configuration.KEYS.items():
+    for section, keys in KEYS.items():
         for key in keys:
             for word in ODD:
                 done = call("config", "good.toml", "--set", f"{section}.{key.name}={word}")

@@ -24,6 +24,7 @@ import test_versions
 from checkpoint_ranks import make, train
 from elastic.base import config as configuration
 from elastic.base.durable import append_line, check_private, make_folder, write_atomic
+from elastic.base.environment import registry_dir
 from elastic.base.errors import ElasticError
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.local.master import redis_server
@@ -190,7 +191,7 @@ def test_a_registry_that_others_may_write_to_is_refused(project, folder):
     LocalScheduler()
     (project / "registry" / folder).chmod(0o775)
     with pytest.raises(ElasticError, match="others may write to"):
-        configuration.registry_dir()
+        registry_dir()
 
 
 ABOVE = [  # owner, group, mode of the folder above a run; what is wrong with it

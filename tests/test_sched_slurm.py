@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from elastic.base import config
+from elastic.base.environment import elastic_home, user_name
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.jobs import sched_slurm
+from elastic.jobs import sched, sched_slurm
 from elastic.jobs.history import JobSeen
 from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.jobs.sched_slurm import (
@@ -225,7 +226,7 @@ def test_a_real_gpus_share_of_its_node(slurm_here, tmp_path):
 
 def test_a_run_keeps_the_version_that_it_was_submitted_with(tmp_path, monkeypatch):
     monkeypatch.delenv("ELASTIC_PYTHON", raising=False)
-    mine, other = config.elastic_home(), tmp_path / "0.9"
+    mine, other = elastic_home(), tmp_path / "0.9"
     spec = make_spec(tmp_path, SLURM_TOML, environment={"ELASTIC_HOME": str(other)})
     assert (spec.home, _job_python(spec)) == (mine, sys.executable), "it is uninstalled"
     (other / "bin").mkdir(parents=True)
@@ -454,7 +455,8 @@ class Stage:
 @pytest.fixture
 def stage(slurm_here, tmp_path, monkeypatch):
     stage = Stage(tmp_path, slurm_here)
-    monkeypatch.setattr(config, "elastic_home", lambda: stage.home)
+    for module in (sched, sched_slurm):
+        monkeypatch.setattr(module, "elastic_home", lambda: stage.home)
     yield stage
     slurm_here.run("scancel", f"--user={os.getuid()}")
     everywhere = {"n1", "n2", "n3", "n4", "c1"}
@@ -621,7 +623,7 @@ def test_nodes_that_are_reserved_or_powered_down_are_not_spare(new_sandbox, tmp_
 def test_a_job_whose_reservation_is_gone_never_starts(stage):
     box = stage.box
     box.run("scontrol", "create", "reservation", "ReservationName=mine", "Nodes=n1",
-            "StartTime=now", "EndTime=now+4", f"Users={config.user_name()}")  # fmt: skip
+            "StartTime=now", "EndTime=now+4", f"Users={user_name()}")  # fmt: skip
     options = 'options = ["--reservation=mine", "--begin=now+1hour"]'
     job_id = stage.submit(TOML.replace("cpus_per_gpu = 2", options))
     wait_until(lambda: stage.job(job_id).state != "PENDING", 60, "the end of the reservation")

@@ -26,7 +26,7 @@ import redis
 from redis.connection import parse_url
 
 from elastic.base import config as configuration
-from elastic.base.config import elastic_home
+from elastic.base.environment import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_local import LocalScheduler

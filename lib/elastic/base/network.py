@@ -14,7 +14,7 @@ import struct
 import sys
 from pathlib import Path
 
-from elastic.base.config import env
+from elastic.base.environment import env
 from elastic.base.errors import ElasticError
 
 ELSEWHERE = "192.0.2.1"  # RFC 5737: documentation, never a real host

@@ -26,7 +26,9 @@ import click
 from elastic import __version__
 from elastic.base import config as configuration
 from elastic.base.durable import checksum, write_atomic
+from elastic.base.environment import cron_line, runs_root
 from elastic.base.errors import ElasticError, Exit, UsageError
+from elastic.base.keys import NAME, TIME, check_value, parse
 from elastic.jobs import reconcile as reconciling
 from elastic.jobs.sched import scheduler_of
 from elastic.lab.sandbox import Sandbox, Shape, default_folder
@@ -148,7 +150,7 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
     settings = [*overrides, *(f"{key}={value}" for key, value in named.items())]
     anywhere = ["slurm.partition=any"] * dry_run  # a laptop has no site file
     resolved = configuration.load(config, [*anywhere, *settings])
-    root = configuration.runs_root()
+    root = runs_root()
     warnings = submission.check(resolved, root, dry_run)
     model, reason, untried = None, "", ""
     if not resolved.run.command and (dry_run or not no_try):
@@ -188,7 +190,7 @@ def started_text(run: RunDir) -> str:
             f"  its logs:  elastic-logs {run.name} -f\n"
             f"  resize it: elastic-scale {run.name} --max N\n"
             f"  end it:    elastic-stop {run.name}\n"
-            f"  cron line: {configuration.cron_line()}")  # fmt: skip
+            f"  cron line: {cron_line()}")  # fmt: skip
 
 
 def wait_for_end(run: RunDir) -> None:
@@ -381,7 +383,7 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
     fewest = before.min if fewest is None else fewest
     most = before.max if most is None else most
     for name, count in (("elastic.min", fewest), ("elastic.max", most)):
-        configuration.check_value(name, count)
+        check_value(name, count)
     if fewest > most:
         raise UsageError(f"min {fewest} is above max {most}", "give both")
     slurm = found.config().slurm
@@ -562,7 +564,7 @@ def validate(config: Path, arms: str, seeds: int, overrides, as_json: bool, **ho
     load(base)  # what cannot be evaluated need not be trained
     every = [*validation.trials(lambda more: configuration.load(config, [*overrides, *more]),
                                 arms.split(","), seeds)]  # fmt: skip
-    root = configuration.runs_root() / f"{base.run.name}-validate"
+    root = runs_root() / f"{base.run.name}-validate"
     with views.progress() as tell:
         done = validation.train(
             every, root, how["at_once"], lambda runs: tell(progress_of(runs, len(every)))
@@ -674,7 +676,7 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
 def seconds(_ctx: click.Context, _option: click.Parameter, text: str) -> float:
     """What an option that takes a duration says."""
     try:
-        return configuration.parse(configuration.TIME, text)
+        return parse(TIME, text)
     except UsageError as error:
         raise click.BadParameter(error.what) from None
 
@@ -739,8 +741,8 @@ def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> Non
     def call(name: str, folder: Path | None, **given: Any) -> None:
         from elastic.people import views
 
-        if not (name and configuration.NAME.holds(name)):  # it is a path, say
-            raise UsageError(f"unfit name of a sandbox: {name!r}", configuration.NAME.text)
+        if not (name and NAME.holds(name)):  # it is a path, say
+            raise UsageError(f"unfit name of a sandbox: {name!r}", NAME.text)
         box = Sandbox((folder or default_folder()).absolute() / name)
         with views.busy(f"sandbox {name}: {method.__name__.strip('_').replace('_', ' ')}"):
             said = method(box, **given)

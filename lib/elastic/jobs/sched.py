@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from elastic.base import config as configuration
+from elastic.base.environment import elastic_home
 from elastic.base.errors import ElasticError
 from elastic.jobs.history import MASTER, TRAINER, WORKER, has_ended
 
@@ -108,7 +108,7 @@ class JobSpec:
         """The installation that the run was submitted with, as long as it is there: whichever
         version's pass submits, a run keeps its own."""
         given = Path(self.environment.get("ELASTIC_HOME", os.devnull))
-        return given if (given / "bin/elastic").exists() else configuration.elastic_home()
+        return given if (given / "bin/elastic").exists() else elastic_home()
 
     def command(self, home: Path) -> list[str]:
         """The command that the job runs, with `home` the root of the installation."""

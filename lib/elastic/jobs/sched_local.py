@@ -26,10 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
 
-from elastic.base import config as configuration
 from elastic.base import proc
 from elastic.base.config import Config
 from elastic.base.durable import create_once, make_folder, own, read_json, to_json, write_atomic
+from elastic.base.environment import elastic_home, environment, registry_dir
 from elastic.jobs.sched import Job, JobSpec
 from elastic.run.rundir import RunDir
 
@@ -50,7 +50,7 @@ class LocalScheduler:
     def __init__(
         self, config: Config | None = None, state: Path | None = None, home: Path | None = None
     ):
-        self.state = (state or configuration.registry_dir() / "local").absolute()
+        self.state = (state or registry_dir() / "local").absolute()
         self.home = home
         self.grace_s = config.local_scheduler.grace_s if config else 10.0
         make_folder(self.state / "jobs", 0o700, parents=True)
@@ -186,7 +186,7 @@ class LocalScheduler:
         devices = _least_used(in_use, count)
         environment = {
             **record["environment"], "ELASTIC_JOB_ID": job_id, "ELASTIC_GPUS": str(count),
-            "ELASTIC_HOME_DIR": str(configuration.registry_dir()), MARK: f"{self.state}:{job_id}",
+            "ELASTIC_HOME_DIR": str(registry_dir()), MARK: f"{self.state}:{job_id}",
         }  # fmt: skip
         write_atomic(self._path(job_id, "devices"), to_json({"count": count, "gpus": devices}))
         if devices:
@@ -213,11 +213,11 @@ class LocalScheduler:
         if grace_s > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader.pid, SIGTERM)
-            environment = configuration.environment()
-            environment.pop(MARK, None)  # it must outlive the job that may have called
-            environment["PYTHONPATH"] = str(configuration.elastic_home() / "lib")
+            given = environment()
+            given.pop(MARK, None)  # it must outlive the job that may have called
+            given["PYTHONPATH"] = str(elastic_home() / "lib")
             program = (sys.executable, "-P", "-m", "elastic.jobs.sched_local")
-            _detached([*program, str(self.state), job_id, str(grace_s)], environment)
+            _detached([*program, str(self.state), job_id, str(grace_s)], given)
         else:
             self.kill(job_id)
 
@@ -258,12 +258,12 @@ def _detached(
 def pass_after_me(run_dir: Path) -> subprocess.Popen:
     """A reconcile pass over the run once this process has ended, however that was: nobody may call
     again. Returns the process group that waits for it."""
-    environment = configuration.environment()
-    environment.pop(MARK, None)  # it must outlive this process
-    program = configuration.elastic_home() / "bin" / "elastic-reconcile"
+    given = environment()
+    given.pop(MARK, None)  # it must outlive this process
+    program = elastic_home() / "bin" / "elastic-reconcile"
     what = [str(each) for each in (os.getpid(), program, run_dir)]
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    return subprocess.Popen(["sh", "-c", AFTERWARDS, *what], env=environment, cwd="/",
+    return subprocess.Popen(["sh", "-c", AFTERWARDS, *what], env=given, cwd="/",
                             start_new_session=True, **nothing)  # fmt: skip
 
 

@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
-from elastic.base import config
 from elastic.base.config import Config
 from elastic.base.durable import write_atomic
+from elastic.base.environment import clean_environment, elastic_home, env, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, has_ended
@@ -71,9 +71,9 @@ class SlurmScheduler:
 
     def __init__(self, settings: Config, environment: Mapping[str, str] | None = None):
         self._environment = environment  # the settings of a job come with its JobSpec
-        cluster = config.env("SLURM_CONF") if environment is None else environment.get("SLURM_CONF")
+        cluster = env("SLURM_CONF") if environment is None else environment.get("SLURM_CONF")
         name = f"squeue-{zlib.crc32((cluster or '').encode()):08x}"
-        self._listing = config.registry_dir() / name  # the newest answer, for who only looks
+        self._listing = registry_dir() / name  # the newest answer, for who only looks
 
     def jobs(self, within_s: float = 0.0) -> list[Job]:
         """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not say. An
@@ -180,7 +180,7 @@ def step_argv(
     that had a node that is gone holds its GPUs until Slurm has noticed. One that crashes ends no
     other: srun would leave them KillWait, and is deaf meanwhile (see `end_steps`).
     """
-    cores = int(config.env("SLURM_CPUS_ON_NODE", "1"))
+    cores = int(env("SLURM_CPUS_ON_NODE", "1"))
     few = ["--overcommit"] if cores < per_node else [f"--cpus-per-task={cores // per_node}"]
     return [
         *_SRUN, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
@@ -207,7 +207,7 @@ def answering(nodes: Sequence[str]) -> list[str]:
 
 def node_address() -> str:
     """What Slurm calls the node of this job (NodeAddr: an address or a name); "" outside of one."""
-    node = config.env("SLURMD_NODENAME")
+    node = env("SLURMD_NODENAME")
     if not node:
         return ""
     match = re.search(r"\bNodeAddr=(\S+)", show("node", node))
@@ -307,8 +307,8 @@ def slurm_command(
 
     Its environment is this process's, or `environment`, cleaned of what steers Slurm's commands.
     """
-    given = config.clean_environment(environment)
-    given.setdefault("PATH", config.env("PATH", "/usr/local/bin:/usr/bin:/bin"))
+    given = clean_environment(environment)
+    given.setdefault("PATH", env("PATH", "/usr/local/bin:/usr/bin:/bin"))
     # A run's may be of a version of Slurm that is gone.
     program = shutil.which(argv[0], path=given["PATH"]) or shutil.which(argv[0])
     if program is None:
@@ -424,9 +424,9 @@ def _memory(per_gpu: str, gpus: int) -> str:
 def _job_python(spec: JobSpec) -> str:
     """The Python that the user chose, also when it is cron that submits; "": what another
     version, that the run was submitted with, chooses itself."""
-    if chosen := spec.environment.get("ELASTIC_PYTHON") or config.env("ELASTIC_PYTHON"):
+    if chosen := spec.environment.get("ELASTIC_PYTHON") or env("ELASTIC_PYTHON"):
         return chosen
-    return sys.executable if spec.home == config.elastic_home() else ""
+    return sys.executable if spec.home == elastic_home() else ""
 
 
 def _takes_size_lists(spec: JobSpec) -> bool:

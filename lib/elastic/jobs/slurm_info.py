@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from elastic.base.config import Config, env
+from elastic.base.config import Config
+from elastic.base.environment import env
 from elastic.base.errors import ElasticError
 from elastic.jobs import sched_slurm
 from elastic.jobs.sched_slurm import expand_hostlist, numbers

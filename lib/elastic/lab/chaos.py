@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 
-from elastic.base.config import elastic_home
+from elastic.base.environment import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.base.proc import read
 from elastic.jobs.history import MASTER

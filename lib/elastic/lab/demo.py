@@ -18,6 +18,7 @@ import torch
 
 from elastic.base import config as configuration
 from elastic.base import signals
+from elastic.base.environment import elastic_home, runs_root
 from elastic.base.errors import ElasticError
 from elastic.jobs.reconcile import run_pass
 from elastic.lab.chaos import Chaos
@@ -76,10 +77,10 @@ class Demo:
     # ---- what the story does
 
     def start(self) -> RunDir:
-        file = configuration.elastic_home() / "etc" / "demo.toml"
+        file = elastic_home() / "etc" / "demo.toml"
         self.config = configuration.load(file, [*SETTINGS, *(ON_SLURM if self.on_slurm else [])])
-        submission.check(self.config, configuration.runs_root())
-        self.run = submission.start(self.config, configuration.runs_root())
+        submission.check(self.config, runs_root())
+        self.run = submission.start(self.config, runs_root())
         self.chaos = Chaos(self.run)
         return self.run
 

@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGSTOP
 
-from elastic.base import config, proc
+from elastic.base import proc
 from elastic.base.durable import check_private
+from elastic.base.environment import clean_environment, elastic_home, env, user_name
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.network import free_ports
 from elastic.jobs.sched_slurm import slurm_command
@@ -101,7 +102,7 @@ class Sandbox:
 
     def run(self, *argv: str) -> str:
         """What a Slurm client command says in this sandbox; ElasticError if it fails."""
-        given = config.clean_environment() | self.environment()
+        given = clean_environment() | self.environment()
         answer = slurm_command(argv, environment=given)
         if answer.returncode != 0:
             raise ElasticError(f"{shlex.join(argv)}: {answer.stderr.strip()}")
@@ -276,7 +277,7 @@ class Sandbox:
 
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
-        common = ["--no-defaults", f"--datadir={data}", f"--user={config.user_name()}",
+        common = ["--no-defaults", f"--datadir={data}", f"--user={user_name()}",
                   f"--tmpdir={self.path}/tmp"]  # where it removes what others began, as it starts
         self._call("install", found["mariadb-install-db"], *common, "--skip-test-db")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
@@ -292,7 +293,7 @@ class Sandbox:
 
     def _call(self, name: str, *argv: str) -> None:
         """Run a command of the sandbox to its end, with its output in log/NAME.out."""
-        given = config.clean_environment() | {
+        given = clean_environment() | {
             _MEMBER: f"{self.path}:{name}",
             "SLURM_CONF": str(self.conf),
             "MYSQL_UNIX_PORT": f"{self.path}/mariadb.socket",  # where slurmdbd looks for MariaDB
@@ -339,14 +340,14 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
     with contextlib.suppress(OSError):
         is_local = socket.gethostbyname(host) == _ADDRESS
     words = dict(
-        DIR=path, USER=config.user_name(), HOST=host, GRACE=shape.grace_s,
+        DIR=path, USER=user_name(), HOST=host, GRACE=shape.grace_s,
         ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
         PASSWORD=os.urandom(16).hex(), CGROUP=cgroup, STALE=shlex.quote(str(shape.stale or "")),
     )  # fmt: skip
     drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not is_local, "GPU": not shape.gpus}
-    for template in (config.elastic_home() / "etc/sandbox").iterdir():
+    for template in (elastic_home() / "etc/sandbox").iterdir():
         text = template.read_text()
         for tag, is_off in drop.items():
             text = re.sub(rf"(?m)^@IF_{tag}@ (.*\n)", "" if is_off else r"\1", text)
@@ -382,7 +383,7 @@ def _gpu_devices(count: int) -> list[str]:
 def programs(accounting: bool = False) -> dict[str, str]:
     """Where each needed program is; ElasticError with the packages that bring the missing ones."""
     packages = _PACKAGES | (_MORE_PACKAGES if accounting else {})
-    path = f"{config.env('PATH', '/bin')}:{_DAEMON_PATH}"
+    path = f"{env('PATH', '/bin')}:{_DAEMON_PATH}"
     found = {name: shutil.which(name, path=path) for name in packages}
     if missing := [name for name, where in found.items() if where is None]:
         names = " ".join(sorted({packages[name] for name in missing}))

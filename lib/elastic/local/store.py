@@ -46,8 +46,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from elastic.base.config import check_value, shown_url
 from elastic.base.errors import ElasticError, Fenced, TryAgain
+from elastic.base.keys import check_value, shown_url
 from elastic.run.membership import Slot
 from elastic.run.rundir import Endpoint, RunDir
 

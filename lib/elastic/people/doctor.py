@@ -21,9 +21,11 @@ from typing import Any
 
 from elastic.base import config as configuration
 from elastic.base import network, proc
-from elastic.base.config import Config, user_name
+from elastic.base.config import Config
 from elastic.base.durable import create_once, write_atomic
+from elastic.base.environment import cron_line, runs_root, site_path, user_name
 from elastic.base.errors import ElasticError, UsageError
+from elastic.base.keys import toml_value
 from elastic.jobs import sched_slurm
 from elastic.people.diagnosis import (
     VERDICTS,
@@ -58,7 +60,7 @@ def examine(config: Config, given: list[str], tell: Callable = unheard, more=())
     """Look at everything. `given`: the run's file, if there is one, and its overrides."""
     tell((0.0, "cluster"))
     facts = {"config": config, "given": given, "here": _here(), "clocks": {}}
-    facts["cron_line"] = configuration.cron_line()
+    facts["cron_line"] = cron_line()
     facts["cluster"] = _fact(_cluster, facts)
     for done, (name, probe) in enumerate([*PROBES.items(), *more], 1):
         tell((done / (len(PROBES) + 1), name))
@@ -125,7 +127,7 @@ def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | U
 
 def _disk(facts: dict) -> Disk:
     """What the folder of runs can do, and how fast."""
-    root = configuration.runs_root()
+    root = runs_root()
     there = next(path for path in (root, *root.parents) if path.exists())
     try:
         folder = Path(tempfile.mkdtemp(prefix=".elastic-doctor-", dir=there))
@@ -328,7 +330,7 @@ def init(force: bool) -> tuple[Path, str]:
 
     UsageError if one that sets anything is there, unless `force`; ElasticError without Slurm.
     """
-    path = configuration.site_path().resolve()  # of several versions there is one file
+    path = site_path().resolve()  # of several versions there is one file
     _check_untouched(path, force)
     facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
     facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions(),
@@ -373,7 +375,7 @@ def site_text(cluster: Mapping[str, str], found: list[tuple[str, str, str]]) -> 
         table, key = name.split(".")
         lines += [] if table == section else ["", f"[{table}]"]
         section = table
-        lines.append(f"{key} = {configuration.toml_value(value)}  # {why}")
+        lines.append(f"{key} = {toml_value(value)}  # {why}")
     return "\n".join(lines) + "\n"
 
 

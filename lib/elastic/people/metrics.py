@@ -17,8 +17,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from elastic.base.config import user_name
 from elastic.base.durable import own, read_json, to_json, write_atomic
+from elastic.base.environment import user_name
 from elastic.base.errors import ElasticError, UsageError
 from elastic.run.rundir import RunDir
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from elastic.base import config as configuration
 from elastic.base.config import Config
 from elastic.base.durable import check_private
+from elastic.base.environment import clean_environment, registry_dir
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.jobs.command import NAMES, expand
 from elastic.jobs.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
@@ -120,7 +121,7 @@ def start(config: Config, root: Path) -> RunDir:
     """Make the run directory; its first reconcile pass is the caller's."""
     limits = config.elastic
     control = Control(config.run.mode, "running", limits.min, limits.max, time.time())
-    run = RunDir.create(root, config, control, configuration.clean_environment())
+    run = RunDir.create(root, config, control, clean_environment())
     run.event("submit", min=limits.min, max=limits.max, scheduler=config.run.scheduler)
     return run
 
@@ -129,7 +130,7 @@ def undo(run: RunDir) -> None:
     """Remove a run that the scheduler refused: its jobs, its directory, its name."""
     if end_jobs(run.name, scheduler_of(run)):  # else it stays, and says why the run failed
         shutil.rmtree(run.path)
-        (configuration.registry_dir() / "runs" / run.name).unlink(missing_ok=True)
+        (registry_dir() / "runs" / run.name).unlink(missing_ok=True)
 
 
 def end_jobs(run: str, scheduler: Scheduler) -> bool:

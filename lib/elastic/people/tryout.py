@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic.base import durable, proc, signals
-from elastic.base.config import clean_environment, env, runs_root
+from elastic.base.environment import clean_environment, env, runs_root
 from elastic.base.errors import ElasticError
 from elastic.jobs import sched_slurm
 from elastic.jobs.sched import Job, JobSpec

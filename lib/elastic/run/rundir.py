@@ -48,6 +48,7 @@ from elastic.base.durable import (
     to_json,
     write_atomic,
 )
+from elastic.base.environment import registry_dir
 from elastic.base.errors import ElasticError, Fenced, TryAgain, UsageError
 from elastic.base.units import size
 from elastic.run.membership import NAME
@@ -117,7 +118,7 @@ class RunDir:
     ) -> "RunDir":
         """Make the directory of a new run and register its name. UsageError if it is taken."""
         run = cls(Path(root).resolve() / config.run.name)
-        link = configuration.registry_dir() / "runs" / run.name
+        link = registry_dir() / "runs" / run.name
         if run.path.exists() or (link.is_symlink() and link.readlink() != run.path):
             where = run.path if run.path.exists() else Path(os.readlink(link))
             folder = where if where.exists() else link
@@ -473,14 +474,14 @@ def _next_number(folder: Path, record: dict) -> int:
 
 def registered() -> list[RunDir]:
     """Every run of this user that still has its directory, by name."""
-    folder = configuration.registry_dir() / "runs"
+    folder = registry_dir() / "runs"
     links = sorted(folder.iterdir()) if folder.is_dir() else []
     return [RunDir(link.resolve()) for link in links if (link / "control.json").exists()]
 
 
 def find(name_or_path: str, what: str = "run") -> RunDir:
     """The run of that name or directory. UsageError names the runs there are."""
-    for path in (configuration.registry_dir() / "runs" / name_or_path, Path(name_or_path)):
+    for path in (registry_dir() / "runs" / name_or_path, Path(name_or_path)):
         if os.path.exists(path / "control.json"):  # False for a name that no path can have
             return RunDir(path.resolve())
     names = ", ".join(run.name for run in registered()) or "none"

@@ -24,8 +24,8 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-from elastic.base.config import elastic_home, env, environment, torch_program
 from elastic.base.durable import log_what_fits, until_written
+from elastic.base.environment import elastic_home, env, environment, torch_program
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.network import bind_address, free_port, node_name
 from elastic.base.signals import Notice, die_with_parent, install, name_of

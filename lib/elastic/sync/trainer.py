@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from elastic.base.config import env
 from elastic.base.durable import SPACE_S, append_line, until_written
+from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
 from elastic.jobs import cadence

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from elastic.base import durable
-from elastic.base.config import Config, env
+from elastic.base.config import Config
+from elastic.base.environment import env
 from elastic.base.errors import ElasticError
 from elastic.train.group import Group, own_part, part_like
 from elastic.train.health import check_nccl_health

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastic.base.config import env
+from elastic.base.environment import env
 from elastic.base.errors import ElasticError
 from elastic.base.signals import Notice, die_with_parent, ignore_notices, install
 from elastic.train.group import Group, is_sharded

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from elastic.base.config import env
+from elastic.base.environment import env
 from elastic.base.errors import ElasticError
 from elastic.base.network import bind_address, interfaces, node_name, routed
 from elastic.jobs.slurm_info import get_slurm_info

@@ -24,8 +24,9 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from elastic.base.config import Config, elastic_home, env
+from elastic.base.config import Config
 from elastic.base.durable import PASSING, SPACE_S, exists
+from elastic.base.environment import elastic_home, env
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import bind_address, node_name
 from elastic.base.signals import Notice

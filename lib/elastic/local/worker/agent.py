@@ -26,8 +26,8 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic.base.config import env, environment, torch_program
 from elastic.base.durable import log_what_fits, until_written
+from elastic.base.environment import env, environment, torch_program
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port, node_name
 from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, install, name_of

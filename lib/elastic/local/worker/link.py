@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import TypeVar
 
-from elastic.base.config import env
+from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
 from elastic.local.store import Ask, Store

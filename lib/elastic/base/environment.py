@@ -1,0 +1,113 @@
+"""The process environment, which only this file reads, and the places that it leads to.
+
+An empty variable counts as not set. What a job or a command of Slurm's is given is cleaned of what
+an outer job, a login session or a user's settings left in it.
+"""
+
+import os
+import pwd
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import elastic
+from elastic.base.durable import check_private
+from elastic.base.errors import UsageError
+
+_OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID")
+# A user's settings for Slurm's commands would filter their answers or change their form.
+_OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
+_OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
+# Where the session is itself a job's: its GPUs, its ranks' places, a folder that ends with it.
+_OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
+                "MASTER_ADDR", "MASTER_PORT", "TMPDIR")  # fmt: skip
+_OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def env(name: str, default: str | None = None) -> str | None:
+    """One environment variable; an empty one counts as not set."""
+    return os.environ.get(name) or default
+
+
+def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a job, or for a command of Slurm's: `given`, else this process's, without
+    what an outer job, a login session or the user's settings left in it. SLURM_CONF stays where
+    that file is: a job's own may be in a folder of its node's slurmd."""
+    given = os.environ if given is None else given
+    dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION
+    names = _OF_A_SHELL + (_OF_ITS_STEP if "SLURM_JOB_ID" in given else ())
+    kept = {name: value for name, value in given.items()
+            if not (name.startswith(dropped) or name in names)}  # fmt: skip
+    conf = given.get("SLURM_CONF", "")
+    return kept | ({"SLURM_CONF": conf} if os.path.exists(conf) else {})
+
+
+def elastic_home() -> Path:
+    """The checkout or installation: the folder that holds bin, etc, lib and sbatch."""
+    return Path(elastic.__file__).resolve().parents[2]
+
+
+def commands() -> Path:
+    """The folder of the commands for crontabs and people: of versions side by side the one that
+    leads to the current one."""
+    home = elastic_home()
+    follows = home.parent / "bin"
+    return follows if (home.parent / "current").is_symlink() and follows.is_dir() else home / "bin"
+
+
+def cron_line() -> str:
+    """What a user's crontab is to have."""
+    return f"*/2 * * * * {shlex.quote(str(commands() / 'elastic-reconcile'))} --jitter"
+
+
+def torch_program(name: str) -> list[str]:
+    """The command line of a process that uses torch; its arguments follow."""
+    return [sys.executable, "-P", "-m", "elastic.train.start", name]
+
+
+def runs_root() -> Path:
+    """Where new run directories go: $ELASTIC_RUNS, else ./runs."""
+    return expanded(env("ELASTIC_RUNS", "runs"), "ELASTIC_RUNS").absolute()
+
+
+def registry_dir() -> Path:
+    """The user's own state, links to runs among it: $ELASTIC_HOME_DIR, else ~/.elastic."""
+    folder = expanded(env("ELASTIC_HOME_DIR", "~/.elastic"), "ELASTIC_HOME_DIR").resolve()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder", "remove it, or set ELASTIC_HOME_DIR")
+    for each in filter(Path.exists, (folder, folder / "runs", folder / "local" / "jobs")):
+        check_private(each)  # what is here is run
+    return folder
+
+
+def expanded(text: str, name: str) -> Path:
+    """`text`, which a setting of that name gives, with ~ and ~user replaced."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{name}: nobody knows whose home is meant in {text!r}",
+                         f"write the whole path into {name}") from None  # fmt: skip
+
+
+def user_name() -> str:
+    """Whose process this is; the number, where nobody has a name for it, as in some containers."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def site_path() -> Path:
+    """Where the site file is to be: $ELASTIC_SITE, else etc/site.toml of the installation."""
+    return Path(env("ELASTIC_SITE") or elastic_home() / "etc" / "site.toml")
+
+
+def site_file() -> Path | None:
+    """It, where it is there; one that $ELASTIC_SITE names has to be."""
+    return site_path() if env("ELASTIC_SITE") or site_path().exists() else None
