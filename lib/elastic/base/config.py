@@ -2,51 +2,51 @@
 else the site file, else the table of keys, and its origin is kept.
 
 Everything wrong with a configuration is reported in one UsageError, before anything starts.
-What depends on other values ("auto", an empty name) is settled here, once; nobody asks again.
+What depends on other values ("auto", an empty name) is filled in here, once; nobody asks again.
 """
 
-import dataclasses
 import difflib
 import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from elastic.base import keys
 from elastic.base.environment import expanded, site_file
 from elastic.base.errors import UsageError
-from elastic.base.keys import (
-    KEYS,
-    NAME,
-    TEXT,
-    URL,
-    Key,
-    checked,
-    parse,
-    shown_url,
-    toml_key,
-    toml_value,  # fmt: skip
-    written,
-)
+from elastic.base.keys import KEYS, NAME, TEXT, URL, parse, toml_value
 
 MOST_DEEP = 16  # tables and arrays in one another
-
-_SECTION_TYPES = {
-    section: dataclasses.make_dataclass(section, [key.field for key in keys], frozen=True)
-    for section, keys in KEYS.items()
-}
+SECTIONS = [*KEYS, "task"]
 
 
-_Sections = dataclasses.make_dataclass("_Sections", KEYS, frozen=True)
+# ---- what is resolved ---------------------------------------------------------------------------
+
+_SECTION_TYPES = {section: make_dataclass(section, [key.field for key in rows], frozen=True)
+                  for section, rows in KEYS.items()}  # fmt: skip
+_Sections = make_dataclass("_Sections", KEYS, frozen=True)
 
 
-@dataclasses.dataclass(frozen=True)
+class Row(NamedTuple):
+    """A key of a resolved configuration; `value` and `default` are as TOML has them."""
+
+    key: str
+    value: Any
+    unit: str
+    default: Any
+    origin: str
+    meaning: str
+
+
+@dataclass(frozen=True)
 class Config(_Sections):
     """A resolved configuration: one frozen dataclass per section of KEYS, and the [task] table."""
 
     task: dict[str, Any]
-    origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
+    origins: Mapping[str, str] = field(compare=False, repr=False)
 
     @property
     def step_samples(self) -> int:
@@ -58,32 +58,31 @@ class Config(_Sections):
         """Where "section.key" got its value: "default", "FILE:LINE" or "command line"."""
         return self.origins.get(name, "default")
 
-    def explain(self) -> list[tuple[str, Any, str, Any, str, str]]:
-        """(key, value, unit, default, origin, meaning) for every key, values as TOML has them.
-
-        Of redis.url only the server is there.
-        """
-        return [(name, shown_url(value) if name == "redis.url" else value, *rest)
-                for name, value, *rest in self._rows()]  # fmt: skip
-
-    def _rows(self) -> list[tuple[str, Any, str, Any, str, str]]:
-        rows = [(f"{section}.{key.name}", written(key.kind, getattr(table, key.field)), key)
-                for section, keys in KEYS.items() for table in [getattr(self, section)]
-                for key in keys]  # fmt: skip
-        rows += [(f"task.{name}", value, Key(name, TEXT, "", "", "handed to the task"))
-                 for name, value in self.task.items()]  # fmt: skip
-        return [(n, value, k.unit, k.default, self.origin(n), k.doc) for n, value, k in rows]
+    def explain(self) -> list[Row]:
+        """Every key. Of redis.url only the server is there."""
+        return [row._replace(value=keys.shown_url(row.value)) if row.key == "redis.url" else row
+                for row in self._rows()]  # fmt: skip
 
     def to_toml(self) -> str:
         """The resolved configuration as TOML; `load` without a site file makes an equal Config."""
         lines: dict[str, list[str]] = {}
-        for name, value, _, _, origin, _ in self._rows():
-            section, key = name.split(".", 1)
-            shown = origin if origin.isprintable() else repr(origin)
-            remark = "" if origin == "default" else f"  # {shown}"
-            line = f"{toml_key(key)} = {toml_value(value)}{remark}"
+        for row in self._rows():
+            section, name = row.key.split(".", 1)
+            shown = row.origin if row.origin.isprintable() else repr(row.origin)
+            remark = "" if row.origin == "default" else f"  # {shown}"
+            line = f"{keys.toml_key(name)} = {toml_value(row.value)}{remark}"
             lines.setdefault(section, [f"[{section}]"]).append(line)
         return "\n\n".join(map("\n".join, lines.values())) + "\n"
+
+    def _rows(self) -> Iterator[Row]:
+        for section, rows in KEYS.items():
+            for key in rows:
+                name = f"{section}.{key.name}"
+                value = keys.written(key.kind, getattr(getattr(self, section), key.field))
+                yield Row(name, value, key.unit, key.default, self.origin(name), key.meaning)
+        for name, value in self.task.items():
+            name = f"task.{name}"
+            yield Row(name, value, "", "", self.origin(name), "handed to the task")
 
 
 def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) -> Config:
@@ -99,12 +98,12 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) ->
 def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
     """What `to_toml` wrote, complete in itself, under `overrides`. It may be another version's,
     that the run goes on with: keys that are not known here are for that one."""
-    tables, places = _read(path)
-    for section, table in tables.items():
-        if section in KEYS and isinstance(table, dict):
-            known = {key.name for key in KEYS[section]}
-            tables[section] = {name: value for name, value in table.items() if name in known}
-    return _resolve([(tables, places), _override_layer(overrides)], path)
+    layer = _read(path)
+    for section in KEYS.keys() & layer.tables.keys():
+        if isinstance(table := layer.tables[section], dict):
+            for name in table.keys() - {key.name for key in KEYS[section]}:
+                del table[name]
+    return _resolve([layer, _override_layer(overrides)], path)
 
 
 def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:
@@ -115,9 +114,18 @@ def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config
     return _resolve(layers, site, {"train.epochs", "slurm.partition"})
 
 
-# --- layers: the site file, the run's file, the command line -------------------------------------
+# ---- layers: the site file, the run's file, the command line ------------------------------------
 
-_Layer = tuple[dict[str, Any], Mapping[str, str]]  # tables by section; "section.key" -> origin
+
+class _Layer(NamedTuple):
+    tables: dict[str, Any]  # by section
+    places: Mapping[str, str]  # "section" and "section.key" -> where it is written
+
+
+def _names(tables: dict[str, Any]) -> list[str]:
+    inner = [f"{section}.{name}" for section, table in tables.items() if isinstance(table, dict)
+             for name in table]  # fmt: skip
+    return [*tables, *inner]
 
 
 def _read(path: Path) -> _Layer:
@@ -132,29 +140,31 @@ def _read(path: Path) -> _Layer:
     except ValueError as error:
         raise UsageError(f"{shown} is not TOML: {error}") from error
     lines = _line_numbers(text)
-    names = [*tables, *(f"{s}.{k}" for s, t in tables.items() if isinstance(t, dict) for k in t)]
-    return tables, {n: f"{shown}:{lines[n]}" if n in lines else shown for n in names}
+    return _Layer(tables, {name: f"{shown}:{lines[name]}" if name in lines else shown
+                           for name in _names(tables)})  # fmt: skip
 
 
 def _parsed(text: str) -> dict[str, Any]:
     """TOML of a depth that all who walk it can bear. ValueError: it is none."""
-    too_deep = ValueError(f"tables and arrays are nested deeper than {MOST_DEEP}")
     try:
         tables = tomllib.loads(text)
+        is_too_deep = _reaches(tables, MOST_DEEP)
     except RecursionError:
-        raise too_deep from None
-    inside: list[Any] = [tables]
-    for _ in range(MOST_DEEP):
-        inside = [item for each in inside if isinstance(each, dict | list)
-                  for item in (each.values() if isinstance(each, dict) else each)]  # fmt: skip
-    if inside:
-        raise too_deep
+        is_too_deep = True
+    if is_too_deep:
+        raise ValueError(f"tables and arrays are nested deeper than {MOST_DEEP}")
     return tables
+
+
+def _reaches(value: Any, levels: int) -> bool:
+    """Is there something so many levels below `value`?"""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_reaches(each, levels - 1) for each in inner)
 
 
 def _read_site(path: Path) -> _Layer:
     layer = _read(Path(path))
-    if "task" in layer[0]:
+    if "task" in layer.tables:
         raise UsageError(f"{_shown(path)}: [task] belongs into a run's file")
     return layer
 
@@ -182,39 +192,42 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
         if (section, key) == ("redis", "url") and ("@" in text or "password=" in text):
             raise UsageError("a password on the command line is no secret: redis.url",
                              "write it into the run's file, with mode 0600")  # fmt: skip
-        is_text = any(row.name == key and row.kind in (TEXT, URL) for row in KEYS.get(section, ()))
-        tables.setdefault(section, {})[key] = _override_value(text.strip(), is_text)
-    names = [*tables, *(f"{section}.{key}" for section, table in tables.items() for key in table)]
-    return tables, dict.fromkeys(names, "command line")
+        tables.setdefault(section, {})[key] = _override_value(section, key, text.strip())
+    return _Layer(tables, dict.fromkeys(_names(tables), "command line"))
 
 
-def _override_value(text: str, is_text: bool) -> Any:
+def _override_value(section: str, name: str, text: str) -> Any:
     """A TOML value; quotes may be left out, and a key that takes text takes 02:00:00 as text."""
     try:
         value = _parsed(f"value = {text}")["value"]
     except ValueError:
         return text
+    is_text = any(key.name == name and key.kind.expected in (TEXT.expected, URL.expected)
+                  for key in KEYS.get(section, ()))  # fmt: skip
     return text if is_text and not isinstance(value, str) else value
 
 
-# --- resolving -----------------------------------------------------------------------------------
+# ---- resolving ----------------------------------------------------------------------------------
+
+_Problem = tuple[str, str]  # the key or section in question, what is wrong with it
 
 
 def _resolve(layers: Sequence[_Layer], path: Path, left_open: Set[str] = frozenset()) -> Config:
-    values = {s: {k.field: parse(k.kind, k.default) for k in keys} for s, keys in KEYS.items()}
+    values = {section: {key.field: parse(key.kind, key.default) for key in rows}
+              for section, rows in KEYS.items()}  # fmt: skip
     task: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    problems: list[tuple[str, str]] = []  # (the key in question, what is wrong with it)
+    problems: list[_Problem] = []
     for tables, places in layers:
         for section, table in tables.items():
-            if not isinstance(table, dict) or section not in [*KEYS, "task"]:
-                problems.append(_bad_section(section, table, places[section]))
+            if not isinstance(table, dict) or section not in SECTIONS:
+                problems.append(_bad_section(section, places[section]))
             elif section == "task":
                 task |= table
             else:
                 problems += _take(section, table, places, values[section])
         origins |= places
-    _settle(values, path)
+    _fill_in(values, path)
     problems += _conflicts(values, {name for name, _ in problems} | left_open)
     if problems:
         texts = [text for _, text in problems]
@@ -223,28 +236,27 @@ def _resolve(layers: Sequence[_Layer], path: Path, left_open: Set[str] = frozens
     return Config(**sections, task=task, origins=origins)
 
 
-def _take(section: str, table: dict, places: Mapping, fields: dict) -> Iterator[tuple[str, str]]:
+def _take(section: str, table: dict, places: Mapping, fields: dict) -> Iterator[_Problem]:
     """Put a layer's `table` into the `fields` of its section; yield the problems."""
-    keys = {key.name: key for key in KEYS[section]}
+    known = {key.name: key for key in KEYS[section]}
     for name, value in table.items():
         where = f"{places[f'{section}.{name}']}: {section}.{name}"
-        if name not in keys:
-            near, guess = _nearest(name, keys)
-            text = f"{where}: unknown key{guess}; [{section}] has {', '.join(keys)}"
+        if name not in known:
+            near, guess = _nearest(name, known)
+            text = f"{where}: unknown key{guess}; [{section}] has {', '.join(known)}"
             yield f"{section}.{near}", text
             continue
         try:
-            fields[keys[name].field] = checked(keys[name], value)
+            fields[known[name].field] = parse(known[name].kind, value)
         except UsageError as error:
             yield f"{section}.{name}", f"{where}: {error.what}"
 
 
-def _bad_section(section: str, table: Any, place: str) -> tuple[str, str]:
-    legal = [*KEYS, "task"]
-    if section in legal:
+def _bad_section(section: str, place: str) -> _Problem:
+    if section in SECTIONS:
         return section, f"{place}: {section} is a section, not a key"
-    near, guess = _nearest(section, legal)
-    return near, f"{place}: unknown section {section}{guess}; there are {', '.join(legal)}"
+    near, guess = _nearest(section, SECTIONS)
+    return near, f"{place}: unknown section {section}{guess}; there are {', '.join(SECTIONS)}"
 
 
 def _nearest(name: str, legal: Iterable[str]) -> tuple[str, str]:
@@ -252,7 +264,7 @@ def _nearest(name: str, legal: Iterable[str]) -> tuple[str, str]:
     return (near[0], f", did you mean {near[0]}?") if near else (name, "")
 
 
-def _settle(values: dict[str, dict[str, Any]], path: Path) -> None:
+def _fill_in(values: dict[str, dict[str, Any]], path: Path) -> None:
     """Replace what is left open ("auto", an empty name) by what it comes to."""
     run, sgd, slurm = values["run"], values["local_sgd"], values["slurm"]
     run["name"] = run["name"] or path.stem
@@ -267,19 +279,22 @@ def _settle(values: dict[str, dict[str, Any]], path: Path) -> None:
         slurm[f"master_{name}"] = slurm[f"master_{name}"] or slurm[name]
 
 
-def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> Iterator[tuple[str, str]]:
+# ---- rules between keys -------------------------------------------------------------------------
+
+
+def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> Iterator[_Problem]:
     """What is wrong between values; a rule about a key or section that is `bad` is left out."""
     flat = {f"{section}.{key.name}": values[section][key.field]
-            for section, keys in KEYS.items() for key in keys}  # fmt: skip
-    for keys, holds, text in _RULES:
-        is_open = bad.intersection([*keys, *(key.split(".")[0] for key in keys)])
-        given = [flat[key] for key in keys]
+            for section, rows in KEYS.items() for key in rows}  # fmt: skip
+    for names, holds, text in _RULES:
+        given = [flat[name] for name in names]
+        is_open = bad.intersection([*names, *(name.split(".")[0] for name in names)])
         if not is_open and not holds(*given):
-            yield keys[0], text.format(*map(toml_value, given))
+            yield names[0], text.format(*map(toml_value, given))
 
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
-    (("run.name",), NAME.holds, f"run.name must be {NAME.text}, is {{}}"),
+    (("run.name",), NAME.holds, f"run.name must be {NAME.rule}, is {{}}"),
     (("elastic.min", "elastic.max"), lambda low, high: low <= high,
      "elastic.min ({}) is above elastic.max ({})"),
     (("elastic.max", "slurm.gpus_per_worker", "run.scheduler", "run.mode"),

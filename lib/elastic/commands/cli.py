@@ -591,8 +591,7 @@ def show_config(config: Path, overrides: tuple[str, ...], as_json: bool):
     from elastic.people import views
 
     rows = configuration.load(config, overrides).explain()
-    names = ("key", "value", "unit", "default", "origin", "meaning")
-    show(as_json, [dict(zip(names, row, strict=True)) for row in rows], views.config_view)
+    show(as_json, [row._asdict() for row in rows], views.config_view)
 
 
 # ---- doctor -------------------------------------------------------------------------------------
