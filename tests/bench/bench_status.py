@@ -128,19 +128,22 @@ def make_run(home: Path, name: str, url: str, workers: int, first_id: int) -> li
 
 def with_leases(run: RunDir, workers: int, first_id: int) -> None:
     store = Store.open(run, 5.0, "master")
+    store.load_scripts()
     for slot in range(workers):
         fields = {"job_id": str(first_id + slot), "node": f"n{slot}", "pid": 1, "version": 59,
                   "state": "training", "step": 40, "steps_total": 4000, "loss": 2.0,
                   "tokens_per_s": 900.0}  # fmt: skip
         store.claim(slot, 1, fields, 3600.0)
-    store.set_master(1, {"version": 59, "state": "running", "reason": ""})
+    master = {"version": 59, "state": "running", "reason": "", "job_id": str(first_id - 1)}
+    store.set_master(1, master)
     store.close()
 
 
 def row(job_id: int, name: str, now: float, node: int) -> str:
     """A record of squeue, in the format that sched_slurm asks for."""
     times = (str(int(now) - 600), str(int(now) - 500), "N/A")
-    return "\x1f".join([str(job_id), "RUNNING", *times, f"n{node}", "None", name, name]) + "\x1e\n"
+    fields = [str(job_id), "RUNNING", *times, f"n{node}", "None", f"n{node}", name, name]
+    return "\x1f".join(fields) + "\x1e\n"
 
 
 if __name__ == "__main__":
