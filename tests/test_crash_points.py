@@ -87,17 +87,17 @@ class Turns(Master):
 
     def __init__(self, run: RunDir):
         super().__init__(run, Notice())
-        self._reconcile = SimpleNamespace(tick=lambda: None, soon=lambda: None,
+        self.reconcile = SimpleNamespace(tick=lambda: None, soon=lambda: None,
                                           close=lambda: None, last=lambda: None)  # fmt: skip
 
-    def _wait(self) -> list[str]:
+    def wait(self) -> list[str]:
         return []
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """In these tests the workers have said what they hold."""
 
     def turn(self) -> None:
-        self._step()
+        self.step()
 
 
 class Worker:
@@ -145,16 +145,16 @@ class Worker:
 def go_on(run: RunDir, workers: list[Worker], until: Callable[[], object]) -> Turns:
     """A new master takes over and turns with the workers until something is so."""
     one = Turns(run)
-    one._record({"state": "started"})
-    one._take_over()
+    one.record({"state": "started"})
+    one.take_over()
     for _ in range(60):
         if until():
             break
         one.turn()
         for worker in workers:
-            worker.turn(one._store)
+            worker.turn(one.store)
     assert until(), "\n".join(map(str, run.events(last=20)))
-    one._close()
+    one.close()
     return one
 
 
@@ -288,7 +288,7 @@ def test_a_masters_turn(world, delivered, request):
 
     def act() -> None:
         one = Turns(run)
-        real = one._clean_up
+        real = one.clean_up
 
         def then_leave(*args) -> None:
             try:
@@ -296,7 +296,7 @@ def test_a_masters_turn(world, delivered, request):
             finally:
                 one.notice.arrived(SIGTERM)
 
-        one._clean_up = then_leave
+        one.clean_up = then_leave
         assert one.main() == 0
 
     def check(point: Point) -> None:

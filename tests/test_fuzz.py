@@ -89,17 +89,17 @@ def master() -> Master:
     """One in version 5 of a run, that remembers what it rejects and what it would check."""
     found = Master.__new__(Master)
     settings = SimpleNamespace(compression="none", max_staleness=2, inner_steps=20)
-    found.config, found._commit = SimpleNamespace(local_sgd=settings, step_samples=8), {}
+    found.config, found.commit = SimpleNamespace(local_sgd=settings, step_samples=8), {}
     found.run = SimpleNamespace(key="a", event=lambda kind, **fields: None)
-    found._attempts, found._round, found._ledger = {3: 2}, Round(5, 0.0), Ledger(1000, 1)
-    found._taken_back = set()
-    found._averager = SimpleNamespace(
+    found.attempts, found.round, found.ledger = {3: 2}, Round(5, 0.0), Ledger(1000, 1)
+    found.taken_back = set()
+    found.averager = SimpleNamespace(
         layout=SimpleNamespace(hash="abc"), fragment_bytes={"none": (400, 400)},
         drop=lambda keys: None, check=None,
     )  # fmt: skip
-    found._pool = SimpleNamespace(submit=lambda _, header: header)
+    found.pool = SimpleNamespace(submit=lambda _, header: header)
     found.rejected = []
-    found._store = SimpleNamespace(
+    found.store = SimpleNamespace(
         set_verdict=lambda name, verdict: found.rejected.append(verdict["reason"]),
         drop_offers=lambda base, names: None, add_event=lambda record: None,
     )  # fmt: skip
@@ -109,23 +109,23 @@ def master() -> Master:
 def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(master: Master):
     draw, rules = random.Random(1), set()
     peak = Peak()
-    free = list(master._ledger.free)
+    free = list(master.ledger.free)
     for _ in range(HEADERS):
-        master._judge(5, "3:2", broken(draw))
-        for key in list(master._round.checking):  # harmless junk: other words, the same delta
-            header = master._round.checking[key]
+        master.judge(5, "3:2", broken(draw))
+        for key in list(master.round.checking):  # harmless junk: other words, the same delta
+            header = master.round.checking[key]
             assert (header.tokens, header.samples) != (0, ()), header
             assert math.isfinite(header.loss + header.first_loss)
             json.dumps(header.to_json(), allow_nan=False)
-            master._forget(key)
+            master.forget(key)
         assert all(len(reason) <= MOST_REASON for reason in master.rejected)
         rules |= {reason.partition(":")[0] for reason in master.rejected}
         master.rejected.clear()
     assert rules == {"malformed", "shape", "samples", "non-finite", "other-run"}
     assert peak.grown() < MORE_MEMORY
-    assert list(master._ledger.free) == free
-    master._judge(5, "3:2", json.dumps(GOOD).encode())
-    assert list(master._round.checking) == [(3, 2, 5)]
+    assert list(master.ledger.free) == free
+    master.judge(5, "3:2", json.dumps(GOOD).encode())
+    assert list(master.round.checking) == [(3, 2, 5)]
 
 
 def test_the_header_that_is_broken_here_is_a_good_one():
@@ -172,7 +172,7 @@ def test_names_and_numbers_that_are_none_stop_no_master(store, master):
     found = store.offers([5])[5]
     assert len(found) == len(names)
     for name, body in found.items():
-        master._judge(5, name, body)
+        master.judge(5, name, body)
     assert len(master.rejected) == len(names)
     store.drop_offers(5, found)
     assert store.offers([5]) == {5: {}}

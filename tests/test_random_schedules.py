@@ -84,28 +84,28 @@ def master() -> Master:
     """One in round 5, in which slot 1 has delivered on versions 4 and 5 and a call has gone out."""
     found = Master.__new__(Master)
     found.run = SimpleNamespace(event=lambda kind, **fields: None)
-    found._ledger, found._round = Ledger(100, 1), Round(5, 0.0)
-    found._store = SimpleNamespace(**dict.fromkeys(("set_verdict", "drop_offers", "add_event"),
+    found.ledger, found.round = Ledger(100, 1), Round(5, 0.0)
+    found.store = SimpleNamespace(**dict.fromkeys(("set_verdict", "drop_offers", "add_event"),
                                                    lambda *_: None))  # fmt: skip
     for base in (4, 5):
-        found._ledger.offer((1, 1, base), [(0, base, base + 1)])
-        found._round.accepted[1, 1, base] = Checked(SimpleNamespace(key=(1, 1, base)))
-        found._round.answered.add((1, 1, base))
-    found._round.called = 1.0
+        found.ledger.offer((1, 1, base), [(0, base, base + 1)])
+        found.round.accepted[1, 1, base] = Checked(SimpleNamespace(key=(1, 1, base)))
+        found.round.answered.add((1, 1, base))
+    found.round.called = 1.0
     return found
 
 
 def test_a_worker_has_answered_though_its_delta_before_is_withdrawn(master):
-    master._withdraw((1, 1, 4), "superseded")
-    assert master._round.answered == {(1, 1, 5)}
-    assert master._round.called == 1.0
+    master.withdraw((1, 1, 4), "superseded")
+    assert master.round.answered == {(1, 1, 5)}
+    assert master.round.called == 1.0
 
 
 def test_a_last_call_is_taken_back_with_the_last_delta(master):
     """Who has heard it trains no more in this round, and nobody else would deliver."""
     for base in (4, 5):
-        master._withdraw((1, 1, base), "damaged")
-    assert master._round.called is None
+        master.withdraw((1, 1, base), "damaged")
+    assert master.round.called is None
 
 
 @pytest.mark.parametrize(("opened_by", "pace_s"), [(1, 40.0 / 8), (2, 42.0 / 8)])
@@ -118,13 +118,13 @@ def test_a_delta_that_waited_for_its_master_tells_the_pace_of_its_worker(
                              seconds=40.0, stall_s=3.0)  # fmt: skip
     done = SimpleNamespace(done=lambda: True, result=lambda: Checked(header))
     steps = SimpleNamespace(inner_steps=8, cold_start_steps=0)
-    master.config, master._commit = SimpleNamespace(local_sgd=steps), {"master_epoch": opened_by}
+    master.config, master.commit = SimpleNamespace(local_sgd=steps), {"master_epoch": opened_by}
     took_s = {1: 1.0, 2: 42.0}[opened_by]
-    master.epoch, master._paces_s = 2, {3: 0.1}
-    master._now = lambda: master._round.opened + took_s
-    master._round.checking[header.key] = done
-    master._collect_checked()
-    assert master._paces_s == {3: pace_s}
+    master.epoch, master.paces_s = 2, {3: 0.1}
+    master.now = lambda: master.round.opened + took_s
+    master.round.checking[header.key] = done
+    master.collect_checked()
+    assert master.paces_s == {3: pace_s}
 
 
 def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version(master):
@@ -133,19 +133,19 @@ def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version(maste
         local_sgd=SimpleNamespace(inner_steps=8, cold_start_steps=0, min_deadline_s=1.0),
         train=SimpleNamespace(max_tokens=0),
     )  # fmt: skip
-    master._now, master._paces_s, master._workers = lambda: 0.0, {}, {3: None}
+    master.now, master.paces_s, master.workers = lambda: 0.0, {}, {3: None}
     told = [{"slot": slot, "steps": 4, "seconds": 2.0 * slot} for slot in (1, 3)]
     deltas = [*told, {"slot": 0, "steps": 7}]  # of sync mode, which says nothing of seconds
-    master._begin_round({"version": 6, "tokens": 0, "deltas": deltas})
-    assert master._due_s() == 8 * 1.5
-    master._paces_s[3] = 9.0
-    assert master._due_s() == 8 * 1.5
-    master._workers = {1: None}
-    assert master._due_s() == 8 * 0.5
+    master.begin_round({"version": 6, "tokens": 0, "deltas": deltas})
+    assert master.due_s() == 8 * 1.5
+    master.paces_s[3] = 9.0
+    assert master.due_s() == 8 * 1.5
+    master.workers = {1: None}
+    assert master.due_s() == 8 * 0.5
 
 
 def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master, monkeypatch):
-    master._ledger.hold((3, 1), [(0, 20, 30)])
+    master.ledger.hold((3, 1), [(0, 20, 30)])
     deltas = [{"slot": 1, "attempt": 1, "base": 5}]
     commit = {"version": 6, "dataset_samples": 100, "epochs": 1, "master_epoch": 1,
               "samples": [[0, 20, 22]], "deltas": deltas}  # fmt: skip
@@ -155,14 +155,14 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
         newest_epoch=lambda: 1, commit=lambda version: commit, left_offers=lambda base: [],
         told_version=lambda: 5, tell_version=told.append,
     )  # fmt: skip
-    master._store = SimpleNamespace(drop_offers=lambda base, names: dropped.append((base, names)))
+    master.store = SimpleNamespace(drop_offers=lambda base, names: dropped.append((base, names)))
     master.config = SimpleNamespace(local_sgd=SimpleNamespace(max_staleness=0))
-    master.notice = master._averager = None
-    master._begin_round = master._publish_state = lambda *_, **__: None
+    master.notice = master.averager = None
+    master.begin_round = master.publish_state = lambda *_, **__: None
     monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
     monkeypatch.setattr("elastic.local.master.master.Averager", lambda *_: None)
-    master._open_run()
-    assert list(master._ledger.held[3, 1]) == [(0, 22, 30)]
+    master.open_run()
+    assert list(master.ledger.held[3, 1]) == [(0, 22, 30)]
     assert dropped == [(5, ["1:1"])], "what is merged is not judged again"
     assert told == [6], "who committed it may have died before it told"
 
@@ -172,19 +172,19 @@ def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):
     master.epoch = 1
     master.run = SimpleNamespace(newest_commit=lambda: {"master_epoch": 2}, newest_epoch=lambda: 1)
     with pytest.raises(Fenced, match="epoch 2 has taken over"):
-        master._open_run()
+        master.open_run()
 
 
 @pytest.mark.parametrize("seen", [[], [{"version": 0, "samples": []}]])
 def test_a_run_is_not_opened_before_all_of_its_commits_are_seen(master, monkeypatch, seen):
     """Else the samples of those that are hidden would be handed out again."""
     newest = {"version": 2, "master_epoch": 1}
-    master.epoch, master._round = 1, None
+    master.epoch, master.round = 1, None
     master.run = SimpleNamespace(newest_commit=lambda: newest, newest_epoch=lambda: 1,
                                  path=Path("/nowhere"), commits=lambda: seen)  # fmt: skip
     monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
-    master._open_run()
-    assert master._round is None
+    master.open_run()
+    assert master.round is None
 
 
 @pytest.mark.parametrize(("held", "free", "answered"), [((), 100, False), ((), 0, True),
@@ -192,19 +192,19 @@ def test_a_run_is_not_opened_before_all_of_its_commits_are_seen(master, monkeypa
 def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held, free, answered):
     """Else the round closes without it, though nobody said that it was late."""
     dropped = []
-    master._store.drop_offers = lambda base, names: dropped.extend((base, name) for name in names)
-    master._store.grant = lambda grants: None
-    master._ledger, master._commit, master._attempts = Ledger(100, 1), {}, {2: 1}
-    master._ledger.hold((9, 1), [(0, 0, 100 - free)])
+    master.store.drop_offers = lambda base, names: dropped.extend((base, name) for name in names)
+    master.store.grant = lambda grants: None
+    master.ledger, master.commit, master.attempts = Ledger(100, 1), {}, {2: 1}
+    master.ledger.hold((9, 1), [(0, 0, 100 - free)])
     steps = SimpleNamespace(inner_steps=8, cold_start_steps=0)
     master.config = SimpleNamespace(local_sgd=steps, step_samples=4)
-    master._granted, master._settle_until, master._has_told = {}, 0.0, set()
-    master._round.answered.add((2, 1, 5))
+    master.granted, master.settle_until, master.has_told = {}, 0.0, set()
+    master.round.answered.add((2, 1, 5))
     ask = Ask(slot=2, attempt=1, sequence=1, want=4, held=held)
-    master._answer([ask], {2: SimpleNamespace(attempt=1)}, 1.0)
-    assert ((2, 1, 5) in master._round.answered) == answered
+    master.answer([ask], {2: SimpleNamespace(attempt=1)}, 1.0)
+    assert ((2, 1, 5) in master.round.answered) == answered
     assert dropped == ([] if answered else [(5, "2:1")])
-    assert (1, 1, 5) in master._round.answered, "the others' answers stay"
+    assert (1, 1, 5) in master.round.answered, "the others' answers stay"
 
 
 @pytest.mark.parametrize(
@@ -218,24 +218,24 @@ def test_leases_that_lapse_in_a_silence_say_nothing(master, heard_s_ago, record,
     """But for those of workers that have said that they left."""
     settled, health = [], SimpleNamespace(lease_s=6.0, heartbeat_s=2.0)
     master.config, master.run.ending = SimpleNamespace(health=health), lambda _job_id: record
-    master._settle, master._now = lambda: settled.append(True), lambda: 100.0 + heard_s_ago
-    master._looked_at = 100.0
-    master._workers = {3: SimpleNamespace(attempt=1, joined=50.0, job_id="7")}
+    master.settle, master.now = lambda: settled.append(True), lambda: 100.0 + heard_s_ago
+    master.looked_at = 100.0
+    master.workers = {3: SimpleNamespace(attempt=1, joined=50.0, job_id="7")}
     slots = {3: SimpleNamespace(attempt=1, joined=claimed)} if claimed else {}
-    master._allow_for_silence(slots, 100.0)
+    master.allow_for_silence(slots, 100.0)
     assert bool(settled) == settles
 
 
 def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(master):
     mine, written = Endpoint("n2", 6379, 2), []
-    master.epoch, master._endpoint, master._state = 2, mine, "running"
-    master._control_at, master._publish_state = 0.0, lambda wake="": None
-    master._store.now, master._is_short_of_space = lambda: 1000.0, lambda: False
+    master.epoch, master.endpoint, master.state = 2, mine, "running"
+    master.control_at, master.publish_state = 0.0, lambda wake="": None
+    master.store.now, master.is_short_of_space = lambda: 1000.0, lambda: False
     master.run = SimpleNamespace(
         newest_epoch=lambda: 2, newest_version=lambda: 5, endpoint=lambda: Endpoint("n1", 6379, 1),
         set_endpoint=written.append, closing=lambda mode: "",
     )  # fmt: skip
-    master._observe_control()
+    master.observe_control()
     assert written == [mine]
 
 
@@ -337,10 +337,10 @@ def offer_leaves_it_free(self, offer, ranges):
 
 
 def judges_what_is_ahead(self):
-    round_ = self._round
-    for base, offers in self._store.offers([round_.version + 1]).items():
+    round_ = self.round
+    for base, offers in self.store.offers([round_.version + 1]).items():
         for name, body in offers.items():
-            self._judge(base, name, body)
+            self.judge(base, name, body)
     REAL_TAKE_OFFERS(self)
 
 
@@ -364,7 +364,7 @@ def forgets_what_is_granted(self, owner, want, sharers=1, least=1):
 
 
 REAL_OFFER, REAL_COMMIT, REAL_GRANT = Ledger.offer, Averager.commit, Ledger.grant
-REAL_TAKE_OFFERS = Master._take_offers
+REAL_TAKE_OFFERS = Master.take_offers
 REAL_JUDGE, REAL_PLAN, REAL_PASS_OVER = rounds.judge, plan.plan, reconcile._pass_over
 TRAINING = {
     "judge: any attempt": judge_without("fenced"),
@@ -385,11 +385,11 @@ TRAINING = {
         (Ledger, "withdraw"): lambda self, offer: self.offered.pop(offer, None)
     },
     "ledger: keeps what the lost held": {(Ledger, "give_back"): lambda self, owner: 0},
-    "master: no fence": {(Master, "_fence"): lambda self, newest=0: None},
-    "master: does not settle": {(Master, "_settle"): lambda self: None},
-    "master: never looks at the run again": {(Master, "_is_behind"): lambda self: False},
-    "master: judges what is ahead of it": {(Master, "_take_offers"): judges_what_is_ahead},
-    "master: takes silence for a loss": {(Master, "_allow_for_silence"): lambda *_: None},
+    "master: no fence": {(Master, "fence"): lambda self, newest=0: None},
+    "master: does not settle": {(Master, "settle"): lambda self: None},
+    "master: never looks at the run again": {(Master, "is_behind"): lambda self: False},
+    "master: judges what is ahead of it": {(Master, "take_offers"): judges_what_is_ahead},
+    "master: takes silence for a loss": {(Master, "allow_for_silence"): lambda *_: None},
     "master: superseded deltas count": {(rounds, "superseded"): lambda headers: []},
     "commit: replaces one that is there": {
         (training.MemoryRun, "link_commit"): replaces_the_commit

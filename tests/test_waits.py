@@ -60,7 +60,7 @@ def a_slot(state: str, moved: float) -> Slot:
 def master() -> Master:
     one = Master.__new__(Master)
     one.config = SimpleNamespace(health=HEALTH)
-    one._round, one._state, one._ending_since = Round(5, 0.0), "stopping", 100.0
+    one.round, one.state, one.ending_since = Round(5, 0.0), "stopping", 100.0
     one._closed = []
     return one
 
@@ -80,49 +80,49 @@ def master() -> Master:
 def test_at_a_stop_the_master_waits_for_whoever_beats_and_moves(
     master, state, slot, waited_s, over
 ):
-    master._state = state
-    master._finish_if_over({0: slot}, 100.0 + waited_s)
-    assert (master._state == "over") == over
+    master.state = state
+    master.finish_if_over({0: slot}, 100.0 + waited_s)
+    assert (master.state == "over") == over
 
 
 def test_at_a_stop_one_damaged_delta_does_not_cost_the_others(master):
     """The first try finds it, as its bytes went bad after they were checked."""
-    round_, merged = master._round, []
+    round_, merged = master.round, []
     round_.accepted = {"good": 1, "bad": 2}
 
     def close(_why: str) -> None:
         if round_.accepted.pop("bad", None):
             return
         merged.append(dict(round_.accepted))
-        master._round = Round(6, 0.0)
+        master.round = Round(6, 0.0)
 
-    master._close_round = close
+    master.close_round = close
     for _ in range(3):
-        master._finish_if_over({}, 101.0)
-    assert (merged, master._state) == ([{"good": 1}], "over")
+        master.finish_if_over({}, 101.0)
+    assert (merged, master.state) == ([{"good": 1}], "over")
 
 
 def settling(master: Master) -> Master:
-    master._commit = {"deltas": [{"seconds": 350.0, "steps": 10}]}
-    master._store = SimpleNamespace(now=lambda: 1000.0)
-    master._has_told = set()
-    master._settle()
+    master.commit = {"deltas": [{"seconds": 350.0, "steps": 10}]}
+    master.store = SimpleNamespace(now=lambda: 1000.0)
+    master.has_told = set()
+    master.settle()
     return master
 
 
 def test_a_new_master_waits_for_whoever_may_hold_samples_and_no_longer(master):
     one, slots = settling(master), {0: a_slot("training", 990.0)}
-    one._ledger = Ledger(100, 1)
-    one._settle_early(slots, 1035.0)
-    assert one._settle_until > 1035.0, "in the middle of its step of 35 s"
-    one._has_told.add((0, 1))
-    one._settle_early(slots, 1005.0)
-    assert one._settle_until > 1011.0, "others may not have claimed their leases yet"
-    one._settle_early(slots, 1036.0)
-    assert one._settle_until == 1036.0
+    one.ledger = Ledger(100, 1)
+    one.settle_early(slots, 1035.0)
+    assert one.settle_until > 1035.0, "in the middle of its step of 35 s"
+    one.has_told.add((0, 1))
+    one.settle_early(slots, 1005.0)
+    assert one.settle_until > 1011.0, "others may not have claimed their leases yet"
+    one.settle_early(slots, 1036.0)
+    assert one.settle_until == 1036.0
     one = settling(master)
-    one._settle_early({0: a_slot("loading", 990.0)}, 1012.0)
-    assert one._settle_until == 1012.0, "it holds none"
+    one.settle_early({0: a_slot("loading", 990.0)}, 1012.0)
+    assert one.settle_until == 1012.0, "it holds none"
 
 
 def test_a_notice_that_is_too_short_is_reported_before_and_after_it_came(tmp_path):

@@ -539,8 +539,8 @@ class Training:
                 worker.beat(self)
         for actor, boss, _ in [each for each in self.masters if not each[0].alive]:
             self.masters = [each for each in self.masters if each[0] is not actor]
-            if boss._server:
-                boss._server.stop()  # it dies with its parent
+            if boss.server:
+                boss.server.stop()  # it dies with its parent
 
     def on_news(self, how: int) -> str:
         if not self.workers:

@@ -78,59 +78,59 @@ class Master:
         self.run, self.notice, self.config = run, notice, run.config()
         self.job_id = env("ELASTIC_JOB_ID") or f"master-{node_name()}-{time.time_ns()}"
         self.epoch = 0
-        self._server: RedisServer | None = None
-        self._endpoint: Endpoint | None = None
-        self._store: Store | None = None
+        self.server: RedisServer | None = None
+        self.endpoint: Endpoint | None = None
+        self.store: Store | None = None
         self._listener: Listener | None = None
-        self._pool = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))))
-        self._averager: Averager | None = None
+        self.pool = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))))
+        self.averager: Averager | None = None
         self._cleaning: Future | None = None
-        self._ledger: Ledger | None = None
-        self._round: Round | None = None
-        self._commit: dict = {}
-        self._taken_back: set[int] = set()  # versions
-        self._attempts: dict[int, int] = {}
-        self._granted: dict[tuple[int, int], tuple[int, list]] = {}
-        self._paces_s: dict[int, float] = {}  # of a step, by slot: its newest delta's
-        self._state = "running"
+        self.ledger: Ledger | None = None
+        self.round: Round | None = None
+        self.commit: dict = {}
+        self.taken_back: set[int] = set()  # versions
+        self.attempts: dict[int, int] = {}
+        self.granted: dict[tuple[int, int], tuple[int, list]] = {}
+        self.paces_s: dict[int, float] = {}  # of a step, by slot: its newest delta's
+        self.state = "running"
         self._reason = self._said = ""
-        self._workers: dict[int, Slot] = {}
-        self._has_told: set[tuple[int, int]] = set()  # who has asked this master, or declared
-        self._clock = self._control_at = self._ending_since = 0.0
-        self._settle_from = self._settle_until = 0.0
-        self._looked_at = 0.0
-        self._reconcile = Reconcile(run, self.config)
+        self.workers: dict[int, Slot] = {}
+        self.has_told: set[tuple[int, int]] = set()  # who has asked this master, or declared
+        self._clock = self.control_at = self.ending_since = 0.0
+        self._settle_from = self.settle_until = 0.0
+        self.looked_at = 0.0
+        self.reconcile = Reconcile(run, self.config)
 
     # ---- the program
 
     def main(self) -> int:
-        self._record({"state": "started"})
+        self.record({"state": "started"})
         if self.run.closing("local"):
             return self._end_as_the_run()
         try:
-            self._take_over()
-            while self._state != "over":
+            self.take_over()
+            while self.state != "over":
                 if self.notice:
-                    return self._end("yielded", Exit.OK, f"notice: {self.notice.signal_name}")
-                self._step()
+                    return self.end("yielded", Exit.OK, f"notice: {self.notice.signal_name}")
+                self.step()
         except Leaving as error:
-            return self._end("yielded", Exit.OK, str(error))
+            return self.end("yielded", Exit.OK, str(error))
         except Fenced as error:
-            return self._end("fenced", Exit.DO_NOT_RESTART, str(error))
+            return self.end("fenced", Exit.DO_NOT_RESTART, str(error))
         finally:
-            self._close()
+            self.close()
         return self._end_as_the_run()
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """One turn. A Redis that is gone or of no use is replaced, and the turn tried again."""
         try:
-            self._tick(self._wait())
+            self._tick(self.wait())
         except (TryAgain, OSError) as error:
             if isinstance(error, OSError) and error.errno not in PASSING:
                 raise
             if self.notice:
                 return  # a scheduler that ends this job signals its Redis, too
-            if self._server and (isinstance(error, Useless) or not self._server.alive()):
+            if self.server and (isinstance(error, Useless) or not self.server.alive()):
                 self.run.event("redis-lost", epoch=self.epoch, reason=str(error))
                 self._open_redis()
             else:
@@ -138,75 +138,75 @@ class Master:
                 time.sleep(TICK_S)
 
     def _tick(self, words: list[str]) -> None:
-        now = self._observe_control()
-        asks = self._store.take_asks() if self._round else []  # without one, nobody answers
-        slots = self._store.slots()  # after asks: who asked before its lease was there asks again
+        now = self.observe_control()
+        asks = self.store.take_asks() if self.round else []  # without one, nobody answers
+        slots = self.store.slots()  # after asks: who asked before its lease was there asks again
         self._remember_attempts()
-        slots = live(slots, self._attempts, now, self.config.health.hang_timeout_s)
-        self._allow_for_silence(slots, now)
+        slots = live(slots, self.attempts, now, self.config.health.hang_timeout_s)
+        self.allow_for_silence(slots, now)
         self._remember_workers(slots)
-        if self._round is None and self._state == "running":
-            self._open_run()
-        if self._round:
-            self._take_offers()  # after slots and asks: a worker offers before it leaves or asks
-            self._collect_checked()
-            self._settle_early(slots, now)
+        if self.round is None and self.state == "running":
+            self.open_run()
+        if self.round:
+            self.take_offers()  # after slots and asks: a worker offers before it leaves or asks
+            self.collect_checked()
+            self.settle_early(slots, now)
             self._take_back(slots, now)
-            self._answer(asks, slots, now)
-            if self._state == "running" and now >= self._settle_until:
+            self.answer(asks, slots, now)
+            if self.state == "running" and now >= self.settle_until:
                 self._move(slots, now)
-        self._finish_if_over(slots, now)
+        self.finish_if_over(slots, now)
         if any(word.startswith("leave") for word in words):
-            self._reconcile.soon()
-        self._reconcile.tick()
+            self.reconcile.soon()
+        self.reconcile.tick()
 
     # ---- taking over
 
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
         self._wait_for_space()
         record = {"job_id": self.job_id, "node": node_name(), "time": time.time()}
         self.epoch = self._written(self.run.claim_epoch, record)
         self._open_redis()
         if self.epoch > 1:
-            self._settle()
+            self.settle()
         self.run.event("master", epoch=self.epoch, node=node_name(), job_id=self.job_id)
-        self._say(f"epoch {self.epoch}, Redis at {self._store.where}")
+        self._say(f"epoch {self.epoch}, Redis at {self.store.where}")
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Nothing is granted or taken back, and no round closes, until agents could claim their
         leases again, and workers, between two steps, say what they hold."""
-        commit = self._commit or self.run.newest_commit() or {"deltas": []}
+        commit = self.commit or self.run.newest_commit() or {"deltas": []}
         # What sync mode has committed says nothing of seconds.
         steps_s = [d.get("seconds", 0.0) / d["steps"] for d in commit["deltas"] if d["steps"]]
         health = self.config.health
-        self._settle_from = self._store.now() + 2 * health.heartbeat_s + 1.0
+        self._settle_from = self.store.now() + 2 * health.heartbeat_s + 1.0
         wait_s = max(health.stall_after_s, min(max(steps_s, default=0.0), health.hang_timeout_s))
-        self._settle_until = self._settle_from + wait_s
+        self.settle_until = self._settle_from + wait_s
 
-    def _settle_early(self, slots: dict[int, Slot], now: float) -> None:
+    def settle_early(self, slots: dict[int, Slot], now: float) -> None:
         """Everybody who may hold samples has told this master."""
         holders = {(s.slot, s.attempt) for s in slots.values() if s.state != "loading"}
-        if now >= self._settle_from and holders <= self._has_told:
-            self._settle_until = min(self._settle_until, now)
+        if now >= self._settle_from and holders <= self.has_told:
+            self.settle_until = min(self.settle_until, now)
 
     def _open_redis(self) -> None:
         """Start the run's server (or use the site's) and tell everybody where it is."""
-        self._fence()
-        if self._server:
-            self._server.stop()
+        self.fence()
+        if self.server:
+            self.server.stop()
         if self.config.redis.url:
-            self._endpoint = Endpoint("", 0, self.epoch, self.config.redis.url)
+            self.endpoint = Endpoint("", 0, self.epoch, self.config.redis.url)
         else:
             address = bind_address(self.config.redis.bind, self._node_address())
-            self._server = self._written(start, self.run, self.config, address, self.epoch)
-            self._endpoint = self._server.endpoint
-        self._store = connect(self.run, self._endpoint)
-        self._listener = self._store.listen("wake")
-        if self._ledger:
-            self._settle()
-        self._publish_state()
-        self._store.set_attempts(self._known_attempts())
-        self._written(self.run.set_endpoint, self._endpoint)
+            self.server = self._written(start, self.run, self.config, address, self.epoch)
+            self.endpoint = self.server.endpoint
+        self.store = connect(self.run, self.endpoint)
+        self._listener = self.store.listen("wake")
+        if self.ledger:
+            self.settle()
+        self.publish_state()
+        self.store.set_attempts(self._known_attempts())
+        self._written(self.run.set_endpoint, self.endpoint)
 
     def _node_address(self) -> str:
         if self.config.run.scheduler == "local":
@@ -219,36 +219,36 @@ class Master:
         """Slot -> newest attempt, from the run directory."""
         slots = self.run.control().max // self.config.slurm.gpus_per_worker
         found = {slot: self.run.latest_attempt(slot) for slot in range(slots)}
-        self._attempts |= {slot: number for slot, number in found.items() if number}
-        return self._attempts
+        self.attempts |= {slot: number for slot, number in found.items() if number}
+        return self.attempts
 
-    def _open_run(self) -> None:
+    def open_run(self) -> None:
         """Load the newest commit, once a worker has made version 0, and what came of sync mode."""
         commit = self.run.newest_commit()
         if commit is None:
             return
-        self._fence(commit["master_epoch"])
+        self.fence(commit["master_epoch"])
         remove_drafts(self.run, commit)
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             commit = self._take_over_from_sync(commit)
-        committed, self._taken_back, newest = [], set(), -1
+        committed, self.taken_back, newest = [], set(), -1
         for record in self.run.commits():
             newest = record["version"]
             committed += map(tuple, record["samples"])
-            self._taken_back |= {record["taken_back"]} if "taken_back" in record else set()
+            self.taken_back |= {record["taken_back"]} if "taken_back" in record else set()
         if newest != commit["version"]:  # some are not seen here yet
             return
         if self.run.told_version() < newest:  # the master before died before it told
             self.run.tell_version(newest)
-        if self._averager:
-            self._averager.close()
-        self._averager = Averager(self.run, self.config, commit)
-        held = self._ledger.held if self._ledger else {}  # nobody would say it again
-        self._ledger = Ledger(commit["dataset_samples"], commit["epochs"], committed)
+        if self.averager:
+            self.averager.close()
+        self.averager = Averager(self.run, self.config, commit)
+        held = self.ledger.held if self.ledger else {}  # nobody would say it again
+        self.ledger = Ledger(commit["dataset_samples"], commit["epochs"], committed)
         for owner, ranges in held.items():
-            self._ledger.hold(owner, ranges)
-        self._begin_round(commit)
-        self._publish_state(wake=f"version {newest}")
+            self.ledger.hold(owner, ranges)
+        self.begin_round(commit)
+        self.publish_state(wake=f"version {newest}")
         self._meet_offers(range(max(0, newest - self.config.local_sgd.max_staleness), newest + 1))
 
     def _meet_offers(self, versions: range) -> None:
@@ -259,30 +259,30 @@ class Master:
             for delta in self.run.commit(version)["deltas"] if "base" in delta  # else sync mode's
         }  # fmt: skip
         for base, name in merged:
-            self._store.drop_offers(base, [name])
+            self.store.drop_offers(base, [name])
         for base in versions:
             for name, body in self.run.left_offers(base):
                 if (base, name) not in merged:
-                    self._round.seen[(base, name)] = body
-                    self._judge(base, name, body)
+                    self.round.seen[(base, name)] = body
+                    self.judge(base, name, body)
 
-    def _is_behind(self) -> bool:
+    def is_behind(self) -> bool:
         """A master that has been replaced may commit for another minute, where names that were not
         there are remembered (NFS), and just once more anywhere."""
-        return self.run.newest_version() > self._round.version
+        return self.run.newest_version() > self.round.version
 
     def _start_over(self) -> None:
         """Another master has committed the next version: go on from that, with all that it left."""
-        self._say(f"version {self._round.version + 1} was committed by another master")
-        self._round = None
-        self._granted.clear()
-        self._settle()
+        self._say(f"version {self.round.version + 1} was committed by another master")
+        self.round = None
+        self.granted.clear()
+        self.settle()
 
     def _take_over_from_sync(self, commit: dict) -> dict:
         """The newest version, which is the newest checkpoint if sync mode went on from `commit`."""
         from elastic.saved import handover  # a second of imports, that most masters have no use for
 
-        self._fence()
+        self.fence()
         newest, refused = self._written(handover.to_local, self.run, commit, self.epoch)
         for reason in refused:
             self.run.event("checkpoint-refused", reason=reason)
@@ -290,76 +290,76 @@ class Master:
             self._event("mode", mode="local", version=newest["version"], tokens=newest["tokens"])
         return newest
 
-    def _begin_round(self, commit: dict) -> None:
+    def begin_round(self, commit: dict) -> None:
         """Open the round on top of `commit`, or see that it was the last. Needs no Redis."""
-        self._commit, self._round = commit, Round(commit["version"], self._now())
+        self.commit, self.round = commit, Round(commit["version"], self.now())
         told = {d["slot"]: d["seconds"] / d["steps"] for d in commit["deltas"] if d.get("seconds")}
-        self._paces_s = told | self._paces_s  # a new master knows no others
+        self.paces_s = told | self.paces_s  # a new master knows no others
         if self._budget_is_spent():
             reached = {name: commit[name] for name in ("version", "tokens")} | {"time": time.time()}
             self._written(self.run.mark_done, reached)
-            self._state = "done"
+            self.state = "done"
             self.run.event("done", **reached)
 
     @property
     def _inner_steps(self) -> int:
         """K of the open round."""
-        return rounds.inner_steps(self._commit, self.config.local_sgd)
+        return rounds.inner_steps(self.commit, self.config.local_sgd)
 
     def _budget_is_spent(self) -> bool:
         most = self.config.train.max_tokens
-        return self._ledger.complete or bool(most and self._commit["tokens"] >= most)
+        return self.ledger.complete or bool(most and self.commit["tokens"] >= most)
 
-    def _fence(self, newest: int = 0) -> None:
+    def fence(self, newest: int = 0) -> None:
         newest = max(newest, self.run.newest_epoch())
         if newest > self.epoch > 0:
             raise Fenced(f"master epoch {self.epoch}: epoch {newest} has taken over")
 
-    def _publish_state(self, wake: str = "") -> None:
+    def publish_state(self, wake: str = "") -> None:
         """Say everything workers need; also mends a server that was emptied."""
-        round_ = self._round
+        round_ = self.round
         fields = {
-            "version": round_.version if round_ else -1, "state": self._state,
+            "version": round_.version if round_ else -1, "state": self.state,
             "call": round_.version if round_ and round_.called is not None else -1,
             "due": self._due(),
             "node": node_name(), "job_id": self.job_id, "reason": self._reason,
         }  # fmt: skip
-        self._store.set_master(self.epoch, fields, wake)
+        self.store.set_master(self.epoch, fields, wake)
 
     def _due(self) -> float:
         """Redis TIME at which the open round is due; inf: whenever. One that nobody has delivered
         to by its deadline has lost its workers, and those that come are to do all steps."""
-        if not self._round:
+        if not self.round:
             return inf
-        due_s, waited_s = self._due_s(), self._now() - self._round.opened
-        if not self._round.accepted and waited_s > rounds.deadline_s(due_s, self.config.local_sgd):
+        due_s, waited_s = self.due_s(), self.now() - self.round.opened
+        if not self.round.accepted and waited_s > rounds.deadline_s(due_s, self.config.local_sgd):
             return inf
-        return round(self._round.opened + due_s, 3)
+        return round(self.round.opened + due_s, 3)
 
-    def _due_s(self) -> float:
+    def due_s(self) -> float:
         """After the opening. It is put off no more in a round: who has stopped would wait."""
-        paces_s = [pace_s for slot, pace_s in self._paces_s.items() if slot in self._workers]
+        paces_s = [pace_s for slot, pace_s in self.paces_s.items() if slot in self.workers]
         due_s = rounds.due_s(paces_s, self._inner_steps, self.config.local_sgd)
-        self._round.due_s = min(self._round.due_s, due_s)
-        return self._round.due_s
+        self.round.due_s = min(self.round.due_s, due_s)
+        return self.round.due_s
 
     def _note_pace(self, header: Header) -> None:
         """The time since the opening counts where both saw it: not of a delta that waited for this
         master, nor of one for a round before."""
-        took_s, round_ = header.seconds, self._round
-        if header.base == round_.version and self._commit["master_epoch"] == self.epoch:
+        took_s, round_ = header.seconds, self.round
+        if header.base == round_.version and self.commit["master_epoch"] == self.epoch:
             took_s = round_.arrived[header.key] - round_.opened
-        self._paces_s[header.slot] = rounds.pace_s(header, took_s, self._inner_steps)
+        self.paces_s[header.slot] = rounds.pace_s(header, took_s, self._inner_steps)
 
     # ---- observe
 
-    def _wait(self) -> list[str]:
+    def wait(self) -> list[str]:
         """Wake-ups since the last turn; returns at the first, or when a delta has been checked."""
-        if self._round and self._round.checking:
-            return self._wait_for_checks(list(self._round.checking.values()))
+        if self.round and self.round.checking:
+            return self._wait_for_checks(list(self.round.checking.values()))
         words = self._listener.wait(TICK_S)
-        if words and len(self._attempts) > 32:  # a burst of deliveries is one turn, not hundreds
-            time.sleep(min(0.05, 0.0005 * len(self._attempts)))
+        if words and len(self.attempts) > 32:  # a burst of deliveries is one turn, not hundreds
+            time.sleep(min(0.05, 0.0005 * len(self.attempts)))
             words += self._listener.wait(0)
         return words
 
@@ -371,39 +371,39 @@ class Master:
                 return words
         return self._listener.wait(0)
 
-    def _observe_control(self) -> float:
-        self._publish_state()
-        now = self._store.now()
+    def observe_control(self) -> float:
+        self.publish_state()
+        now = self.store.now()
         self._clock = now - time.monotonic()
-        if now - self._control_at >= CONTROL_S:
-            self._control_at = now
-            self._fence()
-            if self.run.endpoint() != self._endpoint:  # an older master was just writing its own
-                self._written(self.run.set_endpoint, self._endpoint)
-            self._is_short_of_space()
-            if self._round and self._state == "running" and self._is_behind():
+        if now - self.control_at >= CONTROL_S:
+            self.control_at = now
+            self.fence()
+            if self.run.endpoint() != self.endpoint:  # an older master was just writing its own
+                self._written(self.run.set_endpoint, self.endpoint)
+            self.is_short_of_space()
+            if self.round and self.state == "running" and self.is_behind():
                 self._start_over()
-            if self._state == "running" and (over := self.run.closing("local")):
-                self._state = "stopping"
+            if self.state == "running" and (over := self.run.closing("local")):
+                self.state = "stopping"
                 self._say(f"leaving: the run is {over}")
-                self._publish_state(wake="stop")
+                self.publish_state(wake="stop")
         return now
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Redis TIME as of the last turn, moved on: for when Redis may not answer."""
         return self._clock + time.monotonic()
 
-    def _allow_for_silence(self, slots: dict[int, Slot], now: float) -> None:
+    def allow_for_silence(self, slots: dict[int, Slot], now: float) -> None:
         """Leases that lapse while Redis answers nobody say nothing of those who held them."""
-        before, self._looked_at = self._looked_at, now
+        before, self.looked_at = self.looked_at, now
         health = self.config.health
-        if self._now() - before <= health.lease_s - health.heartbeat_s:
+        if self.now() - before <= health.lease_s - health.heartbeat_s:
             return
-        for slot, known in self._workers.items():
+        for slot, known in self.workers.items():
             lease = slots.get(slot)
             has_claimed = lease and lease.attempt == known.attempt and lease.joined > before
             if has_claimed or (not lease and not self._has_left(known)):
-                self._settle()
+                self.settle()
 
     def _has_left(self, worker: Slot) -> bool:
         """Has its job said how it ended?"""
@@ -413,38 +413,38 @@ class Master:
 
     def _remember_attempts(self) -> None:
         """An attempt is there if its record is: what Redis says of it is only why to look."""
-        told, known = self._store.attempts(), self._attempts
+        told, known = self.store.attempts(), self.attempts
         for slot in [s for s, n in told.items() if n > known.get(s, 0) and 0 <= s < MOST_SLOTS]:
             if newest := self.run.latest_attempt(slot):
                 known[slot] = newest
         if any(told.get(slot, 0) < newest for slot, newest in known.items()):
-            self._settle()  # the server was emptied
+            self.settle()  # the server was emptied
         if told != known:
-            self._store.set_attempts(known)
+            self.store.set_attempts(known)
 
     def _remember_workers(self, slots: dict[int, Slot]) -> None:
         for slot, worker in slots.items():
-            known = self._workers.get(slot)
+            known = self.workers.get(slot)
             if known and known.attempt == worker.attempt:  # it may have had to claim again
                 slots[slot] = replace(worker, joined=min(known.joined, worker.joined))
             else:
                 self._event("join", slot=slot, attempt=worker.attempt, node=worker.node,
                             job_id=worker.job_id)  # fmt: skip
-        self._workers |= slots
+        self.workers |= slots
 
-    def _take_offers(self) -> None:
-        version, late = self._round.version, self.config.local_sgd.max_staleness
+    def take_offers(self) -> None:
+        version, late = self.round.version, self.config.local_sgd.max_staleness
         # Further back than may be merged, so that too stale a delta is told apart from a lost one.
         # One that is based on a version which is not seen here yet waits for it.
         bases = range(max(0, version - late - 2), version + 1)
-        for base, offers in self._store.offers(bases).items():
+        for base, offers in self.store.offers(bases).items():
             for name, body in sorted(offers.items()):
-                if self._round.seen.get((base, name)) != body:
-                    self._round.seen[(base, name)] = body
-                    self._judge(base, name, body)
+                if self.round.seen.get((base, name)) != body:
+                    self.round.seen[(base, name)] = body
+                    self.judge(base, name, body)
 
-    def _judge(self, base: int, name: str, body: bytes) -> None:
-        round_, ledger = self._round, self._ledger
+    def judge(self, base: int, name: str, body: bytes) -> None:
+        round_, ledger = self.round, self.ledger
         try:
             header = rounds.credited(Header.from_json(json.loads(body)), self._tokens_per_sample)
             if (f"{header.slot}:{header.attempt}", header.base) != (name, base):
@@ -456,55 +456,55 @@ class Master:
         verdict, reason = rounds.judge(header, self._facts(), ledger.refusal(owner, header.samples))
         if verdict is Verdict.REJECT:
             if reason.startswith("stale"):
-                self._averager.drop([header.key])  # nobody else would
+                self.averager.drop([header.key])  # nobody else would
             self._reject(name, reason, base)
         elif verdict is Verdict.PASS:
             round_.answered.add(header.key)
         else:
             round_.judged.add(header.key)
             ledger.offer(header.key, header.samples)
-            round_.checking[header.key] = self._pool.submit(self._averager.check, header)
+            round_.checking[header.key] = self.pool.submit(self.averager.check, header)
 
     def _facts(self) -> Facts:
-        averager, settings = self._averager, self.config.local_sgd
+        averager, settings = self.averager, self.config.local_sgd
         return Facts(
-            run=self.run.key, version=self._round.version, layout=averager.layout.hash,
+            run=self.run.key, version=self.round.version, layout=averager.layout.hash,
             fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
-            attempts=self._attempts, judged=frozenset(self._round.judged),
-            taken_back=frozenset(self._taken_back), most_steps=settings.inner_steps,
+            attempts=self.attempts, judged=frozenset(self.round.judged),
+            taken_back=frozenset(self.taken_back), most_steps=settings.inner_steps,
             most_samples=settings.inner_steps * self.config.step_samples,
         )  # fmt: skip
 
     @property
     def _tokens_per_sample(self) -> float:
         """So far in this run; 0: none is trained."""
-        return self._commit.get("tokens", 0) / max(1, len(self._ledger.committed))
+        return self.commit.get("tokens", 0) / max(1, len(self.ledger.committed))
 
-    def _collect_checked(self) -> None:
-        for key, future in list(self._round.checking.items()):
+    def collect_checked(self) -> None:
+        for key, future in list(self.round.checking.items()):
             if not future.done():
                 continue
-            del self._round.checking[key]
+            del self.round.checking[key]
             try:
                 checked = future.result()
             except TryAgain:  # Redis went away with the bytes: judge it again
-                self._forget(key)
+                self.forget(key)
                 raise
             if checked.refused:
-                self._withdraw(key, checked.refused)
+                self.withdraw(key, checked.refused)
                 continue
-            self._round.accepted[key], self._round.arrived[key] = checked, self._now()
+            self.round.accepted[key], self.round.arrived[key] = checked, self.now()
             header = checked.header
-            if header.base == self._round.version:
-                self._round.answered.add(key)
+            if header.base == self.round.version:
+                self.round.answered.add(key)
             self._note_pace(header)
             self._event("delta", slot=header.slot, attempt=header.attempt, base=header.base,
                         steps=header.steps, tokens=header.tokens)  # fmt: skip
 
-    def _forget(self, key: tuple[int, int, int]) -> None:
+    def forget(self, key: tuple[int, int, int]) -> None:
         """Take back what a delta's header led to."""
-        round_ = self._round
-        self._ledger.withdraw(key)
+        round_ = self.round
+        self.ledger.withdraw(key)
         round_.accepted.pop(key, None)
         round_.judged.discard(key)
         round_.answered.discard(key)
@@ -512,9 +512,9 @@ class Master:
         if not round_.accepted:  # a called worker trains no more: there would never be another
             round_.called = None
 
-    def _withdraw(self, key: tuple[int, int, int], reason: str) -> None:
+    def withdraw(self, key: tuple[int, int, int], reason: str) -> None:
         """A delta that was accepted by its header is not merged after all."""
-        self._forget(key)
+        self.forget(key)
         self._reject(f"{key[0]}:{key[1]}", reason, key[2])
 
     def _reject(self, name: str, reason: str, base: int) -> None:
@@ -523,75 +523,75 @@ class Master:
         The offer goes after the verdict has come: a worker that finds neither may bring it again.
         """
         rule, reason = reason.partition(":")[0], reason[:MOST_REASON]
-        self._round.rejected[rule] = self._round.rejected.get(rule, 0) + 1
-        self._round.seen.pop((base, name), None)
+        self.round.rejected[rule] = self.round.rejected.get(rule, 0) + 1
+        self.round.seen.pop((base, name), None)
         is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
         slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
-        self._store.set_verdict(name, {"base": base, "reason": reason})
-        self._store.drop_offers(base, [name])
+        self.store.set_verdict(name, {"base": base, "reason": reason})
+        self.store.drop_offers(base, [name])
         self._event("reject", slot=slot, attempt=attempt, base=base, reason=reason)
 
     def _take_back(self, slots: dict[int, Slot], now: float) -> None:
         """Samples of workers that are gone are free again."""
-        if now < self._settle_until:
+        if now < self.settle_until:
             return
         alive = {(worker.slot, worker.attempt) for worker in slots.values()}
-        for owner in [owner for owner in self._ledger.held if owner not in alive]:
-            self._ledger.give_back(owner)
-            self._granted.pop(owner, None)
-        for slot in [slot for slot in self._workers if slot not in slots]:
-            worker = self._workers.pop(slot)
+        for owner in [owner for owner in self.ledger.held if owner not in alive]:
+            self.ledger.give_back(owner)
+            self.granted.pop(owner, None)
+        for slot in [slot for slot in self.workers if slot not in slots]:
+            worker = self.workers.pop(slot)
             if not self._has_left(worker):
                 self._event("lost", slot=slot, attempt=worker.attempt, job_id=worker.job_id,
                             node=worker.node, steps=worker.step)  # fmt: skip
 
     # ---- act
 
-    def _answer(self, asks: list[Ask], slots: dict[int, Slot], now: float) -> None:
+    def answer(self, asks: list[Ask], slots: dict[int, Slot], now: float) -> None:
         """Grant samples. A repeated ask gets the same answer, so that none is granted twice."""
         grants = {}
         for ask in sorted(asks, key=lambda each: each.slot):
             owner = (ask.slot, ask.attempt)
-            if ask.attempt < self._attempts.get(ask.slot, 0):
+            if ask.attempt < self.attempts.get(ask.slot, 0):
                 continue
-            self._has_told.add(owner)
-            last, ranges = self._granted.get(owner, (-1, []))
+            self.has_told.add(owner)
+            last, ranges = self.granted.get(owner, (-1, []))
             if ask.sequence != last:
-                self._ledger.keep(owner, ask.held)
+                self.ledger.keep(owner, ask.held)
                 has_lease = ask.slot in slots and slots[ask.slot].attempt == ask.attempt
-                if not (ask.want and has_lease) or now < self._settle_until:
+                if not (ask.want and has_lease) or now < self.settle_until:
                     continue  # it only tells; or it will ask again
                 least = self.config.step_samples
                 want = min(ask.want, least * self._inner_steps)
-                ranges = self._ledger.grant(owner, want, len(slots), least)
+                ranges = self.ledger.grant(owner, want, len(slots), least)
                 if ranges or ask.held:
                     self._forget_pass(owner)
-                self._granted[owner] = (ask.sequence, ranges)
+                self.granted[owner] = (ask.sequence, ranges)
             grants[owner] = (ask.sequence, ranges)
-        self._store.grant(grants)
+        self.store.grant(grants)
 
     def _forget_pass(self, owner: tuple[int, int]) -> None:
         """A worker that had nothing to give goes on: the round is not to close without it. If it
         does not go on after all it finds its offer gone, and brings it again."""
-        round_, (slot, attempt) = self._round, owner
+        round_, (slot, attempt) = self.round, owner
         key, name = (slot, attempt, round_.version), f"{slot}:{attempt}"
         if key in round_.answered and key not in round_.judged:
-            self._store.drop_offers(round_.version, [name])
+            self.store.drop_offers(round_.version, [name])
             round_.answered.discard(key)
             round_.seen.pop((round_.version, name), None)
 
     def _move(self, slots: dict[int, Slot], now: float) -> None:
-        round_ = self._round
+        round_ = self.round
         present = expected(list(slots.values()), now, self.config.health.stall_after_s)
         view = rounds.View(
             opened=round_.opened, called=round_.called,
             # Who claims again after a server's end has not joined late.
-            expected={slot: round_.opened if record.joined <= self._settle_until else record.joined
+            expected={slot: round_.opened if record.joined <= self.settle_until else record.joined
                       for slot, record in present.items()},
             answered=frozenset(slot for slot, worker in present.items()
                                if (slot, worker.attempt, round_.version) in round_.answered),
             accepted=len(round_.accepted), preparing=len(round_.checking),
-            due_s=self._due_s(),
+            due_s=self.due_s(),
         )  # fmt: skip
         move, reason = rounds.decide(view, self.config.local_sgd, now)
         if not view.preparing:
@@ -599,71 +599,71 @@ class Master:
         if move is Move.CALL:
             round_.called = now
             self._event("last-call", version=round_.version, reason=reason)
-            self._publish_state(wake=f"last-call {round_.version}")
+            self.publish_state(wake=f"last-call {round_.version}")
         elif move is Move.CLOSE:
-            self._close_round(reason)
+            self.close_round(reason)
 
-    def _close_round(self, why: str) -> None:
+    def close_round(self, why: str) -> None:
         """Merge, commit, announce. On a damaged delta the round goes on without it."""
-        round_ = self._round
+        round_ = self.round
         headers = [checked.header for checked in round_.accepted.values()]
         for header in rounds.superseded(headers):
-            self._withdraw(header.key, "superseded: the slot delivered a newer delta")
+            self.withdraw(header.key, "superseded: the slot delivered a newer delta")
         headers = [checked.header for checked in round_.accepted.values()]
         if reason := self._is_bad(guards.round_loss(headers, round_.version)):
-            accepted, (recipe, said) = {}, self._averager.take_back()
+            accepted, (recipe, said) = {}, self.averager.take_back()
         else:
             self._leave_out_damaged(round_)
             if not (accepted := round_.accepted):
                 return
-            recipe, said = self._averager.weigh(list(accepted.values()))
+            recipe, said = self.averager.weigh(list(accepted.values()))
         record = self._commit_record(said, accepted)
         self._wait_for_space()
-        self._fence()
+        self.fence()
         try:
-            commit = self._written(self._averager.commit, self.epoch, recipe, record)
+            commit = self._written(self.averager.commit, self.epoch, recipe, record)
         except DeltaLost as error:
-            self._withdraw(error.key, error.what)
+            self.withdraw(error.key, error.what)
             return
         if commit is None:
-            self._fence()
+            self.fence()
             self._start_over()
             return
         if not accepted:
             for header in headers:
-                self._forget(header.key)
-        bad = self._commit
+                self.forget(header.key)
+        bad = self.commit
         self._after_commit(commit, reason or why)
         if not accepted:
             self._tell_what_was_taken_back(bad["version"], reason, headers)
 
     def _leave_out_damaged(self, round_: Round) -> None:
         accepted = list(round_.accepted.values())
-        found = guards.damaged([each.moved for each in accepted], self._averager.running)
+        found = guards.damaged([each.moved for each in accepted], self.averager.running)
         for index, reason in found.items():
-            self._withdraw(accepted[index].header.key, reason)
+            self.withdraw(accepted[index].header.key, reason)
 
     def _is_bad(self, loss: float) -> str:
         """Why the newest version is to be taken back, or "". Only one that deltas have made can be,
         and the one before must still be there."""
-        commit, settings = self._commit, self.config.local_sgd
+        commit, settings = self.commit, self.config.local_sgd
         before = self.run.version_path(commit["version"] - 1)
-        if not commit["deltas"] or not exists(before) or self._state != "running":
+        if not commit["deltas"] or not exists(before) or self.state != "running":
             return ""
-        return guards.canary(loss, self._averager.running, settings.canary)
+        return guards.canary(loss, self.averager.running, settings.canary)
 
     def _tell_what_was_taken_back(self, version: int, reason: str, headers: list[Header]) -> None:
         """To those who trained on it. Nothing depends on it: there is a newer version for all."""
-        self._taken_back.add(version)
+        self.taken_back.add(version)
         with contextlib.suppress(TryAgain):
-            suspect = self._commit["suspect"] or []
+            suspect = self.commit["suspect"] or []
             self._event("taken-back", version=version, reason=reason, suspect=suspect)
             for header in headers:
                 why = f"taken-back: version {version} is taken back: {reason}"
                 self._reject(f"{header.slot}:{header.attempt}", why, header.base)
 
     def _commit_record(self, said: dict, accepted: dict[tuple, Checked]) -> dict:
-        round_ = self._round
+        round_ = self.round
         deltas = [
             {
                 "slot": h.slot, "attempt": h.attempt, "job_id": h.job_id, "base": h.base,
@@ -679,48 +679,48 @@ class Master:
         ]  # fmt: skip
         tokens = sum(delta["tokens"] for delta in deltas)
         return {
-            "master_epoch": self.epoch, "time": round(self._now(), 3),
-            "tokens": self._commit["tokens"] + tokens,
+            "master_epoch": self.epoch, "time": round(self.now(), 3),
+            "tokens": self.commit["tokens"] + tokens,
             "samples": sorted(each for delta in deltas for each in delta["samples"]),
             "deltas": deltas,
-            "workers": len({delta["slot"] for delta in deltas}) or self._commit["workers"],
+            "workers": len({delta["slot"] for delta in deltas}) or self.commit["workers"],
             "loss": sum(d["loss"] * d["tokens"] for d in deltas) / tokens if tokens
-                    else self._commit.get("loss"),
-            "rejected": round_.rejected, **carried(self._commit), **said,
+                    else self.commit.get("loss"),
+            "rejected": round_.rejected, **carried(self.commit), **said,
             "total_tokens": self._total_tokens(tokens, deltas),
         }  # fmt: skip
 
     def _total_tokens(self, tokens: int, deltas: list[dict]) -> int:
         """What the run comes to: by epochs, as many tokens a sample as there were so far."""
-        ledger, told = self._ledger, self._commit["tokens"] + tokens
+        ledger, told = self.ledger, self.commit["tokens"] + tokens
         seen = len(ledger.committed) + sum(count(delta["samples"]) for delta in deltas)
         if not (ledger.epochs and seen and told):
-            return self._commit["total_tokens"]
+            return self.commit["total_tokens"]
         return round(told / seen * ledger.samples * ledger.epochs)
 
     def _after_commit(self, commit: dict, reason: str) -> None:
         """Open the next round, then announce it: the commit stands, even if Redis is gone."""
-        before = self._round
+        before = self.round
         for key in before.accepted:
-            self._ledger.commit(key)
-        self._begin_round(commit)
+            self.ledger.commit(key)
+        self.begin_round(commit)
         with contextlib.suppress(TryAgain):
-            self._publish_state(wake=f"version {commit['version']}")
+            self.publish_state(wake=f"version {commit['version']}")
             self._event(
                 "outer-step", version=commit["version"], tokens=commit["tokens"],
                 loss=commit["loss"], workers=commit["workers"],
-                seconds=round(self._round.opened - before.opened, 3), reason=reason,
+                seconds=round(self.round.opened - before.opened, 3), reason=reason,
             )  # fmt: skip
             names: dict[int, list[str]] = {}
             for base, name in before.seen:
                 names.setdefault(base, []).append(name)
             for base, group in names.items():
-                self._store.drop_offers(base, group)
+                self.store.drop_offers(base, group)
         # Gigabytes take their time to go, and workers wait for samples by now.
-        drop = (self._averager, list(before.judged))
-        self._cleaning = self._pool.submit(self._clean_up, commit["version"], *drop)
+        drop = (self.averager, list(before.judged))
+        self._cleaning = self.pool.submit(self.clean_up, commit["version"], *drop)
 
-    def _clean_up(self, version: int, averager: Averager, merged: list) -> None:
+    def clean_up(self, version: int, averager: Averager, merged: list) -> None:
         with contextlib.suppress(TryAgain):
             averager.drop(merged)
         keep = max(self.config.checkpoint.keep, self.config.local_sgd.max_staleness + 1)
@@ -728,29 +728,29 @@ class Master:
 
     # ---- the end
 
-    def _finish_if_over(self, slots: dict[int, Slot], now: float) -> None:
+    def finish_if_over(self, slots: dict[int, Slot], now: float) -> None:
         """Done or stopping: wait for the workers to leave, then merge what they left behind."""
-        if self._state == "running":
+        if self.state == "running":
             return
-        self._ending_since = self._ending_since or now
-        round_ = self._round
+        self.ending_since = self.ending_since or now
+        round_ = self.round
         if self._are_leaving(slots, now) or (round_ and round_.checking):
             return
-        if self._state == "stopping" and round_ and round_.accepted:
-            self._close_round("the run is being stopped")
-            if self._round is round_:
+        if self.state == "stopping" and round_ and round_.accepted:
+            self.close_round("the run is being stopped")
+            if self.round is round_:
                 return  # without a delta that was damaged: the others are merged the next time
-        self._state = "over"
+        self.state = "over"
 
     def _are_leaving(self, slots: dict[int, Slot], now: float) -> bool:
         """Is there a worker that may still deliver? One that hangs is ended by its agent."""
         health = self.config.health
-        most_s = health.lease_s if self._state == "done" else health.hang_timeout_s
-        still_s = [now - max(s.moved, self._ending_since) for s in slots.values()
+        most_s = health.lease_s if self.state == "done" else health.hang_timeout_s
+        still_s = [now - max(s.moved, self.ending_since) for s in slots.values()
                    if s.state != "loading"]  # fmt: skip
         return min(still_s, default=most_s) < most_s
 
-    def _is_short_of_space(self, failed: OSError | None = None) -> bool:
+    def is_short_of_space(self, failed: OSError | None = None) -> bool:
         refused = f"waiting to write to {self.run.path}: {failed.strerror}" if failed else ""
         self._reason = self.run.shortage(self.config.checkpoint.min_free_bytes) or refused
         return bool(self._reason)
@@ -760,15 +760,15 @@ class Master:
 
         `failed`: what a write said, whatever the filesystem says is free (a quota, say).
         """
-        while self._is_short_of_space(failed):
+        while self.is_short_of_space(failed):
             failed = None
             if self.notice:
                 raise Leaving(f"notice: {self.notice.signal_name}, while {self._reason}")
             self._say(self._reason)
-            self._fence()
+            self.fence()
             with contextlib.suppress(TryAgain):
-                if self._store:
-                    self._publish_state()
+                if self.store:
+                    self.publish_state()
             time.sleep(SPACE_S)
 
     def _written(self, write: Callable, *args):
@@ -780,39 +780,39 @@ class Master:
                 self.run.event("disk", reason=f"not written: {error.strerror}")
                 self._wait_for_space(error)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._cleaning:
             wait([self._cleaning])
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._averager:
-            self._averager.close()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        if self.averager:
+            self.averager.close()
         with contextlib.suppress(TryAgain):
-            if self._store and self._state == "over":
-                self._publish_state(wake="stop")
-        self._reconcile.close()
-        if self._server:
-            self._server.stop()
+            if self.store and self.state == "over":
+                self.publish_state(wake="stop")
+        self.reconcile.close()
+        if self.server:
+            self.server.stop()
 
     def _end_as_the_run(self) -> int:
         outcome = "done" if self.run.done() else "stopped"
-        return self._end(outcome, Exit.OK, f"the run is {self.run.closing('local') or outcome}")
+        return self.end(outcome, Exit.OK, f"the run is {self.run.closing('local') or outcome}")
 
-    def _end(self, outcome: str, code: int, reason: str, detail: str = "") -> int:
+    def end(self, outcome: str, code: int, reason: str, detail: str = "") -> int:
         said = {"outcome": outcome, "code": code, "reason": reason, "detail": detail}
-        self._record({"state": "ended", **said})
+        self.record({"state": "ended", **said})
         self._say(f"{outcome}: {reason}")
         if outcome != "failed":
-            self._reconcile.last()
+            self.reconcile.last()
         return code
 
-    def _record(self, fields: dict) -> None:
-        steps = self._commit.get("version", 0)
+    def record(self, fields: dict) -> None:
+        steps = self.commit.get("version", 0)
         who = {"role": "master", "slot": 0, "attempt": self.epoch, "node": node_name()}
         self.run.write_ending(self.job_id, {**who, "steps": steps, **fields})
 
     def _event(self, kind: str, **fields) -> None:
         self.run.event(kind, **fields)
-        self._store.add_event({"time": time.time(), "kind": kind, **fields})
+        self.store.add_event({"time": time.time(), "kind": kind, **fields})
 
     def _say(self, text: str) -> None:
         """Log a line when it changes, not while it is true."""
@@ -868,5 +868,5 @@ def run(notice: Notice) -> int:
     except Exception as error:
         known = isinstance(error, ElasticError)
         said = (str(error), "") if known else (repr(error), traceback.format_exc())
-        master._end("failed", error.code if known else Exit.ERROR, *said)
+        master.end("failed", error.code if known else Exit.ERROR, *said)
         raise
