@@ -49,7 +49,6 @@ class Told:
     """What the guards did."""
 
     strays: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
     clips: list[float] = field(default_factory=list)  # of each round: what is left of its mean
     faulty_clips: list[float] = field(default_factory=list)  # of the faulty deltas that were merged
     taken_back: list[str] = field(default_factory=list)
@@ -130,7 +129,7 @@ class Run:
         delta, loss = worker.train(self.outer.params[0], rates)
         if is_faulty:
             delta = self.world.fault(delta)
-        moved = Moved(merge.norm(delta), steps, sum(rates), self.along(delta))
+        moved = Moved(merge.norm(delta), steps, sum(rates))
         reason = guards.stray(moved, Reach() if worker.strayed else worker.reach)
         if 2 * steps >= most and math.isfinite(moved.norm):
             worker.reach = worker.reach.after([moved])
@@ -141,20 +140,12 @@ class Run:
             return None
         return worker, delta, moved, loss + self.odd(steps), is_faulty
 
-    def along(self, delta: torch.Tensor) -> float:
-        return merge.cosine([self.outer.products(0, delta)])
-
     def odd(self, steps: int) -> float:
         """What odd documents add to a mean loss."""
         count = sum(self.draw.random() < ODD for _ in range(steps * BATCH))
         return ODD_LOSS * count / (steps * BATCH)
 
     def merge(self, sent: list, steps: int) -> None:
-        moves = [each[2] for each in sent]
-        left_out = guards.damaged(moves, self.running)
-        for index, reason in left_out.items():
-            (self.told.refused if sent[index][4] else self.told.left_out).append(reason)
-        sent = [each for index, each in enumerate(sent) if index not in left_out]
         moves = [each[2] for each in sent]
         headers = [self.header(each) for each in sent]
         loss = guards.round_loss(headers, self.version)

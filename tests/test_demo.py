@@ -54,7 +54,8 @@ def processes_of(folder: Path) -> list[str]:
     ],
 )
 def test_a_refusal_that_no_fault_explains_is_wrong(kind, reason, is_wrong):
-    events = [{"kind": "join"}, {"kind": kind, "reason": reason}]
+    event = {"kind": kind, "rule": reason.partition(":")[0], "reason": reason}
+    events = [{"kind": "join"}, event]
     assert unexplained(events) == (events[1:] if is_wrong else [])
 
 

@@ -20,6 +20,7 @@ import torch
 from elastic.local import transport
 from elastic.local.master.averaging import Averager
 from elastic.local.master.master import MOST_REASON, Master, Round
+from elastic.local.rounds import Rule
 from elastic.local.store import Ask
 from elastic.local.transport import checksum, fragment_name
 from elastic.run.ledger import Ledger
@@ -100,7 +101,7 @@ def master() -> Master:
     found.pool = SimpleNamespace(submit=lambda _, header: header)
     found.rejected = []
     found.store = SimpleNamespace(
-        set_verdict=lambda name, verdict: found.rejected.append(verdict["reason"]),
+        set_verdict=lambda name, verdict: found.rejected.append(verdict),
         drop_offers=lambda base, names: None, add_event=lambda record: None,
     )  # fmt: skip
     return found
@@ -118,8 +119,8 @@ def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(m
             assert math.isfinite(header.loss + header.first_loss)
             json.dumps(header.to_json(), allow_nan=False)
             master.forget(key)
-        assert all(len(reason) <= MOST_REASON for reason in master.rejected)
-        rules |= {reason.partition(":")[0] for reason in master.rejected}
+        assert all(len(refused["reason"]) <= MOST_REASON for refused in master.rejected)
+        rules |= {refused["rule"] for refused in master.rejected}
         master.rejected.clear()
     assert rules == {"malformed", "shape", "samples", "non-finite", "other-run"}
     assert peak.grown() < MORE_MEMORY
@@ -263,7 +264,7 @@ def test_broken_bytes_are_refused_and_a_good_delta_is_merged_as_ever(deltas, com
         stored, fragment = spoilt(draw, kind, good)
         put(name, stored)
         checked = averager.check(replace(header, fragments=(fragment,)))
-        said = checked.refused.partition(":")[0]
+        said = checked.refused.rule if checked.refused else ""
         assert said in SAID[kind] | MALFORMED.get(compression, set()), (kind, stored, checked)
         assert said or 0 <= checked.norm < math.inf, (kind, stored, checked)
         seen.add((kind, said))
@@ -285,5 +286,5 @@ def test_of_a_fragment_of_a_gigabyte_where_a_few_bytes_belong_nothing_is_read(de
     with path.open("ab") as file:
         file.truncate(1 << 30)
     peak = Peak()
-    assert rounds.averager.check(header).refused.startswith("truncated")
+    assert rounds.averager.check(header).refused.rule is Rule.TRUNCATED
     assert peak.grown() < MORE_MEMORY

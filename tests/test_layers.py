@@ -22,9 +22,9 @@ FOLDERS = {
     "jobs": 1583,  # jobs on a cluster: what is there, what should be, one pass
     "train": 834,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1063,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 610,  # local mode: what both sides of the wire speak
+    "local": 621,  # local mode: what both sides of the wire speak
     "local/worker": 1257,  # one slot: hold the lease, train, deliver
-    "local/master": 1080,  # one master: Redis, samples, rounds, commits
+    "local/master": 1073,  # one master: Redis, samples, rounds, commits
     "sync": 807,  # sync mode: one job that resizes
     "people": 1796,  # what a person asks and sees
     "lab": 1462,  # trying and proving; nothing imports it

@@ -63,7 +63,7 @@ def test_what_a_rejected_delta_has_left_out_does_not_come_again(was_void):
 @pytest.mark.parametrize(("reason", "kept"), [("samples: already committed", False),
                                               ("altered: 3 bytes", True)])  # fmt: skip
 def test_samples_that_came_with_those_of_others_are_not_trained(reason, kept):
-    verdict = {"base": 5, "reason": reason}
+    verdict = {"base": 5, "rule": reason.partition(":")[0], "reason": reason}
     store = SimpleNamespace(take_verdict=lambda *_: verdict, offered=lambda *_: False)
     worker = SimpleNamespace(
         _link=SimpleNamespace(reach=lambda act: act(store)),

@@ -16,7 +16,7 @@ import torch
 
 from elastic.local import rounds
 from elastic.local.master.arithmetic import DeltaLost
-from elastic.local.rounds import Facts, Verdict
+from elastic.local.rounds import Facts, Rule, Verdict
 from elastic.local.transport import fragment_name
 from elastic.saved import merge
 from elastic.saved.layout import Layout
@@ -137,7 +137,8 @@ def test_a_worker_without_tokens_never_changes_the_result_or_the_divisor(open_ro
     header = silent.header
     facts = Facts(header.run, 0, header.layout, beside.averager.fragment_bytes, 2,
                   {0: 1}, frozenset())  # fmt: skip
-    assert rounds.judge(header, facts, "")[0] is Verdict.PASS  # so it does not even come this far
+    judged = rounds.judge(header, facts, "")
+    assert judged.verdict is Verdict.PASS  # so it does not even come this far
 
 
 # ---- the outer optimizer ------------------------------------------------------------------------
@@ -359,7 +360,7 @@ def test_a_delta_that_is_not_finite_is_refused_before_it_is_added(open_rounds, v
     local = torch.zeros(SIZE)
     local[-1] = value
     checked = runs.averager.check(runs.put(0, local, 10))
-    assert checked.refused.startswith("non-finite")
+    assert checked.refused.rule is Rule.NON_FINITE
 
 
 @pytest.mark.parametrize(
@@ -377,7 +378,7 @@ def test_bytes_that_went_bad_are_refused_and_later_stop_only_their_own_delta(
     runs = open_rounds(torch.zeros(SIZE), *DILOCO)
     good, bad = (runs.deliver(slot, torch.randn(SIZE), 10) for slot in range(2))
     damage(path_of(runs, bad.header))
-    assert runs.averager.check(bad.header).refused.startswith(rule)
+    assert runs.averager.check(bad.header).refused.reason.startswith(f"{rule}: ")
     with pytest.raises(DeltaLost) as lost:  # it was whole when it was checked first
         runs.close([good, bad])
     assert lost.value.key == bad.header.key

@@ -23,7 +23,7 @@ from elastic.jobs import history, plan, reconcile
 from elastic.local import rounds
 from elastic.local.master.averaging import Averager, Checked
 from elastic.local.master.master import Master, Round
-from elastic.local.rounds import Verdict
+from elastic.local.rounds import Judgement, Rule, Verdict, refusal
 from elastic.local.store import Ask, Store
 from elastic.run.ledger import Ledger, Ranges
 from elastic.run.rundir import Endpoint
@@ -96,7 +96,7 @@ def master() -> Master:
 
 
 def test_a_worker_has_answered_though_its_delta_before_is_withdrawn(master):
-    master.withdraw((1, 1, 4), "superseded")
+    master.withdraw((1, 1, 4), refusal(Rule.SUPERSEDED, "by a newer one"))
     assert master.round.answered == {(1, 1, 5)}
     assert master.round.called == 1.0
 
@@ -104,7 +104,7 @@ def test_a_worker_has_answered_though_its_delta_before_is_withdrawn(master):
 def test_a_last_call_is_taken_back_with_the_last_delta(master):
     """Who has heard it trains no more in this round, and nobody else would deliver."""
     for base in (4, 5):
-        master.withdraw((1, 1, base), "damaged")
+        master.withdraw((1, 1, base), refusal(Rule.ALTERED, "other bytes"))
     assert master.round.called is None
 
 
@@ -305,14 +305,13 @@ def test_a_lost_call_is_the_stores_own_error():
 # ---- broken decisions
 
 
-def judge_without(rule: str):
-    """`judge`, but for the reasons that begin with `rule`."""
+def judge_without(rule: Rule):
+    """`judge`, but for one rule."""
     judge = rounds.judge
 
     def broken(header, facts, refused):
-        verdict, reason = judge(header, facts, refused)
-        blind = verdict is Verdict.REJECT and reason.startswith(rule)
-        return (Verdict.ACCEPT, "it looks good") if blind else (verdict, reason)
+        judged = judge(header, facts, refused)
+        return Judgement(Verdict.ACCEPT, "it looks good") if judged.rule is rule else judged
 
     return {(rounds, "judge"): broken}
 
@@ -367,15 +366,15 @@ REAL_OFFER, REAL_COMMIT, REAL_GRANT = Ledger.offer, Averager.commit, Ledger.gran
 REAL_TAKE_OFFERS = Master.take_offers
 REAL_JUDGE, REAL_PLAN, REAL_PASS_OVER = rounds.judge, plan.plan, reconcile._pass_over
 TRAINING = {
-    "judge: any attempt": judge_without("fenced"),
-    "judge: any run": judge_without("other-run"),
+    "judge: any attempt": judge_without(Rule.FENCED),
+    "judge: any run": judge_without(Rule.OTHER_RUN),
     "judge: any base": {
         (rounds, "judge"): lambda header, facts, refused: REAL_JUDGE(
             header, replace(facts, max_staleness=99), refused
         )
     },
-    "judge: the same delta again": judge_without("duplicate"),
-    "judge: whatever the ledger says": judge_without("samples"),
+    "judge: the same delta again": judge_without(Rule.DUPLICATE),
+    "judge: whatever the ledger says": judge_without(Rule.SAMPLES),
     "refusal: committed samples": refusal_blind_to("committed"),
     "refusal: samples of this round": refusal_blind_to("offered"),
     "refusal: samples of another worker": refusal_blind_to("held"),

@@ -164,6 +164,7 @@ def test_a_broken_delta_is_refused_with_its_reason(fake: Fake, case: str):
     fake.offer(body)
     event = rejection(run, rule, slot=SLOT, attempt=fake.attempt)
     assert event["reason"].startswith(f"{rule}: ")
+    assert event["rule"] == rule
     assert event in status.observe(run.run)["events"]
     run.versions(1)
     committed = [run.run.commit(number) for number in range(version + 1, run.version + 1)]

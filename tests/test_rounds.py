@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic.local import rounds
 from elastic.local.guards import MEMORY_ROUNDS, Moved, Running
-from elastic.local.rounds import Facts, Move, Share, Verdict, View
+from elastic.local.rounds import Facts, Judgement, Move, Share, Verdict, View
 from elastic.run import membership
 from elastic.run.records import MAX_FRAGMENTS, Fragment, Header
 
@@ -40,20 +40,18 @@ def header(slot=1, **changes):
 
 
 def test_a_whole_delta_on_this_version_is_accepted():
-    assert rounds.judge(HEADER, FACTS, "") == (Verdict.ACCEPT, "640 tokens in 20 steps")
+    assert rounds.judge(HEADER, FACTS, "") == Judgement(Verdict.ACCEPT, "640 tokens in 20 steps")
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_delta_that_is_late_by_up_to_max_staleness_is_accepted(late):
-    verdict, _ = rounds.judge(HEADER, replace(FACTS, version=7 + late), "")
-    assert verdict is Verdict.ACCEPT
+    assert rounds.judge(HEADER, replace(FACTS, version=7 + late), "").verdict is Verdict.ACCEPT
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_what_an_earlier_attempt_delivered_before_it_left_counts(attempt):
     """The store refuses offers of a fenced attempt; what it took before that is good work."""
-    verdict, _ = rounds.judge(header(attempt=attempt), FACTS, "")
-    assert verdict is Verdict.ACCEPT
+    assert rounds.judge(header(attempt=attempt), FACTS, "").verdict is Verdict.ACCEPT
 
 
 REJECTIONS = [
@@ -77,9 +75,10 @@ REJECTIONS = [
     ("bad", "facts", "refused", "reason"), REJECTIONS, ids=[case[3] for case in REJECTIONS]
 )
 def test_a_delta_is_rejected_with_its_reason(bad, facts, refused, reason):
-    verdict, said = rounds.judge(bad, facts, refused)
-    assert verdict is Verdict.REJECT
-    assert said.startswith(reason)
+    judged = rounds.judge(bad, facts, refused)
+    assert judged.verdict is Verdict.REJECT
+    assert judged.reason.startswith(reason)
+    assert judged.rule == reason.partition(":")[0]
 
 
 BOUND = replace(FACTS, most_steps=20, most_samples=32)
@@ -92,10 +91,11 @@ TOO_MUCH = [
 
 @pytest.mark.parametrize(("changes", "reason"), TOO_MUCH)
 def test_a_delta_has_samples_and_steps_and_no_more_than_a_round_has(changes, reason):
-    assert rounds.judge(HEADER, BOUND, "")[0] is Verdict.ACCEPT
-    verdict, said = rounds.judge(header(**changes), BOUND, "")
-    assert verdict is Verdict.REJECT
-    assert said.startswith(reason)
+    assert rounds.judge(HEADER, BOUND, "").verdict is Verdict.ACCEPT
+    judged = rounds.judge(header(**changes), BOUND, "")
+    assert judged.verdict is Verdict.REJECT
+    assert judged.reason.startswith(reason)
+    assert judged.rule == reason.partition(":")[0]
 
 
 def test_tokens_count_as_far_as_the_samples_can_hold_them():
@@ -115,12 +115,12 @@ def test_words_of_a_header_are_short_and_printable(name, value):
 
 @pytest.mark.parametrize("nothing", [{"tokens": 0}, {"steps": 0}, {"steps": 0, "fragments": ()}])
 def test_a_worker_without_steps_has_answered_and_gives_nothing(nothing):
-    assert rounds.judge(header(**nothing), FACTS, "")[0] is Verdict.PASS
+    assert rounds.judge(header(**nothing), FACTS, "").verdict is Verdict.PASS
 
 
 def test_a_worker_without_steps_is_still_judged_by_where_it_stands():
-    assert rounds.judge(header(tokens=0, run="b"), FACTS, "")[0] is Verdict.REJECT
-    assert rounds.judge(header(tokens=0, base=1), FACTS, "")[0] is Verdict.REJECT
+    assert rounds.judge(header(tokens=0, run="b"), FACTS, "").verdict is Verdict.REJECT
+    assert rounds.judge(header(tokens=0, base=1), FACTS, "").verdict is Verdict.REJECT
 
 
 def test_of_two_deltas_of_an_attempt_the_newer_counts():
@@ -190,9 +190,10 @@ def test_whatever_comes_is_refused_or_can_be_judged(data):
         parsed = Header.from_json(json.loads(text))
     except ValueError:
         return
-    verdict, reason = rounds.judge(parsed, FACTS, "")
-    assert isinstance(verdict, Verdict)
-    assert reason
+    judged = rounds.judge(parsed, FACTS, "")
+    assert isinstance(judged.verdict, Verdict)
+    assert judged.reason
+    assert (judged.rule is None) == (judged.verdict is not Verdict.REJECT)
     if not math.isnan(parsed.loss) and not math.isnan(parsed.first_loss):
         assert Header.from_json(json.loads(json.dumps(parsed.to_json()))) == parsed
 
@@ -538,4 +539,4 @@ def test_momentum_is_less_while_rounds_are_short_because_it_is_early():
 
 def test_deltas_on_a_version_that_was_taken_back_are_refused():
     facts = replace(FACTS, taken_back=frozenset({5}))
-    assert rounds.judge(header(1, base=5), facts, "")[1].startswith("taken-back: version 5")
+    assert rounds.judge(header(1, base=5), facts, "").reason.startswith("taken-back: version 5")

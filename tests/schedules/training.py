@@ -27,6 +27,7 @@ from elastic.local.master import averaging, master
 from elastic.local.master.arithmetic import DeltaLost, Recipe
 from elastic.local.master.averaging import Averager, Checked
 from elastic.local.master.master import Master
+from elastic.local.rounds import Rule, refusal
 from elastic.local.store import Store
 from elastic.local.worker import agent, link, local_sgd
 from elastic.local.worker.agent import SILENT, Agent
@@ -44,6 +45,7 @@ QUIET_TURNS = 8  # after which nothing of what went wrong is left
 MOST_TURNS = 120  # of everybody, until the run is done
 TURN_S = 1.5
 LATE_S = 20.0  # that a master may see names late, as where NFS remembers that they were not there
+OTHER_BYTES = refusal(Rule.ALTERED, "other bytes")
 LAYOUT = SimpleNamespace(hash="abc", fragments=[0])
 CONFIG = SimpleNamespace(
     run=SimpleNamespace(seed=1, scheduler="local"),
@@ -232,7 +234,7 @@ class MemoryAverager(Averager):
     def check(self, header: Header) -> Checked:
         self.run.world.edge("read a delta")
         whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
-        return Checked(header, 1.0, "" if whole else "damaged: other bytes")
+        return Checked(header, 1.0, None if whole else OTHER_BYTES)
 
     def weigh(self, checked: list[Checked]) -> tuple[Recipe, dict]:
         return Recipe(self._commit["version"], tuple(each.header for each in checked)), {}
@@ -240,7 +242,7 @@ class MemoryAverager(Averager):
     def _advance(self, recipe: Recipe, draft) -> dict:
         for header in recipe.headers:
             if self.check(header).refused:
-                raise DeltaLost(header.key, "damaged: they were good before")
+                raise DeltaLost(header.key, OTHER_BYTES)
         self.run.world.edge("write a version")
         if self.run.world.full:
             raise OSError(28, "No space left on device")
@@ -759,7 +761,7 @@ class Training:
         old = self.over.intersection(self.sent.get(key, ()))
         is_late = self.paused and key[:2] == (self.paused.slot, self.paused.attempt)
         is_honest = key in self.sent and key not in self.merged | self.forged
-        is_lost = rejected["reason"].startswith("samples") and is_honest
+        is_lost = rejected["rule"] is Rule.SAMPLES and is_honest
         return is_lost and not old and not is_late
 
     def one_clean_loss(self, what: int) -> None:

@@ -22,22 +22,22 @@ from elastic.base.environment import elastic_home, runs_root
 from elastic.base.errors import ElasticError
 from elastic.jobs.reconcile import run_pass
 from elastic.lab.chaos import Chaos
+from elastic.local.rounds import Rule
 from elastic.people import submission, views
 from elastic.run import wording
 from elastic.run.rundir import RunDir
 from elastic.saved.evaluation import load, of_version
 
 # Why deltas are refused for a slow machine or a kill; what Redis holds ends with its master.
-EXPLAINED = ("stale", "fenced", "samples", "duplicate", "superseded", "unreadable")
+EXPLAINED = (Rule.STALE, Rule.FENCED, Rule.SAMPLES, Rule.DUPLICATE, Rule.SUPERSEDED,
+             Rule.UNREADABLE)  # fmt: skip
 AT_STAKE = 10  # inner steps a victim has done in its round
 LONGEST_S = 600.0
 CRON_S = 2.0
 SETTINGS = [
-    "run.name=demo",
-    "elastic.min=2",
-    "elastic.max=4",
+    "run.name=demo", "elastic.min=2", "elastic.max=4",
     "checkpoint.keep_every=1000000",  # version 0 stays, to compare with
-]
+]  # fmt: skip
 ON_SLURM = ["run.scheduler=slurm", "slurm.partition=preempt", "slurm.master_partition=cpu"]
 TOLD = ("submit", "join", "end", "lost", "preempt", "restart", "master", "redis-lost", "reject",
         "taken-back", "leave", "scale", "fail", "done")  # fmt: skip
@@ -167,7 +167,7 @@ class Demo:
 def unexplained(events: Sequence[dict]) -> list[dict]:
     """The refusals of deltas, and of versions, that no fault of the story explains."""
     refusals = [event for event in events if event["kind"] in ("reject", "taken-back")]
-    return [event for event in refusals if event["reason"].partition(":")[0] not in EXPLAINED]
+    return [event for event in refusals if event.get("rule") not in EXPLAINED]
 
 
 def main() -> int:

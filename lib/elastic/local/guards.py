@@ -1,26 +1,24 @@
-"""Guards: which deltas are damaged, how long one may be, which version is bad. Pure.
+"""Guards: how long a delta may be, and which version is bad. Pure.
 
     stray(moved, reach)       the worker, before it sends a delta: go back to the base?
-    damaged(moves, ...)       the master, before it merges: which deltas are left out?
-    clips(moves, ...)         how much of each delta is merged?
+    clips(moves, ...)         the master: how much of each delta is merged?
     canary(loss, ...)         has the newest version made the loss rise?
 
 A length is judged by what its steps could have moved. k steps whose learning rates sum to S move
 c S if they all go one way, and c S / sqrt(k) if each goes its own; a healthy delta is in between.
 `Reach` knows both constants, and expects the longer one: a learning rate that rises and rounds that
 get more or fewer steps make no healthy delta look long. No guard stops a run: every mean follows
-what was seen, refused deltas too; a worker refuses its own delta once, and sends the next; and
-where fewer than three deltas are there none is left out.
+what was seen, and a worker refuses its own delta once, and sends the next. One that is of no use
+(it moved nothing, or goes back) is merged: it costs its part of one round, and no more.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import median, variance
+from statistics import median
 
 MEMORY_ROUNDS = 20  # horizon of the running means
 STRAY = 10.0  # expected lengths: a delta that its worker takes for broken
-SURE = 6.0  # spreads of the deltas' agreement: it is no chance that they agree
 MOST_RATE = 4.0  # usual learning rates a step: of who joins they are lower, never so much higher
 STANDS_OUT = 1.5  # medians: the longest delta of a version that is taken back
 CANARY_SAMPLES = 128  # of a round whose loss can tell
@@ -29,13 +27,11 @@ CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
 
 @dataclass(frozen=True)
 class Moved:
-    """What was measured of a delta: its norm, its steps, the sum of their learning rates, and its
-    cosine with the outer momentum (0: unknown)."""
+    """What was measured of a delta: its norm, its steps, and the sum of their learning rates."""
 
     norm: float
     steps: int
     lr_sum: float
-    along: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -90,8 +86,6 @@ class Running:
 
     reach: Reach = field(default_factory=Reach)
     weight: float = 0.0  # of whole rounds
-    apart: float = 0.0  # variance of `along` within a round
-    compared: int = 0  # rounds that have told such a variance
     loss: float = 0.0  # of the last round
     unrest: float = 0.0  # mean square of the loss's change from round to round
     rounds: int = 0  # that have told such a change
@@ -102,7 +96,8 @@ class Running:
         told = commit.get("running", {})
         if "reach" not in told:
             return cls(weight=told.get("weight", 0.0))
-        return cls(**{**told, "reach": Reach(**told["reach"])})
+        known = {name: told[name] for name in cls.__annotations__ if name in told}
+        return cls(**{**known, "reach": Reach(**told["reach"])})
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -110,12 +105,8 @@ class Running:
     def after(self, moves: Sequence[Moved], weight: float, loss: float) -> "Running":
         """One round later; `loss`: `round_loss`."""
         told, change = bool(self.loss and loss), loss - self.loss
-        along = [each.along for each in whole(moves) if each.along]
-        compared = len(along) >= 3
-        apart = blend(self.apart, variance(along)) if compared else self.apart
         return Running(
-            self.reach.after(moves), blend(self.weight, weight),
-            apart, self.compared + compared, loss,
+            self.reach.after(moves), blend(self.weight, weight), loss,
             blend(self.unrest, change**2) if told else self.unrest, self.rounds + told,
         )  # fmt: skip
 
@@ -143,22 +134,6 @@ def stray(moved: Moved, reach: Reach) -> str:
 
 
 # ---- at the master ------------------------------------------------------------------------------
-
-
-def damaged(moves: Sequence[Moved], running: Running) -> dict[int, str]:
-    """Which of a round's deltas are left out, and why: where three or more tell what is usual,
-    one whose steps moved nothing, and one that goes back while all others agree."""
-    if len(moves) < 3:
-        return {}
-    zero = {i: f"zero: {each.steps} steps moved nothing" for i, each in enumerate(moves)
-            if each.norm == 0 and each.lr_sum > 0}  # fmt: skip
-    told = [each for each in whole(moves) if each.along]
-    usual = median(each.along for each in told) if len(told) >= 3 else 0.0
-    agree = running.compared >= KNOWN_ROUNDS and usual > SURE * math.sqrt(running.apart)
-    back = {i: f"backward: its cosine with the momentum is {each.along:.2f}, of others {usual:.2f}"
-            for i, each in enumerate(moves)
-            if agree and each in told and each.along < -usual / 2}  # fmt: skip
-    return back if len(zero) == len(moves) else zero | back
 
 
 def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]:

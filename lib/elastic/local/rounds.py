@@ -1,19 +1,19 @@
 """A round: the work that turns version v into v+1. All of its decisions, none of its I/O. Pure.
 
-    judge(header, facts)    may this delta be merged?        -> Verdict with its reason
+    judge(header, facts)    may this delta be merged?        -> Judgement: verdict, reason, rule
     decide(view, now)       wait, call, or close the round?  -> Move with its reason
     shares(accepted, ...)   how much does each delta weigh?  -> weights and clips
     outer_lr(...)           the step of a thin round
 
 Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount and the thin-round rule
-as in docs/algorithm.md; guards.py says which deltas are damaged or too long.
+as in docs/algorithm.md; guards.py says which deltas are too long.
 Everything is keyed and sorted by (slot, attempt, base), so that the order in which deltas arrive
 cannot matter.
 """
 
 import math
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 
 from elastic.local.guards import Moved, Running, clips
 from elastic.run.ledger import count
@@ -21,7 +21,6 @@ from elastic.run.records import Header
 
 MOST_TOKENS, MORE_TOKENS = 2**24, 16  # of a sample, and how often what one has had in the run
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
-NOTHING = "no steps to give"
 DOUBLES_ROUNDS, COLD = 10, 0.05  # of a cold start: K doubles in so many, until so much is trained
 FEW_STEPS, EARLY_MOMENTUM = 20, 0.5
 
@@ -33,6 +32,37 @@ class Verdict(Enum):
     ACCEPT = "accept"
     PASS = "pass"  # the worker answered, and has nothing to give
     REJECT = "reject"
+
+
+class Rule(StrEnum):
+    """Why a delta is not merged. It is the first word of the reason, which is for people."""
+
+    OTHER_RUN = "other-run"
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+    TAKEN_BACK = "taken-back"
+    FENCED = "fenced"
+    SHAPE = "shape"
+    SAMPLES = "samples"
+    NON_FINITE = "non-finite"
+    MALFORMED = "malformed"
+    SUPERSEDED = "superseded"
+    TRUNCATED = "truncated"  # these three: its bytes
+    ALTERED = "altered"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is done with a delta, and why."""
+
+    verdict: Verdict
+    reason: str
+    rule: Rule | None = None  # the broken rule of a delta that is rejected
+
+
+def refusal(rule: Rule, what: str) -> Judgement:
+    return Judgement(Verdict.REJECT, f"{rule}: {what}", rule)
 
 
 @dataclass(frozen=True)
@@ -58,8 +88,8 @@ def credited(header: Header, tokens_per_sample: float) -> Header:
     return replace(header, tokens=min(header.tokens, math.ceil(most * count(header.samples))))
 
 
-def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, str]:
-    """Accept, pass or reject a delta by its header alone. The reason's first word names the rule.
+def judge(header: Header, facts: Facts, samples_refused: str) -> Judgement:
+    """Accept, pass or reject a delta by its header alone.
 
     `samples_refused` is the ledger's answer for the header's samples; empty if it has none.
     """
@@ -68,25 +98,30 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> tuple[Verdict, 
     sizes = tuple(fragment.bytes for fragment in header.fragments)
     losses, known = header.loss + header.first_loss, facts.fragment_bytes
     trained = count(header.samples)
-    rules = [
-        (header.run != facts.run, f"other-run: it is a delta of run {header.run!r}"),
-        (header.key in facts.judged, f"duplicate: slot {header.slot} delivered it before"),
-        (behind > facts.max_staleness, f"stale: based on version {base}, {behind} behind"),
-        (base in facts.taken_back, f"taken-back: version {base} has made the loss rise"),
-        (attempt > claimed, f"fenced: attempt {attempt} never claimed slot {header.slot}"),
-        (header.tokens == 0 or header.steps == 0, NOTHING),
-        (header.layout != facts.layout, f"shape: layout {header.layout}, not {facts.layout}"),
-        (header.codec not in known, f"shape: codec {header.codec}, not {' or '.join(known)}"),
-        (sizes != known.get(header.codec), "shape: the fragments' sizes are not the model's"),
-        (not 0 < trained <= facts.most_samples, f"samples: {trained} are not those of a round"),
-        (header.steps > facts.most_steps, f"shape: {header.steps} steps, a round has fewer"),
-        (not math.isfinite(losses), f"non-finite: the loss is {losses}"),
-        (bool(samples_refused), f"samples: {samples_refused}"),
+    is_foreign = [
+        (header.run != facts.run, Rule.OTHER_RUN, f"it is a delta of run {header.run!r}"),
+        (header.key in facts.judged, Rule.DUPLICATE, f"slot {header.slot} delivered it before"),
+        (behind > facts.max_staleness, Rule.STALE, f"based on version {base}, {behind} behind"),
+        (base in facts.taken_back, Rule.TAKEN_BACK, f"version {base} has made the loss rise"),
+        (attempt > claimed, Rule.FENCED, f"attempt {attempt} never claimed slot {header.slot}"),
     ]
-    broken = next((reason for is_broken, reason in rules if is_broken), "")
-    if not broken:
-        return Verdict.ACCEPT, f"{header.tokens} tokens in {header.steps} steps"
-    return Verdict.PASS if broken is NOTHING else Verdict.REJECT, broken
+    is_unfit = [
+        (header.layout != facts.layout, Rule.SHAPE, f"layout {header.layout}, not {facts.layout}"),
+        (header.codec not in known, Rule.SHAPE, f"codec {header.codec}, not {' or '.join(known)}"),
+        (sizes != known.get(header.codec), Rule.SHAPE, "the fragments' sizes are not the model's"),
+        (not 0 < trained <= facts.most_samples, Rule.SAMPLES,
+         f"{trained} are not those of a round"),
+        (header.steps > facts.most_steps, Rule.SHAPE, f"{header.steps} steps, a round has fewer"),
+        (not math.isfinite(losses), Rule.NON_FINITE, f"the loss is {losses}"),
+        (bool(samples_refused), Rule.SAMPLES, samples_refused),
+    ]  # fmt: skip
+    has_nothing = header.tokens == 0 or header.steps == 0
+    for is_broken, rule, what in is_foreign if has_nothing else is_foreign + is_unfit:
+        if is_broken:
+            return refusal(rule, what)
+    if has_nothing:
+        return Judgement(Verdict.PASS, "no steps to give")
+    return Judgement(Verdict.ACCEPT, f"{header.tokens} tokens in {header.steps} steps")
 
 
 # ---- wait, call, or close? ----------------------------------------------------------------------

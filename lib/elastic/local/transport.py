@@ -15,12 +15,17 @@ import xxhash
 
 from elastic.base.durable import AGAIN_S, insist, make_folder, names, replace_quickly
 from elastic.base.errors import TryAgain
+from elastic.local.rounds import Rule, refusal
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
 
 
 class Damaged(Exception):
-    """Bytes are missing, truncated or altered; str() says which."""
+    """Bytes are missing, truncated or altered; `why` and str() say which."""
+
+    def __init__(self, rule: Rule, what: str):
+        self.why = refusal(rule, what)
+        super().__init__(self.why.reason)
 
 
 class Transport:
@@ -50,12 +55,13 @@ class Transport:
             with insist((self._root / name).open, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != fragment.bytes or file.readinto(into) != size:
-                    raise Damaged(f"truncated: {name} has {size} of {fragment.bytes} bytes")
+                    raise Damaged(Rule.TRUNCATED, f"{name} has {size} of {fragment.bytes} bytes")
         except (OSError, TryAgain) as error:
-            raise Damaged(f"unreadable: {name}: {error}") from None
+            raise Damaged(Rule.UNREADABLE, f"{name}: {error}") from None
         found = checksum(into)
         if found != fragment.xxh3:
-            raise Damaged(f"altered: {name} has xxh3 {found}, its header says {fragment.xxh3}")
+            what = f"{name} has xxh3 {found}, its header says {fragment.xxh3}"
+            raise Damaged(Rule.ALTERED, what)
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget bytes by name; those not there do not matter. Folders go with their versions."""

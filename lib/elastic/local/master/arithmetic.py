@@ -19,6 +19,7 @@ import torch
 
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
+from elastic.local.rounds import Judgement
 from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.estimate import THREADS
 from elastic.run.records import Header
@@ -31,9 +32,9 @@ from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
 class DeltaLost(ElasticError):
     """A delta's bytes were good when it was checked and are not any more."""
 
-    def __init__(self, key: tuple[int, int, int], what: str):
-        super().__init__(what)
-        self.key = key
+    def __init__(self, key: tuple[int, int, int], why: Judgement):
+        super().__init__(why.reason)
+        self.key, self.why = key, why
 
 
 @dataclass(frozen=True)
@@ -77,20 +78,16 @@ class Arithmetic:
 
     # ---- as deltas arrive
 
-    def check(self, header: Header) -> list[merge.Products] | str:
-        """By fragment, of the outer momentum and a delta; or why that is refused."""
+    def square(self, header: Header) -> float:
+        """The squared norm of a delta. Raises Damaged, and ValueError where its codec does."""
 
-        def products(index: int) -> merge.Products:
-            tiles = self._read(header, index)
-            told = merge.added(self._outer.products(index, tile, at) for at, tile in tiles)
-            if self.layout.has_buffers(index):
-                return (0.0, 0.0, 0.0 * told[2])  # judged by nothing but being finite: 0 · inf
-            return told
+        def of_one(index: int) -> float:
+            norms = [merge.norm(tile) for _, tile in self._read(header, index)]
+            square = sum(norm**2 for norm in norms)
+            # What a fragment of buffers holds is judged by nothing but being finite: 0 · inf
+            return 0.0 * square if self.layout.has_buffers(index) else square
 
-        try:
-            return self._all(products)
-        except (Damaged, ValueError) as error:
-            return str(error)
+        return sum(self._all(of_one))
 
     def _read(self, header: Header, index: int) -> Iterator[Tile]:
         """A fragment of a delta, from this thread's buffer: valid until its next read."""
@@ -167,7 +164,7 @@ class Arithmetic:
             try:
                 delta = self._read(header, index)
             except Damaged as error:
-                raise DeltaLost(header.key, str(error)) from None
+                raise DeltaLost(header.key, error.why) from None
             anchor = None
             if header.base < recipe.base:
                 base = self.run.commit(header.base)

@@ -7,7 +7,8 @@ from elastic.base.config import Config
 from elastic.local import guards, rounds
 from elastic.local.guards import Moved, Running
 from elastic.local.master.arithmetic import Arithmetic, Recipe
-from elastic.local.transport import fragment_name
+from elastic.local.rounds import Judgement, Rule, Verdict
+from elastic.local.transport import Damaged, fragment_name
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir
 from elastic.saved import merge
@@ -21,12 +22,11 @@ class Checked:
 
     header: Header
     norm: float = 0.0
-    refused: str = ""
-    along: float = 0.0  # its cosine with the outer momentum; 0: unknown
+    refused: Judgement | None = None
 
     @property
     def moved(self) -> Moved:
-        return Moved(self.norm, self.header.steps, self.header.lr_sum, self.along)
+        return Moved(self.norm, self.header.steps, self.header.lr_sum)
 
 
 class Averager:
@@ -49,14 +49,17 @@ class Averager:
     # ---- as deltas arrive
 
     def check(self, header: Header) -> Checked:
-        """Read a delta once: are its bytes whole, is it finite, how long is it, and where to?"""
-        told = self.arithmetic.check(header)
-        if isinstance(told, str):
-            return Checked(header, refused=told)
-        square = sum(delta for _, _, delta in told)
+        """Read a delta once: are its bytes whole, is it finite, and how long is it?"""
+        try:
+            square = self.arithmetic.square(header)
+        except Damaged as error:
+            return Checked(header, refused=error.why)
+        except ValueError as error:  # its codec cannot read it
+            return Checked(header, refused=Judgement(Verdict.REJECT, str(error), Rule.MALFORMED))
         if not square < math.inf:
-            return Checked(header, refused="non-finite: an element is nan or inf, or overflows")
-        return Checked(header, square**0.5, along=merge.cosine(told))
+            what = "an element is nan or inf, or overflows"
+            return Checked(header, refused=rounds.refusal(Rule.NON_FINITE, what))
+        return Checked(header, square**0.5)
 
     # ---- when the round closes
 

@@ -34,7 +34,7 @@ from elastic.local import guards, rounds
 from elastic.local.master.arithmetic import DeltaLost
 from elastic.local.master.averaging import Averager, Checked
 from elastic.local.master.redis_server import RedisServer, connect, start
-from elastic.local.rounds import Facts, Move, Verdict
+from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict
 from elastic.local.store import Ask, Listener, Store, Useless
 from elastic.run.estimate import THREADS
 from elastic.run.ledger import Ledger, count
@@ -450,15 +450,15 @@ class Master:
             if (f"{header.slot}:{header.attempt}", header.base) != (name, base):
                 raise ValueError(f"it says {header.key}, and came from {name} for version {base}")
         except (ValueError, RecursionError) as error:
-            self._reject(name, f"malformed: {error}", base)
+            self._reject(name, rounds.refusal(Rule.MALFORMED, str(error)), base)
             return
         owner = (header.slot, header.attempt)
-        verdict, reason = rounds.judge(header, self._facts(), ledger.refusal(owner, header.samples))
-        if verdict is Verdict.REJECT:
-            if reason.startswith("stale"):
+        judged = rounds.judge(header, self._facts(), ledger.refusal(owner, header.samples))
+        if judged.verdict is Verdict.REJECT:
+            if judged.rule is Rule.STALE:
                 self.averager.drop([header.key])  # nobody else would
-            self._reject(name, reason, base)
-        elif verdict is Verdict.PASS:
+            self._reject(name, judged, base)
+        elif judged.verdict is Verdict.PASS:
             round_.answered.add(header.key)
         else:
             round_.judged.add(header.key)
@@ -512,24 +512,24 @@ class Master:
         if not round_.accepted:  # a called worker trains no more: there would never be another
             round_.called = None
 
-    def withdraw(self, key: tuple[int, int, int], reason: str) -> None:
+    def withdraw(self, key: tuple[int, int, int], why: Judgement) -> None:
         """A delta that was accepted by its header is not merged after all."""
         self.forget(key)
-        self._reject(f"{key[0]}:{key[1]}", reason, key[2])
+        self._reject(f"{key[0]}:{key[1]}", why, key[2])
 
-    def _reject(self, name: str, reason: str, base: int) -> None:
+    def _reject(self, name: str, why: Judgement, base: int) -> None:
         """Tell the worker, who starts the round again, and everybody who reads events.
 
         The offer goes after the verdict has come: a worker that finds neither may bring it again.
         """
-        rule, reason = reason.partition(":")[0], reason[:MOST_REASON]
+        rule, reason = why.rule, why.reason[:MOST_REASON]
         self.round.rejected[rule] = self.round.rejected.get(rule, 0) + 1
         self.round.seen.pop((base, name), None)
         is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
         slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
-        self.store.set_verdict(name, {"base": base, "reason": reason})
+        self.store.set_verdict(name, {"base": base, "rule": rule, "reason": reason})
         self.store.drop_offers(base, [name])
-        self._event("reject", slot=slot, attempt=attempt, base=base, reason=reason)
+        self._event("reject", slot=slot, attempt=attempt, base=base, rule=rule, reason=reason)
 
     def _take_back(self, slots: dict[int, Slot], now: float) -> None:
         """Samples of workers that are gone are free again."""
@@ -607,15 +607,14 @@ class Master:
         """Merge, commit, announce. On a damaged delta the round goes on without it."""
         round_ = self.round
         headers = [checked.header for checked in round_.accepted.values()]
+        newer = rounds.refusal(Rule.SUPERSEDED, "the slot delivered a newer delta")
         for header in rounds.superseded(headers):
-            self.withdraw(header.key, "superseded: the slot delivered a newer delta")
+            self.withdraw(header.key, newer)
         headers = [checked.header for checked in round_.accepted.values()]
         if reason := self._is_bad(guards.round_loss(headers, round_.version)):
             accepted, (recipe, said) = {}, self.averager.take_back()
         else:
-            self._leave_out_damaged(round_)
-            if not (accepted := round_.accepted):
-                return
+            accepted = round_.accepted
             recipe, said = self.averager.weigh(list(accepted.values()))
         record = self._commit_record(said, accepted)
         self._wait_for_space()
@@ -623,7 +622,7 @@ class Master:
         try:
             commit = self._written(self.averager.commit, self.epoch, recipe, record)
         except DeltaLost as error:
-            self.withdraw(error.key, error.what)
+            self.withdraw(error.key, error.why)
             return
         if commit is None:
             self.fence()
@@ -636,12 +635,6 @@ class Master:
         self._after_commit(commit, reason or why)
         if not accepted:
             self._tell_what_was_taken_back(bad["version"], reason, headers)
-
-    def _leave_out_damaged(self, round_: Round) -> None:
-        accepted = list(round_.accepted.values())
-        found = guards.damaged([each.moved for each in accepted], self.averager.running)
-        for index, reason in found.items():
-            self.withdraw(accepted[index].header.key, reason)
 
     def _is_bad(self, loss: float) -> str:
         """Why the newest version is to be taken back, or "". Only one that deltas have made can be,
@@ -659,8 +652,9 @@ class Master:
             suspect = self.commit["suspect"] or []
             self._event("taken-back", version=version, reason=reason, suspect=suspect)
             for header in headers:
-                why = f"taken-back: version {version} is taken back: {reason}"
-                self._reject(f"{header.slot}:{header.attempt}", why, header.base)
+                what = f"version {version} is taken back: {reason}"
+                refused = rounds.refusal(Rule.TAKEN_BACK, what)
+                self._reject(f"{header.slot}:{header.attempt}", refused, header.base)
 
     def _commit_record(self, said: dict, accepted: dict[tuple, Checked]) -> dict:
         round_ = self.round
@@ -670,7 +664,7 @@ class Master:
                 "codec": h.codec,
                 "steps": h.steps, "tokens": h.tokens, "loss": h.loss, "inner": h.inner,
                 "first_loss": h.first_loss, "samples": [list(each) for each in h.samples],
-                "norm": checked.norm, "along": round(checked.along, 4), "lr_sum": h.lr_sum,
+                "norm": checked.norm, "lr_sum": h.lr_sum,
                 "seconds": h.seconds, "stall_s": h.stall_s,
                 "delivered": round(round_.arrived[h.key], 3),
             }

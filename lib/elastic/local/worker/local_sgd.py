@@ -420,7 +420,7 @@ class LocalSGD:
         verdict = link.reach(lambda s: s.take_verdict(place.slot, place.attempt))
         if verdict and verdict["base"] == round_.base and round_.steps:
             print(f"worker  delta rejected: {verdict['reason']}", flush=True)
-            if verdict["reason"].startswith("samples"):
+            if verdict.get("rule") == rounds.Rule.SAMPLES:
                 self._queue.clear()  # what came with them is others' as well
             return False
         if not offered and link.refresh().version <= round_.base and not link.news.over:
@@ -546,7 +546,7 @@ class LocalSGD:
             return False
         reason = f"stale: based on version {base}, {behind} behind"
         self.run.event("reject", slot=self.place.slot, attempt=self.place.attempt, base=base,
-                       reason=reason)  # fmt: skip
+                       rule=rounds.Rule.STALE, reason=reason)  # fmt: skip
         return True
 
     def _send_fragments(self, round_: "_Round", delta_of: Callable) -> list | None:
