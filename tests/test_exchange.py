@@ -104,8 +104,8 @@ class Ranks:
 
     def group(self, rank: int) -> Group:
         group = Group(rank, self.world)
-        group.share = lambda message=None, source=0: self._from(rank, message, source)
-        group.hand_out = group.share
+        group.broadcast = lambda message=None, source=0: self._from(rank, message, source)
+        group.hand_out = group.broadcast
         return group
 
     def _from(self, rank: int, message: object, source: int) -> object:

@@ -14,6 +14,7 @@ from elastic.local.transport import Transport
 from elastic.local.worker import local_sgd
 from elastic.local.worker.link import Link, Place
 from elastic.local.worker.local_sgd import LocalSGD
+from elastic.train.group import Group
 
 
 def hidden(for_looks: int) -> SimpleNamespace:
@@ -51,7 +52,7 @@ def test_what_a_rejected_delta_has_left_out_does_not_come_again(was_void):
     residuals = {0: "most of the delta"}
     worker = SimpleNamespace(
         _link=object(), _wait_for_version=lambda: (5, ""), _was_void=was_void,
-        _round=SimpleNamespace(base=5, steps=0), group=SimpleNamespace(share=lambda said: said),
+        _round=SimpleNamespace(base=5, steps=0), group=Group(),
         _exchange=SimpleNamespace(encoder=SimpleNamespace(residuals=residuals)),
         _replica=SimpleNamespace(restore=lambda: None),
     )  # fmt: skip
@@ -117,7 +118,7 @@ def test_who_is_told_of_a_version_that_is_pruned_adopts_the_newest_there_is(newe
     worker = SimpleNamespace(
         _link=SimpleNamespace(say=lambda **_: None), _wait_for_version=lambda: (2, ""),
         _was_void=False, _round=SimpleNamespace(base=-1, steps=0), _ahead=None, _queue=[],
-        group=SimpleNamespace(share=lambda said: said, gather=lambda said: [said]),
+        group=Group(),
         run=SimpleNamespace(told_version=lambda: next(looked)),
         _commit_of=lambda version: {"version": version}, _adopt_inner_state=lambda version: None,
         _load=lambda commit: "pruned" if commit["version"] < newest + 2000 else "",

@@ -36,6 +36,7 @@ from elastic.local.worker.local_sgd import LocalSGD
 from elastic.run.ledger import count
 from elastic.run.records import Fragment, Header
 from elastic.run.rundir import Control, Endpoint, RunDir
+from elastic.train.group import Group
 from schedules.actors import Actor, Cast, Violation, must, operations
 from schedules.memory_redis import Client, Server
 
@@ -364,9 +365,8 @@ class Worker:
                                 job_id=f"{slot}", _store=None, _failure="")  # fmt: skip
         self.agent.attempt = self.attempt = run.claim_attempt(slot, {})
         place = Place(run, slot, self.attempt, f"{slot}.{self.attempt}")
-        one = SimpleNamespace(share=lambda x: x, gather=lambda x: [x], leads=True, rank=0, world=1)
         optimizer = SimpleNamespace(param_groups=[])
-        self.life = Life(torch.nn.Linear(1, 1), optimizer, place, self.notice, one)
+        self.life = Life(torch.nn.Linear(1, 1), optimizer, place, self.notice, Group())
         self.slot, self.line = slot, self.life._link
         self.actor = Actor(f"worker {slot}.{self.attempt}", self.life.live)
 

@@ -129,7 +129,7 @@ class Checkpoints:
     def poll(self) -> bool:
         """True once what began is committed. Raises like save()."""
         flight = self._flight
-        if flight is None or not self._group.share(flight.future.done()):
+        if flight is None or not self._group.broadcast(flight.future.done()):
             return False
         return self.finish() is not None
 
@@ -155,7 +155,7 @@ class Checkpoints:
         with contextlib.suppress(OSError, ElasticError):
             self.finish()
         reasons = []
-        for step in self._group.share(_on_top_of(self._run, base) if self._group.leads else None):
+        for step in self._group.decide(lambda: _on_top_of(self._run, base)):
             record, reason = self._verify(step)
             if not reason:
                 return record, reasons
@@ -174,7 +174,7 @@ class Checkpoints:
             if not committed:
                 shutil.rmtree(draft, ignore_errors=True)
                 durable.make_folder(draft)
-        if self._group.share(committed):
+        if self._group.broadcast(committed):
             return None
         commit = functools.partial(self._commit, step, extra)
         return _Flight(step, _Writer(draft, commit), since)
@@ -192,7 +192,7 @@ class Checkpoints:
         elif self._group.leads:
             _prune(self._run, flight.step, self._keep, self._skipped)
         now = time.monotonic()
-        seconds = self._group.share([now - flight.since, flight.waited_s + now - since])
+        seconds = self._group.broadcast([now - flight.since, flight.waited_s + now - since])
         if failure:
             what = f"the checkpoint of step {flight.step} was not saved: {failure}"
             if errno:
@@ -229,7 +229,7 @@ class Checkpoints:
         if record:
             with contextlib.suppress(OSError):  # then its files are found missing
                 durable.settle(_final_path(self._run, step), record["writer"])
-        record, reason = self._group.share([record, reason])
+        record, reason = self._group.broadcast([record, reason])
         if not reason:
             own = record["files"][self._group.rank :: self._group.world]
             folder = _final_path(self._run, step)

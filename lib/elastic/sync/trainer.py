@@ -149,7 +149,7 @@ class Trainer:
         # A save may take longer than a step ever should.
         while wish == GO_ON and not self._save():  # not done before the last step is on the disk
             time.sleep(SPACE_S)
-            wish = self.group.share(self._wish())
+            wish = self.group.broadcast(self._wish())
         if wish != GO_ON:
             return self._leave(wish)
         if self.group.leads:
@@ -162,8 +162,8 @@ class Trainer:
 
     def _restore(self) -> None:
         began = time.time()
-        base = self._find_base() if self.group.leads else None
-        self._base, self._committed = self.group.share(base)  # samples of all versions up to it
+        # The samples are those of all versions up to it.
+        self._base, self._committed = self.group.decide(self._find_base)
         version = self._base["base_version"]
         found, refused = self.checkpoints.load(self.model, self.optimizer, version)
         self._set_state(found)
@@ -210,7 +210,7 @@ class Trainer:
     def _leave(self, wish: float) -> int:
         needed_s = self.checkpoints.needs_s
         left_s = self._left_s(needed_s) if self.group.leads else 0.0
-        if self.group.share(left_s >= needed_s):
+        if self.group.broadcast(left_s >= needed_s):
             self._save()
         else:
             self._say(f"no new checkpoint: {left_s:.1f} s are left, and it takes {needed_s:.1f} s")

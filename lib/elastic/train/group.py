@@ -6,6 +6,7 @@ Messages are tensors of bytes: torch's own object broadcast would unpickle.
 
 import json
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -75,18 +76,19 @@ class Group:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def share(self, message: object = None, source: int = 0) -> object:
+    def decide(self, decision: Callable[[], object]) -> object:
+        """What `decision()` returns to rank 0 (anything JSON), on every rank; the others do not
+        call it. Collective."""
+        return self.broadcast(decision() if self.leads else None)
+
+    def broadcast(self, message: object = None, source: int = 0) -> object:
         """The `source` rank's message (anything JSON), on every rank."""
         if self.world == 1:
             return message
         data = json.dumps(message).encode() if self.rank == source else b""
-        size = torch.tensor([len(data)], device=self.device)
-        dist.broadcast(size, src=source)
-        body = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-        if self.rank == source:
-            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(body, src=source)
-        return json.loads(body.cpu().numpy().tobytes())
+        size = int(self.hand_out(torch.tensor([len(data)]), source))
+        body = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
+        return json.loads(self.hand_out(body, source).cpu().numpy().tobytes())
 
     def hand_out(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The `source` rank's tensor, on every rank; the others bring one of its shape and type."""
@@ -96,4 +98,4 @@ class Group:
 
     def gather(self, message: object) -> list:
         """Every rank's message, by rank, on every rank."""
-        return [self.share(message, source) for source in range(self.world)]
+        return [self.broadcast(message, source) for source in range(self.world)]

@@ -140,7 +140,7 @@ class LocalSGD:
 
     def _train(self, loader: Loader, courier=None) -> Iterator:
         """Batches of the open round; with a courier under way, until it is back."""
-        while step := self.group.share(self._next_step(courier) if self._link else None):
+        while step := self.group.broadcast(self._next_step(courier) if self._link else None):
             pending, plan = step
             if plan is not None:
                 loader.plan(plan)
@@ -228,7 +228,7 @@ class LocalSGD:
         refuse_inexact(self.model)
         self._warn(self.optimizer.untrained(self.model))
         first = self.run.told_version() < 0 if self.group.leads else None
-        if self.group.share(first):
+        if self.group.broadcast(first):
             self._create_first_version(len(dataset))
         newest = self._commit_of(self.run.told_version())
         settle(self.run, newest)
@@ -274,7 +274,7 @@ class LocalSGD:
             record = self._first_record(layout, samples)
             self._warn_of_short_runs(record["total_tokens"])
             self._written(lambda: draft.commit(layout, files, record))
-        self.group.share("version 0 is there")
+        self.group.broadcast("version 0 is there")
 
     def _first_record(self, layout: Layout, samples: int) -> dict:
         train = self.config.train
@@ -295,7 +295,7 @@ class LocalSGD:
         waited = None
         if self._link:
             waited = [*self._wait_for_version(), self._round.steps, self._was_void]
-        version, outcome, steps, was_void = self.group.share(waited)
+        version, outcome, steps, was_void = self.group.broadcast(waited)
         if was_void:
             self._was_void = False
             self._exchange.encoder.residuals.clear()  # most of that delta would come again
@@ -318,7 +318,7 @@ class LocalSGD:
         self._probe.before(self._steps_total and self._round.steps)
         while trouble := [each for each in self.group.gather(self._load(commit)) if each]:
             before, newest = version, self.run.told_version() if self._link else None
-            if (version := self.group.share(newest)) <= before:
+            if (version := self.group.broadcast(newest)) <= before:
                 raise ElasticError(trouble[0])
             commit = self._commit_of(version)  # it was pruned: this worker slept, or its master
         if self._round.base < 0:
@@ -339,7 +339,7 @@ class LocalSGD:
     def _load_final(self) -> None:
         """The run is done: what comes after the loop finds its last version in the model."""
         self._ahead = None
-        version = self.group.share(self.run.told_version() if self._link else None)
+        version = self.group.broadcast(self.run.told_version() if self._link else None)
         if trouble := self._load(self._commit_of(version)):
             raise ElasticError(trouble)
 
@@ -524,7 +524,7 @@ class LocalSGD:
         self._dry, said, began = False, None, time.monotonic()
         if self._link:
             said = [bool(self.notice) or self._link.news.over, self._is_too_late(round_)]
-        round_.is_last, is_too_late = self.group.share(said)
+        round_.is_last, is_too_late = self.group.broadcast(said)
         if is_too_late:
             return
         fragments = []
@@ -687,7 +687,7 @@ class LocalSGD:
             pointer, origin = inner_state.choose(
                 self.run, self.place.slot, offered, version, oldest
             )
-        pointer, origin = self.group.share([pointer, origin])
+        pointer, origin = self.group.broadcast([pointer, origin])
         if pointer:
             own = pointer["slot"] == self.place.slot
             left_out: dict[int, torch.Tensor] = {}
@@ -711,7 +711,7 @@ class LocalSGD:
 
     def _save_inner_if_due(self) -> None:
         every = self.config.local_sgd.inner_state_every
-        leaving = self.group.share(bool(self.notice) if self._link else None)
+        leaving = self.group.broadcast(bool(self.notice) if self._link else None)
         if not leaving and every and self._round.steps and self._round.base % every == 0:
             self._save_inner()
 

@@ -40,7 +40,7 @@ def run(notice: Notice) -> int:
     group = join_group(place.rank, place.world, device, PATIENCE_S)  # the agent sees a hang
     task = load_task(config.run.task, config.task, Path(config.run.folder))
     model = build_model(task, config, device, group)
-    if group.share(place.run.told_version() < 0):  # it may be the one that makes the first
+    if group.broadcast(place.run.told_version() < 0):  # it may be the one that makes the first
         set_initial_values(task, model)
     make = getattr(task, "optimizer", None)
     optimizer = make(model) if make else default_optimizer(model, config.train)
