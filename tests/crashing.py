@@ -64,7 +64,7 @@ ON_DISK = ("open", "write", "save", "fsync", *NAMES)
 BROKEN = ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "flock")  # EIO, not ENOSPC
 CHANGES = {f"os.{name}" for name in (*NAMES, "chmod", "truncate", "chown", "utime", "mkfifo")}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-UNCOUNTED = ("link",)  # threads that only read
+UNCOUNTED = ("line",)  # threads that only read
 PATIENCE_S = 60
 
 

@@ -33,9 +33,9 @@ from elastic.local.master import arithmetic, master
 from elastic.local.master.master import Master
 from elastic.local.store import Ask, Store
 from elastic.local.transport import Transport, fragment_name
-from elastic.local.worker import agent, exchange, link, local_sgd
+from elastic.local.worker import agent, exchange, line
 from elastic.local.worker.agent import Agent
-from elastic.local.worker.link import Place
+from elastic.local.worker.line import Place
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.run.audit import audit
 from elastic.run.records import Header
@@ -222,8 +222,8 @@ def world(tmp_path, server, monkeypatch) -> World:
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
     for module, name in ((master, "TICK_S"), (master, "SPACE_S"),
                          (durable, "SPACE_S"),
-                         (link, "RETRY_S"), (local_sgd, "DRY_S"),
-                         (local_sgd, "UNSEEN_S")):  # fmt: skip
+                         (line, "RETRY_S"), (line, "DRY_S"),
+                         (line, "UNSEEN_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.01)
     monkeypatch.setattr(durable, "AGAIN_S", (0.01, 0.01))
     monkeypatch.setattr(os, "fsync", lambda _: None)  # what it is for, crashing.py plays
@@ -261,7 +261,7 @@ def learner(run: RunDir, slot: int, attempt: int, notice: Notice) -> LocalSGD:
 
 def create_version_0(run: RunDir, slot: int = 0, attempt: int = 1) -> None:
     with learner(run, slot, attempt, Notice()) as sgd:
-        sgd._open(Samples(SAMPLES, -1))
+        sgd.open(Samples(SAMPLES, -1))
 
 
 # ---- a master's turn ----------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def live(run: RunDir, slot: int) -> None:
             loss.backward()
             sgd.optimizer.each[0].step()
             sgd.step(loss)
-            if sgd._round.steps == STEPS:
+            if sgd.steps == STEPS:
                 notice.arrived(SIGTERM)
     assert sgd.outcome == "yielded"
     trainer.said |= {"state": "delivering", "steps_total": STEPS}

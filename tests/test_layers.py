@@ -17,14 +17,14 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 965,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1203,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1583,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 834,  # a process with torch: the task, its ranks, its device, its health
+    "base": 1050,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1202,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1582,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 832,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1063,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 621,  # local mode: what both sides of the wire speak
-    "local/worker": 1257,  # one slot: hold the lease, train, deliver
-    "local/master": 1073,  # one master: Redis, samples, rounds, commits
+    "local": 610,  # local mode: what both sides of the wire speak
+    "local/worker": 1365,  # one slot: hold the lease, train, deliver
+    "local/master": 1079,  # one master: Redis, samples, rounds, commits
     "sync": 807,  # sync mode: one job that resizes
     "people": 1796,  # what a person asks and sees
     "lab": 1462,  # trying and proving; nothing imports it

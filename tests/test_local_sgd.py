@@ -1,142 +1,170 @@
 """What a worker does about what has happened elsewhere, one decision at a time.
 
-The worker is a stand-in with the few things that the decision reads; whole workers are in
-test_rejections.py, test_faults.py and test_overlap.py.
+Its line and what moves its tensors are stand-ins with the few things that the decision reads; whole
+workers are in test_rejections.py, test_faults.py and test_overlap.py.
 """
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from elastic.base.errors import ElasticError
-from elastic.local.transport import Transport
-from elastic.local.worker import local_sgd
-from elastic.local.worker.link import Link, Place
-from elastic.local.worker.local_sgd import LocalSGD
+from elastic.local.worker import line
+from elastic.local.worker.adopt import Adopt
+from elastic.local.worker.deliver import Deliver
+from elastic.local.worker.in_hand import InHand
+from elastic.local.worker.line import Line, NoLine, Place
+from elastic.local.worker.worker_round import WorkerRound
+from elastic.run.records import Header
 from elastic.train.group import Group
 
 
-def hidden(for_looks: int) -> SimpleNamespace:
-    """A worker whose filesystem shows a version only after so many looks at it."""
+def hidden(for_looks: int, notice: bool = False) -> tuple[NoLine, list[int]]:
+    """The line of a worker whose filesystem shows a version only after so many looks at it; and
+    what it has looked at."""
     looks = []
 
     def commit(version: int) -> dict | None:
         looks.append(version)
         return {"version": version} if len(looks) > for_looks else None
 
-    return SimpleNamespace(run=SimpleNamespace(commit=commit, path="/runs/a"), notice=False,
-                           _link=None, looks=looks)  # fmt: skip
+    run = SimpleNamespace(commit=commit, path="/runs/a")
+    return NoLine(Place(run, 0, 1, "7"), notice), looks
 
 
 def test_a_version_that_is_announced_before_it_is_seen_is_waited_for(monkeypatch):
-    monkeypatch.setattr(local_sgd, "DRY_S", 0.0)
-    worker = hidden(for_looks=3)
-    assert LocalSGD._commit_of(worker, 7) == {"version": 7}
-    assert worker.looks == [7] * 4
+    monkeypatch.setattr(line, "DRY_S", 0.0)
+    late, looks = hidden(for_looks=3)
+    assert late.commit(7) == {"version": 7}
+    assert looks == [7] * 4
 
 
 @pytest.mark.parametrize("notice", [False, True])
 def test_it_is_not_waited_for_without_end_nor_after_a_notice(monkeypatch, notice):
-    monkeypatch.setattr(local_sgd, "UNSEEN_S", 3600.0 if notice else 0.0)
-    monkeypatch.setattr(local_sgd, "DRY_S", 0.0)
-    worker = hidden(for_looks=10**9)
-    worker.notice = notice
+    monkeypatch.setattr(line, "UNSEEN_S", 3600.0 if notice else 0.0)
+    monkeypatch.setattr(line, "DRY_S", 0.0)
+    late, _ = hidden(for_looks=10**9, notice=notice)
     with pytest.raises(ElasticError, match="version 7 is announced") as caught:
-        LocalSGD._commit_of(worker, 7)
+        late.commit(7)
     assert "/runs/a" in caught.value.hint
+
+
+class Worker:
+    """What a worker has in hand in round `base`, and what acts on it; `store` answers its line."""
+
+    def __init__(self, base: int, store: object = None, told=lambda: -1):
+        run = SimpleNamespace(path=Path("/nowhere"), told_version=told)
+        self.line = Line(Place(run, 0, 1, "7"), False)
+        self.line.reach = lambda action, role="worker": action(store)
+        self.line.commit = lambda version: {"version": version}
+        health = SimpleNamespace(max_bad_batches=3)
+        self.hand = InHand(self.line, SimpleNamespace(health=health))
+        self.hand.round = WorkerRound(base, 0.0)
+        self.exchange = SimpleNamespace(
+            group=Group(), adopt=lambda commit, fetched: None,
+            encoder=SimpleNamespace(residuals={0: "most of the delta"}),
+            replica=SimpleNamespace(restore=lambda: None),
+        )  # fmt: skip
+        moments = SimpleNamespace(adopt=lambda version: None)
+        self.deliver = Deliver(self.hand, self.exchange, moments)
+        model = torch.nn.Linear(1, 1)
+        self.adopt = Adopt(self.hand, moments, self.deliver, model)
+
+    def hears_of(self, version: int) -> None:
+        self.line.news = line.News(version, state="running")
 
 
 @pytest.mark.parametrize("was_void", [True, False])
 def test_what_a_rejected_delta_has_left_out_does_not_come_again(was_void):
-    residuals = {0: "most of the delta"}
-    worker = SimpleNamespace(
-        _link=object(), _wait_for_version=lambda: (5, ""), _was_void=was_void,
-        _round=SimpleNamespace(base=5, steps=0), group=Group(),
-        _exchange=SimpleNamespace(encoder=SimpleNamespace(residuals=residuals)),
-        _replica=SimpleNamespace(restore=lambda: None),
-    )  # fmt: skip
-    assert LocalSGD._adopt_newest(worker)
-    assert residuals == ({} if was_void else {0: "most of the delta"})
-    assert not worker._was_void
+    worker = Worker(base=5)
+    if was_void:
+        worker.hand.void("were rejected")
+    assert worker.adopt.newest() == ""
+    assert worker.exchange.encoder.residuals == ({} if was_void else {0: "most of the delta"})
+    assert not worker.hand.was_void
 
 
 @pytest.mark.parametrize(("reason", "kept"), [("samples: already committed", False),
                                               ("altered: 3 bytes", True)])  # fmt: skip
 def test_samples_that_came_with_those_of_others_are_not_trained(reason, kept):
     verdict = {"base": 5, "rule": reason.partition(":")[0], "reason": reason}
-    store = SimpleNamespace(take_verdict=lambda *_: verdict, offered=lambda *_: False)
-    worker = SimpleNamespace(
-        _link=SimpleNamespace(reach=lambda act: act(store)),
-        place=SimpleNamespace(slot=0, attempt=1), _queue=[(0, 4, 8)],
-    )  # fmt: skip
-    assert not LocalSGD._stands(worker, SimpleNamespace(base=5, steps=3))
-    assert worker._queue == ([(0, 4, 8)] if kept else [])
+    worker = Worker(5, SimpleNamespace(take_verdict=lambda *_: verdict, offered=lambda *_: False))
+    worker.hand.queue = [(0, 4, 8)]
+    worker.hand.round.steps = 3
+    assert not worker.deliver.stands(worker.hand.round)
+    assert worker.hand.queue == ([(0, 4, 8)] if kept else [])
 
 
-def worker_that_has_delivered(reach) -> SimpleNamespace:
+def worker_that_has_delivered(store: object = None) -> Worker:
     """Two samples trained on version 5."""
-    place = SimpleNamespace(slot=0, attempt=1)
-    link = Link(Place(None, 0, 1, "7"), False)
-    link.reach = reach
-    header = SimpleNamespace(to_json=lambda: {"base": 5})
-    round_ = SimpleNamespace(base=5, header=header, samples=[(0, 0, 2)], answered=True)
-    run = SimpleNamespace(path=Path("/nowhere"))
-    return SimpleNamespace(place=place, run=run, _link=link,
-                           _transport=Transport(run), _round=round_, _sent=None, _queue=[(0, 4, 8)],
-                           _written=lambda write: write())  # fmt: skip
+    worker = Worker(5, store)
+    worker.hand.round.samples, worker.hand.queue = [(0, 0, 2)], [(0, 4, 8)]
+    worker.hand.round.header = Header(
+        run="a", slot=0, attempt=1, job_id="7", base=5, layout="l", codec="none", steps=1,
+        tokens=2, samples=((0, 0, 2),), loss=0.0, first_loss=0.0, fragments=(),
+    )  # fmt: skip
+    return worker
 
 
 def test_a_delta_is_offered_again_to_a_server_that_does_not_know_it(make_store):
     """Redis may die after the bytes and before the header, or be emptied at any time."""
     store = make_store("new-server")
     store.claim(0, 1, {"job_id": "7"}, 60.0)
-    worker = worker_that_has_delivered(lambda act: act(store))
+    worker = worker_that_has_delivered(store)
     for _ in range(2):
-        LocalSGD._offer(worker, worker._round)
+        assert worker.deliver.stands(worker.hand.round)
         assert store.offered(0, 1, 5)
         store.drop_offers(5, ["0:1"])
 
 
 def test_samples_of_a_delta_that_is_delivered_are_still_held_for_a_new_master():
-    worker = worker_that_has_delivered(None)
-    assert LocalSGD._held(worker) == [(0, 4, 8), (0, 0, 2)]
+    assert worker_that_has_delivered().hand.held() == [(0, 4, 8), (0, 0, 2)]
 
 
 def test_a_new_master_is_told_while_a_delta_is_being_written():
-    told, worker = [], worker_that_has_delivered(None)
-    worker._tell_new_master = lambda: told.append(True)
-    worker._written = lambda write: None
-    LocalSGD._put(worker, "name", memoryview(b""))
-    assert told
+    told, worker = [], worker_that_has_delivered()
+    worker.line.declare = lambda held: told.append(held) or 3
+    worker.line.written = lambda write: None
+    worker.line.news = line.News(5, state="running", epoch=3)
+    for _ in range(2):
+        worker.deliver.put(5, 0, memoryview(b""))
+    assert told == [[(0, 4, 8), (0, 0, 2)]]
 
 
 @pytest.mark.parametrize("newest", [9, 2])
 def test_who_is_told_of_a_version_that_is_pruned_adopts_the_newest_there_is(newest):
     """A master may be behind for a while: no reason to ask it again and again."""
     looked = iter([2000 - 1, 2000, newest + 2000])
-    worker = SimpleNamespace(
-        _link=SimpleNamespace(say=lambda **_: None), _wait_for_version=lambda: (2, ""),
-        _was_void=False, _round=SimpleNamespace(base=-1, steps=0), _ahead=None, _queue=[],
-        group=Group(),
-        run=SimpleNamespace(told_version=lambda: next(looked)),
-        _commit_of=lambda version: {"version": version}, _adopt_inner_state=lambda version: None,
-        _load=lambda commit: "pruned" if commit["version"] < newest + 2000 else "",
-        _after_ahead=lambda version: SimpleNamespace(base=version), _steps_total=0,
-        _probe=SimpleNamespace(before=lambda steps: None, placed=lambda: None),
-    )  # fmt: skip
-    assert LocalSGD._adopt_newest(worker)
-    assert worker._round.base == newest + 2000
-    worker._round, worker._load = SimpleNamespace(base=-1, steps=0), lambda commit: "damaged"
-    worker.run.told_version = lambda: 2
+    worker = Worker(-1, told=lambda: next(looked))
+
+    def adopt(commit: dict, _fetched: object) -> None:
+        if commit["version"] < newest + 2000:
+            raise ElasticError("pruned")
+
+    worker.exchange.adopt = adopt
+    worker.hears_of(2)
+    assert worker.adopt.newest() == ""
+    assert worker.hand.round.base == newest + 2000
+
+
+def test_who_is_told_of_a_version_that_is_damaged_ends():
+    worker = Worker(-1, told=lambda: 2)
+
+    def adopt(_commit: dict, _fetched: object) -> None:
+        raise ElasticError("damaged")
+
+    worker.exchange.adopt = adopt
+    worker.hears_of(2)
     with pytest.raises(ElasticError, match="damaged"):
-        LocalSGD._adopt_newest(worker)
+        worker.adopt.newest()
 
 
 def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():
-    closed = []
-    store = SimpleNamespace(close=lambda: closed.append(True))
-    link = SimpleNamespace(_stores={"worker": store})
-    Link._hang_up(link)
-    assert not link._stores
+    closed, store = [], SimpleNamespace(close=lambda: closed.append(True))
+    own = Line(Place(None, 0, 1, "7"), False)
+    own._stores["worker"] = store
+    own.close()
+    assert not own._stores
     assert not closed

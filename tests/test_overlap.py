@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic.local.worker.courier import Courier
+from elastic.local.worker import courier
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from running import running
@@ -68,14 +68,14 @@ def test_the_next_delta_holds_exactly_the_steps_since_the_last(replica):
 
 def test_a_courier_delivers_first_and_brings_what_it_fetched():
     said = []
-    with Courier(lambda: said.append("delivered"), lambda: said.append("fetched") or 7) as courier:
-        pass
-    assert (said, courier.brought, courier.is_back) == (["delivered", "fetched"], 7, True)
+    sent = courier.send(lambda: said.append("delivered"), lambda: said.append("fetched") or 7)
+    assert (sent.result(20), said, sent.done()) == (7, ["delivered", "fetched"], True)
 
 
 def test_what_goes_wrong_on_the_way_is_raised_where_it_is_waited_for():
-    with pytest.raises(ZeroDivisionError), Courier(lambda: 1 // 0, lambda: None):
-        pass
+    sent = courier.send(lambda: 1 // 0, lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        sent.result(20)
 
 
 # ---- a run --------------------------------------------------------------------------------------

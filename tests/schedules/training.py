@@ -1,6 +1,6 @@
-"""Local mode: real masters, agents, links and training loops on edges made of dictionaries.
+"""Local mode: real masters, agents, lines and training loops on edges made of dictionaries.
 
-Real: `Master`, `Averager.commit`, `Store`, `Link`, `LocalSGD`, `Agent._beat` and all that they
+Real: `Master`, `Averager.commit`, `Store`, `Line`, `LocalSGD`, `Agent._beat` and all that they
 decide with. Not real: Redis, the run directory, bytes and arithmetic, the clock.
 
 A schedule says who runs how far, and what goes wrong. What must always hold is checked where it
@@ -29,9 +29,9 @@ from elastic.local.master.averaging import Averager, Checked
 from elastic.local.master.master import Master
 from elastic.local.rounds import Rule, refusal
 from elastic.local.store import Store
-from elastic.local.worker import agent, link, local_sgd
+from elastic.local.worker import adopt, agent, deliver, in_hand, line, local_sgd, opening
 from elastic.local.worker.agent import SILENT, Agent
-from elastic.local.worker.link import Link, Place
+from elastic.local.worker.line import Line, Place
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.run.ledger import count
 from elastic.run.records import Fragment, Header
@@ -280,8 +280,8 @@ class Notice(signals.Notice):
         self.window_s = signals.KILL_WAIT_S
 
 
-class Line(Link):
-    """A link whose watcher looks when it is told to."""
+class HeardLine(Line):
+    """A line whose watcher looks when it is told to."""
 
     def __init__(self, place: Place, notice: Notice):
         super().__init__(place, notice)
@@ -289,14 +289,14 @@ class Line(Link):
         idle = place.run.world.idle
         self._closed = SimpleNamespace(wait=lambda _s: idle("lost line"), set=lambda: None)
 
-    def __enter__(self) -> "Line":
-        return self
+    def open(self) -> None:
+        pass
 
     def say(self, **progress) -> None:
         self._said |= progress
 
-    def wait(self, until, timeout_s: float):
-        if not (until(self.news) or self._notice):
+    def wait(self, until):
+        if not (until(self.news) or self.notice):
             self.run.world.idle("wait for news")
             self.hear()
         return self.news
@@ -313,39 +313,46 @@ class Line(Link):
                 self._note({"state": state, "version": "-1"})
 
 
+class MemoryExchange:
+    """No tensors. The bytes of a delta are the samples it has trained."""
+
+    group, replica = Group(), SimpleNamespace(layout=LAYOUT, restore=lambda: None, delta=None)
+    encoder = SimpleNamespace(residuals={}, chosen=lambda last: SimpleNamespace(name="none"))
+
+    def __init__(self, world: "Training", hand: in_hand.InHand):
+        self.world, self.hand = world, hand
+
+    def adopt(self, commit: dict, _fetched) -> None:
+        pass
+
+    def send(self, _delta_of, _is_last, _put) -> tuple[list[Fragment], float]:
+        self.world.edge("write a delta")
+        done, place = self.hand.round, self.hand.line.place
+        text, key = str(done.samples), (place.slot, place.attempt, done.base)
+        self.world.bytes[key], self.world.sent[key] = text, list(positions(done.samples))
+        return [Fragment(4, text)], 0.0
+
+
+class NoMoments:
+    """`moments.Moments`, without an optimizer."""
+
+    origin, save_s = "", 0.0
+
+    def nothing(self, *_args) -> None:
+        pass
+
+    set_rates = step = forget = adopt = save = save_if_due = nothing
+
+
 class Life(LocalSGD):
     """The life of a worker, without a model."""
 
-    def _open(self, dataset) -> None:
+    def open(self, dataset) -> None:
         if self.run.newest_version() < 0:
             first = {"version": 0, "writer": self.place.job_id}
-            self.run.link_commit(first | self._first_record(LAYOUT, len(dataset)))
-        self._replica = SimpleNamespace(layout=LAYOUT, restore=lambda: None, delta=None)
-        encoder = SimpleNamespace(residuals={}, chosen=lambda last: SimpleNamespace(name="none"))
-        self._exchange = SimpleNamespace(encoder=encoder)
-
-    def _load(self, commit: dict) -> str:
-        return ""
-
-    def _adopt_inner_state(self, version: int) -> None:
-        pass
-
-    def _save_inner(self) -> None:
-        pass
-
-    def _save_inner_if_due(self) -> None:
-        pass
-
-    def _set_learning_rate(self) -> None:
-        pass
-
-    def _send_fragments(self, round_, delta_of) -> list:
-        world = self.run.world
-        world.edge("write a delta")
-        text = str(round_.samples)
-        key = (self.place.slot, self.place.attempt, round_.base)
-        world.bytes[key], world.sent[key] = text, list(positions(round_.samples))
-        return [Fragment(4, text)]
+            record = opening.first_record(LAYOUT, self.config, len(dataset), 1)
+            self.run.link_commit(first | record)
+        self.join(MemoryExchange(self.run.world, self._hand), NoMoments())
 
     def live(self) -> None:
         with self:
@@ -367,7 +374,7 @@ class Worker:
         place = Place(run, slot, self.attempt, f"{slot}.{self.attempt}")
         optimizer = SimpleNamespace(param_groups=[])
         self.life = Life(torch.nn.Linear(1, 1), optimizer, place, self.notice, Group())
-        self.slot, self.line = slot, self.life._link
+        self.slot, self.line = slot, self.life.line
         self.actor = Actor(f"worker {slot}.{self.attempt}", self.life.live)
 
     def beat(self, world: "Training") -> None:
@@ -812,6 +819,7 @@ class Clock:
 
 
 CLOCK = Clock()
+WORKER = (line, in_hand, deliver, adopt, opening)
 
 
 class NoPass:
@@ -840,8 +848,8 @@ def in_memory():
         },
         averaging: {"Draft": MemoryDraft},
         Store: {"connect": world("connect")},
-        link: {"time": CLOCK},
-        local_sgd: {"Link": Line, "print": quiet, "time": CLOCK},
+        **{module: {"print": quiet, "time": CLOCK} for module in WORKER},
+        local_sgd: {"Line": HeardLine, "time": CLOCK},
         agent: {"print": quiet, "time": CLOCK},
         signals: {"time": CLOCK},
     }  # fmt: skip

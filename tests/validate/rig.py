@@ -37,7 +37,7 @@ from elastic.base.config import Config
 from elastic.base.durable import checksum
 from elastic.base.errors import ElasticError
 from elastic.lab.validation import half_width
-from elastic.local.worker.local_sgd import AHEAD
+from elastic.local.worker.in_hand import AHEAD
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.tasks import ByteText

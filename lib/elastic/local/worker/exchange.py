@@ -1,15 +1,16 @@
 """What a worker moves: the fragments of its deltas out, and those of new versions in.
 
-Each fragment belongs to one of the worker's ranks, which encodes and stores it, or reads and checks
-it; from rank to rank it goes over the node's own links. So the ranks share the work, and what comes
-from outside comes to a worker once. While one fragment is stored the next is encoded, and while one
-is adopted the next is read.
+Each fragment belongs to one of the worker's ranks, which encodes and stores it, or reads
+and checks it; from rank to rank it goes over the node's own links. So the ranks share the
+work, and what comes from outside comes to a worker once. While one fragment is stored the
+next is encoded, and while one is adopted the next is read.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -28,19 +29,19 @@ Put = Callable[[int, memoryview], Fragment]
 
 class Exchange:
     def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group):
-        self.run, self.replica, self._group = run, replica, group
+        self.run, self.replica, self.group = run, replica, group
         self.encoder = Encoder(config.local_sgd.compression, replica.layout)
         self._indices = range(len(replica.layout.fragments))
         self.moved: Callable[[], object] = lambda: None  # called for each fragment
 
     def _is_mine(self, index: int) -> bool:
-        return index % self._group.world == self._group.rank
+        return index % self.group.world == self.group.rank
 
     # ---- out
 
     def send(self, delta_of: Callable, last: bool, put: Put) -> tuple[list[Fragment], float]:
-        """Encode every fragment and `put` it. Returns what a header says of them, and the norm of
-        the delta; one that is not finite is not put as a whole. Collective."""
+        """Encode every fragment and `put` it. Returns what a header says of them, and the
+        norm of the delta; one that is not finite is not put as a whole. Collective."""
         square, put_yet, before = 0.0, {}, None
         with ThreadPoolExecutor(1, "sender") as sender:
             for index in self._indices:
@@ -56,7 +57,7 @@ class Exchange:
                         before.result()
                     before = put_yet[index] = sender.submit(put, index, data)
         entries = [_entry(index, future.result()) for index, future in put_yet.items()]
-        gathered = self._group.gather([square, entries])
+        gathered = self.group.gather([square, entries])
         entries = sorted(entry for _, entries in gathered for entry in entries)
         fragments = [Fragment(size, xxh3) for _, size, xxh3 in entries]
         return fragments, sum(square for square, _ in gathered) ** 0.5
@@ -64,45 +65,41 @@ class Exchange:
     # ---- in
 
     def adopt(self, commit: dict, fetched: list[torch.Tensor] | None = None) -> None:
-        """Set the replica to a version (`fetched`: its fragments, where they are here already).
-        Collective; raises ElasticError, on all ranks, if it cannot be read."""
-        read = self._reader(commit)
-        if fetched or self._group.world == 1:
+        """Set the replica to a version (`fetched`: its fragments, where they are here
+        already). Collective; raises ElasticError, on all ranks, if it cannot be read."""
+        read = partial(self._read, commit)
+        if fetched or self.group.world == 1:
             for index, values in enumerate(fetched or read_ahead(read, self._indices)):
                 self.replica.adopt(index, values)
         else:
             self._adopt_together(read)
 
     def _adopt_together(self, read: Callable[[int], torch.Tensor]) -> None:
-        """Every rank reads its share, and hands it to the others."""
-        world, mine, trouble = self._group.world, {}, ""
+        """Every rank reads its part, and hands it to the others."""
+        world, mine, trouble = self.group.world, {}, ""
         try:
-            mine = {i: read(i) for i in self._indices if i % world == self._group.rank}
+            mine = {i: read(i) for i in self._indices if i % world == self.group.rank}
         except ElasticError as error:
             trouble = str(error)
-        if found := [each for each in self._group.gather(trouble) if each]:
-            raise ElasticError(found[0])
+        if troubles := [each for each in self.group.gather(trouble) if each]:
+            raise ElasticError(troubles[0])
         for index in self._indices:
             values = mine.pop(index) if index in mine else self.replica.empty(index)
-            self.replica.adopt(index, self._group.hand_out(values, index % world))
+            self.replica.adopt(index, self.group.hand_out(values, index % world))
 
     def rebase(self, deltas: list, fetched: list[torch.Tensor]) -> None:
-        """Likewise, and put what was done since `deltas` were taken on top. One rank only."""
+        """Likewise, and put what was done since `deltas` were taken on top. One rank
+        only."""
         for index, values in enumerate(fetched):
             self.replica.rebase(index, values, deltas[index])
 
     def fetch(self, commit: dict) -> list[torch.Tensor]:
         """All of a version's fragments. Raises ElasticError."""
-        return list(map(self._reader(commit), self._indices))
+        return [self._read(commit, index) for index in self._indices]
 
-    def _reader(self, commit: dict) -> Callable[[int], torch.Tensor]:
-        """How to read a fragment, and say so."""
-
-        def read_and_say(index: int) -> torch.Tensor:
-            self.moved()
-            return read_params(self.run, commit, self.replica.layout, index)
-
-        return read_and_say
+    def _read(self, commit: dict, index: int) -> torch.Tensor:
+        self.moved()
+        return read_params(self.run, commit, self.replica.layout, index)
 
 
 def _entry(index: int, fragment: Fragment) -> list:

@@ -1,8 +1,8 @@
 """The built-in training process of a worker: started by the agent.
 
-Model, data and loss come from `run.task`; the rest is local_sgd.py. On CUDA it trains in bf16 where
-the run says so; with several ranks (`slurm.gpus_per_worker`) the model is sharded by FSDP2 within
-the node.
+Model, data and loss come from `run.task`; the rest is local_sgd.py. On CUDA it trains in
+bf16 where the run says so; with several ranks (`slurm.gpus_per_worker`) the model is sharded
+by FSDP2 within the node.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from elastic.base.errors import ElasticError, Exit
 from elastic.base.signals import Notice
-from elastic.local.worker.link import Place
+from elastic.local.worker.line import Place
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.train.device import (
     build_model,
@@ -40,7 +40,8 @@ def run(notice: Notice) -> int:
     group = join_group(place.rank, place.world, device, PATIENCE_S)  # the agent sees a hang
     task = load_task(config.run.task, config.task, Path(config.run.folder))
     model = build_model(task, config, device, group)
-    if group.broadcast(place.run.told_version() < 0):  # it may be the one that makes the first
+    # It may be the one that makes version 0.
+    if group.decide(lambda: place.run.told_version() < 0):
         set_initial_values(task, model)
     make = getattr(task, "optimizer", None)
     optimizer = make(model) if make else default_optimizer(model, config.train)

@@ -1,8 +1,11 @@
-"""A trainer's line to the run: what the master says, samples, offers; and progress to the agent.
+"""A trainer's line to the run: what the master says, samples, offers; and progress to the
+agent.
 
-The line may break at any time: Redis is restarted, the master moves to another node. Then every
-call looks the newest endpoint up again and repeats itself (`reach`); all of them are safe to
-repeat. A thread keeps `news` fresh; it only reads.
+The line may break at any time: Redis is restarted, the master moves to another node. Then
+every call looks the newest endpoint up again and repeats itself (`reach`); all of them
+are safe to repeat. A thread keeps `news` fresh; it only reads. Of the ranks of a worker
+only rank 0 has a line; the others have `NoLine`, which takes the same words and passes
+nothing on.
 """
 
 import contextlib
@@ -16,15 +19,19 @@ from math import inf
 from pathlib import Path
 from typing import TypeVar
 
+from elastic.base.durable import until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
 from elastic.local.store import Ask, Store
 from elastic.run.ledger import Range
+from elastic.run.records import Header
 from elastic.run.rundir import RunDir
 
 POLL_S = 1.0
 RETRY_S = 0.5
+DRY_S = 0.5  # between two looks at what may change at any time
+UNSEEN_S = 120.0  # how long a filesystem may hide a version
 
 T = TypeVar("T")
 
@@ -41,6 +48,11 @@ class Place:
     world: int = 1
     progress_fd: int = -1
     notice_s: float = KILL_WAIT_S
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """Whose a delta is, and a lease."""
+        return self.slot, self.attempt
 
     @classmethod
     def from_env(cls) -> "Place":
@@ -74,25 +86,57 @@ class News:
         return self.state in ("stopping", "done")
 
 
-class Link:
-    """Rank 0's line. Use as a context manager: it owns a thread and connections."""
+class NoLine:
+    """The line of a rank that does not lead: it says nothing and hears nothing."""
 
     def __init__(self, place: Place, notice: Notice):
-        self.place, self.run, self._notice = place, place.run, notice
+        self.place, self.run, self.notice = place, place.run, notice
         self.news = News()
+
+    def _pass_nothing_on(self, *_args, **_fields) -> None:
+        pass
+
+    open = close = say = moved = event = warn = offer = leave_offer = _pass_nothing_on
+
+    def written(self, write: Callable[[], T]) -> T:
+        """What `write()` returns, once the disk has room. Raises TryAgain at a notice."""
+        def say_why(error: OSError) -> None:
+            self.say(state="blocked", trouble=str(error))
+
+        return until_written(write, self.notice.has_run_out, say_why)
+
+    def commit(self, version: int) -> dict:
+        """Of a version that somebody has seen: on NFS others may see it only half a
+        minute later. Raises ElasticError after two."""
+        until = time.monotonic() + UNSEEN_S
+        while (commit := self.run.commit(version)) is None:
+            if self.notice or time.monotonic() > until:
+                raise ElasticError(f"version {version} is announced, and not to be seen here",
+                                   f"is {self.run.path} the same folder on all nodes?")  # fmt: skip
+            self.say(state="loading")
+            time.sleep(DRY_S)
+        return commit
+
+
+class Line(NoLine):
+    """Rank 0's line. To be opened and closed: it owns a thread and connections."""
+
+    def __init__(self, place: Place, notice: Notice):
+        super().__init__(place, notice)
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._stores: dict[str, Store] = {}  # by role
         self._sequence = 0
         self._said: dict = {}
         self._said_at = 0.0
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="link")
+        self._moves = 0
+        self._warned: set[str] = set()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="line")
 
-    def __enter__(self) -> "Link":
+    def open(self) -> None:
         self._watcher.start()
-        return self
 
-    def __exit__(self, *exc_info) -> None:
+    def close(self) -> None:
         self._closed.set()
         self._hang_up()
 
@@ -101,7 +145,7 @@ class Link:
     def reach(self, action: Callable[[Store], T], role: str = "worker") -> T:
         """`action(store)`, again and again until Redis answers.
 
-        Raises TryAgain when the notice has run out, or the run is over, while nobody answers.
+        Raises TryAgain if nobody answers until the notice has run out, or the run is over.
         """
         while True:
             self.say()
@@ -109,12 +153,13 @@ class Link:
                 return action(self._store(role))
             except TryAgain:
                 self._hang_up()
-                if self._notice.has_run_out() or self._is_over():
+                if self.notice.has_run_out() or self._is_over():
                     raise
                 self._closed.wait(RETRY_S)
 
     def _store(self, role: str) -> Store:
-        """Where the newest master is that is known of: a server before its own may still answer."""
+        """Where the newest master is that is known of: a server before its own may still
+        answer."""
         store = self._stores.get(role)
         if store is None or store.epoch < self.news.epoch:
             store = self._stores[role] = Store.open(self.run, role=role)
@@ -128,22 +173,28 @@ class Link:
     def _hang_up(self) -> None:
         self._stores.clear()  # a courier may be using one: it ends with its last user
 
-    def offer(self, announce: Callable[[Store], bool]) -> None:
-        """`announce` a delta, until the lease is there. Raises Fenced, if files say so, too."""
-        place = self.place
-        while not self._has(announce):
-            if self._notice.has_run_out():
-                raise TryAgain(f"slot {place.slot}: the lease is gone")
+    def offer(self, header: Header) -> None:
+        """Announce a delta, until the lease is there. Raises Fenced, if files say so,
+        too."""
+        while not self._is_offered(header):
+            if self.notice.has_run_out():
+                raise TryAgain(f"slot {self.place.slot}: the lease is gone")
             time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
 
-    def _has(self, announce: Callable[[Store], bool]) -> bool:
+    def _is_offered(self, header: Header) -> bool:
         with contextlib.suppress(Fenced):
-            return self.reach(announce)
-        self.run.fence(self.place.slot, self.place.attempt)
+            return self.reach(lambda store: store.offer(*header.key, header.to_json()))
+        self.run.fence(*self.place.owner)
         return False
 
+    def leave_offer(self, header: Header) -> None:
+        """What has been delivered outlives the master's Redis: nobody will offer it
+        again."""
+        with contextlib.suppress(OSError):
+            self.run.leave_offer(header)
+
     def ask(self, want: int, held: list[Range], enough: Callable[[], bool]) -> list[Range] | None:
-        """Ask for samples, waiting for the answer; None if `enough()` became true first."""
+        """Ask for samples, and wait for the answer; None if `enough()` is true before."""
         ask = self._ask(want, held)
         while not enough():
             self.reach(lambda s: s.ask(ask))
@@ -160,19 +211,14 @@ class Link:
 
     def _ask(self, want: int, held: list[Range]) -> Ask:
         self._sequence += 1
-        return Ask(self.place.slot, self.place.attempt, self._sequence, want, tuple(held))
+        return Ask(*self.place.owner, self._sequence, want, tuple(held))
 
     # ---- news
 
-    def wait(self, until: Callable[[News], bool], timeout_s: float) -> News:
-        """Wait for news that satisfy `until`, for a notice, or for the time to pass."""
-        deadline = time.monotonic() + timeout_s
+    def wait(self, until: Callable[[News], bool]) -> News:
+        """Wait a moment for news that satisfy `until`, or for a notice."""
         with self._changed:
-            while not until(self.news) and not self._notice:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(min(left, RETRY_S))
+            self._changed.wait_for(lambda: until(self.news) or self.notice, DRY_S)
             return self.news
 
     def refresh(self) -> News:
@@ -207,11 +253,28 @@ class Link:
             self.news = News(version, called, master["state"], epoch, due)
             self._changed.notify_all()
 
-    # ---- to the agent
+    # ---- to the agent, and to people
+
+    def event(self, kind: str, **fields) -> None:
+        """An event of this slot."""
+        self.run.event(kind, slot=self.place.slot, **fields)
+
+    def warn(self, reason: str) -> None:
+        """Say it once, where people look; "" is nothing to say."""
+        if reason and reason not in self._warned:
+            self._warned.add(reason)
+            print(f"worker  {reason}", flush=True)
+            self.event("warning", reason=reason)
+
+    def moved(self) -> None:
+        """A fragment went out or came in: for the agent and the master, which look for a
+        hang."""
+        self._moves += 1
+        self.say(moves=self._moves)
 
     def say(self, **progress) -> None:
-        """Report progress, or just being alive, to the agent: at once if the state changed, else
-        twice a second."""
+        """Report progress, or just being alive, to the agent: at once if the state
+        changed, else twice a second."""
         new_state = progress.get("state", self._said.get("state")) != self._said.get("state")
         self._said |= progress
         if not new_state and "end" not in progress and time.monotonic() - self._said_at < 0.5:

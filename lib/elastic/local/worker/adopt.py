@@ -1,0 +1,139 @@
+"""A version on its way in: waited for, loaded, with the steps ahead on top of it."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from elastic.base.errors import ElasticError
+from elastic.local.worker.deliver import Deliver
+from elastic.local.worker.in_hand import InHand
+from elastic.local.worker.moments import Moments
+from elastic.local.worker.worker_round import WorkerRound
+from elastic.train.inner_optimizer import Probe
+
+
+class Adopt:
+    def __init__(self, hand: InHand, moments: Moments, deliver: Deliver, model: torch.nn.Module):
+        self._hand, self._line, self._probe = hand, hand.line, Probe(model)
+        self._moments, self._deliver = moments, deliver
+        self._exchange, self._group = deliver.exchange, deliver.exchange.group
+
+    def newest(self) -> str:
+        """Wait for a version newer than the last one, and load it; if the round is void,
+        go back to the base. Returns the worker's outcome when it is time to leave, else
+        "". Collective."""
+        hand = self._hand
+        version, outcome, was_void = self._group.decide(
+            lambda: [*self._wait(), hand.was_void]
+        )
+        if was_void:
+            hand.was_void = False
+            self._exchange.encoder.residuals.clear()  # else most of it would come again
+        if outcome:
+            return outcome
+        if version > hand.round.base:
+            self._adopt(version)
+        elif was_void:
+            hand.round = WorkerRound(version, time.monotonic())
+            self._exchange.replica.restore()
+        return ""
+
+    def final(self) -> None:
+        """The run is done: leave its last version in the model."""
+        self._hand.ahead = None
+        self._load_newest(self._group.decide(self._line.run.told_version))
+
+    def is_ignored(self) -> bool:
+        """After a step: has the optimizer brought its own parameters back, over two
+        versions?"""
+        return self._probe.stepped()
+
+    # ---- what to train on
+
+    def _wait(self) -> tuple[int, str]:
+        """Rank 0: (newest version, "") once there is one to train on, or (-1, outcome) to
+        leave."""
+        line, base = self._line, self._hand.round.base
+        if base >= 0:
+            line.say(state="waiting")
+        while True:
+            news = line.wait(lambda news: news.version > base or news.over)
+            if line.notice:
+                return -1, "yielded"
+            if news.over:
+                return -1, "done" if news.state == "done" else "stopped"
+            if news.version > base:
+                return news.version, ""
+            if base >= 0 and self._may_go_on():
+                return base, ""
+
+    def _may_go_on(self) -> bool:
+        """Rank 0: is there something to do on the same base? Offers a forgotten delta
+        again."""
+        hand, done = self._hand, self._hand.round
+        if not done.header:
+            return True
+        hand.tell_new_master()
+        if not self._deliver.stands(done):
+            hand.void("were rejected")  # the samples are others' by now
+            return True
+        if done.steps or hand.is_over():
+            return False
+        return hand.ask_again()
+
+    # ---- a version
+
+    def _adopt(self, version: int) -> None:
+        base = self._hand.round.base
+        self._probe.before(self._hand.round.steps)
+        commit = self._load_newest(version)
+        version = commit["version"]
+        if base < 0:
+            self._moments.adopt(version)
+        else:
+            self._heed_reverts(range(base + 1, version + 1))
+        self._probe.placed()
+        self._hand.begin(commit, self._round_on(version))
+        self._line.say(state="training", version=version, step=0)
+
+    def _load_newest(self, version: int) -> dict:
+        """Load a version, or a later one where it is pruned: this worker slept, or its
+        master."""
+        commit = self._line.commit(version)
+        while trouble := next(filter(None, self._group.gather(self._load(commit))), ""):
+            newest = self._group.decide(self._line.run.told_version)
+            if newest <= commit["version"]:
+                raise ElasticError(trouble)
+            commit = self._line.commit(newest)
+        return commit
+
+    def _load(self, commit: dict) -> str:
+        """Load a version's parameters. Returns why it cannot be; empty if it was."""
+        ahead = self._hand.ahead
+        try:
+            fetched = ahead.fetched.get(commit["version"]) if ahead else None
+            if ahead and ahead.round.steps:
+                fetched = fetched or self._exchange.fetch(commit)  # no rebase by halves
+                self._exchange.rebase(ahead.deltas, fetched)
+            else:
+                self._exchange.adopt(commit, fetched)
+        except ElasticError as error:
+            return str(error)
+        return ""
+
+    def _heed_reverts(self, versions: range) -> None:
+        """One of them may have reverted others, and say whose moments are suspect."""
+        for commit in map(self._line.commit, versions):
+            if "taken_back" in commit:
+                self._exchange.encoder.residuals.clear()
+                if commit.get("suspect") == [*self._line.place.owner]:
+                    self._moments.forget()
+
+    def _round_on(self, version: int) -> WorkerRound:
+        """The round on top of a version just adopted, with the steps ahead."""
+        ahead, self._hand.ahead = self._hand.ahead, None
+        if ahead and ahead.round.steps:
+            return replace(ahead.round, base=version, first_ended=None)
+        stall_s = ahead.round.stall_s if ahead else 0.0
+        return WorkerRound(version, time.monotonic(), stall_s=stall_s)

@@ -1,0 +1,179 @@
+"""A delta on its way: encoded, stored, offered; and what the master says of it.
+
+With `local_sgd.overlap`, in a worker of one rank, a courier takes a copy of it; the steps
+that are done meanwhile are put on top of the version that the courier brings.
+"""
+
+import contextlib
+import math
+import time
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from elastic.base.errors import ElasticError
+from elastic.local import guards, rounds
+from elastic.local.transport import Transport, fragment_name
+from elastic.local.worker import courier
+from elastic.local.worker.exchange import Exchange
+from elastic.local.worker.in_hand import Ahead, InHand
+from elastic.local.worker.moments import Moments
+from elastic.local.worker.worker_round import WorkerRound, joined
+from elastic.run.records import Fragment, Header
+from elastic.saved.merge import norm
+
+
+class Deliver:
+    def __init__(self, hand: InHand, exchange: Exchange, moments: Moments):
+        self._hand, self._line = hand, hand.line
+        self.exchange, self._moments = exchange, moments
+        self._transport = Transport(hand.line.run)
+        self._reach = guards.Reach()  # of its own deltas
+        self._has_strayed = False  # it has refused its last delta, and will send the next
+        self._delivered = 0
+        self._memory: list[torch.Tensor] = []  # kept: a new one costs more than a copy
+
+    def deliver(self, done: WorkerRound, deltas: list[torch.Tensor] | None = None) -> None:
+        """Send base - local with the steps there are; `deltas`: as they were when the
+        round ended. Collective among the worker's ranks."""
+        line, self._hand.is_dry, began = self._line, False, time.monotonic()
+        is_last, is_too_late = self.exchange.group.decide(
+            lambda: [bool(line.notice) or line.news.over, self._is_too_late(done)]
+        )
+        if is_too_late:
+            return
+        delta_of = deltas.__getitem__ if deltas else self.exchange.replica.delta
+        fragments = self._send(done, delta_of, is_last) if done.steps else []
+        if fragments is None:
+            return
+        header = self._header(done, fragments, is_last)
+        line.offer(header)
+        done.header = header
+        if done.steps:
+            self._delivered += 1
+            needs_s = self._hand.step_s + time.monotonic() - began + self._moments.save_s
+            line.say(delivered=self._delivered, needs_s=round(needs_s, 1))
+
+    def _is_too_late(self, done: WorkerRound) -> bool:
+        """Rank 0: would the delta be refused as stale? Then its bytes stay here."""
+        line, behind = self._line, self._line.news.version - done.base
+        if not done.steps or behind <= self._hand.config.local_sgd.max_staleness:
+            return False
+        reason = f"stale: based on version {done.base}, {behind} behind"
+        line.event("reject", attempt=line.place.attempt, base=done.base, reason=reason)
+        return True
+
+    def _send(self, done: WorkerRound, delta_of, is_last: bool) -> list[Fragment] | None:
+        """Encode and store the fragments; None, and back to the base, if they are no good."""
+        put = partial(self.put, done.base)
+        fragments, length = self.exchange.send(delta_of, is_last, put)
+        moved = guards.Moved(length, done.steps, done.lr_sum)
+        reason = self._why_not(moved)
+        if 2 * done.steps >= self._hand.inner_steps and math.isfinite(length):
+            self._reach = self._reach.after([moved])
+        self._has_strayed = bool(reason)
+        if reason:
+            self._drop(done, reason)
+            return None
+        return fragments
+
+    def _why_not(self, moved: guards.Moved) -> str:
+        """A delta that is too long is trained again; if it comes out so again, it is sent."""
+        return guards.stray(moved, guards.Reach() if self._has_strayed else self._reach)
+
+    def put(self, base: int, index: int, data: memoryview) -> Fragment:
+        """Store a fragment's bytes, once the disk has room. Raises TryAgain at a notice."""
+        if not self._hand.sent:  # else the worker trains on, and tells by itself
+            self._hand.tell_new_master()
+        name = fragment_name((*self._line.place.owner, base), index)
+        return self._line.written(partial(self._transport.put, name, data))
+
+    def _drop(self, done: WorkerRound, reason: str) -> None:
+        """Never sent: back to the base, with fresh moments, and its samples again."""
+        self.exchange.encoder.residuals.clear()
+        self._line.event("reject", reason=reason, base=done.base)
+        self._hand.queue = done.samples + self._hand.queue
+        self.exchange.replica.restore()
+        self._moments.forget()
+        self._hand.void("were no good")
+
+    def _header(self, done: WorkerRound, fragments: list, is_last: bool) -> Header:
+        """What the master is told: rank 0, whose line alone says it, knows all of it."""
+        place, exchange = self._line.place, self.exchange
+        return Header(
+            run=place.run.key, slot=place.slot, attempt=place.attempt,
+            job_id=place.job_id, base=done.base, layout=exchange.replica.layout.hash,
+            codec=exchange.encoder.chosen(is_last).name,
+            steps=done.steps, tokens=done.tokens, samples=tuple(joined(done.samples)),
+            loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
+            inner=self._moments.origin, seconds=round(time.monotonic() - done.started, 3),
+            stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,
+        )  # fmt: skip
+
+    def stands(self, done: WorkerRound) -> bool:
+        """Rank 0: was it not rejected? If a new server does not know it, offer it again."""
+        line, owner = self._line, self._line.place.owner
+        is_known = line.reach(lambda store: store.offered(*owner, done.base))
+        verdict = line.reach(lambda store: store.take_verdict(*owner))
+        if verdict and verdict["base"] == done.base and done.steps:
+            print(f"worker  delta rejected: {verdict['reason']}", flush=True)
+            if verdict.get("rule") == rounds.Rule.SAMPLES:
+                self._hand.queue.clear()  # what came with them is others' as well
+            return False
+        if not is_known and line.refresh().version <= done.base and not line.news.over:
+            line.offer(done.header)
+        return True
+
+    # ---- by courier
+
+    def send_ahead(self) -> Future | None:
+        """Send the open round's delta by a courier, and open a round for the steps ahead.
+        None: it is to be delivered before anything else."""
+        hand, done, news = self._hand, self._hand.round, self._line.news
+        if hand.config.local_sgd.overlap == "off" or not done.steps:
+            return None
+        if self._line.notice or news.over or news.version > done.base:
+            return None
+        deltas = self._copied()
+        if self._why_not(guards.Moved(self._length(deltas), done.steps, done.lr_sum)):
+            return None
+        hand.sent, hand.round = done, WorkerRound(done.base, time.monotonic())
+        hand.ahead = Ahead(hand.round, deltas)
+        return courier.send(lambda: self.deliver(done, deltas), lambda: self._bring(done))
+
+    def _copied(self) -> list[torch.Tensor]:
+        replica = self.exchange.replica
+        if not self._memory:
+            self._memory = [torch.empty(numel) for numel in replica.layout.numels]
+        return [replica.delta(index, into) for index, into in enumerate(self._memory)]
+
+    def _length(self, deltas: list[torch.Tensor]) -> float:
+        has_buffers = self.exchange.replica.layout.has_buffers
+        return math.hypot(*(norm(delta) for index, delta in enumerate(deltas)
+                            if not has_buffers(index)))  # fmt: skip
+
+    def _bring(self, sent: WorkerRound) -> dict[int, list[torch.Tensor]] | None:
+        """In the courier's thread: wait for the next version, and read it. Empty: there
+        is none to come. None: the delta was rejected."""
+        line, base = self._line, sent.base
+        while sent.header and not (line.notice or line.news.over):
+            version = line.wait(lambda news: news.version > base or news.over).version
+            if version > base:
+                with contextlib.suppress(ElasticError):
+                    return {version: self.exchange.fetch(line.commit(version))}
+                break  # pruned meanwhile, or damaged: who adopts it finds out
+            if not self.stands(sent):
+                return None
+        return {}
+
+    def come_back(self, brought: dict[int, list[torch.Tensor]] | None) -> None:
+        """The delta is delivered, and the next version may be here: end the steps ahead."""
+        hand = self._hand
+        hand.round, hand.sent = hand.sent, None
+        if brought is None:
+            hand.queue = hand.ahead.round.samples + hand.queue
+            hand.ahead = None
+            hand.void("were rejected")
+        else:
+            hand.ahead.fetched = brought

@@ -1,0 +1,160 @@
+"""What a worker has in hand: the open round, the one whose delta travels, the samples to
+come.
+
+Rank 0 decides from it when the round is over, and what the next step is.
+"""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from elastic.base.config import Config
+from elastic.base.errors import ElasticError
+from elastic.local import rounds
+from elastic.local.worker.line import NoLine
+from elastic.local.worker.worker_round import WorkerRound
+from elastic.run.ledger import Range, count, take
+from elastic.train.schedule import tokens_at
+
+AHEAD = 4  # of a round's steps, a quarter at most is done while its delta travels
+
+
+@dataclass
+class Ahead:
+    """Steps on an older base: their round, and the deltas that were sent before them."""
+
+    round: WorkerRound
+    deltas: list[torch.Tensor]
+    fetched: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by version
+
+
+class InHand:
+    def __init__(self, line: NoLine, config: Config):
+        self.line, self.config = line, config
+        self.commit: dict = {}  # of the base
+        self.round = WorkerRound(-1, time.monotonic())
+        self.sent: WorkerRound | None = None  # its delta is under way, with a courier
+        self.ahead: Ahead | None = None
+        self.queue: list[Range] = []  # granted, and not trained yet
+        self.is_dry = False  # the master had fewer samples than were asked for
+        self.was_void = False  # its last delta was not merged
+        self.steps_total = 0  # of this process
+        self.step_s = self.deliver_s = 0.0
+        self._planned: list[Range] = []  # what of the queue the loader has been told
+        self._told_epoch = -1  # the master epoch that knows what is held
+        self._void_rounds = 0  # in a row
+
+    # ---- rounds
+
+    def begin(self, commit: dict, round_: WorkerRound) -> None:
+        """A version is adopted: train on top of it."""
+        if self.round.steps:
+            self._void_rounds = 0
+        if commit["version"] > self.round.base + 1:
+            self.queue.clear()  # others may have it by now; ask again for what is free
+        self.commit, self.round = commit, round_
+
+    def count(self, loss: float, tokens: int, rate: float, now: float) -> None:
+        """A step has ended."""
+        self.round.count(loss, tokens, rate, now)
+        self.steps_total += 1
+        if self.round.steps > 1:
+            self.step_s = (now - self.round.first_ended) / (self.round.steps - 1)
+
+    def void(self, what: str) -> None:
+        """This round's steps are void: train from the base again."""
+        self.round, self.was_void = WorkerRound(self.round.base, time.monotonic()), True
+        self._void_rounds += 1
+        if self._void_rounds > self.config.health.max_bad_batches:
+            raise ElasticError(
+                f"{self._void_rounds} deltas in a row {what}",
+                "elastic-status shows the reasons; lower train.learning_rate, or look at the data",
+            )
+
+    def is_over(self) -> bool:
+        """Is there nothing more to do in the open round?"""
+        news, base = self.line.news, self.round.base
+        if self.line.notice or news.over or news.version > base:
+            return True
+        return self.sent is None and (news.called == base or self._is_due())
+
+    def _is_due(self) -> bool:
+        """Time to stop, so that the delta is there when the others' are?"""
+        news, round_, now = self.line.news, self.round, time.monotonic()
+        if news.version != round_.base:
+            return False  # the master speaks of another round
+        left_s = news.due - self.deliver_s - now
+        return rounds.is_due(left_s, round_.steps, now - round_.started)
+
+    @property
+    def inner_steps(self) -> int:
+        return rounds.inner_steps(self.commit, self.config.local_sgd)
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is trained, from 0 to 1, as far as this worker can tell: what
+        the newest version holds, and what all have done since, if they do as this one does.
+
+        By epochs it is samples that count, whatever a loop says of tokens.
+        """
+        commit, own = self.commit, [done for done in (self.round, self.sent) if done]
+        workers, total = max(1, commit["workers"]), commit["total_tokens"]
+        samples = sum(done.sample_count for done in own)
+        tokens = sum(done.tokens for done in own)
+        per_sample = tokens / samples if samples else 1.0
+        if commit["epochs"]:
+            per_sample = total / (commit["epochs"] * commit["dataset_samples"])
+        most = self.inner_steps * self.config.step_samples * workers
+        trained, most = samples * per_sample, most * per_sample
+        return tokens_at(commit["tokens"], trained, workers, most) / total
+
+    # ---- samples, which rank 0 alone has
+
+    def next_step(self, courier: Future | None = None) -> list:
+        """How many samples the next step has, and the samples to come where that is news;
+        empty ends the round, or with a `courier` under way the steps ahead."""
+        batch, most = self.config.step_samples, self.inner_steps
+        left = (max(1, most // AHEAD) if courier else most) - self.round.steps
+        if left <= 0 or self.is_over() or (courier and courier.done()):
+            return []
+        self.tell_new_master()
+        wanted = left * batch
+        if count(self.queue) < batch and not self.is_dry:
+            if not self._ask(wanted - count(self.queue)):
+                return []
+            self.is_dry = count(self.queue) < wanted
+        plan = list(self.queue) if self.queue != self._planned else None
+        taken = take(self.queue, batch)
+        self._planned = list(self.queue)
+        self.round.samples += taken
+        return [count(taken), plan] if taken else []
+
+    def _ask(self, wanted: int) -> bool:
+        """Ask for samples. False: the round is over before there is an answer."""
+        granted = self.line.ask(wanted, self.held(), self.is_over)
+        self.queue += granted or []
+        return granted is not None
+
+    def ask_again(self) -> bool:
+        """After a round without steps: is there something to train, of a lost worker
+        maybe?"""
+        if not self._ask(self.config.step_samples) or not self.queue:
+            return False
+        self.round.header = None  # it said that there was nothing to give
+        return True
+
+    def held(self) -> list[Range]:
+        """What the ledger must not give to others; a new one does not know what was
+        offered."""
+        own = [done.samples for done in (self.sent, self.round) if done]
+        return sum(own, self.queue)
+
+    def tell_new_master(self) -> None:
+        """What this worker holds. It may know what the master does not yet: a newer
+        version; but if that is gone, put back to what it was by hand, say, nobody would
+        ever merge what it does."""
+        if self._told_epoch < self.line.news.epoch:
+            self._told_epoch = self.line.declare(self.held())
+            self.line.commit(self.round.base)

@@ -1,0 +1,125 @@
+"""The state of the inner optimizer between rounds: adopted, saved, forgotten.
+
+A worker that begins without moments of its own, or whose moments are suspect, begins with
+a ramp of the learning rate (`local_sgd.join_ramp`).
+"""
+
+import contextlib
+import time
+
+import torch
+
+from elastic.base.durable import insist
+from elastic.base.errors import TryAgain
+from elastic.local.worker.exchange import Exchange
+from elastic.local.worker.in_hand import InHand
+from elastic.saved import inner_state
+from elastic.train.inner_optimizer import InnerOptimizer
+from elastic.train.schedule import learning_rate
+
+
+class Moments:
+    def __init__(self, hand: InHand, exchange: Exchange, optimizer: InnerOptimizer):
+        self._hand, self._optimizer = hand, optimizer
+        self._line, self._config, self._group = hand.line, hand.config, exchange.group
+        self._encoder = exchange.encoder
+        self._ramp = 0  # inner steps still to go of the learning rate's ramp
+        self.origin = ""  # where the state came from
+        self.save_s = 0.0
+
+    # ---- while training
+
+    def set_rates(self) -> None:
+        """The learning rates of the next step."""
+        settings = self._config.train
+        if not self._optimizer.sets_rates:
+            return
+        factor = learning_rate(self._hand.progress, 1.0, settings) / settings.learning_rate
+        if self._ramp:
+            most = self._config.local_sgd.join_ramp
+            factor *= (most - self._ramp + 1) / most
+        self._optimizer.set_rates(factor)
+
+    def step(self) -> None:
+        """An inner step is done."""
+        self._ramp = max(0, self._ramp - 1)
+
+    def forget(self) -> None:
+        """Begin anew, with a ramp."""
+        self._optimizer.forget()
+        self._ramp = self._config.local_sgd.join_ramp
+
+    # ---- between jobs
+
+    def adopt(self, version: int) -> None:
+        """Begin with the slot's state, or a donor's. Collective."""
+        pointer, origin = self._group.decide(lambda: self._choose(version))
+        if pointer and (refused := self._load(pointer, version)):
+            self._optimizer.forget()
+            pointer, origin = None, f"fresh: {refused}"
+        if pointer is None and version > 0:
+            self._ramp = self._config.local_sgd.join_ramp
+        self.origin = f"{origin} with a ramp" if self._ramp else origin
+
+    def _choose(self, version: int) -> tuple[dict | None, str]:
+        offered = self._line.reach(lambda store: store.inner())
+        oldest = self._config.local_sgd.inner_state_max_age
+        slot = self._line.place.slot
+        return inner_state.choose(self._line.run, slot, offered, version, oldest)
+
+    def _load(self, pointer: dict, version: int) -> str:
+        """Why a rank could not take it; empty if all could."""
+        is_own = pointer["slot"] == self._line.place.slot
+        left_out: dict[int, torch.Tensor] = {}
+        refused = inner_state.load(
+            self._line.run, pointer, self._optimizer.each, self._group.rank,
+            left_out if is_own else None,
+        )  # fmt: skip
+        if not self._has_delivered_since(pointer["version"], version):
+            self._encoder.residuals = left_out
+        return next(filter(None, self._group.gather(refused)), "")
+
+    def _has_delivered_since(self, base: int, newest: int) -> bool:
+        """Is a later delta of the slot committed, with what was left out at `base`?"""
+        later = (self._line.run.commit(version) for version in range(base + 2, newest + 1))
+        slot = self._line.place.slot
+        return any(delta["slot"] == slot for commit in later for delta in commit["deltas"])
+
+    def save_if_due(self) -> None:
+        done, every = self._hand.round, self._config.local_sgd.inner_state_every
+        is_leaving = self._group.decide(lambda: bool(self._line.notice))
+        if not is_leaving and every and done.steps and done.base % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Save the state after this round's steps. Collective; to fail costs only a ramp."""
+        place, version, began = self._line.place, self._hand.round.base, time.monotonic()
+        entries = self._group.gather(self._saved(f"inner-{version:06d}.{place.attempt}"))
+        self.save_s = time.monotonic() - began
+        if self._group.leads and all(entries):
+            self._publish(version, entries)
+
+    def _publish(self, version: int, entries: list[dict]) -> None:
+        run, (slot, attempt) = self._line.run, self._line.place.owner
+        if run.latest_attempt(slot) != attempt:
+            return  # a successor has saved its own, or will
+        # Not announced, the slot's own file is there all the same.
+        with contextlib.suppress(OSError, TryAgain):
+            pointer = insist(inner_state.publish, run, slot, attempt, version, entries)
+            self._line.reach(lambda store: store.set_inner(slot, pointer))
+
+    def _saved(self, stem: str) -> dict | None:
+        """The entry of this rank's file; None if it could not be written."""
+        place = self._line.place
+        try:
+            return insist(
+                inner_state.save, place.run.slot_path(place.slot), stem, self._optimizer.each,
+                self._group.rank, self._encoder.residuals,
+            )  # fmt: skip
+        except (OSError, TryAgain) as error:
+            place.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
+        except inner_state.UNFIT as error:
+            self._line.warn(
+                f"the optimizer's state is not saved, a restart begins it anew: {error}"
+            )
+        return None

@@ -1,0 +1,81 @@
+"""Before a worker's first round: find version 0, or make it of the model as it is here.
+
+A data set or a model that is not the run's is refused.
+"""
+
+import time
+from functools import partial
+
+import torch
+
+from elastic.base.config import Config
+from elastic.base.errors import ElasticError
+from elastic.local.worker.line import NoLine
+from elastic.run import estimate
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
+from elastic.saved.versions import Draft, read_layout, settle
+from elastic.train.group import Group
+
+
+def layout_of_run(
+    line: NoLine, group: Group, config: Config, model: torch.nn.Module, samples: int,
+    tokens_per_sample: int,
+) -> Layout:  # fmt: skip
+    """The layout of the run's versions, of which there is one from now on. Collective.
+
+    Raises ElasticError if the run has another number of samples, or another model.
+    """
+    run = line.run
+    if group.decide(lambda: run.told_version() < 0):
+        _create(line, group, config, model, samples, tokens_per_sample)
+    newest = line.commit(run.told_version())
+    settle(run, newest)
+    layout = read_layout(run, newest["version"])
+    if samples != newest["dataset_samples"]:
+        raise ElasticError(
+            f"this machine's data set has {samples} samples, the run's has"
+            f" {newest['dataset_samples']}",
+            "every worker must see the same data: the same files, the same Python",
+        )
+    own, of_run = shapes(model), sum(layout.to_json(), [])
+    if of_run not in (own, [shape for shape in own if len(shape) == 2]):  # before: no buffers
+        raise ElasticError(
+            f"this model is not the run's: {len(own)} parameters, the run has {len(of_run)}",
+            "a run keeps its model; submit a new run for another one",
+        )
+    return layout
+
+
+def _create(
+    line: NoLine, group: Group, config: Config, model: torch.nn.Module, samples: int,
+    tokens_per_sample: int,
+) -> None:  # fmt: skip
+    """Commit version 0, without outer momentum, if no other worker is first. Collective."""
+    layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
+    replica, draft, files = Replica(model, layout), None, []
+    if group.leads:
+        draft = Draft(line.run, 0, f"slot{line.place.slot}.{line.place.attempt}")
+    for index in range(len(layout.fragments)):
+        params = replica.whole(index)
+        if draft:
+            zeros = torch.zeros_like(params)
+            files += line.written(partial(draft.write_fragment, layout, index, params, zeros))
+    if draft:
+        record = first_record(layout, config, samples, tokens_per_sample)
+        per_step = max(1, config.step_samples * tokens_per_sample * line.run.control().max)
+        rounds = record["total_tokens"] / per_step / config.local_sgd.inner_steps
+        line.warn(estimate.too_short_for_topk(config, rounds))
+        line.written(lambda: draft.commit(layout, files, record))
+    group.broadcast("version 0 is there")
+
+
+def first_record(layout: Layout, config: Config, samples: int, tokens_per_sample: int) -> dict:
+    """What the commit of version 0 says."""
+    train = config.train
+    total = max(1, train.max_tokens or train.epochs * samples * tokens_per_sample)
+    return {
+        "master_epoch": 0, "time": time.time(), "tokens": 0, "samples": [], "deltas": [],
+        "layout": layout.hash, "dataset_samples": samples, "epochs": train.epochs,
+        "total_tokens": total, "workers": 1,
+    }  # fmt: skip

@@ -1,0 +1,56 @@
+"""What a worker has done on one version: the steps of a round, counted. Pure."""
+
+from dataclasses import dataclass, field
+
+from elastic.run.ledger import Range
+from elastic.run.records import Header
+
+
+@dataclass
+class WorkerRound:
+    """What this worker has done since it adopted `base`; times are those of its own
+    clock."""
+
+    base: int
+    started: float
+    steps: int = 0
+    tokens: int = 0
+    sample_count: int = 0
+    samples: list[Range] = field(default_factory=list)  # only rank 0 knows which
+    pending: int = 0  # samples of the step that is being done
+    loss_sum: float = 0.0
+    lr_sum: float = 0.0
+    first_loss: float = 0.0
+    first_tokens: int = 0
+    first_ended: float | None = None  # when the first step on this base had ended
+    stall_s: float = 0.0
+    header: Header | None = None  # of its delta, once that is offered
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.steps if self.steps else 0.0
+
+    def count(self, loss: float, tokens: int, rate: float, now: float) -> None:
+        """A step has ended, on the samples that were pending and at the learning rate
+        `rate`."""
+        self.steps += 1
+        self.tokens += tokens
+        self.sample_count += self.pending
+        self.loss_sum += loss
+        self.lr_sum += rate
+        if self.first_ended is None:
+            self.first_loss, self.first_tokens, self.first_ended = loss, self.tokens, now
+
+    def tokens_per_s(self, now: float) -> float:
+        return (self.tokens - self.first_tokens) / max(now - self.first_ended, 1e-9)
+
+
+def joined(ranges: list[Range]) -> list[Range]:
+    """The same positions in the same order, neighbours joined."""
+    result: list[Range] = []
+    for epoch, start, stop in ranges:
+        if result and result[-1][0] == epoch and result[-1][2] == start:
+            result[-1] = (epoch, result[-1][1], stop)
+        else:
+            result.append((epoch, start, stop))
+    return result
