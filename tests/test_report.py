@@ -250,15 +250,15 @@ def test_prometheus_reads_all_runs(lived, tmp_path: Path):
     assert any(line.startswith("elastic_tokens_per_second") for line in lines)
 
 
-def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path):
-    """What was not flushed before a crash is there once all the same."""
+def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path, monkeypatch):
+    """What was written before a crash, and never marked, is there once all the same."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = lived[0].run
-    crashed = metrics.TensorBoard(tmp_path)
-    for row in list(metrics.rows(run, 0))[:3]:
-        crashed.add(row)
-    crashed._writer.flush()  # and never knew it
+    with monkeypatch.context() as crash:
+        crash.setattr(metrics, "write_atomic", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            metrics.TensorBoard(tmp_path).add(list(metrics.rows(run, 0))[:3])
     for _ in range(2):
         metrics.feed(run, [metrics.TensorBoard(tmp_path)])
     read = EventAccumulator(str(tmp_path))

@@ -4,8 +4,8 @@
     jsonl               a line per version of one run (per step of sync mode), appended
     tensorboard, wandb  the same, by packages that nothing else here needs
 
-A run is the same one across restarts and modes: each of the last three knows how many committed
-tokens it has heard of, and is told what came after, however often the command is started again.
+A run is the same one across restarts and modes. Each of the last three knows how many committed
+tokens it has been told of, and is told what came after, however often the command is started again.
 """
 
 import importlib
@@ -42,21 +42,20 @@ STATES = ("running", "waiting", "stopped", "done", "failed", "damaged")
 
 def prometheus(observations: Sequence[dict]) -> str:
     """The text format, of what `status.observe_all` says. What is not known is left out."""
-    lines = []
-    for name, (field, words) in GAUGES.items():
-        lines += _gauge(name, words, ((seen, "", seen[field]) for seen in observations))
-    counts = ((seen, Counter(job["state"] for job in seen["jobs"])) for seen in observations)
-    lines += _gauge("jobs", "Jobs in the scheduler.", (
-        (seen, state, count) for seen, states in counts for state, count in sorted(states.items())
-    ))  # fmt: skip
-    lines += _gauge("state", "1 for the state a run is in.", (
-        (seen, state, int(state == seen["state"])) for seen in observations for state in STATES
-    ))  # fmt: skip
+    lines, jobs, states = [], [], []
+    for name, (key, words) in GAUGES.items():
+        lines += _gauge(name, words, [(seen, "", seen[key]) for seen in observations])
+    for seen in observations:
+        counts = Counter(job["state"] for job in seen["jobs"])
+        jobs += [(seen, state, counts[state]) for state in sorted(counts)]
+        states += [(seen, state, int(state == seen["state"])) for state in STATES]
+    lines += _gauge("jobs", "Jobs in the scheduler.", jobs)
+    lines += _gauge("state", "1 for the state a run is in.", states)
     return "\n".join([*lines, ""])
 
 
 def _gauge(name: str, words: str, samples: Iterable[tuple[dict, str, Any]]) -> Iterator[str]:
-    """Its lines; a sample is of a run, of a state if it is named, and a number."""
+    """The lines of one gauge. A sample is (run, state or "", number)."""
     yield f"# HELP elastic_{name} {words}"
     yield f"# TYPE elastic_{name} gauge"
     for seen, state, value in samples:
@@ -69,37 +68,25 @@ def _gauge(name: str, words: str, samples: Iterable[tuple[dict, str, Any]]) -> I
 # ---- one run, version by version
 
 
-class Sink:
-    """Who is told of a run, by `add(row)`."""
-
-    newest = 0  # committed tokens of the last row that it has
-
-    def flush(self) -> None:
-        """All there is has been added."""
-
-
-def feed(run: RunDir, sinks: Sequence[Sink]) -> None:
-    """Give each sink what it does not have yet."""
+def feed(run: RunDir, sinks: Sequence[Any]) -> None:
+    """Give each sink what it does not have yet, by its `newest` committed tokens."""
     for sink in sinks:
-        for row in rows(run, sink.newest):
-            sink.add(row)
-            sink.newest = row["tokens"]
-        sink.flush()
+        if news := [*rows(run, sink.newest)]:
+            sink.add(news)
+            sink.newest = news[-1]["tokens"]
 
 
 def rows(run: RunDir, after: int) -> Iterator[dict]:
-    """Numbers of every version and every step of sync mode beyond so many tokens, in their order.
-
-    Of a step that was done again the first line counts.
-    """
+    """Numbers of every version and every step of sync mode, beyond `after` committed tokens and in
+    their order. Of a step that was done again the first line counts."""
     steps = [{"step": line["step"], "time": line["time"], "tokens": line["tokens"],
               "loss": line["loss"], "workers": line["world"]}
              for line in run.lines("metrics.jsonl")]  # fmt: skip
     # From the newest on: of a long run few are new.
     commits = map(run.commit, range(run.newest_version(), 0, -1))
     new = list(takewhile(lambda commit: commit and commit["tokens"] > after, commits))
-    found = [{name: commit[name] for name in SERIES if name in commit} for commit in new[::-1]]
-    for row in sorted(found + steps, key=lambda row: row["tokens"]):
+    versions = [{name: commit[name] for name in SERIES if name in commit} for commit in new[::-1]]
+    for row in sorted(versions + steps, key=lambda row: row["tokens"]):
         if row["tokens"] > after:
             yield row
             after = row["tokens"]
@@ -111,7 +98,7 @@ def sinks(run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str 
     return [kind(*given) for kind, *given in kinds if given[0]]
 
 
-class JsonLines(Sink):
+class JsonLines:
     """A line per row. A last line that is torn, by a crash or a full disk, is cut off."""
 
     def __init__(self, path: Path):
@@ -119,21 +106,20 @@ class JsonLines(Sink):
         open(path, "ab", opener=own).close()
         whole, end, torn = path.read_bytes().rpartition(b"\n")
         try:
-            if whole:
-                self.newest = json.loads(whole.splitlines()[-1])["tokens"]
+            self.newest = json.loads(whole.splitlines()[-1])["tokens"] if whole else 0
             if torn and not any(torn.startswith(start[: len(torn)]) for start in STARTS):
                 raise ValueError("no line of it")
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{path} has something else in it", "name a new file") from None
         os.truncate(path, len(whole + end))
 
-    def add(self, row: dict) -> None:
+    def add(self, rows: Sequence[dict]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-class TensorBoard(Sink):
-    """Scalars by committed tokens; what came after the last flush is written again."""
+class TensorBoard:
+    """Scalars by committed tokens; those that no mark tells of are written again."""
 
     def __init__(self, folder: Path):
         writer = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard").SummaryWriter
@@ -141,16 +127,15 @@ class TensorBoard(Sink):
         self.newest = (read_json(self._mark) or {}).get("tokens", 0)
         self._writer = writer(str(folder), purge_step=self.newest + 1)
 
-    def add(self, row: dict) -> None:
-        for name, value in _numbers(row).items():
-            self._writer.add_scalar(name, value, row["tokens"], row["time"])
-
-    def flush(self) -> None:
+    def add(self, rows: Sequence[dict]) -> None:
+        for row in rows:
+            for name, value in _numbers(row).items():
+                self._writer.add_scalar(name, value, row["tokens"], row["time"])
         self._writer.flush()
-        write_atomic(self._mark, to_json({"tokens": self.newest}))
+        write_atomic(self._mark, to_json({"tokens": rows[-1]["tokens"]}))
 
 
-class WandB(Sink):
+class WandB:
     """The run of the same name in a project: made, or gone on with."""
 
     def __init__(self, project: str, run: str):
@@ -158,8 +143,9 @@ class WandB(Sink):
         self._run = wandb.init(project=project, id=run, name=run, resume="allow")
         self.newest = int(self._run.summary.get("tokens") or 0)
 
-    def add(self, row: dict) -> None:
-        self._run.log(_numbers(row), step=row["tokens"])
+    def add(self, rows: Sequence[dict]) -> None:
+        for row in rows:
+            self._run.log(_numbers(row), step=row["tokens"])
 
 
 def _package(module: str, name: str, package: str) -> Any:
