@@ -1,10 +1,15 @@
 """What happened, out of events and commits; and the words for it."""
 
+import ast
+
 import pytest
 
+from elastic.jobs import plan
 from elastic.people import timeline
 from elastic.people.timeline import Point, Stay
 from elastic.run import wording
+from elastic.run.records import EventKind, Outcome
+from helpers import ROOT
 
 
 def event(kind: str, time: float, **fields) -> dict:
@@ -100,6 +105,51 @@ def test_the_number_of_jobs_that_train_rises_and_falls():
 
 
 # ---- words
+
+
+DYNAMIC = {
+    "kind": ("preempt", "lost", "leave"),  # of an agent or a launcher that leaves
+    "action.verb": (plan.SUBMIT, plan.CANCEL),  # of a pass
+}
+
+
+def emitted() -> dict[str, str]:
+    """How the kind of an event is written wherever one is emitted, and the file of it."""
+    found = {}
+    for path in (ROOT / "lib/elastic").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if is_call and node.func.attr in ("event", "_event") and node.args:
+                found[ast.unparse(node.args[0])] = path.name
+    return found
+
+
+def test_every_kind_of_event_that_is_emitted_is_known_and_has_words():
+    kinds = {f"'{kind}'" for kind in EventKind} | {f"EventKind.{kind.name}" for kind in EventKind}
+    assert len(emitted()) > 30
+    assert emitted().keys() - kinds == DYNAMIC.keys()
+    assert {kind for kinds in DYNAMIC.values() for kind in kinds} <= {*EventKind}
+    assert wording.EVENTS.keys() == {*EventKind}
+
+
+def test_an_outcome_is_its_word_and_an_unknown_word_is_none_of_them():
+    assert (Outcome("yielded"), f"{Outcome.YIELDED}") == (Outcome.YIELDED, "yielded")
+    later = Outcome("eaten by a later version")
+    assert later is Outcome.UNKNOWN
+    assert not any((later.is_wanted, later.is_orderly, later.is_preemption, later.is_surprise))
+    assert {*filter(lambda outcome: outcome.is_surprise, Outcome)} == {
+        "killed", "lost", "failed", "refused", "held"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("event", "words"), [
+    (event("checkpoint-failed", 1.0, step=40, reason="no space"),
+     "the checkpoint of step 40 was not saved: no space"),
+    (event("validate", 1.0, step=40, tokens=9, loss=2.34567, accuracy=0.5),
+     "validation at step 40: loss=2.346 accuracy=0.5"),
+    (event("nodes-released", 1.0, nodes=2, left=4, job_id="7"), "2 nodes given back; 4 are left"),
+])  # fmt: skip
+def test_an_event_is_told_in_words(event: dict, words: str):
+    assert wording.event_words(event) == words
 
 
 @pytest.mark.parametrize("kind", wording.EVENTS)

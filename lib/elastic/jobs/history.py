@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.base.errors import Exit
+from elastic.run.records import Outcome
 
 MASTER = "master"
 WORKER = "worker"
@@ -123,7 +124,7 @@ class Ended(_Job):
 
     @property
     def crashed(self) -> bool:
-        return self.outcome == "failed"
+        return self.outcome == Outcome.FAILED
 
 
 @dataclass(frozen=True)
@@ -221,8 +222,8 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
         submitted_at=job.submitted_at,
         reason=reason,
         detail=str(record.get("detail") or ""),
-        worked=age_s >= WORKED_S or (did_some and said in ("done", "stopped", "yielded")),
-        final=outcome == "failed" and record.get("code") == Exit.DO_NOT_RESTART,
+        worked=age_s >= WORKED_S or (did_some and Outcome(said).is_orderly),
+        final=outcome == Outcome.FAILED and record.get("code") == Exit.DO_NOT_RESTART,
         started_at=job.started_at,
         ended_at=job.ended_at or ended_at,
     )

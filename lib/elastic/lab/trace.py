@@ -12,7 +12,8 @@ from statistics import fmean, median
 from elastic.base.errors import UsageError
 from elastic.lab.played import Change
 from elastic.run import goodput, rundir
-from elastic.run.goodput import IDLE_AT_THE_END, Allocation
+from elastic.run.goodput import Allocation
+from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 
 MOST_MS = 366 * 86400 * 1000
@@ -65,7 +66,7 @@ def _of_jobs(jobs: Sequence[Allocation], began: float, gpus: int) -> Iterator[Ch
         slot = job.attempts[0][1][0] if job.attempts else -1
         for part in range(job.gpus // gpus):
             yield Change(max(0.0, job.start - began), f"{slot}.{part}", gpus)
-            if job.outcome and job.outcome not in IDLE_AT_THE_END:
+            if job.outcome and not Outcome(job.outcome).is_wanted:
                 yield Change((job.notice or job.end) - began, f"{slot}.{part}", 0)
 
 
@@ -88,7 +89,7 @@ def measured(run: RunDir) -> dict[str, float]:
     found = {
         "startup_s": [work[0].start - start for start, work in firsts],
         "leave_s": [job.end - max([job.notice, *_stops(job, works)]) for job in jobs
-                    if job.notice and job.outcome == "yielded"],
+                    if job.notice and job.outcome == Outcome.YIELDED],
         "step_s": [delta["seconds"] / delta["steps"] for delta in deltas if delta["steps"]]
                   or [line["seconds"] * line["world"] / config.elastic.max for line in metrics],
     }  # fmt: skip

@@ -1,11 +1,9 @@
 """A run as one page, to look at and to send: `elastic-report`.
 
-    timeline    what happened, as plain records
-    draw_*      each a panel of matplotlib, the one importer of it
+    gather      reads the run directory once, into `Facts`
+    draw_*      each draws a panel with matplotlib, whose one importer this file is
     page        the panels as SVG inside one HTML file: no script, no network, text that can be
-                found; what a bar of the chart of jobs stands for is its tooltip
-
-Everything comes from the run directory. What is read once is held in `Facts`.
+                searched; the tooltip of a bar in the chart of jobs tells all about that job
 """
 
 import functools
@@ -22,19 +20,22 @@ from elastic.people import status, timeline
 from elastic.people.timeline import Incident, Point, Stay
 from elastic.run import wording
 from elastic.run.audit import gpu_seconds, read_metrics
-from elastic.run.goodput import PARTS
+from elastic.run.goodput import PARTS, shares
+from elastic.run.records import EventKind, Outcome
 from elastic.run.rundir import RunDir
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
-ENDS = {"yielded": ("v", ORANGE), "cancelled": ("|", GREY)}  # marks; none where all is well
-FINE, DEATH = ("", "done", "stopped"), ("X", RED)
+MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}  # at the end of a job
+MARK_OF_DEATH = ("X", RED)
+LINES = (EventKind.CHAOS, EventKind.MASTER, EventKind.REDIS_LOST, EventKind.TAKEN_BACK)
+# Of a time axis: the longest run that has it (seconds), its size (seconds), its name.
 UNITS = ((300, 1, "seconds"), (3 * 3600, 60, "minutes"), (5 * 86400, 3600, "hours"))
 PART_COLOURS = dict(zip(PARTS, ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00",
                                 "#bbbbbb"), strict=True))  # fmt: skip
-WIDTH = 9.0  # inches of a picture
+WIDTH, HEIGHT = 9.0, 3.0  # inches of a panel
 MOST_POINTS = 2000  # of a curve: more than a screen can show
-MOST_STAYS = 5000  # jobs drawn
-MOST_INCIDENTS = 500  # in the table: the newest
+MOST_STAYS = 5000  # jobs that are drawn
+MOST_INCIDENTS = 500  # rows of the table: the newest
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem } svg { max-width: 100% }
@@ -87,13 +88,13 @@ def gather(run: RunDir) -> Facts:
 
 
 def newest(stays: Sequence[Stay]) -> list[Stay]:
-    """As many as are drawn, in their order."""
+    """The MOST_STAYS that ended last, in the order that was given."""
     ended = sorted(stay.end for stay in stays)[-MOST_STAYS:]
     return [stay for stay in stays if stay.end >= ended[0]]
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """As many as are drawn: every nth, and the last one."""
+    """At most MOST_POINTS of them, evenly, and the last one."""
     step = -(-len(points) // MOST_POINTS) or 1
     return [*points[:-1:step], *points[-1:]]
 
@@ -114,14 +115,14 @@ def draw_loss_by_time(axes: Any, facts: Facts) -> None:
 
 
 def draw_throughput(axes: Any, facts: Facts) -> None:
-    axes.step([facts.at(p.time) for p in facts.points], [p.tokens_per_s for p in facts.points],
-              where="pre", color=BLUE)  # fmt: skip
+    times, rates = [facts.at(p.time) for p in facts.points], [p.tokens_per_s for p in facts.points]
+    axes.step(times, rates, where="pre", color=BLUE)
     axes.set(ylabel=f"{facts.seen['unit']}/s", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _at: wording.si(value))
-    steps = timeline.workers_over_time(facts.stays)
+    counts = timeline.workers_over_time(facts.stays)
+    times, jobs = [facts.at(at) for at, _ in counts], [count for _, count in counts]
     other = axes.twinx()
-    other.step([facts.at(at) for at, _ in steps], [count for _, count in steps],
-               where="post", color=ORANGE)  # fmt: skip
+    other.step(times, jobs, where="post", color=ORANGE)
     other.set(ylabel="jobs that train", ylim=(0, None))
     other.yaxis.label.set_color(ORANGE)
     _along_time(axes, facts)
@@ -130,14 +131,15 @@ def draw_throughput(axes: Any, facts: Facts) -> None:
 def draw_jobs(axes: Any, facts: Facts) -> None:
     """A Gantt chart: a row per place, a bar per job, a line per fault."""
     places = list(dict.fromkeys(stay.place for stay in facts.stays))
+    axes.figure.set_figheight(1.2 + 0.18 * min(60, len(places)))
     for number, stay in enumerate(facts.stays):
         row, start, end = places.index(stay.place), facts.at(stay.start), facts.at(stay.end)
         axes.barh(row, end - start, left=start, height=0.6, gid=f"job-{number}", color=LIGHT)
-        if stay.outcome not in FINE:
-            marker, colour = ENDS.get(stay.outcome, DEATH)
+        if stay.outcome and not Outcome(stay.outcome).is_wanted:
+            marker, colour = MARKS.get(stay.outcome, MARK_OF_DEATH)
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
     for incident in facts.incidents:
-        if incident.kind in ("master", "redis-lost", "taken-back") or "fault" in incident.words:
+        if incident.event in LINES:
             axes.axvline(facts.at(incident.time), color=RED, linewidth=0.7, linestyle=":")
     shown = range(0, len(places), 1 + len(places) // 40)
     axes.set_yticks(shown, [places[at] for at in shown])
@@ -147,13 +149,15 @@ def draw_jobs(axes: Any, facts: Facts) -> None:
 
 def draw_goodput(axes: Any, facts: Facts) -> None:
     """One bar of all GPU-seconds, cut by what they went into."""
-    whole, left = facts.gpu_seconds["allocated"] or 1.0, 0.0
-    for part in PARTS:
-        share = 100 * facts.gpu_seconds[part] / whole
-        axes.barh(0, share, left=left, color=PART_COLOURS[part], label=f"{part} {share:.1f} %")
-        left += share
+    axes.figure.set_figheight(1.8)
+    left = 0.0
+    for part, share in shares(facts.gpu_seconds).items():
+        percent = 100 * share
+        words = f"{part} {percent:.1f} %"
+        axes.barh(0, percent, left=left, color=PART_COLOURS[part], label=words)
+        left += percent
     axes.set(xlim=(0, 100), ylim=(-0.6, 2.0), yticks=())
-    axes.set(xlabel=f"% of {wording.si(whole)} GPU-seconds")
+    axes.set(xlabel=f"% of {wording.si(facts.gpu_seconds['allocated'])} GPU-seconds")
     axes.legend(ncols=4, loc="upper center", frameon=False)
 
 
@@ -161,28 +165,14 @@ def _along_time(axes: Any, facts: Facts) -> None:
     axes.set(xlim=(0, facts.at(facts.last)), xlabel=f"{facts.unit[1]} since {_clock(facts.began)}")
 
 
-@dataclass(frozen=True)
-class Panel:
-    title: str
-    content: Callable[[Any, Facts], None]
-    height: Callable[[Facts], float]  # in inches
-
-    def draw(self, axes: Any, facts: Facts) -> None:
-        self.content(axes, facts)
-        if not axes.dataLim.width > 0:
-            axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color="gray")
-
-
-PANELS = (
-    Panel("Loss against tokens", draw_loss_by_tokens, lambda _: 3.0),
-    Panel("Loss against time", draw_loss_by_time, lambda _: 3.0),
-    Panel("Throughput", draw_throughput, lambda _: 2.6),
-    Panel("Jobs (triangle: preempted with notice; cross: died without; bar: as asked;"
-          " dotted: a fault)",
-          draw_jobs, lambda f: 1.2 + 0.18 * min(60, len({s.place for s in f.stays}))),
-    Panel("What the time of the GPUs went into, from the first job on",
-          draw_goodput, lambda _: 1.8),
-)  # fmt: skip
+PANELS: dict[str, Callable[[Any, Facts], None]] = {
+    "Loss against tokens": draw_loss_by_tokens,
+    "Loss against time": draw_loss_by_time,
+    "Throughput": draw_throughput,
+    "Jobs (triangle: preempted with notice; cross: died without; bar: as asked; dotted: a fault)":
+        draw_jobs,
+    "What the time of the GPUs went into, from the first job on": draw_goodput,
+}  # fmt: skip
 
 
 # ---- the page
@@ -191,22 +181,24 @@ PANELS = (
 def page(facts: Facts) -> str:
     """The whole HTML file."""
     seen = facts.seen
-    titles = {f"job-{number}": stay.words for number, stay in enumerate(facts.stays)}
-    said = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
-    parts = [f"<h1>{_safe(seen['run'])}</h1>", *(f"<p>{_safe(words)}</p>" for words in said)]
-    for panel in PANELS:
-        parts += [f"<h2>{_safe(panel.title)}</h2>", with_titles(_svg(panel, facts), titles)]
+    tooltips = {f"job-{number}": stay.words for number, stay in enumerate(facts.stays)}
+    words = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
+    parts = [f"<h1>{_safe(seen['run'])}</h1>", *(f"<p>{_safe(each)}</p>" for each in words)]
+    for title in PANELS:
+        parts += [f"<h2>{_safe(title)}</h2>", with_titles(_svg(title, facts), tooltips)]
     parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]
     head = f"<meta charset='utf-8'><title>{_safe(seen['run'])}</title><style>{STYLE}</style>"
     return "\n".join(["<!doctype html>", f"<html lang='en'><head>{head}</head><body>", *parts,
                       "</body></html>", ""])  # fmt: skip
 
 
-def _svg(panel: Panel, facts: Facts) -> str:
+def _svg(title: str, facts: Facts) -> str:
     pyplot = _pyplot()
-    pyplot.rcParams["svg.hashsalt"] = panel.title  # names inside one page must differ
-    figure, axes = pyplot.subplots(figsize=(WIDTH, panel.height(facts)), layout="constrained")
-    panel.draw(axes, facts)
+    pyplot.rcParams["svg.hashsalt"] = title  # names inside one page must differ
+    figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    PANELS[title](axes, facts)
+    if not axes.dataLim.width > 0:
+        axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color="gray")
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     pyplot.close(figure)
@@ -214,11 +206,11 @@ def _svg(panel: Panel, facts: Facts) -> str:
 
 
 def with_titles(svg: str, titles: dict[str, str]) -> str:
-    """Tooltips for the groups of these names."""
+    """The picture with tooltips for the groups of these names."""
 
-    def titled(match: re.Match) -> str:
-        words = titles.get(match[1])
-        return f"{match[0]}<title>{_safe(words)}</title>" if words else match[0]
+    def titled(group: re.Match) -> str:
+        words = titles.get(group[1])
+        return f"{group[0]}<title>{_safe(words)}</title>" if words else group[0]
 
     return re.sub(r'<g id="([\w-]+)">', titled, svg)
 

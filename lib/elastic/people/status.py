@@ -25,6 +25,7 @@ from elastic.jobs.sched import Job, cluster_of, parse_job_name, scheduler_of
 from elastic.local.rounds import inner_steps
 from elastic.run import membership, wording
 from elastic.run.audit import read_checkpoints
+from elastic.run.records import EventKind, Outcome
 from elastic.run.rundir import RunDir
 from elastic.run.wording import counted, one_line
 
@@ -32,7 +33,6 @@ EVENTS, LOOKED_AT = 20, 300
 CURVE = 60  # newest versions whose loss is shown
 WINDOW = 10  # newest versions over which speed is measured
 NO_PASS_S = 180.0  # cron passes every two minutes
-TAKEN_AWAY = ("yielded", "killed", "lost")  # outcomes of jobs that the scheduler ended
 # A worker that says nothing of itself.
 UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
            "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
@@ -163,7 +163,7 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
                        else inner_steps(newest, run.config().local_sgd),
         "jobs": jobs.by_run.get(run.name, []),
         # A delta is no news, as its round is told.
-        "events": [each for each in events if each["kind"] != "delta"][-EVENTS:],
+        "events": [each for each in events if each["kind"] != EventKind.DELTA][-EVENTS:],
     }
     return {**found, "summary": wording.sentence(found, now)}
 
@@ -332,7 +332,8 @@ def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:
 def _preemptions_per_h(run: RunDir, now: float) -> float:
     """Of the last half hour, by what reconcile passes remember."""
     memory = reconcile.remembered(run, now)
-    taken = [end for end in memory.ended if end.outcome in TAKEN_AWAY and end.role != MASTER
+    taken = [end for end in memory.ended
+             if Outcome(end.outcome).is_preemption and end.role != MASTER
              and end.started_at and now - end.at < RECENT_S]  # fmt: skip
     return len(taken) * 3600 / RECENT_S
 

@@ -26,6 +26,7 @@ from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.jobs.command import NAMES, expand
 from elastic.jobs.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
 from elastic.run import estimate
+from elastic.run.records import EventKind
 from elastic.run.rundir import Control, RunDir
 
 TRY_S = 60.0  # for a first step of the task
@@ -122,7 +123,7 @@ def start(config: Config, root: Path) -> RunDir:
     limits = config.elastic
     control = Control(config.run.mode, "running", limits.min, limits.max, time.time())
     run = RunDir.create(root, config, control, clean_environment())
-    run.event("submit", min=limits.min, max=limits.max, scheduler=config.run.scheduler)
+    run.event(EventKind.SUBMIT, min=limits.min, max=limits.max, scheduler=config.run.scheduler)
     return run
 
 

@@ -1,18 +1,22 @@
-"""What happened to a run and to whom, in the order of time. Pure: from its events, its exit records
-and its commits, for the pages and pictures of report.py.
+"""What happened to a run and to whom, in the order of time, for the page of report.py. Pure.
+
+Everything follows from the run's events, its exit records and its commits.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from elastic.run import wording
 from elastic.run.goodput import job_key, jobs_in
+from elastic.run.records import EventKind, Outcome
 
-INCIDENTS = ("chaos", "preempt", "lost", "hang", "restart", "reject", "taken-back", "redis-lost",
-             "disk", "warning", "nodes-lost", "fail")  # fmt: skip
-UNWANTED = ("killed", "lost", "failed", "refused", "held")  # outcomes that no event of a job told
+INCIDENTS = (
+    EventKind.CHAOS, EventKind.LOST, EventKind.HANG, EventKind.RESTART, EventKind.REJECT,
+    EventKind.TAKEN_BACK, EventKind.REDIS_LOST, EventKind.DISK, EventKind.WARNING,
+    EventKind.NODES_LOST, EventKind.FAIL,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,11 @@ class Stay:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that went wrong, or was made to; `back_s`: until all was as before, if it was."""
+    """Something that went wrong, or was made to. `kind`: the fault or the outcome, where the event
+    has one. `back_s`: seconds until all was as before."""
 
     time: float
+    event: str
     kind: str
     words: str
     back_s: float | None = None
@@ -63,41 +69,51 @@ class Point:
 def stays(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Stay]:
     """Every job that has had nodes, by role, slot and start."""
     names = ("role", "slot", "job_id", "node", "started", "ended", "outcome", "reason")
-    found = [Stay(*({"node": "", **job}[name] for name in names))
-             for job in jobs_in(events, endings, now)]  # fmt: skip
-    return sorted(found, key=lambda stay: (stay.role, stay.slot, stay.start))
+    jobs = ({"node": "", **job} for job in jobs_in(events, endings, now))
+    every = [Stay(*(job[name] for name in names)) for job in jobs]
+    return sorted(every, key=lambda stay: (stay.role, stay.slot, stay.start))
 
 
 def incidents(events: Sequence[Mapping]) -> list[Incident]:
     """What a reader should know of, oldest first."""
-    found, joins, commit_at = [], {}, None  # the next ones, seen from the end
+    newest_first: list[Incident] = []
+    joins, commit_at = {}, None  # the next ones after the event that is looked at
     # What a pass has asked to leave is gone by its user's will.
-    asked = {job_key(event) for event in events if event["kind"] == "cancel"}
+    asked = {job_key(event) for event in events if event["kind"] == EventKind.CANCEL}
     for event in reversed(events):
-        if event["kind"] == "join":
+        if event["kind"] == EventKind.JOIN:
             joins[event["slot"]] = event["time"]
-        elif event["kind"] == "outer-step":
+        elif event["kind"] == EventKind.OUTER_STEP:
             commit_at = event["time"]
-        is_ending = event["kind"] == "end" and event["outcome"] in UNWANTED
-        is_takeover = event["kind"] == "master" and event["epoch"] > 1
-        is_asked = event["kind"] == "preempt" and job_key(event) in asked
-        if (event["kind"] in INCIDENTS and not is_asked) or is_ending or is_takeover:
+        if _is_incident(event, asked):
             kind = event.get("fault") or event.get("outcome") or event["kind"]
             back = commit_at if _is_masters(event) else _next_join(event, joins)
             back_s = None if back is None else back - event["time"]
-            found.append(Incident(event["time"], kind, wording.event_words(event), back_s))
-    return found[::-1]
+            what = (event["kind"], kind, wording.event_words(event))
+            newest_first.append(Incident(event["time"], *what, back_s))
+    return newest_first[::-1]
+
+
+def _is_incident(event: Mapping, asked: Collection[tuple]) -> bool:
+    if event["kind"] == EventKind.END:
+        return Outcome(event["outcome"]).is_surprise
+    if event["kind"] == EventKind.MASTER:
+        return event["epoch"] > 1
+    if event["kind"] == EventKind.PREEMPT:
+        return job_key(event) not in asked
+    return event["kind"] in INCIDENTS
 
 
 def _is_masters(event: Mapping) -> bool:
     """All is as before when a version is committed."""
-    return event.get("role") == "master" or event["kind"] in ("redis-lost", "master")
+    return event.get("role") == "master" or event["kind"] in (
+        EventKind.REDIS_LOST, EventKind.MASTER)  # fmt: skip
 
 
 def _next_join(event: Mapping, joins: Mapping[int, float]) -> float | None:
     """When the place was filled again."""
     is_workers = event.get("role", "worker") == "worker"
-    is_loss = event["kind"] in ("preempt", "lost", "end")
+    is_loss = event["kind"] in (EventKind.PREEMPT, EventKind.LOST, EventKind.END)
     return joins.get(event.get("slot")) if is_workers and is_loss else None
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from elastic.people.diagnosis import VERDICTS
 from elastic.run import wording
-from elastic.run.goodput import PARTS
+from elastic.run.goodput import PARTS, shares
 from elastic.run.wording import si
 
 STATE_STYLES = {
@@ -270,10 +270,10 @@ def plan_view(found: dict) -> RenderableType:
 
 def _gpu_seconds(ledger: dict[str, float]) -> str:
     """The goodput ledger in a line or two."""
-    whole, (training, *others) = ledger["allocated"], PARTS
-    shares = [f"{name} {ledger[name] / whole:.1%}" for name in others if ledger[name]]
-    goodput = f"{training} {ledger[training] / (whole or 1.0):.1%} of {si(whole)} GPU-seconds"
-    return f"goodput: {', '.join([goodput, *shares])}; {si(ledger['queued'])} more were waited for"
+    share = shares(ledger)
+    others = [f"{part} {share[part]:.1%}" for part in PARTS[1:] if share[part]]
+    goodput = f"training {share['training']:.1%} of {si(ledger['allocated'])} GPU-seconds"
+    return f"goodput: {', '.join([goodput, *others])}; {si(ledger['queued'])} more were waited for"
 
 
 def validation_view(found: dict, curves: dict) -> RenderableType:

@@ -8,17 +8,18 @@
     lost       steps that no commit has, and all that came after a worker had died or hung
     open       since the newest commit, in jobs at work: undecided yet
 
-A job's time is cut at the marks it left in the run directory (its start and end, its attempts, its
-notice) and by the work of it that was committed; each piece is counted once, so that the parts add
-up to what was allocated. `queued` stands beside them: GPU-seconds asked for and not yet given.
+A job's time is cut at the marks that it left in the run directory (its start and end, its attempts,
+its notice) and by its committed work. Each piece is counted once, so the parts add up to what was
+allocated. `queued` stands beside them: GPU-seconds that were asked for and not yet given.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic.run.records import EventKind, Outcome
+
 PARTS = ("training", "replay", "start-up", "waiting", "notice", "lost", "open")
-IDLE_AT_THE_END = ("done", "stopped")  # outcomes of jobs that had delivered everything
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,24 @@ class Allocation:
 def work_in(commits: Iterable[Mapping], metrics: Iterable[Mapping] = ()) -> list[Work]:
     """All work that counts: deltas of local mode, steps of sync mode."""
     deltas = (delta for commit in commits for delta in commit["deltas"] if delta.get("delivered"))
-    found = [
+    work = [
         Work((d["slot"], d["attempt"]), d["delivered"] - d.get("seconds", 0.0), d["delivered"],
              d["tokens"], d.get("stall_s", 0.0))
         for d in deltas
     ]  # fmt: skip
     furthest = tokens = 0
     for line in metrics:
-        grown = line["tokens"] - tokens if line["step"] > furthest else 0
-        found.append(Work((0, line["attempt"]), line["time"] - line["seconds"], line["time"],
-                          grown, again=line["step"] <= furthest))  # fmt: skip
+        again = line["step"] <= furthest
+        attempt, start = (0, line["attempt"]), line["time"] - line["seconds"]
+        grown = 0 if again else line["tokens"] - tokens
+        work.append(Work(attempt, start, line["time"], grown, again=again))
         furthest, tokens = max(furthest, line["step"]), max(tokens, line["tokens"])
-    return found
+    return work
 
 
 def tokens_per_s(work: Iterable[Work], start: float, stop: float) -> float:
     """The rate at which tokens were trained in a window."""
-    return sum(each.tokens_between(start, stop) for each in work) / max(stop - start, 1e-9)
+    return sum(piece.tokens_between(start, stop) for piece in work) / max(stop - start, 1e-9)
 
 
 def job_key(record: Mapping) -> tuple:
@@ -79,46 +81,46 @@ def job_key(record: Mapping) -> tuple:
 
 
 def jobs_in(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Mapping]:
-    """Every job that has had nodes, as an event of its end tells of it; one that is at work has no
+    """Every job that has had nodes, as the event of its end tells of it. A job at work has no
     outcome, and lasts until `now`."""
-    found: dict[tuple, Mapping] = {}
+    jobs: dict[tuple, Mapping] = {}
     for end in endings:
         if "started" in end:  # no pass may have noted yet that it has ended
-            until = {"ended": now, "outcome": "", "reason": ""}
+            until = {"ended": now, "outcome": Outcome.AT_WORK, "reason": ""}
             until = {"ended": end["time"]} if end.get("state") == "ended" else until
-            found[job_key(end)] = {**end, "submitted": end["started"], **until}
+            jobs[job_key(end)] = {**end, "submitted": end["started"], **until}
     for event in events:
-        if event["kind"] == "end" and event.get("started"):
-            found.pop(job_key(event), None)
-            found[*job_key(event), event["started"]] = event  # a requeued job has its id again
-    return list(found.values())
+        if event["kind"] == EventKind.END and event.get("started"):
+            jobs.pop(job_key(event), None)
+            jobs[*job_key(event), event["started"]] = event  # a requeued job has its id again
+    return list(jobs.values())
 
 
 def allocations(
     events: Sequence[Mapping], endings: Iterable[Mapping], gpus: int, now: float
 ) -> list[Allocation]:
-    """Every job that had GPUs (`gpus`: those of a worker), by its events and exit record."""
+    """Every job that had GPUs, by its events and exit record. `gpus`: how many a worker has."""
     starts, notices = defaultdict(list), {}
     for event in events:
-        if event["kind"] == "start":
+        if event["kind"] == EventKind.START:
             starts[job_key(event)].append((event["time"], (event["slot"], event["attempt"])))
-        elif event["kind"] == "notice":
+        elif event["kind"] == EventKind.NOTICE:
             notices[job_key(event)] = event["time"]
-    found = {job_key(job): job for job in jobs_in(events, endings, now) if job["role"] != "master"}
+    jobs = {job_key(job): job for job in jobs_in(events, endings, now) if job["role"] != "master"}
     names = ("submitted", "started", "ended", "outcome")
     return [
         Allocation(job.get("gpus", gpus), *(job[name] for name in names), tuple(starts[key]),
                    notices.get(key))
-        for key, job in found.items()
+        for key, job in jobs.items()
     ]  # fmt: skip
 
 
 def by_attempt(work: Iterable[Work]) -> dict[tuple[int, int], list[Work]]:
     """What each attempt has done, oldest first."""
-    found = defaultdict(list)
-    for each in sorted(work, key=lambda each: each.start):
-        found[each.attempt].append(each)
-    return found
+    works = defaultdict(list)
+    for piece in sorted(work, key=lambda piece: piece.start):
+        works[piece.attempt].append(piece)
+    return works
 
 
 def ledger(jobs: Iterable[Allocation], work: Iterable[Work]) -> dict[str, float]:
@@ -126,32 +128,37 @@ def ledger(jobs: Iterable[Allocation], work: Iterable[Work]) -> dict[str, float]
     works = by_attempt(work)
     total = Counter(dict.fromkeys((*PARTS, "allocated", "queued"), 0.0))
     for job in jobs:
-        mine = [each for _, attempt in job.attempts for each in works[attempt]]
-        for part, seconds in _divided(job, sorted(mine, key=lambda each: each.start)):
+        mine = [piece for _, attempt in job.attempts for piece in works[attempt]]
+        for part, seconds in _divided(job, sorted(mine, key=lambda piece: piece.start)):
             total[part] += job.gpus * seconds
         total["allocated"] += job.gpus * (job.end - job.start)
         total["queued"] += job.gpus * max(0.0, job.start - job.submitted)
     return dict(total)
 
 
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """A ledger's parts as shares of what was allocated; goodput is that of training."""
+    return {part: seconds[part] / (seconds["allocated"] or 1.0) for part in PARTS}
+
+
 def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float]]:
     """(part, seconds) from the job's start to its end, without gap or overlap."""
     at, begun = job.start, None
-    for each in work:
-        start = min(max(each.start, at), job.end)
-        stop = min(max(each.stop, start), job.end)
-        if each.attempt == begun:
-            waited_s = min(start - at, max(each.stall_s, 0.0)) if not each.again else start - at
+    for piece in work:
+        start = min(max(piece.start, at), job.end)
+        stop = min(max(piece.stop, start), job.end)
+        if piece.attempt == begun:
+            waited_s = min(start - at, max(piece.stall_s, 0.0)) if not piece.again else start - at
             yield "waiting", waited_s
             yield "lost", start - at - waited_s  # rounds in between that were rejected
         else:
             yield from _restart(job, at, start, begun)
-        yield "replay" if each.again else "training", stop - start
-        at, begun = stop, each.attempt
+        yield "replay" if piece.again else "training", stop - start
+        at, begun = stop, piece.attempt
     noticed = min(max(job.notice or job.end, at), job.end)
     if not job.outcome:
         yield "open" if begun else "start-up", noticed - at
-    elif job.outcome in IDLE_AT_THE_END and begun:
+    elif Outcome(job.outcome).is_wanted and begun:
         yield "waiting", noticed - at
     else:
         yield from _restart(job, at, noticed, begun, "lost" if begun else "start-up")

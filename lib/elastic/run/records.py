@@ -1,5 +1,6 @@
 """The records of a run: what one part of the toolkit hands to another, with its types. Pure."""
 
+import enum
 import math
 import re
 from dataclasses import asdict, dataclass
@@ -8,6 +9,92 @@ from elastic.run.ledger import Range
 
 MAX_FRAGMENTS = 100_000
 MOST_CHARACTERS = 200  # of a header's words
+
+
+class Outcome(enum.StrEnum):
+    """How a job ended, as exit records and events spell it. A job writes the first five itself; the
+    others are what a pass concludes where a job wrote nothing."""
+
+    DONE = "done"  # the run is finished
+    STOPPED = "stopped"  # by elastic-stop, or the run goes on in the other mode
+    YIELDED = "yielded"  # left in time, after a notice
+    FENCED = "fenced"  # a higher attempt has its place
+    FAILED = "failed"
+    LOST = "lost"  # the scheduler names the cause: preemption, time limit, dead node
+    KILLED = "killed"  # nobody knows the cause
+    CANCELLED = "cancelled"  # by a pass, or by the job's owner
+    HELD = "held"  # would never have started
+    REFUSED = "refused"  # never had a node
+    AT_WORK = ""  # the job has not ended
+    UNKNOWN = "unknown"  # a word of another version
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Outcome":
+        return cls.UNKNOWN
+
+    @property
+    def is_wanted(self) -> bool:
+        """The job had delivered everything: nobody wanted more of it."""
+        return self in (Outcome.DONE, Outcome.STOPPED)
+
+    @property
+    def is_orderly(self) -> bool:
+        """The job delivered what it had before it left."""
+        return self.is_wanted or self is Outcome.YIELDED
+
+    @property
+    def is_preemption(self) -> bool:
+        """The scheduler took the job's nodes away."""
+        return self in (Outcome.YIELDED, Outcome.KILLED, Outcome.LOST)
+
+    @property
+    def is_surprise(self) -> bool:
+        """An end that no event of the job itself has told."""
+        return self in (Outcome.KILLED, Outcome.LOST, Outcome.FAILED, Outcome.REFUSED, Outcome.HELD)
+
+    @property
+    def is_interruption(self) -> bool:
+        """By the exit record of a trainer, which says nothing of its end if it was killed."""
+        return self in (Outcome.AT_WORK, Outcome.YIELDED, Outcome.FAILED)
+
+
+class EventKind(enum.StrEnum):
+    """What events.jsonl tells of; run/wording.py has the sentence of each."""
+
+    SUBMIT = "submit"
+    CANCEL = "cancel"
+    START = "start"
+    JOIN = "join"
+    NOTICE = "notice"
+    PREEMPT = "preempt"
+    LEAVE = "leave"
+    LOST = "lost"
+    END = "end"
+    RESTART = "restart"
+    HANG = "hang"
+    DELTA = "delta"
+    LAST_CALL = "last-call"
+    OUTER_STEP = "outer-step"
+    REJECT = "reject"
+    TAKEN_BACK = "taken-back"
+    INNER_STATE = "inner-state"
+    MASTER = "master"
+    REDIS_LOST = "redis-lost"
+    SCALE = "scale"
+    STOP = "stop"
+    FAIL = "fail"
+    DONE = "done"
+    MODE = "mode"
+    CHAOS = "chaos"
+    WARNING = "warning"
+    DISK = "disk"
+    NODES_LOST = "nodes-lost"
+    NODES_RELEASED = "nodes-released"
+    RESTORE = "restore"
+    CHECKPOINT_REFUSED = "checkpoint-refused"
+    CHECKPOINT_FAILED = "checkpoint-failed"
+    NOT_FINITE = "not-finite"
+    VALIDATE = "validate"
 
 
 @dataclass(frozen=True)

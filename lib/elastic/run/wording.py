@@ -1,46 +1,54 @@
 """A run in plain words: a sentence about it, its events, what a scheduler's reason means. Pure.
 
-Pure text, from the dictionaries of `status.observe` and from events; what it looks like on a
-screen or a page is up to views.py and report.py.
+Text from the dictionaries of `status.observe` and from events. How the text looks on a screen or
+on a page is up to views.py and report.py.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic.run.records import EventKind
+
 EVENTS = {
-    "submit": "{who} is queued as job {job_id}: {reason}",
-    "cancel": "{who} is cancelled: {reason}",
-    "start": "{who} starts on {node}",
-    "join": "slot {slot} is there, on {node} (attempt {attempt})",
-    "notice": "{who} is told to leave ({signal})",
-    "preempt": "{who} had to leave: {reason}; {steps} steps in all",
-    "leave": "{who} left: {reason}",
-    "lost": "{who} is lost: {node} was silent after step {steps}",
-    "crash": "{who} failed: {reason}",
-    "end": "job {job_id} of {who} ended ({outcome}): {reason}",
-    "restart": "{who} starts again in its job: {reason}",
-    "hang": "{who} showed no life for {seconds} s and was killed",
-    "delta": "slot {slot} delivered {steps} steps on version {base}",
-    "last-call": "last call of round {version}: {reason}",
-    "outer-step": "version {version} from {workers}, loss {loss}",
-    "reject": "a delta of slot {slot} is refused: {reason}",
-    "taken-back": "version {version} was taken back: {reason}",
-    "master": "master {epoch} is at work on {node}",
-    "redis-lost": "the Redis of master {epoch} is gone: {reason}",
-    "scale": "wanted from now on: {min} to {max} GPUs, mode {mode}",
-    "stop": "elastic-stop was called",
-    "fail": "the run failed: {reason}",
-    "done": "the run is done: {done}",
-    "chaos": "fault {fault}: {what}",
-    "warning": "warning: {reason}",
-    "disk": "the disk refused a write: {reason}",
-    "mode": "mode {mode} from version {version}",
-    "nodes-lost": "nodes lost: {nodes}; {left} are left",
-    "restore": "training goes on from {from} on {world} GPUs",
+    EventKind.SUBMIT: "{who} is queued as job {job_id}: {reason}",
+    EventKind.CANCEL: "{who} is cancelled: {reason}",
+    EventKind.START: "{who} starts on {node}",
+    EventKind.JOIN: "slot {slot} is there, on {node} (attempt {attempt})",
+    EventKind.NOTICE: "{who} is told to leave ({signal})",
+    EventKind.PREEMPT: "{who} had to leave: {reason}; {steps} steps in all",
+    EventKind.LEAVE: "{who} left: {reason}",
+    EventKind.LOST: "{who} is lost: {node} was silent after step {steps}",
+    EventKind.END: "job {job_id} of {who} ended ({outcome}): {reason}",
+    EventKind.RESTART: "{who} starts again in its job: {reason}",
+    EventKind.HANG: "{who} showed no life for {seconds} s and was killed",
+    EventKind.DELTA: "slot {slot} delivered {steps} steps on version {base}",
+    EventKind.LAST_CALL: "last call of round {version}: {reason}",
+    EventKind.OUTER_STEP: "version {version} from {workers}, loss {loss}",
+    EventKind.REJECT: "a delta of slot {slot} is refused: {reason}",
+    EventKind.TAKEN_BACK: "version {version} was taken back: {reason}",
+    EventKind.INNER_STATE: "inner state of slot {slot}: {reason}",
+    EventKind.MASTER: "master {epoch} is at work on {node}",
+    EventKind.REDIS_LOST: "the Redis of master {epoch} is gone: {reason}",
+    EventKind.SCALE: "wanted from now on: {min} to {max} GPUs, mode {mode}",
+    EventKind.STOP: "elastic-stop was called",
+    EventKind.FAIL: "the run failed: {reason}",
+    EventKind.DONE: "the run is done: {done}",
+    EventKind.MODE: "mode {mode} from version {version}",
+    EventKind.CHAOS: "fault {fault}: {what}",
+    EventKind.WARNING: "warning: {reason}",
+    EventKind.DISK: "the disk refused a write: {reason}",
+    EventKind.NODES_LOST: "nodes lost: {nodes}; {left} are left",
+    EventKind.NODES_RELEASED: "{nodes} nodes given back; {left} are left",
+    EventKind.RESTORE: "training goes on from {from} on {world} GPUs",
+    EventKind.CHECKPOINT_REFUSED: "a checkpoint was not used: {reason}",
+    EventKind.CHECKPOINT_FAILED: "the checkpoint of step {step} was not saved: {reason}",
+    EventKind.NOT_FINITE: "not finite at {reason}",
+    EventKind.VALIDATE: "validation at step {step}: {scores}",
 }
-STARTED = "started, for {min} to {max} GPUs on {scheduler}"
+STARTED = "started, for {min} to {max} GPUs on {scheduler}"  # of a run, not of a job
+CRASHED = "{who} failed: {reason}"  # of a job that says itself that it is lost
 
 # What a job waits for (the words of Slurm, as a pattern), and what to do about it.
 PENDING = (
@@ -81,29 +89,38 @@ def way_out(reason: str) -> str:
 
 
 def event_words(event: Mapping[str, Any]) -> str:
-    """One event as a sentence; one of an unknown kind as its fields."""
+    """One event as a sentence; an event of an unknown kind as its fields."""
     kind = event.get("kind", "?")
     if kind not in EVENTS:
-        rest = (f"{name}={brief(v)}" for name, v in event.items() if name not in ("time", "kind"))
-        return one_line(" ".join([str(kind), *rest]))
-    if kind == "lost" and "reason" in event:  # it said so itself
-        kind = "crash"
-    words = EVENTS[kind] if kind != "submit" or "role" in event else STARTED
+        return one_line(f"{kind} {_values(event, ('time', 'kind'))}")
+    words = EVENTS[kind]
+    if kind == EventKind.SUBMIT and "role" not in event:
+        words = STARTED
+    elif kind == EventKind.LOST and "reason" in event:
+        words = CRASHED
     if "steps" not in event:  # of a program whose steps nobody knows
         words = words.removesuffix("; {steps} steps in all")
     fields = {name: brief(value) for name, value in {**event, **_derived(event)}.items()}
     return words.format_map(defaultdict(lambda: "?", fields))
 
 
+def _values(event: Mapping[str, Any], without: Sequence[str]) -> str:
+    return " ".join(f"{name}={brief(v)}" for name, v in event.items() if name not in without)
+
+
 def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
     """What sentences need beside the fields."""
     again = "what the program itself finds" if event.get("attempt", 1) > 1 else "the beginning"
     step = f"step {event['step']}" if "step" in event else again
-    found = {"who": who(event), "done": event.get("reason", "nothing is left to train"),
-             "from": event.get("resume") or step}  # fmt: skip
+    derived = {
+        "who": who(event),
+        "done": event.get("reason", "nothing is left to train"),
+        "from": event.get("resume") or step,
+        "scores": _values(event, ("time", "kind", "step", "tokens")),
+    }
     if "workers" in event:
-        found["workers"] = counted(event["workers"], "worker")
-    return found
+        derived["workers"] = counted(event["workers"], "worker")
+    return derived
 
 
 def who(event: Mapping[str, Any]) -> str:
@@ -128,7 +145,7 @@ def plain(words: Any) -> Any:
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """Anybody's words in at most so many characters."""
+    """Anybody's words in one line of at most `most` characters."""
     text = plain(" ".join(text.split()))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -169,7 +186,7 @@ def _progress(seen: Mapping[str, Any]) -> list[str]:
 
 
 def awaited(seen: Mapping[str, Any]) -> list[dict]:
-    """The pending jobs that matter: a successor in sync mode waits for the end of a job at work."""
+    """The pending jobs that hold the run up. A trainer that waits behind one at work does not."""
     pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
     return [job for job in pending if job["role"] != "trainer" or not seen["workers"]]
 
@@ -184,8 +201,8 @@ def _pending(seen: Mapping[str, Any], now: float) -> str:
 
 
 def unit(commit: Mapping[str, Any], progress: Mapping[str, Any] | None = None) -> str:
-    """What "tokens" counts in a run: "samples" where its task has no tokens(). By the deltas of a
-    version, or by the last step of sync mode."""
+    """What a run counts: "samples" where its task has no tokens(), else "tokens". Known by the
+    deltas of a version, or by the last step of sync mode."""
     deltas = [(each["tokens"], sum(stop - start for *_, start, stop in each["samples"]))
               for each in commit.get("deltas", ())]  # fmt: skip
     if not deltas and progress:
@@ -194,8 +211,8 @@ def unit(commit: Mapping[str, Any], progress: Mapping[str, Any] | None = None) -
 
 
 def last_error(said: str) -> str:
-    """The line of a program's last words that says why it died: that of the newest exception, else
-    one that calls itself an error; "" if there is none."""
+    """Why a program died, by its last words: the line of its newest exception, else the last line
+    that calls itself an error; "" if there is neither."""
     lines = [RANK.sub("", line) for line in said.splitlines()]
     starts = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent")]
     ends = (lines[at + 1 :] for at in starts)
