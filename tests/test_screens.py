@@ -66,7 +66,8 @@ def seen(**changes) -> dict:
         "events": EVENTS,
     }  # fmt: skip
     found = plain | changes
-    return found | {"summary": wording.sentence(found, NOW)}
+    upcoming = changes.get("next", "")
+    return found | {"summary": wording.sentence(found, upcoming, NOW)}
 
 
 TROUBLED = [worker(3, state="stalled", tokens_per_s=0.0, last_beat_s=2.0),

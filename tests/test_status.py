@@ -3,9 +3,13 @@
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,8 +47,77 @@ def runs(tmp_path, make_config, monkeypatch) -> list[RunDir]:
     made = [RunDir.create(tmp_path / "runs", make_config(name=name), control, {}) for name in names]
     jobs = [Job(f"{run.name}.{slot}", job_name(run.name, "worker", slot), state, node="n1")
             for run in made for slot, state in enumerate(["RUNNING", "PENDING"])]  # fmt: skip
-    monkeypatch.setattr(status, "listing", lambda *_: status.Listing(jobs))
+    scheduler = SimpleNamespace(jobs=lambda _within_s: jobs)
+    monkeypatch.setattr(status, "open_scheduler", lambda *_: scheduler)
     return made
+
+
+OPENED: list[str] = []  # files, as long as somebody looks
+LOOKS: list[bool] = []
+
+
+def note(event: str, arguments: tuple) -> None:
+    if LOOKS and event == "open":
+        OPENED.append(str(arguments[0]))
+
+
+sys.addaudithook(note)  # there is no way to remove one
+
+
+@contextlib.contextmanager
+def reads_of(run: RunDir) -> Iterator[Counter]:
+    """How often each file of a run is opened meanwhile, by its path in the run."""
+    reads: Counter = Counter()
+    LOOKS.append(True)
+    try:
+        yield reads
+    finally:
+        LOOKS.clear()
+        inside = [path for path in OPENED if path.startswith(f"{run.path}/")]
+        reads.update(str(Path(path).relative_to(run.path)) for path in inside)
+        OPENED.clear()
+
+
+def lived(run: RunDir) -> RunDir:
+    """A run with something in each of its files."""
+    for version in range(4):
+        run.link_commit({"version": version, "master_epoch": 1, "time": time.time(), "deltas": [],
+                         "samples": [], "tokens": 10 * version, "total_tokens": 99,
+                         "loss": 2.0})  # fmt: skip
+    for slot in range(2):
+        who = {"role": "worker", "slot": slot, "attempt": 1, "node": "n1"}
+        run.write_ending(f"{run.name}.{slot}", {"state": "started", **who})
+        run.event("start", job_id=f"{run.name}.{slot}", **who)
+    run.write_progress({"time": 1.0, "job_id": "1", "base_version": 9, "tokens": 40})
+    (run.path / "reconcile.json").write_text('{"memory": {}}')
+    return RunDir(run.path)  # it has read nothing yet
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_a_look_reads_each_file_of_a_run_once(runs, brief: bool):
+    """A later answer to the same question could be another one, and makes no sense beside it."""
+    run = lived(runs[0])
+    with reads_of(run) as reads:
+        status.observe_all([run, runs[1]] if brief else [run], brief)
+    assert {name: count for name, count in reads.items() if count > 1} == {}
+    always = {"run.toml", "control.json", "environment.json", "newest.json", "progress.json",
+              "commits/000003.json"}  # fmt: skip
+    whole = {"events.jsonl", "reconcile.json", "exit/run0.0.json", "commits/000000.json",
+             "commits/000001.json", "commits/000002.json"}  # fmt: skip
+    assert {name for name in reads if reads[name]} >= (always if brief else always | whole)
+    assert not brief or not {"events.jsonl", "reconcile.json"} & {*reads}
+
+
+def test_what_the_next_pass_would_do_is_what_it_does(runs):
+    run = runs[0]
+    foreseen = status.observe(run, status.Listing())["next"]
+    assert foreseen.startswith("submit master 0 (first start); submit worker 0 (first start)")
+    assert foreseen.endswith("; 2 more")
+    assert status.observe(run, status.Listing(trouble="silent"))["next"] == (
+        "nothing, until the scheduler answers")  # fmt: skip
+    run.set_control(state="stopped")
+    stopped = status.observe(run, status.Listing())
+    assert (stopped["state"], stopped["next"]) == ("stopped", "nothing: all is as wanted")
 
 
 def test_of_many_runs_workers_are_counted_by_jobs_and_no_redis_is_asked(runs):

@@ -31,7 +31,8 @@ from elastic.jobs import cadence, history, sched, sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
-from elastic.run.rundir import RunDir
+from elastic.run.records import Outcome
+from elastic.run.rundir import Control, RunDir
 
 DYING_S = 60.0  # how long a submission may still turn up whose pass was killed: past SETTLE_S, too
 UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes
@@ -211,28 +212,15 @@ class _Pass:
         self.report = RunReport(run.name)
         self.notes = _load(run, now)
         self.memory = self.notes.memory
-        elastic = self.config.elastic
-        hang_s = self.config.health.hang_timeout_s
-        self.limits = Limits(
-            elastic.max_pending, elastic.max_failures, elastic.backoff_s, hang_s
-        )
 
     def world(self, scheduler: Scheduler) -> World:
-        control = self.run.control()
+        control = self.facts.control
         growth = self._growth(scheduler, control.max) if control.mode == "sync" else None
-        memory = self.memory
-        if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
-            memory = replace(memory, later_until=0.0)
-        if control.mode == "sync":
-            job = self._trainer_at_work()
-            gpus, limits = self._gpus_of(job.job_id) if job else 0, (control.min, control.max)
-            return World(0, memory, self.limits, "sync", growth, limits, gpus)
-        slots = control.max // max(1, self.config.slurm.gpus_per_worker)
-        return World(slots, memory, self.limits)
+        return world_of(replace(self.facts, memory=self.memory), growth)
 
     def _growth(self, scheduler: Scheduler, most: int) -> sizing.Growth | None:
         """What a restart of the trainer would gain; None if it is not the time to ask."""
-        job = self._trainer_at_work()
+        job = _trainer_at_work(self.memory)
         least_age_s = self.config.sync.grow_after_s
         # A program of the user's may save but once an epoch.
         if job is None or job.started_at is None or self.dry_run or self.config.run.command:
@@ -255,26 +243,15 @@ class _Pass:
         self.memory = replace(self.memory, spare_passes=found)
         return replace(best, more=more) if found >= SPARE_PASSES else None
 
-    def _trainer_at_work(self) -> JobSeen | None:
-        working = (job for job in self.memory.jobs if job.role == TRAINER and job.started)
-        return next((job for job in working if not job.over), None)
-
     def _gpus_of(self, job_id: str) -> int:
         """As the job has noted itself; 0: not yet."""
         return (self.run.ending(job_id) or {}).get("gpus", 0)
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes readable."""
-        listed = [row for job in jobs if (row := _seen(job, self.run))]
-        mode = self.run.control().mode
-        memory = history.enter(self.memory, self.run.closing(), self.now, mode)
-        listed_at = self.now - self.within_s  # at the earliest
-        news = history.gone(memory, listed, listed_at)
-        if memory.closing in ("stopped", "done"):  # jobs that end now do as they were asked
-            news = [replace(job, cancelled_at=self.now) for job in news]
-        endings = [history.ending(job, self.run.ending(job.job_id), self.now) for job in news]
-        keep = self.limits.max_failures + 1
-        self.memory = history.learn(memory, listed, endings, listed_at, keep)
+        self.facts = Facts(self.run.name, self.config, self.run.control(), self.run.closing(),
+                           self.memory, jobs, self.run.ending, self.within_s)  # fmt: skip
+        self.memory, endings = learned(self.facts, self.now)
         for end in endings:
             fields = {"role": end.role, "slot": end.slot, "job_id": end.job_id, "node": end.node}
             times = {"submitted": end.submitted_at, "started": end.started_at,
@@ -418,15 +395,12 @@ class _Pass:
 
     def _tell_waiting(self, waits: Sequence[Action]) -> None:
         """Say every reason once, until it has gone away."""
-        groups: dict[str, list[str]] = defaultdict(list)
-        for wait in waits:
-            groups[wait.reason].append(f"{wait.role} {wait.slot}")
-        for reason, (first, *others) in groups.items():
-            text = first + (f" and {len(others)} more" if others else "") + f": {reason}"
+        reasons = reasons_of(waits)
+        for reason, text in reasons.items():
             self.report.waiting.append(text)
             if reason not in self.notes.said:
                 self._say(text)
-        self.notes = replace(self.notes, said=tuple(groups))
+        self.notes = replace(self.notes, said=tuple(reasons))
 
     def _say(self, line: str) -> None:
         self.report.lines.append(line)
@@ -436,17 +410,81 @@ class _Pass:
             self.run.event(kind, **fields)
 
 
-def _seen(job: Job, run: RunDir) -> JobSeen | None:
-    """`job` if it belongs to `run`."""
+# ---- what a pass plans, and what status foretells
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the plan for a run follows from. `ending` gives the exit record of a job; `jobs`
+    may be a listing of `within_s` ago."""
+
+    run: str
+    config: Config
+    control: Control
+    closing: str
+    memory: Memory
+    jobs: Sequence[Job]
+    ending: Callable[[str], Mapping | None]
+    within_s: float = 0.0
+
+
+def plan_of(facts: Facts, now: float) -> list[Action]:
+    """What a pass would do, but for a growth: only a pass can ask for spare GPUs."""
+    memory, _ = learned(facts, now)
+    return plan(world_of(replace(facts, memory=memory)), now)
+
+
+def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
+    """Memory up to date with a listing and exit records, and the ends that are news."""
+    listed = [row for job in facts.jobs if (row := _seen(job, facts))]
+    memory = history.enter(facts.memory, facts.closing, now, facts.control.mode)
+    listed_at = now - facts.within_s  # at the earliest
+    news = history.gone(memory, listed, listed_at)
+    if memory.closing in ("stopped", "done"):  # jobs that end now do as they were asked
+        news = [replace(job, cancelled_at=now) for job in news]
+    endings = [history.ending(job, facts.ending(job.job_id), now) for job in news]
+    keep = facts.config.elastic.max_failures + 1
+    return history.learn(memory, listed, endings, listed_at, keep), endings
+
+
+def world_of(facts: Facts, growth: sizing.Growth | None = None) -> World:
+    config, control, memory = facts.config, facts.control, facts.memory
+    elastic, hang_s = config.elastic, config.health.hang_timeout_s
+    limits = Limits(elastic.max_pending, elastic.max_failures, elastic.backoff_s, hang_s)
+    if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
+        memory = replace(memory, later_until=0.0)
+    if control.mode == "sync":
+        job = _trainer_at_work(memory)
+        gpus = (facts.ending(job.job_id) or {}).get("gpus", 0) if job else 0
+        return World(0, memory, limits, "sync", growth, (control.min, control.max), gpus)
+    return World(control.max // max(1, config.slurm.gpus_per_worker), memory, limits)
+
+
+def reasons_of(waits: Sequence[Action]) -> dict[str, str]:
+    """Why places stay empty: a text for each reason."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for wait in waits:
+        places[wait.reason].append(f"{wait.role} {wait.slot}")
+    return {reason: first + (f" and {len(others)} more" if others else "") + f": {reason}"
+            for reason, (first, *others) in places.items()}  # fmt: skip
+
+
+def _trainer_at_work(memory: Memory) -> JobSeen | None:
+    working = (job for job in memory.jobs if job.role == TRAINER and job.started)
+    return next((job for job in working if not job.over), None)
+
+
+def _seen(job: Job, facts: Facts) -> JobSeen | None:
+    """`job` if it belongs to the run."""
     name = sched.parse_job_name(job.name)
-    if name is None or name[0] != run.name:
+    if name is None or name[0] != facts.run:
         return None
     times = {"submitted_at": job.submit_time, "started_at": job.start_time,
              "ended_at": job.end_time, "limit_at": job.limit_time}  # fmt: skip
     seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node,
                    is_headless=job.is_headless, **times)  # fmt: skip
-    over = "" if seen.queued else history.said_at_end(seen, run.ending(job.job_id) or {})
-    is_foreign = (name[1] == TRAINER) != (run.control().mode == "sync")
-    if (name[1] == TRAINER and seen.started) or (is_foreign and over == "stopped"):
+    over = "" if seen.queued else history.said_at_end(seen, facts.ending(job.job_id) or {})
+    is_foreign = (name[1] == TRAINER) != (facts.control.mode == "sync")
+    if (name[1] == TRAINER and seen.started) or (is_foreign and over == Outcome.STOPPED):
         seen = replace(seen, over=over)
     return seen

@@ -1,9 +1,12 @@
 """What is known about a run, as one dictionary: for people (views) and for scripts (--json).
 
+    look       reads what there is of a run, each file once, into a `World`
+    observe    all about the run, and `row` what a table of runs shows: functions of that World
+
 Workers come from Redis when it answers, else from what the jobs wrote into the run directory, and
-the reason says so. Jobs come from one question to the scheduler for all runs; the same listing,
-through a dry reconcile pass, tells what that pass would do next. Nothing is changed by looking.
-A table of many runs costs little for each: it has workers by their jobs, and asks no Redis.
+the reason says so. Jobs come from one question to the scheduler for all runs; what the next pass
+would do follows from the same listing. Nothing is changed by looking. A table of many runs costs
+little for each: it counts workers by their jobs, and asks no Redis.
 
     state    running   workers train (or load, or deliver)      done     finished
              waiting   it wants to run, and no worker is there  failed   `reason` says why
@@ -13,15 +16,18 @@ A table of many runs costs little for each: it has workers by their jobs, and as
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
+from pathlib import Path
 
-from elastic.base.config import Config
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import reconcile
-from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER
-from elastic.jobs.sched import Job, cluster_of, parse_job_name, scheduler_of
+from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER, Memory
+from elastic.jobs.plan import WAIT
+from elastic.jobs.reconcile import Facts
+from elastic.jobs.sched import Job, cluster_of, open_scheduler, parse_job_name
 from elastic.local.rounds import inner_steps
 from elastic.run import membership, wording
 from elastic.run.audit import read_checkpoints
@@ -29,7 +35,7 @@ from elastic.run.records import EventKind, Outcome
 from elastic.run.rundir import RunDir
 from elastic.run.wording import counted, one_line
 
-EVENTS, LOOKED_AT = 20, 300
+EVENTS, LOOKED_AT = 20, 300  # shown; read, because many are no news
 CURVE = 60  # newest versions whose loss is shown
 WINDOW = 10  # newest versions over which speed is measured
 NO_PASS_S = 180.0  # cron passes every two minutes
@@ -37,44 +43,129 @@ NO_PASS_S = 180.0  # cron passes every two minutes
 UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
            "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
 NOT_REACHED_S = 2.0  # how long a master that does not answer is waited for
-ASKED = 8  # of so many runs at most each one's Redis is asked for a row of the table
+ASKED = 8  # most runs in a table whose Redis is asked
+MOST_ACTIONS = 3  # of the next pass that are named
+
+
+# ---- what there is
 
 
 @dataclass(frozen=True)
 class Listing:
-    """One answer of a scheduler, or the trouble there was in getting it. A Scheduler that only
-    lists: a dry pass plans over it without asking again."""
+    """One answer of a scheduler, or the trouble there was in getting it."""
 
     listed: Sequence[Job] = ()
     trouble: str = ""
 
-    def jobs(self, within_s: float = 0.0) -> list[Job]:
-        if self.trouble:
-            raise TryAgain(self.trouble)
-        return list(self.listed)
-
-    def spare_gpus(self, *_) -> int:
-        return 0
-
     @functools.cached_property
-    def by_run(self) -> dict[str, list[dict]]:
-        """The jobs that have not ended, as `observe` tells them, by run, role and slot."""
-        named = [(parse_job_name(job.name), job) for job in self.listed if not job.ended]
-        found: dict[str, list[dict]] = {}
-        for (run, role, slot), job in sorted(filter(itemgetter(0), named), key=itemgetter(0)):
-            row = {"job_id": job.job_id, "role": role, "slot": slot, "state": job.state,
-                   "reason": "" if job.reason == "None" else job.reason, "node": job.node,
-                   "submitted": job.submit_time or None}  # fmt: skip
-            found.setdefault(run, []).append(row)
-        return found
+    def by_run(self) -> Mapping[str, list[tuple[str, int, Job]]]:
+        """(role, slot, job) of every run, in this order."""
+        runs = defaultdict(list)
+        for job in self.listed:
+            if name := parse_job_name(job.name):
+                runs[name[0]].append((*name[1:], job))
+        return {run: sorted(jobs, key=itemgetter(0, 1)) for run, jobs in runs.items()}
 
 
-def listing(run: RunDir, within_s: float = 0.0) -> Listing:
+@dataclass(frozen=True)
+class Crew:
+    """Who trains, a row each as `observe` tells them, and what is said for all of them."""
+
+    workers: Sequence[dict] = ()
+    words: str = ""  # of the master, or of rank 0
+    silence: str = ""  # why the master cannot be asked
+    hang: str = ""  # what to do about a master that stands still
+    crash: str = ""  # for which the ranks start again
+    program: str = ""  # what a program of the user's does
+
+
+@dataclass(frozen=True)
+class World:
+    """All that was read of one run. `facts` is what a pass plans by."""
+
+    now: float
+    facts: Facts
+    trouble: str  # the scheduler's
+    jobs: Sequence[dict]  # that have not ended, as `observe` tells them
+    record: Mapping  # DONE or failed.json
+    commits: Sequence[dict]  # the newest ones
+    progress: Mapping  # of sync mode; empty if it has said nothing yet
+    on_top: Mapping  # of the newest version, in words of `observe`
+    crew: Crew
+    is_asked: bool  # do workers speak for themselves, or only their jobs?
+    shortage: str  # of the disk
+    pass_s: float  # since a pass has looked at the run
+
+    @property
+    def newest(self) -> dict:
+        return self.commits[-1] if self.commits else {}
+
+    @property
+    def gpus(self) -> int:
+        is_sync, per_worker = _is_sync(self.facts), self.facts.config.slurm.gpus_per_worker
+        return len(self.crew.workers) * (1 if is_sync else per_worker)
+
+
+def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE) -> World:
+    """Read a run. `asks`: its Redis, too. `commits`: how many older ones than the newest; of 0 (for
+    a table) nothing is known of the next pass."""
+    now, config, control = time.time(), run.config(), run.control()
+    listed = listing.by_run.get(run.name, [])
+    jobs = [_job(*named) for named in listed if not named[-1].ended]
+    done, last, progress = run.done(), run.told_version(), run.progress() or {}
+    record = done or run.failed() or {}
+    over = "done" if done else "failed" if record else ""
+    facts = Facts(
+        run.name, config, control, over or ("stopped" if control.state == "stopped" else ""),
+        reconcile.remembered(run, now) if commits else Memory(born=now),
+        [job for *_, job in listed], functools.cache(run.ending),
+    )  # fmt: skip
+    newest = [*filter(None, map(run.commit, range(max(0, last - commits), last + 1)))]
+    if not _is_sync(facts):
+        crew = _workers(run, facts, jobs) if asks else Crew(_by_jobs(jobs))
+    elif config.run.command:
+        crew = _program(facts, jobs, run.log_path(TRAINER, 0), now)
+    else:
+        crew = _ranks(facts, jobs, progress, now)
+    on_top = _on_top(run, facts, progress, newest[-1]["version"] if newest else 0)
+    return World(
+        now, facts, listing.trouble, jobs, record, newest, progress, on_top, crew,
+        asks or _is_sync(facts), run.shortage(config.checkpoint.min_free_bytes),
+        reconcile.since_last(run),
+    )  # fmt: skip
+
+
+def _is_sync(facts: Facts) -> bool:
+    return facts.control.mode == "sync"
+
+
+def _on_top(run: RunDir, facts: Facts, progress: Mapping, version: int) -> dict:
+    """What sync mode has trained on top of a version, in words of `observe`; there, a version is a
+    step. Rank 0 said it last, else the newest checkpoint says it."""
+    if _is_sync(facts) and progress.get("base_version") == version:
+        names = {"version": "step", "tokens": "tokens", "tokens_goal": "total_tokens",
+                 "loss": "loss", "tokens_per_s": "tokens_per_s"}  # fmt: skip
+        return {name: progress.get(theirs) for name, theirs in names.items()}
+    return {name: record["extra"][name] for record in read_checkpoints(run.path, version)[-1:]
+            for name in ("tokens", "loss")}  # fmt: skip
+
+
+def _job(role: str, slot: int, job: Job) -> dict:
+    return {"job_id": job.job_id, "role": role, "slot": slot, "state": job.state,
+            "reason": "" if job.reason == "None" else job.reason, "node": job.node,
+            "submitted": job.submit_time or None}  # fmt: skip
+
+
+def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> Listing:
     """Ask the run's scheduler once."""
+    config = run.config()
     try:
-        return Listing(scheduler_of(run).jobs(within_s))
+        return Listing(open_scheduler(config.run.scheduler, config, environment).jobs(within_s))
     except TryAgain as silence:
         return Listing(trouble=silence.what)
+
+
+# ---- one run, or many
 
 
 def observe_all(
@@ -83,22 +174,24 @@ def observe_all(
     """`observe` of every run, with one question per scheduler, or its answer of `within_s` ago; of
     several, if `brief`, `row`."""
     listings: dict[tuple[str, str], Listing] = {}
-    seen = []
+    observations = []
     is_one = len(runs) == 1
-    look = functools.partial(observe, whole=is_one)
-    if brief and not is_one:
-        look = functools.partial(row, asks=len(runs) <= ASKED)
     for run in runs:
         try:
-            cluster = cluster_of(run.config().run.scheduler, run.environment())
+            environment = run.environment()
+            cluster = cluster_of(run.config().run.scheduler, environment)
             if cluster not in listings:
-                listings[cluster] = listing(run, within_s)
-            seen.append(look(run, listings[cluster]))
+                listings[cluster] = ask(run, environment, within_s)
+            if brief and not is_one:
+                world = look(run, listings[cluster], asks=len(runs) <= ASKED, commits=0)
+                observations.append(row(world))
+            else:
+                observations.append(observe(run, listings[cluster], is_one))
         except (ElasticError, OSError) as error:
             if is_one:
                 raise
-            seen.append(_damaged(run, str(error)))  # it must not hide the others
-    return seen
+            observations.append(_damaged(run, str(error)))  # it must not hide the others
+    return observations
 
 
 def _damaged(run: RunDir, trouble: str) -> dict:
@@ -111,120 +204,94 @@ def _damaged(run: RunDir, trouble: str) -> dict:
             "gpus": 0, "workers": [], "jobs": [], "events": []}  # fmt: skip
 
 
-def row(run: RunDir, jobs: Listing, asks: bool) -> dict:
-    """Of what `observe` says the part that a table of runs shows. `asks`: ask Redis for workers,
-    else they are those whose job runs."""
-    config, control, newest = run.config(), run.control(), run.commit(run.told_version()) or {}
-    mine, is_sync = jobs.by_run.get(run.name, []), control.mode == "sync"
-    if is_sync:
-        workers, master = _ranks(run, mine)
-    else:
-        workers, master = _workers(run, config, mine) if asks else (_by_jobs(mine), {})
-    short = run.shortage(config.checkpoint.min_free_bytes)
-    gpus = len(workers) * (1 if is_sync else config.slurm.gpus_per_worker)
-    seen = {"jobs": mine, "workers": workers, "gpus": gpus, "min": control.min, "master": master,
-            "newest": newest, "short": short, "pass_s": reconcile.since_last(run)}  # fmt: skip
-    state, reason = judge(run, seen, jobs.trouble)
+def row(world: World) -> dict:
+    """Of what `observe` says the part that a table of runs shows."""
+    newest, control, crew = world.newest, world.facts.control, world.crew
+    state, reason = judge(world)
+    troubles = (f"slot {worker['slot']}: {worker['trouble']}" for worker in crew.workers
+                if worker.get("trouble"))  # fmt: skip
     return {
-        "run": run.name, "state": state, "reason": reason, "version": newest.get("version"),
-        "tokens": newest.get("tokens", 0), "unit": wording.unit(newest, run.progress()),
-        "loss": newest.get("loss"),
-        "trouble": next((f"slot {worker['slot']}: {worker['trouble']}" for worker in workers
-                         if worker.get("trouble")), master.get("crash", "")),
-        **_on_top(run, newest.get("version", 0), is_sync),
-        "min": control.min, "max": control.max, "gpus": gpus, "workers": workers,
-        "program": master.get("program", ""), "asked": is_sync or asks,
+        "run": world.facts.run, "state": state, "reason": reason,
+        "version": newest.get("version"), "tokens": newest.get("tokens", 0),
+        "unit": wording.unit(newest, world.progress), "loss": newest.get("loss"),
+        "trouble": next(troubles, crew.crash), **world.on_top,
+        "min": control.min, "max": control.max, "gpus": world.gpus,
+        "workers": list(crew.workers), "program": crew.program, "asked": world.is_asked,
     }  # fmt: skip
 
 
 def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dict:
     """All about one run; of one among many not its `losses` and `events`, which would have to be
     read. Raises ElasticError only if its directory is damaged."""
-    mode, now, jobs = run.control().mode, time.time(), jobs or listing(run)
-    is_sync, found = mode == "sync", row(run, jobs, asks=True)
-    last, most = run.told_version(), CURVE if whole else WINDOW
-    history = [*filter(None, map(run.commit, range(max(0, last - most), last + 1)))]
+    world = look(run, jobs or ask(run, run.environment()), commits=CURVE if whole else WINDOW)
     events = run.events(last=LOOKED_AT) if whole else ()
-    commits = history[-WINDOW - 1 :]
-    newest = commits[-1] if commits else {}
-    found = {
-        "tokens_per_s": _speed(commits, 0.0 if is_sync else now),
+    brief, upcoming, newest = row(world), _upcoming(world), world.newest
+    is_sync, is_running = _is_sync(world.facts), brief["state"] == "running"
+    seen = {
+        "tokens_per_s": _speed(world.commits[-WINDOW - 1 :], 0.0 if is_sync else world.now),
         "tokens_goal": newest.get("total_tokens"),
-        **found,
-        **({} if found["state"] == "running" else {"tokens_per_s": None}),
+        **brief,
+        **({} if is_running else {"tokens_per_s": None}),
         "path": str(run.path),
-        "mode": mode,
-        "detail": (run.failed() or {}).get("detail", "") if found["state"] == "failed" else "",
-        "next": _next(run, jobs, now),
-        "losses": [[commit["tokens"], commit["loss"]] for commit in history
+        "mode": world.facts.control.mode,
+        "detail": world.record.get("detail", "") if brief["state"] == "failed" else "",
+        "next": upcoming or wording.AS_WANTED,
+        "losses": [[commit["tokens"], commit["loss"]] for commit in world.commits
                    if whole and commit.get("loss") is not None],
-        "preemptions_per_h": _preemptions_per_h(run, now),
+        "preemptions_per_h": _preemptions_per_h(world),
         "inner_steps": None if is_sync or not newest
-                       else inner_steps(newest, run.config().local_sgd),
-        "jobs": jobs.by_run.get(run.name, []),
+                       else inner_steps(newest, world.facts.config.local_sgd),
+        "jobs": list(world.jobs),
         # A delta is no news, as its round is told.
-        "events": [each for each in events if each["kind"] != EventKind.DELTA][-EVENTS:],
-    }
-    return {**found, "summary": wording.sentence(found, now)}
-
-
-def _on_top(run: RunDir, version: int, is_sync: bool) -> dict:
-    """What sync mode has trained on top of a version, in words of `observe`; there, a version is a
-    step. In its own time it is what rank 0 said last, else what the newest checkpoint says."""
-    progress = run.progress() or {}
-    if is_sync and progress.get("base_version") == version:
-        names = {"version": "step", "tokens": "tokens", "tokens_goal": "total_tokens",
-                 "loss": "loss", "tokens_per_s": "tokens_per_s"}  # fmt: skip
-        return {name: progress.get(field) for name, field in names.items()}
-    return {name: record["extra"][name] for record in read_checkpoints(run.path, version)[-1:]
-            for name in ("tokens", "loss")}  # fmt: skip
+        "events": [event for event in events if event["kind"] != EventKind.DELTA][-EVENTS:],
+    }  # fmt: skip
+    return {**seen, "summary": wording.sentence(seen, upcoming, world.now)}
 
 
 # ---- why
 
 
-def judge(run: RunDir, seen: dict, trouble: str) -> tuple[str, str]:
-    """(state, one sentence why). `seen` is what was observed; `trouble` is the scheduler's."""
-    jobs, workers = seen["jobs"], seen["workers"]
-    leaving = f"; still leaving: {counted(len(jobs), 'job')}" if jobs else ""
-    if done := run.done():
-        return "done", f"finished: {done.get('reason', 'nothing is left to train')}{leaving}"
-    if failed := run.failed():
-        return "failed", f"{one_line(failed['reason'])}{leaving}"
-    if run.control().state == "stopped":
-        return "stopped", f"stopped by elastic-stop{leaving}"
-    state = "running" if workers else "waiting"
-    return state, "; ".join(filter(None, _reasons(seen, trouble)))
+def judge(world: World) -> tuple[str, str]:
+    """(state, one sentence why)."""
+    count, closing, record = len(world.jobs), world.facts.closing, world.record
+    leaving = f"; still leaving: {counted(count, 'job')}" if count else ""
+    if closing == "done":
+        why = record.get("reason", "nothing is left to train")
+        return closing, f"finished: {why}{leaving}"
+    if closing == "failed":
+        return closing, f"{one_line(record['reason'])}{leaving}"
+    if closing == "stopped":
+        return closing, f"stopped by elastic-stop{leaving}"
+    state = "running" if world.crew.workers else "waiting"
+    return state, "; ".join(filter(None, _reasons(world, world.crew)))
 
 
-def _reasons(seen: dict, trouble: str) -> Iterator[str]:
+def _reasons(world: World, crew: Crew) -> Iterator[str]:
     """What holds a run that is not over, the most telling first."""
-    workers, gpus, least = seen["workers"], seen["gpus"], seen["min"]
-    if silence := seen["master"].get("trouble"):
-        yield f"the master is not reachable{_since(seen['newest'])}: {silence}"
+    workers, gpus, least = crew.workers, world.gpus, world.facts.control.min
+    if crew.silence:
+        yield f"the master is not reachable{_since(world.newest)}: {crew.silence}"
     else:
         there = counted(gpus, "GPU")
         yield f"{there}, fewer than the {least} wanted" if gpus < least and workers else ""
         yield "" if workers else "no worker is there"
-    if still_s := seen["master"].get("still_s"):
-        yield (f"the master has stood still for {wording.span(still_s)}: to have another, "
-               f"end its job {seen['master']['job_id']}")  # fmt: skip
+    yield crew.hang
     # A full disk is looked at from here, too: with it, nobody else may be able to say so.
-    yield seen["short"] or seen["master"].get("reason", "")
+    yield world.shortage or crew.words
     stalled = [str(worker["slot"]) for worker in workers if worker["state"] == "stalled"]
     yield f"slots {', '.join(stalled)} beat but do not advance" if stalled else ""
     troubled = [worker for worker in workers if worker.get("trouble")]
     slots = ", ".join(str(worker["slot"]) for worker in troubled)
     waits = "cannot write, and wait: " if any(w["state"] == "blocked" for w in troubled) else ""
     yield f"slots {slots}: {waits}{troubled[0]['trouble']}" if troubled else ""
-    pending = wording.awaited(seen)
+    pending = wording.awaited(world.jobs, workers)
     waits = f"{counted(len(pending), 'job')} {'waits' if len(pending) == 1 else 'wait'}"
     yield f"{waits} ({pending[0]['reason'] or 'PENDING'})" if pending else ""
-    yield f"the scheduler does not answer: {trouble}" if trouble else ""
-    if not (workers or seen["jobs"] or trouble):
+    yield f"the scheduler does not answer: {world.trouble}" if world.trouble else ""
+    if not (workers or world.jobs or world.trouble):
         yield "no job is queued or running"
-    if seen["pass_s"] > NO_PASS_S:
-        yield (f"no pass since {wording.span(seen['pass_s'])}: is elastic-reconcile in your "
+    if world.pass_s > NO_PASS_S:
+        yield (f"no pass since {wording.span(world.pass_s)}: is elastic-reconcile in your "
                "crontab?")  # fmt: skip
 
 
@@ -235,76 +302,44 @@ def _since(newest: dict) -> str:
     return f" (it committed version {newest['version']} at {clock})"
 
 
-def _next(run: RunDir, jobs: Listing, now: float) -> str:
-    """What the next reconcile pass would do, and what it waits for."""
-    report = reconcile.run_pass([run], now, True, lambda *_: jobs)
-    if report.unknown:
+def _upcoming(world: World) -> str:
+    """What the next reconcile pass would do, and what it waits for; "" if all is as wanted."""
+    memory, closing = world.facts.memory, world.facts.closing
+    if closing and memory.closing == closing and not (memory.jobs or memory.unsure):
+        return "nothing"
+    if world.trouble:
         return "nothing, until the scheduler answers"
-    if not report.runs:
-        return "; ".join(report.errors) or "nothing"
-    one = report.runs[0]
-    words = [f"{each.verb} {each.role} {each.slot} ({each.reason})" for each in one.actions]
-    if len(words) > 3:
-        words[3:] = [f"{len(words) - 3} more"]
-    return "; ".join([*words, *one.waiting]) or "nothing: all is as wanted"
+    try:
+        plan = reconcile.plan_of(world.facts, world.now)
+    except Exception as error:  # the memory may be damaged in a way that nobody has foreseen
+        return f"nothing: {error!r}"
+    words = [f"{each.verb} {each.role} {each.slot} ({each.reason})" for each in plan
+             if each.verb != WAIT]  # fmt: skip
+    if len(words) > MOST_ACTIONS:
+        words[MOST_ACTIONS:] = [f"{len(words) - MOST_ACTIONS} more"]
+    waits = reconcile.reasons_of([each for each in plan if each.verb == WAIT])
+    return "; ".join([*words, *waits.values()])
 
 
 # ---- who
 
 
-def _workers(run: RunDir, config: Config, jobs: list[dict]) -> tuple[list[dict], dict]:
-    """The workers and the master's own words; both from Redis, if that answers."""
+def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
+    """What workers and master say in Redis, if that answers."""
     from elastic.local.store import Store  # a third of the time that status takes, and only here
 
     try:
         with contextlib.closing(Store.open(run, NOT_REACHED_S)) as store:
             now, slots, master = store.now(), store.slots(), store.master()
     except TryAgain as silence:
-        return _workers_on_record(run, jobs), {"trouble": silence.what}
-    stall_after_s = config.health.stall_after_s
-    if not master:
-        master = {"trouble": f"Redis at {store.where} knows no master"}
-    elif (still_s := now - float(master["beat"])) > stall_after_s:
-        master["still_s"] = still_s
-    return [_worker(slots[n], now, stall_after_s) for n in sorted(slots)], master
-
-
-def _ranks(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
-    """One row per GPU of the trainer that runs now, from what its rank 0 wrote last."""
-    if run.config().run.command:
-        return _ranks_of_program(run, jobs)
-    progress = run.progress() or {}
-    running = {job["job_id"]: job for job in jobs if job["state"] == "RUNNING"}
-    job = running.get(progress.get("job_id"))
-    if job is None:
-        records = filter(None, map(run.ending, running))
-        troubles = [each["trouble"] for each in records if each.get("trouble")]
-        return [], {"crash": f"starting again after {troubles[0]}" if troubles else ""}
-    beat_s = round(max(0.0, time.time() - progress["time"]), 3)
-    world = progress["world"]
-    row = {"attempt": progress["attempt"], "job_id": job["job_id"], "node": job["node"],
-           "pid": None, "version": progress["step"], "step": progress["step"],
-           "tokens_per_s": progress["tokens_per_s"] / world, "loss": progress["loss"],
-           "state": "training", "last_beat_s": beat_s}  # fmt: skip
-    return [{"slot": rank, **row} for rank in range(world)], {"reason": progress["cadence"]}
-
-
-def _ranks_of_program(run: RunDir, jobs: list[dict]) -> tuple[list[dict], dict]:
-    """The same of a program that says nothing of its progress, by its job's record alone."""
-    running = [job for job in jobs if job["role"] == TRAINER and job["state"] == "RUNNING"]
-    record = run.ending(running[0]["job_id"]) if running else None
-    if not record or record["state"] != "training":
-        return [], {}
-    now, log = time.time(), run.log_path(TRAINER, 0)
-    row = {**UNKNOWN, "attempt": record["attempt"], "job_id": record["job_id"],
-           "node": running[0]["node"], "state": "running"}  # fmt: skip
-    gpus, since = counted(record["gpus"], "GPU"), wording.span(now - record["started"])
-    words = f"running job {record['job_id']} on {row['node']}, {gpus}, since {since}"
-    silent_s = now - log.stat().st_mtime if log.exists() else 0.0
-    if silent_s > run.config().health.hang_timeout_s:
-        words += f", without output for {wording.span(silent_s)}"
-    rows = [{**row, "slot": rank} for rank in range(record["gpus"])]
-    return rows, {"program": f"{words}; its progress is its own (elastic-logs)"}
+        return Crew(_on_record(facts, jobs), silence=silence.what)
+    silence = "" if master else f"Redis at {store.where} knows no master"
+    stall_after_s, hang = facts.config.health.stall_after_s, ""
+    if master and (still_s := now - float(master["beat"])) > stall_after_s:
+        hang = (f"the master has stood still for {wording.span(still_s)}: to have another, "
+                f"end its job {master['job_id']}")  # fmt: skip
+    workers = [_worker(slots[n], now, stall_after_s) for n in sorted(slots)]
+    return Crew(workers, master.get("reason", ""), silence, hang)
 
 
 def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
@@ -312,33 +347,64 @@ def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
     return {**asdict(slot), "state": state, "last_beat_s": round(max(0.0, now - slot.beat), 3)}
 
 
-def _by_jobs(jobs: list[dict]) -> list[dict]:
+def _by_jobs(jobs: Sequence[dict]) -> list[dict]:
     """Workers whose job is running; their progress is not known."""
     return [{**UNKNOWN, **{name: job[name] for name in ("slot", "job_id", "node")}}
             for job in jobs if job["role"] == WORKER and job["state"] == "RUNNING"]  # fmt: skip
 
 
-def _workers_on_record(run: RunDir, jobs: list[dict]) -> list[dict]:
+def _on_record(facts: Facts, jobs: Sequence[dict]) -> list[dict]:
     """Those of them that have written that they started."""
-    found = {worker["job_id"]: worker for worker in _by_jobs(jobs)}
-    own = (record for record in run.endings() if record.get("role") == WORKER)
-    return [{**found[record["job_id"]], "attempt": record.get("attempt", 0),
-             "node": record.get("node", "")} for record in own if record["job_id"] in found]
+    records = ((worker, facts.ending(worker["job_id"])) for worker in _by_jobs(jobs))
+    return [{**worker, "attempt": record.get("attempt", 0), "node": record.get("node", "")}
+            for worker, record in records if record and record["role"] == WORKER]  # fmt: skip
+
+
+def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) -> Crew:
+    """A row per GPU of the trainer that runs now, by what its rank 0 wrote last."""
+    running = {job["job_id"]: job for job in jobs if job["state"] == "RUNNING"}
+    job = running.get(progress.get("job_id"))
+    if job is None:
+        records = filter(None, map(facts.ending, running))
+        troubles = [record["trouble"] for record in records if record.get("trouble")]
+        return Crew(crash=f"starting again after {troubles[0]}" if troubles else "")
+    count, beat_s = progress["world"], round(max(0.0, now - progress["time"]), 3)
+    rank = {"attempt": progress["attempt"], "job_id": job["job_id"], "node": job["node"],
+            "pid": None, "version": progress["step"], "step": progress["step"],
+            "tokens_per_s": progress["tokens_per_s"] / count, "loss": progress["loss"],
+            "state": "training", "last_beat_s": beat_s}  # fmt: skip
+    return Crew([{"slot": number, **rank} for number in range(count)], progress["cadence"])
+
+
+def _program(facts: Facts, jobs: Sequence[dict], log: Path, now: float) -> Crew:
+    """The same of a program that says nothing of its progress, by its job's record alone."""
+    running = [job for job in jobs if job["role"] == TRAINER and job["state"] == "RUNNING"]
+    record = facts.ending(running[0]["job_id"]) if running else None
+    if not record or record["state"] != "training":
+        return Crew()
+    rank = {**UNKNOWN, "attempt": record["attempt"], "job_id": record["job_id"],
+            "node": running[0]["node"], "state": "running"}  # fmt: skip
+    gpus, since = counted(record["gpus"], "GPU"), wording.span(now - record["started"])
+    words = f"running job {record['job_id']} on {rank['node']}, {gpus}, since {since}"
+    silent_s = now - log.stat().st_mtime if log.exists() else 0.0
+    if silent_s > facts.config.health.hang_timeout_s:
+        words += f", without output for {wording.span(silent_s)}"
+    rows = [{**rank, "slot": number} for number in range(record["gpus"])]
+    return Crew(rows, program=f"{words}; its progress is its own (elastic-logs)")
 
 
 # ---- how fast
 
 
-def _preemptions_per_h(run: RunDir, now: float) -> float:
+def _preemptions_per_h(world: World) -> float:
     """Of the last half hour, by what reconcile passes remember."""
-    memory = reconcile.remembered(run, now)
-    taken = [end for end in memory.ended
+    taken = [end for end in world.facts.memory.ended
              if Outcome(end.outcome).is_preemption and end.role != MASTER
-             and end.started_at and now - end.at < RECENT_S]  # fmt: skip
+             and end.started_at and world.now - end.at < RECENT_S]  # fmt: skip
     return len(taken) * 3600 / RECENT_S
 
 
-def _speed(commits: list[dict], now: float) -> float | None:
+def _speed(commits: Sequence[dict], now: float) -> float | None:
     """Committed tokens per second over the window, up to now for a run that is running."""
     if len(commits) < 2:
         return None

@@ -128,7 +128,7 @@ def _summary(seen: dict, height: int) -> RenderableType:
         ("loss", sparkline([loss for _, loss in seen["losses"]])),
         ("workers", alive if seen["workers"] or seen["state"] in ("running", "waiting") else ""),
         ("why", seen["reason"]),
-        ("waits", _waits(wording.awaited(seen))),
+        ("waits", _waits(wording.awaited(seen["jobs"], seen["workers"]))),
         ("where", "" if 0 < height < ROOMY_LINES else seen["path"]),
     ):
         if text:

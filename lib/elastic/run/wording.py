@@ -6,7 +6,7 @@ on a page is up to views.py and report.py.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic.run.records import EventKind
@@ -47,6 +47,7 @@ EVENTS = {
     EventKind.NOT_FINITE: "not finite at {reason}",
     EventKind.VALIDATE: "validation at step {step}: {scores}",
 }
+AS_WANTED = "nothing: all is as wanted"  # what the next pass will do
 STARTED = "started, for {min} to {max} GPUs on {scheduler}"  # of a run, not of a job
 CRASHED = "{who} failed: {reason}"  # of a job that says itself that it is lost
 
@@ -153,15 +154,16 @@ def one_line(text: str, most: int = 300) -> str:
 # ---- the sentence
 
 
-def sentence(seen: Mapping[str, Any], now: float) -> str:
-    """A run in one sentence: what it does, how far and how fast, and what it waits for."""
+def sentence(seen: Mapping[str, Any], upcoming: str, now: float) -> str:
+    """A run in one sentence: what it does, how far and how fast, what it waits for, and what the
+    next pass will do (`upcoming`; "" if all is as wanted)."""
     if seen["state"] == "running" and seen.get("program"):
         return seen["program"]
     if seen["state"] not in ("running", "waiting"):
         ended = f"failed: {seen['reason']}" if seen["state"] == "failed" else seen["state"]
         return ", ".join([ended, *_progress(seen)])
     gpus = f"{_doing(seen)} {seen['gpus']} of {seen['min']}..{seen['max']} GPUs"
-    following = "" if seen["next"].startswith("nothing: ") else f"next: {seen['next']}"
+    following = upcoming and f"next: {upcoming}"
     doing = ", ".join([gpus, *_progress(seen)])
     return "; ".join(filter(None, [doing, seen.get("trouble"), _pending(seen, now), following]))
 
@@ -185,14 +187,14 @@ def _progress(seen: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def awaited(seen: Mapping[str, Any]) -> list[dict]:
+def awaited(jobs: Iterable[dict], workers: Sequence[dict]) -> list[dict]:
     """The pending jobs that hold the run up. A trainer that waits behind one at work does not."""
-    pending = [job for job in seen["jobs"] if job["state"] == "PENDING"]
-    return [job for job in pending if job["role"] != "trainer" or not seen["workers"]]
+    pending = [job for job in jobs if job["state"] == "PENDING"]
+    return [job for job in pending if job["role"] != "trainer" or not workers]
 
 
 def _pending(seen: Mapping[str, Any], now: float) -> str:
-    waiting = awaited(seen)
+    waiting = awaited(seen["jobs"], seen["workers"])
     if not waiting:
         return ""
     since = min((job["submitted"] for job in waiting if job["submitted"]), default=now)
