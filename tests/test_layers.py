@@ -25,8 +25,8 @@ FOLDERS = {
     "local": 610,  # local mode: what both sides of the wire speak
     "local/worker": 1365,  # one slot: hold the lease, train, deliver
     "local/master": 1079,  # one master: Redis, samples, rounds, commits
-    "sync": 807,  # sync mode: one job that resizes
-    "people": 1841,  # what a person asks and sees
+    "sync": 911,  # sync mode: one job that resizes
+    "people": 1793,  # what a person asks and sees
     "lab": 1460,  # trying and proving; nothing imports it
     "commands": 551,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

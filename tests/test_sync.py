@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.base.durable import read_json
-from elastic.base.errors import Exit
+from elastic.base.signals import Notice
+from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
-from elastic.saved.checkpoint import Checkpoints
-from elastic.sync.trainer import NOTICE, State, Trainer
+from elastic.sync.rank import Rank, Wishes
+from elastic.sync.saving import Saving, State
 from elastic.train.group import Group
 from helpers import elastic, environment
 from running import Running, members, running
@@ -219,14 +220,8 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
 
 
 @pytest.fixture
-def run_of_a_rank(monkeypatch) -> tuple[Trainer, list[str]]:
-    """A trainer without a model, and the checkpoints that it begins."""
-    trainer, begun = Trainer.__new__(Trainer), []
-    trainer.group, trainer.state = Group(), State()
-    trainer.checkpoints = Checkpoints.__new__(Checkpoints)
-    trainer.checkpoints.save = begun.append
-    trainer._profile = SimpleNamespace(end=lambda: None)
-    return trainer, begun
+def rank(tmp_path, make_config) -> Rank:
+    return Rank(RunDir(tmp_path / "a"), make_config(), Group(), 1, "7")
 
 
 def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do(
@@ -246,35 +241,34 @@ def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do
     assert 0 < len(lines) - len(last) <= 20 + 20
 
 
-def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(run_of_a_rank):
+def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(rank):
     """It was thrown away where another one did not fit, and ended two seconds too early."""
-    trainer, disk = run_of_a_rank
-    trainer.checkpoints.save_s = 45.0
-    writing = threading.Event()
-    trainer.checkpoints._flight = SimpleNamespace(since=time.monotonic() - 40)
-    assert 45 + 4 < trainer.checkpoints.needs_s <= 45 + 5
-    trainer._left_s = lambda needed_s: 27.0
-    trainer.checkpoints.finish = writing.set
-    assert trainer._leave(NOTICE) == Exit.TRY_AGAIN
+    saving, disk, writing = Saving(rank, None, None, ()), [], threading.Event()
+    saving.checkpoints.save = disk.append
+    saving.checkpoints.save_s = 45.0
+    saving.checkpoints._flight = SimpleNamespace(since=time.monotonic() - 40)
+    assert 45 + 4 < saving.checkpoints.needs_s <= 45 + 5
+    saving.checkpoints.finish = writing.set
+    saving.save_within(State(), lambda needed_s: 27.0)
     assert writing.is_set()
     assert disk == []  # no other one is begun
 
 
-def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(run_of_a_rank, monkeypatch):
+def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkeypatch):
     """Before a time limit there is more of it. A controller that preempts many answers late."""
-    trainer, _ = run_of_a_rank
-    asked = []
-    trainer.notice = SimpleNamespace(since=time.time())
-    trainer.shutdown = SimpleNamespace(deadline_s=lambda now: 29.0, window_s=29.0)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("ELASTIC_NOTICE_S", "30")
+    asked, notice = [], Notice()
+    notice.since = time.time()
 
     def kill_at(info, since: float, window_s: float) -> float:
         asked.append(window_s)
         return since + 330
 
-    monkeypatch.setattr("elastic.sync.trainer.kill_at", kill_at)
-    assert (trainer._left_s(20.0), asked) == (29.0, [])
-    assert 320 < trainer._left_s(45.0) <= 330
+    monkeypatch.setattr("elastic.sync.rank.kill_at", kill_at)
+    wishes = Wishes(rank, notice)
+    assert (28 < wishes.left_s(20.0) <= 29, asked) == (True, [])
+    assert 320 < wishes.left_s(45.0) <= 330
     assert asked == [29.0]
 
 

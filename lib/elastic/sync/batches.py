@@ -1,0 +1,92 @@
+"""The global batches of a synchronous run: the first samples that are free, in the shuffled order.
+
+With train.loader_workers processes load ahead. What they have is counted as trained only when it
+is: a checkpoint knows nothing of it.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch.utils.data import DataLoader, default_collate
+
+from elastic.base.config import Config
+from elastic.jobs.sizing import passes
+from elastic.run.ledger import Ledger, Range, Ranges
+from elastic.run.shuffle import Order
+from elastic.train.group import Group
+from elastic.train.health import shield_workers
+from elastic.train.loading import check
+from elastic.train.task import count_tokens
+
+RANKS = (0, 0)  # the only owner in the ledger: a batch is handed to all of them
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch, and what this rank makes of it: (does it count, data) for every pass."""
+
+    samples: Ranges
+    passes: Iterator[tuple[bool, object]]
+
+
+class Samples:
+    """Where the samples of the run are: in a version (`committed`), trained since then, left out
+    (`skipped`), or in a batch to come."""
+
+    def __init__(self, task, config: Config, group: Group):
+        self._config, self._group = config, group
+        self._dataset = check(task.dataset())
+        self._order = Order(len(self), config.run.seed)
+        self.tokens_each = count_tokens(task, default_collate([self._dataset[0]]))  # of the first
+        most = config.train.batch_size * config.elastic.max
+        self.batch_size = config.sync.global_batch_size or most
+        self.set()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def set(
+        self, committed: Iterable[Range] = (), trained: Iterable[Range] = (),
+        skipped: Iterable[Range] = (),
+    ) -> None:  # fmt: skip
+        """Go on where these are done with."""
+        self.committed, self.trained = Ranges(committed), Ranges(trained)
+        self.skipped = Ranges(skipped)
+        done = [*self.committed, *self.trained, *self.skipped]
+        self._batches = self._load(Ledger(len(self), self._config.train.epochs, done))
+
+    def next(self) -> Batch | None:
+        """None: there are no more."""
+        return next(self._batches, None)
+
+    def total_tokens(self, tokens: int) -> int:
+        """What the run comes to, of which `tokens` are trained: as many a sample as so far."""
+        train, seen = self._config.train, len(self.committed) + len(self.trained)
+        each = tokens / seen if seen and tokens else self.tokens_each
+        total = train.max_tokens or train.epochs * len(self) * each
+        if train.max_steps:
+            total = min(total, train.max_steps * self.batch_size * each)
+        return round(total)
+
+    def _load(self, ledger: Ledger) -> Iterator[Batch]:
+        planned = deque()
+        train, group = self._config.train, self._group
+
+        def draw() -> Iterator[list[int]]:
+            while ledger.grant(RANKS, self.batch_size):
+                batch = ledger.held.pop(RANKS)
+                places = [(epoch, at) for epoch, start, stop in batch for at in range(start, stop)]
+                parts = passes(places, group.rank, group.world, train.batch_size)
+                planned.append((batch, [bool(part) for part in parts]))
+                for part in parts:
+                    yield [self._order.index(*place) for place in part or places[:1]]
+
+        loader = iter(DataLoader(
+            self._dataset, batch_sampler=draw(), num_workers=train.loader_workers,
+            worker_init_fn=shield_workers, pin_memory=group.device.type == "cuda",
+        ))  # fmt: skip
+        for first in loader:
+            batch, counts = planned.popleft()
+            yield Batch(batch, zip(counts, itertools.chain([first], loader), strict=False))

@@ -1,0 +1,98 @@
+"""A rank of a synchronous job: who it is, what it wants, and whether it is still wanted itself."""
+
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from elastic.base.config import Config
+from elastic.base.durable import until_written
+from elastic.base.environment import env
+from elastic.base.errors import Fenced
+from elastic.base.signals import Notice
+from elastic.jobs.slurm_info import get_slurm_info, kill_at
+from elastic.run.rundir import RunDir
+from elastic.train.group import Group
+from elastic.train.health import ShutdownHandler
+
+CONTROL_S = 2.0  # between looks at what the user wants
+
+
+class Wish(IntEnum):
+    """What a rank wants to do now; of the wishes of all ranks the largest wins."""
+
+    GO_ON = 0
+    NOTICE = 1
+    STOPPED = 2
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of the job. Rank 0 alone speaks: `say` and `event` do nothing elsewhere."""
+
+    run: RunDir
+    config: Config
+    group: Group
+    attempt: int
+    job_id: str
+
+    def say(self, text: str) -> None:
+        if self.group.leads:
+            print(f"trainer  {text}", flush=True)
+
+    def event(self, kind: str, **fields) -> None:
+        if self.group.leads:
+            self.run.event(kind, **fields)
+
+
+class Wishes:
+    """What this rank wants, and how much time a notice leaves."""
+
+    def __init__(self, rank: Rank, notice: Notice):
+        self._rank, self.notice = rank, notice
+        self._shutdown = ShutdownHandler(float(env("ELASTIC_NOTICE_S") or 0), notice)
+        self._epoch = 0
+        self._control_at = 0.0
+
+    def mine(self) -> Wish:
+        """Rank 0 speaks for the user, too. Raises Fenced."""
+        if self.notice:
+            return Wish.NOTICE
+        now = time.monotonic()
+        if self._rank.group.leads and now - self._control_at >= CONTROL_S:
+            self._control_at = now
+            self.fence()
+            if self._rank.run.closing("sync"):
+                return Wish.STOPPED
+        return Wish.GO_ON
+
+    def of_all(self) -> Wish:
+        """The largest of all ranks: each of them has to call."""
+        wish = torch.tensor(int(self.mine()), device=self._rank.group.device)
+        if self._rank.group.world > 1:
+            dist.all_reduce(wish, dist.ReduceOp.MAX)
+        return Wish(wish.item())
+
+    def left_s(self, needed_s: float) -> float:
+        """Until the kill. Slurm knows what the notice is for; asked only where the time of a
+        preemption is too short, as it may take half a minute to answer."""
+        left_s, info = self._shutdown.deadline_s(time.time()), get_slurm_info()
+        if left_s >= needed_s or info is None:
+            return left_s
+        return kill_at(info, self.notice.since, self._shutdown.window_s) - time.time()
+
+    # ---- rank 0: one writer of the run
+
+    def claim_epoch(self) -> None:
+        """No master commits another version: trainers claim an epoch, too, and so fence them."""
+        rank = self._rank
+        who = {"job_id": rank.job_id, "attempt": rank.attempt, "time": time.time()}
+        self._epoch = until_written(lambda: rank.run.claim_epoch(who), self.notice.__bool__)
+
+    def fence(self) -> None:
+        """Raise Fenced if a later attempt, or a master, has the run."""
+        run, attempt = self._rank.run, self._rank.attempt
+        if run.latest_attempt(0) > attempt or run.newest_epoch() > self._epoch:
+            raise Fenced(f"attempt {attempt}: a later one, or a master, has taken over")

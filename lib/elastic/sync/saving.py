@@ -1,0 +1,117 @@
+"""The checkpoints of a synchronous job: when one is due, what is in it, and what becomes of it."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from elastic.jobs import cadence
+from elastic.saved.checkpoint import Checkpoints, Saved
+from elastic.sync.batches import Samples
+from elastic.sync.rank import Rank
+
+
+@dataclass
+class State:
+    """Where the run is; travels with every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    loss: float | None = None  # of the last step
+    # What sync mode began with: a version, and where the run was then.
+    base_version: int = 0
+    base_step: int = 0
+    base_tokens: int = 0
+    validated_step: int = 0
+
+
+class Saving:
+    """All ranks call every method alike, but for `is_due`. A disk that refuses costs a checkpoint,
+    and nothing else."""
+
+    def __init__(self, rank: Rank, model: Module, optimizer: Optimizer, samples: Samples):
+        self._rank, self._model, self._optimizer, self._samples = rank, model, optimizer, samples
+        keep = max(2, rank.config.checkpoint.keep)
+        self.checkpoints = Checkpoints(rank.run, rank.group, f"attempt{rank.attempt}", keep)
+        self.words = ""  # how often, and why, for status; or what was refused
+        self._auto_s = cadence.LEAST_S
+        self.step, self._at = 0, 0.0  # of the newest one
+
+    def load(self, base_version: int) -> tuple[Saved | None, list[str]]:
+        """Load the newest one on top of a version, if any; why each newer one was skipped."""
+        return self.checkpoints.load(self._model, self._optimizer, base_version)
+
+    def begin_at(self, step: int) -> None:
+        """From now on, after this step, count to the next one."""
+        self.step, self._at = step, time.monotonic()
+
+    def choose_cadence(self) -> None:
+        if not self._rank.group.leads:
+            return
+        mtbi_s = cadence.observed_mtbi_s(self._rank.run.endings())
+        stall_s, save_s = self.checkpoints.stall_s, self.checkpoints.save_s
+        self._auto_s, self.words = cadence.interval(stall_s, mtbi_s, save_s)
+
+    def is_due(self, step: int) -> bool:
+        """Rank 0: is it time for a checkpoint, once this step is taken?"""
+        seconds, setting = time.monotonic() - self._at, self._rank.config.checkpoint.interval
+        is_time = cadence.is_due(setting, step - self.step, seconds, self._auto_s)
+        return self._rank.group.leads and is_time
+
+    def begin(self, state: State, due: bool) -> None:
+        """Start one in the background if it is due; learn from the one before once it is
+        committed."""
+        with self._surviving_refusals(state):
+            if self.checkpoints.poll():
+                self.choose_cadence()
+            if due:
+                self.begin_at(state.step)
+                self.checkpoints.begin(*self._content(state))
+
+    def save(self, state: State) -> bool:
+        """Save now and wait for it, unless this very step is saved. False: the disk refused."""
+        with self._surviving_refusals(state):
+            self.checkpoints.save(*self._content(state))
+            self.begin_at(state.step)
+            return True
+        return False
+
+    def save_within(self, state: State, left_s: Callable[[float], float]) -> None:
+        """Save if what rank 0 is asked for, the time that is left, is enough. Else wait for what
+        is being written: it may need little more."""
+        group, needed_s = self._rank.group, self.checkpoints.needs_s
+        has_s = left_s(needed_s) if group.leads else 0.0
+        if group.broadcast(has_s >= needed_s):
+            self.save(state)
+            return
+        self._rank.say(f"no new checkpoint: {has_s:.1f} s are left, and it takes {needed_s:.1f} s")
+        with self._surviving_refusals(state):
+            self.checkpoints.finish()
+
+    @contextlib.contextmanager
+    def _surviving_refusals(self, state: State) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.words = f"checkpoint of step {state.step} not saved: {error}"
+            self._rank.say(self.words)
+            self._rank.event("checkpoint-failed", step=state.step, reason=str(error))
+
+    def _content(self, state: State) -> tuple:
+        """Step, model, optimizer, and what its record says: the state, and what a commit would."""
+        samples, train = list(self._samples.trained), self._rank.config.train
+        delta = {
+            "role": "trainer", "slot": 0, "attempt": self._rank.attempt,
+            "job_id": self._rank.job_id, "steps": state.step - state.base_step,
+            "tokens": state.tokens - state.base_tokens, "loss": state.loss, "samples": samples,
+        }  # fmt: skip
+        extra = {
+            "state": asdict(state), "base_version": state.base_version, "tokens": state.tokens,
+            "loss": state.loss, "samples": samples, "deltas": [delta],
+            "skipped": list(self._samples.skipped), "dataset_samples": len(self._samples),
+            "epochs": 0 if train.max_steps else train.epochs,
+        }  # fmt: skip
+        return state.step, self._model, self._optimizer, extra
