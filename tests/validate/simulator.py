@@ -370,7 +370,7 @@ class Simulator:
     def _merge(self, deltas: list[Delta]) -> None:
         settings = self.config.local_sgd
         deltas = sorted((d for d in deltas if not self.refuse(d)), key=lambda delta: delta.key)
-        moves = [self._moved(delta) for delta in deltas]
+        moves = [Moved(delta.norm, delta.steps, delta.lr_sum) for delta in deltas]
         shares = rounds.shares(deltas, moves, self.version, settings.clip_norm, self.running)
         weight = sum(share.weight for share in shares)
         means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
@@ -395,11 +395,6 @@ class Simulator:
         """What a late delta's worker started from."""
         late = delta.base < self.version
         return self.versions[delta.base].published[index] if late else None
-
-    def _moved(self, delta: Delta) -> Moved:
-        pieces = enumerate(delta.fragments)
-        along = merge.cosine(self.outer.products(index, piece) for index, piece in pieces)
-        return Moved(delta.norm, delta.steps, delta.lr_sum, along)
 
     def refuse(self, delta: Delta) -> bool:
         """Is the delta not finite?"""

@@ -12,7 +12,6 @@ from statistics import fmean, median
 from elastic.base.errors import UsageError
 from elastic.lab.played import Change
 from elastic.run import goodput, rundir
-from elastic.run.goodput import Allocation
 from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 
@@ -61,7 +60,7 @@ def of_events(
     return sorted(_of_jobs(jobs, began, gpus), key=lambda change: change.at), now - began
 
 
-def _of_jobs(jobs: Sequence[Allocation], began: float, gpus: int) -> Iterator[Change]:
+def _of_jobs(jobs: Sequence[goodput.Allocation], began: float, gpus: int) -> Iterator[Change]:
     for job in jobs:
         slot = job.attempts[0][1][0] if job.attempts else -1
         for part in range(job.gpus // gpus):
@@ -103,5 +102,5 @@ def measured(run: RunDir) -> dict[str, float]:
     return shown
 
 
-def _stops(job: Allocation, works: Mapping) -> list[float]:
+def _stops(job: goodput.Allocation, works: Mapping) -> list[float]:
     return [each.stop for _, attempt in job.attempts for each in works.get(attempt, ())]
