@@ -291,7 +291,7 @@ def test_words_of_newer_slurms_are_understood(name, found, said):
 
 
 def proposed(**changes) -> dict[str, str]:
-    found = facts(account=("lab", "yours"), server="/usr/bin/redis-server", **changes)
+    found = facts(server="/usr/bin/redis-server", **changes)
     return {name: value for name, value, _ in propose(found)}
 
 
@@ -302,14 +302,14 @@ def test_a_site_file_names_what_is_preempted_and_what_is_not():
     high = {**PARTITION, "PreemptMode": "OFF"}
     every = {"low": low, "high": high, **PARTITIONS}
     assert proposed(partitions=every, nodes=nodes) == {
-        "slurm.partition": "gpu", "slurm.master_partition": "cpu", "slurm.#account": "lab",
+        "slurm.partition": "gpu", "slurm.master_partition": "cpu",
         "redis.server": "/usr/bin/redis-server", "plan.requeue": "11s",
     }  # fmt: skip
     assert proposed(partitions={"high": high}, nodes=nodes)["slurm.master_partition"] == "high"
 
 
 def test_a_site_file_leaves_out_what_nobody_knows():
-    nothing = facts(account=Unknown("x"), server=Unknown("x"), network=Unknown("x"))
+    nothing = facts(server=Unknown("x"), network=Unknown("x"))
     assert [name for name, _, _ in propose(nothing | partition(PreemptMode="OFF"))] == [
         "slurm.master_partition", "plan.requeue"]  # fmt: skip
 
@@ -327,12 +327,13 @@ def test_a_site_file_binds_only_where_others_would_not_find_the_master():
 
 
 def test_a_site_file_is_toml_that_the_configuration_takes(tmp_path):
-    found = [("slurm.partition", 'a"b', "x"), ("slurm.#account", "lab", "x"),
+    found = [("slurm.partition", 'a"b', "x"), ("slurm.account", "lab", "x"),
              ("redis.bind", "ib0", "x")]  # fmt: skip
     path = tmp_path / "site.toml"
     path.write_text(site_text(CLUSTER, found))
     loaded = configuration.load_site(site=path)
-    assert (loaded.slurm.partition, loaded.slurm.account, loaded.redis.bind) == ('a"b', "", "ib0")
+    slurm, bind = loaded.slurm, loaded.redis.bind
+    assert (slurm.partition, slurm.account, bind) == ('a"b', "lab", "ib0")
 
 
 def test_only_a_partition_of_a_higher_tier_on_the_same_nodes_preempts():

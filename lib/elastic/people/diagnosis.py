@@ -1,8 +1,9 @@
 """What the doctor makes of what it saw: facts in, one finding per check out. Pure.
 
-A fact is a plain value, or Unknown with the reason why nobody could look: then the check is SKIP,
-or FAIL where runs cannot do without. FAIL: runs do not start here, or lose work whenever they are
-preempted. WARN: they work, and less well than they could. A good cluster gets nothing but OK.
+    OK      as it should be; a good cluster gets nothing else
+    WARN    runs work, but less well than they could
+    FAIL    runs do not start here, or lose work whenever they are preempted
+    SKIP    nobody could look: a fact is Unknown (FAIL, if no run works without that fact)
 """
 
 import math
@@ -19,13 +20,15 @@ from elastic.run.wording import counted
 OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
 OLDEST_SLURM = (22, 5)
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
-CRED_EXPIRE_S = 120  # Slurm's default, which a requeued job waits for
+CRED_EXPIRE_S = 120  # Slurm's default; a requeued job waits as long
 LONG_REQUEUE_S = 30.0
-LONG_ENOUGH_S = 12 * 3600.0  # for a job: each start costs a minute
+LONG_ENOUGH_S = 12 * 3600.0  # a time limit that costs little: each start takes a minute
 SLOW_DISK = 10e6  # bytes/s
 SLOW_IMPORT_S = 10.0
-SLOW_START_S, STALE_S, SLOW_END_S = 60.0, 5.0, 10.0  # of a job's ranks, a file, a step
-# NTP keeps machines within milliseconds. 30 s: the pass acts on differences of that size (backoff,
+SLOW_START_S = 60.0  # from the start of a job to that of its ranks
+STALE_S = 5.0  # until a file of one node is seen on another
+SLOW_END_S = 10.0  # until none of a killed step is left
+# NTP keeps clocks within milliseconds. The pass acts on differences of 30 s (backoff,
 # reconcile_interval), and munge refuses everybody at 300 s.
 SKEWED_S, WRONG_S = 1.0, 30.0
 TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE|Partition_Limit")
@@ -34,7 +37,8 @@ _UNFIT = ("down", "drain", "fail", "error", "unknown", "inval", "maint", "future
 
 
 class Unknown(NamedTuple):
-    """Instead of a fact: why nobody knows, and the way out. `meant`: nobody was to look."""
+    """In place of a fact: why nobody knows it, and the way out. `meant`: it does not matter here,
+    so its absence is never a FAIL."""
 
     why: str
     fix: str = ""
@@ -42,6 +46,8 @@ class Unknown(NamedTuple):
 
 
 class Finding(NamedTuple):
+    """One line of the doctor's. `why`: it matters; `fix`: what to do."""
+
     check: str
     verdict: str
     seen: str
@@ -63,8 +69,9 @@ class Disk:
 
 
 class Check(NamedTuple):
-    """`judge` gets the facts that its parameters name (a keyword-only one: also if Unknown); no run
-    does without the `vital`."""
+    """`judge` gets the facts that its parameters name, and returns (verdict, seen, fix). It is not
+    called if one of them is Unknown, unless that parameter is keyword-only. An Unknown `vital` fact
+    is a FAIL."""
 
     name: str
     why: str
@@ -73,14 +80,15 @@ class Check(NamedTuple):
 
 
 def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
-    """One finding per check, in order; of those that one thing is missing for, the first alone."""
-    found: dict[int, Finding] = {}
+    """One finding per check, in order. An Unknown fact is told once, by the first check that needs
+    it; the others that need it are left out."""
+    findings: dict[int, Finding] = {}
     for at, check in enumerate(CHECKS + (TRIED if "tried" in facts else ())):
         needs = signature(check.judge).parameters.values()
-        needed = [facts[each.name] for each in needs if each.kind is not each.KEYWORD_ONLY]
+        needed = [facts[need.name] for need in needs if need.kind is not need.KEYWORD_ONLY]
         missing = next((fact for fact in needed if isinstance(fact, Unknown)), None)
-        found.setdefault(id(missing) if missing else at, _finding(check, facts, missing))
-    return list(found.values())
+        findings.setdefault(id(missing) if missing else at, _finding(check, facts, missing))
+    return list(findings.values())
 
 
 def _finding(check: Check, facts: Mapping[str, Any], missing: Unknown | None) -> Finding:
@@ -90,7 +98,7 @@ def _finding(check: Check, facts: Mapping[str, Any], missing: Unknown | None) ->
     try:
         needs = {name: facts[name] for name in signature(check.judge).parameters}
         verdict, seen, fix = check.judge(**needs)
-    except (ValueError, KeyError, IndexError) as error:  # Slurm, or a setting, said what none does
+    except (ValueError, KeyError, IndexError) as error:  # an answer in words that are not known
         verdict, seen, fix = SKIP, f"not understood: {type(error).__name__}: {error}", ""
     return Finding(check.name, verdict, seen, check.why, fix)
 
@@ -145,7 +153,7 @@ def _masters_partition(config, cluster, partitions, nodes) -> tuple[str, str, st
 
 
 def _closed(name: str, key: str, partitions, nodes) -> tuple[str, str, str] | None:
-    """What keeps jobs from running in a partition."""
+    """The finding on a partition in which no job can run; None if jobs can run."""
     if name not in partitions:
         there = f"there are {', '.join(partitions)}"
         return FAIL, f"no partition {name}" if name else f"{key} is not set", f"set {key}: {there}"
@@ -191,13 +199,13 @@ def limit_s(text: str) -> float:
 # ---- preemption ---------------------------------------------------------------------------------
 
 
-MODIFIERS = ("GANG", "PRIORITY", "WITHIN")  # of a PreemptMode; the mode itself stands beside them
+MODIFIERS = ("GANG", "PRIORITY", "WITHIN")  # stand beside the mode in PreemptMode
 
 
 def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> str:
-    """What happens to a job in the partition when it is preempted; "": its QOS says.
+    """What happens to a job in the partition when it is preempted; "" where its QOS decides.
 
-    Where the partition decides, only one of a higher tier on the same nodes preempts it.
+    Where the partition decides, only a partition of a higher tier on the same nodes preempts it.
     """
     kind, partition = cluster["PreemptType"], partitions[name]
     if kind == "preempt/qos":
@@ -209,7 +217,7 @@ def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> st
 
 
 def _is_below_another(name: str, partitions, nodes) -> bool:
-    """Is there one of a higher PriorityTier on its nodes? Where nobody knows: yes."""
+    """Is there a partition of a higher PriorityTier on its nodes? True, if nobody knows."""
     tier = partitions[name].get("PriorityTier")
     if tier is None or isinstance(nodes, Unknown):
         return True
@@ -283,13 +291,14 @@ def _requeue_delay(cluster) -> tuple[str, str, str]:
 
 
 def _delay_s(cluster: Mapping[str, str]) -> int:
-    found = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", ""))
-    found = found or re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
-    return 1 + (int(found[1]) if found else CRED_EXPIRE_S)
+    """Seconds that a requeued job waits at least."""
+    delay = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", ""))
+    delay = delay or re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
+    return 1 + (int(delay[1]) if delay else CRED_EXPIRE_S)
 
 
 def _expedites(cluster: Mapping[str, str]) -> bool:
-    """From Slurm 25.11 on a site may allow it."""
+    """May jobs of --requeue=expedite come back at once? From Slurm 25.11 on."""
     return "enable_expedited_requeue" in cluster.get("SlurmctldParameters", "")
 
 
@@ -342,7 +351,7 @@ def _shared(config, disk: Disk, here: str, *, nodes) -> tuple[str, str, str]:
 
 
 def other_hosts(config, nodes, here: str) -> list[str]:
-    """The machines but this one that the run's jobs may be on."""
+    """The machines, without this one, that the run's jobs may be on."""
     if isinstance(nodes, Unknown):
         return []
     ours = {*config.slurm.partition.split(","), config.slurm.master_partition}
@@ -436,8 +445,8 @@ CHECKS = (
 
 
 def _tried(words: str, *problems: tuple[Callable, str, str]) -> Callable:
-    """A judge that says these words; of the problems (is it there, verdict, way out) the first
-    that is there decides."""
+    """A judge with these words. A problem is (is it there?, verdict, fix), and the first one that
+    is there decides."""
 
     def judge(tried) -> tuple[str, str, str]:
         verdict, fix = next(((v, fix) for is_so, v, fix in problems if is_so(tried)), (OK, ""))
@@ -478,28 +487,27 @@ TRIED = (
 
 
 def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """("section.key", value, where it comes from), from what is known. #key: not to be set."""
-    found = []
+    """("section.key", value, where it comes from) for a site file."""
+    proposals = []
     if worker := _best_partition(facts, with_gpus=True):
-        found.append(("slurm.partition", *worker))
+        proposals.append(("slurm.partition", *worker))
     if master := _best_partition(facts, with_gpus=False):
-        found.append(("slurm.master_partition", *master))
-    if not isinstance(facts["account"], Unknown):
-        found.append(("slurm.#account", *facts["account"]))
+        proposals.append(("slurm.master_partition", *master))
     if not isinstance(facts["server"], Unknown):
-        found.append(("redis.server", facts["server"], "found here"))
+        proposals.append(("redis.server", facts["server"], "found here"))
     network, others = facts["network"], {n.host.split(".")[0] for n in facts["nodes"]}
     is_hidden = not isinstance(network, Unknown) and network["address"].startswith("127.")
     if is_hidden and network["routed"] and others - {facts["here"]}:
-        found.append(("redis.bind", network["routed"], "leads to other machines from here"))
+        proposals.append(("redis.bind", network["routed"], "leads to other machines from here"))
     cluster = facts["cluster"]
     why = "--requeue=expedite" if _expedites(cluster) else "AuthInfo and SchedulerParameters"
     delay_s = 1 if _expedites(cluster) else _delay_s(cluster)
-    return [*found, ("plan.requeue", f"{delay_s}s", f"what a requeued job waits here: {why}")]
+    return [*proposals, ("plan.requeue", f"{delay_s}s", f"what a requeued job waits here: {why}")]
 
 
 def _best_partition(facts: Mapping[str, Any], with_gpus: bool) -> tuple[str, str] | None:
-    """For workers the one with GPUs that are taken, for masters one without, and without that."""
+    """(name, what it is like): for workers the partition with the most GPUs that are preempted, for
+    masters one that is not preempted, preferably without GPUs."""
     best = []
     for name, partition in facts["partitions"].items():
         inside = [node for node in facts["nodes"] if node.partition == name]

@@ -1,8 +1,8 @@
 """Looks at the cluster, this machine and the filesystem, and says what will work: elastic-doctor.
 
-Every probe is by itself: what it cannot see becomes Unknown with the reason, and the others go on.
-What they found is judged in diagnosis. Nothing is left behind: no job, no file, no server. torch is
-imported in a child alone, `python -m elastic.people.doctor`, with a time limit.
+Each probe looks at one thing. If it fails, its fact is Unknown with the reason, and the others go
+on. diagnosis.py judges the facts. Nothing is left behind: no job, no file, no server. Only a child,
+`python -m elastic.people.doctor`, imports torch, and it has a time limit.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -43,17 +44,18 @@ BYTES = 64 << 20  # written and read to measure a filesystem
 TORCH_TIMEOUT_S = 120.0
 
 
-def unheard(_done: tuple[float, str]) -> None:
-    """For callers whom progress (share done, of what) does not interest."""
+def unheard(_progress: tuple[float, str]) -> None:
+    """Show no progress, which is (the part of the work that is done, the probe at work)."""
 
 
 def report(path: Path | None, overrides: Sequence[str], tell: Callable = unheard, more=()) -> dict:
-    """What there is to say of the run that `path` describes (None: of any run of this site):
-    "checks", a table each, and how many got each verdict. `more`: further probes, by name."""
+    """Findings for the run that `path` describes (None: for any run of this site), as JSON has
+    them: "checks", and how many checks got each verdict. `more`: further probes, by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
-    found = examine(config, [str(path), *overrides] if path else [], tell, more)
-    counts = {verdict: sum(f.verdict == verdict for f in found) for verdict in VERDICTS}
-    return counts | {"checks": [finding._asdict() for finding in found]}
+    findings = examine(config, [str(path), *overrides] if path else [], tell, more)
+    counts = Counter(dict.fromkeys(VERDICTS, 0))
+    counts.update(finding.verdict for finding in findings)
+    return dict(counts) | {"checks": [finding._asdict() for finding in findings]}
 
 
 def examine(config: Config, given: list[str], tell: Callable = unheard, more=()) -> list[Finding]:
@@ -75,7 +77,7 @@ def _fact(probe: Callable[[dict], Any], facts: dict[str, Any]) -> Any:
         return probe(facts)
     except ElasticError as error:
         return Unknown(error.what, error.hint)
-    except Exception as error:  # whatever is broken here: the other lines are wanted all the same
+    except Exception as error:  # whatever is broken here, the other checks are wanted
         return Unknown(f"{type(error).__name__}: {error}")
 
 
@@ -90,14 +92,13 @@ def _cluster(facts: dict) -> dict[str, str] | Unknown:
     if facts["config"].run.scheduler == "local":
         return Unknown('run.scheduler = "local"', meant=True)
     before = time.time()
-    found = sched_slurm.cluster()
-    said = float(found["now"])  # in whole seconds
-    facts["clocks"]["slurmctld"] = off_s(said, before, time.time(), within_s=1.0)
-    return found
+    cluster = sched_slurm.cluster()
+    facts["clocks"]["slurmctld"] = off_s(float(cluster["now"]), before, time.time(), within_s=1.0)
+    return cluster
 
 
 def _limits(facts: dict) -> Any:
-    """The limits on the number of jobs, by name: of the account, and of the QOS that a job gets."""
+    """The limits on the number of jobs, by name: those of the account, and of the job's QOS."""
     cluster, slurm = facts["cluster"], facts["config"].slurm
     row = _association(cluster, slurm.account)
     if isinstance(row, Unknown):
@@ -105,12 +106,10 @@ def _limits(facts: dict) -> Any:
     partition = facts["partitions"].get(slurm.partition, {}).get("QoS", "")
     own = slurm.qos or row["Def QOS"] or row["QOS"]  # where there is but one, a job gets that
     names = {name for name in (own, partition) if name not in ("", "N/A") and "," not in name}
-    kinds = {f"the account {row['Account']}": row}
-    every = sched_slurm.qos(*names) if names else []
-    kinds |= {f"the QOS {each['Name']}": each for each in every}
-    return {f"{name} of {kind}": int(value) for kind, table in kinds.items()
-            for name, value in table.items() if "Max" in name or "Grp" in name
-            if value}  # fmt: skip
+    owners = {f"the account {row['Account']}": row}
+    owners |= {f"the QOS {qos['Name']}": qos for qos in (sched_slurm.qos(*names) if names else ())}
+    return {f"{name} of {owner}": int(value) for owner, table in owners.items()
+            for name, value in table.items() if value and ("Max" in name or "Grp" in name)}
 
 
 def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | Unknown:
@@ -147,7 +146,7 @@ def _disk(facts: dict) -> Disk:
 
 
 def _faults(folder: Path) -> list[str]:
-    """What does not work of the three ways in which durable.py writes, and of a pass's lock."""
+    """What of it does not work: rename and link, by which durable.py writes, and a pass's flock."""
     faults = []
     for name, works in (("rename", _replaces), ("link", _links_once), ("flock", _locks_once)):
         try:
@@ -178,7 +177,7 @@ def _locks_once(path: Path) -> bool:
 
 
 def _speeds(path: Path) -> tuple[float, float]:
-    """Bytes a second, written and synced, and read past the cache as far as it lets go."""
+    """Bytes a second, written and synced, and read (past the page cache, if the kernel lets go)."""
     block, began = os.urandom(1 << 20), time.perf_counter()
     with path.open("wb") as file:
         for _ in range(BYTES >> 20):
@@ -205,7 +204,7 @@ def filesystem_of(path: Path) -> str:
 
 
 def _redis(facts: dict) -> str:
-    """What the run's redis-server is, which has been tried; the site's is asked for the time."""
+    """Which redis-server the run would start; it is tried. The site's server is asked instead."""
     from elastic.local.master import redis_server
 
     config = facts["config"]
@@ -231,7 +230,7 @@ def _ask_site(url: str, facts: dict) -> str:
 
 
 def _network(facts: dict) -> dict[str, Any]:
-    """The address that a master would listen on, and what leads from here to its node."""
+    """The address that a master would listen on, and the interface that leads to its node."""
     config, nodes = facts["config"], facts["nodes"]
     known = [] if isinstance(nodes, Unknown) else nodes
     wanted = config.slurm.master_partition
@@ -259,8 +258,8 @@ def _written_off_s(folder: Path) -> float:
 
 
 def off_s(seen: float, before: float, after: float, within_s: float = 0.0) -> float:
-    """How far ahead the clock is that said `seen`, or up to `within_s` more, between two looks at
-    this one."""
+    """Seconds by which another clock is ahead. It said `seen`, or up to `within_s` more, while this
+    one went from `before` to `after`."""
     return seen - after if seen > after else min(0.0, seen + within_s - before)
 
 
@@ -268,8 +267,8 @@ def off_s(seen: float, before: float, after: float, within_s: float = 0.0) -> fl
 
 
 def _torch(facts: dict) -> dict[str, Any]:
-    """What the child of the last section says."""
-    given = [] if facts["config"].run.command else facts["given"]  # its model nobody else knows
+    """What the child that imports torch says."""
+    given = [] if facts["config"].run.command else facts["given"]  # its model is its own
     argv = [sys.executable, "-P", "-m", "elastic.people.doctor", *given]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
@@ -283,7 +282,7 @@ def _torch(facts: dict) -> dict[str, Any]:
 
 
 def _save(facts: dict) -> estimate.Save | Unknown:
-    """Of the run's model; of nothing where no run was named."""
+    """What a save of the run's model writes; nothing, where no run was named."""
     if not facts["given"] or isinstance(facts["torch"], Unknown):
         return facts["torch"] if facts["given"] else estimate.Save(0, 0)
     model = facts["torch"]["model"]
@@ -294,14 +293,14 @@ def _save(facts: dict) -> estimate.Save | Unknown:
 
 def _cron(facts: dict) -> str | None:
     """The user's crontab and scrontab; None where there is neither program."""
-    found, asked = "", False
+    tables, is_known = "", False
     by_slurm = [] if isinstance(facts["cluster"], Unknown) else [sched_slurm.scrontab]
     for listing in (_crontab, *by_slurm):
         with contextlib.suppress(ElasticError, OSError):
             answer = listing()
-            asked |= answer.returncode == 0 or "no crontab" in answer.stderr
-            found += answer.stdout if answer.returncode == 0 else ""
-    return found if asked else None
+            is_known |= answer.returncode == 0 or "no crontab" in answer.stderr
+            tables += answer.stdout if answer.returncode == 0 else ""
+    return tables if is_known else None
 
 
 def _crontab() -> subprocess.CompletedProcess[str]:
@@ -326,22 +325,22 @@ OF_SLURM = ("partitions", "nodes", "limits", "tried")
 
 
 def init(force: bool) -> tuple[Path, str]:
-    """Write the site file from what is found here; where it is, and its text.
+    """Write the site file from what is found here. Returns its path and its text.
 
-    UsageError if one that sets anything is there, unless `force`; ElasticError without Slurm.
+    UsageError if a file that sets anything is there, unless `force`; ElasticError without Slurm.
     """
-    path = site_path().resolve()  # of several versions there is one file
+    path = site_path().resolve()  # several versions of Elastic share one file
     _check_untouched(path, force)
     facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
     facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions(),
               "nodes": sched_slurm.nodes()}  # fmt: skip
-    for name, probe in (("network", _network), ("server", _server), ("account", _account)):
+    for name, probe in (("network", _network), ("server", _server)):
         facts[name] = _fact(probe, facts)
     text = site_text(facts["cluster"], propose(facts))
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as draft:
         draft.write(text)
         draft.flush()
-        configuration.load_site(site=Path(draft.name))  # what it does not understand is not written
+        configuration.load_site(site=Path(draft.name))  # raises: an invalid file is not written
     write_atomic(path, text.encode())
     return path, text
 
@@ -359,19 +358,13 @@ def _server(_facts: dict) -> str:
     return redis_server.find()
 
 
-def _account(facts: dict) -> tuple[str, str] | Unknown:
-    row = _association(facts["cluster"], "")
-    unknown = isinstance(row, Unknown)
-    return row if unknown else (row["Account"], "yours; Slurm takes everybody's default")
-
-
-def site_text(cluster: Mapping[str, str], found: list[tuple[str, str, str]]) -> str:
-    """A site file that sets what was found, and says of each where it comes from."""
+def site_text(cluster: Mapping[str, str], proposals: list[tuple[str, str, str]]) -> str:
+    """A site file with these values, and a remark on each that says where it comes from."""
     which = f"{cluster['ClusterName']} (Slurm {cluster['SLURM_VERSION']})"
     lines = [f"# What is true of cluster {which}. Every run file inherits it and may override it.",
              "# Written by elastic-doctor --init. Every key, with its default: etc/keys.toml"]
     section = ""
-    for name, value, why in found:
+    for name, value, why in proposals:
         table, key = name.split(".")
         lines += [] if table == section else ["", f"[{table}]"]
         section = table
@@ -387,19 +380,19 @@ def _look_with_torch(given: list[str]) -> dict[str, Any]:
     import torch
 
     import_s = time.perf_counter() - began - (_waited_s() - waited_s)
-    from elastic.train.health import UNFIT, check_gpu_health
+    from elastic.train.health import Unfit, check_gpu_health
 
     gpus = torch.cuda.device_count()
-    problems = [each for index in range(gpus) for each in check_gpu_health(f"cuda:{index}")]
+    problems = [words for index in range(gpus) for words in check_gpu_health(f"cuda:{index}")]
     return {
         "python": sys.version.split()[0], "version": torch.__version__, "import_s": import_s,
         "gpus": gpus, "problems": problems, "model": _model(given),
-        "unfit": any(sign in problem for problem in problems for sign in UNFIT),
+        "unfit": any(isinstance(problem, Unfit) for problem in problems),
     }  # fmt: skip
 
 
 def _waited_s() -> float:
-    """For a CPU, so far: a busy login node is no slow filesystem."""
+    """Seconds that this process has waited for a CPU: a busy login node is no slow filesystem."""
     return int((proc.read("/proc/self/schedstat").split() or [0, 0])[1]) / 1e9
 
 

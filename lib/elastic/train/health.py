@@ -28,7 +28,6 @@ ACTIONS = ("warn", "skip", "rollback", "stop")
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 POLL_S = 0.02
-UNFIT = ("cannot be used", "computes wrongly")
 FOREIGN_SHARE = 0.2  # of a GPU's memory that a process may hold outside of torch's allocator
 
 
@@ -114,16 +113,21 @@ def _ping(group: Group, deadline: float) -> str:
     return "" if total == group.world else f"an all_reduce of {group.world} ones gave {total:g}"
 
 
+class Unfit(str):
+    """A problem of a device for which nothing may be computed on it."""
+
+
 def check_gpu_health(device: torch.device | str) -> list[str]:
-    """What is wrong with the device, a sentence each; on the CPU only the arithmetic is tried."""
+    """What is wrong with the device, a sentence each, of which some are `Unfit`; on the CPU only
+    the arithmetic is tried."""
     device = torch.device(device)
     problems = []
     try:
-        problems += _wrong_arithmetic(device)
+        problems += map(Unfit, _wrong_arithmetic(device))
         if device.type == "cuda":
             problems += _taken_memory(device) + _worn_memory(device)
     except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
-        problems.append(f"{device} cannot be used: {str(error).splitlines()[0]}")
+        problems.append(Unfit(f"{device} cannot be used: {str(error).splitlines()[0]}"))
     return problems
 
 
@@ -132,7 +136,7 @@ def require_gpu(device: torch.device, say: Callable[[str], object]) -> None:
     problems = check_gpu_health(device)
     for problem in problems:
         say(problem)
-    if any(sign in problem for problem in problems for sign in UNFIT):
+    if any(isinstance(problem, Unfit) for problem in problems):
         raise ElasticError("; ".join(problems), "keep away from the node: slurm.exclude")
 
 
