@@ -30,9 +30,10 @@ from elastic.run.records import EventKind
 from elastic.run.rundir import Control, RunDir
 
 TRY_S = 60.0  # for a first step of the task
-SAID_LINES = 12  # of a traceback
-MASTER_GB, MASTER_MARGIN = 3, 1.25  # Python, torch and Redis, beside what the master holds
-UNDO_S = 30.0  # how long the jobs of a run that is undone may take to go
+LAST_LINES = 12  # of a traceback, which are shown
+MASTER_GB = 3  # for Python, torch and Redis
+MASTER_MARGIN = 1.25  # times what the master holds
+UNDO_S = 30.0  # in which the jobs of a run that is undone have to go
 
 
 def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
@@ -64,17 +65,17 @@ def described(
     command = [sys.executable, "-P", "-m", "elastic.saved.describe", *["--try"] * tries,
                str(config), "slurm.partition=any", *settings]  # fmt: skip
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
+        trial = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
     except subprocess.TimeoutExpired:
         return None, *[f"it takes more than {TRY_S:g} s here"] * 2
-    lines = found.stderr.strip().splitlines()
-    if found.returncode == Exit.USAGE:
-        said = "\n".join(["the task fails:", *lines[-SAID_LINES:]])
-        raise ElasticError(said, "mend it; --no-try, if it can only work on a compute node")
-    answers = [line for line in found.stdout.splitlines() if line.startswith('{"model": ')]
-    if found.returncode or not answers:  # its task may print, and end the process, too
-        said = [line for line in lines if not line.startswith("  hint: ")]
-        return None, *[said[-1] if said else f"exit {found.returncode}"] * 2
+    lines = trial.stderr.strip().splitlines()
+    if trial.returncode == Exit.USAGE:
+        what = "\n".join(["the task fails:", *lines[-LAST_LINES:]])
+        raise ElasticError(what, "mend it; --no-try, if it can only work on a compute node")
+    answers = [line for line in trial.stdout.splitlines() if line.startswith('{"model": ')]
+    if trial.returncode or not answers:  # its task may print, and end the process, too
+        errors = [line for line in lines if not line.startswith("  hint: ")]
+        return None, *[errors[-1] if errors else f"exit {trial.returncode}"] * 2
     answer = json.loads(answers[-1])
     return estimate.Model(**answer["model"]), "", answer["untried"]
 
@@ -101,8 +102,8 @@ def check_mode(run: RunDir, mode: str) -> None:
 
 
 def with_shares(config: Config, model: estimate.Model | None) -> Config:
-    """`config` with the CPUs and the memory that nobody has set and Slurm has no default for: a
-    GPU's share of its node, and for the master what it holds."""
+    """`config` with CPUs and memory where neither the user nor Slurm says how much: for a GPU its
+    part of the node, for the master what it holds."""
     slurm = config.slurm
     if config.run.scheduler != "slurm":
         return config

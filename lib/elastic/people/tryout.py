@@ -4,11 +4,11 @@
     python -m elastic.people.tryout FOLDER     there, in the launcher's place: starts four ranks of
                                         sbatch/probe.sh, and does to them what happens to ranks
 
-All that they share is a folder below that of the runs: what each rank sees (rank-N.json), a word to
-them all (word), and what came of it (report.json). What ranks do later they say on stderr, which
-srun brings at once: so one clock, the launcher's, measures everything, and what the filesystem adds
-is seen by itself. All waiting has an end: a job that nobody could cancel is over within minutes.
-What it means is in diagnosis.
+They share a folder beside the runs: what each rank sees (rank-N.json), a file that all ranks wait
+for (word), and what came of it (report.json). What a rank does later it says on stderr, which srun
+passes on at once. So one clock, the launcher's, measures everything, and the filesystem's delay is
+measured by itself. All waiting has an end: a job that nobody could cancel is over within minutes.
+diagnosis.py judges the report.
 """
 
 import json
@@ -30,8 +30,9 @@ from elastic.people.diagnosis import Unknown
 from elastic.sync import launch
 
 NODES, RANKS = 2, 4
-LIMIT_S, QUERY_S = 600.0, 10.0  # in the queue, and of the job; between looks at it
-PATIENCE_S = 65.0  # with each thing there: an NFS client trusts what it knows for 60 s at most
+LIMIT_S = 600.0  # in the queue, and then for the job
+QUERY_S = 10.0  # most time between two looks at the job
+PATIENCE_S = 65.0  # for each thing that ranks do: an NFS client trusts its cache for up to 60 s
 
 
 def tried(facts: dict) -> dict | Unknown:

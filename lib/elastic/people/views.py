@@ -31,8 +31,9 @@ STATE_STYLES = {
 }  # fmt: skip
 LOSS, BEAT = "{:.3f}", "{:.0f}s"
 BARS = "▁▂▃▄▅▆▇█"
-MOST_ROWS, MOST_EVENTS = 24, 8  # of workers; where nobody scrolls a screen has fewer
-HEAD_LINES, ROOMY_LINES = 14, 32  # what a run takes without its tables; a screen with space
+MOST_ROWS, MOST_EVENTS = 24, 8  # rows of workers, and lines of events, where one can scroll
+HEAD_LINES = 14  # of a run, without its tables
+ROOMY_LINES = 32  # a screen of so many lines shows the path of the run, too
 
 
 def console(**settings: Any) -> Console:
@@ -62,7 +63,7 @@ def busy(what: str) -> AbstractContextManager:
 
 @contextmanager
 def progress() -> Iterator[Callable[[tuple[float, str]], None]]:
-    """A bar on a terminal, moved by (share done, words); elsewhere nothing."""
+    """A bar on a terminal, moved by (the part that is done, words); elsewhere nothing."""
     from rich.progress import Progress  # which takes longer to import than most commands run
 
     with Progress(console=console(stderr=True), transient=True) as bar:
@@ -149,8 +150,8 @@ def _round(seen: dict) -> str:
 
 def _waits(jobs: Sequence[dict]) -> str:
     """What the scheduler's reasons mean, and what to do."""
-    said = {job["reason"]: wording.way_out(job["reason"]) for job in jobs}
-    return "; ".join(f"{reason}: {words}" for reason, words in said.items() if words)
+    ways_out = {job["reason"]: wording.way_out(job["reason"]) for job in jobs}
+    return "; ".join(f"{reason}: {words}" for reason, words in ways_out.items() if words)
 
 
 def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[RenderableType]:
@@ -242,12 +243,12 @@ def doctor_view(report: dict) -> RenderableType:
     return Group(rows, "", f"{len(report['checks'])} checks: {', '.join(counts)}")
 
 
-def plan_view(found: dict) -> RenderableType:
+def plan_view(forecast: dict) -> RenderableType:
     """A row per way to train through a trace, and what to do."""
-    seen, best = found["trace"], found["recommended"]
+    trace, best = forecast["trace"], forecast["recommended"]
     columns = ("start-up", "waiting", "replay", "lost", "notice")
     table = _table("way", ">GPUs", ">K", ">goodput", ">kept", *(f">{name}" for name in columns))
-    for way in found["ways"]:
+    for way in forecast["ways"]:
         whole, sizes = way["allocated"] or 1.0, dict.fromkeys(way["gpus"])
         table.add_row(
             "--requeue" if way["mode"] == "requeue" else way["mode"],
@@ -255,13 +256,13 @@ def plan_view(found: dict) -> RenderableType:
             *(f"{way[name]:.1%}" for name in ("goodput", "kept")),
             *(f"{way[name] / whole:.1%}" for name in columns),
         )  # fmt: skip
-    hours, every_s = seen["seconds"] / 3600, best["checkpoint_interval_s"]
+    hours, every_s = trace["seconds"] / 3600, best["checkpoint_interval_s"]
     saves = f"checkpoint.interval {every_s:.0f}s"
     if best["mode"] == "local":
         saves = f"inner_steps {best['inner_steps']} (a version every {every_s:.0f} s)"
     return Group(
-        f"{hours:.3g} hours of {seen['nodes']} nodes, up to {seen['most_gpus']} GPUs at a time;"
-        f" nodes were taken {seen['taken']} times, at {seen['moments']} moments",
+        f"{hours:.3g} hours of {trace['nodes']} nodes, up to {trace['most_gpus']} GPUs at a time;"
+        f" nodes were taken {trace['taken']} times, at {trace['moments']} moments",
         "", table, "",
         f"take --mode {best['mode']} --min {best['min']} --max {best['max']}, {saves}:"
         f" {best['reason']}",
@@ -276,15 +277,15 @@ def _gpu_seconds(ledger: dict[str, float]) -> str:
     return f"goodput: {', '.join([goodput, *others])}; {si(ledger['queued'])} more were waited for"
 
 
-def validation_view(found: dict, curves: dict) -> RenderableType:
+def validation_view(comparison: dict, curves: dict) -> RenderableType:
     """Loss, gap and verdict of each arm, below the curves of the first seed."""
     table = _table("arm", ">loss", ">± seeds", ">gap", ">95 % below", "verdict")
-    for row in found["verdicts"]:
+    for row in comparison["verdicts"]:
         table.add_row(row["arm"], LOSS.format(row["loss"]), _number(row["spread"], LOSS),
                       _number(row["gap"], "{:+.3f}"), _number(row["bound"], "{:+.3f}"),
                       row["words"])  # fmt: skip
     drawn = [Text(f"{arm}: training loss {sparkline(curve)}") for arm, curve in curves.items()]
-    return Group(*drawn, "", table, "", Text(f"runs: {found['runs']}"))
+    return Group(*drawn, "", table, "", Text(f"runs: {comparison['runs']}"))
 
 
 def config_view(rows: Sequence[dict]) -> RenderableType:

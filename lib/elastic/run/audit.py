@@ -24,7 +24,7 @@ from elastic.run import goodput
 from elastic.run.rundir import COMMIT, RunDir, fault, whole
 from elastic.run.wording import unit
 
-PATIENCE = 10  # versions: no delta is merged that late, and what is given back goes out first
+PATIENCE = 10  # versions; no delta is merged so late, and samples that come back go out first
 
 
 def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None = None) -> dict:
@@ -50,8 +50,8 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     forgive(epochs, trained[-1].get("skipped", []))
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
     files, altered = check_files(run_dir, commits, keep, checksum)
-    found = [damage(run_dir / entry["path"], entry, checksum)
-             for record in saved for entry in record["files"]]  # fmt: skip
+    entries = [entry for record in saved for entry in record["files"]]
+    damages = [damage(run_dir / entry["path"], entry, checksum) for entry in entries]
     totals = ("committed", "repeated", "missing", "open", "not_reached")
     return {
         "commits": len(commits) or len(saved),
@@ -63,9 +63,9 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "finished": finished,
         "taken_back": taken_back(commits),
         **{name: sum(epoch[name] for epoch in epochs) for name in totals},
-        "files": files + len(found),
+        "files": files + len(damages),
         "epochs": epochs,
-        "problems": problems + altered + [*filter(None, found)],
+        "problems": problems + altered + [*filter(None, damages)],
     }
 
 
@@ -104,7 +104,7 @@ def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
 
 
 def _extra_fault(extra: dict) -> str:
-    """Of what a checkpoint's record would say in a commit; its `state`, a trainer's, is a table."""
+    """What is wrong with the fields that a commit has, too. `state`, a trainer's, is a table."""
     named = {name: value for name, value in extra.items() if name != "state"}
     return fault(named, "tokens samples deltas")
 
@@ -212,8 +212,8 @@ def check_epoch(epoch: dict) -> list[str]:
     """What is wrong with the counts of one epoch."""
     wrong = {"repeated": "committed more than once", "outside": "outside the data set",
              "missing": "never committed, and the epoch is over"}  # fmt: skip
-    found = [(epoch[name], words) for name, words in wrong.items() if epoch[name]]
-    return [f"epoch {epoch['epoch']}: {count} samples {words}" for count, words in found]
+    return [f"epoch {epoch['epoch']}: {epoch[name]} samples {words}"
+            for name, words in wrong.items() if epoch[name]]  # fmt: skip
 
 
 def check_files(run_dir: Path, commits: list[dict], keep: int, checksum) -> tuple[int, list[str]]:
@@ -225,9 +225,9 @@ def check_files(run_dir: Path, commits: list[dict], keep: int, checksum) -> tupl
         if draft.exists():  # its writer died between the commit and the folder's last name
             folder = draft
         files = [(folder / Path(entry["path"]).name, entry) for entry in commit["files"]]
-        found = [damage(path, entry, checksum) for path, entry in files]
+        damages = [damage(path, entry, checksum) for path, entry in files]
         may_be_pruned = commit["version"] <= commits[-1]["version"] - keep
         if folder.exists() or not may_be_pruned:
-            count += len(found)
-            problems += filter(None, found)
+            count += len(damages)
+            problems += filter(None, damages)
     return count, problems

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 from elastic.base.units import size
 
-KEPT = 8  # bytes an element of a version that only the master reads
-DOWN = 2  # … that workers read
-THREADS = 16  # of the averaging: each holds a fragment of a delta and of a mean
-ROUNDS_OF_TOPK = 1000  # ten times until a hundredth has been everything
-ENOUGH = 0.05  # of a round; to stand still for longer is worth a word
+KEPT = 8  # bytes per parameter of a version that the master alone reads: float32, momentum
+DOWN = 2  # bytes per parameter of a version that workers read: bfloat16
+THREADS = 16  # most threads that average; each holds a fragment of a delta and of a mean
+ROUNDS_OF_TOPK = 1000  # least rounds in which topk sends each parameter about ten times
+ENOUGH = 0.05  # share of a round for which workers may stand still
 
 
 @dataclass(frozen=True)
 class Model:
-    """What there is to move; as `elastic.saved.describe` finds it."""
+    """What a run has to move, as `elastic.saved.describe` finds it."""
 
-    numel: int
+    numel: int  # parameters
     delta_bytes: int
     fragments: int
     largest_numel: int  # of a fragment
@@ -35,8 +35,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and elements a second. Where nothing was measured: a middling cluster's filesystem, and
-    what tests/bench/bench_codec.py found for int8 on a busy core."""
+    """Bytes and elements a second. The defaults: the filesystem of a middling cluster, and what
+    tests/bench/bench_codec.py measured for int8 on a busy core."""
 
     process: float = 5e9
     filesystem: float = 20e9
@@ -71,7 +71,7 @@ class Cost:
 
 
 def cost(model: Model, workers: int, cores: int = 16, rates: Rates = Rates()) -> Cost:
-    """Of one round, averaged on so many cores."""
+    """Of one round, which `cores` cores of the master average."""
     up, cores = workers * model.delta_bytes, min(cores, THREADS)
     wide = min(rates.filesystem, rates.process)
     read_s = up / wide
@@ -89,20 +89,20 @@ def version_bytes(model: Model) -> int:
 
 
 def save_of(model: Model, config) -> Save:
-    """In local mode a worker's delta, then AdamW's moments, without which its learning rate ramps
-    up again; in sync mode a node's share of a checkpoint of the smallest job."""
+    """In local mode a worker's delta, and then AdamW's moments, without which the learning rate
+    ramps up again. In sync mode a node's part of a checkpoint of the smallest job."""
     if config.run.mode == "local":
         return Save(model.delta_bytes, model.delta_bytes + 8 * model.numel)
-    share = 12 * model.numel / max(1, config.elastic.min // config.slurm.gpus_per_node)
-    return Save(share, share)
+    part = 12 * model.numel / max(1, config.elastic.min // config.slurm.gpus_per_node)
+    return Save(part, part)
 
 
 def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
-    """What is likely to hurt, with the way out. `config`: the run's; `rounds`: 0: not known."""
+    """What is likely to hurt, with the way out. `rounds`: of the whole run; 0: not known."""
     sgd, up = config.local_sgd, workers * model.delta_bytes
     version = version_bytes(model)
     space = version * (config.checkpoint.keep + 1) + up * (sgd.max_staleness + 1)
-    found = {
+    hurts = {
         f"versions and deltas take up to {size(space)}, checkpoint.min_free is only"
         f" {size(config.checkpoint.min_free_bytes)}: commits would wait for space":
             config.checkpoint.min_free_bytes < version,
@@ -110,11 +110,11 @@ def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
         f"the run has {rounds:.0f} rounds, and the outer optimizer wants a hundred:"
         " lower local_sgd.inner_steps": 0 < rounds < 100,
     }  # fmt: skip
-    return [text for text, holds in found.items() if holds and text]
+    return [text for text, holds in hurts.items() if holds and text]
 
 
 def too_short_for_topk(config, rounds: float) -> str:
-    """What to say of a run that leaves most of its deltas out; empty if nothing."""
+    """The warning for a run that ends before topk has sent everything; "" for any other."""
     if config.local_sgd.compression != "topk" or rounds >= ROUNDS_OF_TOPK:
         return ""
     return (f"topk needs some {ROUNDS_OF_TOPK} rounds to send everything once, the run has"
@@ -153,7 +153,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
 
 
 def held_bytes(model: Model, cores: int) -> float:
-    """By the master: parameters and momentum, and the largest fragment of a delta and of a mean per
-    thread: in time each of them has had that one."""
+    """Memory of the master: parameters and momentum, and for each thread the largest fragment of a
+    delta and of a mean, because in time each thread has had that one."""
     fragment = model.largest_bytes + 4 * model.largest_numel
     return KEPT * model.numel + min(cores, THREADS) * fragment
