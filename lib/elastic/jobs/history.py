@@ -215,7 +215,7 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
         ended_at = record.get("time", 0.0)
         age_s = ended_at - record.get("started", ended_at)
     did_some = job.role == MASTER or record.get("steps", 0) > 0
-    said = record.get("outcome", "") if outcome == "cancelled" else outcome
+    said = record.get("outcome", "") if outcome == Outcome.CANCELLED else outcome
     return Ended(
         *(job.job_id, job.role, job.slot, outcome, now),
         node=str(record.get("node") or job.node),
@@ -243,23 +243,24 @@ def _own(job: JobSeen, record: Mapping | None) -> Mapping:
 
 
 def _outcome(job: JobSeen, record: Mapping) -> tuple[str, str]:
-    state, cancelled = _word(job.state), job.cancelled_at is not None
+    state, held, cancelled = _word(job.state), job.broken_hold, job.cancelled_at is not None
     said = record.get("outcome", "") if record.get("state") == "ended" else ""
-    cancelled |= state == "CANCELLED" and said == "yielded"  # by its owner: no preemption ends so
-    if said and not (said in ("failed", "yielded") and cancelled):
+    # By its owner: no preemption ends so.
+    cancelled |= state == "CANCELLED" and said == Outcome.YIELDED
+    if said and not (said in (Outcome.FAILED, Outcome.YIELDED) and cancelled):
         return said, str(record.get("reason") or said)
     if cancelled or (state == "CANCELLED" and not record):
-        return ("held", job.broken_hold) if job.broken_hold else ("cancelled", "cancelled")
+        return (Outcome.HELD, held) if held else (Outcome.CANCELLED, "cancelled")
     if state in LOST_STATES:
-        return "lost", state
+        return Outcome.LOST, state
     if state == "REFUSED":
-        return "refused", job.reason
+        return Outcome.REFUSED, job.reason
     if state == "OUT_OF_MEMORY":
-        return "failed", "killed: out of memory"
+        return Outcome.FAILED, "killed: out of memory"
     if record:
-        return "killed", f"it left no word ({state})"
+        return Outcome.KILLED, f"it left no word ({state})"
     why = f": {job.reason}" if job.reason not in ("", "None") else ""
-    return "failed", f"it ended before it could start ({state}{why})"
+    return Outcome.FAILED, f"it ended before it could start ({state}{why})"
 
 
 def _joined(row: JobSeen, known: JobSeen | None) -> JobSeen:
