@@ -26,7 +26,7 @@ FOLDERS = {
     "local/worker": 1365,  # one slot: hold the lease, train, deliver
     "local/master": 1079,  # one master: Redis, samples, rounds, commits
     "sync": 911,  # sync mode: one job that resizes
-    "people": 1839,  # what a person asks and sees
+    "people": 1830,  # what a person asks and sees
     "lab": 1460,  # trying and proving; nothing imports it
     "commands": 551,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

@@ -98,12 +98,6 @@ def test_of_steps_that_were_trained_again_the_second_time_counts():
     assert [(p.time, p.tokens) for p in timeline.points([], lines)] == [(9.0, 20), (10.0, 30)]
 
 
-def test_the_number_of_jobs_that_train_rises_and_falls():
-    stays = [Stay("worker", 0, "1", "n", 0.0, 9.0, "done"), Stay("worker", 1, "2", "n", 3.0, 9.0),
-             Stay("master", 0, "3", "n", 0.0, 9.0)]  # fmt: skip
-    assert timeline.workers_over_time(stays) == [(0.0, 1), (3.0, 2), (9.0, 1)]
-
-
 # ---- words
 
 

@@ -119,12 +119,6 @@ def draw_throughput(axes: Any, facts: Facts) -> None:
     axes.step(times, rates, where="pre", color=BLUE)
     axes.set(ylabel=f"{facts.seen['unit']}/s", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _at: wording.si(value))
-    counts = timeline.workers_over_time(facts.stays)
-    times, jobs = [facts.at(at) for at, _ in counts], [count for _, count in counts]
-    other = axes.twinx()
-    other.step(times, jobs, where="post", color=ORANGE)
-    other.set(ylabel="jobs that train", ylim=(0, None))
-    other.yaxis.label.set_color(ORANGE)
     _along_time(axes, facts)
 
 

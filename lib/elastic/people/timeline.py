@@ -6,7 +6,7 @@ Everything follows from the run's events, its exit records and its commits.
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from elastic.run import wording
 from elastic.run.goodput import job_key, jobs_in
@@ -140,11 +140,3 @@ def _rates(rows: Sequence[tuple]) -> Iterator[Point]:
         if loss is not None:
             passed_s = time - before if time > before else math.nan
             yield Point(time, tokens, loss, (tokens - fewer) / passed_s)
-
-
-def workers_over_time(stays_: Iterable[Stay]) -> list[tuple[float, int]]:
-    """(time, how many jobs that train are there from then on)."""
-    trained = [stay for stay in stays_ if stay.role != "master"]
-    changes = sorted([(s.start, 1) for s in trained] + [(s.end, -1) for s in trained if s.outcome])
-    counts = accumulate(change for _, change in changes)
-    return [(time, count) for (time, _), count in zip(changes, counts, strict=True)]
