@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -53,9 +52,9 @@ def report(path: Path | None, overrides: Sequence[str], tell: Callable = unheard
     them: "checks", and how many checks got each verdict. `more`: further probes, by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
     findings = examine(config, [str(path), *overrides] if path else [], tell, more)
-    counts = Counter(dict.fromkeys(VERDICTS, 0))
-    counts.update(finding.verdict for finding in findings)
-    return dict(counts) | {"checks": [finding._asdict() for finding in findings]}
+    verdicts = [finding.verdict for finding in findings]
+    counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+    return counts | {"checks": [finding._asdict() for finding in findings]}
 
 
 def examine(config: Config, given: list[str], tell: Callable = unheard, more=()) -> list[Finding]:
