@@ -154,7 +154,7 @@ class Run:
             self.told.taken_back.append(why)
             self.outer.params[0].copy_(self.before)
             self.outer.momentum[0].zero_()
-            self.running = self.running.after_taking_back()
+            self.running = self.running.after_reverting()
             self.before = None
         else:
             self.step(sent, moves, headers, steps)

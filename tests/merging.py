@@ -6,7 +6,9 @@ version v starts from `base(v)` (bf16, as published) and ends wherever a test wa
 
 import torch
 
-from elastic.local.master.averaging import Averager, Checked
+from elastic.local.master import recipe
+from elastic.local.master.averaging import Averager
+from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.transport import Transport, fragment_name
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir
@@ -47,7 +49,7 @@ class Rounds:
     def new_master(self) -> None:
         """Forget everything but the run directory."""
         commit = self.run.newest_commit()
-        self.averager = Averager(self.run, self.config, commit)
+        self.averager = Averager(self.run, self.config, commit["version"])
         self.version = commit["version"]
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -62,11 +64,11 @@ class Rounds:
     @property
     def theta(self) -> torch.Tensor:
         """The master's float32 parameters."""
-        return torch.cat(self.averager.arithmetic._outer.params)
+        return torch.cat(self.averager.outer.params)
 
     @property
     def momentum(self) -> torch.Tensor:
-        return torch.cat(self.averager.arithmetic._outer.momentum)
+        return torch.cat(self.averager.outer.momentum)
 
     def put(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Header:
         """Write the delta of a worker that went from its base to `local`; returns its header."""
@@ -93,8 +95,12 @@ class Rounds:
         assert not checked.refused
         return checked
 
+    def weigh(self, accepted: list[Checked]) -> tuple[Recipe, dict]:
+        """How they become the next version, and what its commit says about it."""
+        return recipe.merged(accepted, self.run.commit(self.version), self.config.local_sgd)
+
     def close(self, accepted: list[Checked]) -> dict:
         """Merge and commit the next version; returns the commit."""
-        recipe, said = self.averager.weigh(accepted)
-        self.version = self.averager.commit(1, recipe, {**self._carried, **said})["version"]
+        how, said = self.weigh(accepted)
+        self.version = self.averager.commit(1, how, {**self._carried, **said})["version"]
         return self.run.commit(self.version)

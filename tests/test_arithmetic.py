@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic.local.master.arithmetic import DeltaLost
+from elastic.local.master.averaging import DeltaLost
 from elastic.local.rounds import Rule
 from elastic.local.transport import fragment_name
 from merging import COMMIT, Rounds
@@ -50,7 +50,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(open_rounds):
     for cores in (1, 2, 5):
         rounds = open_rounds(cores)
         found.append([one_round(rounds, seed) for seed in range(3)])
-        assert rounds.averager.arithmetic._pool._max_workers == cores
+        assert rounds.averager.threads._max_workers == cores
     assert found[0] == found[1] == found[2]
 
 
@@ -69,7 +69,7 @@ def test_lost_bytes_and_full_disks_leave_the_next_try_the_same_bits(open_rounds)
     blocked = rounds.run.path / "versions"
     held = blocked.rename(blocked.with_name("held"))
     blocked.write_bytes(b"")
-    recipe, said = rounds.averager.weigh([good])
+    recipe, said = rounds.weigh([good])
     with pytest.raises((NotADirectoryError, FileExistsError)):
         rounds.averager.commit(1, recipe, COMMIT | said)
     blocked.unlink()

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from signal import SIGTERM
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, tr
 from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
-from elastic.local.master import arithmetic, master
+from elastic.local.master import averaging, journal, master
+from elastic.local.master import server as master_server
+from elastic.local.master.averaging import Averager
 from elastic.local.master.master import Master
 from elastic.local.store import Ask, Store
 from elastic.local.transport import Transport, fragment_name
@@ -88,13 +91,9 @@ class Turns(Master):
     def __init__(self, run: RunDir):
         super().__init__(run, Notice())
         self.reconcile = SimpleNamespace(tick=lambda: None, soon=lambda: None,
-                                          close=lambda: None, last=lambda: None)  # fmt: skip
-
-    def wait(self) -> list[str]:
-        return []
-
-    def settle(self) -> None:
-        """In these tests the workers have said what they hold."""
+                                         close=lambda: None, last=lambda: None)  # fmt: skip
+        self.server.wait = lambda *_: []
+        self.samples.settle = lambda *_: None  # the workers have said what they hold
 
     def turn(self) -> None:
         self.step()
@@ -152,7 +151,7 @@ def go_on(run: RunDir, workers: list[Worker], until: Callable[[], object]) -> Tu
             break
         one.turn()
         for worker in workers:
-            worker.turn(one.store)
+            worker.turn(one.server.store)
     assert until(), "\n".join(map(str, run.events(last=20)))
     one.close()
     return one
@@ -218,9 +217,9 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
     monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
     monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
-    for module in (master, arithmetic, exchange):
+    for module in (averaging, exchange):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
-    for module, name in ((master, "TICK_S"), (master, "SPACE_S"),
+    for module, name in ((master_server, "TICK_S"), (master, "TICK_S"), (journal, "SPACE_S"),
                          (durable, "SPACE_S"),
                          (line, "RETRY_S"), (line, "DRY_S"),
                          (line, "UNSEEN_S")):  # fmt: skip
@@ -288,7 +287,7 @@ def test_a_masters_turn(world, delivered, request):
 
     def act() -> None:
         one = Turns(run)
-        real = one.clean_up
+        real = Averager.clean_up
 
         def then_leave(*args) -> None:
             try:
@@ -296,8 +295,8 @@ def test_a_masters_turn(world, delivered, request):
             finally:
                 one.notice.arrived(SIGTERM)
 
-        one.clean_up = then_leave
-        assert one.main() == 0
+        with mock.patch.object(Averager, "clean_up", then_leave):
+            assert one.main() == 0
 
     def check(point: Point) -> None:
         done = run.newest_version()

@@ -193,8 +193,8 @@ def test_a_master_lives_through_any_one_of_them(world, run):
                 break
             one.turn()
             for worker in workers:
-                outside(worker.turn, one._store)
-        one._close()
+                outside(worker.turn, one.server.store)
+        one.close()
 
     def check() -> None:
         assert run.done()

@@ -1,6 +1,6 @@
 """What a broken or hostile worker may write into Redis: nonsense is refused, and nothing else.
 
-The headers go through the master's own `_judge`; only what lies behind it (Redis, the check of the
+The headers go through the master's own intake; only what lies behind it (Redis, the check of the
 bytes) is a recorder. The bytes go through its own averager, from real files and a real Redis.
 Everything is drawn from fixed seeds. pytest tests/test_fuzz.py
 """
@@ -19,8 +19,9 @@ import torch
 
 from elastic.local import transport
 from elastic.local.master.averaging import Averager
-from elastic.local.master.master import MOST_REASON, Master, Round
-from elastic.local.rounds import Rule
+from elastic.local.master.intake import MOST_REASON, Intake
+from elastic.local.master.open_round import OpenRound
+from elastic.local.rounds import Facts, Rule
 from elastic.local.store import Ask
 from elastic.local.transport import checksum, fragment_name
 from elastic.run.ledger import Ledger
@@ -85,48 +86,52 @@ class Peak:
         return self._read("VmHWM") - self._before
 
 
+class FakeStore:
+    """It remembers what is rejected."""
+
+    def __init__(self):
+        self.rejected: list[dict] = []
+
+    def set_verdict(self, name: str, verdict: dict) -> None:
+        self.rejected.append(verdict)
+
+    def drop_offers(self, base: int, names: list[str]) -> None:
+        pass
+
+
 @pytest.fixture
-def master() -> Master:
-    """One in version 5 of a run, that remembers what it rejects and what it would check."""
-    found = Master.__new__(Master)
-    settings = SimpleNamespace(compression="none", max_staleness=2, inner_steps=20)
-    found.config, found.commit = SimpleNamespace(local_sgd=settings, step_samples=8), {}
-    found.run = SimpleNamespace(key="a", event=lambda kind, **fields: None)
-    found.attempts, found.round, found.ledger = {3: 2}, Round(5, 0.0), Ledger(1000, 1)
-    found.taken_back = set()
-    found.averager = SimpleNamespace(
-        layout=SimpleNamespace(hash="abc"), fragment_bytes={"none": (400, 400)},
-        drop=lambda keys: None, check=None,
-    )  # fmt: skip
-    found.pool = SimpleNamespace(submit=lambda _, header: header)
-    found.rejected = []
-    found.store = SimpleNamespace(
-        set_verdict=lambda name, verdict: found.rejected.append(verdict),
-        drop_offers=lambda base, names: None, add_event=lambda record: None,
-    )  # fmt: skip
-    return found
+def intake() -> Intake:
+    """Of a master in version 5 of a run. What would be checked is in its `checks`."""
+    settings = SimpleNamespace(inner_steps=20, cold_start_steps=0)
+    facts = Facts("a", 5, "abc", {"none": (400, 400)}, 2, {3: 2}, frozenset(),
+                  most_steps=20, most_samples=160)  # fmt: skip
+    commit = {"version": 5, "deltas": []}
+    round_ = OpenRound(commit, 0.0, True, Ledger(1000, 1), facts, settings, {})
+    server = SimpleNamespace(store=FakeStore(), event=lambda kind, **fields: None)
+    averager = SimpleNamespace(drop=lambda keys: None, check_later=lambda header: header)
+    return Intake(server, averager, round_)
 
 
-def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(master: Master):
+def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(intake: Intake):
     draw, rules = random.Random(1), set()
-    peak = Peak()
-    free = list(master.ledger.free)
+    peak, rejected = Peak(), intake.server.store.rejected
+    free = list(intake.round.ledger.free)
     for _ in range(HEADERS):
-        master.judge(5, "3:2", broken(draw))
-        for key in list(master.round.checking):  # harmless junk: other words, the same delta
-            header = master.round.checking[key]
+        intake.judge(5, "3:2", broken(draw))
+        for key in list(intake.checks):  # harmless junk: other words, the same delta
+            header = intake.checks.pop(key)
             assert (header.tokens, header.samples) != (0, ()), header
             assert math.isfinite(header.loss + header.first_loss)
             json.dumps(header.to_json(), allow_nan=False)
-            master.forget(key)
-        assert all(len(refused["reason"]) <= MOST_REASON for refused in master.rejected)
-        rules |= {refused["rule"] for refused in master.rejected}
-        master.rejected.clear()
+            intake.round.forget(key)
+        assert all(len(refused["reason"]) <= MOST_REASON for refused in rejected)
+        rules |= {refused["rule"] for refused in rejected}
+        rejected.clear()
     assert rules == {"malformed", "shape", "samples", "non-finite", "other-run"}
     assert peak.grown() < MORE_MEMORY
-    assert list(master.ledger.free) == free
-    master.judge(5, "3:2", json.dumps(GOOD).encode())
-    assert list(master.round.checking) == [(3, 2, 5)]
+    assert list(intake.round.ledger.free) == free
+    intake.judge(5, "3:2", json.dumps(GOOD).encode())
+    assert list(intake.checks) == [(3, 2, 5)]
 
 
 def test_the_header_that_is_broken_here_is_a_good_one():
@@ -161,7 +166,7 @@ def test_a_slot_with_a_broken_record_is_nobodys(store, make_run):
     assert list(store.slots()) == [2]
 
 
-def test_names_and_numbers_that_are_none_stop_no_master(store, master):
+def test_names_and_numbers_that_are_none_stop_no_master(store, intake):
     names = [b"", b"x", b":", b"\xff\xfe:1", "²:1".encode(), b"9" * 5000 + b":1", b"\0", b"3:2:1"]
     for name in names:
         sealed = store._sealed(store._key("offers", 5), name.decode("latin-1"), {})
@@ -173,8 +178,8 @@ def test_names_and_numbers_that_are_none_stop_no_master(store, master):
     found = store.offers([5])[5]
     assert len(found) == len(names)
     for name, body in found.items():
-        master.judge(5, name, body)
-    assert len(master.rejected) == len(names)
+        intake.judge(5, name, body)
+    assert len(intake.server.store.rejected) == len(names)
     store.drop_offers(5, found)
     assert store.offers([5]) == {5: {}}
     assert (store.attempts(), store.slots(), store.inner()) == ({7: 1}, {}, {})

@@ -100,7 +100,7 @@ SEEN = Running(loss=2.0, unrest=0.0001, rounds=50)
         (2.7, replace(SEEN, unrest=0.01), 0.3, True),
         (2.5, replace(SEEN, unrest=0.01), 0.3, False),  # six times what is usual is 0.6
         (99.0, replace(SEEN, rounds=9), 0.3, False),  # too early to tell
-        (99.0, SEEN.after_taking_back(), 0.3, False),
+        (99.0, SEEN.after_reverting(), 0.3, False),
         (0.0, SEEN, 0.3, False),  # nobody has seen it
         (99.0, SEEN, 0.0, False),
     ],

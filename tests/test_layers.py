@@ -22,11 +22,11 @@ FOLDERS = {
     "jobs": 1601,  # jobs on a cluster: what is there, what should be, one pass
     "train": 833,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1063,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 610,  # local mode: what both sides of the wire speak
-    "local/worker": 1365,  # one slot: hold the lease, train, deliver
-    "local/master": 1079,  # one master: Redis, samples, rounds, commits
-    "sync": 911,  # sync mode: one job that resizes
-    "people": 1830,  # what a person asks and sees
+    "local": 621,  # local mode: what both sides of the wire speak
+    "local/worker": 1257,  # one slot: hold the lease, train, deliver
+    "local/master": 1183,  # one master: Redis, samples, rounds, commits
+    "sync": 807,  # sync mode: one job that resizes
+    "people": 1793,  # what a person asks and sees
     "lab": 1460,  # trying and proving; nothing imports it
     "commands": 551,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

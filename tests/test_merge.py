@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elastic.local import rounds
-from elastic.local.master.arithmetic import DeltaLost
+from elastic.local.master.averaging import DeltaLost
 from elastic.local.rounds import Facts, Rule, Verdict
 from elastic.local.transport import fragment_name
 from elastic.saved import merge
@@ -290,9 +290,9 @@ def test_the_result_is_bitwise_the_same_for_every_order_of_arrival(open_rounds):
     results = set()
     for order in itertools.permutations([late, *headers]):
         runs.new_master()
-        recipe, said = runs.averager.weigh([runs.averager.check(header) for header in order])
+        recipe, said = runs.weigh([runs.averager.check(header) for header in order])
         draft = Draft(runs.run, recipe.base + 1, "epoch2")
-        written = runs.averager._advance(recipe, draft)  # checksums of all files, and the rest
+        written = runs.averager.advance(recipe, draft)  # checksums of all files, and the rest
         state = torch.cat([runs.theta, runs.momentum])
         results.add((state.numpy().tobytes(), str(said), str(written)))
     assert len(results) == 1
@@ -390,8 +390,8 @@ def test_bytes_that_went_bad_are_refused_and_later_stop_only_their_own_delta(
 
 
 def runs_delta(runs, checked):
-    arithmetic = runs.averager.arithmetic
-    tiles = [t.clone() for i in range(3) for _, t in arithmetic._read(checked.header, i)]
+    averager = runs.averager
+    tiles = [t.clone() for i in range(3) for _, t in averager.read(checked.header, i)]
     return torch.cat(tiles)
 
 

@@ -21,15 +21,21 @@ from hypothesis import strategies as st
 from elastic.base.errors import Fenced, TryAgain
 from elastic.jobs import history, plan, reconcile
 from elastic.local import rounds
-from elastic.local.master.averaging import Averager, Checked
-from elastic.local.master.master import Master, Round
-from elastic.local.rounds import Judgement, Rule, Verdict, refusal
+from elastic.local.master.averaging import Averager
+from elastic.local.master.intake import Intake
+from elastic.local.master.master import Master
+from elastic.local.master.open_round import OpenRound
+from elastic.local.master.recipe import Checked
+from elastic.local.master.samples import Samples
+from elastic.local.master.server import Server
+from elastic.local.rounds import Facts, Judgement, Rule, Verdict
 from elastic.local.store import Ask, Store
 from elastic.run.ledger import Ledger, Ranges
 from elastic.run.rundir import Endpoint
 from schedules import jobs, training
 from schedules.actors import Violation
-from schedules.memory_redis import Client, Server
+from schedules.memory_redis import Client
+from schedules.memory_redis import Server as MemoryServer
 
 SCHEDULES = int(os.environ.get("ELASTIC_SCHEDULES", "10500"))
 SHARE = 7  # of the schedules one in so many is of local mode: they take longer
@@ -79,97 +85,110 @@ def test_passes_make_no_job_beside_another_and_all_that_are_wanted():
 # ---- what the schedules have found
 
 
-@pytest.fixture
-def master() -> Master:
-    """One in round 5, in which slot 1 has delivered on versions 4 and 5 and a call has gone out."""
-    found = Master.__new__(Master)
-    found.run = SimpleNamespace(event=lambda kind, **fields: None)
-    found.ledger, found.round = Ledger(100, 1), Round(5, 0.0)
-    found.store = SimpleNamespace(**dict.fromkeys(("set_verdict", "drop_offers", "add_event"),
-                                                   lambda *_: None))  # fmt: skip
+SETTINGS = SimpleNamespace(inner_steps=8, cold_start_steps=0, min_deadline_s=1.0, max_staleness=0)
+FACTS = Facts("run-a", 5, "abc", {"none": (4,)}, 2, {1: 1}, frozenset())
+
+
+def round_5(**commit) -> OpenRound:
+    """In which slot 1 has delivered on versions 4 and 5 and a call has gone out."""
+    commit = {"version": 5, "deltas": [], **commit}
+    found = OpenRound(commit, 0.0, True, Ledger(100, 1), FACTS, SETTINGS, {})
     for base in (4, 5):
         found.ledger.offer((1, 1, base), [(0, base, base + 1)])
-        found.round.accepted[1, 1, base] = Checked(SimpleNamespace(key=(1, 1, base)))
-        found.round.answered.add((1, 1, base))
-    found.round.called = 1.0
+        found.accepted[1, 1, base] = Checked(SimpleNamespace(key=(1, 1, base)))
+        found.answered.add((1, 1, base))
+    found.called = 1.0
     return found
 
 
-def test_a_worker_has_answered_though_its_delta_before_is_withdrawn(master):
-    master.withdraw((1, 1, 4), refusal(Rule.SUPERSEDED, "by a newer one"))
-    assert master.round.answered == {(1, 1, 5)}
-    assert master.round.called == 1.0
+def test_a_worker_has_answered_though_its_delta_before_is_withdrawn():
+    round_ = round_5()
+    round_.forget((1, 1, 4))
+    assert round_.answered == {(1, 1, 5)}
+    assert round_.called == 1.0
 
 
-def test_a_last_call_is_taken_back_with_the_last_delta(master):
+def test_a_last_call_is_taken_back_with_the_last_delta():
     """Who has heard it trains no more in this round, and nobody else would deliver."""
+    round_ = round_5()
     for base in (4, 5):
-        master.withdraw((1, 1, base), refusal(Rule.ALTERED, "other bytes"))
-    assert master.round.called is None
+        round_.forget((1, 1, base))
+    assert round_.called is None
 
 
-@pytest.mark.parametrize(("opened_by", "pace_s"), [(1, 40.0 / 8), (2, 42.0 / 8)])
-def test_a_delta_that_waited_for_its_master_tells_the_pace_of_its_worker(
-    master, opened_by, pace_s
-):
+@pytest.mark.parametrize(("is_own", "pace_s"), [(False, 40.0 / 8), (True, 42.0 / 8)])
+def test_a_delta_that_waited_for_its_master_tells_the_pace_of_its_worker(is_own, pace_s):
     """Not how soon after the master it came, or rounds would be due at once from then on. Of a
     round that this master has opened itself it counts what came before the worker's start, too."""
     header = SimpleNamespace(key=(3, 1, 5), slot=3, attempt=1, base=5, steps=8, tokens=8,
                              seconds=40.0, stall_s=3.0)  # fmt: skip
-    done = SimpleNamespace(done=lambda: True, result=lambda: Checked(header))
-    steps = SimpleNamespace(inner_steps=8, cold_start_steps=0)
-    master.config, master.commit = SimpleNamespace(local_sgd=steps), {"master_epoch": opened_by}
-    took_s = {1: 1.0, 2: 42.0}[opened_by]
-    master.epoch, master.paces_s = 2, {3: 0.1}
-    master.now = lambda: master.round.opened + took_s
-    master.round.checking[header.key] = done
-    master.collect_checked()
-    assert master.paces_s == {3: pace_s}
+    round_ = replace(round_5(), is_own=is_own, paces_s={3: 0.1})
+    round_.accept(Checked(header), {False: 1.0, True: 42.0}[is_own])
+    assert round_.paces_s == {3: pace_s}
 
 
-def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version(master):
-    """Those of them that are live. In a round it comes nearer, and is not put off."""
-    master.config = SimpleNamespace(
-        local_sgd=SimpleNamespace(inner_steps=8, cold_start_steps=0, min_deadline_s=1.0),
-        train=SimpleNamespace(max_tokens=0),
-    )  # fmt: skip
-    master.now, master.paces_s, master.workers = lambda: 0.0, {}, {3: None}
+def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version():
+    """In a round what is due comes nearer, and is not put off."""
     told = [{"slot": slot, "steps": 4, "seconds": 2.0 * slot} for slot in (1, 3)]
     deltas = [*told, {"slot": 0, "steps": 7}]  # of sync mode, which says nothing of seconds
-    master.begin_round({"version": 6, "tokens": 0, "deltas": deltas})
-    assert master.due_s() == 8 * 1.5
-    master.paces_s[3] = 9.0
-    assert master.due_s() == 8 * 1.5
-    master.workers = {1: None}
-    assert master.due_s() == 8 * 0.5
+    round_ = round_5(deltas=deltas)
+    assert round_.paces_s == {1: 0.5, 3: 1.5}
+    assert round_.due_at([1.5], 0.0) == 8 * 1.5
+    assert round_.due_at([9.0], 0.0) == 8 * 1.5
+    assert round_.due_at([0.5], 0.0) == 8 * 0.5
+
+
+def test_only_the_paces_of_those_that_are_live_count(server):
+    server.paces_s, server._workers = {1: 0.5, 3: 1.5}, {3: None}
+    assert server.live_paces_s() == [1.5]
+
+
+@pytest.fixture
+def server() -> Server:
+    found = Server(SimpleNamespace(event=lambda kind, **fields: None), None)
+    found.store = SimpleNamespace(add_event=lambda record: None)
+    return found
+
+
+@pytest.fixture
+def master(server) -> Master:
+    """One that has just opened round 5."""
+    found = Master.__new__(Master)
+    found.epoch, found.state, found.commit, found.server = 1, "running", {}, server
+    found.samples, found.journal = Samples(), SimpleNamespace(say=lambda text: None)
+    found.samples.begin({"dataset_samples": 100, "epochs": 1}, [])
+    found.intake = Intake(server, SimpleNamespace(close=lambda: None), round_5())
+    found.config = SimpleNamespace(local_sgd=SETTINGS, step_samples=4,
+                                   train=SimpleNamespace(max_tokens=0))  # fmt: skip
+    return found
 
 
 def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master, monkeypatch):
-    master.ledger.hold((3, 1), [(0, 20, 30)])
-    deltas = [{"slot": 1, "attempt": 1, "base": 5}]
-    commit = {"version": 6, "dataset_samples": 100, "epochs": 1, "master_epoch": 1,
+    master.samples.ledger.hold((3, 1), [(0, 20, 30)])
+    deltas = [{"slot": 1, "attempt": 1, "base": 5, "steps": 2}]
+    commit = {"version": 6, "dataset_samples": 100, "epochs": 1, "master_epoch": 1, "tokens": 2,
               "samples": [[0, 20, 22]], "deltas": deltas}  # fmt: skip
-    dropped, told, master.epoch = [], [], 1
-    master.run = SimpleNamespace(
+    dropped, told = [], []
+    master.run = master.server.run = SimpleNamespace(
         newest_commit=lambda: commit, path=Path("/nowhere"), commits=lambda: [commit],
         newest_epoch=lambda: 1, commit=lambda version: commit, left_offers=lambda base: [],
-        told_version=lambda: 5, tell_version=told.append,
+        told_version=lambda: 5, tell_version=told.append, key="run-a",
     )  # fmt: skip
-    master.store = SimpleNamespace(drop_offers=lambda base, names: dropped.append((base, names)))
-    master.config = SimpleNamespace(local_sgd=SimpleNamespace(max_staleness=0))
-    master.notice = master.averager = None
-    master.begin_round = master.publish_state = lambda *_, **__: None
+    master.server.store = SimpleNamespace(
+        drop_offers=lambda base, names: dropped.append((base, names))
+    )
+    master.publish_state = lambda wake: None
+    averager = SimpleNamespace(layout=SimpleNamespace(hash="abc"), fragment_bytes={})
     monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
-    monkeypatch.setattr("elastic.local.master.master.Averager", lambda *_: None)
+    monkeypatch.setattr("elastic.local.master.master.Averager", lambda *_: averager)
     master.open_run()
-    assert list(master.ledger.held[3, 1]) == [(0, 22, 30)]
+    assert list(master.samples.ledger.held[3, 1]) == [(0, 22, 30)]
     assert dropped == [(5, ["1:1"])], "what is merged is not judged again"
     assert told == [6], "who committed it may have died before it told"
 
 
 def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):
     """Whatever it can see of the newer one's claim."""
-    master.epoch = 1
     master.run = SimpleNamespace(newest_commit=lambda: {"master_epoch": 2}, newest_epoch=lambda: 1)
     with pytest.raises(Fenced, match="epoch 2 has taken over"):
         master.open_run()
@@ -179,32 +198,32 @@ def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):
 def test_a_run_is_not_opened_before_all_of_its_commits_are_seen(master, monkeypatch, seen):
     """Else the samples of those that are hidden would be handed out again."""
     newest = {"version": 2, "master_epoch": 1}
-    master.epoch, master.round = 1, None
+    master.intake = None
     master.run = SimpleNamespace(newest_commit=lambda: newest, newest_epoch=lambda: 1,
                                  path=Path("/nowhere"), commits=lambda: seen)  # fmt: skip
     monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
     master.open_run()
-    assert master.round is None
+    assert master.intake is None
 
 
 @pytest.mark.parametrize(("held", "free", "answered"), [((), 100, False), ((), 0, True),
                                                         (((0, 90, 94),), 0, False)])  # fmt: skip
 def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held, free, answered):
     """Else the round closes without it, though nobody said that it was late."""
-    dropped = []
-    master.store.drop_offers = lambda base, names: dropped.extend((base, name) for name in names)
-    master.store.grant = lambda grants: None
-    master.ledger, master.commit, master.attempts = Ledger(100, 1), {}, {2: 1}
-    master.ledger.hold((9, 1), [(0, 0, 100 - free)])
-    steps = SimpleNamespace(inner_steps=8, cold_start_steps=0)
-    master.config = SimpleNamespace(local_sgd=steps, step_samples=4)
-    master.granted, master.settle_until, master.has_told = {}, 0.0, set()
-    master.round.answered.add((2, 1, 5))
+    dropped, round_ = [], master.intake.round
+    master.server.store = SimpleNamespace(
+        drop_offers=lambda base, names: dropped.extend((base, name) for name in names),
+        grant=lambda grants: None,
+    )
+    master.server.attempts = {2: 1}
+    master.samples.ledger.hold((9, 1), [(0, 0, 100 - free)])
+    round_.judged.add((1, 1, 5))
+    round_.answered.add((2, 1, 5))
     ask = Ask(slot=2, attempt=1, sequence=1, want=4, held=held)
     master.answer([ask], {2: SimpleNamespace(attempt=1)}, 1.0)
-    assert ((2, 1, 5) in master.round.answered) == answered
+    assert ((2, 1, 5) in round_.answered) == answered
     assert dropped == ([] if answered else [(5, "2:1")])
-    assert (1, 1, 5) in master.round.answered, "the others' answers stay"
+    assert (1, 1, 5) in round_.answered, "the others' answers stay"
 
 
 @pytest.mark.parametrize(
@@ -214,23 +233,26 @@ def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held,
         (5.0, {}, 103.0, True), (5.0, {}, 50.0, False), (3.0, {}, None, False),
     ],
 )  # fmt: skip
-def test_leases_that_lapse_in_a_silence_say_nothing(master, heard_s_ago, record, claimed, settles):
+def test_leases_that_lapse_in_a_silence_say_nothing(server, heard_s_ago, record, claimed, settles):
     """But for those of workers that have said that they left."""
-    settled, health = [], SimpleNamespace(lease_s=6.0, heartbeat_s=2.0)
-    master.config, master.run.ending = SimpleNamespace(health=health), lambda _job_id: record
-    master.settle, master.now = lambda: settled.append(True), lambda: 100.0 + heard_s_ago
-    master.looked_at = 100.0
-    master.workers = {3: SimpleNamespace(attempt=1, joined=50.0, job_id="7")}
+    health = SimpleNamespace(lease_s=6.0, heartbeat_s=2.0)
+    server.config, server.run.ending = SimpleNamespace(health=health), lambda _job_id: record
+    server.now = lambda: 100.0
+    server.allow_for_silence({}, 100.0)
+    server.now = lambda: 100.0 + heard_s_ago
+    server._workers = {3: SimpleNamespace(attempt=1, joined=50.0, job_id="7")}
     slots = {3: SimpleNamespace(attempt=1, joined=claimed)} if claimed else {}
-    master.allow_for_silence(slots, 100.0)
-    assert bool(settled) == settles
+    server.allow_for_silence(slots, 100.0)
+    assert server.has_doubts == settles
 
 
 def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(master):
     mine, written = Endpoint("n2", 6379, 2), []
-    master.epoch, master.endpoint, master.state = 2, mine, "running"
-    master.control_at, master.publish_state = 0.0, lambda wake="": None
-    master.store.now, master.is_short_of_space = lambda: 1000.0, lambda: False
+    master.epoch, master.server.endpoint = 2, mine
+    master.controlled_at, master.publish_state = 0.0, lambda wake="": None
+    master.server.store.now = lambda: 1000.0
+    master.journal = SimpleNamespace(is_short_of_space=lambda: False,
+                                     written=lambda write, what: write(what))  # fmt: skip
     master.run = SimpleNamespace(
         newest_epoch=lambda: 2, newest_version=lambda: 5, endpoint=lambda: Endpoint("n1", 6379, 1),
         set_endpoint=written.append, closing=lambda mode: "",
@@ -289,14 +311,14 @@ def answers_of(store: Store, clock: Callable[[float], None]) -> list:
 
 
 def test_redis_as_a_dictionary_answers_as_redis_does(store):
-    server = Server(lambda: 1000.0)
+    server = MemoryServer(lambda: 1000.0)
     memory = Store(Client(server, lambda _name, action: action()), "run-a", "memory")
     real = answers_of(store, lambda store: store._redis.flushall())
     assert answers_of(memory, lambda _: server.flushall()) == real
 
 
 def test_a_lost_call_is_the_stores_own_error():
-    server = Server(lambda: 1000.0)
+    server = MemoryServer(lambda: 1000.0)
     server.alive = False
     with pytest.raises(TryAgain):
         Store(Client(server, lambda _name, action: action()), "run-a", "memory").now()
@@ -337,7 +359,7 @@ def offer_leaves_it_free(self, offer, ranges):
 
 def judges_what_is_ahead(self):
     round_ = self.round
-    for base, offers in self.store.offers([round_.version + 1]).items():
+    for base, offers in self.server.store.offers([round_.version + 1]).items():
         for name, body in offers.items():
             self.judge(base, name, body)
     REAL_TAKE_OFFERS(self)
@@ -345,9 +367,7 @@ def judges_what_is_ahead(self):
 
 def loser_goes_on(self, epoch, recipe, record):
     won = REAL_COMMIT(self, epoch, recipe, record)
-    if won is None:
-        self._commit = self.run.commit(self._commit["version"] + 1)
-    return self._commit
+    return self.run.commit(recipe.base + 1) if won is None else won
 
 
 def replaces_the_commit(self, record):
@@ -363,7 +383,7 @@ def forgets_what_is_granted(self, owner, want, sharers=1, least=1):
 
 
 REAL_OFFER, REAL_COMMIT, REAL_GRANT = Ledger.offer, Averager.commit, Ledger.grant
-REAL_TAKE_OFFERS = Master.take_offers
+REAL_TAKE_OFFERS = Intake.take_offers
 REAL_JUDGE, REAL_PLAN, REAL_PASS_OVER = rounds.judge, plan.plan, reconcile._pass_over
 TRAINING = {
     "judge: any attempt": judge_without(Rule.FENCED),
@@ -385,10 +405,10 @@ TRAINING = {
     },
     "ledger: keeps what the lost held": {(Ledger, "give_back"): lambda self, owner: 0},
     "master: no fence": {(Master, "fence"): lambda self, newest=0: None},
-    "master: does not settle": {(Master, "settle"): lambda self: None},
+    "master: does not settle": {(Samples, "settle"): lambda *_: None},
     "master: never looks at the run again": {(Master, "is_behind"): lambda self: False},
-    "master: judges what is ahead of it": {(Master, "take_offers"): judges_what_is_ahead},
-    "master: takes silence for a loss": {(Master, "allow_for_silence"): lambda *_: None},
+    "master: judges what is ahead of it": {(Intake, "take_offers"): judges_what_is_ahead},
+    "master: takes silence for a loss": {(Server, "allow_for_silence"): lambda *_: None},
     "master: superseded deltas count": {(rounds, "superseded"): lambda headers: []},
     "commit: replaces one that is there": {
         (training.MemoryRun, "link_commit"): replaces_the_commit

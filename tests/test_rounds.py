@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 
 from elastic.local import rounds
 from elastic.local.guards import MEMORY_ROUNDS, Moved, Running
-from elastic.local.rounds import Facts, Judgement, Move, Share, Verdict, View
+from elastic.local.master.open_round import OpenRound
+from elastic.local.master.recipe import Checked
+from elastic.local.rounds import Facts, Judgement, Move, Rule, Share, Verdict, View
 from elastic.run import membership
+from elastic.run.ledger import Ledger
 from elastic.run.records import MAX_FRAGMENTS, Fragment, Header
 
 HEADER = Header(
@@ -126,6 +129,69 @@ def test_a_worker_without_steps_is_still_judged_by_where_it_stands():
 def test_of_two_deltas_of_an_attempt_the_newer_counts():
     old, new, other, before = header(base=6), header(), header(slot=0, base=6), header(attempt=1)
     assert rounds.superseded([new, old, other, before]) == [old]
+
+
+# ---- an open round ------------------------------------------------------------------------------
+
+LOCAL_SGD = SimpleNamespace(
+    inner_steps=20, cold_start_steps=0, outer_lr=0.7, outer_momentum=0.9, thin_rounds=True,
+    clip_norm=2.0, canary=0.3, min_deadline_s=5.0, deadline_k=4.0,
+)  # fmt: skip
+COMMIT = {"version": 7, "tokens": 0, "total_tokens": 20_000, "workers": 2, "deltas": []}
+HEAD = {"master_epoch": 3, "time": 120.0}
+OF_A_DELTA = {
+    "slot", "attempt", "job_id", "base", "codec", "steps", "tokens", "loss", "inner", "first_loss",
+    "samples", "norm", "lr_sum", "seconds", "stall_s", "delivered",
+}  # fmt: skip
+
+
+def opened(**commit) -> OpenRound:
+    facts = replace(FACTS, attempts={1: 2, 4: 2})
+    return OpenRound(COMMIT | commit, 100.0, True, Ledger(1000, 1), facts, LOCAL_SGD, {})
+
+
+def offered(round_: OpenRound, **changes) -> Judgement:
+    one = header(**changes)
+    body = json.dumps(one.to_json()).encode()
+    judged, _ = round_.judge(one.base, f"{one.slot}:{one.attempt}", body)
+    if judged.verdict is Verdict.ACCEPT:
+        round_.accept(Checked(one, 1.5), 110.0)
+    return judged
+
+
+def test_a_round_goes_from_its_offers_to_its_commit_and_the_round_after():
+    round_ = opened()
+    assert offered(round_).verdict is Verdict.ACCEPT
+    assert offered(round_).rule is Rule.DUPLICATE
+    assert offered(round_, slot=4).rule is Rule.SAMPLES
+    closing = round_.close(True, HEAD)
+    assert (closing.reverts, closing.recipe.base, closing.recipe.factors) == ("", 7, (1.0,))
+    (delta,) = closing.record["deltas"]
+    assert delta.keys() == OF_A_DELTA
+    assert (delta["slot"], delta["norm"], delta["delivered"]) == (1, 1.5, 110.0)
+    assert closing.record.items() >= (HEAD | {"tokens": 640, "loss": 2.5, "workers": 1}).items()
+    assert closing.record["total_tokens"] == 640 / 32 * 1000
+    later = round_.after({"version": 8, **closing.record}, 125.0)
+    assert list(later.ledger.committed) == [(0, 0, 32)]
+    assert (later.version, later.opened, later.accepted) == (8, 125.0, {})
+
+
+def test_a_round_that_finds_its_version_bad_reverts_it_and_frees_its_samples():
+    running = Running(loss=2.0, unrest=0.0001, rounds=50).to_json()
+    made_of = [{"slot": s, "attempt": 2, "norm": n} for s, n in ((1, 1.0), (4, 5.0))]
+    round_ = opened(running=running, deltas=made_of)
+    offered(round_, loss=9.0, samples=((0, 0, 128),))
+    assert round_.close(False, HEAD).reverts == "", "the version before is not there"
+    closing = round_.close(True, HEAD)
+    assert closing.reverts.startswith("the loss rose from 2.000 to 9.000")
+    assert (closing.recipe.base, closing.recipe.restore, closing.recipe.headers) == (7, 6, ())
+    assert [header.key for header in closing.void] == [(1, 2, 7)]
+    told = {"taken_back": 7, "suspect": (4, 2), "deltas": [], "samples": [], "workers": 2}
+    assert closing.record.items() >= told.items()
+    later = round_.after({"version": 8, **closing.record}, 125.0)
+    assert list(later.ledger.free) == [(0, 0, 1000)]
+    late = offered(later, samples=((0, 0, 128),))
+    assert late.rule is Rule.TAKEN_BACK
 
 
 # ---- headers from outside -----------------------------------------------------------------------

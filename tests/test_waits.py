@@ -11,9 +11,9 @@ from elastic.base.signals import Notice
 from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import Job, JobSpec
 from elastic.jobs.sched_slurm import sbatch_argv
-from elastic.local.master.master import Master, Round
+from elastic.local.master.master import Master
+from elastic.local.master.samples import Samples
 from elastic.local.worker.agent import SILENT, Agent, Trainer
-from elastic.run.ledger import Ledger
 from elastic.run.membership import Slot
 from elastic.run.rundir import Control, RunDir
 from helpers import wait_until
@@ -60,8 +60,8 @@ def a_slot(state: str, moved: float) -> Slot:
 def master() -> Master:
     one = Master.__new__(Master)
     one.config = SimpleNamespace(health=HEALTH)
-    one.round, one.state, one.ending_since = Round(5, 0.0), "stopping", 100.0
-    one._closed = []
+    one.intake = SimpleNamespace(checks={}, round=SimpleNamespace(accepted={}))
+    one.state, one.ending_since = "stopping", 100.0
     return one
 
 
@@ -87,14 +87,14 @@ def test_at_a_stop_the_master_waits_for_whoever_beats_and_moves(
 
 def test_at_a_stop_one_damaged_delta_does_not_cost_the_others(master):
     """The first try finds it, as its bytes went bad after they were checked."""
-    round_, merged = master.round, []
-    round_.accepted = {"good": 1, "bad": 2}
+    accepted, merged = master.intake.round.accepted, []
+    accepted |= {"good": 1, "bad": 2}
 
     def close(_why: str) -> None:
-        if round_.accepted.pop("bad", None):
+        if accepted.pop("bad", None):
             return
-        merged.append(dict(round_.accepted))
-        master.round = Round(6, 0.0)
+        merged.append(dict(accepted))
+        master.intake = SimpleNamespace(checks={}, round=SimpleNamespace(accepted={}))
 
     master.close_round = close
     for _ in range(3):
@@ -102,27 +102,25 @@ def test_at_a_stop_one_damaged_delta_does_not_cost_the_others(master):
     assert (merged, master.state) == ([{"good": 1}], "over")
 
 
-def settling(master: Master) -> Master:
-    master.commit = {"deltas": [{"seconds": 350.0, "steps": 10}]}
-    master.store = SimpleNamespace(now=lambda: 1000.0)
-    master.has_told = set()
-    master.settle()
-    return master
+def settling() -> Samples:
+    one = Samples()
+    one.begin({"dataset_samples": 100, "epochs": 1}, [])
+    one.settle(1000.0, {"deltas": [{"seconds": 350.0, "steps": 10}]}, HEALTH)
+    return one
 
 
-def test_a_new_master_waits_for_whoever_may_hold_samples_and_no_longer(master):
-    one, slots = settling(master), {0: a_slot("training", 990.0)}
-    one.ledger = Ledger(100, 1)
+def test_a_new_master_waits_for_whoever_may_hold_samples_and_no_longer():
+    one, slots = settling(), {0: a_slot("training", 990.0)}
     one.settle_early(slots, 1035.0)
-    assert one.settle_until > 1035.0, "in the middle of its step of 35 s"
-    one.has_told.add((0, 1))
+    assert one.settled_at > 1035.0, "in the middle of its step of 35 s"
+    one.hear((0, 1), 1, [])
     one.settle_early(slots, 1005.0)
-    assert one.settle_until > 1011.0, "others may not have claimed their leases yet"
+    assert one.settled_at > 1011.0, "others may not have claimed their leases yet"
     one.settle_early(slots, 1036.0)
-    assert one.settle_until == 1036.0
-    one = settling(master)
+    assert one.settled_at == 1036.0
+    one = settling()
     one.settle_early({0: a_slot("loading", 990.0)}, 1012.0)
-    assert one.settle_until == 1012.0, "it holds none"
+    assert one.settled_at == 1012.0, "it holds none"
 
 
 def test_a_notice_that_is_too_short_is_reported_before_and_after_it_came(tmp_path):

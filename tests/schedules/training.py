@@ -1,7 +1,7 @@
 """Local mode: real masters, agents, lines and training loops on edges made of dictionaries.
 
-Real: `Master`, `Averager.commit`, `Store`, `Line`, `LocalSGD`, `Agent._beat` and all that they
-decide with. Not real: Redis, the run directory, bytes and arithmetic, the clock.
+Real: `Master` and its parts, `Averager.commit`, `Store`, `Line`, `LocalSGD`, `Agent._beat` and all
+that they decide with. Not real: Redis, the run directory, bytes and arithmetic, the clock.
 
 A schedule says who runs how far, and what goes wrong. What must always hold is checked where it
 would break: at the link() of a commit, at a call of somebody who is fenced. When the schedule is
@@ -22,11 +22,10 @@ import torch
 
 from elastic.base import signals
 from elastic.base.errors import ElasticError, Fenced
-from elastic.local.guards import Running
-from elastic.local.master import averaging, master
-from elastic.local.master.arithmetic import DeltaLost, Recipe
-from elastic.local.master.averaging import Averager, Checked
+from elastic.local.master import averaging, journal, master, server
+from elastic.local.master.averaging import Averager, DeltaLost
 from elastic.local.master.master import Master
+from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.rounds import Rule, refusal
 from elastic.local.store import Store
 from elastic.local.worker import adopt, agent, deliver, in_hand, line, local_sgd, opening
@@ -55,7 +54,7 @@ CONFIG = SimpleNamespace(
     step_samples=1,
     local_sgd=SimpleNamespace(
         inner_steps=2, max_staleness=1, compression="none", overlap="off",
-        cold_start_steps=0, clip_norm=2.0, canary=0.3,
+        cold_start_steps=0, clip_norm=2.0, canary=0.3, outer_lr=0.7, thin_rounds=True,
         quorum=0.5, deadline_k=4.0,
         min_deadline_s=2.0, last_call_s=3.0, outer_momentum=0.5,
     ),
@@ -221,9 +220,8 @@ class MemoryDraft:
 class MemoryAverager(Averager):
     """What is merged is written down. The bytes of a delta are the samples it has trained."""
 
-    def __init__(self, run, config, commit):
-        self.run, self._commit, self.layout, self.running = run, commit, LAYOUT, Running()
-        self._next_running = Running()
+    def __init__(self, run, config, version):
+        self.run, self.layout = run, LAYOUT
 
     def close(self):
         pass
@@ -232,15 +230,21 @@ class MemoryAverager(Averager):
     def fragment_bytes(self):
         return {"none": (4,)}
 
+    def check_later(self, header: Header) -> Future:
+        """Done at once."""
+        future = Future()
+        try:
+            future.set_result(self.check(header))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
     def check(self, header: Header) -> Checked:
         self.run.world.edge("read a delta")
         whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
         return Checked(header, 1.0, None if whole else OTHER_BYTES)
 
-    def weigh(self, checked: list[Checked]) -> tuple[Recipe, dict]:
-        return Recipe(self._commit["version"], tuple(each.header for each in checked)), {}
-
-    def _advance(self, recipe: Recipe, draft) -> dict:
+    def advance(self, recipe: Recipe, draft) -> dict:
         for header in recipe.headers:
             if self.check(header).refused:
                 raise DeltaLost(header.key, OTHER_BYTES)
@@ -249,27 +253,12 @@ class MemoryAverager(Averager):
             raise OSError(28, "No space left on device")
         return {"files": []}
 
+    def clean_up_later(self, version: int, merged: list) -> None:
+        self.drop(merged)
+
     def drop(self, keys: list) -> None:
         for key in keys:
             self.run.world.bytes.pop(key, None)
-
-
-class AtOnce:
-    """A pool whose work is done when it is given."""
-
-    def __init__(self, _threads: int):
-        pass
-
-    def submit(self, work, *args) -> Future:
-        future = Future()
-        try:
-            future.set_result(work(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def shutdown(self, **_options) -> None:
-        pass
 
 
 class Notice(signals.Notice):
@@ -548,8 +537,7 @@ class Training:
                 worker.beat(self)
         for actor, boss, _ in [each for each in self.masters if not each[0].alive]:
             self.masters = [each for each in self.masters if each[0] is not actor]
-            if boss.server:
-                boss.server.stop()  # it dies with its parent
+            boss.server.stop()  # it dies with its parent
 
     def on_news(self, how: int) -> str:
         if not self.workers:
@@ -601,8 +589,8 @@ class Training:
         return name
 
     def on_flush(self, _how: int) -> str:
-        for server in self.servers.values():
-            server.flushall()
+        for one in self.servers.values():
+            one.flushall()
         return "all"
 
     def on_kill_redis(self, _how: int) -> str:
@@ -842,10 +830,10 @@ def in_memory():
 
     replaced = {
         master: {
-            "ThreadPoolExecutor": AtOnce, "Averager": MemoryAverager, "Reconcile": NoPass,
-            "start": world("start_redis"), "bind_address": quiet, "remove_drafts": quiet,
-            "prune": quiet, "print": quiet, "time": CLOCK,
+            "Averager": MemoryAverager, "Reconcile": NoPass, "remove_drafts": quiet, "time": CLOCK,
         },
+        server: {"start": world("start_redis"), "bind_address": quiet, "time": CLOCK},
+        journal: {"print": quiet, "time": CLOCK},
         averaging: {"Draft": MemoryDraft},
         Store: {"connect": world("connect")},
         **{module: {"print": quiet, "time": CLOCK} for module in WORKER},

@@ -110,7 +110,7 @@ class Running:
             blend(self.unrest, change**2) if told else self.unrest, self.rounds + told,
         )  # fmt: skip
 
-    def after_taking_back(self) -> "Running":
+    def after_reverting(self) -> "Running":
         """The next version has none before it whose loss it could be compared with."""
         return replace(self, loss=0.0)
 

@@ -1,0 +1,115 @@
+"""What comes in for the open round: offers are judged, bytes checked, refusals told."""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from elastic.base.errors import TryAgain
+from elastic.local import rounds
+from elastic.local.master.averaging import Averager
+from elastic.local.master.open_round import OpenRound
+from elastic.local.master.server import Server
+from elastic.local.rounds import Judgement, Rule, Verdict
+from elastic.run.ledger import Offer as Key
+from elastic.run.ledger import Owner
+from elastic.run.records import Header
+
+MOST_REASON = 300  # characters: it may quote what is wrong
+
+
+class Intake:
+    def __init__(self, server: Server, averager: Averager, round_: OpenRound):
+        self.server, self.averager, self.round = server, averager, round_
+        self.checks: dict[Key, Future] = {}
+
+    def take_offers(self) -> None:
+        version, late = self.round.version, self.round.facts.max_staleness
+        # Further back than may be merged, so that too stale a delta is told apart from a
+        # lost one. One that is based on a version which is not seen here yet waits for it.
+        bases = range(max(0, version - late - 2), version + 1)
+        for base, offers in self.server.store.offers(bases).items():
+            for name, body in sorted(offers.items()):
+                if self.round.seen.get(base, {}).get(name) != body:
+                    self.judge(base, name, body)
+
+    def judge(self, base: int, name: str, body: bytes) -> None:
+        judged, header = self.round.judge(base, name, body)
+        if judged.verdict is Verdict.REJECT:
+            if judged.rule is Rule.STALE:
+                self.averager.drop([header.key])  # nobody else would
+            self.reject(name, judged, base)
+        elif judged.verdict is Verdict.ACCEPT:
+            self.checks[header.key] = self.averager.check_later(header)
+
+    def collect_checked(self) -> None:
+        for key, future in list(self.checks.items()):
+            if not future.done():
+                continue
+            del self.checks[key]
+            try:
+                checked = future.result()
+            except TryAgain:  # judge it again
+                self.round.forget(key)
+                raise
+            if checked.refused:
+                self.withdraw(key, checked.refused)
+                continue
+            self.round.accept(checked, self.server.now())
+            header = checked.header
+            self.server.event("delta", slot=header.slot, attempt=header.attempt,
+                              base=header.base, steps=header.steps, tokens=header.tokens)
+
+    def withdraw(self, key: Key, why: Judgement) -> None:
+        """A delta that was judged good by its header is not merged after all."""
+        self.round.forget(key)
+        self.reject(f"{key[0]}:{key[1]}", why, key[2])
+
+    def reject(self, name: str, why: Judgement, base: int) -> None:
+        """Tell the worker, who starts the round again, and everybody who reads events.
+
+        The offer goes after the verdict has come: a worker that finds neither may bring
+        it again.
+        """
+        self.round.note_rejected(base, name, why.rule)
+        what = {"base": base, "rule": why.rule, "reason": why.reason[:MOST_REASON]}
+        is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
+        slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
+        self.server.store.set_verdict(name, what)
+        self.server.store.drop_offers(base, [name])
+        self.server.event("reject", slot=slot, attempt=attempt, **what)
+
+    def forget_pass(self, owner: Owner) -> None:
+        """A worker that had nothing to give goes on: the round is not to close without
+        it. If it does not go on after all it finds its offer gone, and brings it
+        again."""
+        if self.round.has_passed(owner):
+            self.server.store.drop_offers(self.round.version, [f"{owner[0]}:{owner[1]}"])
+            self.round.forget_pass(owner)
+
+    def meet(self, versions: range) -> None:
+        """Those that are merged by now go. Those of workers that have left went with
+        their server: nobody brings them again but the run directory."""
+        run = self.server.run
+        merged = {
+            (delta["base"], f"{delta['slot']}:{delta['attempt']}") for version in versions
+            for delta in run.commit(version)["deltas"] if "base" in delta  # not sync mode's
+        }  # fmt: skip
+        for base, name in merged:
+            self.server.store.drop_offers(base, [name])
+        for base in versions:
+            for name, body in run.left_offers(base):
+                if (base, name) not in merged:
+                    self.judge(base, name, body)
+
+    def tell_reverted(self, commit: dict, reason: str, void: Sequence[Header]) -> None:
+        """Tell those who trained on the version that `commit` reverts. Nothing depends
+        on it: there is a newer version for all."""
+        version = commit["taken_back"]
+        what = f"version {version} is taken back: {reason}"
+        with contextlib.suppress(TryAgain):
+            suspect = commit["suspect"] or []
+            self.server.event("taken-back", version=version, reason=reason, suspect=suspect)
+            for header in void:
+                why = rounds.refusal(Rule.TAKEN_BACK, what)
+                self.reject(f"{header.slot}:{header.attempt}", why, header.base)

@@ -1,0 +1,59 @@
+"""What a master says and writes, with patience.
+
+A full disk stops its clock, not the run: it goes on when there is space again.
+"""
+
+import time
+from collections.abc import Callable
+
+from elastic.base.durable import SPACE_S
+from elastic.base.errors import ElasticError
+from elastic.base.signals import Notice
+from elastic.run.rundir import RunDir
+
+
+class Leaving(ElasticError):
+    """A notice came while the master was waiting for something."""
+
+
+class Journal:
+    """`meanwhile` is called again and again while there is no space; `reason` says so,
+    or ""."""
+
+    def __init__(self, run: RunDir, notice: Notice, least_bytes: int, meanwhile: Callable):
+        self.run, self.notice = run, notice
+        self.reason = ""
+        self._least_bytes, self._meanwhile = least_bytes, meanwhile
+        self._last_line = ""
+
+    def say(self, text: str) -> None:
+        """Log a line when it changes, not while it is true."""
+        if text != self._last_line:
+            self._last_line = text
+            print(f"master  {text}", flush=True)
+
+    def written(self, write: Callable, *args):
+        """`write(*args)`, as often as it takes."""
+        while True:
+            try:
+                return write(*args)
+            except OSError as error:
+                self.run.event("disk", reason=f"not written: {error.strerror}")
+                self.wait_for_space(error)
+
+    def wait_for_space(self, failed: OSError | None = None) -> None:
+        """`failed`: what a write said, whatever the filesystem says is free (a quota,
+        say)."""
+        while self.is_short_of_space(failed):
+            failed = None
+            if self.notice:
+                raise Leaving(f"notice: {self.notice.signal_name}, while {self.reason}")
+            self.say(self.reason)
+            self._meanwhile()
+            time.sleep(SPACE_S)
+
+    def is_short_of_space(self, failed: OSError | None = None) -> bool:
+        self.reason = self.run.shortage(self._least_bytes)
+        if failed and not self.reason:
+            self.reason = f"waiting to write to {self.run.path}: {failed.strerror}"
+        return bool(self.reason)

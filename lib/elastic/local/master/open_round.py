@@ -1,0 +1,226 @@
+"""The open round: what came of each delta offered to it, and when it is over. Pure.
+
+    judge      a header as it came: rejected, passed, or judged good, its samples offered
+    accept     its bytes are good, too
+    forget     as if the delta had never come
+    decide     wait, call or close?
+    close      the recipe of the next version, and what its commit says
+    after      the round on top of that version
+
+It is over the ledger of the run's samples, and moves them as it judges; nothing else
+outlives it but the paces of workers.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from elastic.local import guards, rounds
+from elastic.local.guards import Running
+from elastic.local.master import recipe
+from elastic.local.master.recipe import Checked, Recipe
+from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict
+from elastic.run.ledger import Ledger, Owner, count
+from elastic.run.ledger import Offer as Key
+from elastic.run.membership import Slot
+from elastic.run.records import Header
+
+
+@dataclass(frozen=True)
+class Closing:
+    """How a round ends: its recipe, and what the commit says. `reverts`: why the
+    newest version is reverted, else ""; `void`: the deltas that were made on it."""
+
+    recipe: Recipe
+    record: dict
+    reverts: str = ""
+    void: tuple[Header, ...] = ()
+
+
+@dataclass
+class OpenRound:
+    """The round on top of `commit`; `opened` is Redis TIME."""
+
+    commit: dict
+    opened: float
+    is_own: bool  # this master has made the commit and seen the opening
+    ledger: Ledger
+    facts: Facts
+    settings: object  # config section local_sgd
+    paces_s: dict[int, float]  # of a step, by slot
+    called: float | None = None  # when the last call went out
+    due_s: float = inf  # after the opening
+    seen: dict[int, dict[str, bytes]] = field(default_factory=dict)  # base -> name -> header
+    judged: set[Key] = field(default_factory=set)  # and found good
+    accepted: dict[Key, Checked] = field(default_factory=dict)
+    answered: set[Key] = field(default_factory=set)
+    rejected: dict[Rule, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        told = {delta["slot"]: delta["seconds"] / delta["steps"]
+                for delta in self.commit["deltas"] if delta.get("seconds")}  # fmt: skip
+        self.paces_s |= told | self.paces_s  # a new master knows no others
+
+    @property
+    def version(self) -> int:
+        return self.commit["version"]
+
+    @property
+    def inner_steps(self) -> int:
+        return rounds.inner_steps(self.commit, self.settings)
+
+    # ---- a delta
+
+    def judge(self, base: int, name: str, body: bytes) -> tuple[Judgement, Header | None]:
+        """The header that "slot:attempt" offers for `base`; None if it is malformed."""
+        self.seen.setdefault(base, {})[name] = body
+        try:
+            header = Header.from_json(json.loads(body))
+            if (f"{header.slot}:{header.attempt}", header.base) != (name, base):
+                where = f"from {name} for version {base}"
+                raise ValueError(f"it says {header.key}, and came {where}")
+        except (ValueError, RecursionError) as error:
+            return rounds.refusal(Rule.MALFORMED, str(error)), None
+        tokens, samples = self.commit.get("tokens", 0), len(self.ledger.committed)
+        header = rounds.credited(header, tokens / max(1, samples))
+        facts = replace(self.facts, judged=frozenset(self.judged))
+        refused = self.ledger.refusal(header.key[:2], header.samples)
+        judged = rounds.judge(header, facts, refused)
+        if judged.verdict is Verdict.PASS:
+            self.answered.add(header.key)
+        elif judged.verdict is Verdict.ACCEPT:
+            self.judged.add(header.key)
+            self.ledger.offer(header.key, header.samples)
+        return judged, header
+
+    def accept(self, checked: Checked, now: float) -> None:
+        """A delta that was judged good has good bytes, too."""
+        header = checked.header
+        self.accepted[header.key] = replace(checked, arrived=now)
+        took_s = header.seconds
+        if header.base == self.version:
+            self.answered.add(header.key)
+            # Not where it waited for this master, nor in a round before.
+            took_s = now - self.opened if self.is_own else took_s
+        self.paces_s[header.slot] = rounds.pace_s(header, took_s, self.inner_steps)
+
+    def forget(self, key: Key) -> None:
+        """Take back what a delta's header led to."""
+        self.ledger.withdraw(key)
+        self.accepted.pop(key, None)
+        self.judged.discard(key)
+        self._unanswer(key)
+        if not self.accepted:  # who was called trains no more: there would never be another
+            self.called = None
+
+    def has_passed(self, owner: Owner) -> bool:
+        """Has a worker answered that it has nothing to give?"""
+        key = (*owner, self.version)
+        return key in self.answered and key not in self.judged
+
+    def forget_pass(self, owner: Owner) -> None:
+        self._unanswer((*owner, self.version))
+
+    def _unanswer(self, key: Key) -> None:
+        self.answered.discard(key)
+        self.seen.get(key[2], {}).pop(f"{key[0]}:{key[1]}", None)
+
+    def note_rejected(self, base: int, name: str, rule: Rule) -> None:
+        self.rejected[rule] = self.rejected.get(rule, 0) + 1
+        self.seen.get(base, {}).pop(name, None)
+
+    # ---- its end
+
+    def said(self, live_paces_s: list[float], now: float) -> dict:
+        """What workers are told of it."""
+        called = self.version if self.called is not None else -1
+        due_at = self.due_at(live_paces_s, now)
+        return {"version": self.version, "call": called, "due": due_at}
+
+    def due_at(self, live_paces_s: list[float], now: float) -> float:
+        """Redis TIME at which the round is due; inf: whenever. One that nobody has
+        delivered to by its deadline has lost its workers, and those that come are to
+        do all steps."""
+        due_s = self._put_due(live_paces_s)
+        is_late = now - self.opened > rounds.deadline_s(due_s, self.settings)
+        if is_late and not self.accepted:
+            return inf
+        return round(self.opened + due_s, 3)
+
+    def _put_due(self, live_paces_s: list[float]) -> float:
+        """It is put off no more in a round: who has stopped would wait."""
+        due_s = rounds.due_s(live_paces_s, self.inner_steps, self.settings)
+        self.due_s = min(self.due_s, due_s)
+        return self.due_s
+
+    def decide(
+        self, present: dict[int, Slot], preparing: int, settled_at: float,
+        paces_s: list[float], now: float,
+    ) -> tuple[Move, str]:  # fmt: skip
+        """Of `present` the round waits for each; `preparing` deltas are being checked."""
+        view = rounds.View(
+            opened=self.opened, called=self.called,
+            # Who claims again after a server's end has not joined late.
+            expected={slot: self.opened if worker.joined <= settled_at else worker.joined
+                      for slot, worker in present.items()},
+            answered=frozenset(slot for slot, worker in present.items()
+                               if (slot, worker.attempt, self.version) in self.answered),
+            accepted=len(self.accepted), preparing=preparing,
+            due_s=self._put_due(paces_s),
+        )  # fmt: skip
+        move, reason = rounds.decide(view, self.settings, now)
+        if move is Move.CALL:
+            self.called = now
+        return move, reason
+
+    def superseded(self) -> list[Key]:
+        """Deltas of which the same attempt has delivered a newer one."""
+        headers = [checked.header for checked in self.accepted.values()]
+        return [header.key for header in rounds.superseded(headers)]
+
+    def close(self, can_revert: bool, head: dict) -> Closing:
+        """`can_revert`: the version before the newest is there; `head`: what every
+        commit of this master begins with."""
+        deltas = [self.accepted[key] for key in sorted(self.accepted)]
+        headers = tuple(checked.header for checked in deltas)
+        loss = guards.round_loss(headers, self.version)
+        reverts = ""
+        if can_revert and self.commit["deltas"]:  # only what deltas have made can be bad
+            reverts = guards.canary(loss, Running.of(self.commit), self.settings.canary)
+        if reverts:
+            how, said = recipe.reverted(self.commit)
+            return Closing(how, {**head, **self._record([]), **said}, reverts, headers)
+        how, said = recipe.merged(deltas, self.commit, self.settings)
+        record = self._record([checked.to_json() for checked in deltas])
+        return Closing(how, {**head, **record, **said})
+
+    def _record(self, deltas: list[dict]) -> dict:
+        tokens = sum(delta["tokens"] for delta in deltas)
+        return {
+            "tokens": self.commit["tokens"] + tokens,
+            "samples": sorted(each for delta in deltas for each in delta["samples"]),
+            "deltas": deltas,
+            "workers": len({delta["slot"] for delta in deltas}) or self.commit["workers"],
+            "loss": sum(d["loss"] * d["tokens"] for d in deltas) / tokens if tokens
+                    else self.commit.get("loss"),
+            "rejected": dict(self.rejected),
+            "total_tokens": self._total_tokens(tokens, deltas),
+        }  # fmt: skip
+
+    def _total_tokens(self, tokens: int, deltas: list[dict]) -> int:
+        """What the run comes to: by epochs, with as many tokens a sample as so far."""
+        ledger, tokens = self.ledger, self.commit["tokens"] + tokens
+        samples = len(ledger.committed) + sum(count(delta["samples"]) for delta in deltas)
+        if not (ledger.epochs and samples and tokens):
+            return self.commit["total_tokens"]
+        return round(tokens / samples * ledger.samples * ledger.epochs)
+
+    def after(self, commit: dict, now: float) -> "OpenRound":
+        """The round on top of the version that this one has made."""
+        reverted = {commit["taken_back"]} if "taken_back" in commit else set()
+        for key in list(self.accepted):
+            self.forget(key) if reverted else self.ledger.commit(key)
+        facts = replace(self.facts, version=commit["version"],
+                        taken_back=self.facts.taken_back | reverted)  # fmt: skip
+        kept = (self.ledger, facts, self.settings, self.paces_s)
+        return OpenRound(commit, now, True, *kept)

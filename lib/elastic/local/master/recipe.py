@@ -1,0 +1,75 @@
+"""How a round's deltas become the next version, or the one before does again. Pure.
+
+A recipe is what averaging does; beside it comes what the commit says of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.local import guards, rounds
+from elastic.local.guards import Moved, Running
+from elastic.local.rounds import Judgement
+from elastic.run.records import Header
+
+UNTOLD = ("run", "layout", "fragments")  # in a commit, of a delta's header
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A delta whose bytes were read once: what was measured, or why it is refused."""
+
+    header: Header
+    norm: float = 0.0
+    refused: Judgement | None = None
+    arrived: float = 0.0  # Redis TIME
+
+    @property
+    def moved(self) -> Moved:
+        return Moved(self.norm, self.header.steps, self.header.lr_sum)
+
+    def to_json(self) -> dict:
+        """What the commit says of it."""
+        told = {name: it for name, it in vars(self.header).items() if name not in UNTOLD}
+        return told | {"norm": self.norm, "delivered": round(self.arrived, 3)}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How version `base` becomes the next one: each delta times its factor."""
+
+    base: int
+    headers: tuple[Header, ...] = ()
+    factors: tuple[float, ...] = ()
+    lr: float = 0.0
+    momentum: float = 0.0  # mu
+    restore: int = -1  # the version to go back to, with momentum 0, instead
+
+
+def merged(deltas: Sequence[Checked], commit: dict, settings) -> tuple[Recipe, dict]:
+    """How deltas become the version after `commit`, in whatever order they came."""
+    deltas = sorted(deltas, key=lambda checked: checked.header.key)
+    headers, moves = [each.header for each in deltas], [each.moved for each in deltas]
+    base, running = commit["version"], Running.of(commit)
+    shares = rounds.shares(headers, moves, base, settings.clip_norm, running)
+    weight = sum(share.weight for share in shares)
+    factors = [share.weight * share.clip / weight for share in shares]
+    lr = rounds.outer_lr(settings.outer_lr, weight, running, settings.thin_rounds)
+    steps = rounds.inner_steps(commit, settings)
+    momentum = rounds.momentum(steps, settings)
+    loss = guards.round_loss(headers, base)
+    said = {
+        "outer_lr": lr, "outer_momentum": momentum, "inner_steps": steps,
+        "clipped": sum(share.clip < 1 for share in shares),
+        "running": running.after(moves, weight, loss).to_json(),
+        "bytes": sum(part.bytes for header in headers for part in header.fragments),
+    }  # fmt: skip
+    return Recipe(base, tuple(headers), tuple(factors), lr, momentum), said
+
+
+def reverted(commit: dict) -> tuple[Recipe, dict]:
+    """How the version before `commit` becomes the one after it. Without momentum: what
+    made this version bad may be in it."""
+    base, running = commit["version"], Running.of(commit).after_reverting()
+    said = {"taken_back": base, "suspect": guards.suspect(commit["deltas"]),
+            "running": running.to_json(), "bytes": 0}  # fmt: skip
+    return Recipe(base, restore=base - 1), said

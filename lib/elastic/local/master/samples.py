@@ -1,0 +1,59 @@
+"""The run's samples as its master has them: the ledger, asks, who has told. Pure.
+
+A master that is new, or has a new Redis, knows of no worker what it holds. Until
+everybody who may hold samples has told it, the master settles: it grants nothing,
+reclaims nothing, closes no round.
+"""
+
+from collections.abc import Iterable
+
+from elastic.run.ledger import Ledger, Owner, Range
+from elastic.run.membership import Slot
+
+
+class Samples:
+    def __init__(self):
+        self.ledger: Ledger | None = None
+        self.granted: dict[Owner, tuple[int, list[Range]]] = {}  # an ask's number, the answer
+        self.settled_at = 0.0  # Redis TIME
+        self._may_settle_at = 0.0
+        self._has_told: set[Owner] = set()  # it has asked this master, or declared
+
+    def begin(self, commit: dict, committed: Iterable[Range]) -> None:
+        """A ledger as of `commit`. What is held stays so: nobody would say it again."""
+        held = self.ledger.held if self.ledger else {}
+        self.ledger = Ledger(commit["dataset_samples"], commit["epochs"], committed)
+        for owner, ranges in held.items():
+            self.ledger.hold(owner, ranges)
+
+    def settle(self, now: float, commit: dict, health) -> None:
+        """Nothing is granted or reclaimed, and no round closes, until agents could
+        claim their leases again, and workers, between two steps, say what they hold."""
+        # What sync mode has committed says nothing of seconds.
+        deltas = [delta for delta in commit["deltas"] if delta["steps"]]
+        step_s = max((d.get("seconds", 0.0) / d["steps"] for d in deltas), default=0.0)
+        self._may_settle_at = now + 2 * health.heartbeat_s + 1.0
+        wait_s = max(health.stall_after_s, min(step_s, health.hang_timeout_s))
+        self.settled_at = self._may_settle_at + wait_s
+
+    def settle_early(self, slots: dict[int, Slot], now: float) -> None:
+        """Everybody who may hold samples has told this master."""
+        holders = {(s.slot, s.attempt) for s in slots.values() if s.state != "loading"}
+        if now >= self._may_settle_at and holders <= self._has_told:
+            self.settled_at = min(self.settled_at, now)
+
+    def hear(self, owner: Owner, sequence: int, held: Iterable[Range]) -> bool:
+        """`owner` asks, and says what it holds. False: it repeats the ask that is in
+        `granted`, and gets the same answer, so that nothing is granted twice."""
+        self._has_told.add(owner)
+        if owner in self.granted and self.granted[owner][0] == sequence:
+            return False
+        self.ledger.keep(owner, held)
+        return True
+
+    def reclaim(self, slots: dict[int, Slot]) -> None:
+        """Samples of workers that are gone are free again."""
+        alive = {(worker.slot, worker.attempt) for worker in slots.values()}
+        for owner in [owner for owner in self.ledger.held if owner not in alive]:
+            self.ledger.give_back(owner)
+            self.granted.pop(owner, None)

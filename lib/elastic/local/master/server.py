@@ -1,0 +1,179 @@
+"""The run's Redis as its master has it: its own or the site's, and who has leases there.
+
+Redis may be gone at any time; the master then opens another one, and goes on. So a lease
+that has lapsed says something of its worker only if Redis answered meanwhile: else there
+are doubts.
+"""
+
+import contextlib
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+
+from elastic.base.config import Config
+from elastic.base.errors import TryAgain
+from elastic.base.network import bind_address
+from elastic.local.master.redis_server import RedisServer, connect, start
+from elastic.local.store import Listener, Store, Useless
+from elastic.run.membership import Slot, live
+from elastic.run.rundir import Endpoint, RunDir
+
+TICK_S = 0.5
+LOOK_S = 0.02  # at what is being checked
+MOST_SLOTS = 10_000
+CROWD = 32  # workers, of which a burst of deliveries is one turn, not hundreds
+
+
+class Server:
+    def __init__(self, run: RunDir, config: Config):
+        self.run, self.config = run, config
+        self.endpoint: Endpoint | None = None
+        self.store: Store | None = None
+        self._redis: RedisServer | None = None  # the run's own
+        self._listener: Listener | None = None
+        self.attempts: dict[int, int] = {}  # slot -> its newest
+        self.paces_s: dict[int, float] = {}  # slot -> of a step: its newest delta's
+        self.has_doubts = False
+        self._workers: dict[int, Slot] = {}  # with a lease, as of the last turn
+        self._ahead_s = 0.0  # Redis TIME, before the clock of this process
+        self._looked_at = 0.0  # Redis TIME
+
+    def open(self, epoch: int) -> None:
+        """Start the run's server (or use the site's), in place of the one before."""
+        self.stop()
+        if self.config.redis.url:
+            self.endpoint = Endpoint("", 0, epoch, self.config.redis.url)
+        else:
+            address = bind_address(self.config.redis.bind, self._node_address())
+            self._redis = start(self.run, self.config, address, epoch)
+            self.endpoint = self._redis.endpoint
+        self.store = connect(self.run, self.endpoint)
+        self._listener = self.store.listen("wake")
+
+    def _node_address(self) -> str:
+        if self.config.run.scheduler == "local":
+            return "127.0.0.1"
+        from elastic.jobs.sched_slurm import node_address
+
+        return node_address()
+
+    def stop(self) -> None:
+        if self._redis:
+            self._redis.stop()
+
+    def is_lost(self, error: Exception) -> bool:
+        """Is the run's own server gone, or of no use, as `error` says? The site's
+        comes back."""
+        own = self._redis
+        return own is not None and (isinstance(error, Useless) or not own.alive())
+
+    # ---- the clock
+
+    def read_clock(self) -> float:
+        """Redis TIME."""
+        now = self.store.now()
+        self._ahead_s = now - time.monotonic()
+        return now
+
+    def now(self) -> float:
+        """Redis TIME as of the last look, moved on: for when Redis may not answer."""
+        return self._ahead_s + time.monotonic()
+
+    # ---- the ear
+
+    def wait(self, checks: list[Future], workers: int) -> list[str]:
+        """Wake-ups since the last turn; returns at the first, or when a delta has been
+        checked."""
+        if checks:
+            return self._wait_for_checks(checks)
+        words = self._listener.wait(TICK_S)
+        if words and workers > CROWD:
+            time.sleep(min(0.05, 0.0005 * workers))
+            words += self._listener.wait(0)
+        return words
+
+    def _wait_for_checks(self, checks: list[Future]) -> list[str]:
+        """While deltas are checked, workers may ask: a big delta must not keep them
+        waiting."""
+        until = time.monotonic() + TICK_S
+        while not any(check.done() for check in checks) and time.monotonic() < until:
+            if words := self._listener.wait(LOOK_S):
+                return words
+        return self._listener.wait(0)
+
+    # ---- events
+
+    def event(self, kind: str, **fields) -> None:
+        """For the run directory, and for who looks at Redis."""
+        self.run.event(kind, **fields)
+        self.store.add_event({"time": time.time(), "kind": kind, **fields})
+
+    # ---- leases
+
+    def introduce(self) -> None:
+        """Tell a new server all attempts, so that it fences."""
+        slots = self.run.control().max // self.config.slurm.gpus_per_worker
+        newest = {slot: self.run.latest_attempt(slot) for slot in range(slots)}
+        self.attempts |= {slot: attempt for slot, attempt in newest.items() if attempt}
+        self.store.set_attempts(self.attempts)
+
+    def look(self, now: float) -> dict[int, Slot]:
+        """The leases that count, by slot."""
+        slots = self.store.slots()
+        self._learn_attempts()
+        slots = live(slots, self.attempts, now, self.config.health.hang_timeout_s)
+        self.allow_for_silence(slots, now)
+        return self._greet(slots)
+
+    def _learn_attempts(self) -> None:
+        """An attempt is there if its record is; Redis says only when to look."""
+        told, known = self.store.attempts(), self.attempts
+        newer = [slot for slot, attempt in told.items() if attempt > known.get(slot, 0)]
+        for slot in [slot for slot in newer if 0 <= slot < MOST_SLOTS]:
+            if newest := self.run.latest_attempt(slot):
+                known[slot] = newest
+        if any(told.get(slot, 0) < newest for slot, newest in known.items()):
+            self.has_doubts = True  # the server was emptied
+        if told != known:
+            self.store.set_attempts(known)
+
+    def allow_for_silence(self, slots: dict[int, Slot], now: float) -> None:
+        """Leases that lapse while Redis answers nobody tell nothing of their workers."""
+        before, self._looked_at = self._looked_at, now
+        health = self.config.health
+        if self.now() - before <= health.lease_s - health.heartbeat_s:
+            return
+        for slot, known in self._workers.items():
+            lease = slots.get(slot)
+            has_claimed = lease and lease.attempt == known.attempt and lease.joined > before
+            if has_claimed or (not lease and not self._has_left(known)):
+                self.has_doubts = True
+
+    def _has_left(self, worker: Slot) -> bool:
+        """Has its job said how it ended?"""
+        with contextlib.suppress(TryAgain):
+            return (self.run.ending(worker.job_id) or {}).get("state") == "ended"
+        return False
+
+    def _greet(self, slots: dict[int, Slot]) -> dict[int, Slot]:
+        """The leases, with the time at which each worker joined first."""
+        for slot, worker in slots.items():
+            known = self._workers.get(slot)
+            if known and known.attempt == worker.attempt:  # it may have claimed again
+                slots[slot] = replace(worker, joined=min(known.joined, worker.joined))
+            else:
+                self.event("join", slot=slot, attempt=worker.attempt, node=worker.node,
+                           job_id=worker.job_id)  # fmt: skip
+        self._workers |= slots
+        return slots
+
+    def dismiss(self, slots: dict[int, Slot]) -> None:
+        """Forget those without a lease; who has not said that it left is lost."""
+        for slot in [slot for slot in self._workers if slot not in slots]:
+            worker = self._workers.pop(slot)
+            if not self._has_left(worker):
+                self.event("lost", slot=slot, attempt=worker.attempt, job_id=worker.job_id,
+                           node=worker.node, steps=worker.step)  # fmt: skip
+
+    def live_paces_s(self) -> list[float]:
+        return [pace_s for slot, pace_s in self.paces_s.items() if slot in self._workers]
