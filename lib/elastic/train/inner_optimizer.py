@@ -63,8 +63,8 @@ class InnerOptimizer:
                 f' each batch (peaks {self._peaks}): remove one, or set it to "own"')  # fmt: skip
 
     def _notice_others(self) -> None:
-        found = [float(group["lr"]) for group in self.groups]
-        self._has_others |= bool(self._rates) and self._rates != found
+        rates = [float(group["lr"]) for group in self.groups]
+        self._has_others |= bool(self._rates) and self._rates != rates
 
 
 class Probe:

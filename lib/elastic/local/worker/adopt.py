@@ -45,15 +45,13 @@ class Adopt:
         self._load_newest(self._group.decide(self._line.run.told_version))
 
     def is_ignored(self) -> bool:
-        """After a step: has the optimizer brought its own parameters back, over two
-        versions?"""
+        """After a step: has the optimizer ignored two versions?"""
         return self._probe.stepped()
 
     # ---- what to train on
 
     def _wait(self) -> tuple[int, str]:
-        """Rank 0: (newest version, "") once there is one to train on, or (-1, outcome) to
-        leave."""
+        """Rank 0: (version, "") once there is one to train on, (-1, outcome) to leave."""
         line, base = self._line, self._hand.round.base
         if base >= 0:
             line.say(state="waiting")
@@ -69,8 +67,7 @@ class Adopt:
                 return base, ""
 
     def _may_go_on(self) -> bool:
-        """Rank 0: is there something to do on the same base? Offers a forgotten delta
-        again."""
+        """Rank 0: is there work on the same base? Offers a delta again that is forgotten."""
         hand, done = self._hand, self._hand.round
         if not done.header:
             return True
@@ -98,8 +95,7 @@ class Adopt:
         self._line.say(state="training", version=version, step=0)
 
     def _load_newest(self, version: int) -> dict:
-        """Load a version, or a later one where it is pruned: this worker slept, or its
-        master."""
+        """Load a version, or if it is pruned a later one: this worker or its master slept."""
         commit = self._line.commit(version)
         while trouble := next(filter(None, self._group.gather(self._load(commit))), ""):
             newest = self._group.decide(self._line.run.told_version)

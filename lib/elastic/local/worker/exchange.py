@@ -88,8 +88,7 @@ class Exchange:
             self.replica.adopt(index, self.group.hand_out(values, index % world))
 
     def rebase(self, deltas: list, fetched: list[torch.Tensor]) -> None:
-        """Likewise, and put what was done since `deltas` were taken on top. One rank
-        only."""
+        """Likewise, and put the steps since `deltas` were taken on top. One rank only."""
         for index, values in enumerate(fetched):
             self.replica.rebase(index, values, deltas[index])
 

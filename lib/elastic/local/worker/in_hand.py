@@ -138,16 +138,14 @@ class InHand:
         return granted is not None
 
     def ask_again(self) -> bool:
-        """After a round without steps: is there something to train, of a lost worker
-        maybe?"""
+        """After a round without steps: are there samples now, of a lost worker maybe?"""
         if not self._ask(self.config.step_samples) or not self.queue:
             return False
         self.round.header = None  # it said that there was nothing to give
         return True
 
     def held(self) -> list[Range]:
-        """What the ledger must not give to others; a new one does not know what was
-        offered."""
+        """What the ledger must not give to others; a new one does not know the offers."""
         own = [done.samples for done in (self.sent, self.round) if done]
         return sum(own, self.queue)
 

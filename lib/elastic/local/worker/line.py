@@ -158,8 +158,7 @@ class Line(NoLine):
                 self._closed.wait(RETRY_S)
 
     def _store(self, role: str) -> Store:
-        """Where the newest master is that is known of: a server before its own may still
-        answer."""
+        """Where the newest known master is: the server of one before it may still answer."""
         store = self._stores.get(role)
         if store is None or store.epoch < self.news.epoch:
             store = self._stores[role] = Store.open(self.run, role=role)
@@ -174,8 +173,7 @@ class Line(NoLine):
         self._stores.clear()  # a courier may be using one: it ends with its last user
 
     def offer(self, header: Header) -> None:
-        """Announce a delta, until the lease is there. Raises Fenced, if files say so,
-        too."""
+        """Announce a delta, once the lease is there. Raises Fenced if files say so, too."""
         while not self._is_offered(header):
             if self.notice.has_run_out():
                 raise TryAgain(f"slot {self.place.slot}: the lease is gone")
@@ -188,8 +186,7 @@ class Line(NoLine):
         return False
 
     def leave_offer(self, header: Header) -> None:
-        """What has been delivered outlives the master's Redis: nobody will offer it
-        again."""
+        """For a master with a new Redis: this worker will not offer the delta again."""
         with contextlib.suppress(OSError):
             self.run.leave_offer(header)
 
@@ -267,8 +264,7 @@ class Line(NoLine):
             self.event("warning", reason=reason)
 
     def moved(self) -> None:
-        """A fragment went out or came in: for the agent and the master, which look for a
-        hang."""
+        """A fragment went out or came in: a sign of life for who looks for a hang."""
         self._moves += 1
         self.say(moves=self._moves)
 

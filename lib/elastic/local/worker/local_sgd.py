@@ -141,8 +141,7 @@ class LocalSGD:
         seed_by(f"{self.config.run.seed}/{self.slot}/{self.place.attempt}/{self.group.rank}")
 
     def join(self, exchange: Exchange, moments: Moments) -> None:
-        """Train from now on with these: what brings tensors in and out, and the inner
-        state."""
+        """Train with these from now on: what moves tensors, and what keeps inner state."""
         self._moments = moments
         self._deliver = Deliver(self._hand, exchange, moments)
         self._adopt = Adopt(self._hand, moments, self._deliver, self.model)
@@ -197,8 +196,7 @@ class LocalSGD:
                 )  # fmt: skip
 
     def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
-        """An inner step is done. `tokens` it covered on this worker (default: its
-        samples)."""
+        """An inner step is done, on `tokens` of this worker (default: its samples)."""
         rates = (float(group["lr"]) for group in self.optimizer.groups)
         self._count(loss, tokens, max(rates, default=0.0))
 

@@ -68,11 +68,11 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         if not sgd.ends_step:
             continue
         norm = clip_gradients(model, settings.grad_clip)
-        said = nans.judge(not math.isfinite(norm))
-        if said == "ok":
+        action = nans.judge(not math.isfinite(norm))
+        if action == "ok":
             optimizer.step()
             sgd.step(loss_sum / sgd.accumulate, tokens if sgd.group.world == 1 else None)
-        elif said == "skip":
+        elif action == "skip":
             sgd.skip()
         else:
             raise ElasticError(

@@ -8,8 +8,7 @@ from elastic.run.records import Header
 
 @dataclass
 class WorkerRound:
-    """What this worker has done since it adopted `base`; times are those of its own
-    clock."""
+    """What this worker has done since it adopted `base`; times are of its own clock."""
 
     base: int
     started: float
@@ -31,8 +30,7 @@ class WorkerRound:
         return self.loss_sum / self.steps if self.steps else 0.0
 
     def count(self, loss: float, tokens: int, rate: float, now: float) -> None:
-        """A step has ended, on the samples that were pending and at the learning rate
-        `rate`."""
+        """A step has ended, on the samples pending and at the learning rate `rate`."""
         self.steps += 1
         self.tokens += tokens
         self.sample_count += self.pending
