@@ -102,8 +102,8 @@ class Edge:
         fcntl.flock = self._wrapped("flock", fcntl.flock)
         self._os_open, self._open = os.open, io.open
         os.open, io.open, builtins.open = self._open_descriptor, self._open_file, self._open_file
-        if versions := sys.modules.get("elastic.saved.versions"):  # else there is no torch here
-            self._save_file, versions.save_file = versions.save_file, self._save
+        if inner := sys.modules.get("elastic.saved.inner_state"):  # else there is no torch here
+            self._save_file, inner.save_file = inner.save_file, self._save
         for name in ("connect", "send_packed_command", "read_response"):
             setattr(AbstractConnection, name, self._of_redis(name))
         also(self)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from checkpoint_ranks import assert_equal, everything, make, noted, train
 from elastic.base.errors import ElasticError
-from elastic.saved import checkpoint
+from elastic.saved import storage
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
 from forks import KILLED, at_nth_step, in_children, killed_at
@@ -200,14 +200,14 @@ def test_a_damaged_file_is_skipped_with_a_reason_and_never_read(
     save(run, 2)
     path = run.path / "checkpoints/step-00000002" / name
     damage(path)
-    opened, real = [], checkpoint._Reader
+    opened, real = [], storage.Reader
     monkeypatch.setattr(
-        checkpoint, "_Reader", lambda path, record: (opened.append(path), real(path, record))[1]
+        storage, "Reader", lambda path, files: (opened.append(path), real(path, files))[1]
     )
     saved, (reason,) = load(run)
     assert saved.step == 1
     assert reason.startswith(f"step 2: {words}{path}")
-    assert opened == [saved.path]
+    assert opened == [run.path / saved.path]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.json"])

@@ -17,12 +17,12 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1050,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1287,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1601,  # jobs on a cluster: what is there, what should be, one pass
+    "base": 1011,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1202,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1582,  # jobs on a cluster: what is there, what should be, one pass
     "train": 833,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1063,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 621,  # local mode: what both sides of the wire speak
+    "saved": 1115,  # tensors on disk, committed by link(): what both modes begin with
+    "local": 610,  # local mode: what both sides of the wire speak
     "local/worker": 1257,  # one slot: hold the lease, train, deliver
     "local/master": 1183,  # one master: Redis, samples, rounds, commits
     "sync": 807,  # sync mode: one job that resizes
@@ -170,11 +170,11 @@ def test_what_answers_fast_never_loads_torch():
 
 
 def test_what_is_unpickled_can_name_plain_values_only():
-    """By checkpoint alone: with an Unpickler that knows a few names, or torch's with its own."""
+    """By storage alone: with an Unpickler that knows a few names, or torch's with its own."""
     for name, tree in modules().items():
         roots = {each.split(".")[0] for each in imports(tree)}
         assert not roots & {"cPickle", "dill", "cloudpickle", "joblib", "shelve"}, name
-        assert "pickle" not in roots or name == "checkpoint"
+        assert "pickle" not in roots or name == "storage"
         for call in calls(tree):
             called, given = ast.unparse(call.func), list(map(ast.unparse, call.keywords))
             assert not re.search(r"pickle\.(loads?|Unpickler)$", called), called

@@ -23,14 +23,14 @@ import torch
 import test_versions
 from checkpoint_ranks import make, train
 from elastic.base import config as configuration
-from elastic.base.durable import append_line, check_private, make_folder, write_atomic
+from elastic.base.durable import append_line, check_private, checksum, make_folder, write_atomic
 from elastic.base.environment import registry_dir
 from elastic.base.errors import ElasticError
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.local.master import redis_server
 from elastic.local.transport import Transport
 from elastic.run.rundir import FOLDERS, SECRETS, Control, RunDir
-from elastic.saved import checkpoint, inner_state
+from elastic.saved import checkpoint, inner_state, storage
 from elastic.saved.checkpoint import Checkpoints
 from elastic.train.group import Group
 from forks import NOBODY, as_nobody, share, start_child
@@ -336,7 +336,7 @@ def forge(path: Path) -> None:
     record_path = path.parent.with_suffix(".json")
     record = json.loads(record_path.read_text())
     (entry,) = (each for each in record["files"] if Path(each["path"]).name == path.name)
-    entry |= {"bytes": path.stat().st_size, "xxh3": checkpoint.durable.checksum(path)}
+    entry |= {"bytes": path.stat().st_size, "xxh3": checksum(path)}
     record_path.write_text(json.dumps(record))
 
 
@@ -410,7 +410,7 @@ def test_a_value_that_is_a_pickle_is_neither_saved_nor_loaded(run, tmp_path, mon
         saved(run, evil)
     assert checkpoint.steps(run) == []
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_plain", lambda data: data)
+        patch.setattr(storage, "plain", lambda data: data)
         saved(run, evil)
     with pytest.raises(ElasticError, match="cannot be loaded: .*(weights_only|WeightsUnpickler)"):
         loaded(run)

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from elastic.base.errors import ElasticError
-from elastic.saved import versions
+from elastic.saved import inner_state, versions
+from elastic.saved.drafts import Measured
 from elastic.saved.layout import Layout
 from elastic.saved.versions import Draft, prune, read_layout, read_params, remove_drafts
 from forks import KILLED, at_nth_step, in_children, killed_at
@@ -75,7 +76,7 @@ def drafts(run):
     return sorted(path.name for path in (run.path / "versions").glob(".*"))
 
 
-SAVE = (versions, "save_file")  # a step like those of `os`
+SAVE = (versions, "save")  # a step like those of `os`
 
 
 # ---- what a version is --------------------------------------------------------------------------
@@ -452,14 +453,14 @@ class Tmpfs:
 
 
 class Pretended(Tmpfs):
-    """Where nobody may mount: safetensors says what it says on a full disk."""
+    """Where nobody may mount."""
 
     def fill(self):
         def refuse(*_):
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(versions, "save_file", refuse)
+        self.patch.setattr(Measured, "write", refuse)
 
     def make_space(self):
         self.patch.undo()
@@ -502,10 +503,11 @@ def test_a_full_disk_delays_a_version_and_loses_nothing(small_disk, make_run):
     rounds.averager.close()
 
 
-def test_a_full_disk_is_an_os_error_whoever_writes(run, monkeypatch):
+def test_a_full_disk_is_an_os_error_for_an_inner_state_too(run, monkeypatch):
     def refuse(*_):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(versions, "save_file", refuse)
-    with pytest.raises(OSError, match="No space left on device"):
-        versions.save_tensors({}, run.path / "x", {})
+    monkeypatch.setattr(inner_state, "save_file", refuse)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        inner_state.save(run.path, "inner", [], 0, {})
+    assert caught.value.errno == errno.ENOSPC

@@ -4,13 +4,14 @@
     create_once    a name that only one process can ever make: temporary name, fsync, link
     append_line    one more line of a log that several processes write
 
-Files that become true together are written in a folder, a draft of one's own; when all are fsynced
-`create_once` makes their commit, and then the folder gets its name (`settle`).
+Files that become true together are a draft until `create_once` makes their record:
+drafts.py.
 
 Every reader opens an exact path that somebody announced. Nothing here lists a directory.
 
-What is made has a mode of its own, whatever umask and default ACLs say: a folder by `make_folder`,
-a file by these three or opened by `own`. `check_private` is for what was made elsewhere.
+What is made has a mode of its own, whatever umask and default ACLs say: a folder by
+`make_folder`, a file by these three or opened by `own`. `check_private` is for what was
+made elsewhere.
 """
 
 import contextlib
@@ -21,12 +22,11 @@ import io
 import json
 import os
 import shlex
-import shutil
 import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,22 +37,22 @@ from elastic.base.errors import ElasticError, TryAgain
 SPACE_S = 2.0  # between two tries on a full disk
 LOCK_TRIES, LOCK_S = 10, 0.01
 AGAIN_S = (0.1, 0.5, 2.0)  # before each further try where the filesystem fails for now
-# What a network filesystem says now and then, of a file that is sound: a server that is replaced,
-# a file that was replaced between two calls.
+# What a network filesystem says now and then, of a file that is sound: a server that is
+# replaced, a file that was replaced between two calls.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
            errno.ESHUTDOWN, errno.ENOTCONN, errno.ECONNRESET, errno.EREMOTEIO)  # fmt: skip
 # What a filesystem gets over, as soon as somebody makes room or raises a limit.
 FULL = (*PASSING, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 
 T = TypeVar("T")
-Parts = Iterable[bytes | memoryview]
 
 
 def make_folder(path: Path, mode: int = 0o755, parents: bool = False) -> None:
-    """Make the folder `path` (and its `parents`) unless it is there. Raises ElasticError where
-    somebody else could take its place.
+    """Make the folder `path` (and its `parents`) unless it is there. Raises ElasticError
+    where somebody else could take its place.
 
-    A default ACL of the folder above is not handed on: others would make files by it in here.
+    A default ACL of the folder above is not handed on:
+    others would make files by it in here.
     """
     if exists(path):
         return
@@ -75,25 +75,28 @@ def own(path: str, flags: int) -> int:
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace `path` with `data`; after a crash it holds the old bytes or the new, whole."""
-    with _temporary(path, [data], mode) as temporary:
+    """Replace `path` with `data`;
+    after a crash it holds the old bytes or the new, whole."""
+    with _temporary(path, data, mode) as temporary:
         os.replace(temporary, path)
     sync_path(path.parent)
 
 
 def replace_quickly(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`, whole for every reader; after a crash it may be lost."""
-    with _temporary(path, [data], synced=False) as temporary:
+    """Replace `path` with `data`, whole for every reader;
+    after a crash it may be lost."""
+    with _temporary(path, data, synced=False) as temporary:
         os.replace(temporary, path)
 
 
 def create_once(path: Path, data: bytes) -> bool:
-    """Make `path` with `data` unless the name exists. True for the one process that made it.
+    """Make `path` with `data` unless the name exists.
+    True for the one process that made it.
 
-    An NFS server may carry out a link and lose its answer: whether the temporary name now has two
-    links decides, not the error.
+    An NFS server may carry out a link and lose its answer: whether the temporary name now
+    has two links decides, not the error.
     """
-    with _temporary(path, [data]) as temporary:
+    with _temporary(path, data) as temporary:
         try:
             os.link(temporary, path)
         except OSError as error:
@@ -101,7 +104,7 @@ def create_once(path: Path, data: bytes) -> bool:
                 if error.errno == errno.EEXIST:
                     return False
                 raise
-    with contextlib.suppress(OSError):  # the name is made: whatever comes now cannot undo it
+    with contextlib.suppress(OSError):  # the name is made, whatever comes now
         sync_path(path.parent)
     return True
 
@@ -109,19 +112,22 @@ def create_once(path: Path, data: bytes) -> bool:
 def append_line(path: Path, record: dict) -> None:
     """Append `record` as one JSON line.
 
-    Between the nodes of an NFS only a lock keeps two lines apart; elsewhere O_APPEND does. Who has
-    it may be suspended, or its node dead: a line that may be torn is better than to wait for that.
+    Between the nodes of an NFS only a lock keeps two lines apart; elsewhere O_APPEND
+    does. Who has it may be suspended, or its node dead: a line that may be torn is better
+    than to wait for that.
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with open(path, "a+b", buffering=0, opener=own) as file:
         _lock_if_free(file)
         size = os.fstat(file.fileno()).st_size
-        torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"  # by a disk that was full
+        # By a disk that was full.
+        torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
         file.write(b"\n" * bool(torn) + line)
 
 
 def _lock_if_free(file: io.FileIO) -> None:
-    """Lock it for as long as it is open, unless somebody has it for longer than a line takes."""
+    """Lock it for as long as it is open,
+    unless somebody has it for longer than a line takes."""
     with contextlib.suppress(OSError):  # a filesystem without locks
         for _ in range(LOCK_TRIES):
             with contextlib.suppress(BlockingIOError):
@@ -131,9 +137,9 @@ def _lock_if_free(file: io.FileIO) -> None:
 
 
 def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: None):
-    """What `write()` returns, tried again while the disk is full or fails for now; `tell(error)` in
-    between. Raises TryAgain once `hurry()` is true."""
-    said = False
+    """What `write()` returns, tried again while the disk is full or fails for now;
+    `tell(error)` in between. Raises TryAgain once `hurry()` is true."""
+    is_told = False
     while True:
         try:
             return write()
@@ -142,9 +148,9 @@ def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: N
                 raise
             if hurry():
                 raise TryAgain(f"a notice came while waiting for space: {error}") from None
-            if not said:
+            if not is_told:
                 print(f"waiting for space, will try on: {error}", flush=True)
-            said = True
+            is_told = True
             tell(error)
             time.sleep(SPACE_S)
 
@@ -158,15 +164,16 @@ class _Lossy(io.FileIO):
 
 
 def log_what_fits() -> None:
-    """Jobs log into the run directory: from now on a full disk costs words, and nothing else."""
+    """Jobs log into the run directory:
+    from now on a full disk costs words, and nothing else."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
         setattr(sys, name, io.TextIOWrapper(raw, errors="replace", line_buffering=True))
 
 
 def insist(action: Callable[..., T], *args) -> T:
-    """What `action(*args)` returns, tried again a beat later where the filesystem fails for now.
-    Raises TryAgain if it goes on failing."""
+    """What `action(*args)` returns, tried again a beat later where the filesystem fails
+    for now. Raises TryAgain if it goes on failing."""
     for wait_s in (*AGAIN_S, None):
         try:
             return action(*args)
@@ -180,11 +187,12 @@ def insist(action: Callable[..., T], *args) -> T:
 
 
 def names(folder: Path) -> list[str]:
-    """What is in a folder, if it is there. Raises TryAgain where the filesystem does not say.
+    """What is in a folder, if it is there.
+    Raises TryAgain where the filesystem does not say.
 
-    Whoever waits for a file of another machine looks here for its name, and opens it then: a
-    network filesystem may remember for a minute that a name it was asked for is not there, but
-    looks again when a folder is listed.
+    Whoever waits for a file of another machine looks here for its name, and opens it
+    then: a network filesystem may remember for a minute that a name it was asked for is
+    not there, but looks again when a folder is listed.
     """
     try:
         return insist(os.listdir, folder)
@@ -202,8 +210,8 @@ def exists(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict | None:
-    """The table in `path`, or None if the file is not there. Raises ElasticError if damaged, and
-    TryAgain if the filesystem does not say."""
+    """The table in `path`, or None if the file is not there. Raises ElasticError if
+    damaged, and TryAgain if the filesystem does not say."""
     try:
         data = json.loads(insist(path.read_bytes))
     except FileNotFoundError:
@@ -216,11 +224,11 @@ def read_json(path: Path) -> dict | None:
 
 
 def check_private(path: Path, is_above: bool = False) -> Path:
-    """The folder `path` without links, where nobody else can put files into it or take its place
-    (`is_above`: that of what is to be made in it). Raises ElasticError.
+    """The folder `path` without links, where nobody else can put files into it or take
+    its place (`is_above`: that of what is to be made in it). Raises ElasticError.
 
-    It and all folders above it are root's or the user's own, and nobody else may write there; but
-    above it to sticky ones, where nobody moves what is another's.
+    It and all folders above it are root's or the user's own, and nobody else may write
+    there; but above it to sticky ones, where nobody moves what is another's.
     """
     path = path.resolve()
     for folder in (path, *path.parents):
@@ -230,15 +238,15 @@ def check_private(path: Path, is_above: bool = False) -> Path:
 
 def check_folder(folder: Path, may_be_sticky: bool = False) -> Path:
     """`folder`, of which those above are known to be private: so it is, itself."""
-    found = insist(folder.lstat)
-    if found.st_uid not in (0, os.getuid()):
+    status = insist(folder.lstat)
+    if status.st_uid not in (0, os.getuid()):
         raise ElasticError(
-            f"{folder} is another user's (uid {found.st_uid}, not {os.getuid()})",
+            f"{folder} is another user's (uid {status.st_uid}, not {os.getuid()})",
             "work below folders that are root's or your own (ELASTIC_RUNS), or as that user",
         )
-    if found.st_mode & 0o022 and not (may_be_sticky and found.st_mode & stat.S_ISVTX):
+    if status.st_mode & 0o022 and not (may_be_sticky and status.st_mode & stat.S_ISVTX):
         raise ElasticError(
-            f"others may write to {folder} (mode {stat.S_IMODE(found.st_mode):04o})",
+            f"others may write to {folder} (mode {stat.S_IMODE(status.st_mode):04o})",
             f"chmod go-w {shlex.quote(str(folder))}"
             + ", or +t, or choose another place" * may_be_sticky,
         )
@@ -260,19 +268,20 @@ def sync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(path: Path, parts: Parts, mode: int = 0o644, synced: bool = True) -> Iterator[Path]:
+def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, mode)
-            file.writelines(parts)
+            file.write(data)
             file.flush()
             if synced:
                 os.fsync(file.fileno())
         yield temporary
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # not a name that nobody has given
+        # Not a name that nobody has given.
+        error.filename, error.filename2 = str(path), None
         raise
     finally:
         with contextlib.suppress(OSError):  # gone, or left behind: no reason to fail
@@ -285,53 +294,19 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-class Measured(io.BufferedWriter):
-    """A file that is durable once it is closed. `measured` is what a commit says of its bytes: of
-    those in memory, as a filesystem may lose some, and say so only to this descriptor's fsync or
-    close."""
-
-    def __init__(self, path: Path):
-        self._size, self._found = 0, xxhash.xxh3_128()
-        super().__init__(open(path, "wb", buffering=0, opener=own))  # noqa: SIM115
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._found.update(data)
-        self._size += (size := super().write(data))
-        return size
-
-    def close(self) -> None:
-        try:
-            if not self.closed:
-                self.flush()
-                os.fsync(self.fileno())
-        finally:
-            super().close()
-
-    @property
-    def measured(self) -> dict:
-        return {"bytes": self._size, "xxh3": self._found.hexdigest()}
-
-
-def write_measured(path: Path, parts: Iterable[bytes | memoryview]) -> dict:
-    """Write a file, durably; what was written, measured."""
-    with Measured(path) as file:
-        for part in parts:
-            file.write(part)
-    return file.measured
-
-
 def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum) -> str:
-    """What is wrong with a committed file, by its size and what it is the checksum `of`; or ""."""
+    """What is wrong with a committed file, by its size and what it is the checksum `of`;
+    or ""."""
     try:
         size = insist(path.stat).st_size
-        found = insist(of, path) if of else entry.get("xxh3")
+        xxh3 = insist(of, path) if of else entry.get("xxh3")
     except (OSError, TryAgain) as error:
         why = "it is gone" if isinstance(error, FileNotFoundError) else str(error)
         return f"committed file cannot be read: {path}: {why}"
-    if (size, found) == (entry.get("bytes"), entry.get("xxh3")):
+    if (size, xxh3) == (entry.get("bytes"), entry.get("xxh3")):
         return ""
     return (
-        f"committed file is damaged: {path}: {size} bytes, xxh3 {found}; "
+        f"committed file is damaged: {path}: {size} bytes, xxh3 {xxh3}; "
         f"the commit says {entry.get('bytes')} bytes, xxh3 {entry.get('xxh3')}"
     )
 
@@ -339,27 +314,3 @@ def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum)
 def draft_of(final: Path, writer: str) -> Path:
     """Where `writer` writes the files of a folder that has no commit yet."""
     return final.with_name(f".{final.name}.{writer}")
-
-
-def discard(draft: Path, commit: Path, writer: str) -> None:
-    """Remove a draft of `writer`, unless it is what `commit` names: a link() may be made, and its
-    answer lost. Who cannot tell leaves it there."""
-    with contextlib.suppress(OSError, ElasticError):
-        if (read_json(commit) or {}).get("writer") != writer:
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def settle(final: Path, writer: str) -> None:
-    """Give a committed folder its name, if its writer did not live to do it."""
-    if not exists(final):
-        with contextlib.suppress(FileNotFoundError):  # another process was faster, or it is gone
-            os.rename(draft_of(final, writer), final)
-
-
-def remove(final: Path) -> None:
-    """Remove a folder, its name first: one that has its name is always whole."""
-    gone = final.with_name(f".pruned.{final.name}")
-    shutil.rmtree(gone, ignore_errors=True)  # left by one that was killed
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
-        os.rename(final, gone)
-    shutil.rmtree(gone, ignore_errors=True)

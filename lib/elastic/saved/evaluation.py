@@ -1,5 +1,5 @@
-"""What a run's own task says of what was trained: of a committed version, or of the newest
-checkpoint of sync mode. Loads torch and the task into this process.
+"""What a run's own task says of what was trained: of a committed version, or of the
+newest checkpoint of sync mode. Loads torch and the task into this process.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from elastic.base.config import Config
 from elastic.base.errors import UsageError
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
-from elastic.saved.checkpoint import Checkpoints, read_params
+from elastic.saved.checkpoint import Checkpoints, Saved, read_params
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.group import Group
@@ -22,12 +22,13 @@ from elastic.train.task import Task, load_task
 
 
 def evaluate(run: RunDir, version: int | None = None) -> dict:
-    """{"version" or "step": which, and the task's scores}; by default of the newest there is."""
+    """{"version" or "step": which, and the task's scores};
+    by default of the newest there is."""
     commit = run.newest_commit() if version is None else run.commit(version)
     if version is None:
         saved, _ = Checkpoints(run, Group(), "reader").newest(commit["version"] if commit else 0)
         if saved:
-            return {"step": saved["step"], **of_checkpoint(run, saved)}
+            return {"step": saved.step, **of_checkpoint(run, saved)}
     if commit is None:
         wanted = "no version" if version is None else f"no version {version}"
         raise UsageError(f"{wanted} of {run.name} is committed", f"elastic-status {run.name}")
@@ -47,8 +48,8 @@ def of_version(run: RunDir, commit: dict) -> dict[str, float]:
         return task.validate(model)
 
 
-def of_checkpoint(run: RunDir, saved: dict) -> dict[str, float]:
-    """Scores of a checkpoint, by its record."""
+def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
+    """Scores of a checkpoint."""
     with _task(run) as (task, model):
         replica = Replica(model, Layout.of(shapes(model), math.inf))
         for index, tensors in enumerate(replica.layout.fragments):

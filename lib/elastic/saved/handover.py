@@ -3,9 +3,10 @@
     local -> sync   the trainer loads the newest version; its checkpoints name it as `base_version`
     sync -> local   the master makes the newest checkpoint on top of the newest version the next one
 
-So what has been trained is at any time the newest version, and the newest checkpoint on top of it
-if there is one. A checkpoint says of itself what a commit says: tokens, samples, a delta that
-stands for the trainer. It is nothing to anybody once a version follows the one it is based on.
+So what has been trained is at any time the newest version, and the newest checkpoint on
+top of it if there is one. A checkpoint says of itself what a commit says: tokens,
+samples, a delta that stands for the trainer. It is nothing to anybody once a version
+follows the one it is based on.
 """
 
 import time
@@ -31,14 +32,15 @@ def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
 
 
 def to_local(run: RunDir, commit: dict, epoch: int) -> tuple[dict, list[str]]:
-    """Commit the newest checkpoint on top of `commit`, if it trained anything, as the next version.
+    """Commit the newest checkpoint on top of `commit`, if it trained anything,
+    as the next version.
 
-    Returns the newest commit, and why newer checkpoints were not taken. The outer momentum begins
-    anew: what it remembers was before the checkpoint's steps.
+    Returns the newest commit, and why newer checkpoints were not taken. The outer
+    momentum begins anew: what it remembers was before the checkpoint's steps.
     """
     writer = f"epoch{epoch}"
     saved, refused = Checkpoints(run, Group(), writer).newest(commit["version"])
-    if not saved or not saved["extra"]["samples"]:
+    if not saved or not saved.extra["samples"]:
         return commit, refused
     layout, files = read_layout(run, commit["version"]), []
     draft = Draft(run, commit["version"] + 1, writer)
@@ -46,8 +48,8 @@ def to_local(run: RunDir, commit: dict, epoch: int) -> tuple[dict, list[str]]:
         params = read_params(run, saved, tensors)
         files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
     draft.commit(layout, files, {
-        "master_epoch": epoch, "time": time.time(), "workers": 1, "step": saved["step"],
+        "master_epoch": epoch, "time": time.time(), "workers": 1, "step": saved.step,
         "running": commit.get("running", {}), **carried(commit),
-        **{name: saved["extra"][name] for name in TRAINED},
+        **{name: saved.extra[name] for name in TRAINED},
     })  # fmt: skip
     return run.newest_commit(), refused

@@ -1,8 +1,9 @@
-"""The layout: how the model's parameters are laid out in fragments, and buffers in others. Pure.
+"""The layout: how parameters are laid out in fragments, and buffers in others. Pure.
 
-A fragment is a contiguous slice of the flattened model: whole parameters, in the model's order, up
-to `fragment_bytes` of float32 (a larger parameter is a fragment by itself). Fragments are
-published, averaged and pulled each on its own. A delta is checked against the layout's hash.
+A fragment is a contiguous slice of the flattened model: whole parameters, in the model's
+order, up to `fragment_bytes` of float32 (a larger parameter is a fragment by itself).
+Fragments are published, averaged and pulled each on its own. A delta is checked against
+the layout's hash.
 """
 
 import hashlib
@@ -25,6 +26,10 @@ class Tensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def of(self, flat):
+        """Its own elements in its fragment's flat tensor: a view."""
+        return flat[self.start : self.start + self.numel].view(self.shape)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -32,8 +37,8 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Iterable[tuple], fragment_bytes: float) -> "Layout":
-        """Pack (name, shape) of parameters, and (name, shape, True) of buffers, in order; 4 bytes
-        each."""
+        """Pack (name, shape) of parameters, and (name, shape, True) of buffers, in order;
+        4 bytes each."""
         fragments: list[list[Tensor]] = []
         size = 0
         for name, shape, *is_buffer in shapes:
@@ -62,7 +67,8 @@ class Layout:
                 for fragment in self.fragments]  # fmt: skip
 
     def has_buffers(self, index: int) -> bool:
-        """Is it a fragment of buffers? They travel as they are, and are averaged, not trained."""
+        """Is it a fragment of buffers? They travel as they are, and are averaged,
+        not trained."""
         return self.fragments[index][0].is_buffer
 
     @classmethod

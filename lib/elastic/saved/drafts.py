@@ -1,0 +1,120 @@
+"""Drafts: a folder whose files become true together, by one record.
+
+    versions/.000123.WRITER/   being written; WRITER is one master, or one attempt of one job
+    versions/000123/           committed, and whole
+    commits/000123.json        the record, made last, by link(): its existence is the commit
+
+Every file is fsynced before the link, and the folder gets its name after it. So two that
+write the same thing never touch each other's files, one of them gets the link, and a
+crash before the rename is mended by whoever reads the record next (`settle`): it names
+the writer.
+"""
+
+import contextlib
+import io
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from elastic.base.durable import draft_of, exists, make_folder, own, read_json, sync_path
+from elastic.base.errors import ElasticError
+
+
+class Draft:
+    """A folder being written; nobody reads it until its record is linked."""
+
+    def __init__(self, final: Path, record: Path, writer: str):
+        self.final, self.record, self.writer = final, record, writer
+        self.folder = draft_of(final, writer)
+
+    def write(self, name: str, data: bytes) -> dict:
+        """Write a file, durably; returns its entry for the record."""
+        make_folder(self.folder)
+        path = self.folder / name
+        try:
+            with Measured(path) as file:
+                file.write(data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink()  # half of it would fill a full disk further
+            raise
+        return self.entry(name, file)
+
+    def entry(self, name: str, file: "Measured") -> dict:
+        """What the record says of a file:
+        its path in the run directory, and its bytes."""
+        path = f"{self.final.parent.name}/{self.final.name}/{name}"
+        return {"path": path, "bytes": file.size, "xxh3": file.hash.hexdigest()}
+
+    def commit_by(self, link: Callable[[dict], bool], record: dict) -> bool:
+        """`link` the record, now that each file is durable.
+        False if another writer was first."""
+        sync_path(self.folder)
+        sync_path(self.folder.parent)
+        # A link may be made and its answer lost: the name in the record decides.
+        if not link(record) and not self._is_committed():
+            self.discard()
+            return False
+        with contextlib.suppress(OSError):  # then whoever reads it does it
+            settle(self.final, self.writer)
+        return True
+
+    def discard(self) -> None:
+        """Remove it, unless it is committed. Who cannot tell leaves it there."""
+        with contextlib.suppress(OSError, ElasticError):
+            if not self._is_committed():
+                drop(self.folder)
+
+    def _is_committed(self) -> bool:
+        return (read_json(self.record) or {}).get("writer") == self.writer
+
+
+def settle(final: Path, writer: str) -> None:
+    """Give a committed folder its name, if its writer did not live to do it."""
+    if not exists(final):
+        # Another process was faster, or it is gone.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(draft_of(final, writer), final)
+
+
+def remove(final: Path) -> None:
+    """Remove a folder, its name first: one that has its name is always whole."""
+    gone = final.with_name(f".pruned.{final.name}")
+    drop(gone)  # left by one that was killed
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        os.rename(final, gone)
+    drop(gone)
+
+
+def drop(path: Path) -> None:
+    """Remove what nobody reads: a draft, or a record that was on its way."""
+    if os.path.isfile(path):
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Measured(io.BufferedWriter):
+    """A file that is durable once it is closed. `size` and `hash` are those of its bytes
+    in memory, as a filesystem may lose some, and say so only to this descriptor's fsync or
+    close."""
+
+    def __init__(self, path: Path):
+        self.size, self.hash = 0, xxhash.xxh3_128()
+        super().__init__(open(path, "wb", buffering=0, opener=own))  # noqa: SIM115
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.hash.update(data)
+        self.size += (size := super().write(data))
+        return size
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()

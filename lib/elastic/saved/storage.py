@@ -1,0 +1,152 @@
+"""What torch.distributed.checkpoint (DCP) writes and reads, made durable, and harmless.
+
+Every rank writes, and takes the checksum of, its own file; rank 0 commits, as DCP's last
+step: what came of it is the same on every rank.
+
+DCP's .metadata, and the few values in its files that are no tensors, are pickles. No
+pickle may name anything but DCP's own records and torch's plain values, and .metadata is
+read from the very bytes whose checksum the commit record has. DCP also pickles the
+messages between the ranks of a job.
+"""
+
+import contextlib
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from elastic.base.durable import sync_path
+from elastic.base.errors import ElasticError
+from elastic.saved.drafts import Draft, Measured
+
+METADATA, RANKS_FILE = ".metadata", "__{}_0.distcp"
+# What .metadata consists of.
+RECORDS = {
+    "torch": ["Size", *(name for name, it in vars(torch).items() if isinstance(it, torch.dtype))],
+    "torch.serialization": ["_get_layout"], f"{dcp.__name__}.filesystem": ["_StorageInfo"],
+    "pathlib": ["PosixPath"], "pathlib._local": ["PosixPath"],  # Python 3.13's
+    dcp.metadata.__name__: [*dcp.metadata.__all__, "_MEM_FORMAT_ENCODING"],
+}  # fmt: skip
+
+
+def file_names(world: int) -> list[str]:
+    """What DCP writes with so many ranks."""
+    return [METADATA, *map(RANKS_FILE.format, range(world))]
+
+
+def cause(error: CheckpointException) -> tuple[str, int | None]:
+    """What failed, on which rank, and the errno if it was the disk:
+    of several the disk."""
+    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    refused = [rank for rank, cause in causes.items() if isinstance(cause, OSError)]
+    rank = min(refused or causes)
+    return f"rank {rank}: {causes[rank]}", getattr(causes[rank], "errno", None)
+
+
+# ---- writing ---------------------------------------------------------------------------
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer of files, which are measured and durable, and then committed.
+
+    Each method is one of DCP's steps: a failure in it reaches all ranks.
+    """
+
+    def __init__(self, draft: Draft, commit: Callable[[list[dict]], object]):
+        # DCP would sync a file before its buffer is written.
+        super().__init__(draft.folder, sync_files=False)
+        self.draft, self.fs, self._commit = draft, _Files(draft), commit
+
+    def write_data(self, plan, planner):
+        try:
+            for item in plan.items:
+                if item.type.name == "BYTE_IO":
+                    # What would not be read is not written.
+                    plain(planner.resolve_data(item))
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:  # torch.save, about a position in the file
+            refused = error.__context__
+            if isinstance(refused, OSError):
+                raise OSError(refused.errno, refused.strerror, str(self.path)) from None
+            raise
+        sync_path(self.path)
+        entry = self.fs.entries[RANKS_FILE.format(self.rank)]
+        return written.then(lambda done: (done.value(), entry))
+
+    def finish(self, metadata, results) -> None:
+        """Rank 0, with what every rank has returned."""
+        written, entries = zip(*results, strict=True)
+        super().finish(metadata, written)
+        self._commit([*entries, self.fs.entries[METADATA]])
+
+
+class _Files(FileSystem):
+    """DCP's files: their sizes and checksums are those of the bytes that DCP gave."""
+
+    def __init__(self, draft: Draft):
+        self._draft = draft
+        self.entries: dict[str, dict] = {}  # of the commit record, by name
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Path, mode: str):
+        with Measured(path) as file:
+            yield file
+        name = path.name.removesuffix(".tmp")  # DCP gives .metadata its name afterwards
+        self.entries[name] = self._draft.entry(name, file)
+
+
+# ---- reading ---------------------------------------------------------------------------
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader, of .metadata as it was committed, whatever the file may be by now."""
+
+    def __init__(self, path: Path, files: list[dict]):
+        super().__init__(path)
+        (entry,) = (entry for entry in files if Path(entry["path"]).name == METADATA)
+        self._data = (path / METADATA).read_bytes()
+        if xxhash.xxh3_128_hexdigest(self._data) != entry["xxh3"]:
+            raise ElasticError(f"{path / METADATA} was changed just now", "who writes there?")
+
+    def read_metadata(self):
+        return _Unpickler(io.BytesIO(self._data)).load()
+
+    def fill(self, state: dict, **how) -> None:
+        """Read into the tensors of `state`; `how` is for dcp.load."""
+        try:
+            dcp.load(state, storage_reader=self, planner=_Planner(), **how)
+        except CheckpointException as error:
+            what = f"the checkpoint {self.path} cannot be loaded: {cause(error)[0]}"
+            raise ElasticError(what, "is the model still that of the run?") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """For .metadata: it calls nothing that a record of DCP's does not consist of."""
+
+    def find_class(self, module, name):
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11, of an Enum's member
+            return lambda kind, member: kind[member]
+        if name in RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        raise ElasticError(f".metadata names {module}.{name}", "it is none of DCP's: remove it")
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DCP's, which would unpickle anything:
+    it gets what plain values were read, pickled anew."""
+
+    def load_bytes(self, read_item, value):
+        super().load_bytes(read_item, plain(value))
+
+
+def plain(data: io.BytesIO) -> io.BytesIO:
+    """A value that is no tensor, as torch.save writes it, from plain values alone."""
+    value = torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+    torch.save(value, anew := io.BytesIO())
+    return io.BytesIO(anew.getvalue())
