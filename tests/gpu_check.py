@@ -48,7 +48,7 @@ def check_pinned() -> None:
     replica = Replica(model, layout)
     for index, numel in enumerate(layout.numels):
         replica.adopt(index, torch.randn(numel).bfloat16())
-    assert all(base.is_pinned() for base in replica._base.values())
+    assert all(base.is_pinned() for base in replica.base.values())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(0.25)

@@ -51,7 +51,7 @@ def exchange_of(rounds: Rounds) -> Exchange:
 
 
 def base(exchange: Exchange) -> torch.Tensor:
-    params = [exchange.replica._base[t.name] for f in exchange.replica.layout.fragments for t in f]
+    params = [exchange.replica.base[t.name] for f in exchange.replica.layout.fragments for t in f]
     return torch.cat([each.flatten() for each in params])
 
 
@@ -127,7 +127,7 @@ def test_each_rank_moves_its_own_fragments(open_rounds, monkeypatch):
         exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number))
         exchange.adopt(rounds.run.newest_commit())
         with torch.no_grad():
-            for param in replica._params.values():
+            for param in replica.params.values():
                 param.sub_(1.0)
 
         def stored(index: int, data: memoryview):

@@ -21,7 +21,7 @@ FOLDERS = {
     "run": 1202,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1582,  # jobs on a cluster: what is there, what should be, one pass
     "train": 833,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1115,  # tensors on disk, committed by link(): what both modes begin with
+    "saved": 1111,  # tensors on disk, committed by link(): what both modes begin with
     "local": 610,  # local mode: what both sides of the wire speak
     "local/worker": 1257,  # one slot: hold the lease, train, deliver
     "local/master": 1183,  # one master: Redis, samples, rounds, commits

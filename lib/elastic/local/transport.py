@@ -1,9 +1,9 @@
 """Transport: how the bytes of deltas get from a worker to the master.
 
-They are files: RUN/deltas/BASE/SLOT.ATTEMPT.FRAGMENT, renamed when whole. The name follows from the
-delta's key, so nobody can point the master at a file of their choice. What is read is checked
-against the size and checksum in the header. A lost delta costs its own steps and nothing else, so
-nothing here is fsynced.
+They are files: RUN/deltas/BASE/SLOT.ATTEMPT.FRAGMENT, renamed when whole. The name
+follows from the delta's key, so nobody can point the master at a file of their choice.
+What is read is checked against the size and checksum in the header. A lost delta costs
+its own steps and nothing else, so nothing here is fsynced.
 """
 
 import contextlib
@@ -35,9 +35,11 @@ class Transport:
     def put(self, name: str, data: memoryview) -> Fragment:
         """Store bytes under a name, replacing what was there."""
         path = self._root / name
-        if path.parent.name not in names(self._root):  # there was no room when it was committed
+        # There was no room for it when the version was committed.
+        if path.parent.name not in names(self._root):
             make_folder(path.parent)
-        # The master may just have pruned the folder: of a base that nothing is merged of any more.
+        # The master may just have pruned the folder:
+        # of a base that nothing is merged of any more.
         with contextlib.suppress(FileNotFoundError):
             replace_quickly(path, data)
         return Fragment(len(data), checksum(data))
@@ -58,14 +60,15 @@ class Transport:
                     raise Damaged(Rule.TRUNCATED, f"{name} has {size} of {fragment.bytes} bytes")
         except (OSError, TryAgain) as error:
             raise Damaged(Rule.UNREADABLE, f"{name}: {error}") from None
-        found = checksum(into)
-        if found != fragment.xxh3:
-            what = f"{name} has xxh3 {found}, its header says {fragment.xxh3}"
+        xxh3 = checksum(into)
+        if xxh3 != fragment.xxh3:
+            what = f"{name} has xxh3 {xxh3}, its header says {fragment.xxh3}"
             raise Damaged(Rule.ALTERED, what)
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Forget bytes by name; those not there do not matter. Folders go with their versions."""
-        for name in names:
+    def drop(self, unwanted: Iterable[str]) -> None:
+        """Forget bytes by name; those not there do not matter.
+        Folders go with their versions."""
+        for name in unwanted:
             (self._root / name).unlink(missing_ok=True)
 
 

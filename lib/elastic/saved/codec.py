@@ -1,7 +1,8 @@
 """Codecs: a delta's fragment as bytes, and back.
 
-A codec knows the exact number of bytes of a fragment from its layout, so that the master can refuse
-a header before it allocates anything. Bytes are little-endian, elements in layout order.
+A codec knows the exact number of bytes of a fragment from its layout, so that the master
+can refuse a header before it allocates anything. Bytes are little-endian, elements in
+layout order.
 
     none     float32, 4 bytes an element
     int8     blocks of 256: a bfloat16 scale each, then a byte per element          1.008 bytes
@@ -9,10 +10,11 @@ a header before it allocates anything. Bytes are little-endian, elements in layo
     topk     the 41 largest of each 4,096: a float32 scale, then words of 12 bits of index and 4 of
              value                                                                  0.021 bytes
 
-int8 and int4 round to the nearest of evenly spaced values: the error of an element is at most half
-a step, as often up as down. topk leaves most of a delta out; what it leaves out is added to the
-next one (`Encoder`), so that all of it arrives in the end. (Layouts and evidence: SparseLoCo, arXiv
-2508.15706; int8 without feedback: INTELLECT-1, arXiv 2412.01152.)
+int8 and int4 round to the nearest of evenly spaced values: the error of an element is at
+most half a step, as often up as down. topk leaves most of a delta out; what it leaves out
+is added to the next one (`Encoder`), so that all of it arrives in the end. (Layouts and
+evidence: SparseLoCo, arXiv 2508.15706; int8 without feedback: INTELLECT-1, arXiv
+2412.01152.)
 """
 
 from collections.abc import Iterator
@@ -26,8 +28,9 @@ from elastic.saved.layout import Layout, Tensor
 Fragment = tuple[Tensor, ...]
 Tile = tuple[int, torch.Tensor]  # where it starts in its fragment, and its elements
 
-# Elements: many fit a shared cache, and few are enough for threads not to wait for each other's
-# turn in Python; fresh memory for all of a fragment would cost more than the arithmetic.
+# Elements: many fit a shared cache, and few are enough for threads not to wait for each
+# other's turn in Python; fresh memory for all of a fragment would cost more than the
+# arithmetic.
 TILE = 1 << 20
 TINY = 1e-38
 
@@ -76,7 +79,8 @@ class Floats(Codec):
 
 
 class Blocks(Codec):
-    """Integers of a few bits, in blocks that share a scale. First all scales, then all integers."""
+    """Integers of a few bits, in blocks that share a scale.
+    First all scales, then all integers."""
 
     def __init__(self, name: str, bits: int, block: int):
         self.name, self.bits, self.block = name, bits, block
@@ -102,7 +106,7 @@ class Blocks(Codec):
     def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
         numel = _numel(fragment)
         scales, packed = self._parts(data, numel)
-        room = _room(packed)
+        room = torch.empty(min(2 * packed.numel(), TILE), device=packed.device)
         for start, body in _cut(packed, TILE * self.bits // 8):
             start = start * 8 // self.bits
             numbers = body.view(torch.int8) if self.bits == 8 else _unpaired(body)
@@ -166,7 +170,8 @@ CODECS = {
     chosen.name: chosen
     for chosen in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128), TopK())
 }
-DENSE = CODECS["int8"]  # what a last delta is encoded with where others leave something out
+# What a last delta is encoded with where others leave something out.
+DENSE = CODECS["int8"]
 
 
 def codec(name: str) -> Codec:
@@ -184,14 +189,16 @@ def accepted(name: str) -> list[Codec]:
 
 
 def codec_of(fragment: Fragment, chosen: Codec) -> Codec:
-    """Buffers travel as they are: a block of them may hold a mean of 0.01 and a variance of 1e4."""
+    """Buffers travel as they are:
+    a block of them may hold a mean of 0.01 and a variance of 1e4."""
     return CODECS["none"] if fragment and fragment[0].is_buffer else chosen
 
 
 class Encoder:
-    """A worker's codec with error feedback:  a = β e + d ;  send encode(a) ;  e = a − decode of it.
+    """A worker's codec with error feedback:  a = β e + d ;  send encode(a) ;  e = a − decoded.
 
-    `residuals` (e, float32, one per fragment) belong to the slot, and outlive the process.
+    `residuals` (e, float32, one per fragment) belong to the slot,
+    and outlive the process.
     """
 
     def __init__(self, compression: str, layout: Layout):
@@ -199,7 +206,7 @@ class Encoder:
         self.residuals: dict[int, torch.Tensor] = {}
 
     def encode(self, index: int, delta: torch.Tensor, last: bool = False) -> memoryview:
-        """A fragment's bytes. `last`: nothing may follow, so send what has been left out, too."""
+        """A fragment's bytes. `last`: nothing may follow, so send all that was left out."""
         fragment = self._layout.fragments[index]
         chosen = codec_of(fragment, self.chosen(last))
         beta = 0.0 if self._layout.has_buffers(index) else self.codec.feedback
@@ -225,18 +232,15 @@ def _numel(fragment: Fragment) -> int:
 
 
 def _cut(values: torch.Tensor, most: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-    """Where each piece starts, and the piece: what a cache holds; on a GPU all at once."""
+    """Where each piece starts, and the piece: what a cache holds;
+    on a GPU all at once."""
     most = most or (len(values) if values.is_cuda else TILE) or 1
     return ((start, values[start : start + most]) for start in range(0, len(values), most))
 
 
-def _room(encoded: torch.Tensor) -> torch.Tensor:
-    """Memory for one tile after the other."""
-    return torch.empty(min(2 * encoded.numel(), TILE), device=encoded.device)
-
-
 def _rows(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Rows of `width`, the last one filled up with zeros; a view where nothing is missing."""
+    """Rows of `width`, the last one filled up with zeros;
+    a view where nothing is missing."""
     rows = -(-values.numel() // width)
     return torch.nn.functional.pad(values, (0, rows * width - values.numel())).view(rows, width)
 
@@ -244,7 +248,8 @@ def _rows(values: torch.Tensor, width: int) -> torch.Tensor:
 def _bf16_above(values: torch.Tensor) -> torch.Tensor:
     """The least bfloat16 that is not below each of these (none is negative)."""
     near = values.bfloat16()
-    return torch.where(near.float() < values, (near.view(torch.int16) + 1).view(near.dtype), near)
+    above = (near.view(torch.int16) + 1).view(near.dtype)
+    return torch.where(near.float() < values, above, near)
 
 
 def _paired(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,14 @@
-"""What a run's model is, as JSON: `python -m elastic.saved.describe [--try] CONFIG KEY=VALUE...`.
+"""What a run's model is, as JSON:
+`python -m elastic.saved.describe [--try] CONFIG KEY=VALUE...`.
 
-A process of its own, because it needs torch and the user's code, and `elastic-submit --dry-run` is
-to say what it can without either. Nothing is allocated: the model is made on the meta device.
+A process of its own, because it needs torch and the user's code, and `elastic-submit
+--dry-run` is to say what it can without either. Nothing is allocated: the model is made
+on the meta device.
 
-With --try also a worker's first step, on the CPU: one batch, and of a model of at most MOST_TRIED
-parameters loss and backward. What fails since this machine lacks something (a file, a module, a
-GPU) says nothing of the task; every other exception is the task's own: exit USAGE, a traceback.
+With --try also a worker's first step, on the CPU: one batch, and of a model of at most
+MOST_TRIED parameters loss and backward. What fails since this machine lacks something (a
+file, a module, a GPU) says nothing of the task; every other exception is the task's own:
+exit USAGE, a traceback.
 """
 
 import json
@@ -27,7 +30,8 @@ from elastic.saved.replica import shapes
 from elastic.train.loading import check
 from elastic.train.task import count_tokens, default_optimizer, load_task
 
-MOST_TRIED = 30_000_000  # parameters: seconds of two cores, 0.5 GB with gradients and the rest
+# Parameters: seconds of two cores, 0.5 GB with gradients and the rest.
+MOST_TRIED = 30_000_000
 LACKING = (OSError, ImportError, MemoryError)
 
 
@@ -40,9 +44,9 @@ def measured(config, task) -> Model:
     """The task's model, which is not allocated."""
     with torch.device("meta"):
         model = task.model()
-    if not (found := shapes(model)):
+    layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
+    if not layout.fragments:
         raise ElasticError("the model has no parameters that are trained")
-    layout = Layout.of(found, config.local_sgd.fragment_bytes)
     chosen = codec(config.local_sgd.compression)
     sizes = [chosen.size_bytes(fragment) for fragment in layout.fragments]
     return Model(
@@ -54,7 +58,8 @@ def measured(config, task) -> Model:
 
 
 def attempt(config, task, numel: int) -> str:
-    """Do a worker's first step; why it was left out, or "". Raises the task's own errors."""
+    """Do a worker's first step; why it was left out, or "".
+    Raises the task's own errors."""
     try:
         dataset = check(task.dataset())
         batch = default_collate([dataset[index] for index in (0, len(dataset) - 1)])
@@ -84,18 +89,18 @@ def _is_lacking(error: BaseException) -> bool:
 
 
 def main() -> int:
-    tries, (path, *settings) = "--try" in sys.argv, [a for a in sys.argv[1:] if a != "--try"]
-    config = configuration.load(Path(path), settings)
+    path, *settings = (argument for argument in sys.argv[1:] if argument != "--try")
+    config, tries = configuration.load(Path(path), settings), "--try" in sys.argv
     try:
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         model = measured(config, task)
         untried = attempt(config, task, model.numel) if tries else ""
     except (Exception, SystemExit) as error:
-        at = error.__traceback__
-        while at.tb_next and at.tb_frame.f_code.co_filename == __file__:
-            at = at.tb_next  # to the task's own frames
-        said = "".join(traceback.format_exception(type(error), error, at))
-        print(error if isinstance(error, ElasticError) else said, file=sys.stderr)
+        frames = error.__traceback__
+        while frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next  # to the task's own
+        words = "".join(traceback.format_exception(type(error), error, frames))
+        print(error if isinstance(error, ElasticError) else words, file=sys.stderr)
         # A task whose own module is missing is missing everywhere.
         is_own = config.run.task.startswith(getattr(error.__cause__, "name", None) or ":")
         return Exit.USAGE if tries and (is_own or not _is_lacking(error)) else Exit.ERROR

@@ -1,13 +1,14 @@
-"""Merging: the weighted mean of deltas, and the outer step. Shared by master and simulator.
+"""Merging: the weighted mean of deltas, and the outer step.
+Shared by master and simulator.
 
     d_i   = decoded delta, re-anchored if it is late:  d_i + kappa (Theta_v - A_base)
     g     = sum_i w_i c_i d_i / sum_i w_i
     b     = mu b + g ;  Theta = Theta - eta (g + mu b)              torch.optim.SGD(nesterov=True)
 
-(DiLoCo, arXiv 2311.08105; late deltas: Decoupled DiLoCo, arXiv 2604.21428.) The caller passes the
-deltas sorted by (slot, attempt, base): float addition is not associative, and a fixed order is what
-makes the result independent, bit for bit, of the order of arrival. One fragment at a time; nothing
-is held twice.
+(DiLoCo, arXiv 2311.08105; late deltas: Decoupled DiLoCo, arXiv 2604.21428.) The caller
+passes the deltas sorted by (slot, attempt, base): float addition is not associative, and
+a fixed order is what makes the result independent, bit for bit, of the order of arrival.
+One fragment at a time; nothing is held twice.
 """
 
 import math
@@ -23,7 +24,8 @@ Products = tuple[float, float, float]  # b·g, |b|², |g|²: what `cosine` needs
 
 
 class Outer:
-    """What the master holds, per fragment and flat: float32 parameters and outer momentum."""
+    """What the master holds, per fragment and flat:
+    float32 parameters and outer momentum."""
 
     def __init__(
         self, layout: Layout, params: list[torch.Tensor], momentum: list[torch.Tensor], mu: float
@@ -38,8 +40,8 @@ class Outer:
     def step_one(self, index: int, mean: torch.Tensor, lr: float) -> None:
         """Likewise, to one of them; the bits are those of torch.optim.SGD.
 
-        By hand, because torch.optim imports torch's compiler, which takes a new master a second
-        and a half; and by pieces that a cache holds.
+        By hand, because torch.optim imports torch's compiler, which takes a new master a
+        second and a half; and by pieces that a cache holds.
         """
         parts = (self.params[index], self.momentum[index], mean)
         for param, momentum, g in zip(*(part.split(TILE) for part in parts), strict=True):
@@ -56,10 +58,12 @@ class Outer:
 
 @dataclass(frozen=True)
 class Term:
-    """One delta of a fragment in the mean: its share (weight times clip over total weight)."""
+    """One delta of a fragment in the mean, and what it is multiplied by: weight times
+    clip over total weight."""
 
-    tiles: Iterable[tuple[int, torch.Tensor]]  # float32: where each starts, and its elements
-    share: float
+    # float32: where each starts, and its elements
+    tiles: Iterable[tuple[int, torch.Tensor]]
+    factor: float
     anchor: torch.Tensor | None = None  # the late delta's base parameters; None: not late
 
 
@@ -83,12 +87,13 @@ def norm(delta: torch.Tensor) -> float:
 def mean_delta(
     params: torch.Tensor, terms: Iterable[Term], reanchor: float, mean: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The fragment's g, in `mean` if given. `params` is the current Theta; `reanchor` is kappa."""
+    """The fragment's g, in `mean` if given. `params` is the current Theta;
+    `reanchor` is kappa."""
     mean = torch.zeros_like(params) if mean is None else mean.zero_()
     for term in terms:
         for start, tile in term.tiles:
-            mean[start : start + tile.numel()].add_(tile, alpha=term.share)
+            mean[start : start + tile.numel()].add_(tile, alpha=term.factor)
         if term.anchor is not None:
-            mean.add_(params, alpha=term.share * reanchor)
-            mean.add_(term.anchor.float(), alpha=-term.share * reanchor)
+            mean.add_(params, alpha=term.factor * reanchor)
+            mean.add_(term.anchor.float(), alpha=-term.factor * reanchor)
     return mean

@@ -1,9 +1,10 @@
-"""A worker's replica: the model's parameters, and the buffers that a checkpoint would hold, against
-the base they started the round from.
+"""A worker's replica: the model's parameters, and the buffers that a checkpoint would
+hold, against the base they started the round from.
 
-The base is what the worker loaded, in bf16 as published (buffers in float32), kept on the host
-(pinned when the model is on a GPU), sharded as the parameters are: with FSDP2 each rank holds its
-own part. So rounding never biases the delta, and a delta is made one fragment at a time.
+The base is what the worker loaded, in bf16 as published (buffers in float32), kept on the
+host (pinned when the model is on a GPU), sharded as the parameters are: with FSDP2 each
+rank holds its own part. So rounding never biases the delta, and a delta is made one
+fragment at a time.
 """
 
 from collections.abc import Iterator
@@ -19,14 +20,15 @@ HELD = (torch.float32, torch.bfloat16, torch.float16)  # what float32 holds exac
 
 
 def shapes(model: nn.Module) -> list[tuple]:
-    """(name, whole shape) of every parameter, in the model's order; of buffers, with True."""
+    """(name, whole shape) of every parameter, in the model's order;
+    of buffers, with True."""
     parameters = [(name, tuple(param.shape)) for name, param in model.named_parameters()]
     return [*parameters, *((name, tuple(b.shape), True) for name, b in buffers(model).items())]
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that are averaged: persistent ones of floats, and counters. Other integers, such as
-    tables and masks, are as the model's code has made them."""
+    """Those that are averaged: persistent ones of floats, and counters. Other integers,
+    such as tables and masks, are as the model's code has made them."""
     kept = model.state_dict(keep_vars=True) if next(model.buffers(), None) is not None else {}
     return {name: buffer for name, buffer in model.named_buffers()
             if name in kept and (is_float(buffer) or buffer.numel() == 1)}  # fmt: skip
@@ -51,69 +53,70 @@ def refuse_inexact(model: nn.Module) -> None:
 
 class Replica:
     def __init__(self, model: nn.Module, layout: Layout):
-        self._params = dict(model.named_parameters()) | buffers(model)
+        self.params = dict(model.named_parameters()) | buffers(model)
         self.layout = layout
-        self._base: dict[str, torch.Tensor] = {}
+        self.base: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def adopt(self, index: int, values: torch.Tensor) -> None:
-        """Set a fragment's parameters, and its base, to a published fragment (flat, bf16)."""
+        """Set a fragment's parameters, and its base, to a published fragment (flat,
+        bf16)."""
         for tensor, param, shard in self._shards(index, values):
-            base = self._base.get(tensor.name)
+            base = self.base.get(tensor.name)
             if base is None:
                 pinned = own_part(param).is_cuda
                 kind = torch.float32 if tensor.is_buffer else torch.bfloat16
                 base = torch.empty(shard.shape, dtype=kind, pin_memory=pinned)
-                self._base[tensor.name] = base
+                self.base[tensor.name] = base
             base.copy_(shard)
             own_part(param).copy_(base, non_blocking=True)
 
     @torch.no_grad()
     def load(self, index: int, values: torch.Tensor) -> None:
-        """Set a fragment's parameters (flat) as exactly as they can hold it; they get no base."""
+        """Set a fragment's parameters (flat) as exactly as they can hold it;
+        they get no base."""
         for _, param, shard in self._shards(index, values):
             own_part(param).copy_(shard)
 
     @torch.no_grad()
     def rebase(self, index: int, values: torch.Tensor, delta: torch.Tensor) -> None:
-        """Put what was done since `delta` was taken on top of a published fragment, its new base.
+        """Put what was done since `delta` was taken on top of a published fragment,
+        its new base.
 
         θ − (A − d) are those steps, so the next delta holds each of them once.
         """
         for tensor, param, shard in self._shards(index, values):
-            base, part = self._base[tensor.name], delta[tensor.start : tensor.start + tensor.numel]
-            local, new = own_part(param), shard.to(base.device)
+            base, local = self.base[tensor.name], own_part(param)
+            new = shard.to(base.device)
             if tensor.is_buffer:  # nothing is lost with what they have seen since
                 local.copy_(new)
             else:
-                since = part.view(tensor.shape).to(base.device) + (new.float() - base.float())
+                since = tensor.of(delta).to(base.device) + (new.float() - base.float())
                 local.add_(since.to(local.device))
             base.copy_(new)
 
     def _shards(self, index: int, values: torch.Tensor) -> Iterator[tuple]:
-        """Each tensor of a fragment, its parameter, and this rank's part of its values."""
+        """Each tensor of a fragment, its parameter,
+        and this rank's part of its values."""
         for tensor in self.layout.fragments[index]:
-            param = self._params[tensor.name]
-            whole = values[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
-            yield tensor, param, part_like(param, whole)
+            param = self.params[tensor.name]
+            yield tensor, param, part_like(param, tensor.of(values))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the base: this round's steps are void."""
-        for name, base in self._base.items():
-            own_part(self._params[name]).copy_(base)
+        for name, base in self.base.items():
+            own_part(self.params[name]).copy_(base)
 
     @torch.no_grad()
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """base - local of a fragment: flat, float32, where the parameters are, or in `into`.
-        Collective with FSDP2."""
-        flat = into
-        if flat is None:
-            flat = torch.empty(self.layout.numels[index], device=self._device)
+        """base - local of a fragment: flat, float32, where the parameters are, or in
+        `into`. Collective with FSDP2."""
+        flat = torch.empty(self.layout.numels[index], device=self._device) if into is None else into
         for tensor in self.layout.fragments[index]:
-            param = self._params[tensor.name]
-            local, base = own_part(param), self._base[tensor.name]
-            part = flat[tensor.start : tensor.start + tensor.numel].view(tensor.shape)
+            param = self.params[tensor.name]
+            local, base = own_part(param), self.base[tensor.name]
+            part = tensor.of(flat)
             if not is_sharded(param) and not local.is_cuda:
                 torch.sub(base, local.float(), out=part)
             else:
@@ -129,15 +132,16 @@ class Replica:
 
     @property
     def _device(self) -> torch.device:
-        devices = (own_part(param).device for param in self._params.values())
+        devices = (own_part(param).device for param in self.params.values())
         return next(devices, torch.device("cpu"))
 
     @torch.no_grad()
     def whole(self, index: int) -> torch.Tensor:
-        """A fragment's parameters as they are: flat, float32, on the CPU. Collective with FSDP2."""
+        """A fragment's parameters as they are: flat, float32, on the CPU.
+        Collective with FSDP2."""
         parts = []
         for tensor in self.layout.fragments[index]:
-            param = self._params[tensor.name]
+            param = self.params[tensor.name]
             whole = param.full_tensor() if is_sharded(param) else param
             parts.append(whole.detach().float().flatten().cpu())
         return torch.cat(parts)
