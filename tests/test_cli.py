@@ -16,7 +16,7 @@ import click
 import pytest
 
 from elastic.base import environment as installed
-from elastic.commands import cli
+from elastic.commands import shared
 from helpers import ROOT, elastic, environment, wait_until
 from test_layers import FOLDERS
 
@@ -74,7 +74,7 @@ def test_help_of_every_command_fits_80_columns_and_has_an_example(command, env):
 
 
 def test_every_option_and_command_says_what_it_does():
-    from elastic.commands.cli import elastic as group
+    from elastic.commands.main import elastic as group
 
     for name, command in group.commands.items():
         assert command.help, name
@@ -140,7 +140,7 @@ def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
 @pytest.mark.parametrize(
     "module",
     [
-        "elastic.commands.cli",
+        "elastic.commands.main",
         "elastic.people.status",
         "elastic.jobs.reconcile",
         "elastic.local.worker.agent",
@@ -153,7 +153,7 @@ def test_what_runs_under_cron_and_on_login_nodes_never_loads_torch(module):
 
 
 def test_a_cron_pass_has_no_use_for_redis_and_does_not_load_it():
-    code = "import sys, elastic.commands.cli; sys.exit('redis' in sys.modules)"
+    code = "import sys, elastic.commands.main; sys.exit('redis' in sys.modules)"
     path = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
     assert subprocess.run([sys.executable, "-c", code], env=path).returncode == 0
 
@@ -437,14 +437,14 @@ def test_the_line_for_the_crontab_is_one_where_a_folder_has_a_space(monkeypatch)
 
 def test_json_has_no_number_that_is_none():
     given = {"a": [1.5, float("nan")], "b": (float("inf"), "nan"), "c": 3}
-    assert cli.finite(given) == {"a": [1.5, None], "b": [None, "nan"], "c": 3}
+    assert shared.finite(given) == {"a": [1.5, None], "b": [None, "nan"], "c": 3}
 
 
 def test_what_is_no_file_is_written_to_and_stays(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
-    cli.put(pipe, b"whole")
+    shared.put(pipe, b"whole")
     assert reader.communicate()[0] == b"whole"
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 

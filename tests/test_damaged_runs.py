@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from elastic.base.errors import Exit
-from elastic.commands import cli
+from elastic.commands import main
 from elastic.jobs import reconcile
 from elastic.run.rundir import Control, RunDir
 
@@ -51,8 +51,8 @@ def test_an_odd_file_is_said_and_the_other_run_goes_on(runs, name: str, content:
     assert not report.errors or name in report.errors[0]
     for command in COMMANDS:
         first, *rest = command.split()
-        done = CliRunner().invoke(cli.elastic, [first, "odd", *rest])
+        done = CliRunner().invoke(main.elastic, [first, "odd", *rest])
         assert isinstance(done.exception, SystemExit | None), (command, done.exception)
         assert "Traceback" not in done.output, command
-    done = CliRunner().invoke(cli.elastic, ["status"])
+    done = CliRunner().invoke(main.elastic, ["status"])
     assert (done.exit_code, "sound" in done.output) == (Exit.OK, True), done.output

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from elastic.base import config as configuration
 from elastic.base import network
 from elastic.base.errors import UsageError
-from elastic.commands.cli import elastic as commands
+from elastic.commands.main import elastic as commands
 from elastic.lab.sandbox import Sandbox
 from elastic.people import doctor, tryout
 from elastic.run.estimate import Save

@@ -17,7 +17,7 @@ import pytest
 
 from elastic import __version__
 from elastic.base import config as configuration
-from elastic.commands import cli
+from elastic.commands import main
 from elastic.train import task
 from helpers import ROOT, checkout, elastic, environment, pretended_python
 from running import running
@@ -208,7 +208,7 @@ def test_an_upgrade_that_fails_leaves_everybody_with_the_version_before(tmp_path
 
 
 def test_every_command_is_completed():
-    programs = {f"elastic-{name}" for name in cli.elastic.commands}
+    programs = {f"elastic-{name}" for name in main.elastic.commands}
     completed = (ROOT / "etc" / "completion.bash").read_text()
     names = re.search(r"elastic-\{([a-z,]+)\}", completed)[1].split(",")
     assert {f"elastic-{name}" for name in names} == programs

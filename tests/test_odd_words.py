@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from elastic.base.errors import Exit
 from elastic.base.keys import KEYS
-from elastic.commands import cli
+from elastic.commands import main
 from elastic.run.rundir import Control, RunDir
 from helpers import ROOT
 
@@ -54,7 +54,7 @@ def place(tmp_path, make_config, monkeypatch) -> RunDir:
 
 def call(*words: str) -> Result:
     """The command's end: with a sentence where it is one of an error."""
-    done = CliRunner().invoke(cli.elastic, list(words), env={"COLUMNS": "200"})
+    done = CliRunner().invoke(main.elastic, list(words), env={"COLUMNS": "200"})
     assert isinstance(done.exception, SystemExit | None), (words, done.exception)
     assert "Traceback" not in done.output, words
     assert done.exit_code in list(Exit), words
@@ -64,7 +64,7 @@ def call(*words: str) -> Result:
 
 
 def commands() -> Iterator[tuple[list[str], click.Command]]:
-    for name, command in cli.elastic.commands.items():
+    for name, command in main.elastic.commands.items():
         for part, inner in getattr(command, "commands", {"": command}).items():
             if part != "up":  # would start a cluster
                 yield [name, *([part] if part else [])], inner
@@ -99,7 +99,7 @@ def test_odd_words_at_every_command(place):
         call(*line)
         tried[line[0]] += 1
     print(tried)
-    assert tried.keys() == cli.elastic.commands.keys()
+    assert tried.keys() == main.elastic.commands.keys()
     assert tried.total() > 500
     assert place.control().state == "stopped"
 

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from elastic.base.errors import ElasticError, UsageError
-from elastic.commands.cli import elastic
+from elastic.commands.main import elastic
 from elastic.lab import sandbox
 from elastic.lab.sandbox import Sandbox, Shape
 from forks import NOBODY, USER

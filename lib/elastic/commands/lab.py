@@ -1,0 +1,167 @@
+"""The commands of the laboratory: to forecast, to compare, to do faults, to have a cluster."""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elastic.base.errors import Exit, UsageError
+from elastic.base.keys import NAME, TIME, parse
+from elastic.commands import shared
+from elastic.commands.shared import command, show, warn
+from elastic.lab.sandbox import Sandbox, Shape, default_folder
+from elastic.run import rundir
+
+
+@command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace last-run --measured last-run")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--trace", "source", required=True, metavar="FILE|RUN",
+              help="When nodes came and went: a CSV file, an events.jsonl, a run.")
+@click.option("--measured", metavar="RUN", help="Take costs from what this run has shown.")
+@shared.overrides_option
+@shared.json_option
+def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, ...],
+         as_json: bool):  # fmt: skip
+    """Forecast how CONFIG would fare with preemptions.
+
+    Plays a trace to plain --requeue, sync mode and local mode, and says which
+    to take, and with what settings. What things cost is in section [plan].
+    A line of a CSV file is MILLISECONDS,add|remove,NODE.
+    """
+    from elastic.lab import doing, forecast
+    from elastic.people import views
+
+    tell = warn if sys.stderr.isatty() else forecast.silence
+    found = doing.advise(config, overrides, source, measured, warn, tell)
+    show(as_json, found, views.plan_view)
+
+
+@command("validate etc/demo.toml", "validate 7b.toml --arms int8,topk --seeds 5 --at-once 8")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--arms", default="int8", show_default=True, metavar="A,B",
+              help="Compressions of local mode to try.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(1, 10),
+              help="Runs of each; the noise is judged by them.")
+@click.option("--margin", default=0.02, show_default=True,
+              help="How much more loss is still as good, in its unit.")
+@click.option("--metric", default="", help="Of validate() (default: the first that says loss).")
+@click.option("--at-once", default=1, show_default=True, type=click.IntRange(1),
+              help="Runs at a time.")  # fmt: skip
+@shared.overrides_option
+@shared.json_option
+def validate(config: Path, arms: str, as_json: bool, **given):
+    """Compare local mode with sync mode at equal tokens.
+
+    Trains CONFIG in both, with the same samples and seeds on elastic.max
+    GPUs, and says how much loss local mode costs, with its noise. Goes on
+    where it was if it is started again. Exits 1 unless every arm is ok.
+    """
+    from elastic.lab import doing
+    from elastic.people import views
+
+    with views.progress() as tell:
+        data, curves, is_ok = doing.compare(config, arms=arms.split(","), tell=tell, **given)
+    show(as_json, data, functools.partial(views.validation_view, curves=curves))
+    sys.exit(Exit.OK if is_ok else Exit.ERROR)
+
+
+def seconds(_ctx: click.Context, _option: click.Parameter, text: str) -> float:
+    """What an option that takes a duration says."""
+    try:
+        return parse(TIME, text)
+    except UsageError as error:
+        raise click.BadParameter(error.what) from None
+
+
+def _duration(flag: str, field: str, default: str, what: str) -> Callable:
+    return click.option(flag, field, default=default, callback=seconds, show_default=True,
+                        help=what)  # fmt: skip
+
+
+@command("chaos demo --every 29s --for 30m", "chaos demo --faults kill-worker,preempt --seed 7")
+@shared.run_argument()
+@_duration("--every", "every_s", "29s", "A fault so often, on average.")
+@_duration("--for", "for_s", "10m", "How long.")
+@_duration("--before", "before_s", "0s", "Look on for so long first, to compare with.")
+@click.option("--seed", default=0, show_default=True, help="The same faults in the same order.")
+@click.option("--faults", "kinds", default="", metavar="A,B,...", help="Of these kinds only.")
+@shared.json_option
+def chaos(run: str, as_json: bool, **plan):
+    """Do real faults to RUN, and report what they cost.
+
+    Kills and stops the run's own processes and jobs, and what else can be
+    done here. Nothing that is committed can be lost by it.
+    """
+    from elastic.lab import doing
+    from elastic.people import views
+
+    report = doing.harm(rundir.find(run), say=warn, **plan)
+    show(as_json, report, views.chaos_view)
+    sys.exit(Exit.ERROR if report["audit"]["problems"] else Exit.OK)
+
+
+# ---- sandbox
+
+
+@command("sandbox up --nodes 4", "sandbox env    # for eval", "sandbox preempt", cls=click.Group)
+def sandbox():
+    """Run a private multi-node Slurm on this machine."""
+
+
+def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> None:
+    """Make a subcommand of a function of a sandbox; what it returns is printed."""
+
+    @functools.wraps(method)
+    def call(name: str, folder: Path | None, **given: Any) -> None:
+        from elastic.people import views
+
+        if not (name and NAME.holds(name)):  # it is a path, say
+            raise UsageError(f"unfit name of a sandbox: {name!r}", NAME.rule)
+        box = Sandbox((folder or default_folder()).absolute() / name)
+        with views.busy(f"sandbox {name}: {method.__name__.strip('_').replace('_', ' ')}"):
+            answer = method(box, **given)
+        if answer:
+            click.echo(answer)
+
+    call = click.option("--dir", "folder", type=Path, help="Folder of sandboxes.")(call)
+    call = click.option("--name", default="default", show_default=True, help="Which one.")(call)
+    for parameter in reversed(parameters):
+        call = parameter(call)
+    sandbox.command(method.__name__.strip("_").replace("_", "-"))(call)
+
+
+def _up(box: Sandbox, **shape: Any) -> str:
+    """Start it and wait until its nodes are idle."""
+    box.up(Shape(**shape))
+    return f"up; to use it:\n{box.env()}"
+
+
+def _number(flag: str, default: float, least: float, what: str) -> Callable:
+    kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
+    return click.option(*flag.split(), type=kind, default=default, show_default=True, help=what)
+
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
+_NODE, _SECONDS = click.argument("node"), _number("--seconds", 30.0, 0.0, "For how long.")
+_of_sandbox(
+    _up,
+    _number("--nodes", Shape.nodes, 1, "Nodes with GPUs."),
+    _number("--gpus", Shape.gpus, 0, "GPUs of each."),
+    _number("--grace grace_s", Shape.grace_s, 0, "Seconds of notice before a preemption."),
+    click.option("--accounting", is_flag=True, help="With slurmdbd and MariaDB, for sacct."),
+    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
+    click.option("--job-submit", type=_FILE, help="A job_submit.lua that judges all jobs."),
+    click.option("--host-names", is_flag=True, help="Nodes call themselves NAME.cluster.local."),
+    click.option("--stale", type=_FOLDER, help="Nodes see it through a cache (root, bindfs)."),
+)
+_of_sandbox(Sandbox.env)
+_of_sandbox(Sandbox.status)
+_of_sandbox(Sandbox.preempt, _number("--nodes", 1, 1, "How many."), _SECONDS)
+_of_sandbox(Sandbox.kill_node, _NODE)
+_of_sandbox(Sandbox.revive_node, _NODE)
+_of_sandbox(Sandbox.hang_controller, _SECONDS)
+_of_sandbox(Sandbox.down)

@@ -1,0 +1,251 @@
+"""The commands that look: at runs, at what they trained, at a configuration, at the cluster."""
+
+import contextlib
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+from elastic.base import config as configuration
+from elastic.base.durable import checksum
+from elastic.base.errors import ElasticError, Exit, UsageError
+from elastic.commands import shared
+from elastic.commands.shared import command, say, show
+from elastic.run import rundir
+from elastic.run.audit import audit as audit_ledger
+from elastic.run.audit import gpu_seconds, has_ledger
+from elastic.run.rundir import RunDir
+
+WATCH_S = 2.0
+FOLLOW_S = 10.0
+LISTED_S = 30.0  # in a loop, jobs may be those of so long ago: sites count who asks Slurm
+
+
+@command("status", "status demo --watch", "status demo --json")
+@shared.run_argument(required=False)
+@click.option("--watch", is_flag=True, help="Redraw every 2 s until Ctrl-C.")
+@shared.json_option
+def status(run: str | None, watch: bool, as_json: bool):
+    """Show all runs, or all about one.
+
+    One run: its progress, its workers and jobs, why it waits, what the next
+    reconcile pass will do, and the last events.
+    """
+    from elastic.people import views  # and with it rich: a pass needs it not
+
+    if watch and as_json:
+        raise UsageError("--watch is for a screen, and --json for a script", "give one of them")
+    look = functools.partial(observe, run, not (run or as_json))
+    view = views.run_view if run else views.runs_table
+    if watch:
+        redraw(view, look)
+        return
+    with views.busy("asking the scheduler and the masters"):
+        observed = look(0.0)
+    show(as_json, observed, view)
+
+
+def observe(run: str | None, is_short: bool, within_s: float) -> dict | list[dict]:
+    """What there is to say of the run, or of all, with jobs as they were so many seconds ago."""
+    from elastic.people import status  # and with it redis
+
+    observed = status.observe_all(shared.named_or_all(run), is_short, within_s)
+    return observed[0] if run else observed
+
+
+def redraw(view: Callable, look: Callable[[float], dict | list[dict]]) -> None:
+    from elastic.people import views
+
+    with contextlib.suppress(KeyboardInterrupt), views.live(view) as draw:
+        while True:
+            draw(look(LISTED_S))
+            time.sleep(WATCH_S)
+
+
+@command("logs demo", "logs demo 3 -f", "logs demo master")
+@shared.run_argument()
+@click.argument("slot", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Go on printing what is added.")
+@click.option("-n", "--lines", default=200, show_default=True, help="Lines of each log.")
+def logs(run: str, slot: str | None, follow: bool, lines: int):
+    """Print the logs of RUN.
+
+    SLOT is a number, or "master"; without it, all logs are printed.
+    """
+    logged = rundir.find(run)
+    paths = [path for path in logs_of(logged, slot) if path.exists()]
+    if not paths:
+        raise ElasticError(f"no log of {slot or 'any job'} yet", f"elastic-status {logged.name}")
+    follows = follow and not (logged.done() or logged.failed())
+    sys.exit(tail(["-n", str(lines), *["-F"] * follows, "--", *paths]))
+
+
+def logs_of(run: RunDir, slot: str | None) -> list[Path]:
+    if slot is None:
+        return sorted((run.path / "logs").glob("*.log"))
+    if slot == "master":
+        return [run.log_path("master", 0)]
+    if slot.isdecimal():
+        return [run.log_path("worker", int(slot))]
+    raise UsageError(f"no slot {slot!r}", 'a slot is a number, or "master"')
+
+
+def tail(words: Sequence[str | Path]) -> int:
+    """Print what `tail` says; its exit status."""
+    with subprocess.Popen(["tail", *words], stdout=subprocess.PIPE, text=True,
+                          errors="replace") as process:  # fmt: skip
+        try:
+            for line in process.stdout:
+                say(line.removesuffix("\n"))
+        except BaseException:  # Ctrl-C, or nobody reads on
+            process.terminate()
+            raise
+    return process.returncode
+
+
+@command("audit demo", "audit demo --files --json")
+@shared.run_argument()
+@click.option("--files", is_flag=True, help="Check the checksums of all kept files, too.")
+@shared.json_option
+def audit(run: str, files: bool, as_json: bool):
+    """Prove that RUN trained every sample once.
+
+    Reads the commit records alone. Exits 1 if anything is wrong: a sample
+    committed twice or never, tokens that do not add up, a file that is gone.
+    Also says what the GPUs were used for, to the second.
+    """
+    from elastic.people import views
+
+    audited = rundir.find(run)
+    if not has_ledger(audited):
+        raise UsageError(f"run {audited.name} has no ledger: in sync mode run.command keeps count "
+                         "of its samples itself", f"elastic-logs {audited.name}")  # fmt: skip
+    keep = audited.config().checkpoint.keep
+    report = audit_ledger(audited.path, keep, checksum if files else None)
+    report["gpu_seconds"] = gpu_seconds(audited)
+    show(as_json, report, functools.partial(views.audit_view, audited.name))
+    sys.exit(Exit.ERROR if report["problems"] else Exit.OK)
+
+
+@command("report demo")
+@shared.run_argument()
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
+              help="Where to (default: RUN.html, here).")
+def report(run: str, out: Path | None):
+    """Draw RUN: loss, speed, jobs, goodput, incidents.
+
+    One HTML file that needs nothing else and no network; every curve and bar
+    comes from the run directory, so it works for runs that have ended, too.
+    """
+    from elastic.people import report as drawing
+    from elastic.people import views
+
+    drawn = rundir.find(run)
+    path = out or Path(f"{drawn.name}.html")
+    with views.busy(f"drawing {drawn.name}"):
+        shared.put(path, drawing.page(drawing.gather(drawn)).encode())
+    click.echo(path)
+
+
+@command("metrics --prometheus /var/lib/node_exporter/elastic.prom",
+         "metrics demo --jsonl demo.jsonl", "metrics demo --tensorboard tb --follow")
+@shared.run_argument(required=False)
+@click.option("--prometheus", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write all runs (or RUN) as they are now.")
+@click.option("--jsonl", type=click.Path(path_type=Path), metavar="FILE",
+              help="Append a line per version (sync mode: step) of RUN.")
+@click.option("--tensorboard", type=click.Path(path_type=Path), metavar="DIR",
+              help="Likewise; needs the package tensorboard.")
+@click.option("--wandb", metavar="PROJECT", help="Likewise; needs the package wandb.")
+@click.option("--follow", is_flag=True, help="Go on until RUN has ended, or for ever.")
+def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
+    """Hand the numbers of runs to other tools.
+
+    May be stopped and started again at any time: a file goes on where it
+    ends, and so does the run of TensorBoard or W&B, whatever was preempted.
+    """
+    from elastic.people import metrics as numbers
+
+    if not (prometheus or any(series.values())):
+        raise UsageError("nowhere to write to", "elastic-metrics --help lists the formats")
+    if any(series.values()) and not run:
+        raise UsageError("of which RUN? Only --prometheus takes all of them", "elastic-status")
+    measured = rundir.find(run) if run else None
+    sinks = numbers.sinks(measured, **series) if measured else []
+    with contextlib.suppress(KeyboardInterrupt):
+        while write_numbers(measured, prometheus, sinks, follow):
+            time.sleep(FOLLOW_S)
+
+
+def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, follow: bool) -> bool:
+    """Write what is there now; whether there will be more to write."""
+    from elastic.people import metrics as numbers
+    from elastic.people import status
+
+    if prometheus:
+        runs = [run] if run else rundir.registered()
+        observed = status.observe_all(runs, within_s=LISTED_S if follow else 0.0)
+        shared.put(prometheus, numbers.prometheus(observed).encode())
+    is_over = bool(run and run.closing())
+    if sinks:
+        numbers.feed(run, sinks)
+    return follow and not is_over
+
+
+@command("evaluate demo", "evaluate demo --version 0 --json")
+@shared.run_argument()
+@click.option("--version", type=int, metavar="V", help="A version still on disk (default: newest).")
+@shared.json_option
+def evaluate(run: str, version: int | None, as_json: bool):
+    """Validate what RUN has trained.
+
+    Loads the run's task here and prints what its validate() says of the
+    newest checkpoint of sync mode, else of the newest version, or of V.
+    """
+    from elastic.saved import evaluation
+
+    scores = evaluation.evaluate(rundir.find(run), version)
+    show(as_json, scores, lambda each: "  ".join(f"{k} {v:.6g}" for k, v in each.items()))
+
+
+@command("config etc/7b.toml", "config etc/7b.toml --set train.epochs=2 --json")
+@click.argument("config", type=click.Path(path_type=Path))
+@shared.overrides_option
+@shared.json_option
+def config(config: Path, overrides: tuple[str, ...], as_json: bool):
+    """Print every value of CONFIG, with unit and origin."""
+    from elastic.people import views
+
+    rows = configuration.load(config, overrides).explain()
+    show(as_json, [row._asdict() for row in rows], views.config_view)
+
+
+@command("doctor", "doctor 7b.toml --try", "doctor --init    # an admin, once")
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@shared.overrides_option
+@shared.json_option
+@click.option("--try", "tries", is_flag=True, help="Also run a job: two nodes, about a minute.")
+@click.option("--init", is_flag=True, help="Write the site file from what is found here.")
+@click.option("--force", is_flag=True, help="With --init: replace one that sets something.")
+def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, **how: bool):
+    """Look at this cluster and say what will work.
+
+    Every line is OK, WARN (works, and could do better), FAIL (does not start,
+    or loses work), or SKIP (could not look). For the run that CONFIG describes,
+    or for what the site file says. Exits 1 if there is a FAIL.
+    """
+    from elastic.people import doctor as examining
+    from elastic.people import tryout, views
+
+    if how["init"]:
+        path, text = examining.init(how["force"])
+        click.echo(f"{text}\nwritten to {path}")
+        return
+    with views.progress() as tell:
+        report = examining.report(config, overrides, tell, [("tried", tryout.tried)] * how["tries"])
+    show(as_json, report, views.doctor_view)
+    sys.exit(Exit.ERROR if report["FAIL"] else Exit.OK)

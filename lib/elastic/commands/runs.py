@@ -1,0 +1,144 @@
+"""The commands that start, change and end runs. Each changes at most the run's control file and
+runs one reconcile pass, so it may be repeated at any time."""
+
+import json
+import random
+import re
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from elastic.base.errors import Exit
+from elastic.commands import shared
+from elastic.commands.shared import command, say, warn
+from elastic.jobs import reconcile as reconciling
+from elastic.people import steering
+from elastic.run import rundir
+from elastic.run.rundir import RunDir
+
+JITTER_S = 20.0  # spread the cron passes of many users over this time
+
+
+class Overridable(click.Command):
+    """Takes --SEC.KEY=VALUE for --set SEC.KEY=VALUE."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        keys = re.compile(r"--[a-z_]+\.[a-z_0-9]+=", re.ASCII)
+        args = [f"--set={arg[2:]}" if keys.match(arg) else arg for arg in args]
+        return super().parse_args(ctx, args)
+
+
+@command("submit 7b.toml --min 8 --max 32", "submit etc/demo.toml --train.epochs=2 --wait",
+         cls=Overridable)  # fmt: skip
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--min", "elastic_min", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
+@click.option("--max", "elastic_max", type=int, metavar="GPUS", help="Most GPUs to use.")
+@click.option("--mode", "run_mode", metavar="local|sync", help="How the GPUs train together.")
+@click.option("--scheduler", "run_scheduler", metavar="slurm|local", help="Who runs the jobs.")
+@click.option("--name", "run_name", help="Name of the run (default: that of CONFIG).")
+@shared.overrides_option
+@click.option("--dry-run", is_flag=True,
+              help="Check everything, say what a round would cost, start nothing.")
+@click.option("--no-try", is_flag=True, help="Do not try a first step of the task here.")
+@click.option("--parsable", is_flag=True, help="Print the name of the run and nothing else.")
+@click.option("--wait", "wait_for_it", is_flag=True, help="Return when the run has ended.")
+def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
+           wait_for_it: bool, **named):  # fmt: skip
+    """Start the run that CONFIG describes and return.
+
+    Makes the run directory below $ELASTIC_RUNS (default ./runs), then runs the
+    first reconcile pass. Everything is checked before anything is made: the
+    task's model, a batch, loss and backward are tried here (of a model of more
+    than 30 million parameters only the making and the batch).
+    """
+    ready = steering.prepare(config, [*overrides, *settings(named)], not no_try, dry_run)
+    for warning in ready.warnings:
+        warn(f"warning: {warning}")
+    if dry_run:
+        say(steering.on_paper(ready))
+        return
+    run, waits = steering.start(ready)
+    for reason in waits:
+        warn(f"waits: {reason}")
+    click.echo(run.name if parsable else steering.started_text(run))
+    if wait_for_it:
+        steering.wait_for_end(run)
+
+
+def settings(named: dict) -> list[str]:
+    """Options that stand for a key (elastic_min) as settings of that key."""
+    return [f"{name.replace('_', '.', 1)}={value}" for name, value in named.items()
+            if value is not None]  # fmt: skip
+
+
+@command("reconcile", "reconcile demo --dry-run", "reconcile --jitter    # as cron calls it")
+@click.argument("runs", nargs=-1)
+@click.option("--dry-run", is_flag=True, help="Print the plan with its reasons, do nothing.")
+@click.option("--jitter", is_flag=True, help="Sleep up to 20 s first, so that users take turns.")
+@click.option("--within", default=0.0, metavar="SECONDS", type=click.FloatRange(0),
+              help="Take an answer of the scheduler that is so old.")
+@shared.json_option
+def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float, as_json: bool):
+    """Run one pass over all runs (or those named).
+
+    Compares what should be there with what the scheduler says, and submits or
+    cancels the difference. Prints nothing when there is nothing to do. Exits 75
+    when the scheduler did not answer: then nothing was done.
+    """
+    if jitter:
+        time.sleep(random.uniform(0, JITTER_S))
+    found = shared.named_or_all(*runs)
+    report = reconciling.run_pass(found, time.time(), dry_run, within_s=within)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=1))
+    else:
+        for line in report.lines():
+            say(line)
+    sys.exit(Exit.TRY_AGAIN if report.unknown else Exit.ERROR if report.errors else Exit.OK)
+
+
+def take_effect(run: RunDir) -> None:
+    """Let a change take effect now, and say what that came to."""
+    report = reconciling.run_pass([run], time.time())
+    for line in report.lines():
+        say(line)
+    if report.unknown and not report.lines():
+        say(f"nothing done yet: {report.unknown}")
+
+
+@command("scale demo --max 16", "scale demo --min 4 --max 4", "scale demo --mode sync")
+@shared.run_argument()
+@click.option("--min", "fewest", type=int, metavar="GPUS", help="Fewest GPUs wanted.")
+@click.option("--max", "most", type=int, metavar="GPUS", help="Most GPUs to use.")
+@click.option("--mode", type=click.Choice(["local", "sync"]), help="How the GPUs train together.")
+def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
+    """Change how many GPUs RUN may have, or how they train together.
+
+    In the other mode it goes on from what is committed when its jobs have left.
+    A run that was stopped or has failed starts again.
+    """
+    resized = rundir.find(run)
+    for line in steering.scale(resized, fewest, most, mode):
+        say(line)
+    take_effect(resized)
+
+
+@command("stop demo", "stop demo --now", "stop demo --wait")
+@shared.run_argument()
+@click.option("--now", is_flag=True, help="Kill the jobs: steps of the open round are lost.")
+@click.option("--wait", "wait_for_it", is_flag=True, help="Return when its jobs are gone.")
+def stop(run: str, now: bool, wait_for_it: bool):
+    """Stop RUN; nothing committed is lost.
+
+    Its workers deliver what they have and leave. "elastic scale RUN" lets the
+    run go on.
+    """
+    stopped = rundir.find(run)
+    steering.stop(stopped, now)
+    take_effect(stopped)
+    if wait_for_it:
+        steering.wait_until_gone(stopped)
+    state = "is done" if stopped.done() else "is stopped" if wait_for_it else "stops"
+    click.echo(f"run {stopped.name} {state}")

@@ -1,0 +1,109 @@
+"""What the commands share: their declaration, the options of several of them, and their output."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elastic.base.durable import write_atomic
+from elastic.base.errors import ElasticError, Exit, UsageError
+from elastic.run import rundir, wording
+from elastic.run.rundir import RunDir
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+
+
+class Commands(click.Group):
+    """A group that lists its commands as they were given, and turns errors into messages and codes.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context):
+        try:
+            check_folder()
+            return super().invoke(ctx)
+        except ElasticError as error:
+            say(f"error: {error}", err=True)
+            ctx.exit(error.code)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # click's own affair: nobody reads on
+            where = f": {error.filename}" if error.filename else ""
+            say(f"error: {error.strerror or error}{where}", err=True)
+            ctx.exit(Exit.ERROR)
+
+
+def check_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(f"the working directory cannot be used: {error.strerror}",
+                         "cd to a folder that is there") from None  # fmt: skip
+
+
+def command(*examples: str, cls: type[click.Command] | None = None) -> Callable:
+    """A command, named by the first word of its examples, which stand below its help."""
+    lines = "\n".join(["\b", "Example:", *(f"  elastic {example}" for example in examples)])
+    name = examples[0].split()[0]
+    return click.command(name, cls=cls, epilog=lines, context_settings=SETTINGS)
+
+
+overrides_option = click.option(
+    "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
+    help="Set any key of the configuration (repeatable; submit also takes --SEC.KEY=VALUE).",
+)  # fmt: skip
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+
+
+def runs_like(_ctx: click.Context, _argument: click.Parameter, typed: str) -> list[str]:
+    return [run.name for run in rundir.registered() if run.name.startswith(typed)]
+
+
+run_argument = functools.partial(click.argument, "run", shell_complete=runs_like)
+
+
+def named_or_all(*names: str | None) -> list[RunDir]:
+    """The runs of these names; without any, all that are registered."""
+    given = [name for name in names if name is not None]
+    return [rundir.find(name) for name in given] if given else rundir.registered()
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print words, of which some may be anybody's."""
+    click.echo(wording.plain(text), err=err)
+
+
+warn = functools.partial(say, err=True)
+
+
+def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
+    """Print data for a script, or the view of it for a person."""
+    if as_json:
+        click.echo(json.dumps(finite(data), indent=1, allow_nan=False))
+    else:
+        from elastic.people import views
+
+        views.show(view, data)
+
+
+def finite(data: Any) -> Any:
+    """The same data with null for a number that JSON has none for."""
+    if isinstance(data, dict):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def put(path: Path, data: bytes) -> None:
+    """Replace a file as a whole; what is none (a pipe, /dev/stdout) is written to."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        write_atomic(path, data)

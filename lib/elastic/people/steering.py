@@ -1,0 +1,165 @@
+"""What a person does to a run: start it, wait for its end, resize it, stop it.
+
+`prepare` checks all that can be known to be wrong and makes nothing; `start` makes the run, and if
+the scheduler refuses its jobs the run is gone again. `scale` and `stop` change the run's control
+file: the reconcile pass that acts on it is the caller's.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.base.config import Config, load
+from elastic.base.environment import cron_line, runs_root
+from elastic.base.errors import ElasticError, UsageError
+from elastic.base.keys import check_value
+from elastic.jobs.reconcile import run_pass
+from elastic.jobs.sched import scheduler_of
+from elastic.people import submission
+from elastic.run import estimate, wording
+from elastic.run.rundir import RunDir
+
+WAIT_S = 2.0  # between two looks at what is waited for
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could start; `warnings` are no reason not to."""
+
+    config: Config
+    model: estimate.Model | None  # None: it cannot be known here, and `reason` says why
+    reason: str
+    warnings: list[str]
+
+
+def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> Prepared:
+    """The run that the file describes, checked; `tries`: also a first step of its task. Raises
+    ElasticError saying what would stop it. A dry run may be on a laptop, without a site file."""
+    config = load(path, [*["slurm.partition=any"] * is_dry, *settings])
+    warnings = submission.check(config, runs_root(), is_dry)
+    model, reason, untried = None, "", ""
+    if not config.run.command and (is_dry or tries):
+        model, reason, untried = submission.described(path, settings, tries)
+    warnings += [f"the task was not tried: {untried}"] if untried else []
+    return Prepared(config, model, reason, warnings)
+
+
+def on_paper(ready: Prepared) -> str:
+    """What would start, and what a round of it would move and take, if its model is known."""
+    config, name = ready.config, ready.config.run.name
+    limits = f"{config.elastic.min}..{config.elastic.max} GPUs"
+    text = f"would start run {name} on {limits} in {runs_root() / name}"
+    if config.run.mode != "local" or config.run.command:
+        return text
+    if not ready.model:
+        return f"{text}\n  model             cannot be known here: {ready.reason}"
+    workers = config.elastic.max // config.slurm.gpus_per_worker
+    return f"{text}\n{estimate.report(ready.model, workers, config)}"
+
+
+def start(ready: Prepared) -> tuple[RunDir, list[str]]:
+    """Make the run and its first reconcile pass; also why some of its jobs wait. ElasticError: it
+    cannot start, and is gone again."""
+    run = submission.start(submission.with_shares(ready.config, ready.model), runs_root())
+    report = run_pass([run], time.time())
+    failed = run.failed()
+    if failed or report.errors:
+        submission.undo(run)
+        raise ElasticError(*([failed["reason"], failed["detail"]] if failed else report.errors[:1]))
+    waits = [report.unknown, *(reason for one in report.runs for reason in one.waiting)]
+    return run, [reason for reason in waits if reason]
+
+
+def started_text(run: RunDir) -> str:
+    """What somebody who has started the run may want to do next."""
+    return (f"run {run.name} started in {run.path}\n"
+            f"  watch it:  elastic-status {run.name} --watch\n"
+            f"  its logs:  elastic-logs {run.name} -f\n"
+            f"  resize it: elastic-scale {run.name} --max N\n"
+            f"  end it:    elastic-stop {run.name}\n"
+            f"  cron line: {cron_line()}")  # fmt: skip
+
+
+def wait_for_end(run: RunDir) -> None:
+    """Reconcile as cron would until the run is done. ElasticError: it has failed or was stopped."""
+    from elastic.people import views
+
+    interval_s = run.config().elastic.reconcile_interval_s
+    next_pass = time.monotonic() + interval_s
+    with views.progress() as tell:
+        while not run.done():
+            if failed := run.failed():
+                what = f"run {run.name} failed: {failed['reason']}"
+                raise ElasticError(what, f"elastic-logs {run.name}")
+            if run.control().state == "stopped":
+                raise ElasticError(f"run {run.name} was stopped", f"elastic-scale {run.name}")
+            tell(progress_of([run], 1))
+            time.sleep(WAIT_S)
+            if time.monotonic() >= next_pass:
+                run_pass([run], time.time())
+                next_pass = time.monotonic() + interval_s
+
+
+def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
+    """How much of `count` runs is trained, of which some are not begun; words on the newest."""
+    trained, words = 0.0, ""
+    for run in runs:
+        newest, of_sync = run.newest_commit() or {}, run.progress() or {}
+        tokens = max(newest.get("tokens", 0), of_sync.get("tokens", 0))
+        goal = of_sync.get("total_tokens") or newest.get("total_tokens")
+        trained += 1.0 if run.done() else tokens / goal if goal else 0.0
+        words = f"{run.name}: {wording.si(tokens)} {wording.unit(newest, of_sync)}"
+    return trained / count, words
+
+
+def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -> list[str]:
+    """Set the limits and the mode of a run, which then runs; None leaves one as it is. Returns what
+    has changed, in words. UsageError: the run cannot have them."""
+    if run.done():
+        raise UsageError(f"run {run.name} is done", "submit a new one")
+    before, words = run.control(), []
+    fewest = before.min if fewest is None else fewest
+    most = before.max if most is None else most
+    _check_limits(run, fewest, most)
+    mode = mode or before.mode
+    if mode != before.mode:
+        submission.check_mode(run, mode)
+        words.append(f"run {run.name}: {before.mode} mode -> {mode} mode")
+    if failed := run.failed():
+        words.append(f"run {run.name} had failed ({failed['reason']}): it tries again")
+        run.clear_failed()
+    if before.state == "stopped":
+        words.append(f"run {run.name} was stopped: it starts again")
+    run.set_control(state="running", mode=mode, min=fewest, max=most)
+    run.event("scale", mode=mode, min=fewest, max=most)
+    return [*words, f"run {run.name}: {before.min}..{before.max} GPUs -> {fewest}..{most}"]
+
+
+def _check_limits(run: RunDir, fewest: int, most: int) -> None:
+    for name, count in (("elastic.min", fewest), ("elastic.max", most)):
+        check_value(name, count)
+    if fewest > most:
+        raise UsageError(f"min {fewest} is above max {most}", "give both")
+    least = run.config().slurm.gpus_per_worker
+    if most < least and run.config().run.scheduler != "local":
+        raise UsageError(f"max {most} is below one worker: slurm.gpus_per_worker is {least}",
+                         "give a larger --max")  # fmt: skip
+
+
+def stop(run: RunDir, now: bool) -> None:
+    """Have a run that is not done stop; `now`: without a notice to its jobs."""
+    if not run.done():
+        run.set_control(state="stopped")
+        run.event("stop", now=now)
+    scheduler = scheduler_of(run)
+    for job in submission.jobs_of(run.name, scheduler) if now else ():
+        scheduler.cancel(job.job_id, now=True)
+
+
+def wait_until_gone(run: RunDir) -> None:
+    """Reconcile as cron would until a run that stops has no job any more."""
+    scheduler = scheduler_of(run)
+    while submission.jobs_of(run.name, scheduler):
+        time.sleep(WAIT_S)
+        run_pass([run], time.time())
