@@ -9,7 +9,8 @@ SLURM ?=
 
 VENV := .venv
 READY := $(VENV)/.ready
-PROGRAMS := $(wildcard bin/*)
+PROGRAMS := bin/elastic bin/elastic-demo
+LINKS := $(filter-out $(PROGRAMS),$(wildcard bin/*))
 DATA := $(wildcard lib/elastic/*.py lib/elastic/*/*.py lib/elastic/*/*/*.py sbatch/* etc/*.* \
     etc/sandbox/* etc/traces/* etc/examples/*/*.* docs/*.md requirements*.txt) \
     Makefile README.md INSTALL.md
@@ -120,6 +121,7 @@ install:  ## Copy this version into PREFIX, make its venv, and switch to it
 	    exit 1; }
 	echo "copying version $(VERSION) to $(TREE)"
 	for f in $(PROGRAMS); do install -C -D -m 0755 $$f '$(TREE)'/$$f || exit 1; done
+	for f in $(LINKS); do ln -sfn elastic '$(TREE)'/$$f || exit 1; done
 	for f in $(filter-out etc/site.toml,$(DATA)); do \
 	    mode=0644; test ! -x $$f || mode=0755; install -C -D -m $$mode $$f '$(TREE)'/$$f || exit 1; done
 	test -e '$(HERE)'/etc/site.toml || install -D -m 0644 etc/site.toml '$(HERE)'/etc/site.toml

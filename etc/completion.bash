@@ -19,4 +19,4 @@ _elastic() {
         esac
     done < <(COMP_WORDS="${words[*]}" COMP_CWORD="${at}" _ELASTIC_COMPLETE=bash_complete "${_elastic_program}" 2>/dev/null)
 }
-complete -F _elastic elastic elastic-{audit,chaos,config,doctor,evaluate,logs,metrics,plan,reconcile,report,sandbox,scale,status,stop,submit,validate}
+complete -F _elastic elastic elastic-{audit,chaos,config,demo,doctor,evaluate,logs,metrics,plan,reconcile,report,sandbox,scale,status,stop,submit,validate}

@@ -48,4 +48,4 @@ options=()
 [[ ! -t 0 || "$((nodes * ranks))" != 1 ]] || options+=(--pty)
 exec srun --jobid="${job}" --overlap --nodes="${nodes}" --ntasks="$((nodes * ranks))" \
     --ntasks-per-node="${ranks}" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > 0 ? cpus : 1))}" \
-    --mpi=none "${options[@]}" "${home}/bin/elastic-rank" "$@"
+    --mpi=none "${options[@]}" "${home}/sbatch/rank.sh" "$@"

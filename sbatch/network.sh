@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# How this node reaches the others: sourced by bin/elastic-rank on every node, and by the templates.
+# How this node reaches the others: sourced by rank.sh on every node, and by the templates.
 #
 #     elastic::network        exports what NCCL and Gloo need to know, where it is not set already
 #     elastic::master_addr    the address of the first of some nodes

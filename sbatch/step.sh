@@ -13,7 +13,7 @@ elastic::environment() {
     export MASTER_PORT="${MASTER_PORT:-$(elastic::master_port "${SLURM_JOB_ID}" "${MASTER_ADDR}")}"
 }
 
-# REPLY: one rank per GPU, or one where there are none. elastic-rank checks the same on every node.
+# REPLY: one rank per GPU, or one where there are none. rank.sh checks the same on every node.
 elastic::ranks_per_node() {
     local gpus="${SLURM_GPUS_ON_NODE:-0}"
     REPLY="${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}}"
@@ -48,7 +48,7 @@ elastic::step() {
     trap 'told="${told:-USR1}"' USR1
     srun --nodes="${SLURM_JOB_NUM_NODES}" --ntasks="$((SLURM_JOB_NUM_NODES * $1))" \
         --ntasks-per-node="$1" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > 0 ? cpus : 1))}" \
-        --mpi=none --kill-on-bad-exit=1 "${ELASTIC_HOME}/bin/elastic-rank" "${@:2}" &
+        --mpi=none --kill-on-bad-exit=1 "${ELASTIC_HOME}/sbatch/rank.sh" "${@:2}" &
     step="$!"
     while :; do
         code=0

@@ -114,7 +114,7 @@ class Running:
         }
         words = known.get(kind, kind)
         found = ((pid, command_line(pid)) for pid in members(self.home))
-        return [pid for pid, line in found if words in line and "elastic-rank" not in line]
+        return [pid for pid, line in found if words in line and "sbatch/rank.sh" not in line]
 
     def trainer_of(self, slot: int) -> int:
         return self.slots()[slot].pid
@@ -265,7 +265,7 @@ def toml(settings: dict) -> Iterator[str]:
 def second_master(run: Running, first: Path = TESTS) -> subprocess.Popen:
     """A master beside the one that reconcile started. `first`: as for `running`."""
     return subprocess.Popen(
-        [str(ROOT / "bin" / "elastic-master"), str(run.run.path)],
+        [str(ROOT / "bin" / "elastic"), "master", str(run.run.path)],
         env={**environment(run.home, PYTHONPATH=f"{first}:{TESTS}"), "ELASTIC_JOB_ID": "by-hand"},
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip

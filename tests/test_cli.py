@@ -22,8 +22,10 @@ from test_layers import FOLDERS
 
 COMMANDS = [
     "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "report", "metrics",
-    "evaluate", "validate", "config", "doctor", "plan", "chaos", "sandbox",
+    "evaluate", "config", "doctor",
 ]  # fmt: skip
+LAB = ["demo", "sandbox", "chaos", "plan", "validate"]
+FOR_JOBS = ["agent", "master", "launch", "story"]
 
 
 @pytest.fixture
@@ -62,9 +64,11 @@ def left_behind(tmp_path: Path) -> list[Path]:
 # ---- help
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"lab {command}" for command in LAB)])
 def test_help_of_every_command_fits_80_columns_and_has_an_example(command, env):
-    answer = elastic(command, "--help", env={**env, "COLUMNS": "200"})
+    answer = subprocess.run([ROOT / "bin/elastic", *command.split(), "--help"],
+                            env={**env, "COLUMNS": "200"}, text=True,
+                            capture_output=True)  # fmt: skip
     assert answer.returncode == 0
     lines = answer.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -76,34 +80,48 @@ def test_help_of_every_command_fits_80_columns_and_has_an_example(command, env):
 def test_every_option_and_command_says_what_it_does():
     from elastic.commands.main import elastic as group
 
-    for name, command in group.commands.items():
+    for name, command in [*group.commands.items(), *group.commands["lab"].commands.items()]:
         assert command.help, name
         for option in command.params:
             assert isinstance(option, click.Argument) or option.help, (name, option.name)
 
 
-def test_the_list_of_commands_fits_one_screen_and_cuts_nothing_off(env):
-    answer = subprocess.run([ROOT / "bin/elastic"], env=env, capture_output=True, text=True)
+@pytest.mark.parametrize(("group", "commands"), [([], [*COMMANDS, "lab"]), (["lab"], LAB)])
+def test_the_list_of_commands_fits_one_screen_and_cuts_nothing_off(group, commands, env):
+    answer = subprocess.run([ROOT / "bin/elastic", *group], env=env, capture_output=True, text=True)
     text = answer.stdout + answer.stderr
-    assert len(text.splitlines()) <= 28
+    assert len(text.splitlines()) <= 24
     listed = text.split("Commands:")[1].splitlines()[1:]
-    assert [line.split()[0] for line in listed] == COMMANDS
+    assert [line.split()[0] for line in listed] == commands
     assert not any(line.endswith("...") for line in listed)
 
 
-def test_every_command_has_its_program_in_bin():
-    names = {path.name.removeprefix("elastic-") for path in (ROOT / "bin").glob("elastic-*")}
-    assert set(COMMANDS) | {"agent", "master", "sandbox", "demo"} <= names
+def test_every_command_and_nothing_else_has_its_program_in_bin():
+    names = {path.name.removeprefix("elastic-") for path in (ROOT / "bin").iterdir()}
+    assert names == {"elastic", *COMMANDS, *LAB}
     assert all(os.access(path, os.X_OK) for path in (ROOT / "bin").iterdir())
 
 
-@pytest.mark.parametrize("program", sorted(path.name for path in (ROOT / "bin").iterdir()))
+@pytest.mark.parametrize("command", LAB)
+def test_what_is_in_the_lab_is_found_by_its_old_name(command, env):
+    for words in ([command], ["lab", command]):
+        answer = subprocess.run([ROOT / "bin/elastic", *words, "--help"], env=env,
+                                capture_output=True, text=True)  # fmt: skip
+        assert answer.stdout.startswith(f"Usage: elastic {' '.join(words)} ")
+
+
+PROGRAMS = [*sorted(path.name for path in (ROOT / "bin").iterdir()), "../sbatch/rank.sh",
+            *(f"elastic {name}" for name in FOR_JOBS)]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_answers_a_call_for_help(program, tmp_path):
+    name, *words = program.split()
     for option in ("--help", "-h"):
-        answer = subprocess.run([ROOT / "bin" / program, option], env=environment(tmp_path),
+        answer = subprocess.run([ROOT / "bin" / name, *words, option], env=environment(tmp_path),
                                 capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
         assert (answer.returncode, answer.stderr) == (0, "")
-        assert answer.stdout.lower().startswith("usage: elastic")
+        assert answer.stdout.lower().startswith(("usage: elastic", "usage: rank.sh "))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -528,7 +546,7 @@ def test_the_readme_names_every_command_file_and_folder():
     names |= {"bin/", "sbatch/", "etc/", "lib/elastic/", "docs/", "tests/"}
     listed = {word.strip(",;:`()") for word in listing.split()}
     assert sorted(names - listed) == []
-    assert [name for name in COMMANDS if f"`elastic-{name}" not in text] == []
+    assert [name for name in COMMANDS + LAB if f"`elastic-{name}" not in text] == []
 
 
 def test_the_readme_lists_the_folders_in_the_order_in_which_they_import():

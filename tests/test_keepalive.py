@@ -1,4 +1,4 @@
-"""A node that loses its power is missed, by a line that the real elastic-rank holds on it.
+"""A node that loses its power is missed, by a line that the real rank.sh holds on it.
 
 pytest tests/test_keepalive.py; the loss itself needs root: a network of its own, switched off.
 """
@@ -42,7 +42,7 @@ with rank(lines, "n7", "sleep", "600"):
 def rank(lines: Keepalive, node: str, *command: str, local_rank: int = 0):
     own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(local_rank), "SLURMD_NODENAME": node,
            "ELASTIC_KEEPALIVE": lines.place}  # fmt: skip
-    program = [ROOT / "bin" / "elastic-rank", *command]
+    program = [ROOT / "sbatch" / "rank.sh", *command]
     process = subprocess.Popen(program, env=os.environ | own, process_group=0)
     try:
         yield process

@@ -24,7 +24,7 @@ from elastic.base.network import free_port
 from forks import as_nobody
 from helpers import PATIENCE, ROOT, elastic, environment, wait_until
 
-RANK = str(ROOT / "bin" / "elastic-rank")
+RANK = str(ROOT / "sbatch" / "rank.sh")
 NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE",
          "NCCL_IB_GID_INDEX", "NCCL_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # fmt: skip
 ETHERNET, INFINIBAND = 1, 32
@@ -71,7 +71,7 @@ class Node:
         self._ip("exit 127")
 
     def chosen(self, master: str = "10.0.0.1", **extra: str) -> tuple[dict[str, str], str]:
-        """What a command under elastic-rank finds, of NAMES; and what was said."""
+        """What a command under rank.sh finds, of NAMES; and what was said."""
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         env = given(PATH=path, ELASTIC_SYSFS=str(self.sysfs), MASTER_ADDR=master) | extra
         done = subprocess.run([RANK, "env"], env=env, capture_output=True, text=True)

@@ -28,7 +28,7 @@ FOLDERS = {
     "sync": 807,  # sync mode: one job that resizes
     "people": 1915,  # what a person asks and sees
     "lab": 1536,  # trying and proving; nothing imports it
-    "commands": 460,  # click: options, checks, exit codes
+    "commands": 476,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),
@@ -199,7 +199,8 @@ def test_a_folder_keeps_to_its_budget(folder: str):
 
 def test_the_wrappers_stay_thin():
     shell = [*(ROOT / "bin").iterdir(), *(ROOT / "sbatch").iterdir()]
-    assert sum(len(path.read_text().splitlines()) for path in shell) < MOST_SHELL_LINES
+    texts = [path.read_text() for path in shell if not path.is_symlink()]
+    assert sum(len(text.splitlines()) for text in texts) < MOST_SHELL_LINES
 
 
 def code_lines(path: Path) -> int:

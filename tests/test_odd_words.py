@@ -63,11 +63,13 @@ def call(*words: str) -> Result:
     return done
 
 
-def commands() -> Iterator[tuple[list[str], click.Command]]:
-    for name, command in main.elastic.commands.items():
-        for part, inner in getattr(command, "commands", {"": command}).items():
-            if part != "up":  # would start a cluster
-                yield [name, *([part] if part else [])], inner
+def commands(group: click.Group = main.elastic) -> Iterator[tuple[list[str], click.Command]]:
+    """Every command and the words that lead to it; not what would start a cluster or a demo."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from (([name, *words], inner) for words, inner in commands(command))
+        elif name not in ("up", "demo"):
+            yield [name], command
 
 
 def sound(parameter: click.Parameter) -> list[str]:
@@ -82,7 +84,7 @@ def lines() -> Iterator[list[str]]:
         arguments = [each for each in command.params if isinstance(each, click.Argument)]
         options = [each for each in command.params if not isinstance(each, click.Argument)]
         plain = [word for each in arguments for word in sound(each)]
-        safe = SAFE.get(name[0], [])
+        safe = SAFE.get(name[-1], [])
         for word in ODD:
             for option in options:
                 if not option.is_flag:

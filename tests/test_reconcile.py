@@ -546,15 +546,15 @@ def local(make_run, home):
     """A run of four workers on the local scheduler whose jobs write exit records and sleep."""
     run = make_run("local_scheduler.grace=1s", name="local")
     (home / "bin").mkdir()
-    for name, role in (("elastic-agent", "worker"), ("elastic-master", "master")):
-        path = home / "bin" / name
-        path.write_text(
-            "#!/bin/sh\n"
-            f"""printf '{{"role": "{role}", "slot": %s, "state": "started", "time": %s}}' """
-            '"${2:-0}" "$(date +%s)" > "$1/exit/$ELASTIC_JOB_ID.json"\n'
-            "while :; do sleep 0.05; done\n"
-        )
-        path.chmod(0o755)
+    path = home / "bin" / "elastic"
+    path.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = agent ] && role=worker || role=master\n'
+        """printf '{"role": "%s", "slot": %s, "state": "started", "time": %s}' """
+        '"$role" "${3:-0}" "$(date +%s)" > "$2/exit/$ELASTIC_JOB_ID.json"\n'
+        "while :; do sleep 0.05; done\n"
+    )
+    path.chmod(0o755)
     run.environment = lambda: {"PATH": os.environ["PATH"]}
     (run.path / "environment.json").write_text(json.dumps({"PATH": os.environ["PATH"]}))
     scheduler = LocalScheduler(run.config(), home / "state", home)

@@ -44,10 +44,9 @@ class Site:
         self.scheduler = LocalScheduler(self.config, home / "state", home)
 
     def script(self, text: str) -> None:
-        for name in ("elastic-agent", "elastic-master"):
-            path = self.home / "bin" / name
-            path.write_text(f"#!/bin/sh\necho $ELASTIC_JOB_ID >> starts\n{text}\n")
-            path.chmod(0o755)
+        path = self.home / "bin" / "elastic"
+        path.write_text(f"#!/bin/sh\necho $ELASTIC_JOB_ID >> starts\n{text}\n")
+        path.chmod(0o755)
 
     def submit(self, slot: int = 0, role: str = "worker", folder: Path | None = None) -> str:
         environment = {"PATH": os.environ["PATH"], "GREETING": "a b\n'c'"}
@@ -103,7 +102,7 @@ def test_a_job_gets_its_arguments_its_environment_and_a_log_that_is_appended(sit
     wait_until(lambda: site.state(job_id) == "ENDED", 10, "the job ends")
     wait_until(lambda: site.state(site.submit(slot=7)) == "ENDED", 10, "another one ends")
     log = (site.folder / "logs" / "worker-0007.log").read_text()
-    assert log.startswith(f"{site.folder} 7|{job_id}|a b\n'c'|{site.folder}|none\noops\n")
+    assert log.startswith(f"agent {site.folder} 7|{job_id}|a b\n'c'|{site.folder}|none\noops\n")
     assert log.count("oops") >= 2
 
 

@@ -388,7 +388,8 @@ def test_an_sbatch_that_answers_nothing_usable_leaves_it_unsure(tmp_path):
 
 # The agent says who it is and what it hears; it leaves with the code found in the file `leave`.
 AGENT = """#!/bin/sh
-said="$1/agent-$2"
+role="$1" && shift  # elastic agent RUN_DIR SLOT, elastic master RUN_DIR
+said="$1/agent-${2:-$role}"
 gpus="$CUDA_VISIBLE_DEVICES"
 echo "start job=$ELASTIC_JOB_ID home=$ELASTIC_HOME gpus=$gpus tasks=$SLURM_NTASKS" >>"$said"
 trap 'echo TERM >>"$said"; exit 5' TERM
@@ -422,10 +423,8 @@ class Stage:
         self.home = folder / "home"
         (self.home / "bin").mkdir(parents=True)
         shutil.copytree(ROOT / "sbatch", self.home / "sbatch")
-        (self.home / "bin/elastic-agent").write_text(AGENT)
-        (self.home / "bin/elastic-agent").chmod(0o755)
-        (self.home / "bin/elastic-master").write_text(AGENT.replace("$2", "master"))
-        (self.home / "bin/elastic-master").chmod(0o755)
+        (self.home / "bin/elastic").write_text(AGENT)
+        (self.home / "bin/elastic").chmod(0o755)
         self.scheduler = SlurmScheduler(None)
         self.folder = folder
 
@@ -531,7 +530,7 @@ def test_a_preempted_agent_has_notice_and_leaves_with_its_own_code(stage):
 
 @pytest.mark.slurm
 def test_a_job_that_does_not_leave_in_its_notice_ends_preempted_and_is_not_requeued(stage):
-    agent = stage.home / "bin/elastic-agent"
+    agent = stage.home / "bin/elastic"
     agent.write_text(AGENT.replace("; exit 5'", "'"))
     job_id = stage.submit()
     stage.started(job_id)

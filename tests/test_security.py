@@ -37,7 +37,7 @@ from elastic.local.store import Ask, Store
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.saved import inner_state
 from forks import NOBODY, as_nobody, share
-from helpers import elastic, environment, listening, wait_until
+from helpers import ROOT, elastic, environment, listening, wait_until
 from running import Running, command_line, members, running
 
 RUN = 'run.scheduler = "local"\ntrain.epochs = 1\n'
@@ -481,9 +481,10 @@ def test_a_run_directory_that_others_may_write_to_is_refused(make_run, home, mod
     with pytest.raises(ElasticError, match=f"others may write to .*{mode:04o}") as caught:
         run.config()
     assert f"chmod go-w {run.path}" in caught.value.hint
-    for program in (["elastic-agent", run.path, "0"], ["elastic-master", run.path],
-                    ["elastic-trainer", run.path], ["elastic-reconcile", run.path]):  # fmt: skip
-        done = elastic(program[0].partition("-")[2], *program[1:], env=environment(home))
+    for words in (["agent", run.path, "0"], ["master", run.path], ["launch", run.path],
+                  ["reconcile", run.path]):  # fmt: skip
+        done = subprocess.run([ROOT / "bin" / "elastic", *words], env=environment(home),
+                              capture_output=True, text=True)  # fmt: skip
         assert done.returncode not in (0, 75)
         assert "others may write to" in done.stdout + done.stderr
         if mode != 0o775:

@@ -1,6 +1,10 @@
-"""The commands of the laboratory: to forecast, to compare, to do faults, to have a cluster."""
+"""The commands of the laboratory: to try Elastic out, and to prove what it does.
+
+Each of them is a program, too, and may be called without `lab`.
+"""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +12,26 @@ from typing import Any
 
 import click
 
+from elastic.base.environment import elastic_home
 from elastic.base.errors import Exit, UsageError
 from elastic.base.keys import NAME, TIME, parse
 from elastic.commands import shared
-from elastic.commands.shared import command, show, warn
+from elastic.commands.shared import SETTINGS, Ordered, show, warn
 from elastic.lab.sandbox import Sandbox, Shape, default_folder
 from elastic.run import rundir
+
+command = functools.partial(shared.command, of="elastic lab")
+
+
+@command("demo", "demo --slurm")
+@click.option("--slurm", is_flag=True, help="On a private Slurm of several nodes.")
+def demo(slurm: bool):
+    """Train for a minute while the workers are killed.
+
+    All files are below ./build/demo, and nothing goes on when it ends.
+    """
+    program = str(elastic_home() / "bin" / "elastic-demo")
+    os.execv(program, [program, *["--slurm"] * slurm])
 
 
 @command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace last-run --measured last-run")
@@ -165,3 +183,12 @@ _of_sandbox(Sandbox.kill_node, _NODE)
 _of_sandbox(Sandbox.revive_node, _NODE)
 _of_sandbox(Sandbox.hang_controller, _SECONDS)
 _of_sandbox(Sandbox.down)
+
+
+@click.group(cls=Ordered, commands=[demo, sandbox, chaos, plan, validate],
+             context_settings=SETTINGS)  # fmt: skip
+def lab():
+    """Try Elastic out, and prove what it does.
+
+    Each of these is also a program: elastic-demo.
+    """

@@ -7,24 +7,55 @@ needs it, is imported by `evaluate` and `validate` alone: the others run under c
 nodes, where seconds and memory count.
 """
 
+from pathlib import Path
+
 import click
 
 from elastic import __version__
-from elastic.commands import lab, looking, runs
-from elastic.commands.shared import SETTINGS, Commands
+from elastic.base.errors import ElasticError, Exit, UsageError
+from elastic.commands import looking, runs
+from elastic.commands.lab import lab
+from elastic.commands.shared import SETTINGS, Ordered, say
 
 LISTED = [runs.submit, runs.reconcile, looking.status, looking.logs, runs.scale, runs.stop,
-          looking.audit, looking.report, looking.metrics, looking.evaluate, lab.validate,
-          looking.config, looking.doctor, lab.plan, lab.chaos, lab.sandbox]  # fmt: skip
+          looking.audit, looking.report, looking.metrics, looking.evaluate, looking.config,
+          looking.doctor, lab]  # fmt: skip
+
+
+class Commands(Ordered):
+    """All commands. Those of the laboratory may be called without `lab`: elastic-chaos."""
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        return super().get_command(ctx, name) or lab.get_command(ctx, name)
+
+    def invoke(self, ctx: click.Context):
+        try:
+            check_folder()
+            return super().invoke(ctx)
+        except ElasticError as error:
+            say(f"error: {error}", err=True)
+            ctx.exit(error.code)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise  # click's own affair: nobody reads on
+            where = f": {error.filename}" if error.filename else ""
+            say(f"error: {error.strerror or error}{where}", err=True)
+            ctx.exit(Exit.ERROR)
+
+
+def check_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(f"the working directory cannot be used: {error.strerror}",
+                         "cd to a folder that is there") from None  # fmt: skip
 
 
 @click.group(cls=Commands, commands=LISTED, context_settings=SETTINGS)
 @click.version_option(__version__, message="%(version)s")
 def elastic():
-    """Train on preemptible Slurm partitions without losing work.
-
-    Every command is also a program: elastic-submit. "elastic demo" shows it all.
-    """
+    """Train on preemptible Slurm partitions without losing work. Every command
+    is also a program: elastic-submit. "elastic demo" shows it all."""
 
 
 def main() -> None:

@@ -10,46 +10,22 @@ from typing import Any
 import click
 
 from elastic.base.durable import write_atomic
-from elastic.base.errors import ElasticError, Exit, UsageError
 from elastic.run import rundir, wording
 from elastic.run.rundir import RunDir
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 
 
-class Commands(click.Group):
-    """A group that lists its commands as they were given, and turns errors into messages and codes.
-    """
+class Ordered(click.Group):
+    """A group that lists its commands in the order in which it was given them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
-    def invoke(self, ctx: click.Context):
-        try:
-            check_folder()
-            return super().invoke(ctx)
-        except ElasticError as error:
-            say(f"error: {error}", err=True)
-            ctx.exit(error.code)
-        except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                raise  # click's own affair: nobody reads on
-            where = f": {error.filename}" if error.filename else ""
-            say(f"error: {error.strerror or error}{where}", err=True)
-            ctx.exit(Exit.ERROR)
 
-
-def check_folder() -> None:
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise UsageError(f"the working directory cannot be used: {error.strerror}",
-                         "cd to a folder that is there") from None  # fmt: skip
-
-
-def command(*examples: str, cls: type[click.Command] | None = None) -> Callable:
-    """A command, named by the first word of its examples, which stand below its help."""
-    lines = "\n".join(["\b", "Example:", *(f"  elastic {example}" for example in examples)])
+def command(*examples: str, of: str = "elastic", cls: type[click.Command] | None = None):
+    """A command of a group, named by the first word of its examples, which stand below its help."""
+    lines = "\n".join(["\b", "Example:", *(f"  {of} {example}" for example in examples)])
     name = examples[0].split()[0]
     return click.command(name, cls=cls, epilog=lines, context_settings=SETTINGS)
 

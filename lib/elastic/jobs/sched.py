@@ -112,9 +112,9 @@ class JobSpec:
 
     def command(self, home: Path) -> list[str]:
         """The command that the job runs, with `home` the root of the installation."""
-        if self.role != WORKER:
-            return [str(home / f"bin/elastic-{self.role}"), str(self.run_dir)]
-        return [str(home / "bin/elastic-agent"), str(self.run_dir), str(self.slot)]
+        word = {MASTER: "master", TRAINER: "launch", WORKER: "agent"}[self.role]
+        slot = [str(self.slot)] if self.role == WORKER else []
+        return [str(home / "bin/elastic"), word, str(self.run_dir), *slot]
 
 
 class Scheduler(Protocol):

@@ -102,7 +102,7 @@ def lead(folder: Path) -> dict:
     signals.install()  # as the launcher does: a notice to this process, too, does not end it
     home, prefix = env("ELASTIC_HOME"), json.loads(env("ELASTIC_TRY"))[1]
     job_id, nodes = env("SLURM_JOB_ID"), sched_slurm.expand_hostlist(env("SLURM_JOB_NODELIST"))
-    rank = [f"{home}/bin/elastic-rank", *prefix, f"{home}/sbatch/probe.sh", str(folder)]
+    rank = [f"{home}/sbatch/rank.sh", *prefix, f"{home}/sbatch/probe.sh", str(folder)]
     step = Step(nodes, rank, folder / "said")
     if (here := step.heard("rank . is here", RANKS, LIMIT_S / 2)[0]) < RANKS:
         sys.exit(f"{here} of {RANKS} ranks started: {last_words(step.said)}")

@@ -1,7 +1,7 @@
 """A line to every node of a synchronous job, by which the kernel sees that a node is gone.
 
 A node that loses its power says nothing. The other ranks then wait as long as NCCL or Gloo do, ten
-minutes, and Slurm five. So bin/elastic-rank, once on each node, opens a connection to the launcher
+minutes, and Slurm five. So sbatch/rank.sh, once on each node, opens a connection to the launcher
 and keeps it while the ranks live. Neither side says anything after the first word: TCP's keepalive
 probes are all that goes there, and one that stays without an answer for 40 s ends the line with a
 time-out. A line that is closed says nothing here: how ranks end, srun says.

@@ -1,6 +1,6 @@
 """The launcher of a synchronous job: starts the ranks, starts them again, and says how it ended.
 
-    python -m elastic.sync.launch RUNDIR      (bin/elastic-trainer, the command of a trainer job)
+    python -m elastic.sync.launch RUNDIR      (`elastic launch`, the command of a trainer job)
 
 It claims an attempt, which fences older jobs of the run, and starts one trainer per GPU:
 on this machine as child processes, in a Slurm job through one `srun`. A notice goes to the ranks
@@ -257,7 +257,7 @@ class Launcher:
         self.gpus = nodes * gpus_per_node
         # Reconcile compares the GPUs with what there might be.
         self._record({"state": "training", "trouble": self._failure})
-        program = [str(elastic_home() / "bin" / "elastic-rank"), *self.config.slurm.rank_prefix]
+        program = [str(elastic_home() / "sbatch/rank.sh"), *self.config.slurm.rank_prefix]
         if not self.config.run.command:
             return [*program, *torch_program("trainer"), str(self.run.path)]
         checkpoints = self._checkpoints()

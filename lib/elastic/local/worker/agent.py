@@ -1,6 +1,6 @@
 """The agent: a small process that holds a slot's lease while the training process works.
 
-    python -m elastic.local.worker.agent RUNDIR SLOT    (bin/elastic-agent: a worker's job)
+    python -m elastic.local.worker.agent RUNDIR SLOT    (`elastic agent`: a worker's job)
 
 It claims the slot (a new attempt, which fences older ones), starts the trainer (one process per
 GPU), and renews the lease with the trainer's progress: liveness and progress are two things, so a

@@ -60,7 +60,7 @@ class Place:
         folder = env("ELASTIC_RUN_DIR")
         if folder is None:
             raise ElasticError(
-                "ELASTIC_RUN_DIR is not set: this process was not started by elastic-agent",
+                "ELASTIC_RUN_DIR is not set: this process was not started by `elastic agent`",
                 'set run.command = ["python", "train.py"] and use elastic-submit',
             )
         return cls(

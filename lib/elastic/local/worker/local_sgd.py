@@ -67,8 +67,8 @@ class LocalSGD:
 
     @classmethod
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
-        """For a training process that elastic-agent started (`run.command`). A list of
-        optimizers may train the model together, as a GAN's."""
+        """For a training process that an agent started (`run.command`). A list of optimizers
+        may train the model together, as a GAN's."""
         place = Place.from_env()
         return cls(model, inner_optimizer, place, install(), Group.here(place.world))
 

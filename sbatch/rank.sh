@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# elastic-rank COMMAND...: one rank of a job, in the variables that torch and NCCL read.
+# rank.sh COMMAND...: one rank of a job, in the variables that torch and NCCL read.
 #
 # A notice (any of the signals below) becomes ELASTIC_NOTICE_SIGNAL for the command, and exit status 75
 # for the launcher, whatever the command makes of it: many programs leave with 0 when they are told to.
@@ -10,7 +10,7 @@ set -euo pipefail
 umask go-w
 [[ "${1:-}" != -h && "${1:-}" != --help ]] || exec sed -n '2s/^# /usage: /p' "${BASH_SOURCE[0]}"
 # shellcheck source=/dev/null
-source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../sbatch/network.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/network.sh"
 
 export RANK="${RANK:-${SLURM_PROCID}}" WORLD_SIZE="${WORLD_SIZE:-${SLURM_NTASKS}}"
 export LOCAL_RANK="${LOCAL_RANK:-${SLURM_LOCALID}}"
