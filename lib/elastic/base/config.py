@@ -1,8 +1,9 @@
-"""Configuration: the only reader of TOML. A value comes from the command line, else the run's file,
-else the site file, else the table of keys, and its origin is kept.
+"""Configuration: the only reader of TOML. A value comes from the command line, else the
+run's file, else the site file, else the table of keys, and its origin is kept.
 
-Everything wrong with a configuration is reported in one UsageError, before anything starts.
-What depends on other values ("auto", an empty name) is filled in here, once; nobody asks again.
+Everything wrong with a configuration is reported in one UsageError, before anything
+starts. What depends on other values ("auto", an empty name) is filled in here, once;
+nobody asks again.
 """
 
 import difflib
@@ -23,7 +24,7 @@ MOST_DEEP = 16  # tables and arrays in one another
 SECTIONS = [*KEYS, "task"]
 
 
-# ---- what is resolved ---------------------------------------------------------------------------
+# ---- what is resolved ------------------------------------------------------------------
 
 _SECTION_TYPES = {section: make_dataclass(section, [key.field for key in rows], frozen=True)
                   for section, rows in KEYS.items()}  # fmt: skip
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Config(_Sections):
-    """A resolved configuration: one frozen dataclass per section of KEYS, and the [task] table."""
+    """A resolved configuration: a frozen dataclass per section, and the [task] table."""
 
     task: dict[str, Any]
     origins: Mapping[str, str] = field(compare=False, repr=False)
@@ -64,7 +65,7 @@ class Config(_Sections):
                 for row in self._rows()]  # fmt: skip
 
     def to_toml(self) -> str:
-        """The resolved configuration as TOML; `load` without a site file makes an equal Config."""
+        """This as TOML; `load` without a site file makes an equal Config of it."""
         lines: dict[str, list[str]] = {}
         for row in self._rows():
             section, name = row.key.split(".", 1)
@@ -86,7 +87,8 @@ class Config(_Sections):
 
 
 def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) -> Config:
-    """The configuration of a run's file, over the site file, under "section.key=value" overrides.
+    """The configuration of a run's file, over the site file, under "section.key=value"
+    overrides.
 
     `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation.
     """
@@ -96,8 +98,9 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) ->
 
 
 def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """What `to_toml` wrote, complete in itself, under `overrides`. It may be another version's,
-    that the run goes on with: keys that are not known here are for that one."""
+    """What `to_toml` wrote, complete in itself, under `overrides`. It may be another
+    version's, that the run goes on with: keys that are not known here are for that one.
+    """
     layer = _read(path)
     for section in KEYS.keys() & layer.tables.keys():
         if isinstance(table := layer.tables[section], dict):
@@ -107,14 +110,14 @@ def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:
-    """What every run inherits: the site file over the defaults, under `overrides`. What that leaves
-    to a run's file, such as how long to train, is left open."""
+    """What every run inherits: the site file over the defaults, under `overrides`. What
+    that leaves to a run's file, such as how long to train, is left open."""
     site = site or site_file() or Path(os.devnull)
     layers = [_read_site(site), _override_layer(overrides)]
     return _resolve(layers, site, {"train.epochs", "slurm.partition"})
 
 
-# ---- layers: the site file, the run's file, the command line ------------------------------------
+# ---- layers: the site file, the run's file, the command line ---------------------------
 
 
 class _Layer(NamedTuple):
@@ -170,7 +173,7 @@ def _read_site(path: Path) -> _Layer:
 
 
 def _line_numbers(text: str) -> dict[str, int]:
-    """The line on which each section and "section.key" first appears; tomllib does not tell."""
+    """The line where each section and "section.key" first is; tomllib does not tell."""
     lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -197,7 +200,7 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
 
 
 def _override_value(section: str, name: str, text: str) -> Any:
-    """A TOML value; quotes may be left out, and a key that takes text takes 02:00:00 as text."""
+    """A TOML value. Quotes may be left out: 02:00:00 is text to a key that takes text."""
     try:
         value = _parsed(f"value = {text}")["value"]
     except ValueError:
@@ -207,7 +210,7 @@ def _override_value(section: str, name: str, text: str) -> Any:
     return text if is_text and not isinstance(value, str) else value
 
 
-# ---- resolving ----------------------------------------------------------------------------------
+# ---- resolving -------------------------------------------------------------------------
 
 _Problem = tuple[str, str]  # the key or section in question, what is wrong with it
 
@@ -279,11 +282,11 @@ def _fill_in(values: dict[str, dict[str, Any]], path: Path) -> None:
         slurm[f"master_{name}"] = slurm[f"master_{name}"] or slurm[name]
 
 
-# ---- rules between keys -------------------------------------------------------------------------
+# ---- rules between keys ----------------------------------------------------------------
 
 
 def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> Iterator[_Problem]:
-    """What is wrong between values; a rule about a key or section that is `bad` is left out."""
+    """What is wrong between values; what is `bad` in itself breaks no further rule."""
     flat = {f"{section}.{key.name}": values[section][key.field]
             for section, rows in KEYS.items() for key in rows}  # fmt: skip
     for names, holds, text in _RULES:

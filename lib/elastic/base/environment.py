@@ -1,7 +1,7 @@
 """The process environment, which only this file reads, and the places that it leads to.
 
-An empty variable counts as not set. What a job or a command of Slurm's is given is cleaned of what
-an outer job, a login session or a user's settings left in it.
+An empty variable counts as not set. What a job or a command of Slurm's is given is
+cleaned of what an outer job, a login session or a user's settings left in it.
 """
 
 import os
@@ -36,9 +36,10 @@ def env(name: str, default: str | None = None) -> str | None:
 
 
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a job, or for a command of Slurm's: `given`, else this process's, without
-    what an outer job, a login session or the user's settings left in it. SLURM_CONF stays where
-    that file is: a job's own may be in a folder of its node's slurmd."""
+    """The environment for a job, or for a command of Slurm's: `given`, else this
+    process's, without what an outer job, a login session or the user's settings left in
+    it. SLURM_CONF stays where that file is: a job's own may be in a folder of its node's
+    slurmd."""
     given = os.environ if given is None else given
     dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION
     names = _OF_A_SHELL + (_OF_ITS_STEP if "SLURM_JOB_ID" in given else ())
@@ -54,8 +55,8 @@ def elastic_home() -> Path:
 
 
 def commands() -> Path:
-    """The folder of the commands for crontabs and people: of versions side by side the one that
-    leads to the current one."""
+    """The folder of the commands for crontabs and people: of versions side by side the
+    one that leads to the current one."""
     home = elastic_home()
     follows = home.parent / "bin"
     return follows if (home.parent / "current").is_symlink() and follows.is_dir() else home / "bin"
@@ -77,7 +78,7 @@ def runs_root() -> Path:
 
 
 def registry_dir() -> Path:
-    """The user's own state, links to runs among it: $ELASTIC_HOME_DIR, else ~/.elastic."""
+    """The user's own state, with links to runs: $ELASTIC_HOME_DIR, else ~/.elastic."""
     folder = expanded(env("ELASTIC_HOME_DIR", "~/.elastic"), "ELASTIC_HOME_DIR").resolve()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", "remove it, or set ELASTIC_HOME_DIR")
@@ -96,7 +97,7 @@ def expanded(text: str, name: str) -> Path:
 
 
 def user_name() -> str:
-    """Whose process this is; the number, where nobody has a name for it, as in some containers."""
+    """Whose process this is; a number where nobody has a name for it (in a container)."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -104,7 +105,7 @@ def user_name() -> str:
 
 
 def site_path() -> Path:
-    """Where the site file is to be: $ELASTIC_SITE, else etc/site.toml of the installation."""
+    """Where the site file is to be: $ELASTIC_SITE, else this installation's etc/site.toml."""
     return Path(env("ELASTIC_SITE") or elastic_home() / "etc" / "site.toml")
 
 

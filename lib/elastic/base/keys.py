@@ -1,10 +1,10 @@
 """The keys of a configuration: `KEYS` says everything about each of them.
 
-A key stands in two places: etc/keys.toml has its default, meaning and unit, for people to read as
-well, and `KINDS`, here, has its kind: how a value is written, and the rule that it keeps. Parsing,
-errors, the resolved run.toml and `Config.explain` all come from these two. In a file, durations and
-sizes are written as people say them ("90s", "256mb"); inside, the field carries its unit
-(`heartbeat_s`, `fragment_bytes`).
+A key stands in two places: etc/keys.toml has its default, meaning and unit, for people to
+read as well, and `KINDS`, here, has its kind: how a value is written, and the rule that
+it keeps. Parsing, errors, the resolved run.toml and `Config.explain` all come from these
+two. In a file, durations and sizes are written as people say them ("90s", "256mb");
+inside, the field carries its unit (`heartbeat_s`, `fragment_bytes`).
 """
 
 import ipaddress
@@ -67,11 +67,11 @@ class Key(NamedTuple):
         return self.name + self.kind.suffix
 
 
-# ---- kinds --------------------------------------------------------------------------------------
+# ---- kinds -----------------------------------------------------------------------------
 
 
 def _finite(value: Any) -> bool:
-    """A boolean is no number; and an integer has no infinity, but may be larger than any float."""
+    """A boolean is no number, and an integer may be larger than any float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -103,7 +103,7 @@ def _is_url(value: Any) -> bool:
 
 
 def shown_url(url: str) -> str:
-    """A checked redis.url without what may be secret in it: its user, password and options."""
+    """A checked redis.url without its user, password and options: they may be secret."""
     match = _URL.fullmatch(url)
     return match["scheme"] + match["server"] if match else ""
 
@@ -167,7 +167,7 @@ OPTIONS = LIST.that_is(
     lambda words: not any(re.match("-M|--cl", word) for word in words),
 )
 
-# ---- the table ----------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------
 
 # fmt: off
 KINDS = {
@@ -238,11 +238,11 @@ def _table(text: str) -> dict[str, tuple[Key, ...]]:
 KEYS = _table((elastic_home() / "etc" / "keys.toml").read_text(encoding="utf-8"))
 
 
-# ---- values -------------------------------------------------------------------------------------
+# ---- values ----------------------------------------------------------------------------
 
 
 def parse(kind: Kind, value: Any) -> Any:
-    """`value`, as TOML has it, as a field of this kind has it. UsageError: the field cannot."""
+    """`value`, as TOML has it, as a field of this kind has it. UsageError: it cannot."""
     number = value
     if kind.units and isinstance(value, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?) *([a-z]*)", value.strip().lower())

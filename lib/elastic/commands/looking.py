@@ -1,4 +1,4 @@
-"""The commands that look: at runs, at what they trained, at a configuration, at the cluster."""
+"""The commands that look: at runs, at what they trained, at the cluster."""
 
 import contextlib
 import functools
@@ -50,10 +50,11 @@ def status(run: str | None, watch: bool, as_json: bool):
 
 
 def observe(run: str | None, is_short: bool, within_s: float) -> dict | list[dict]:
-    """What there is to say of the run, or of all, with jobs as they were so many seconds ago."""
+    """What there is to say of the run, or of all, with jobs as they were so many seconds
+    ago."""
     from elastic.people import status  # and with it redis
 
-    observed = status.observe_all(shared.named_or_all(run), is_short, within_s)
+    observed = status.observe_all(shared.named_or_all([run] if run else []), is_short, within_s)
     return observed[0] if run else observed
 
 

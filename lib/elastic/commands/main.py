@@ -1,10 +1,11 @@
-"""`elastic`: the commands that people and cron type, in the order in which they are listed.
+"""`elastic`: the commands that people and cron type, in the order in which they are
+listed.
 
-A command is its options, what is checked before it starts, and its exit code; what it prints comes
-from views, what it knows and does from people/, run/, jobs/ and lab/. Errors (ElasticError,
-OSError) become "error: what", "hint: way out" and a code, in one place. torch, and everything that
-needs it, is imported by `evaluate` and `validate` alone: the others run under cron and on login
-nodes, where seconds and memory count.
+A command is its options, what is checked before it starts, and its exit code; what it
+prints comes from views, what it knows and does from people/, run/, jobs/ and lab/. Errors
+(ElasticError, OSError) become "error: what", "hint: way out" and a code, in one place.
+torch, and everything that needs it, is imported by `evaluate` and `validate` alone: the
+others run under cron and on login nodes, where seconds and memory count.
 """
 
 from pathlib import Path
@@ -23,7 +24,8 @@ LISTED = [runs.submit, runs.reconcile, looking.status, looking.logs, runs.scale,
 
 
 class Commands(Ordered):
-    """All commands. Those of the laboratory may be called without `lab`: elastic-chaos."""
+    """All commands. Those of the laboratory may be called without `lab`: elastic-chaos.
+    """
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         return super().get_command(ctx, name) or lab.get_command(ctx, name)

@@ -1,5 +1,5 @@
-"""The commands that start, change and end runs. Each changes at most the run's control file and
-runs one reconcile pass, so it may be repeated at any time."""
+"""The commands that start, change and end runs. Each changes at most the run's control
+file and runs one reconcile pass, so it may be repeated at any time."""
 
 import json
 import random
@@ -89,7 +89,7 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float,
     """
     if jitter:
         time.sleep(random.uniform(0, JITTER_S))
-    found = shared.named_or_all(*runs)
+    found = shared.named_or_all(runs)
     report = reconciling.run_pass(found, time.time(), dry_run, within_s=within)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=1))

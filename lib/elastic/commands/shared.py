@@ -1,9 +1,10 @@
-"""What the commands share: their declaration, the options of several of them, and their output."""
+"""What the commands share: their declaration, the options of several of them, and their
+output."""
 
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ class Ordered(click.Group):
 
 
 def command(*examples: str, of: str = "elastic", cls: type[click.Command] | None = None):
-    """A command of a group, named by the first word of its examples, which stand below its help."""
+    """A command of a group, named by the first word of its examples, which stand below
+    its help."""
     lines = "\n".join(["\b", "Example:", *(f"  {of} {example}" for example in examples)])
     name = examples[0].split()[0]
     return click.command(name, cls=cls, epilog=lines, context_settings=SETTINGS)
@@ -44,10 +46,9 @@ def runs_like(_ctx: click.Context, _argument: click.Parameter, typed: str) -> li
 run_argument = functools.partial(click.argument, "run", shell_complete=runs_like)
 
 
-def named_or_all(*names: str | None) -> list[RunDir]:
+def named_or_all(names: Sequence[str]) -> list[RunDir]:
     """The runs of these names; without any, all that are registered."""
-    given = [name for name in names if name is not None]
-    return [rundir.find(name) for name in given] if given else rundir.registered()
+    return [rundir.find(name) for name in names] if names else rundir.registered()
 
 
 def say(text: str, err: bool = False) -> None:

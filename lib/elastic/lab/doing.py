@@ -22,8 +22,9 @@ Say = Callable[[str], None]
 def advise(
     path: Path, overrides: Sequence[str], source: str, measured: str | None, say: Say, tell: Say
 ) -> dict:
-    """The forecast of a run for a trace, at the costs that the run `measured` has shown. What is
-    not known is said; `tell` hears how far it is. UsageError: a step's time is not known."""
+    """The forecast of a run for a trace, at the costs that the run `measured` has shown.
+    What is not known is said; `tell` hears how far it is. UsageError: a step's time is
+    not known."""
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
     config = load(path, overrides)
     slurm = config.slurm
@@ -48,8 +49,8 @@ def compare(
     path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: int, at_once: int,
     metric: str, margin: float, tell: Callable[[tuple[float, str]], None],
 ) -> tuple[dict, dict[str, list[float]], bool]:  # fmt: skip
-    """Train what is not trained yet. Returns losses and verdicts, loss curves by arm, and whether
-    every arm is ok; `tell` hears how far it is. ElasticError: a run failed."""
+    """Train what is not trained yet. Returns losses and verdicts, loss curves by arm, and
+    whether every arm is ok; `tell` hears how far it is. ElasticError: a run failed."""
     from elastic.saved import evaluation
 
     base = load(path, overrides)
@@ -72,8 +73,8 @@ def compare(
 def harm(
     run: RunDir, every_s: float, for_s: float, before_s: float, seed: int, kinds: str, say: Say
 ) -> dict:
-    """Do a fault to the run every so often, saying each of them, after a time to compare with;
-    the report. UsageError: there is nobody to hit."""
+    """Do a fault to the run every so often, saying each of them, after a time to compare
+    with; the report. UsageError: there is nobody to hit."""
     if not every_s:
         raise UsageError("--every 0: faults need time between them", "give --every 10s")
     if over := run.closing():

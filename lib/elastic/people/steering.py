@@ -1,8 +1,8 @@
 """What a person does to a run: start it, wait for its end, resize it, stop it.
 
-`prepare` checks all that can be known to be wrong and makes nothing; `start` makes the run, and if
-the scheduler refuses its jobs the run is gone again. `scale` and `stop` change the run's control
-file: the reconcile pass that acts on it is the caller's.
+`prepare` checks all that can be known to be wrong and makes nothing; `start` makes the
+run, and if the scheduler refuses its jobs the run is gone again. `scale` and `stop`
+change the run's control file: the reconcile pass that acts on it is the caller's.
 """
 
 import time
@@ -34,8 +34,9 @@ class Prepared:
 
 
 def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> Prepared:
-    """The run that the file describes, checked; `tries`: also a first step of its task. Raises
-    ElasticError saying what would stop it. A dry run may be on a laptop, without a site file."""
+    """The run that the file describes, checked; `tries`: also a first step of its task.
+    Raises ElasticError saying what would stop it. A dry run may be on a laptop, without a
+    site file."""
     config = load(path, [*["slurm.partition=any"] * is_dry, *settings])
     warnings = submission.check(config, runs_root(), is_dry)
     model, reason, untried = None, "", ""
@@ -46,7 +47,8 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
 
 
 def on_paper(ready: Prepared) -> str:
-    """What would start, and what a round of it would move and take, if its model is known."""
+    """What would start, and what a round of it would move and take, if its model is
+    known."""
     config, name = ready.config, ready.config.run.name
     limits = f"{config.elastic.min}..{config.elastic.max} GPUs"
     text = f"would start run {name} on {limits} in {runs_root() / name}"
@@ -59,8 +61,8 @@ def on_paper(ready: Prepared) -> str:
 
 
 def start(ready: Prepared) -> tuple[RunDir, list[str]]:
-    """Make the run and its first reconcile pass; also why some of its jobs wait. ElasticError: it
-    cannot start, and is gone again."""
+    """Make the run and its first reconcile pass; also why some of its jobs wait.
+    ElasticError: it cannot start, and is gone again."""
     run = submission.start(submission.with_shares(ready.config, ready.model), runs_root())
     report = run_pass([run], time.time())
     failed = run.failed()
@@ -82,7 +84,8 @@ def started_text(run: RunDir) -> str:
 
 
 def wait_for_end(run: RunDir) -> None:
-    """Reconcile as cron would until the run is done. ElasticError: it has failed or was stopped."""
+    """Reconcile as cron would until the run is done. ElasticError: it has failed or was
+    stopped."""
     from elastic.people import views
 
     interval_s = run.config().elastic.reconcile_interval_s
@@ -102,7 +105,8 @@ def wait_for_end(run: RunDir) -> None:
 
 
 def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
-    """How much of `count` runs is trained, of which some are not begun; words on the newest."""
+    """How much of `count` runs is trained, of which some are not begun; words on the
+    newest."""
     trained, words = 0.0, ""
     for run in runs:
         newest, of_sync = run.newest_commit() or {}, run.progress() or {}
@@ -114,8 +118,8 @@ def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
 
 
 def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -> list[str]:
-    """Set the limits and the mode of a run, which then runs; None leaves one as it is. Returns what
-    has changed, in words. UsageError: the run cannot have them."""
+    """Set the limits and the mode of a run, which then runs; None leaves one as it is.
+    Returns what has changed, in words. UsageError: the run cannot have them."""
     if run.done():
         raise UsageError(f"run {run.name} is done", "submit a new one")
     before, words = run.control(), []
