@@ -135,12 +135,24 @@ def test_a_worker_that_joins_stops_when_the_round_is_due():
     assert (steps[(0, 1), 48], steps[(1, 1), 52]) == (10, 6)
 
 
+def test_a_worker_that_comes_too_late_for_a_step_is_asked_again():
+    """It reads for 2.2 s, and the second round, which opens at 12, is due at 14, because the first
+    one began without a read. By 14.4 nobody has delivered, and it is due no more: the worker does
+    its 10 steps after all."""
+    costs = replace(COSTS, step_s=0.2, pull_s=2.2)
+    found = Local(there(("a", 0, 999)), run_of(elastic__max=1), costs)
+    found.play(16.5)
+    assert [(each.start, each.stop, each.tokens) for each in found.work] == [
+        (10, 12, 10), (pytest.approx(14.41), pytest.approx(16.41), 10),
+    ]  # fmt: skip
+
+
 def test_a_run_starts_as_many_jobs_at_once_as_may_wait_in_the_queue():
     changes = there(*((f"n{number}", 0, 9e9) for number in range(8)))
     config = run_of(elastic__max=8, elastic__max_pending=3, elastic__reconcile_interval="30s")
     found = Local(changes, config, COSTS)
     found.play(100)
-    assert sorted(job.start for job in found.had) == [0, 0, 0, 30, 30, 30, 60, 60]
+    assert sorted(job.start for job in found.jobs) == [0, 0, 0, 30, 30, 30, 60, 60]
 
 
 def test_a_job_whose_node_goes_before_it_starts_waits_anew():
@@ -148,7 +160,7 @@ def test_a_job_whose_node_goes_before_it_starts_waits_anew():
     costs, one = replace(COSTS, queue_s=2), run_of(elastic__max=1)
     found = Local(there(("a", 0, 1), ("a", 1.5, 99)), one, costs)
     found.play(20)
-    assert [job.start for job in found.had] == [3.5]
+    assert [job.start for job in found.jobs] == [3.5]
 
 
 # ---- whatever the trace

@@ -26,9 +26,9 @@ FOLDERS = {
     "local/worker": 1257,  # one slot: hold the lease, train, deliver
     "local/master": 1183,  # one master: Redis, samples, rounds, commits
     "sync": 807,  # sync mode: one job that resizes
-    "people": 1915,  # what a person asks and sees
-    "lab": 1536,  # trying and proving; nothing imports it
-    "commands": 475,  # click: options, checks, exit codes
+    "people": 1793,  # what a person asks and sees
+    "lab": 1453,  # trying and proving; nothing imports it
+    "commands": 551,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

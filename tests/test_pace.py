@@ -40,10 +40,8 @@ class Uneven(Local):
         super().__init__(there(*nodes), config, costs)
         self._paces, self._varies = paces, varies
 
-    def _plan_end(self, worker):
-        step_s = self._paces[worker.slot] * self._varies(worker.slot, worker.base)
-        self.costs = replace(self.costs, step_s=step_s)
-        super()._plan_end(worker)
+    def step_s(self, worker):
+        return self._paces[worker.slot] * self._varies(worker.slot, worker.base)
 
     def shares(self) -> list[float]:
         """By slot: the part of its time that it trains, once all are there and known."""

@@ -1,20 +1,19 @@
 """A trace of preemptions played to a run that is one job: requeued, or resized by itself. Pure.
 
-Between two alarms of a play nothing is decided, so a trainer's steps and checkpoints are laid out
-by arithmetic when it ends. What a position in its training is counts in GPU-seconds: a job of
-another size goes on from it at its own speed. See forecast.py for what is played and what is not.
+One job after the other: it starts when it fits, and ends when one of its nodes is taken. Its steps
+and checkpoints are laid out by arithmetic. A position in its training is counted in GPU-seconds: a
+job of another size goes on from it at its own speed. See forecast.py for what is played.
 """
 
-import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from elastic.base import units
 from elastic.jobs import cadence, sizing
-from elastic.jobs.history import TRAINER, JobSeen, Memory
-from elastic.jobs.plan import CANCEL, SUBMIT, Action, Limits, World, plan
+from elastic.jobs.history import TRAINER
 from elastic.run.goodput import Allocation, Work, ledger
 
 CRON_S = 120.0  # between two passes, where no master makes any
@@ -48,230 +47,151 @@ class Costs:
     total_steps: float = 0.0  # of all workers, in the whole run; 0: not known
 
 
-@dataclass(eq=False)
-class Job:
-    """A job of the run; it waits in the queue until it has a start."""
+@dataclass(frozen=True)
+class Leave:
+    """How a job goes: told at `notice`, it trains until `stop`, and is gone at `end`."""
 
-    slot: int
-    submitted: float
-    attempt: int = 0
-    gpus: int = 0
-    start: float | None = None
-    notice: float | None = None
-    cancelled: float | None = None
-
-    def seen(self, role: str) -> JobSeen:
-        """The job as a pass sees it."""
-        is_queued = self.start is None
-        return JobSeen(f"{self.slot}.{self.attempt}", role, self.slot,
-                       "PENDING" if is_queued else "RUNNING", submitted_at=self.submitted,
-                       started_at=None if is_queued else self.start or 1e-9,  # to a plan 0 is none
-                       cancelled_at=self.cancelled)  # fmt: skip
-
-    def until(self, now: float, outcome: str) -> Allocation:
-        """What the job had."""
-        attempts = ((self.start, (self.slot, self.attempt)),)
-        return Allocation(self.gpus, self.submitted, self.start, now, outcome, attempts,
-                          self.notice)  # fmt: skip
+    notice: float
+    stop: float
+    end: float
+    is_saved: bool  # it made a checkpoint after its last step
 
 
-class Play:
-    """The nodes of a trace, the run's jobs on them, and what came of both.
-
-    A way to train has `taken(node)`: it has to be left; `settle()`: all that happens at this moment
-    has happened; `close()`: account for the jobs at work at the end.
-    """
-
-    def __init__(self, trace: Sequence[Change], config, costs: Costs):
-        self.config, self.costs, self.now = config, costs, 0.0
-        self.there: dict[str, int] = {}  # node -> its GPUs
-        self.had: list[Allocation] = []
-        self.work: list[Work] = []
-        self._numbers = itertools.count()
-        self.alarms: dict[Hashable, tuple] = {}  # by what they are for
-        self._planned: list[tuple] = []  # a heap of these, and of some that are off
-        for change in trace:
-            self.at(change.at, change, self._change, change)
-
-    def at(self, time: float, what: Hashable, do: Callable, *args) -> None:
-        """Set the alarm for `what`, in place of the one before. Alarms of one moment go off in the
-        order in which they were set."""
-        self.alarms[what] = alarm = (max(time, self.now), next(self._numbers), what, do, args)
-        heapq.heappush(self._planned, alarm)
-
-    def each(self, every_s: float, do: Callable) -> None:
-        """Do it now and again."""
-        do()
-        self.at(self.now + every_s, do, self.each, every_s, do)
-
-    def play(self, until: float) -> dict[str, float]:
-        """The goodput ledger at that time."""
-        self.at(until, "end", nothing)
-        while self._planned[0][0] < until:
-            alarm = heapq.heappop(self._planned)
-            self.now, _, what, do, args = alarm
-            if self.alarms.get(what) is alarm:
-                del self.alarms[what]
-                do(*args)
-            if self._planned[0][0] > self.now:
-                self.settle()
-        self.now = until
-        self.close()
-        return ledger(self.had, self.work)
-
-    def _change(self, change: Change) -> None:
-        if change.gpus:
-            self.there[change.node] = change.gpus
-        elif self.there.pop(change.node, 0):
-            self.taken(change.node)
-
-    def actions(self, jobs: Iterable[JobSeen], **world) -> list[Action]:
-        """What a pass that sees these jobs would do."""
-        limits = Limits(self.config.elastic.max_pending)
-        memory = Memory(born=0.0, jobs=tuple(jobs))
-        return plan(World(memory=memory, limits=limits, **world), self.now)
-
-
-def nothing() -> None:
-    """An alarm after which things are looked at."""
-
-
-# ---- a job that goes as a whole
-
-
-class Requeue(Play):
+class Requeue:
     """A job of whole nodes, which is requeued when one of them goes."""
 
     def __init__(self, trace: Sequence[Change], config, costs: Costs, counts: Sequence[int]):
-        super().__init__(trace, config, costs)
-        self.counts, self.per_node = counts, config.slurm.gpus_per_node  # nodes a job may have
-        self.job: Job | None = None
-        self.nodes: list[str] = []  # the job's
-        self.queued: Job | None = None
-        self.saved = self.furthest = 0.0
+        self.config, self.costs, self.counts = config, costs, counts  # nodes a job may have
+        self.per_node = config.slurm.gpus_per_node
         self.stall_s = costs.save_s  # a plain script stands still while it saves
-        self.submit(0.0)
+        self.jobs: list[Allocation] = []
+        self.work: list[Work] = []
+        self._saved = self._furthest = 0.0  # positions
+        self._moments, self._nodes = [0.0], [[]]  # which are there from then on, the oldest first
+        for change in trace:
+            there = [node for node in self._nodes[-1] if node != change.node]
+            self._moments.append(change.at)
+            self._nodes.append(there + [change.node] * (change.gpus >= self.per_node))
 
-    def submit(self, since: float) -> None:
-        self.queued = Job(0, since)
+    def play(self, until: float) -> dict[str, float]:
+        """The goodput ledger at that time."""
+        submitted = free = 0.0
+        while (start := self._start(free)) < until:
+            gpus, taken = self._fit(start) * self.per_node, self._taken(start)
+            every_s = self._every_s(gpus)
+            leave, outcome = self._leave(start, gpus, taken, until), "killed"
+            if leave.end >= until:
+                leave, outcome = Leave(leave.notice, min(leave.stop, until), until, True), ""
+            notice = leave.notice if leave.notice < until else None
+            attempts = ((start, (0, len(self.jobs) + 1)),)
+            job = Allocation(gpus, submitted, start, leave.end, outcome, attempts, notice)
+            self.jobs.append(job)
+            self._train(job, leave, every_s)
+            submitted, free = self._follow(start, leave.end)
+        return ledger(self.jobs, self.work)
 
-    def spare(self) -> list[str]:
-        """Nodes that the run does not use, those first that are longest there."""
-        return [node for node, gpus in self.there.items()
-                if gpus >= self.per_node and node not in self.nodes]  # fmt: skip
+    # ---- the nodes
 
-    def settle(self) -> None:
-        if self.queued and not self.job and "start" not in self.alarms and self._fit():
-            self.at(self.now + self.costs.queue_s, "start", self._start)
+    def _fit(self, time: float) -> int:
+        """Nodes that a job has if it starts then."""
+        nodes = self._nodes[bisect_right(self._moments, time) - 1]
+        return sizing.fit(self.counts, len(nodes))
 
-    def _fit(self) -> int:
-        """Nodes that a job has if it starts now."""
-        return sizing.fit(self.counts, len(self.nodes) + len(self.spare()))
+    def _start(self, free: float) -> float:
+        """When a job starts that may since then: once it fits, and fits still after the queue."""
+        later = self._moments[bisect_right(self._moments, free) :]
+        starts = (time + self.costs.queue_s for time in (free, *later) if self._fit(time))
+        return next(filter(self._fit, starts), inf)
 
-    def _start(self) -> None:
-        if count := self._fit():
-            self.job, self.queued, self.nodes = self.queued, None, self.spare()[:count]
-            job = self.job
-            job.attempt, job.start, job.gpus = len(self.had) + 1, self.now, count * self.per_node
+    def _taken(self, start: float) -> float:
+        """When a node is taken from the job that started then."""
+        index = bisect_right(self._moments, start)
+        mine = {*self._nodes[index - 1][: self._fit(start)]}
+        later = zip(self._moments[index:], self._nodes[index:], strict=True)
+        return next((time for time, nodes in later if not mine <= {*nodes}), inf)
 
-    def taken(self, node: str) -> None:
-        if node in self.nodes and self.job.notice is None:
-            self.job.notice = self.now
-            self.leave()
+    # ---- the job
 
-    def leave(self) -> None:
+    def _step_s(self, gpus: int) -> float:
+        return self.costs.step_s * self.config.elastic.max / gpus
+
+    def _leave(self, _start: float, _gpus: int, taken: float, _until: float) -> Leave:
         """Trains on until it is killed: a script that leaves within the notice has ended, for
         Slurm, and is not requeued."""
-        end = self.now + self.costs.notice_s
-        self.at(end, "end of the job", self.end, "killed", end, False)
+        end = taken + self.costs.notice_s
+        return Leave(taken, end, end, False)
 
-    def end(self, outcome: str, stop: float, is_saved: bool) -> None:
-        """The job is over, after training until `stop`."""
-        self._account(outcome, stop, is_saved)
-        self.job, self.nodes = None, []
-        self.follow()
+    def _follow(self, _start: float, end: float) -> tuple[float, float]:
+        """Since when the next job is in the queue, and since when it may start."""
+        return end, end + self.costs.requeue_s
 
-    def follow(self) -> None:
-        """What comes next is in the queue."""
-        self.at(self.now + self.costs.requeue_s, "requeue", self.submit, self.now)
-
-    def close(self) -> None:
-        if self.job:
-            self._account("", self.now, True)
-
-    def _account(self, outcome: str, stop: float, is_saved: bool) -> None:
-        """Lay out its training: at the end of every stretch but the last a checkpoint begins, and
-        until it is as far as one was before, it trains again."""
-        job, every_s, position = self.job, self._every_s(), self.saved
-        self.had.append(job.until(self.now, outcome))
-        start = marked = job.start + self.costs.startup_s
-        while start < stop:
-            marked = max(start, marked + every_s)
-            end, again_s = min(marked, stop), max(0.0, self.furthest - position) / job.gpus
-            turn, position = min(end, start + again_s), position + (end - start) * job.gpus
-            self.work += [Work((0, job.attempt), start, turn, 0, inf, True),
-                          Work((0, job.attempt), turn, end, 0, inf)]  # fmt: skip
-            self.furthest = max(self.furthest, position)
-            if (end < stop and end + self.costs.save_s <= self.now) or is_saved:
-                self.saved = position
-            start = marked + self.stall_s
-
-    def _every_s(self) -> float:
-        """checkpoint.interval in seconds, as the job has known it since its start."""
+    def _every_s(self, gpus: int) -> float:
+        """checkpoint.interval in seconds, as the next job knows it from its start."""
         number, unit = units.interval(self.config.checkpoint.interval)
         if unit:
-            return number * (self.step_s if unit == "steps" else 1.0)
-        return best_every_s(self.costs, self.stall_s, cadence.observed_mtbi_s(self.endings()))
+            return number * (self._step_s(gpus) if unit == "steps" else 1.0)
+        return best_every_s(self.costs, self.stall_s, cadence.observed_mtbi_s(self._endings()))
 
-    def endings(self) -> list[dict]:
+    def _endings(self) -> list[dict]:
         """Exit records as `cadence` wants them; nobody ended by himself."""
-        return [{"role": TRAINER, "started": job.start, "time": job.end} for job in self.had]
+        return [{"role": TRAINER, "started": job.start, "time": job.end} for job in self.jobs]
 
-    @property
-    def step_s(self) -> float:
-        """Of the job there is."""
-        return self.costs.step_s * self.config.elastic.max / self.job.gpus
-
-
-def best_every_s(costs: Costs, stall_s: float, mtbi_s: float) -> float:
-    """Between checkpoints: as a trainer chooses it."""
-    return cadence.interval(stall_s, mtbi_s, costs.save_s)[0]
+    def _train(self, job: Allocation, leave: Leave, every_s: float) -> None:
+        """At the end of every stretch but the last a checkpoint begins; until the job is as far as
+        one was before, it trains again."""
+        attempt, position = job.attempts[0][1], self._saved
+        start = marked = job.start + self.costs.startup_s
+        while start < leave.stop:
+            marked = max(start, marked + every_s)
+            end, again_s = min(marked, leave.stop), max(0.0, self._furthest - position) / job.gpus
+            turn, position = min(end, start + again_s), position + (end - start) * job.gpus
+            self.work += [Work(attempt, start, turn, 0, inf, again=True),
+                          Work(attempt, turn, end, 0, inf)]  # fmt: skip
+            self._furthest = max(self._furthest, position)
+            is_complete = end < leave.stop and end + self.costs.save_s <= leave.end
+            if is_complete or leave.is_saved:
+                self._saved = position
+            start = marked + self.stall_s
 
 
 class Sync(Requeue):
-    """The trainer of a run, and its successor."""
+    """The trainer of a run, and its successor, which waits behind it since the next pass."""
 
     def __init__(self, trace: Sequence[Change], config, costs: Costs):
         limits = (config.elastic.min, config.elastic.max)
         counts = sizing.node_counts(limits, config.slurm.gpus_per_node, config.sync.sizes)
         super().__init__(trace, config, costs, counts)
-        self.queued, self.stall_s = None, costs.stall_s
-        self.at(0.0, "first pass", self.each, CRON_S, self.follow)
+        self.stall_s = costs.stall_s
 
-    def leave(self) -> None:
+    def _leave(self, start: float, gpus: int, taken: float, until: float) -> Leave:
         """After the step, with a checkpoint, if there is time to make one."""
-        costs, trains = self.costs, self.now >= self.job.start + self.costs.startup_s
-        stop = self.now + self.step_s / 2 if trains else self.now
-        left_s = costs.notice_s if self.job.cancelled is None else inf
-        is_saved = trains and stop + costs.save_s <= self.now + left_s
+        costs, grown = self.costs, self._grown(start, gpus, min(taken, until))
+        notice, left_s = (grown, inf) if grown < taken else (taken, costs.notice_s)
+        trains = notice >= start + costs.startup_s
+        stop = notice + trains * self._step_s(gpus) / 2
+        is_saved = trains and stop + costs.save_s <= notice + left_s
         end = stop + is_saved * costs.save_s + costs.leave_s
-        self.at(min(end, self.now + left_s), "end of the job", self.end, "yielded", stop, is_saved)
+        return Leave(notice, stop, min(end, notice + left_s), is_saved)
 
-    def follow(self) -> None:
-        """A pass: it submits a successor, and has the job leave where more GPUs are worth it."""
-        jobs = [job.seen(TRAINER) for job in (self.job, self.queued) if job]
-        for action in self.actions(jobs, slots=0, mode="sync", growth=self._growth()):
-            if action.verb == SUBMIT:
-                self.submit(self.now)
-            elif action.verb == CANCEL:
-                self.job.notice = self.job.cancelled = self.now
-                self.leave()
+    def _grown(self, start: float, gpus: int, taken: float) -> float:
+        """When a pass has the job leave because more GPUs are worth it; inf: it does not."""
+        passes = itertools.takewhile(lambda time: time < taken, self._passes(start + CRON_S))
+        for time in passes if gpus < self.config.elastic.max else ():
+            now = {"role": TRAINER, "started": start, "time": time}
+            horizon_s = cadence.observed_mtbi_s([*self._endings(), now])
+            growth = sizing.Growth(gpus, self._fit(time) * self.per_node, {}, self.costs.startup_s,
+                                   horizon_s, self.config.sync.grow_after_s)  # fmt: skip
+            if growth.pays(time - start)[0]:
+                return time
+        return inf
 
-    def _growth(self) -> sizing.Growth | None:
-        job = self.job
-        if job is None or job.notice is not None or job.gpus >= self.config.elastic.max:
-            return None
-        now = {"role": TRAINER, "started": job.start, "time": self.now}
-        horizon_s = cadence.observed_mtbi_s([*self.endings(), now])
-        return sizing.Growth(job.gpus, self._fit() * self.per_node, {}, self.costs.startup_s,
-                             horizon_s, self.config.sync.grow_after_s)  # fmt: skip
+    def _passes(self, since: float) -> Iterator[float]:
+        return (number * CRON_S for number in itertools.count(since // CRON_S + 1))
+
+    def _follow(self, start: float, end: float) -> tuple[float, float]:
+        return min(end, next(self._passes(start))), end
+
+
+def best_every_s(costs: Costs, stall_s: float, mtbi_s: float) -> float:
+    """Between checkpoints: as a trainer chooses it."""
+    return cadence.interval(stall_s, mtbi_s, costs.save_s)[0]
