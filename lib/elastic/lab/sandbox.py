@@ -1,11 +1,7 @@
 """A private multi-node Slurm on one machine: for trying things, for demos, and for the tests.
 
-A sandbox is a folder (configuration, key, spool, logs) and its daemons. Every daemon has a keeper
-as its parent: a tiny process that is the subreaper of all below it, so that whatever loses its
-parent (a stepd, the orphans of a killed job, a daemon that a job started) becomes the keeper's
-child. Keepers and daemons carry a variable in their environment; they and their descendants are
-the processes of the sandbox, those under the keeper of a slurmd are the processes of that node.
-So `down` leaves nothing, and `kill-node` kills what a lost machine would.
+A sandbox is a folder (configuration, key, spool, logs) and its daemons (daemons.py), which know all
+that they have started. So `down` leaves nothing, and `kill-node` kills what a lost machine would.
 
 Nodes n1..nN have pretended GPUs and are in the partitions `preempt` and `high`; c1 has many CPUs
 and is `cpu`, where masters run and nothing is preempted. No root is needed. What Slurm reads is in
@@ -22,9 +18,7 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGSTOP
@@ -35,10 +29,8 @@ from elastic.base.environment import clean_environment, elastic_home, env, user_
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.network import free_ports
 from elastic.jobs.sched_slurm import slurm_command
+from elastic.lab.daemons import ADDRESS, Daemons, listens
 
-START_TIMEOUT_S = 60.0
-_MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME
-_ADDRESS = "127.0.0.1"
 _ADDRESS_OF_NODES = "127.0.0.2"  # that jobs on nodes with names of their own submit from
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
@@ -46,20 +38,7 @@ _PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
 _PACKAGES |= {"sbatch": "slurm-client", "setsid": "util-linux", "unshare": "util-linux"}
 _MORE_PACKAGES = dict.fromkeys(("mariadbd", "mariadb-install-db"), "mariadb-server")
 _MORE_PACKAGES |= {"slurmdbd": "slurmdbd"}
-_MULTIPLE = "this Slurm was built without --enable-multiple-slurmd; Debian's has it"
-
 _DOMAIN = "cluster.local"
-
-_KEEPER = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
-try:
-    while True:
-        os.wait()
-except ChildProcessError:  # nothing is left below
-    pass
-"""
 
 
 @dataclass(frozen=True)
@@ -81,11 +60,6 @@ class Shape:
         """The nodes: those with GPUs, then the one of the CPU partition."""
         return [*(f"n{number}" for number in range(1, self.nodes + 1)), "c1"]
 
-    @property
-    def all_settings(self) -> tuple[str, ...]:
-        """With those that other switches bring."""
-        return (*(["JobSubmitPlugins=lua"] if self.job_submit else []), *self.settings)
-
 
 class Sandbox:
     """One sandbox, by its folder. Raises ElasticError; TryAgain when its Slurm is silent."""
@@ -93,12 +67,17 @@ class Sandbox:
     def __init__(self, path: Path):
         self.path = path
         self.conf = path / "slurm.conf"
+        self.daemons = Daemons(path)
         self._mark = path / ".elastic-sandbox"
         self._hosts = path / "hosts"  # of nodes with names of their own
 
     def environment(self) -> dict[str, str]:
         """The variables that lead Slurm's client commands to this sandbox."""
         return {"SLURM_CONF": str(self.conf)}
+
+    def members(self, name: str = "") -> set[int]:
+        """Its processes, or those of one node or daemon."""
+        return self.daemons.members(name)
 
     def run(self, *argv: str) -> str:
         """What a Slurm client command says in this sandbox; ElasticError if it fails."""
@@ -147,7 +126,7 @@ class Sandbox:
         """Have slurmctld answer nobody for a while; return at once."""
         self._check_up()
         pid = int(proc.read(self.path / "slurmctld.pid"))
-        self._start("resume", "/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}")
+        self.daemons.start("resume", "/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}")
         os.kill(pid, SIGSTOP)
 
     def up(self, shape: Shape) -> None:
@@ -170,27 +149,6 @@ class Sandbox:
             with contextlib.suppress(OSError):  # not empty: others are in it
                 self.path.parent.rmdir()
 
-    def members(self, name: str = "") -> set[int]:
-        """The processes of this sandbox, or of one daemon in it: jobs and orphans included, but
-        for this process and its ancestors, which are not to be killed."""
-        family = self._family(name)
-        mine = proc.Process.of(os.getpid())
-        while mine:
-            family.discard(mine.pid)
-            mine = proc.Process.of(mine.parent)
-        return family
-
-    def _family(self, name: str) -> set[int]:
-        families = proc.families(_MEMBER, self.path, self._node_of)
-        return families[name] if name else set().union(*families.values())
-
-    def _node_of(self, pid: int, given: dict[str, str]) -> str:
-        """The node of a job's process; a stepd overwrites its environment, and has the log open."""
-        if given.get("SLURM_CONF") == str(self.conf) and "SLURMD_NODENAME" in given:
-            return given["SLURMD_NODENAME"]
-        logs = map(Path, _files_of_stepd(pid))
-        return next((log.stem for log in logs if log.parent == self.path / "log"), "")
-
     def _remove(self) -> None:
         """Remove the folder if it is there, its mark last. UsageError if it has none."""
         if not self._exists():
@@ -198,7 +156,7 @@ class Sandbox:
         if self.path.is_symlink() or not self._mark.exists():
             hint = "choose another --name or --dir, or remove it yourself"
             raise UsageError(f"not a sandbox: {self.path}", hint)
-        if _listens(f"{self.path}/munge.socket"):  # /proc hides them from another group
+        if listens(f"{self.path}/munge.socket"):  # /proc hides them from another group
             hint = "call this as the user and the group that started it"
             raise ElasticError(f"cannot see the processes of {self.path}", hint)
         for part in set(self.path.iterdir()) - {self._mark}:
@@ -217,7 +175,7 @@ class Sandbox:
         return there[0] == self.path
 
     def _check_up(self) -> None:
-        if not self._exists() or not self._family("slurmctld"):
+        if not self._exists() or not self.daemons.family("slurmctld"):
             raise UsageError(f"no sandbox is up in {self.path}", "elastic-sandbox up")
 
     def _check_node(self, node: str) -> None:
@@ -235,7 +193,7 @@ class Sandbox:
         self.path.mkdir(0o700)
         self._mark.touch()
         if shape.host_names or shape.stale:
-            named = "".join(f"{_ADDRESS} {node}.{_DOMAIN}\n" for node in shape.names)
+            named = "".join(f"{ADDRESS} {node}.{_DOMAIN}\n" for node in shape.names)
             self._hosts.write_text(Path("/etc/hosts").read_text() + named)
         for part in ["log", "state", "spool", "tmp", *(f"spool/{node}" for node in shape.names)]:
             (self.path / part).mkdir()
@@ -250,10 +208,10 @@ class Sandbox:
             self._start_munged(found["munged"], "munge-nodes", f"--origin={_ADDRESS_OF_NODES}")
         if shape.accounting:
             self._start_accounting(found, ports[1])
-        self._start("slurmctld", found["slurmctld"], "-D", ready=ports[0])
+        self.daemons.start("slurmctld", found["slurmctld"], "-D", ready=ports[0])
         for node in shape.names:
             self._start_node(node, found)
-        self._await(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
+        self.daemons.wait(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
 
     def _are_idle(self, names: Sequence[str]) -> bool:
         """False too while slurmctld listens already and has not loaded its plugins."""
@@ -266,60 +224,24 @@ class Sandbox:
         own = [f"--{what}-file={stem}.{what}" for what in ("pid", "log", "seed")]
         # --force: it refuses a folder that some other user cannot enter.
         daemon = [program, "--foreground", "--force", f"--key-file={self.path}/munge.key", *own]
-        self._start(name, *daemon, f"--socket={stem}.socket", *more, ready=f"{stem}.socket")
+        self.daemons.start(name, *daemon, f"--socket={stem}.socket", *more, ready=f"{stem}.socket")
 
     def _start_node(self, node: str, found: dict[str, str]) -> None:
         daemon = [found["slurmd"], "-D", "-b", "-N", node]  # -b: as if it had booted
         if self._hosts.exists():
             enter = [found["unshare"], "--uts", "--mount", "sh", f"{self.path}/node.sh"]
             daemon = [*enter, f"{node}.{_DOMAIN}", *daemon]
-        self._start(node, *daemon)
+        self.daemons.start(node, *daemon)
 
     def _start_accounting(self, found: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
         common = ["--no-defaults", f"--datadir={data}", f"--user={user_name()}",
                   f"--tmpdir={self.path}/tmp"]  # where it removes what others began, as it starts
-        self._call("install", found["mariadb-install-db"], *common, "--skip-test-db")
+        self.daemons.call("install", found["mariadb-install-db"], *common, "--skip-test-db")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
-        self._start("mariadbd", found["mariadbd"], *common, *options, *small, ready=database)
-        self._start("slurmdbd", found["slurmdbd"], "-D", ready=port)
-
-    def _start(self, name: str, *argv: str, ready: str | int | None = None) -> None:
-        """Start a command below a keeper, with its output in log/NAME.out; wait for its socket."""
-        self._call(name, "setsid", "--fork", sys.executable, "-ISc", _KEEPER, *argv)
-        if ready:
-            self._await(lambda: _listens(ready), f"{name} to listen", name)
-
-    def _call(self, name: str, *argv: str) -> None:
-        """Run a command of the sandbox to its end, with its output in log/NAME.out."""
-        given = clean_environment() | {
-            _MEMBER: f"{self.path}:{name}",
-            "SLURM_CONF": str(self.conf),
-            "MYSQL_UNIX_PORT": f"{self.path}/mariadb.socket",  # where slurmdbd looks for MariaDB
-        }
-        with open(self.path / f"log/{name}.out", "ab") as out:
-            files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-            done = subprocess.run(argv, env=given, cwd="/", umask=0o022, **files)
-        if done.returncode != 0:
-            raise ElasticError(f"the sandbox did not start: {name} failed\n{self._last_words()}")
-
-    def _await(self, condition: Callable[[], bool], what: str, name: str) -> None:
-        """ElasticError when it takes too long or when the daemon `name` ends before."""
-        deadline, unseen = time.monotonic() + START_TIMEOUT_S, 0
-        while not condition():
-            # In the middle of an exec a process has no environment to be known by: look again.
-            unseen = 0 if self.members(name) else unseen + 1
-            if time.monotonic() > deadline or unseen > 3:
-                logs = self._last_words()
-                hint = _MULTIPLE if "NodeAddr are required" in logs else ""
-                raise ElasticError(f"the sandbox did not start: waited for {what}\n{logs}", hint)
-            time.sleep(0.02)
-
-    def _last_words(self) -> str:
-        logs = sorted((self.path / "log").iterdir())
-        lines = [(log.name, line) for log in logs for line in proc.read(log).splitlines()[-3:]]
-        return "\n".join(f"  {name}: {line}" for name, line in lines)
+        self.daemons.start("mariadbd", found["mariadbd"], *common, *options, *small, ready=database)
+        self.daemons.start("slurmdbd", found["slurmdbd"], "-D", ready=port)
 
 
 # ---- configuration
@@ -338,21 +260,22 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
     host = socket.gethostname().split(".")[0]
     is_local = False
     with contextlib.suppress(OSError):
-        is_local = socket.gethostbyname(host) == _ADDRESS
+        is_local = socket.gethostbyname(host) == ADDRESS
     words = dict(
         DIR=path, USER=user_name(), HOST=host, GRACE=shape.grace_s,
-        ADDRESS=_ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
+        ADDRESS=ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
         NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
         PASSWORD=os.urandom(16).hex(), CGROUP=cgroup, STALE=shlex.quote(str(shape.stale or "")),
     )  # fmt: skip
     drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not is_local, "GPU": not shape.gpus}
+    settings = [*(["JobSubmitPlugins=lua"] if shape.job_submit else []), *shape.settings]
     for template in (elastic_home() / "etc/sandbox").iterdir():
         text = template.read_text()
         for tag, is_off in drop.items():
             text = re.sub(rf"(?m)^@IF_{tag}@ (.*\n)", "" if is_off else r"\1", text)
         text = re.sub(r"@([A-Z_]+)@", lambda match: str(words[match[1]]), text)
-        for setting in shape.all_settings if template.name == "slurm.conf" else ():
+        for setting in settings if template.name == "slurm.conf" else ():
             text = _with_setting(text, setting)
         (path / template.name).touch(0o600)
         (path / template.name).write_text(text)
@@ -389,22 +312,6 @@ def programs(accounting: bool = False) -> dict[str, str]:
         names = " ".join(sorted({packages[name] for name in missing}))
         raise ElasticError(f"Command not found: {', '.join(missing)}", f"apt-get install {names}")
     return found
-
-
-def _listens(where: str | int) -> bool:
-    """If someone accepts connections at a socket's path or at a port."""
-    family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(where if isinstance(where, str) else (_ADDRESS, where)) == 0
-
-
-def _files_of_stepd(pid: int) -> set[str]:
-    """What the process has open if it is a slurmstepd: its node's log, above all."""
-    if proc.read(f"/proc/{pid}/comm") != "slurmstepd\n":
-        return set()
-    with contextlib.suppress(OSError):  # it may end meanwhile
-        return {os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-    return set()
 
 
 def default_folder() -> Path:
