@@ -14,7 +14,6 @@ import json
 import os
 import re
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -31,6 +30,7 @@ from crashing import KILLED, LOST, REFUSED, UNANSWERED, Point, World, report, tr
 from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
+from elastic.jobs.ending import End
 from elastic.local.master import averaging, journal, master
 from elastic.local.master import server as master_server
 from elastic.local.master.averaging import Averager
@@ -42,7 +42,7 @@ from elastic.local.worker.agent import Agent
 from elastic.local.worker.line import Place
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.run.audit import audit
-from elastic.run.records import Header
+from elastic.run.records import Header, Outcome
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.saved import drafts, inner_state, versions
 from elastic.saved.checkpoint import Checkpoints
@@ -324,12 +324,11 @@ def live(run: RunDir, slot: int) -> None:
     """A job of a slot: claim it, train and deliver a round, save the inner state, give it up."""
     notice = Notice()
     one = Agent(run, slot, notice)
-    one._record({"state": "started"})
-    one.attempt = run.claim_attempt(slot, {"job_id": one.job_id})
-    trainer = SimpleNamespace(said=agent.SILENT.copy(), tail=[], heard=time.monotonic(),
-                              processes=[SimpleNamespace(pid=1)])  # fmt: skip
-    one._beat(trainer)
-    with learner(run, slot, one.attempt, notice) as sgd:
+    one.program.record("started")
+    one.program.claim(notice)
+    training = agent.Training([SimpleNamespace(pid=1)], -1)
+    one.beat(training)
+    with learner(run, slot, one.program.attempt, notice) as sgd:
         for x, y in sgd.batches(Samples(SAMPLES, -1)):
             loss = nn.functional.mse_loss(sgd.model(x).squeeze(-1), y)
             loss.backward()
@@ -338,9 +337,9 @@ def live(run: RunDir, slot: int) -> None:
             if sgd.steps == STEPS:
                 notice.arrived(SIGTERM)
     assert sgd.outcome == "yielded"
-    trainer.said |= {"state": "delivering", "steps_total": STEPS}
-    one._beat(trainer)
-    one._end("yielded", "notice", trainer)
+    training.report |= {"state": "delivering", "steps_total": STEPS}
+    one.beat(training)
+    one.end(End(Outcome.YIELDED, "notice"), training)
 
 
 def inner(run: RunDir, slot: int) -> str:

@@ -209,12 +209,7 @@ def test_an_agent_and_its_trainer_live_through_any_one_of_them(world, waiting):
     """A slot's life: claim it, beat, train and deliver a round, save the inner state, leave."""
     run, delivered = waiting, {}
 
-    claim = run.claim_attempt
-
     def be_worker() -> None:
-        run.claim_attempt = lambda *who: durable.until_written(  # as Agent._start does
-            lambda: claim(*who), lambda: False
-        )
         live(run, 0)
 
     def check() -> None:

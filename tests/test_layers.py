@@ -19,13 +19,13 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 1011,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1202,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1582,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1658,  # jobs on a cluster: what is there, what should be, one pass
     "train": 833,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1111,  # tensors on disk, committed by link(): what both modes begin with
     "local": 610,  # local mode: what both sides of the wire speak
     "local/worker": 1257,  # one slot: hold the lease, train, deliver
-    "local/master": 1183,  # one master: Redis, samples, rounds, commits
-    "sync": 807,  # sync mode: one job that resizes
+    "local/master": 1079,  # one master: Redis, samples, rounds, commits
+    "sync": 938,  # sync mode: one job that resizes
     "people": 1793,  # what a person asks and sees
     "lab": 1453,  # trying and proving; nothing imports it
     "commands": 551,  # click: options, checks, exit codes

@@ -13,7 +13,7 @@ from elastic.jobs.sched import Job, JobSpec
 from elastic.jobs.sched_slurm import sbatch_argv
 from elastic.local.master.master import Master
 from elastic.local.master.samples import Samples
-from elastic.local.worker.agent import SILENT, Agent, Trainer
+from elastic.local.worker.agent import SILENT, Agent, Training
 from elastic.run.membership import Slot
 from elastic.run.rundir import Control, RunDir
 from helpers import wait_until
@@ -37,15 +37,16 @@ def test_a_worker_tries_to_deliver_for_as_long_as_its_notice_leaves(ago_s, windo
     assert not Notice().has_run_out()
 
 
-def test_an_agent_leaves_a_trainer_that_moves_to_the_scheduler():
+def test_an_agent_leaves_a_trainer_that_moves_to_the_scheduler(make_run):
     """The step that is under way at the notice takes 45 s; the grace is ten minutes."""
-    one = Agent.__new__(Agent)
-    one.notice, one._store = notice_of(45.0, 600.0), object()
-    one.config = SimpleNamespace(health=HEALTH)
+    one = Agent(make_run(), 0, notice_of(45.0, 600.0))
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
-            trainer = Trainer([process], -1, SILENT | {"state": "training", "step": 3})
-            one._kill_if_hung(trainer)
+            now = time.monotonic()
+            said = SILENT | {"state": "training", "step": 3}
+            training = Training([process], -1, said, moved=now - 45, heard=now - 45)
+            one.lease = SimpleNamespace(is_held=True)
+            one.kill_if_hung(training)
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.2)
         finally:

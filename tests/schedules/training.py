@@ -1,6 +1,6 @@
 """Local mode: real masters, agents, lines and training loops on edges made of dictionaries.
 
-Real: `Master` and its parts, `Averager.commit`, `Store`, `Line`, `LocalSGD`, `Agent._beat` and all
+Real: `Master` and its parts, `Averager.commit`, `Store`, `Line`, `LocalSGD`, `Agent.beat` and all
 that they decide with. Not real: Redis, the run directory, bytes and arithmetic, the clock.
 
 A schedule says who runs how far, and what goes wrong. What must always hold is checked where it
@@ -356,10 +356,9 @@ class Worker:
     def __init__(self, world: "Training", slot: int):
         run = world.run
         self.notice, self.next_beat = Notice(), world.now
-        self.agent = Agent.__new__(Agent)
-        vars(self.agent).update(run=run, slot=slot, notice=self.notice, config=world.config,
-                                job_id=f"{slot}", _store=None, _failure="")  # fmt: skip
-        self.agent.attempt = self.attempt = run.claim_attempt(slot, {})
+        self.agent = Agent(run, slot, self.notice)
+        self.agent.program.job_id = f"{slot}"
+        self.agent.program.attempt = self.attempt = run.claim_attempt(slot, {})
         place = Place(run, slot, self.attempt, f"{slot}.{self.attempt}")
         optimizer = SimpleNamespace(param_groups=[])
         self.life = Life(torch.nn.Linear(1, 1), optimizer, place, self.notice, Group())
@@ -369,15 +368,14 @@ class Worker:
     def beat(self, world: "Training") -> None:
         """The agent's turn: a heartbeat, or the last word when its training process has ended."""
         said = {name: self.line._said.get(name, SILENT[name]) for name in SILENT}
-        child = SimpleNamespace(said=said, heard=world.now, processes=[SimpleNamespace(pid=1)])
+        training = agent.Training([SimpleNamespace(pid=1)], -1, said, heard=world.now)
         if not self.actor.alive:
-            if self.agent._store:
-                with contextlib.suppress(ElasticError):
-                    self.agent._store.release(self.slot, self.attempt)
+            if self.agent.lease.is_held:
+                self.agent.lease.give_up()
             return
         self.next_beat = world.now + world.config.health.heartbeat_s
         try:
-            self.agent._beat(child)
+            self.agent.beat(training)
         except Fenced:
             world.cast.kill(self.actor)
 

@@ -20,6 +20,7 @@ class Outcome(enum.StrEnum):
     YIELDED = "yielded"  # left in time, after a notice
     FENCED = "fenced"  # a higher attempt has its place
     FAILED = "failed"
+    CRASHED = "crashed"  # an attempt, never a job: it is started again, or the job has failed
     LOST = "lost"  # the scheduler names the cause: preemption, time limit, dead node
     KILLED = "killed"  # nobody knows the cause
     CANCELLED = "cancelled"  # by a pass, or by the job's owner

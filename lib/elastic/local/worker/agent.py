@@ -2,19 +2,18 @@
 
     python -m elastic.local.worker.agent RUNDIR SLOT    (`elastic agent`: a worker's job)
 
-It claims the slot (a new attempt, which fences older ones), starts the trainer (one process per
-GPU), and renews the lease with the trainer's progress: liveness and progress are two things, so a
-hung trainer is seen as stalled and not as live. A notice goes on to the trainer, which delivers
-what it has. When everything has ended, the exit record says why, and the lease is given up.
+It claims the slot (a new attempt, which fences older ones), starts the training process (one per
+GPU), and renews the lease with its progress: liveness and progress are two things, so a training
+process that hangs is seen as stalled and not as live. A notice goes on to it, and it delivers what
+it has. When everything has ended, the exit record says why, and the lease is given up.
 
-A trainer that crashes is started again here, without going back to the queue, as long as it
-delivers something between crashes. One that dies of the same error twice before its first step,
+A training process that crashes is started again here, without going back to the queue, as long as
+it delivers something between crashes. One that dies of the same error twice before its first step,
 in a run in which nobody has trained yet, would do so everywhere: the run has failed. No torch in
 this process: it must answer in milliseconds.
 """
 
 import contextlib
-import functools
 import json
 import os
 import select
@@ -23,26 +22,29 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elastic.base.durable import log_what_fits, until_written
-from elastic.base.environment import env, environment, torch_program
+from elastic.base.durable import log_what_fits
+from elastic.base.environment import torch_program
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port, node_name
-from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, install, name_of
-from elastic.jobs.command import STACKS, expand
+from elastic.base.signals import KILL_WAIT_S, Notice, install, name_of
+from elastic.jobs.command import expand
+from elastic.jobs.ending import End, end_of_run
+from elastic.jobs.history import WORKER
+from elastic.jobs.program import Program, start_rank
 from elastic.jobs.slurm_info import notice_here
 from elastic.local.store import Store
 from elastic.run import wording
+from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 
-TAIL_BYTES = 8192  # the last words of a trainer
+TAIL_BYTES = 8192  # the last words of a training process
 MOST_READ = 1 << 20  # more than a pipe holds; who says more is heard the next time
 ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
-EXIT_CODES = {"stopped": Exit.DO_NOT_RESTART, "failed": Exit.ERROR}
-# What a trainer reports that has not spoken yet.
+# What a training process reports that has not spoken yet.
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
           "tokens_per_s": 0.0, "trouble": "", "moves": 0}  # fmt: skip
 
@@ -50,12 +52,12 @@ MOVING = ("state", "step", "version", "moves")  # who changes none of them may h
 
 
 @dataclass
-class Trainer:
-    """The training processes of one attempt."""
+class Training:
+    """The training processes of one attempt, one per GPU, and what they say."""
 
     processes: list[subprocess.Popen]
-    progress: int  # read end of the progress pipe
-    said: dict = field(default_factory=SILENT.copy)
+    pipe: int  # read end of what they report through
+    report: dict = field(default_factory=SILENT.copy)  # their newest
     tail: bytes = b""
     rest: bytes = b""
     error: str = ""  # the exception that it died of
@@ -73,272 +75,285 @@ class Trainer:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
+    def sources(self) -> list:
+        """What becomes readable when they say something: for select()."""
+        return [self.pipe, *(p.stderr for p in self.processes if p.poll() is None)]
+
+    def read(self) -> bool:
+        """Take in progress lines and error output, without waiting. Has the state changed?"""
+        for process in self.processes:
+            words = _available(process.stderr.fileno())
+            sys.stderr.buffer.write(words)
+            sys.stderr.flush()
+            self.tail = (self.tail + words)[-TAIL_BYTES:]
+        *lines, self.rest = (self.rest + _available(self.pipe)).split(b"\n")
+        before = dict(self.report)
+        for line in lines:
+            self.report |= json.loads(line)
+            self.heard = time.monotonic()
+        if any(before.get(key) != self.report.get(key) for key in MOVING):
+            self.moved = time.monotonic()
+        return before.get("state") != self.report.get("state")
+
+    def still_s(self) -> float:
+        """Without a sign of life; who works has to move, who loads may be silent."""
+        if self.report["state"] == "loading":
+            return 0.0
+        works = self.report["state"] in ("training", "delivering")
+        return time.monotonic() - (self.moved if works else self.heard)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        self.read()
+        os.close(self.pipe)
+
+    def last_words(self) -> str:
+        return self.tail.decode(errors="replace")
+
+
+class Lease:
+    """The slot's lease at the master's server; held by an agent that has reached the server."""
+
+    def __init__(self, program: Program):
+        self._program, self._health = program, program.run.config().health
+        self._store: Store | None = None
+        self.served = time.monotonic()  # when the server last answered
+
+    @property
+    def is_held(self) -> bool:
+        return self._store is not None
+
+    def renew(self, fields: dict) -> None:
+        """Claim it where it is not known. A silent server is no reason to stop. Raises Fenced."""
+        run, slot, attempt = self._program.run, self._program.slot, self._program.attempt
+        try:
+            if self._store is None:
+                self._store = Store.open(run, self._health.heartbeat_s + 1, "worker")
+            lease = (slot, attempt, fields, self._health.lease_s)
+            if not self._store.beat(*lease) and not self._store.claim(*lease):
+                raise TryAgain(f"slot {slot} has an attempt higher than {attempt}")
+            self.served = time.monotonic()
+        except (TryAgain, Fenced):
+            self.drop()
+            with contextlib.suppress(TryAgain):
+                run.fence(slot, attempt)
+
+    def has_nobody_trained(self) -> bool:
+        """So far, in this run: then a fault is not this slot's alone."""
+        with contextlib.suppress(TryAgain):
+            workers = self._store.slots().values() if self._store else ()
+            newest = 0 if self._store else -1
+            told = self._program.run.told_version()
+            return told <= newest and not any(worker.steps_total for worker in workers)
+        return False
+
+    def give_up(self) -> None:
+        """The last word. Where nobody hears it, the exit record is looked at."""
+        with contextlib.suppress(ElasticError):
+            if self._store is None:
+                self._store = Store.open(self._program.run, role="worker")
+            self._store.release(self._program.slot, self._program.attempt)
+        self.drop()
+
+    def drop(self) -> None:
+        if self._store:
+            self._store.close()
+        self._store = None
+
 
 class Agent:
     def __init__(self, run: RunDir, slot: int, notice: Notice):
-        self.run, self.slot, self.notice = run, slot, notice
-        self.config = run.config()
-        self.job_id = env("ELASTIC_JOB_ID") or f"pid-{os.getpid()}"
-        self.attempt = 0
-        self._store: Store | None = None
+        self.notice, self.config = notice, run.config()
+        self.program = Program(run, WORKER, slot)
+        self.lease = Lease(self.program)
         self._next_beat = 0.0
         self._crashes = 0
         self._failure = ""  # the exception that the attempt before died of
-        self._told = False  # the notice has been passed on
+        self._has_told = False  # the notice has been passed on
         self._too_short = ""  # why a notice does not suffice to deliver
-        self._served = time.monotonic()  # when the master's server last answered
         self._deserted = ""  # why this job leaves its GPUs
 
     # ---- the program
 
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
-        self._record({"state": "started"})
-        if over := self.run.closing("local"):
-            return self._end("done" if over == "done" else "stopped", f"the run is {over}")
+        self.program.record("started")
+        if closing := self.program.run.closing("local"):
+            return self.end(end_of_run(closing))
         self.notice.window_s = notice_here(self.config) or KILL_WAIT_S
         while True:
-            trainer = self._start()
-            outcome, reason = self._judge(trainer, self._watch(trainer))
-            if outcome != "crashed":
-                return self._end(outcome, reason, trainer)
-            if self._crashes > CRASHES_IN_PLACE or self.notice:
-                return self._end("failed", reason, trainer)
-            is_same, self._failure = trainer.error == self._failure != "", trainer.error
-            if is_same and self._nobody_has_trained():
-                what = f"worker {self.slot} failed twice at its start: {reason}"
-                self.run.mark_failed(what, _tail(trainer))
-                return self._end("failed", reason, trainer)
-            self._event("restart", reason=reason)
+            training = self._start()
+            end = self._judge(training, self._watch(training))
+            if end.outcome == Outcome.CRASHED:
+                end = self._after_crash(end, training)
+            if end:
+                return self.end(end, training)
 
-    def _judge(self, trainer: Trainer, code: int) -> tuple[str, str]:
-        """What the trainer's end means: (done | stopped | yielded | fenced | crashed, reason)."""
-        end = trainer.said.get("end")
+    def _judge(self, training: Training, code: int) -> End:
+        """What the end of the training process means."""
+        end, program = training.report.get("end"), self.program
         if code == 0 and end:
             notice = self._deserted or f"notice: {self.notice.signal_name}"
-            return end, {"yielded": notice}.get(end, f"run {end}")
+            return End(Outcome(end), notice if end == Outcome.YIELDED else f"run {end}")
         if code == Exit.DO_NOT_RESTART:
-            return "fenced", f"a higher attempt than {self.attempt} has slot {self.slot}"
+            why = f"a higher attempt than {program.attempt} has slot {program.slot}"
+            return End(Outcome.FENCED, why)
         if self._deserted:
-            return "yielded", self._deserted
+            return End(Outcome.YIELDED, self._deserted)
         if code == Exit.TRY_AGAIN and self.notice:
-            return "yielded", "notice, with nothing to deliver, or nobody to deliver it to"
+            nothing = "notice, with nothing to deliver, or nobody to deliver it to"
+            return End(Outcome.YIELDED, nothing)
         if code < 0 and self.notice:
-            return "yielded", f"notice, and the training process ended with {name_of(code)}"
-        if over := self.run.closing("local"):
-            return "done" if over == "done" else "stopped", f"the run is {over}"
-        self._crashes = 1 if trainer.said.get("delivered") else self._crashes + 1
-        end = "left before the run was over" if code == 0 else f"ended with {name_of(code)}"
+            ended = f"notice, and the training process ended with {name_of(code)}"
+            return End(Outcome.YIELDED, ended)
+        if closing := program.run.closing("local"):
+            return end_of_run(closing)
         if code > 0 and code != Exit.TRY_AGAIN:
-            trainer.error = wording.last_error(_tail(trainer))
-        end = f"the training process {end}"
-        return "crashed", f"{trainer.error} ({end})" if trainer.error else end
+            training.error = wording.last_error(training.last_words())
+        ended = "left before the run was over" if code == 0 else f"ended with {name_of(code)}"
+        ended = f"the training process {ended}"
+        return End(Outcome.CRASHED, f"{training.error} ({ended})" if training.error else ended)
 
-    def _nobody_has_trained(self) -> bool:
-        """So far, in this run: then the fault is not this slot's alone."""
-        with contextlib.suppress(TryAgain):
-            workers = self._store.slots().values() if self._store else ()
-            newest = 0 if self._store else -1
-            return self.run.told_version() <= newest and not any(w.steps_total for w in workers)
-        return False
+    def _after_crash(self, end: End, training: Training) -> End | None:
+        """None: it is worth another attempt."""
+        failed = replace(end, outcome=Outcome.FAILED, detail=training.last_words())
+        self._crashes = 1 if training.report.get("delivered") else self._crashes + 1
+        if self._crashes > CRASHES_IN_PLACE or self.notice:
+            return failed
+        is_same, self._failure = training.error == self._failure != "", training.error
+        if is_same and self.lease.has_nobody_trained():
+            what = f"worker {self.program.slot} failed twice at its start: {end.reason}"
+            self.program.run.mark_failed(what, failed.detail)
+            return failed
+        self.program.event("restart", reason=end.reason)
+        return None
 
-    # ---- the trainer
+    def end(self, end: End, training: Training | None = None) -> int:
+        """Say how it ended, and give the slot up; the exit code."""
+        steps = {"steps": training.report["steps_total"] if training else 0}
+        if self._too_short and end.outcome == Outcome.YIELDED:
+            end = replace(end, reason=f"{end.reason}; {self._too_short}")
+        code = self.program.end(end, steps)
+        print(f"agent  slot {self.program.slot} {end.outcome}: {end.reason}", flush=True)
+        if training or self.lease.is_held:
+            self.lease.give_up()
+        return code
 
-    def _start(self) -> Trainer:
-        who = {"job_id": self.job_id, "node": node_name(), "pid": os.getpid(), "time": time.time()}
-        claim = functools.partial(self.run.claim_attempt, self.slot, who)
-        self.attempt = until_written(claim, self.notice.__bool__)
-        print(f"agent  slot {self.slot} attempt {self.attempt} job {self.job_id}", flush=True)
-        self._event("start", node=node_name())
+    # ---- the training process
+
+    def _start(self) -> Training:
+        program, ranks = self.program, self.config.slurm.gpus_per_worker
+        program.claim(self.notice)
+        who = f"slot {program.slot} attempt {program.attempt} job {program.job_id}"
+        print(f"agent  {who}", flush=True)
         reader, writer = os.pipe()
         rendezvous = os.memfd_create("rendezvous")  # whoever opens a port opens it to all users
-        ranks = self.config.slurm.gpus_per_worker
         shared = {
-            "ELASTIC_RUN_DIR": str(self.run.path), "ELASTIC_SLOT": str(self.slot),
-            "ELASTIC_ATTEMPT": str(self.attempt), "ELASTIC_JOB_ID": self.job_id,
+            "ELASTIC_RUN_DIR": str(program.run.path), "ELASTIC_SLOT": str(program.slot),
+            "ELASTIC_ATTEMPT": str(program.attempt), "ELASTIC_JOB_ID": program.job_id,
             "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
             "ELASTIC_NOTICE_S": str(self.notice.window_s),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
             "GLOO_SOCKET_IFNAME": "lo", "ELASTIC_RENDEZVOUS": f"/proc/self/fd/{rendezvous}",
         }  # fmt: skip
-        names = {"python": sys.executable, "run": str(self.run.path), "slot": str(self.slot),
-                 "attempt": str(self.attempt)}  # fmt: skip
-        program = expand(self.config.run.command, names) or torch_program("worker")
-        command = [*self.config.slurm.rank_prefix, *program]
-        processes = []
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen(
-                    command, env={**STACKS, **environment(), **shared, **own},
-                    pass_fds=[writer, rendezvous],
-                    cwd=self.config.run.folder if self.config.run.command else None,
-                    stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=subprocess.PIPE,
-                    preexec_fn=die_with_parent,
-                )
-            )  # fmt: skip
+        processes = [self._start_rank(rank, shared, [writer, rendezvous]) for rank in range(ranks)]
         os.close(writer)
         os.close(rendezvous)
-        return Trainer(processes, reader)
+        return Training(processes, reader)
 
-    def _watch(self, trainer: Trainer) -> int:
+    def _start_rank(self, rank: int, shared: dict, files: list[int]) -> subprocess.Popen:
+        program, own = self.program, {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        names = {"python": sys.executable, "run": str(program.run.path),
+                 "slot": str(program.slot), "attempt": str(program.attempt)}  # fmt: skip
+        words = expand(self.config.run.command, names) or torch_program("worker")
+        folder = self.config.run.folder if self.config.run.command else None
+        command = [*self.config.slurm.rank_prefix, *words]
+        return start_rank(command, {**shared, **own}, folder, pass_fds=files)
+
+    def _watch(self, training: Training) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""
         self._next_beat = 0.0
         try:
-            while trainer.exit_code() is None:
-                self._wait_for_something(trainer)
-                if self.notice and not self._told:
-                    self._told = True
-                    self._event("notice", signal=self.notice.signal_name)
-                    if self._too_short:  # the last word, if the kill comes first
-                        self._record({"state": "leaving", "reason": self._too_short})
-                    trainer.signal(signal.SIGTERM)
-                self._kill_if_hung(trainer)
-                self._leave_if_deserted(trainer)
+            while training.exit_code() is None:
+                self._wait_for_something(training)
+                if self.notice and not self._has_told:
+                    self._tell(training)
+                self.kill_if_hung(training)
+                self._leave_if_deserted(training)
                 if time.monotonic() >= self._next_beat:
-                    self._beat(trainer)
-            code = trainer.exit_code()
+                    self.beat(training)
+            code = training.exit_code()
         except Fenced:
             code = Exit.DO_NOT_RESTART
         finally:
-            # A rank that has failed leaves the others waiting for it: they cannot go on.
-            trainer.signal(signal.SIGKILL)
-            for process in trainer.processes:
-                process.wait()
-            self._read(trainer)
-            os.close(trainer.progress)
+            training.end()  # a rank that has failed leaves the others waiting for it
         return code
 
-    def _wait_for_something(self, trainer: Trainer) -> None:
-        sources = [trainer.progress]
-        sources += [p.stderr for p in trainer.processes if p.poll() is None]
-        if not self.notice:
-            sources.append(self.notice)
+    def _wait_for_something(self, training: Training) -> None:
+        sources = training.sources() + ([] if self.notice else [self.notice])
         timeout_s = max(0.0, min(self._next_beat - time.monotonic(), 1.0))
         select.select(sources, [], [], timeout_s)
-        self._read(trainer)
-
-    def _read(self, trainer: Trainer) -> None:
-        """Take in progress lines and error output, without waiting for either."""
-        for process in trainer.processes:
-            said = _available(process.stderr.fileno())
-            sys.stderr.buffer.write(said)
-            sys.stderr.flush()
-            trainer.tail = (trainer.tail + said)[-TAIL_BYTES:]
-        *lines, trainer.rest = (trainer.rest + _available(trainer.progress)).split(b"\n")
-        before = dict(trainer.said)
-        for line in lines:
-            trainer.said |= json.loads(line)
-            trainer.heard = time.monotonic()
-        if any(before.get(key) != trainer.said.get(key) for key in MOVING):
-            trainer.moved = time.monotonic()
-        if before.get("state") != trainer.said.get("state"):
+        if training.read():
             self._next_beat = 0.0
 
-    def _kill_if_hung(self, trainer: Trainer) -> None:
-        if self._store is None:  # without a line to the master there may be nothing to do
-            trainer.moved = trainer.heard = time.monotonic()
-        working = trainer.said["state"] in ("training", "delivering")
-        still_s = time.monotonic() - (trainer.moved if working else trainer.heard)
-        if trainer.said["state"] != "loading" and still_s > self.config.health.hang_timeout_s:
-            self._event("hang", seconds=round(still_s))
-            trainer.tail += f"agent  no sign of life for {still_s:.0f} s: killed\n".encode()
-            trainer.signal(signal.SIGABRT)  # prints its stacks
-            time.sleep(ABORT_S)
-            trainer.signal(signal.SIGKILL)
-        # After a notice it is the scheduler that kills: until then whoever moves may deliver.
+    def _tell(self, training: Training) -> None:
+        """Pass the notice on."""
+        self._has_told = True
+        self.program.event("notice", signal=self.notice.signal_name)
+        if self._too_short:  # the last word, if the kill comes first
+            self.program.record("leaving", reason=self._too_short)
+        training.signal(signal.SIGTERM)
 
-    def _leave_if_deserted(self, trainer: Trainer) -> None:
+    def kill_if_hung(self, training: Training) -> None:
+        """After a notice, too, whoever moves may deliver: then it is the scheduler that kills."""
+        if not self.lease.is_held:  # without a line to the master there may be nothing to do
+            training.moved = training.heard = time.monotonic()
+        if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
+            self.program.event("hang", seconds=round(still_s))
+            training.tail += f"agent  no sign of life for {still_s:.0f} s: killed\n".encode()
+            training.signal(signal.SIGABRT)  # prints its stacks
+            time.sleep(ABORT_S)
+            training.signal(signal.SIGKILL)
+
+    def _leave_if_deserted(self, training: Training) -> None:
         """There is nothing to train without a master, and nobody knows when there is one again. Its
         server ends with it; a site's does not, but then nothing new comes to wait for."""
-        idle_s = time.monotonic() - (trainer.heard if self.config.redis.url else self._served)
-        is_idle = trainer.said["state"] != "training"
+        since = training.heard if self.config.redis.url else self.lease.served
+        idle_s, is_idle = time.monotonic() - since, training.report["state"] != "training"
         if is_idle and idle_s > self.config.health.master_wait_s and not self._deserted:
             self._deserted = f"no master for {idle_s:.0f} s (health.master_wait)"
-            self._event("warning", reason=self._deserted)
-            trainer.signal(signal.SIGTERM)
+            self.program.event("warning", reason=self._deserted)
+            training.signal(signal.SIGTERM)
 
-    # ---- the lease
+    # ---- heartbeats
 
-    def _beat(self, trainer: Trainer) -> None:
-        """Renew the lease; claim it where it is not known. A silent server is no reason to stop."""
-        health = self.config.health
-        self._compare_with_notice(trainer.said.get("needs_s", 0.0))
-        self._next_beat = time.monotonic() + health.heartbeat_s
-        try:
-            if self._store is None:
-                self._store = Store.open(self.run, health.heartbeat_s + 1, "worker")
-            fields = self._fields(trainer)
-            lease = (self.slot, self.attempt, fields, health.lease_s)
-            if not self._store.beat(*lease) and not self._store.claim(*lease):
-                raise TryAgain(f"slot {self.slot} has an attempt higher than {self.attempt}")
-            self._served = time.monotonic()
-        except (TryAgain, Fenced):
-            self._drop_store()
-            with contextlib.suppress(TryAgain):
-                self.run.fence(self.slot, self.attempt)
+    def beat(self, training: Training) -> None:
+        """Renew the lease with what there is to report. Raises Fenced."""
+        self._compare_with_notice(training.report.get("needs_s", 0.0))
+        self._next_beat = time.monotonic() + self.config.health.heartbeat_s
+        self.lease.renew(self._fields(training))
 
     def _compare_with_notice(self, needs_s: float) -> None:
         """Say once if a preemption would cost the steps since the last delivery."""
         window_s = self.notice.window_s
         if needs_s > window_s and not self._too_short:
-            self._too_short = (
-                f"the notice of {window_s:g} s is too short: "
-                f"a step, a delivery and the inner state take {needs_s:g} s"
-            )
-            self._event("warning", reason=self._too_short)
+            needs = f"a step, a delivery and the inner state take {needs_s:g} s"
+            self._too_short = f"the notice of {window_s:g} s is too short: {needs}"
+            self.program.event("warning", reason=self._too_short)
 
-    def _fields(self, trainer: Trainer) -> dict:
-        said = trainer.said
-        silent_s = time.monotonic() - trainer.heard
-        if said["state"] == "waiting" and silent_s > self.config.health.stall_after_s:
-            said = said | {"state": "stalled"}
+    def _fields(self, training: Training) -> dict:
+        report, program = training.report, self.program
+        silent_s = time.monotonic() - training.heard
+        if report["state"] == "waiting" and silent_s > self.config.health.stall_after_s:
+            report = report | {"state": "stalled"}
         return {
-            "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id,
-            "node": node_name(), "pid": trainer.processes[0].pid,
-            **{name: said[name] for name in SILENT},
-            "trouble": said["trouble"] or ("" if said["steps_total"] else self._failure),
+            "slot": program.slot, "attempt": program.attempt, "job_id": program.job_id,
+            "node": node_name(), "pid": training.processes[0].pid,
+            **{name: report[name] for name in SILENT},
+            "trouble": report["trouble"] or ("" if report["steps_total"] else self._failure),
         }  # fmt: skip
-
-    def _drop_store(self) -> None:
-        if self._store:
-            self._store.close()
-        self._store = None
-
-    # ---- the record
-
-    def _end(self, outcome: str, reason: str, trainer: Trainer | None = None) -> int:
-        code = EXIT_CODES.get(outcome, Exit.OK)
-        detail = _tail(trainer) if trainer and outcome == "failed" else ""
-        steps = trainer.said["steps_total"] if trainer else 0
-        if self._too_short and outcome == "yielded":
-            reason += f"; {self._too_short}"
-        kind = {"yielded": "preempt", "failed": "lost"}.get(outcome, "leave")
-        self._event(kind, reason=reason, steps=steps)
-        self._record(
-            {"state": "ended", "outcome": outcome, "code": code, "reason": reason,
-             "detail": detail, "steps": steps},
-        )  # fmt: skip
-        print(f"agent  slot {self.slot} {outcome}: {reason}", flush=True)
-        with contextlib.suppress(ElasticError):  # the last word: who sees it looks at the record
-            if self._store is None and trainer:
-                self._store = Store.open(self.run, role="worker")
-            if self._store:
-                self._store.release(self.slot, self.attempt)
-        self._drop_store()
-        return code
-
-    def _event(self, kind: str, **fields) -> None:
-        who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "job_id": self.job_id}
-        self.run.event(kind, **who, **fields)
-
-    def _record(self, fields: dict) -> None:
-        who = {"role": "worker", "slot": self.slot, "attempt": self.attempt, "node": node_name()}
-        self.run.write_ending(self.job_id, {**who, **fields})
-
-
-def _tail(trainer: Trainer) -> str:
-    return trainer.tail.decode(errors="replace")
 
 
 def _available(descriptor: int) -> bytes:
@@ -357,8 +372,8 @@ def main() -> int:
         return agent.main()
     except Exception as error:
         traceback.print_exc()
-        outcome = "yielded" if agent.notice else "failed"
-        return agent._end(outcome, f"{type(error).__name__}: {error}")
+        outcome = Outcome.YIELDED if agent.notice else Outcome.FAILED
+        return agent.end(End(outcome, f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,77 @@
+"""What the programs of all jobs do for their run: claim a number, say what happens, say the end.
+
+A job's exit record says first that it has started, and last how it has ended; a job that leaves
+none was killed. Reconcile reads it, and the exit code where there is nothing else.
+"""
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from elastic.base.durable import until_written
+from elastic.base.environment import elastic_home, env, environment
+from elastic.base.errors import Exit
+from elastic.base.network import node_name
+from elastic.base.signals import Notice, die_with_parent
+from elastic.jobs.command import STACKS
+from elastic.jobs.ending import EVENTS, EXIT_CODES, End
+from elastic.run.rundir import RunDir
+
+PASS_S = 60.0  # for a reconcile pass
+
+
+class Program:
+    """A job in the run directory: the newest attempt of its slot, once it has claimed one."""
+
+    def __init__(self, run: RunDir, role: str, slot: int = 0):
+        self.run, self.role, self.slot, self.attempt = run, role, slot, 0
+        self.job_id = env("ELASTIC_JOB_ID") or f"pid-{os.getpid()}"
+
+    def claim(self, notice: Notice) -> None:
+        """A new attempt, which fences older ones."""
+        who = {"job_id": self.job_id, "node": node_name(), "pid": os.getpid(), "time": time.time()}
+        claim = functools.partial(self.run.claim_attempt, self.slot, who)
+        self.attempt = until_written(claim, notice.__bool__)
+        self.event("start", node=node_name())
+
+    def event(self, kind: str, **fields) -> None:
+        who = {"role": self.role, "slot": self.slot, "attempt": self.attempt,
+               "job_id": self.job_id}  # fmt: skip
+        self.run.event(kind, **who, **fields)
+
+    def record(self, state: str, **fields) -> None:
+        """What becomes of the job: started | training | leaving | ended."""
+        who = {"role": self.role, "slot": self.slot, "attempt": self.attempt, "node": node_name()}
+        self.run.write_ending(self.job_id, {**who, "state": state, **fields})
+
+    def end(self, end: End, worked: Mapping[str, int], **measured) -> int:
+        """Say how it ended, and what it had `worked` (steps, if they are known); the exit code."""
+        code = EXIT_CODES[self.role].get(end.outcome, Exit.OK)
+        self.event(EVENTS.get(end.outcome, "leave"), reason=end.reason, **worked)
+        self.record("ended", **asdict(end), code=code, **{**measured, **worked})
+        return code
+
+
+def start_rank(
+    command: Sequence[str], extra: Mapping[str, str], folder: str | None, **options
+) -> subprocess.Popen:
+    """A process that goes with this one; its stderr is a pipe."""
+    return subprocess.Popen(
+        command, env={**STACKS, **environment(), **extra}, cwd=folder, stdin=subprocess.DEVNULL,
+        stdout=sys.stdout, stderr=subprocess.PIPE, preexec_fn=die_with_parent, **options,
+    )  # fmt: skip
+
+
+def pass_command(run: RunDir) -> list[str]:
+    return [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
+
+
+def reconcile_now(run: RunDir) -> None:
+    """See to the job's successor now, or to the end of the run; cron would come later."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(pass_command(run), stdin=subprocess.DEVNULL, timeout=PASS_S)

@@ -1,0 +1,44 @@
+"""The checkpoints of a synchronous run, and the one that run.command goes on from."""
+
+import os
+from pathlib import Path
+
+from elastic.jobs.slurm_info import resume_paths
+from elastic.run import wording
+from elastic.run.rundir import RunDir
+
+
+class Resume:
+    """`path`: what run.command was given; `older`: how many it is not given, as it died on them."""
+
+    def __init__(self, run: RunDir):
+        self._run, config = run, run.config()
+        own = config.sync.checkpoints if config.run.command else ""
+        # A relative path is one below the run file's folder.
+        self.folder = Path(config.run.folder, own) if own else run.path / "checkpoints"
+        self.path: Path | None = None
+        self.older = 0
+        self._at_start = self.there()
+
+    def there(self) -> dict[Path, int]:
+        """The whole ones and when they were written, the one to go on from first."""
+        return resume_paths(self.folder, self._run.config().sync.resume)
+
+    def has_progressed(self, before: dict[Path, int] | None = None) -> bool:
+        """Is there one that was not there before (the job's start), or the one resumed from,
+        written anew? Others are written again on the way to where the ranks died: that has no
+        end."""
+        before = self._at_start if before is None else before
+        return any(written > before.get(path, 0) and (path not in before or path == self.path)
+                   for path, written in self.there().items())  # fmt: skip
+
+    def choose(self) -> str:
+        """The newest on which the program has not died at once, else the oldest; "": none."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        there, names = [*self.there()], sorted(os.listdir(self.folder))
+        self.path = there[min(self.older, len(there) - 1)] if there else None
+        if names and not there:
+            what = f"nothing in {self.folder} looks like a whole checkpoint"
+            listed = wording.brief(", ".join(names))
+            self._run.event("warning", reason=f"{what} (there are: {listed}): see sync.resume")
+        return str(self.path or "")
