@@ -379,14 +379,14 @@ def _look_with_torch(given: list[str]) -> dict[str, Any]:
     import torch
 
     import_s = time.perf_counter() - began - (_waited_s() - waited_s)
-    from elastic.train.health import Unfit, check_gpu_health
+    from elastic.train.health import examine_gpu
 
     gpus = torch.cuda.device_count()
-    problems = [words for index in range(gpus) for words in check_gpu_health(f"cuda:{index}")]
+    examined = [examine_gpu(f"cuda:{index}") for index in range(gpus)]
     return {
         "python": sys.version.split()[0], "version": torch.__version__, "import_s": import_s,
-        "gpus": gpus, "problems": problems, "model": _model(given),
-        "unfit": any(isinstance(problem, Unfit) for problem in problems),
+        "gpus": gpus, "model": _model(given), "unfit": not all(is_fit for _, is_fit in examined),
+        "problems": [problem for problems, _ in examined for problem in problems],
     }  # fmt: skip
 
 

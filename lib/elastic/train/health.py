@@ -21,11 +21,10 @@ import torch.distributed as dist
 
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError
-from elastic.base.signals import Notice, die_with_parent, ignore_notices, install
+from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, ignore_notices, install
 from elastic.train.group import Group, is_sharded
 
 ACTIONS = ("warn", "skip", "rollback", "stop")
-KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 POLL_S = 0.02
 FOREIGN_SHARE = 0.2  # of a GPU's memory that a process may hold outside of torch's allocator
@@ -72,21 +71,21 @@ def check_nccl_health(group: Group, timeout_s: float) -> str:
     """
     if group.world == 1:
         return ""
-    said: list[str] = []
+    answers: list[str] = []
     deadline = time.monotonic() + timeout_s
 
     def ask() -> None:
         try:
-            said.append(_roll_call(group, deadline) or _ping(group, deadline))
+            answers.append(_roll_call(group, deadline) or _ping(group, deadline))
         except RuntimeError as error:  # what torch.distributed raises when a peer is gone
-            said.append(f"the group is broken: {str(error).splitlines()[0]}")
+            answers.append(f"the group is broken: {str(error).splitlines()[0]}")
 
     # A store whose host is stopped never answers, nor does NCCL while it connects.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout_s + 10 * POLL_S)
     silence = "no answer from the store (kept by rank 0 or torchrun), or from NCCL's start"
-    problem = said[0] if said else silence
+    problem = answers[0] if answers else silence
     return f"{problem} (within {timeout_s:g} s)" if problem else ""
 
 
@@ -113,30 +112,30 @@ def _ping(group: Group, deadline: float) -> str:
     return "" if total == group.world else f"an all_reduce of {group.world} ones gave {total:g}"
 
 
-class Unfit(str):
-    """A problem of a device for which nothing may be computed on it."""
-
-
 def check_gpu_health(device: torch.device | str) -> list[str]:
-    """What is wrong with the device, a sentence each, of which some are `Unfit`; on the CPU only
-    the arithmetic is tried."""
-    device = torch.device(device)
-    problems = []
+    """What is wrong with the device, a sentence each; on the CPU only the arithmetic is tried."""
+    return examine_gpu(device)[0]
+
+
+def examine_gpu(device: torch.device | str) -> tuple[list[str], bool]:
+    """Likewise, and whether the device is fit to compute on all the same."""
+    device, problems = torch.device(device), []
     try:
-        problems += map(Unfit, _wrong_arithmetic(device))
+        problems += _wrong_arithmetic(device)
+        is_fit = not problems
         if device.type == "cuda":
             problems += _taken_memory(device) + _worn_memory(device)
     except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
-        problems.append(Unfit(f"{device} cannot be used: {str(error).splitlines()[0]}"))
-    return problems
+        return [*problems, f"{device} cannot be used: {str(error).splitlines()[0]}"], False
+    return problems, is_fit
 
 
 def require_gpu(device: torch.device, say: Callable[[str], object]) -> None:
     """Say what `check_gpu_health` finds; ElasticError if the device is not fit to compute on."""
-    problems = check_gpu_health(device)
+    problems, is_fit = examine_gpu(device)
     for problem in problems:
         say(problem)
-    if any(isinstance(problem, Unfit) for problem in problems):
+    if not is_fit:
         raise ElasticError("; ".join(problems), "keep away from the node: slurm.exclude")
 
 
@@ -172,10 +171,10 @@ def _worn_memory(device: torch.device) -> list[str]:
         _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
     except Exception:  # no NVML, no ECC, a MIG slice: nothing is known
         return []
-    found = [f"{errors} uncorrected memory errors (ECC)"] if errors else []
-    found += ["a memory row waits to be remapped (Xid 63): reset the GPU"] if pending else []
-    found += ["a memory row cannot be remapped (Xid 64): replace the GPU"] if failed else []
-    return [f"{device}: {problem}" for problem in found]
+    problems = [f"{errors} uncorrected memory errors (ECC)"] if errors else []
+    problems += ["a memory row waits to be remapped (Xid 63): reset the GPU"] if pending else []
+    problems += ["a memory row cannot be remapped (Xid 64): replace the GPU"] if failed else []
+    return [f"{device}: {problem}" for problem in problems]
 
 
 class HangDetector(contextlib.AbstractContextManager):
@@ -195,15 +194,15 @@ class HangDetector(contextlib.AbstractContextManager):
 
     def _watch(self) -> None:
         beat_s = self.timeout_s / 20
-        seen, silent_s = self._ticks, 0.0
+        ticks, silent_s = self._ticks, 0.0
         while silent_s < self.timeout_s:
             if self._closed.wait(beat_s):
                 return
-            silent_s = 0.0 if self._ticks != seen else silent_s + beat_s
-            seen = self._ticks
+            silent_s = 0.0 if self._ticks != ticks else silent_s + beat_s
+            ticks = self._ticks
         rank = dist.get_rank() if dist.is_initialized() else 0
-        said = f"rank {rank}: no step for {self.timeout_s:g} s; all threads:"
-        print(said, file=sys.stderr, flush=True)
+        headline = f"rank {rank}: no step for {self.timeout_s:g} s; all threads:"
+        print(headline, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=2, all_threads=True)
         self.on_hang()
 
