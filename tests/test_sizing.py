@@ -6,7 +6,7 @@ pytest tests/test_sizing.py
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.jobs.sizing import fit, node_counts, passes, share
+from elastic.jobs.sizing import fit, node_counts, part, passes
 
 sizes, worlds, micro = st.integers(0, 200), st.integers(1, 40), st.integers(1, 9)
 
@@ -14,7 +14,7 @@ sizes, worlds, micro = st.integers(0, 200), st.integers(1, 40), st.integers(1, 9
 @given(st.integers(0, 10**9), sizes, worlds)
 def test_shares_are_the_batch_in_order_and_differ_by_one_at_most(start, size, world):
     batch = range(start, start + size)
-    parts = [share(batch, rank, world) for rank in range(world)]
+    parts = [part(batch, rank, world) for rank in range(world)]
     assert [position for part in parts for position in part] == list(batch)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -25,7 +25,7 @@ def test_every_rank_makes_as_many_passes_over_its_share_and_none_is_too_large(si
     of_rank = [passes(batch, rank, world, most) for rank in range(world)]
     assert len({len(parts) for parts in of_rank}) == 1
     for rank, parts in enumerate(of_rank):
-        assert [p for part in parts for p in part] == list(share(batch, rank, world))
+        assert [p for piece in parts for p in piece] == list(part(batch, rank, world))
         assert max(map(len, parts)) <= most
 
 

@@ -88,7 +88,7 @@ def run_pass(
         passes: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
         for run in runs:
             with _errors_of(run, report):
-                if not _is_settled(run) and (dry_run or locks.enter_context(_lock(run))):
+                if not _is_closed(run) and (dry_run or locks.enter_context(_lock(run))):
                     one = _Pass(run, now, dry_run, within_s)
                     passes[sched.cluster_of(one.kind, one.environment)].append(one)
         for mine in passes.values():
@@ -138,10 +138,7 @@ def _lock(run: RunDir) -> Iterator[bool]:
     """
     descriptor = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        is_mine = True
-        with contextlib.suppress(OSError):
-            is_mine = _has_locked(descriptor)
-        if is_mine:
+        if is_mine := _has_locked(descriptor):
             os.utime(descriptor)
         yield is_mine
     finally:
@@ -151,8 +148,8 @@ def _lock(run: RunDir) -> Iterator[bool]:
 def _has_locked(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -171,12 +168,12 @@ class _Notes:
 def _load(run: RunDir, now: float) -> _Notes:
     """A lost or outdated file only costs what is in it: jobs are known by their names."""
     try:
-        found = read_json(run.path / "reconcile.json") or {}
-        memory = {"born": now, **found.get("memory", {})}
+        notes = read_json(run.path / "reconcile.json") or {}
+        memory = {"born": now, **notes.get("memory", {})}
         for name, kind in (("jobs", JobSeen), ("ended", Ended), ("unsure", UnsureSubmission)):
             memory[name] = tuple(kind(**row) for row in memory.get(name, ()))
-        said = tuple(found.get("said", ()))
-        return _Notes(Memory(**memory), said, found.get("settled", ""))
+        said = tuple(notes.get("said", ()))
+        return _Notes(Memory(**memory), said, notes.get("settled", ""))
     except (ElasticError, TypeError, AttributeError):
         return _Notes(Memory(born=now))
 
@@ -193,7 +190,7 @@ def since_last(run: RunDir) -> float:
     return 0.0
 
 
-def _is_settled(run: RunDir) -> bool:
+def _is_closed(run: RunDir) -> bool:
     closing = run.closing()
     return bool(closing) and _load(run, 0.0).settled == closing
 
@@ -228,8 +225,8 @@ class _Pass:
         endings, gpus = self.run.endings(), self._gpus_of(job.job_id)
         if not 0 < gpus < most:
             return None
-        seen = [end for end in (*endings, self.run.progress() or {}) if end.get("tokens_per_s")]
-        speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"] for end in seen}
+        measured = [end for end in (*endings, self.run.progress() or {}) if end.get("tokens_per_s")]
+        speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"] for end in measured}
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
         restart_s = statistics.median(restarts or [RESTART_S])
         horizon_s = cadence.observed_mtbi_s(endings)
@@ -239,9 +236,9 @@ class _Pass:
         spec = self._spec(TRAINER, 0)
         counts = sizing.node_counts(spec.gpu_range, 1, spec.sizes)
         more = sizing.fit(counts, gpus + scheduler.spare_gpus(spec, most - gpus))
-        found = self.memory.spare_passes + 1 if more > gpus else min(0, self.memory.spare_passes)
-        self.memory = replace(self.memory, spare_passes=found)
-        return replace(best, more=more) if found >= SPARE_PASSES else None
+        passes = self.memory.spare_passes + 1 if more > gpus else min(0, self.memory.spare_passes)
+        self.memory = replace(self.memory, spare_passes=passes)
+        return replace(best, more=more) if passes >= SPARE_PASSES else None
 
     def _gpus_of(self, job_id: str) -> int:
         """As the job has noted itself; 0: not yet."""
@@ -481,10 +478,10 @@ def _seen(job: Job, facts: Facts) -> JobSeen | None:
         return None
     times = {"submitted_at": job.submit_time, "started_at": job.start_time,
              "ended_at": job.end_time, "limit_at": job.limit_time}  # fmt: skip
-    seen = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node,
-                   is_headless=job.is_headless, **times)  # fmt: skip
-    over = "" if seen.queued else history.said_at_end(seen, facts.ending(job.job_id) or {})
+    own = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node,
+                  is_headless=job.is_headless, **times)  # fmt: skip
+    over = "" if own.queued else history.said_at_end(own, facts.ending(job.job_id) or {})
     is_foreign = (name[1] == TRAINER) != (facts.control.mode == "sync")
-    if (name[1] == TRAINER and seen.started) or (is_foreign and over == Outcome.STOPPED):
-        seen = replace(seen, over=over)
-    return seen
+    if (name[1] == TRAINER and own.started) or (is_foreign and over == Outcome.STOPPED):
+        own = replace(own, over=over)
+    return own

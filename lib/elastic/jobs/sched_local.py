@@ -150,8 +150,8 @@ class LocalScheduler:
     def _start_pending(self) -> None:
         """Clear up after ended jobs, then start what fits, oldest first."""
         running, everything = self._given(), self._ids()
-        pending = [each for each in everything if not self._path(each, "claim").exists()]
-        self._clear_up([each for each in everything if each not in {*running, *pending}])
+        pending = [job_id for job_id in everything if not self._path(job_id, "claim").exists()]
+        self._clear_up([job_id for job_id in everything if job_id not in {*running, *pending}])
         # One of each name at a time, as Slurm's singleton has it.
         names = {self._record(job_id)["name"] for job_id in running}
         used = sum(given.get("count", 0) for given in running.values())
@@ -167,7 +167,7 @@ class LocalScheduler:
     def _given(self) -> dict[str, dict]:
         """Running jobs, and what each was given: `count` GPUs, and the numbers of real ones."""
         running = filter(self._leader, self._ids())
-        return {each: read_json(self._path(each, "devices")) or {} for each in running}
+        return {job_id: read_json(self._path(job_id, "devices")) or {} for job_id in running}
 
     def _limit(self, configured: int) -> int:
         capacity = (read_json(self.state / "capacity.json") or {}).get("gpus")
@@ -242,8 +242,8 @@ class LocalScheduler:
 
     def _members(self) -> dict[str, set[int]]:
         """The living processes of every job, but for this one."""
-        found, here = proc.families(MARK, self.state), os.getpid()
-        return {job_id: pids - {here} for job_id, pids in found.items() if pids != {here}}
+        families, here = proc.families(MARK, self.state), os.getpid()
+        return {job_id: pids - {here} for job_id, pids in families.items() if pids != {here}}
 
 
 def _detached(
@@ -261,9 +261,9 @@ def pass_after_me(run_dir: Path) -> subprocess.Popen:
     given = environment()
     given.pop(MARK, None)  # it must outlive this process
     program = elastic_home() / "bin" / "elastic-reconcile"
-    what = [str(each) for each in (os.getpid(), program, run_dir)]
+    arguments = [str(each) for each in (os.getpid(), program, run_dir)]
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    return subprocess.Popen(["sh", "-c", AFTERWARDS, *what], env=given, cwd="/",
+    return subprocess.Popen(["sh", "-c", AFTERWARDS, *arguments], env=given, cwd="/",
                             start_new_session=True, **nothing)  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from elastic.base.environment import clean_environment, elastic_home, env, regis
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, has_ended
+from elastic.jobs.hostlist import expand_hostlist
 from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.run.records import Node, gpus_of
 from elastic.run.rundir import RunDir
@@ -354,24 +355,6 @@ def parse_squeue(text: str) -> list[Job]:
             seen = (*times, node, end_time, is_headless, limit)
             jobs.append(Job(job_id, name, state, reason, *seen))
     return jobs
-
-
-def expand_hostlist(text: str) -> list[str]:
-    """From "n[01-03,7],m4" to n01, n02, n03, n7, m4, in this order. Raises ElasticError."""
-    if not re.fullmatch(r"(\[\d+(-\d+)?(,\d+(-\d+)?)*\]|[^\[\]])*", text):
-        raise ElasticError(f"not a Slurm host list: {text!r}", "echo $SLURM_JOB_NODELIST")
-    hosts = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):  # up to a comma outside of brackets
-        pieces = re.findall(r"\[([^\]]*)\]|([^\[]+)", part)
-        choices = [numbers(inside) if inside else [plain] for inside, plain in pieces]
-        hosts += map("".join, itertools.product(*choices))
-    return hosts
-
-
-def numbers(text: str) -> list[str]:
-    """From "01-03,7" to 01, 02, 03, 7."""
-    spans = [(low, int(high or low)) for low, high in re.findall(r"(\d+)(?:-(\d+))?", text)]
-    return [str(n).zfill(len(low)) for low, high in spans for n in range(int(low), high + 1)]
 
 
 def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> list[str]:

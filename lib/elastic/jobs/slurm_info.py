@@ -2,8 +2,7 @@
 
 The environment answers at once, on every rank; in a step the step's nodes and tasks count. The end
 time (Slurm 22.05 does not set it) and the notice before a preemption are asked of the controller,
-once, by the caller's wish; None where it does not say. Parsing is pure. Host lists are expanded
-here, because scontrol cannot do it without a slurm.conf.
+once, by the caller's wish; None where it does not say. Parsing is pure.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from elastic.base.config import Config
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError
 from elastic.jobs import sched_slurm
-from elastic.jobs.sched_slurm import expand_hostlist, numbers
+from elastic.jobs.hostlist import expand_hostlist, numbers
 
 _TEMPORARY = re.compile(r"^\.|^tmp|\.(tmp|partial)\b|~$")
 _WORDS = r"(step|\bba)|iteration|iter|checkpoint|ckpt|epoch|\bep|snapshot|state|model(?=[-_]\d+\.)"
@@ -72,26 +71,26 @@ def with_end_time(info: SlurmInfo) -> SlurmInfo:
 
 def end_time(job_text: str) -> float | None:
     """EndTime in what `scontrol show job` printed (local time), in seconds since the epoch."""
-    found = re.search(r"\bEndTime=(\d{4}-\S+)", job_text)  # or Unknown
-    return datetime.fromisoformat(found[1]).timestamp() if found else None
+    end = re.search(r"\bEndTime=(\d{4}-\S+)", job_text)  # or Unknown
+    return datetime.fromisoformat(end[1]).timestamp() if end else None
 
 
 def notice_s(partition: str) -> float | None:
     """From TERM to KILL at a preemption in `partition`: GraceTime, after which Slurm sends TERM
     again, and KillWait. With preempt/qos GraceTime is the QOS': KillWait alone is sure."""
-    found = re.search(r"\bGraceTime=([\d:]+)", _ask("partition", partition))
+    grace = re.search(r"\bGraceTime=([\d:]+)", _ask("partition", partition))
     settings = _ask("config")
-    if not found:
+    if not grace:
         return None
-    seconds = sum(int(n) * 60**i for i, n in enumerate(reversed(found[1].split(":"))))
+    seconds = sum(int(n) * 60**i for i, n in enumerate(reversed(grace[1].split(":"))))
     if re.search(r"\bPreemptType *= *preempt/qos", settings):
         seconds = 0
     return float(seconds + _kill_wait_s(settings)) or None
 
 
 def _kill_wait_s(settings: str) -> int:
-    found = re.search(r"\bKillWait *= *(\d+)", settings)
-    return int(found[1]) if found else 0
+    wait = re.search(r"\bKillWait *= *(\d+)", settings)
+    return int(wait[1]) if wait else 0
 
 
 def kill_at(info: SlurmInfo, since: float, window_s: float) -> float:
@@ -151,17 +150,17 @@ def resume_paths(folder: Path, pattern: str = "") -> dict[Path, int]:
 
 def _candidates(folder: Path, pattern: str) -> list[Path]:
     if pattern:
-        found = [path for path in folder.glob(pattern) if not _TEMPORARY.search(path.name)]
+        paths = [path for path in folder.glob(pattern) if not _TEMPORARY.search(path.name)]
     else:  # accelerate makes a folder of its own
         there = [*_parts(folder), *_parts(folder / "checkpoints")]
         # A file without a suffix is a note that names one.
-        found = [path for path in there if _is_named_so(path.name)
+        paths = [path for path in there if _is_named_so(path.name)
                  and (path.is_dir() or path.resolve().suffix)]  # fmt: skip
-    pointers = [path for path in found if _POINTER.search(path.name)]
-    steps = resume_order(path.name for path in found)
+    pointers = [path for path in paths if _POINTER.search(path.name)]
+    steps = resume_order(path.name for path in paths)
     rank = {name: place for place, name in enumerate(steps)}
-    found.sort(key=lambda path: (rank.get(path.name, len(rank)), -_written(path)))
-    return [*pointers, *found]
+    paths.sort(key=lambda path: (rank.get(path.name, len(rank)), -_written(path)))
+    return [*pointers, *paths]
 
 
 def _is_named_so(name: str) -> bool:
@@ -176,8 +175,8 @@ def resume_order(names: Iterable[str]) -> list[str]:
 
 
 def _step(name: str) -> int:
-    found = max(_NUMBERED.findall(name), key=lambda match: match[0] != "")  # epoch=3-step=1200
-    return int(found[1])
+    _, number = max(_NUMBERED.findall(name), key=lambda match: match[0] != "")  # epoch=3-step=1200
+    return int(number)
 
 
 def _is_whole(path: Path) -> bool:

@@ -46,8 +46,8 @@ def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
             me = Peer(rank, node, leads, address, name, server.getsockname()[1])
             problem = check(store, me, world, appear_s)
     except (RuntimeError, OSError) as error:
-        said = str(error).splitlines()[0]
-        problem = f"node {node} (rank {rank}) has no answer from rank 0 at {host}:{port}: {said}"
+        why = str(error).splitlines()[0]
+        problem = f"node {node} (rank {rank}) has no answer from rank 0 at {host}:{port}: {why}"
     if problem:
         raise ElasticError(problem, HINT)
     return store
@@ -75,12 +75,12 @@ def check(store: dist.Store, me: Peer, world: int, appear_s: float, connect_s=CO
     store.set(f"rank/{me.rank}", json.dumps(me))
     if me.rank == 0:
         store.set("leaders", json.dumps(_leaders(store, world, appear_s)))
-    problem, found = json.loads(store.get("leaders"))
-    leaders = [Peer(*each) for each in found]
+    problem, rows = json.loads(store.get("leaders"))
+    leaders = [Peer(*row) for row in rows]
     if me in leaders:
         store.set(f"failed/{me.rank}", json.dumps(_failures(me, leaders, connect_s)))
     if me.rank == 0:
-        failed = [each for peer in leaders for each in json.loads(store.get(f"failed/{peer.rank}"))]
+        failed = [why for peer in leaders for why in json.loads(store.get(f"failed/{peer.rank}"))]
         store.set("verdict", problem or "; ".join(failed[:5]))
     verdict = store.get("verdict").decode()
     time.sleep(HEARD_S if verdict and me.rank == 0 else 0)
@@ -94,7 +94,7 @@ def _own_address(master: str) -> tuple[str, str]:
         what = f"node {node_name()}: GLOO_SOCKET_IFNAME = {name!r} has no IPv4 address"
         raise ElasticError(what, f"interfaces with one: {', '.join(known)}")
     address = known[name] if name else routed(master)
-    return address, next((each for each in known if known[each] == address), "")
+    return address, next((name for name in known if known[name] == address), "")
 
 
 def _leaders(store: dist.Store, world: int, appear_s: float) -> tuple[str, list[list]]:

@@ -58,16 +58,16 @@ def load_task(spec: str, table: dict, search: Path | None = None) -> Task:
     looked = f"looked for modules on PYTHONPATH{f' and in {folder}' if folder else ''}"
     with _blaming(f"task module {module_name} does not import", looked):
         module = importlib.import_module(module_name)
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
+    task = getattr(module, class_name, None)
+    if not isinstance(task, type):
         names = sorted(k for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_")
         hint = f"classes there: {', '.join(names) or 'none'}"
         raise ElasticError(f"task {spec}: no class {class_name} in {module.__file__}", hint)
-    if missing := [name for name in REQUIRED if not callable(getattr(found, name, None))]:
+    if missing := [name for name in REQUIRED if not callable(getattr(task, name, None))]:
         hint = f"a task needs {', '.join(REQUIRED)}"
         raise ElasticError(f"task {spec} has no method {', '.join(missing)}", hint)
     with _blaming(f"task {spec} cannot be made"):
-        return found(table)
+        return task(table)
 
 
 @contextmanager
