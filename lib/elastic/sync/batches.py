@@ -63,8 +63,8 @@ class Samples:
 
     def total_tokens(self, tokens: int) -> int:
         """What the run comes to, of which `tokens` are trained: as many a sample as so far."""
-        train, seen = self._config.train, len(self.committed) + len(self.trained)
-        each = tokens / seen if seen and tokens else self.tokens_each
+        train, samples = self._config.train, len(self.committed) + len(self.trained)
+        each = tokens / samples if samples and tokens else self.tokens_each
         total = train.max_tokens or train.epochs * len(self) * each
         if train.max_steps:
             total = min(total, train.max_steps * self.batch_size * each)

@@ -56,8 +56,8 @@ class Keepalive:
 
     def close(self) -> None:
         """End all lines, and with them what holds them on the nodes."""
-        for each in (self._server, *self._lines):
-            each.close()
+        for connection in (self._server, *self._lines):
+            connection.close()
         self._lines.clear()
 
 

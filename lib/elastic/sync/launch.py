@@ -103,9 +103,9 @@ class Launcher:
 
     def _facts(self, code: int, error: str) -> Facts:
         return Facts(
-            code, name_of(code), error, self.run.closing("sync"), self._told,
-            self.notice.signal_name, self.program.attempt, self.run.latest_attempt(0),
-            bool(self.config.run.command),
+            code=code, left=name_of(code), error=error, closing=self.run.closing("sync"),
+            told=self._told, notice=self.notice.signal_name, attempt=self.program.attempt,
+            newest_attempt=self.run.latest_attempt(0), is_own=bool(self.config.run.command),
         )  # fmt: skip
 
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:
