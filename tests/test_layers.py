@@ -17,18 +17,18 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1011,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1202,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1657,  # jobs on a cluster: what is there, what should be, one pass
+    "base": 926,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1289,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1675,  # jobs on a cluster: what is there, what should be, one pass
     "train": 833,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1111,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 610,  # local mode: what both sides of the wire speak
-    "local/worker": 1257,  # one slot: hold the lease, train, deliver
-    "local/master": 1079,  # one master: Redis, samples, rounds, commits
-    "sync": 938,  # sync mode: one job that resizes
-    "people": 1793,  # what a person asks and sees
-    "lab": 1453,  # trying and proving; nothing imports it
-    "commands": 551,  # click: options, checks, exit codes
+    "saved": 1110,  # tensors on disk, committed by link(): what both modes begin with
+    "local": 621,  # local mode: what both sides of the wire speak
+    "local/worker": 1366,  # one slot: hold the lease, train, deliver
+    "local/master": 1189,  # one master: Redis, samples, rounds, commits
+    "sync": 942,  # sync mode: one job that resizes
+    "people": 1949,  # what a person asks and sees
+    "lab": 1531,  # trying and proving; nothing imports it
+    "commands": 478,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),
