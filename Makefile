@@ -92,7 +92,7 @@ lint: $(ALL)  ## ruff and shellcheck
 bench: $(ALL)  ## Rounds beside torchft and hivemind, the master's load, restarts; an hour
 	rm -f build/bench.jsonl
 	$(VENV)/bin/python tests/bench/bench_peers.py
-	$(VENV)/bin/python tests/bench/bench_round.py --params 10 --workers 2 --compression none,int8,topk
+	$(VENV)/bin/python tests/bench/bench_round.py --params 10 --workers 2 --compression none,int8,int4
 	$(VENV)/bin/python tests/bench/bench_overlap.py
 	$(VENV)/bin/python tests/bench/bench_codec.py
 	$(VENV)/bin/python tests/bench/bench_master.py

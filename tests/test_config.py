@@ -187,7 +187,7 @@ def test_every_default_passes_its_own_check():
         ("local_sgd.inner_steps = 0", "local_sgd.inner_steps: must be at least 1, is 0"),
         ("local_sgd.outer_momentum = 'car'", 'expected "auto" or a finite number'),
         ("local_sgd.outer_momentum = 1", "must be at least 0 and below 1, is 1"),
-        ("local_sgd.compression = 'zip'", '"int4" or "topk", is "zip"'),
+        ("local_sgd.compression = 'zip'", '"int8" or "int4", is "zip"'),
         ("train.learning_rate = nan", "train.learning_rate: expected a finite number"),
         ("train.compile = 1", "train.compile: expected true or false, got the integer 1"),
         ("train.max_tokens = 5", "set one of train.epochs (1) and train.max_tokens (5)"),

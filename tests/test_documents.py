@@ -49,7 +49,7 @@ SHOWN_BY = {
     "*/2 * * * * bin/elastic-reconcile": FIRST,
     "bin/elastic-scale 7b --mode local": MODES,
     "bin/elastic-chaos demo --every 29s --for 30m --seed 1": CHAOS,
-    "bin/elastic-validate etc/demo.toml --arms int8,topk --seeds 3": VALIDATE,
+    "bin/elastic-validate etc/demo.toml --arms int8,int4 --seeds 3": VALIDATE,
     "bin/elastic-plan etc/125m.toml --set elastic.max=32"
     " --trace etc/traces/spot-addremove-aws-p3.csv": PLAN,
     "make demo": DEMO,

@@ -22,7 +22,7 @@ def env(tmp_path):
     return environment(tmp_path)
 
 
-MODEL = Model(7_000_000_000, 7_054_687_500, 110, 64_000_000, 64_500_000, False, 4096)
+MODEL = Model(7_000_000_000, 7_054_687_500, 110, 64_000_000, 64_500_000, 4096)
 RATES = Rates(process=5e9, filesystem=20e9, merged=1e9, stepped=0.5e9)
 
 
@@ -40,7 +40,7 @@ def test_the_parts_of_a_round_by_hand():
 def test_each_thread_of_the_master_has_had_the_largest_fragment():
     """Llama-3-8B: its embedding's 525M elements, in int8 and as a float32 mean, for 16 threads."""
     numel, largest = 8_030_000_000, 128_256 * 4096
-    model = Model(numel, numel, 200, largest, largest, False)
+    model = Model(numel, numel, 200, largest, largest)
     config = load(ROOT / "etc/7b.toml", ["slurm.partition=x"])
     said = float(re.search(r"master ([\d.]+) GB", report(model, 8, config))[1])
     assert said == pytest.approx(8.03 * 8 + 16 * 5 * largest / 1e9, rel=0.01)
@@ -86,8 +86,6 @@ def config(**changes):
         ({}, 300, []),
         ({}, 0, []),
         ({}, 50, ["the run has 50 rounds"]),
-        ({"compression": "topk"}, 300, ["topk needs some 1000 rounds"]),
-        ({"compression": "topk"}, 1000, []),
     ],
 )
 def test_what_will_hurt_is_said_and_nothing_else(changes, rounds, words):

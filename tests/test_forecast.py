@@ -270,7 +270,7 @@ def test_a_round_that_is_short_against_its_pause_is_made_longer():
 
 def test_costs_are_those_of_the_configuration_unless_a_run_has_shown_others():
     config = run_of(plan__startup="90s", plan__flops=1e14, elastic__max=4)
-    model = estimate.Model(10**9, 10**9, 10, 10**8, 10**8, False, 1024)
+    model = estimate.Model(10**9, 10**9, 10, 10**8, 10**8, 1024)
     found = costs(config, model, {"pull_s": 3.0})
     assert (found.startup_s, found.pull_s, found.deliver_s > 0) == (90, 3.0, True)
     assert found.step_s == pytest.approx(6 * 1e9 * 32 * 1024 / 1e14)

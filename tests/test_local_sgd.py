@@ -64,7 +64,6 @@ class Worker:
         self.hand.round = WorkerRound(base, 0.0)
         self.exchange = SimpleNamespace(
             group=Group(), adopt=lambda commit, fetched: None,
-            encoder=SimpleNamespace(residuals={0: "most of the delta"}),
             replica=SimpleNamespace(restore=lambda: None),
         )  # fmt: skip
         moments = SimpleNamespace(adopt=lambda version: None)
@@ -74,16 +73,6 @@ class Worker:
 
     def hears_of(self, version: int) -> None:
         self.line.news = line.News(version, state="running")
-
-
-@pytest.mark.parametrize("was_void", [True, False])
-def test_what_a_rejected_delta_has_left_out_does_not_come_again(was_void):
-    worker = Worker(base=5)
-    if was_void:
-        worker.hand.void("were rejected")
-    assert worker.adopt.newest() == ""
-    assert worker.exchange.encoder.residuals == ({} if was_void else {0: "most of the delta"})
-    assert not worker.hand.was_void
 
 
 @pytest.mark.parametrize(("reason", "kept"), [("samples: already committed", False),

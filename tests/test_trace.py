@@ -47,11 +47,6 @@ def recorded(tmp_path_factory) -> RunDir:
     return record(tmp_path_factory.mktemp("trace"), "int8")
 
 
-@pytest.fixture(scope="module")
-def recorded_with_feedback(tmp_path_factory) -> RunDir:
-    return record(tmp_path_factory.mktemp("trace"), "topk")
-
-
 def record(home: Path, compression: str) -> RunDir:
     """A run whose workers join, are preempted with notice, killed, and late."""
     gate = home / "gate"
@@ -172,13 +167,6 @@ def test_the_processes_end_in_exactly_the_parameters_of_the_simulator(recorded):
     assert differs(recorded) == 0
 
 
-def test_what_was_left_out_outlives_the_process_that_left_it_out(recorded_with_feedback):
-    every = [delta for commit in recorded_with_feedback.commits() for delta in commit["deltas"]]
-    codecs = {(delta["attempt"], delta["codec"]) for delta in every}
-    assert codecs >= {(1, "topk"), (2, "topk"), (1, "int8")}, "a last delta is dense"
-    assert differs(recorded_with_feedback) == 0
-
-
 # ---- and it would notice
 
 
@@ -226,20 +214,3 @@ class BaseRelativeWhenLate(Simulator):
 )
 def test_a_simulator_that_is_wrong_in_one_thing_ends_elsewhere(recorded, wrong):
     assert differs(recorded, wrong) > 0
-
-
-class NoFeedback(Simulator):
-    def inner_before(self, work):
-        return replace(super().inner_before(work), residuals={})
-
-
-class FeedbackDiesWithItsProcess(Simulator):
-    def inner_before(self, work):
-        inner = super().inner_before(work)
-        is_first = not any(key[:2] == (work["slot"], work["attempt"]) for key in self._inner)
-        return replace(inner, residuals={}) if is_first else inner
-
-
-@pytest.mark.parametrize("wrong", [NoFeedback, FeedbackDiesWithItsProcess])
-def test_a_simulator_without_feedback_ends_elsewhere(recorded_with_feedback, wrong):
-    assert differs(recorded_with_feedback, wrong) > 0

@@ -10,9 +10,9 @@ and on as many at a time as there are cores, each with a fragment of its own, as
 The master averages in threads: processes with an RPC were no faster (docs/algorithm.md, Averaging).
 Of a tile of int8 (1 ms) Python itself has 26 microseconds, by the time of a nearly empty one.
 
-Predicted before the first measurement: decoding int8 0.8 x the plain additions, int4 0.3 x, topk
-3 x (it touches a hundredth, but clears everything); encoding a third of decoding. The
-first answer was 0.11, 0.09 and 0.12: fresh memory for every fragment. So they go by tiles.
+Predicted before the first measurement: decoding int8 0.8 x the plain additions, int4 0.3 x;
+encoding a third of decoding. The first answer was 0.11 and 0.09: fresh memory for every fragment.
+So they go by tiles.
 Then, for all cores: none 0.95 x, int8 0.6 x, as the additions there are bound by memory.
 """
 

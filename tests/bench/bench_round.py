@@ -16,7 +16,7 @@ memory  peak resident size, less that of a process that has only imported torch 
 
 Predicted before the first measurement: stall 2.5 x copy (each delta byte is written once and read
 twice, twelve bytes per parameter are committed durably); master 3.3 models; eight workers on two
-cores 4 x the stall of two; topk 1/190 of float32.
+cores 4 x the stall of two.
 """
 
 import argparse

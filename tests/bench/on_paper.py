@@ -20,7 +20,7 @@ def table() -> str:
     lines = [head, "| --- " * (4 + len(PLACES)) + "|"]
     for name, (numel, step_s) in MODELS.items():
         for workers in WORKERS:
-            model = Model(int(numel), int(numel * (1 + 2 / 256)), 110, 0, 0, False)
+            model = Model(int(numel), int(numel * (1 + 2 / 256)), 110, 0, 0)
             stalls = [cost(model, workers, rates=rates).stall_s for rates in PLACES.values()]
             parts = [f"{s:.0f} s, {s / (K * step_s + s):.0%}" for s in stalls]
             up, down = size(workers * model.delta_bytes), size(2 * numel * workers)

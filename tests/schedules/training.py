@@ -306,7 +306,7 @@ class MemoryExchange:
     """No tensors. The bytes of a delta are the samples it has trained."""
 
     group, replica = Group(), SimpleNamespace(layout=LAYOUT, restore=lambda: None, delta=None)
-    encoder = SimpleNamespace(residuals={}, chosen=lambda last: SimpleNamespace(name="none"))
+    codec = SimpleNamespace(name="none")
 
     def __init__(self, world: "Training", hand: in_hand.InHand):
         self.world, self.hand = world, hand
@@ -314,7 +314,7 @@ class MemoryExchange:
     def adopt(self, commit: dict, _fetched) -> None:
         pass
 
-    def send(self, _delta_of, _is_last, _put) -> tuple[list[Fragment], float]:
+    def send(self, _delta_of, _put) -> tuple[list[Fragment], float]:
         self.world.edge("write a delta")
         done, place = self.hand.round, self.hand.line.place
         text, key = str(done.samples), (place.slot, place.attempt, done.base)

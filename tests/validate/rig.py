@@ -234,7 +234,7 @@ ARMS = {
     "lone": Arm(alone, ("train.learning_rate=2e-3",)),
     "lone_plain": Arm(alone, (*PLAIN, "train.learning_rate=4e-3"), rounds=False),
     **{name: Arm(all_four, (f"local_sgd.compression={name}",))
-       for name in ("int8", "int4", "topk")},
+       for name in ("int8", "int4")},
     "rebase": Arm(all_four, REBASE, ahead=MOST),
     "rebase_less": Arm(all_four, REBASE, ahead=LESS),
     "cut": Arm(lambda steps, seed: cut(steps, seed)),
@@ -262,7 +262,6 @@ SHOWN = {
     "base": "local SGD, dense, no overlap",
     "int8": "int8",
     "int4": "int4",
-    "topk": "topk",
     "rebase": "rebase, a quarter ahead",
     "rebase_less": "rebase, a tenth ahead",
 }
@@ -420,7 +419,6 @@ RULES = [
     Rule("R4", "the outer step helps one worker, too", "lone", "lone_plain", -0.015),
     Rule("R5", "int8 deltas are as good", "int8", "base", 0.005),
     Rule("R5", "and int4", "int4", "base", 0.005),
-    Rule("R5", "topk, in so few rounds, costs no more", "topk", "base", 0.2),
     Rule("R6", "preempted workers' steps count", "cut", "base", 0.03),
     Rule("R6", "one to eight workers, changing", "churn", "base", 0.15),
     Rule("R7", "who joins with a ramp loses nothing", "churn_ramp", "churn", 0.03),

@@ -31,7 +31,7 @@ from elastic.local.worker.worker import train
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
 from elastic.saved import merge
-from elastic.saved.codec import Encoder, accepted
+from elastic.saved.codec import codec, codec_of
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.device import seed_by
@@ -71,7 +71,6 @@ class Inner:
     state: list[dict]  # of the inner optimizer, per parameter; empty: fresh
     rng: torch.Tensor
     ramp: int = 0  # inner steps still to go
-    residuals: dict[int, torch.Tensor] = field(default_factory=dict)  # of error feedback
     ahead: Ahead = field(default_factory=Ahead)
 
 
@@ -159,7 +158,7 @@ class Simulator:
         self._sample_tokens = count_tokens(task, default_collate([task.dataset()[0]]))
         self.version, self.clipped = 0, 0
         self.versions = {0: self._publish(start.tokens, start.workers)}
-        self._codecs = {each.name: each for each in accepted(config.local_sgd.compression)}
+        self._codec = codec(config.local_sgd.compression)
         self._shuffles: dict[int, Shuffle] = {}
         self._inner: dict[Key, Inner] = {}  # after a delta
         self._trained: dict[Key, Delta] = {}  # and not merged yet
@@ -207,12 +206,10 @@ class Simulator:
         torch.set_rng_state(inner.rng)
         done = self._run(work, inner, self._batches(work)[before[0] :], before)
         steps, tokens, lr_sum = done
-        encoder = Encoder(self.config.local_sgd.compression, self.outer.layout)
-        encoder.residuals = dict(inner.residuals)
         sent = [self.delta(work, index) for index in range(len(self.outer.params))]
-        fragments = self._arrived(work, encoder, sent)
+        fragments = self._arrived(sent)
         inner.ahead = self._go_ahead(work, inner, sent, done)
-        self._remember(work, inner, encoder.residuals)
+        self._remember(work, inner)
         norm = sum(merge.norm(fragment) ** 2 for fragment in fragments) ** 0.5
         if work.get("tokens", tokens) != tokens:
             raise Untold(f"{_key(work)}: {tokens} tokens, its commit says {work['tokens']}")
@@ -248,14 +245,14 @@ class Simulator:
         inner.ramp = max(0, inner.ramp - script.steps)
         return before[0] + script.steps, before[1] + script.tokens, before[2] + script.lr_sum
 
-    def _arrived(self, work: dict, encoder: Encoder, sent: list[torch.Tensor]) -> list:
+    def _arrived(self, sent: list[torch.Tensor]) -> list:
         """The fragments of a delta, as the master decodes them."""
-        codec = self._codecs[work.get("codec", encoder.codec.name)]
-        is_last = codec.name != encoder.codec.name
         fragments = []
-        for index, part in enumerate(self.outer.layout.fragments):
-            data = encoder.encode(index, sent[index], is_last)
-            fragments.append(codec.decode(torch.frombuffer(data, dtype=torch.uint8), part).clone())
+        for delta, part in zip(sent, self.outer.layout.fragments, strict=True):
+            chosen = codec_of(part, self._codec)
+            data = torch.frombuffer(chosen.encode(delta, part), dtype=torch.uint8)
+            values = chosen.decode(data, part)
+            fragments.append(values.clone())
         return fragments
 
     def _go_ahead(self, work: dict, inner: Inner, sent: list[torch.Tensor], before: Done) -> Ahead:
@@ -339,8 +336,7 @@ class Simulator:
         before = self._newest(donor, int(found["version"]), 0, last)
         if before is None:
             raise Untold(f"{_key(work)}: inner state {origin!r}, which no commit shows")
-        residuals = before.residuals if donor == slot else {}
-        return Inner(copy.deepcopy(before.state), fresh.rng, residuals=residuals)
+        return Inner(copy.deepcopy(before.state), fresh.rng)
 
     def _newest(self, slot: int, base: int, low: float, high: float) -> Inner | None:
         """After the slot's last delta up to `base`, of attempts low ... high; trains it if due."""
@@ -353,10 +349,10 @@ class Simulator:
             self._trained[key] = self._train(self._untrained.pop(key))
         return self._inner[key]
 
-    def _remember(self, work: dict, inner: Inner, residuals: dict) -> None:
+    def _remember(self, work: dict, inner: Inner) -> None:
         state = [self.optimizer.state.pop(param, {}) for param in self._params()]
         rng = torch.get_rng_state()
-        self._inner[_key(work)] = Inner(state, rng, inner.ramp, residuals, inner.ahead)
+        self._inner[_key(work)] = Inner(state, rng, inner.ramp, inner.ahead)
 
     def first_rng(self, slot: int = 0, attempt: int = 1) -> torch.Tensor:
         seed_by(f"{self.config.run.seed}/{slot}/{attempt}/0")

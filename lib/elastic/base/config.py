@@ -272,12 +272,11 @@ def _fill_in(values: dict[str, dict[str, Any]], path: Path) -> None:
     run, sgd, slurm = values["run"], values["local_sgd"], values["slurm"]
     run["name"] = run["name"] or path.stem
     run["folder"] = str(path.resolve().parent / expanded(run["folder"], "run.folder"))
-    is_sparse, steps = sgd["compression"] == "topk", sgd["inner_steps"]
+    steps = sgd["inner_steps"]
     if sgd["outer_lr"] == "auto":
-        sgd["outer_lr"] = 1.0 if is_sparse else 0.7
-    if sgd["outer_momentum"] == "auto":  # what topk leaves out and adds later is a momentum itself
-        usual = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
-        sgd["outer_momentum"] = 0.0 if is_sparse else usual
+        sgd["outer_lr"] = 0.7
+    if sgd["outer_momentum"] == "auto":
+        sgd["outer_momentum"] = 0.9 if steps >= 100 else 0.8 if steps > 10 else 0.5
     for name in ("partition", "account", "qos"):
         slurm[f"master_{name}"] = slurm[f"master_{name}"] or slurm[name]
 

@@ -187,7 +187,7 @@ KINDS = {
               "validate_every": NATURAL, "compile": BOOL, "profile": WINDOW},
     "local_sgd": {"inner_steps": COUNT, "cold_start_steps": NATURAL,
                   "outer_lr": AUTO.above_zero(), "outer_momentum": AUTO.below_one(),
-                  "compression": _one_of("none", "int8", "int4", "topk"),
+                  "compression": _one_of("none", "int8", "int4"),
                   "overlap": _one_of("off", "rebase"), "max_staleness": NATURAL,
                   "reanchor": FRACTION, "clip_norm": AMOUNT, "canary": AMOUNT,
                   "thin_rounds": BOOL, "quorum": FRACTION, "deadline_k": AMOUNT,

@@ -57,7 +57,7 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     show(as_json, found, views.plan_view)
 
 
-@command("validate etc/demo.toml", "validate 7b.toml --arms int8,topk --seeds 5 --at-once 8")
+@command("validate etc/demo.toml", "validate 7b.toml --arms int8,int4 --seeds 5 --at-once 8")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--arms", default="int8", show_default=True, metavar="A,B",
               help="Compressions of local mode to try.")

@@ -16,7 +16,6 @@ from elastic.base.units import size
 KEPT = 8  # bytes per parameter of a version that the master alone reads: float32, momentum
 DOWN = 2  # bytes per parameter of a version that workers read: bfloat16
 THREADS = 16  # most threads that average; each holds a fragment of a delta and of a mean
-ROUNDS_OF_TOPK = 1000  # least rounds in which topk sends each parameter about ten times
 ENOUGH = 0.05  # share of a round for which workers may stand still
 
 
@@ -29,7 +28,6 @@ class Model:
     fragments: int
     largest_numel: int  # of a fragment
     largest_bytes: int  # of a delta's fragment
-    has_feedback: bool
     tokens_per_sample: int = 0  # 0: not known
 
 
@@ -106,19 +104,10 @@ def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
         f"versions and deltas take up to {size(space)}, checkpoint.min_free is only"
         f" {size(config.checkpoint.min_free_bytes)}: commits would wait for space":
             config.checkpoint.min_free_bytes < version,
-        too_short_for_topk(config, rounds): sgd.compression == "topk" and rounds > 0,
         f"the run has {rounds:.0f} rounds, and the outer optimizer wants a hundred:"
         " lower local_sgd.inner_steps": 0 < rounds < 100,
     }  # fmt: skip
     return [text for text, holds in hurts.items() if holds and text]
-
-
-def too_short_for_topk(config, rounds: float) -> str:
-    """The warning for a run that ends before topk has sent everything; "" for any other."""
-    if config.local_sgd.compression != "topk" or rounds >= ROUNDS_OF_TOPK:
-        return ""
-    return (f"topk needs some {ROUNDS_OF_TOPK} rounds to send everything once, the run has"
-            f" {rounds:.0f}: use int4, or fewer inner_steps")  # fmt: skip
 
 
 def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
@@ -129,8 +118,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
     per_round = config.step_samples * model.tokens_per_sample * sgd.inner_steps * workers
     rounds = config.train.max_tokens / per_round if per_round else 0
     up, down = model.delta_bytes, DOWN * model.numel
-    left_out = 4 * model.numel if model.has_feedback else 0
-    host = DOWN * model.numel + model.largest_bytes + left_out
+    host = DOWN * model.numel + model.largest_bytes
     step_s = one.stall_s / ENOUGH / sgd.inner_steps
     lines = [
         ("model", f"{model.numel:,} parameters in {model.fragments} fragments"),

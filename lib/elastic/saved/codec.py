@@ -7,14 +7,10 @@ layout order.
     none     float32, 4 bytes an element
     int8     blocks of 256: a bfloat16 scale each, then a byte per element          1.008 bytes
     int4     blocks of 128: a bfloat16 scale each, then two elements per byte       0.516 bytes
-    topk     the 41 largest of each 4,096: a float32 scale, then words of 12 bits of index and 4 of
-             value                                                                  0.021 bytes
 
 int8 and int4 round to the nearest of evenly spaced values: the error of an element is at
-most half a step, as often up as down. topk leaves most of a delta out; what it leaves out
-is added to the next one (`Encoder`), so that all of it arrives in the end. (Layouts and
-evidence: SparseLoCo, arXiv 2508.15706; int8 without feedback: INTELLECT-1, arXiv
-2412.01152.)
+most half a step, as often up as down, so that none is kept for the next delta.
+(INTELLECT-1, arXiv 2412.01152, sends int8 without feedback, too.)
 """
 
 from collections.abc import Iterator
@@ -23,7 +19,7 @@ from typing import Protocol
 import torch
 
 from elastic.base.errors import UsageError
-from elastic.saved.layout import Layout, Tensor
+from elastic.saved.layout import Tensor
 
 Fragment = tuple[Tensor, ...]
 Tile = tuple[int, torch.Tensor]  # where it starts in its fragment, and its elements
@@ -34,13 +30,9 @@ Tile = tuple[int, torch.Tensor]  # where it starts in its fragment, and its elem
 TILE = 1 << 20
 TINY = 1e-38
 
-CHUNK, KEPT = 4096, 41  # of topk: one in a hundred
-MOST_4BIT = 7
-
 
 class Codec(Protocol):
     name: str
-    feedback: float = 0.0  # beta: how much of what was left out goes into the next delta
 
     def size_bytes(self, fragment: Fragment) -> int:
         """Exactly as many bytes as `encode` makes of it."""
@@ -52,7 +44,6 @@ class Codec(Protocol):
         """The elements in 1-D float32 pieces, of a 1-D uint8 tensor of the right size.
 
         A piece is good until the next one is asked for: they may share memory.
-        Raises ValueError for bytes that `encode` never makes.
         """
 
     def decode(self, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
@@ -124,54 +115,9 @@ class Blocks(Codec):
         return data[:scales].view(torch.bfloat16), data[scales:]
 
 
-class TopK(Codec):
-    """The largest elements of each chunk. First all scales, then all words."""
-
-    name, feedback = "topk", 0.95
-
-    def size_bytes(self, fragment: Fragment) -> int:
-        return -(-_numel(fragment) // CHUNK) * (4 + 2 * KEPT)
-
-    def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
-        data = delta.new_empty(self.size_bytes(fragment), dtype=torch.uint8)
-        scales, words = self._parts(data)
-        for start, tile in _cut(delta):
-            chunks = _rows(tile, CHUNK)
-            places = chunks.abs().topk(KEPT, sorted=False).indices.sort().values
-            values = chunks.gather(1, places)
-            scale = values.abs().amax(1, keepdim=True) / MOST_4BIT
-            numbers = (values / scale.clamp_min(TINY)).round_().int() + 8
-            at = start // CHUNK
-            scales[at : at + len(chunks)] = scale
-            words[at : at + len(chunks)] = (places.int() << 4 | numbers).to(torch.int16)
-        return as_bytes(data)
-
-    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
-        numel, (scales, words) = _numel(fragment), self._parts(data)
-        for start in range(0, numel, TILE):
-            at = slice(start // CHUNK, (start + TILE) // CHUNK)
-            word = words[at].int() & 0xFFFF
-            places = (word >> 4).long()
-            if not (places[:, 1:] > places[:, :-1]).all():
-                raise ValueError("malformed: indices that do not ascend")
-            chunks = torch.zeros(len(word), CHUNK)
-            chunks.scatter_(1, places, ((word & 15) - 8) * scales[at])
-            yield start, chunks.flatten()[: numel - start]
-
-    @staticmethod
-    def _parts(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of scales and words, a row per chunk."""
-        chunks = data.numel() // (4 + 2 * KEPT)
-        scales, words = data[: 4 * chunks], data[4 * chunks :]
-        return scales.view(torch.float32).view(-1, 1), words.view(torch.int16).view(chunks, KEPT)
-
-
 CODECS = {
-    chosen.name: chosen
-    for chosen in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128), TopK())
+    chosen.name: chosen for chosen in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128))
 }
-# What a last delta is encoded with where others leave something out.
-DENSE = CODECS["int8"]
 
 
 def codec(name: str) -> Codec:
@@ -182,44 +128,10 @@ def codec(name: str) -> Codec:
     return CODECS[name]
 
 
-def accepted(name: str) -> list[Codec]:
-    """The codecs in which deltas may come to a run of that compression."""
-    chosen = codec(name)
-    return [chosen, DENSE] if chosen.feedback else [chosen]
-
-
 def codec_of(fragment: Fragment, chosen: Codec) -> Codec:
     """Buffers travel as they are:
     a block of them may hold a mean of 0.01 and a variance of 1e4."""
     return CODECS["none"] if fragment and fragment[0].is_buffer else chosen
-
-
-class Encoder:
-    """A worker's codec with error feedback:  a = β e + d ;  send encode(a) ;  e = a − decoded.
-
-    `residuals` (e, float32, one per fragment) belong to the slot,
-    and outlive the process.
-    """
-
-    def __init__(self, compression: str, layout: Layout):
-        self.codec, self._layout = codec(compression), layout
-        self.residuals: dict[int, torch.Tensor] = {}
-
-    def encode(self, index: int, delta: torch.Tensor, last: bool = False) -> memoryview:
-        """A fragment's bytes. `last`: nothing may follow, so send all that was left out."""
-        fragment = self._layout.fragments[index]
-        chosen = codec_of(fragment, self.chosen(last))
-        beta = 0.0 if self._layout.has_buffers(index) else self.codec.feedback
-        if beta and (residual := self.residuals.get(index)) is not None:
-            delta = delta.add(residual.to(delta.device), alpha=beta)
-        data = chosen.encode(delta, fragment)
-        if beta:
-            arrives = chosen.decode(torch.frombuffer(data, dtype=torch.uint8), fragment)
-            self.residuals[index] = delta.cpu().sub(arrives)
-        return data
-
-    def chosen(self, last: bool) -> Codec:
-        return DENSE if last and self.codec.feedback else self.codec
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

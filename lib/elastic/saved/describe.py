@@ -52,7 +52,6 @@ def measured(config, task) -> Model:
     return Model(
         numel=sum(layout.numels), delta_bytes=sum(sizes), fragments=len(sizes),
         largest_numel=max(layout.numels), largest_bytes=max(sizes),
-        has_feedback=bool(chosen.feedback),
         tokens_per_sample=getattr(getattr(task, "shape", None), "context", 0),
     )  # fmt: skip
 

@@ -1,5 +1,4 @@
-"""A slot's inner state: optimizer moments, and what its deltas have left out so far
-(error feedback), outliving the jobs that occupy it.
+"""A slot's inner state, the optimizer's moments: it outlives the jobs that occupy the slot.
 
     slots/0007/inner.json                      pointer: version, attempt, files, checksums
     slots/0007/inner-000012.2.0.safetensors    one file per rank of the worker
@@ -25,17 +24,15 @@ from elastic.base.durable import checksum, read_json, to_json, write_atomic
 from elastic.run.rundir import RunDir
 from elastic.train.group import is_sharded, own_part, sharded_like
 
-RESIDUAL = "residual."
 UNFIT = (TypeError, ValueError, RuntimeError)  # of what is neither a tensor nor JSON
 
 
 def save(
-    folder: Path, stem: str, optimizers: Sequence[torch.optim.Optimizer], rank: int,
-    residuals: dict[int, torch.Tensor],
-) -> dict:  # fmt: skip
+    folder: Path, stem: str, optimizers: Sequence[torch.optim.Optimizer], rank: int
+) -> dict:
     """Write this rank's file. Returns its entry: name, bytes, xxh3. Raises OSError, or
     one of UNFIT."""
-    tensors = {f"{RESIDUAL}{index}": residual for index, residual in residuals.items()}
+    tensors: dict[str, torch.Tensor] = {}
     states = [
         [_packed(optimizer.state.get(param, {}), tensors) for param in _params(optimizer)]
         for optimizer in optimizers
@@ -103,14 +100,9 @@ def _is_whole(pointer: object) -> bool:
 
 
 def load(
-    run: RunDir, pointer: dict, optimizers: Sequence[torch.optim.Optimizer], rank: int,
-    residuals: dict[int, torch.Tensor] | None,
-) -> str:  # fmt: skip
-    """Set the optimizers' state; if it is the slot's own (`residuals` is a table to be
-    filled), the residuals as well.
-
-    Returns why it could not be used; empty if it was.
-    """
+    run: RunDir, pointer: dict, optimizers: Sequence[torch.optim.Optimizer], rank: int
+) -> str:
+    """Set the optimizers' state. Returns why it could not be used; empty if it was."""
     if rank >= len(pointer["files"]):
         return f"it was saved by {len(pointer['files'])} ranks"
     entry = pointer["files"][rank]
@@ -123,15 +115,9 @@ def load(
             tensors = {name: file.get_tensor(name) for name in names}
             header = file.metadata()
             states, whose = json.loads(header["states"]), json.loads(header["whose"])
-        names = [name for name in tensors if name.startswith(RESIDUAL)]
-        left_out = {int(name.removeprefix(RESIDUAL)): tensors.pop(name) for name in names}
-        if refused := _restore(optimizers, tensors, states, whose):
-            return refused
+        return _restore(optimizers, tensors, states, whose)
     except Exception as error:  # a donor, or an optimizer, may have put anything there
         return f"{path.name}: {getattr(error, 'strerror', None) or error}"
-    if residuals is not None:
-        residuals |= left_out
-    return ""
 
 
 def _restore(optimizers: Sequence, tensors: dict, states: list, whose: list) -> str:

@@ -25,14 +25,14 @@ from elastic.base.config import Config
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.local import rounds
 from elastic.local.master.recipe import Checked, Recipe
-from elastic.local.rounds import Judgement, Rule, Verdict
+from elastic.local.rounds import Judgement, Rule
 from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.estimate import THREADS
 from elastic.run.ledger import Offer as Key
 from elastic.run.records import Header
 from elastic.run.rundir import RunDir
 from elastic.saved import merge
-from elastic.saved.codec import Tile, accepted, as_bytes, codec_of
+from elastic.saved.codec import Tile, as_bytes, codec, codec_of
 from elastic.saved.versions import Draft, prune, read_exactly, read_layout, read_params
 
 Part = tuple[merge.Products, list[dict]]  # of a fragment, and the entries of its files
@@ -53,8 +53,7 @@ class Averager:
         self.run, self.config = run, config
         self.layout = read_layout(run, base)
         self.indices = range(len(self.layout.fragments))
-        codecs = accepted(config.local_sgd.compression)
-        self._codecs = {codec.name: codec for codec in codecs}
+        self._codec = codec(config.local_sgd.compression)
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self.outer = merge.Outer(self.layout, list(empty), list(empty), mu=0.0)
         self._recipe: Recipe | None = None
@@ -78,9 +77,10 @@ class Averager:
 
     @property
     def fragment_bytes(self) -> dict[str, tuple[int, ...]]:
-        """What a delta's fragments must have, in each codec in which it may come."""
-        return {name: tuple(codec_of(f, codec).size_bytes(f) for f in self.layout.fragments)
-                for name, codec in self._codecs.items()}  # fmt: skip
+        """What a delta's fragments must have, by codec; there is one."""
+        places = self.layout.fragments
+        sizes = tuple(codec_of(place, self._codec).size_bytes(place) for place in places)
+        return {self._codec.name: sizes}
 
     # ---- as deltas arrive
 
@@ -100,8 +100,6 @@ class Averager:
             total = sum(self._all(square))
         except Damaged as error:
             return Checked(header, refused=error.why)
-        except ValueError as error:  # its codec cannot read it
-            return Checked(header, refused=Judgement(Verdict.REJECT, str(error), Rule.MALFORMED))
         if not total < math.inf:
             what = "an element is nan or inf, or overflows"
             return Checked(header, refused=rounds.refusal(Rule.NON_FINITE, what))
@@ -110,10 +108,9 @@ class Averager:
     def read(self, header: Header, index: int) -> Iterator[Tile]:
         """A fragment of a delta, from this thread's buffer: valid until its next read."""
         place, fragment = self.layout.fragments[index], header.fragments[index]
-        chosen = codec_of(place, self._codecs[header.codec])
         data = self._buffer("data", fragment.bytes, torch.uint8)
         self.transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
-        return chosen.tiles(data, place)
+        return codec_of(place, self._codec).tiles(data, place)
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """This thread's own: fresh memory costs as much as the arithmetic."""

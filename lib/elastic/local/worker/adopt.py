@@ -29,7 +29,6 @@ class Adopt:
         )
         if was_void:
             hand.was_void = False
-            self._exchange.encoder.residuals.clear()  # else most of it would come again
         if outcome:
             return outcome
         if version > hand.round.base:
@@ -121,10 +120,8 @@ class Adopt:
     def _heed_reverts(self, versions: range) -> None:
         """One of them may have reverted others, and say whose moments are suspect."""
         for commit in map(self._line.commit, versions):
-            if "taken_back" in commit:
-                self._exchange.encoder.residuals.clear()
-                if commit.get("suspect") == [*self._line.place.owner]:
-                    self._moments.forget()
+            if "taken_back" in commit and commit.get("suspect") == [*self._line.place.owner]:
+                self._moments.forget()
 
     def _round_on(self, version: int) -> WorkerRound:
         """The round on top of a version just adopted, with the steps ahead."""

@@ -38,16 +38,13 @@ class Deliver:
         """Send base - local with the steps there are; `deltas`: as they were when the
         round ended. Collective among the worker's ranks."""
         line, self._hand.is_dry, began = self._line, False, time.monotonic()
-        is_last, is_too_late = self.exchange.group.decide(
-            lambda: [bool(line.notice) or line.news.over, self._is_too_late(done)]
-        )
-        if is_too_late:
+        if self.exchange.group.decide(lambda: self._is_too_late(done)):
             return
         delta_of = deltas.__getitem__ if deltas else self.exchange.replica.delta
-        fragments = self._send(done, delta_of, is_last) if done.steps else []
+        fragments = self._send(done, delta_of) if done.steps else []
         if fragments is None:
             return
-        header = self._header(done, fragments, is_last)
+        header = self._header(done, fragments)
         line.offer(header)
         done.header = header
         if done.steps:
@@ -64,10 +61,9 @@ class Deliver:
         line.event("reject", attempt=line.place.attempt, base=done.base, reason=reason)
         return True
 
-    def _send(self, done: WorkerRound, delta_of, is_last: bool) -> list[Fragment] | None:
+    def _send(self, done: WorkerRound, delta_of) -> list[Fragment] | None:
         """Encode and store the fragments; None, and back to the base, if they are no good."""
-        put = partial(self.put, done.base)
-        fragments, length = self.exchange.send(delta_of, is_last, put)
+        fragments, length = self.exchange.send(delta_of, partial(self.put, done.base))
         moved = guards.Moved(length, done.steps, done.lr_sum)
         reason = self._why_not(moved)
         if 2 * done.steps >= self._hand.inner_steps and math.isfinite(length):
@@ -91,21 +87,20 @@ class Deliver:
 
     def _drop(self, done: WorkerRound, reason: str) -> None:
         """Never sent: back to the base, with fresh moments, and its samples again."""
-        self.exchange.encoder.residuals.clear()
         self._line.event("reject", reason=reason, base=done.base)
         self._hand.queue = done.samples + self._hand.queue
         self.exchange.replica.restore()
         self._moments.forget()
         self._hand.void("were no good")
 
-    def _header(self, done: WorkerRound, fragments: list, is_last: bool) -> Header:
+    def _header(self, done: WorkerRound, fragments: list) -> Header:
         """What the master is told: rank 0, whose line alone says it, knows all of it."""
         place, exchange = self._line.place, self.exchange
         return Header(
             run=place.run.key, slot=place.slot, attempt=place.attempt,
             job_id=place.job_id, base=done.base, layout=exchange.replica.layout.hash,
-            codec=exchange.encoder.chosen(is_last).name,
-            steps=done.steps, tokens=done.tokens, samples=tuple(joined(done.samples)),
+            codec=exchange.codec.name, steps=done.steps, tokens=done.tokens,
+            samples=tuple(joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._moments.origin, seconds=round(time.monotonic() - done.started, 3),
             stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,

@@ -18,7 +18,7 @@ from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
-from elastic.saved.codec import Encoder
+from elastic.saved.codec import codec, codec_of
 from elastic.saved.merge import norm
 from elastic.saved.replica import Replica
 from elastic.saved.versions import read_params
@@ -30,7 +30,7 @@ Put = Callable[[int, memoryview], Fragment]
 class Exchange:
     def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group):
         self.run, self.replica, self.group = run, replica, group
-        self.encoder = Encoder(config.local_sgd.compression, replica.layout)
+        self.codec = codec(config.local_sgd.compression)
         self._indices = range(len(replica.layout.fragments))
         self.moved: Callable[[], object] = lambda: None  # called for each fragment
 
@@ -39,7 +39,7 @@ class Exchange:
 
     # ---- out
 
-    def send(self, delta_of: Callable, last: bool, put: Put) -> tuple[list[Fragment], float]:
+    def send(self, delta_of: Callable, put: Put) -> tuple[list[Fragment], float]:
         """Encode every fragment and `put` it. Returns what a header says of them, and the
         norm of the delta; one that is not finite is not put as a whole. Collective."""
         square, put_yet, before = 0.0, {}, None
@@ -51,7 +51,8 @@ class Exchange:
                 is_judged = not self.replica.layout.has_buffers(index)
                 square += is_judged * norm(delta) ** 2  # 0 · inf is no number
                 if math.isfinite(square):
-                    data = self.encoder.encode(index, delta, last)
+                    fragment = self.replica.layout.fragments[index]
+                    data = codec_of(fragment, self.codec).encode(delta, fragment)
                     self.moved()
                     if before:
                         before.result()

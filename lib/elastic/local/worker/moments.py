@@ -7,8 +7,6 @@ a ramp of the learning rate (`local_sgd.join_ramp`).
 import contextlib
 import time
 
-import torch
-
 from elastic.base.durable import insist
 from elastic.base.errors import TryAgain
 from elastic.local.worker.exchange import Exchange
@@ -22,7 +20,6 @@ class Moments:
     def __init__(self, hand: InHand, exchange: Exchange, optimizer: InnerOptimizer):
         self._hand, self._optimizer = hand, optimizer
         self._line, self._config, self._group = hand.line, hand.config, exchange.group
-        self._encoder = exchange.encoder
         self._ramp = 0  # inner steps still to go of the learning rate's ramp
         self.origin = ""  # where the state came from
         self.save_s = 0.0
@@ -54,7 +51,7 @@ class Moments:
     def adopt(self, version: int) -> None:
         """Begin with the slot's state, or a donor's. Collective."""
         pointer, origin = self._group.decide(lambda: self._choose(version))
-        if pointer and (refused := self._load(pointer, version)):
+        if pointer and (refused := self._load(pointer)):
             self._optimizer.forget()
             pointer, origin = None, f"fresh: {refused}"
         if pointer is None and version > 0:
@@ -67,23 +64,12 @@ class Moments:
         slot = self._line.place.slot
         return inner_state.choose(self._line.run, slot, offered, version, oldest)
 
-    def _load(self, pointer: dict, version: int) -> str:
+    def _load(self, pointer: dict) -> str:
         """Why a rank could not take it; empty if all could."""
-        is_own = pointer["slot"] == self._line.place.slot
-        left_out: dict[int, torch.Tensor] = {}
         refused = inner_state.load(
-            self._line.run, pointer, self._optimizer.each, self._group.rank,
-            left_out if is_own else None,
-        )  # fmt: skip
-        if not self._has_delivered_since(pointer["version"], version):
-            self._encoder.residuals = left_out
+            self._line.run, pointer, self._optimizer.each, self._group.rank
+        )
         return next(filter(None, self._group.gather(refused)), "")
-
-    def _has_delivered_since(self, base: int, newest: int) -> bool:
-        """Is a later delta of the slot committed, with what was left out at `base`?"""
-        later = (self._line.run.commit(version) for version in range(base + 2, newest + 1))
-        slot = self._line.place.slot
-        return any(delta["slot"] == slot for commit in later for delta in commit["deltas"])
 
     def save_if_due(self) -> None:
         done, every = self._hand.round, self._config.local_sgd.inner_state_every
@@ -114,7 +100,7 @@ class Moments:
         try:
             return insist(
                 inner_state.save, place.run.slot_path(place.slot), stem, self._optimizer.each,
-                self._group.rank, self._encoder.residuals,
+                self._group.rank,
             )  # fmt: skip
         except (OSError, TryAgain) as error:
             place.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")

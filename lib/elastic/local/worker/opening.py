@@ -11,7 +11,6 @@ import torch
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.local.worker.line import NoLine
-from elastic.run import estimate
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.saved.versions import Draft, read_layout, settle
@@ -63,9 +62,6 @@ def _create(
             files += line.written(partial(draft.write_fragment, layout, index, params, zeros))
     if draft:
         record = first_record(layout, config, samples, tokens_per_sample)
-        per_step = max(1, config.step_samples * tokens_per_sample * line.run.control().max)
-        rounds = record["total_tokens"] / per_step / config.local_sgd.inner_steps
-        line.warn(estimate.too_short_for_topk(config, rounds))
         line.written(lambda: draft.commit(layout, files, record))
     group.broadcast("version 0 is there")
 
