@@ -73,10 +73,10 @@ class Chaos:
             return self._trainer()
         with contextlib.suppress(TryAgain), self._store() as store:
             version = self.run.newest_version()
-            found = [s for s in store.slots().values() if s.version == version]
             job_ids = {job.job_id for job in self._jobs()}
-            found = [slot for slot in found if slot.state == "training" and self._is(slot, job_ids)]
-            return sorted(found, key=lambda slot: -slot.step)
+            victims = [slot for slot in store.slots().values() if slot.state == "training"
+                       and slot.version == version and self._is(slot, job_ids)]  # fmt: skip
+            return sorted(victims, key=lambda slot: -slot.step)
         return []
 
     def _is(self, slot: Slot, job_ids: set[str]) -> bool:
@@ -88,11 +88,11 @@ class Chaos:
 
     def _trainer(self) -> list[Slot]:
         ranks = self._pids("trainer") if self.is_here else [0]  # reached by its job
-        said = self.run.lines("metrics.jsonl", 1)
-        if not ranks or not said or said[0]["attempt"] != self.run.latest_attempt(0):
+        newest = next(iter(self.run.lines("metrics.jsonl", 1)), None)
+        if not ranks or not newest or newest["attempt"] != self.run.latest_attempt(0):
             return []
-        step, job_id = said[0]["step"], (self.run.progress() or {}).get("job_id", "")
-        return [Slot(0, said[0]["attempt"], job_id, "", self.draw.choice(ranks), "training",
+        step, job_id = newest["step"], (self.run.progress() or {}).get("job_id", "")
+        return [Slot(0, newest["attempt"], job_id, "", self.draw.choice(ranks), "training",
                      step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]  # fmt: skip
 
     def _store(self):
@@ -100,7 +100,7 @@ class Chaos:
 
     def _pids(self, program: str) -> list[int]:
         """This machine's processes of the run: worker, trainer, master, redis-server."""
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             words = read(folder / "cmdline").split("\0")
             names = [Path(word.partition(" ")[0]).name for word in words]
@@ -108,10 +108,10 @@ class Chaos:
                 around = read(folder / "environ").split("\0")
                 with contextlib.suppress(OSError):  # it is another user's, or gone
                     place = Path(os.readlink(folder / "cwd")).parent  # a Redis has its own folder
-                    mine = {f"ELASTIC_RUN_DIR={self.run.path}", str(self.run.path)}
-                    if place == self.run.path or mine & {*around, *words}:
-                        found.append(int(folder.name))
-        return sorted(found)
+                    marks = {f"ELASTIC_RUN_DIR={self.run.path}", str(self.run.path)}
+                    if place == self.run.path or marks & {*around, *words}:
+                        pids.append(int(folder.name))
+        return sorted(pids)
 
     # ---- doing it
 
@@ -213,9 +213,9 @@ class Chaos:
         """The newest, and the ranks are killed, so that it is read."""
         folders = sorted((self.run.path / "checkpoints").glob("step-*/"))
         files = [path for folder in folders[-1:] for path in folder.glob("*.distcp")]
-        said = _flip_a_byte(files[0]) if files else "there is none yet"
+        what = _flip_a_byte(files[0]) if files else "there is none yet"
         _kill(*self._pids("trainer"))
-        return said
+        return what
 
     def _clock_skew(self, _victim: Slot) -> str:
         path, skew_s = self.run.environment()[FAKETIME], self.draw.choice((-SKEW_S, SKEW_S))
@@ -242,9 +242,9 @@ class Chaos:
         for row in kinds:
             row["kept"] = row["tokens_per_s"] / before if before else None
         worst = max(costs, key=lambda pair: pair[1].back_s, default=None)
-        told = {"epochs": [], "problems": [], "unknown": "run.command keeps count of its samples"}
+        proof = {"epochs": [], "problems": [], "unknown": "run.command keeps count of its samples"}
         if has_ledger(self.run):
-            told = audit(self.run.path, self.config.checkpoint.keep)
+            proof = audit(self.run.path, self.config.checkpoint.keep)
         return {
             "run": self.run.name, "seconds": round(end - began, 1), "faults": len(costs),
             "kinds": kinds, "tokens_per_s": rate, "baseline_tokens_per_s": before,
@@ -253,7 +253,7 @@ class Chaos:
                             for e in self.run.events()),
             "steps_lost": sum(cost.steps_lost for _, cost in costs),
             "worst": f"{worst[0].kind}: {worst[0].what}" if worst else "",
-            "audit": {**told, "gpu_seconds": gpu_seconds(self.run)},
+            "audit": {**proof, "gpu_seconds": gpu_seconds(self.run)},
         }  # fmt: skip
 
 

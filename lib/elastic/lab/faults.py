@@ -81,17 +81,17 @@ def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work], end: flo
     kinds = defaultdict(list)
     for fault, cost in faults:
         kinds[fault.kind].append((cost, tokens_per_s(work, fault.time, windows[fault.time])))
-    for kind, found in sorted(kinds.items()):
-        costs = [cost for cost, _ in found]
+    for kind, outcomes in sorted(kinds.items()):
+        costs = [cost for cost, _ in outcomes]
         yield {
-            "kind": kind, "count": len(found),
+            "kind": kind, "count": len(outcomes),
             "steps_lost": sum(cost.steps_lost for cost in costs),
             "next_commit_s": _middle_and_worst(cost.next_commit_s for cost in costs),
             "back_s": _middle_and_worst(cost.back_s for cost in costs),
-            "tokens_per_s": mean(rate for _, rate in found),
+            "tokens_per_s": mean(rate for _, rate in outcomes),
         }  # fmt: skip
 
 
 def _middle_and_worst(seconds: Iterable[float]) -> list[float | None]:
-    found = sorted(seconds)
-    return [None if each == inf else round(each, 2) for each in (median(found), found[-1])]
+    times_s = sorted(seconds)
+    return [None if s == inf else round(s, 2) for s in (median(times_s), times_s[-1])]

@@ -39,21 +39,21 @@ LEAST_ROUND_S = 30.0  # no shorter ones are tried
 def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> Costs:
     """The costs of a run by its configuration and size; what was `shown` goes before."""
     names = ("step_s", "startup_s", "queue_s", "requeue_s", "notice_s", "leave_s", "save_s")
-    found = {name: getattr(config.plan, name) for name in names}
-    return Costs(**found | (_by_size(config, model) if model else {}) | dict(shown))
+    stated = {name: getattr(config.plan, name) for name in names}
+    return Costs(**stated | (_by_size(config, model) if model else {}) | dict(shown))
 
 
 def _by_size(config, model: estimate.Model) -> dict[str, float]:
-    said, slurm, gpus = config.plan, config.slurm, config.elastic.max
+    settings, slurm, gpus = config.plan, config.slurm, config.elastic.max
     passes = config.train.accumulate * config.train.batch_size  # of a GPU's step
     tokens = passes * (model.tokens_per_sample or 1)
     saved_bytes, workers = SAVED * model.numel, max(1, gpus // slurm.gpus_per_worker)
-    rates = estimate.Rates(process=said.process_bytes, filesystem=said.filesystem_bytes)
+    rates = estimate.Rates(process=settings.process_bytes, filesystem=settings.filesystem_bytes)
     cores = slurm.master_cpus or 16
     one, alone = (estimate.cost(model, count, cores, rates) for count in (workers, 1))
     return {
-        "step_s": said.step_s or PASS_FLOPS * model.numel * tokens / said.flops,
-        "save_s": said.save_s or saved_bytes / min(rates.filesystem, gpus * rates.process),
+        "step_s": settings.step_s or PASS_FLOPS * model.numel * tokens / settings.flops,
+        "save_s": settings.save_s or saved_bytes / min(rates.filesystem, gpus * rates.process),
         "stall_s": saved_bytes / gpus / rates.process,  # into the hosts' memory
         "deliver_s": one.deliver_s, "deliver_alone_s": alone.deliver_s,
         "average_s": one.master_s, "pull_s": one.pull_s,
@@ -115,13 +115,13 @@ class Forecaster:
 
     def requeue(self) -> Forecast:
         """Of the size that turns out to be the best, of all from min to max."""
-        each = self.config.slurm.gpus_per_node
-        sizes = sizing.node_counts(self._limits, each)
+        per_node = self.config.slurm.gpus_per_node
+        sizes = sizing.node_counts(self._limits, per_node)
         self._say(f"playing the trace to --requeue, in {len(sizes)} sizes")
-        found = (self._of("requeue", (nodes * each,) * 2, 0,
-                          Requeue(self.trace, self.config, self.costs, [nodes]))
-                 for nodes in sizes)  # fmt: skip
-        return max(found, key=lambda each: each.kept)
+        rows = (self._of("requeue", (nodes * per_node,) * 2, 0,
+                         Requeue(self.trace, self.config, self.costs, [nodes]))
+                for nodes in sizes)  # fmt: skip
+        return max(rows, key=lambda row: row.kept)
 
     def _of(self, mode: str, gpus: tuple[int, int], inner_steps: int, play) -> Forecast:
         return Forecast(mode, gpus, inner_steps, play.play(self.end), self._offered_s)
@@ -172,7 +172,7 @@ def forecast(trace: Sequence[Change], end: float, config, costs: Costs, say=sile
         "trace": {"seconds": end, "nodes": len({change.node for change in trace}),
                   "most_gpus": most, "taken": len(taken), "moments": moments},
         "costs": vars(costs),
-        "ways": [each.to_json() for each in rows],
+        "ways": [row.to_json() for row in rows],
         "recommended": {
             "mode": best.mode, "inner_steps": steps,
             "min": best.gpus[0] if best.mode == "sync" else least,
@@ -195,15 +195,15 @@ def _check(end: float, config, costs: Costs) -> None:
         raise UsageError(what, "give --set plan.step=SECONDS, or --measured RUN")
 
 
-def _better(play: Forecaster, least: int, found: Sequence[Forecast]) -> Iterator[Forecast]:
+def _better(play: Forecaster, least: int, rows: Sequence[Forecast]) -> Iterator[Forecast]:
     """Another min in sync mode, and another K in local mode, where they gain something."""
-    sync, local = found
+    sync, local = rows
     if least != sync.gpus[0] and (other := play.sync(least)).kept > sync.kept:
         yield other
     others = (k for k in KS if k * play.costs.step_s >= LEAST_ROUND_S and k != local.inner_steps)
     tried = [local, *map(play.local, others)]
-    enough = AS_GOOD * max(each.kept for each in tried)
-    best = min((each for each in tried if each.kept >= enough), key=lambda each: each.inner_steps)
+    enough = AS_GOOD * max(row.kept for row in tried)
+    best = min((row for row in tried if row.kept >= enough), key=lambda row: row.inner_steps)
     if best is not local:
         yield best
 
@@ -211,7 +211,7 @@ def _better(play: Forecaster, least: int, found: Sequence[Forecast]) -> Iterator
 def _choose(rows: Sequence[Forecast]) -> tuple[Forecast, str]:
     """The way to take, and why."""
     requeue = rows[0]
-    sync, local = ([each for each in rows if each.mode == mode][-1] for mode in ("sync", "local"))
+    sync, local = ([row for row in rows if row.mode == mode][-1] for mode in ("sync", "local"))
     best, other = (sync, local) if sync.kept >= WORTH_SYNC * local.kept else (local, sync)
     exactly = ", step for step as if undisturbed," * (best is sync)
     return best, (

@@ -247,7 +247,7 @@ class Local:
             worker.state = State.WAITING
             master.accept(worker, self.now)
             if worker.notice is None and worker.base == master.version:
-                yield inf  # as is this
+                yield inf  # this, too
             if worker.notice is None and worker.base < master.version:
                 worker.state = State.READING
                 yield self.now + costs.pull_s

@@ -131,12 +131,12 @@ class Sandbox:
 
     def up(self, shape: Shape) -> None:
         """Start everything and wait until all nodes are idle; a failure leaves nothing behind."""
-        found = programs(shape.accounting)
+        paths = programs(shape.accounting)
         if self.members():
             raise UsageError(f"a sandbox is up in {self.path}", "elastic-sandbox down")
         self._make_folders(shape)
         try:
-            self._start_daemons(found, shape)
+            self._start_daemons(paths, shape)
         except BaseException:
             self.down()
             raise
@@ -167,10 +167,10 @@ class Sandbox:
     def _exists(self) -> bool:
         """If something is at its path. ElasticError where others could have put it there, or a
         link on the way: what is in a sandbox is loaded by Slurm's commands, and removed."""
-        there = [each for each in (self.path, *self.path.parents) if os.path.lexists(each)]
-        for each in there:
-            if each.lstat().st_uid not in (0, os.getuid()):
-                raise ElasticError(f"{each} is another user's", "use --dir, or work as that user")
+        there = [path for path in (self.path, *self.path.parents) if os.path.lexists(path)]
+        for path in there:
+            if path.lstat().st_uid not in (0, os.getuid()):
+                raise ElasticError(f"{path} is another user's", "use --dir, or work as that user")
         check_private(there[0], is_above=there[0] != self.path)
         return there[0] == self.path
 
@@ -198,19 +198,19 @@ class Sandbox:
         for part in ["log", "state", "spool", "tmp", *(f"spool/{node}" for node in shape.names)]:
             (self.path / part).mkdir()
 
-    def _start_daemons(self, found: dict[str, str], shape: Shape) -> None:
+    def _start_daemons(self, paths: dict[str, str], shape: Shape) -> None:
         ports = free_ports("", len(shape.names) + 2)
         if shape.job_submit:  # where slurmctld looks for it: beside slurm.conf
             shutil.copyfile(shape.job_submit, self.path / "job_submit.lua")
-        _write_configuration(self.path, shape, ports, _cgroup_plugin(found["slurmctld"]))
-        self._start_munged(found["munged"], "munge")
+        _write_configuration(self.path, shape, ports, _cgroup_plugin(paths["slurmctld"]))
+        self._start_munged(paths["munged"], "munge")
         if self._hosts.exists():
-            self._start_munged(found["munged"], "munge-nodes", f"--origin={_ADDRESS_OF_NODES}")
+            self._start_munged(paths["munged"], "munge-nodes", f"--origin={_ADDRESS_OF_NODES}")
         if shape.accounting:
-            self._start_accounting(found, ports[1])
-        self.daemons.start("slurmctld", found["slurmctld"], "-D", ready=ports[0])
+            self._start_accounting(paths, ports[1])
+        self.daemons.start("slurmctld", paths["slurmctld"], "-D", ready=ports[0])
         for node in shape.names:
-            self._start_node(node, found)
+            self._start_node(node, paths)
         self.daemons.wait(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
 
     def _are_idle(self, names: Sequence[str]) -> bool:
@@ -226,22 +226,22 @@ class Sandbox:
         daemon = [program, "--foreground", "--force", f"--key-file={self.path}/munge.key", *own]
         self.daemons.start(name, *daemon, f"--socket={stem}.socket", *more, ready=f"{stem}.socket")
 
-    def _start_node(self, node: str, found: dict[str, str]) -> None:
-        daemon = [found["slurmd"], "-D", "-b", "-N", node]  # -b: as if it had booted
+    def _start_node(self, node: str, paths: dict[str, str]) -> None:
+        daemon = [paths["slurmd"], "-D", "-b", "-N", node]  # -b: as if it had booted
         if self._hosts.exists():
-            enter = [found["unshare"], "--uts", "--mount", "sh", f"{self.path}/node.sh"]
+            enter = [paths["unshare"], "--uts", "--mount", "sh", f"{self.path}/node.sh"]
             daemon = [*enter, f"{node}.{_DOMAIN}", *daemon]
         self.daemons.start(node, *daemon)
 
-    def _start_accounting(self, found: dict[str, str], port: int) -> None:
+    def _start_accounting(self, paths: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
         common = ["--no-defaults", f"--datadir={data}", f"--user={user_name()}",
                   f"--tmpdir={self.path}/tmp"]  # where it removes what others began, as it starts
-        self.daemons.call("install", found["mariadb-install-db"], *common, "--skip-test-db")
+        self.daemons.call("install", paths["mariadb-install-db"], *common, "--skip-test-db")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
-        self.daemons.start("mariadbd", found["mariadbd"], *common, *options, *small, ready=database)
-        self.daemons.start("slurmdbd", found["slurmdbd"], "-D", ready=port)
+        self.daemons.start("mariadbd", paths["mariadbd"], *common, *options, *small, ready=database)
+        self.daemons.start("slurmdbd", paths["slurmdbd"], "-D", ready=port)
 
 
 # ---- configuration
@@ -250,8 +250,8 @@ class Sandbox:
 def _cgroup_plugin(slurmctld: str) -> str:
     """What needs no cgroups: slurmd loads one whatever it is for, and that of cgroup2 wants systemd
     to give it a part."""
-    said = subprocess.run([slurmctld, "-V"], capture_output=True, text=True).stdout
-    version = [int(part) for part in re.findall(r"\d+", said)[:2]]
+    answer = subprocess.run([slurmctld, "-V"], capture_output=True, text=True).stdout
+    version = [int(part) for part in re.findall(r"\d+", answer)[:2]]
     return "disabled" if version >= [24, 5] else "cgroup/v1"
 
 
@@ -294,10 +294,10 @@ def _with_setting(text: str, setting: str) -> str:
 
 def _gpu_devices(count: int) -> list[str]:
     """`count` character devices of this machine, which is all that Slurm takes for GPUs."""
-    found = sorted(str(path) for path in Path("/dev").rglob("*") if path.is_char_device())
-    if len(found) < count:
-        raise ElasticError(f"/dev has {len(found)} character devices, not {count}", "see --gpus")
-    return sorted(found, key=lambda name: not name.startswith("/dev/tty"))[:count]
+    devices = sorted(str(path) for path in Path("/dev").rglob("*") if path.is_char_device())
+    if len(devices) < count:
+        raise ElasticError(f"/dev has {len(devices)} character devices, not {count}", "see --gpus")
+    return sorted(devices, key=lambda name: not name.startswith("/dev/tty"))[:count]
 
 
 # ---- programs, processes, files
@@ -307,11 +307,11 @@ def programs(accounting: bool = False) -> dict[str, str]:
     """Where each needed program is; ElasticError with the packages that bring the missing ones."""
     packages = _PACKAGES | (_MORE_PACKAGES if accounting else {})
     path = f"{env('PATH', '/bin')}:{_DAEMON_PATH}"
-    found = {name: shutil.which(name, path=path) for name in packages}
-    if missing := [name for name, where in found.items() if where is None]:
+    paths = {name: shutil.which(name, path=path) for name in packages}
+    if missing := [name for name, where in paths.items() if where is None]:
         names = " ".join(sorted({packages[name] for name in missing}))
         raise ElasticError(f"Command not found: {', '.join(missing)}", f"apt-get install {names}")
-    return found
+    return paths
 
 
 def default_folder() -> Path:

@@ -85,14 +85,14 @@ def measured(run: RunDir) -> dict[str, float]:
     firsts = [(job.start, works[job.attempts[0][1]]) for job in jobs
               if job.attempts and job.attempts[0][1] in works]  # fmt: skip
     deltas = [delta for commit in commits for delta in commit["deltas"] if delta.get("delivered")]
-    found = {
+    samples = {
         "startup_s": [work[0].start - start for start, work in firsts],
         "leave_s": [job.end - max([job.notice, *_stops(job, works)]) for job in jobs
                     if job.notice and job.outcome == Outcome.YIELDED],
         "step_s": [delta["seconds"] / delta["steps"] for delta in deltas if delta["steps"]]
                   or [line["seconds"] * line["world"] / config.elastic.max for line in metrics],
     }  # fmt: skip
-    shown = {name: fmean(values) for name, values in found.items() if values}
+    shown = {name: fmean(values) for name, values in samples.items() if values}
     if deltas and gaps_s:  # all parts of a pause
         shown |= dict.fromkeys(("deliver_s", "deliver_alone_s", "average_s"), 0.0)
         shown |= {"pull_s": max(0.0, median(gaps_s))}
@@ -103,4 +103,4 @@ def measured(run: RunDir) -> dict[str, float]:
 
 
 def _stops(job: goodput.Allocation, works: Mapping) -> list[float]:
-    return [each.stop for _, attempt in job.attempts for each in works.get(attempt, ())]
+    return [work.stop for _, attempt in job.attempts for work in works.get(attempt, ())]
