@@ -296,7 +296,8 @@ JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NO
 def test_the_log_of_a_job_begins_with_what_slurm_gave_it(make_run):
     run = make_run("run.mode='sync'")
     run.mark_done({"reason": "nothing is left to do"})
-    done = elastic("trainer", run.path, env=environment(run.path, **JOB))
+    done = subprocess.run([ROOT / "bin" / "elastic", "launch", run.path], text=True,
+                          env=environment(run.path, **JOB), capture_output=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
         "trainer  job 12, restarts 0: 2 nodes x 2 GPUs, partition gpu, time left unknown"

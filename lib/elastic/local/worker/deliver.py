@@ -58,7 +58,8 @@ class Deliver:
         if not done.steps or behind <= self._hand.config.local_sgd.max_staleness:
             return False
         reason = f"stale: based on version {done.base}, {behind} behind"
-        line.event("reject", attempt=line.place.attempt, base=done.base, reason=reason)
+        line.event("reject", attempt=line.place.attempt, base=done.base, reason=reason,
+                   rule=rounds.Rule.STALE)  # fmt: skip
         return True
 
     def _send(self, done: WorkerRound, delta_of) -> list[Fragment] | None:
