@@ -3,10 +3,14 @@
 pytest tests/test_sites.py
 """
 
+import re
+from datetime import datetime
+
 import pytest
 
 from elastic.base.errors import ElasticError
 from elastic.jobs.slurm_info import expand_hostlist
+from helpers import wait_until
 from sites import ASKED, NEEDS, becomes, finished, powered_down, taken_reserved_and_drained
 
 pytest_plugins = ["sites"]
@@ -26,6 +30,22 @@ def test_a_run_without_what_the_site_wants_is_refused_in_its_words(cluster):
     asked = ("--partition=preempt", "--account=project", "--time=5", "--qos=low", "--mem=100")
     with pytest.raises(ElasticError, match="Exceeded job memory limit|[Oo]ut [Oo]f [Mm]emory"):
         cluster.box.run("srun", *asked, *takes_more)
+
+
+def test_a_preemption_ends_a_job_when_the_grace_of_its_qos_is_over(cluster):
+    submit = ("sbatch", "--parsable", "--chdir=/", "--output=/dev/null")
+    asked = ("--partition=preempt", "--account=project", "--time=50", "--qos=low", "--nodes=2")
+    deaf = "--wrap=trap '' TERM; while :; do sleep 1; done"
+    job = cluster.box.run(*submit, *asked, "--exclusive", deaf).strip()
+
+    def shown(words: str) -> re.Match | None:
+        return re.search(words, cluster.box.run("scontrol", "--oneliner", "show", "job", job))
+
+    wait_until(lambda: shown("JobState=RUNNING"), 60, "the job runs")
+    cluster.box.run(*submit, "--partition=high", "--qos=high", "--nodes=1", "--wrap=sleep 60")
+    told = wait_until(lambda: shown(r"EndTime=(\S+) .*PreemptTime=(\d\S+)"), 60, "a preemption")
+    end, preempted = map(datetime.fromisoformat, told.groups())
+    assert 19 <= (end - preempted).total_seconds() <= 21
 
 
 def test_a_synchronous_run_lives_there(cluster):

@@ -126,22 +126,18 @@ def test_where_the_qos_says_the_notice_only_kill_wait_is_sure(scontrol):
     assert notice_s("low") == 30
 
 
-@pytest.mark.parametrize(
-    ("preempted", "end", "left_s"),
-    [("None", "2026-08-03T11:00:00", 300 + 30), ("2026-08-03T10:55:00", "2026-08-03T11:00:00", 60),
-     ("None", "Unknown", 60)],
-)  # fmt: skip
-def test_before_a_time_limit_there_is_as_long_as_slurm_signal_has_asked_for(
-    scontrol, preempted, end, left_s
-):
-    """USR2@300 bought nothing: GraceTime was taken for the end of everything."""
-    job = JOB.replace("2026-08-03T11:00:00", end).replace("PreemptTime=None", "")
+@pytest.mark.parametrize(("end", "left_s"), [("2026-08-03T11:00:00", 300 + 30), ("Unknown", None)])
+def test_a_job_is_killed_kill_wait_after_its_end_time(scontrol, job, end, left_s):
+    """USR2@300 bought nothing before a time limit: GraceTime was taken for the end of everything.
+    That a preemption moves EndTime is seen on a real Slurm, in test_sites."""
+    told = JOB.replace("2026-08-03T11:00:00", end)
     scontrol(f'''case "$3" in
-        job) echo "{job} PreemptTime={preempted}";;
+        job) echo "{told}";;
         config) echo "KillWait                = 30 sec";;
     esac''')
-    since = datetime(2026, 8, 3, 10, 55).timestamp()
-    assert kill_at(INFO, since, window_s=60) == since + left_s
+    assert kill_at() is None
+    job(**STEP)
+    assert kill_at() == (left_s and datetime(2026, 8, 3, 10, 55).timestamp() + left_s)
 
 
 def test_slurm_is_asked_for_what_the_environment_does_not_hold(scontrol):

@@ -261,15 +261,17 @@ def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkey
     asked, notice = [], Notice()
     notice.since = time.time()
 
-    def kill_at(info, since: float, window_s: float) -> float:
-        asked.append(window_s)
-        return since + 330
+    def kill_at() -> float:
+        asked.append(notice)
+        return notice.since + 330
 
     monkeypatch.setattr("elastic.sync.rank.kill_at", kill_at)
     wishes = Wishes(rank, notice)
     assert (28 < wishes.left_s(20.0) <= 29, asked) == (True, [])
     assert 320 < wishes.left_s(45.0) <= 330
-    assert asked == [29.0]
+    assert asked == [notice]
+    monkeypatch.setattr("elastic.sync.rank.kill_at", lambda: None)  # Slurm does not say
+    assert 28 < wishes.left_s(45.0) <= 29
 
 
 def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
 MARGIN_S = 2.0  # to say how it ended; GraceTime has been seen half a second short
@@ -31,6 +32,7 @@ class Notice:
         self.signal_name = ""
         self.since: float | None = None
         self.window_s = KILL_WAIT_S  # from a notice to the kill, as the scheduler has it
+        self.ask: Callable[[], float | None] | None = None  # the scheduler, when the kill comes
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
 
@@ -38,8 +40,19 @@ class Notice:
         return self.since is not None
 
     def has_run_out(self) -> bool:
-        """Is the kill so near that only the last words can still be said?"""
-        return self.since is not None and time.time() - self.since > self.window_s - MARGIN_S
+        """Is the kill so near that only the last words can still be said? Half way to it the
+        scheduler is asked, in the background: before a time limit there may be more time."""
+        if self.since is None:
+            return False
+        gone_s = time.time() - self.since
+        if self.ask and gone_s > self.window_s / 2:
+            ask, self.ask = self.ask, None
+            threading.Thread(target=self._learn, args=[ask], daemon=True).start()
+        return gone_s > self.window_s - MARGIN_S
+
+    def _learn(self, ask: Callable[[], float | None]) -> None:
+        if kill_at := ask():
+            self.window_s = kill_at - self.since
 
     def fileno(self) -> int:
         """Becomes readable at the notice: for select()."""

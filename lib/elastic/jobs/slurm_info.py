@@ -93,14 +93,13 @@ def _kill_wait_s(settings: str) -> int:
     return int(wait[1]) if wait else 0
 
 
-def kill_at(info: SlurmInfo, since: float, window_s: float) -> float:
-    """When this job, which had a notice at `since`, is killed: at its preemption's end, `window_s`
-    later, or at its time limit's, as early as slurm.signal has announced that."""
-    job = _ask("job", info.job_id)
-    limit = end_time(job)
-    if limit is None or re.search(r"\bPreemptTime=\d", job):
-        return since + window_s
-    return limit + _kill_wait_s(_ask("config"))
+def kill_at() -> float | None:
+    """When Slurm kills the job around this process, which has had a notice: KillWait after its end
+    time. At a preemption Slurm moves this time to the end of the GraceTime, the partition's or the
+    QOS'. None: there is no such job, or Slurm does not say."""
+    info = get_slurm_info()
+    limit = end_time(_ask("job", info.job_id)) if info else None
+    return limit and limit + _kill_wait_s(_ask("config"))
 
 
 def notice_here(config: Config) -> float | None:

@@ -12,7 +12,7 @@ from elastic.base.durable import until_written
 from elastic.base.environment import env
 from elastic.base.errors import Fenced
 from elastic.base.signals import Notice
-from elastic.jobs.slurm_info import get_slurm_info, kill_at
+from elastic.jobs.slurm_info import kill_at
 from elastic.run.rundir import RunDir
 from elastic.train.group import Group
 from elastic.train.health import ShutdownHandler
@@ -78,10 +78,9 @@ class Wishes:
     def left_s(self, needed_s: float) -> float:
         """Until the kill. Slurm knows what the notice is for; asked only where the time of a
         preemption is too short, as it may take half a minute to answer."""
-        left_s, info = self._shutdown.deadline_s(time.time()), get_slurm_info()
-        if left_s >= needed_s or info is None:
-            return left_s
-        return kill_at(info, self.notice.since, self._shutdown.window_s) - time.time()
+        left_s = self._shutdown.deadline_s(time.time())
+        known_at = None if left_s >= needed_s else kill_at()
+        return known_at - time.time() if known_at else left_s
 
     # ---- rank 0: one writer of the run
 

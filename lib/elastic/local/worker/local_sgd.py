@@ -32,6 +32,7 @@ from torch.utils.data import Dataset, default_collate
 
 from elastic.base.errors import ElasticError
 from elastic.base.signals import Notice, install
+from elastic.jobs.slurm_info import kill_at
 from elastic.local.worker.adopt import Adopt
 from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.exchange import Exchange
@@ -57,7 +58,7 @@ class LocalSGD:
         self.ends_step = False  # is the batch at hand the last of its step?
         self.tokens_per_sample = 1  # where step() is not told the tokens
         self.outcome = ""  # done | stopped | yielded
-        notice.window_s = place.notice_s
+        notice.window_s, notice.ask = place.notice_s, kill_at
         self.line = Line(place, notice) if group.leads else NoLine(place, notice)
         self._hand = InHand(self.line, self.config)
         is_traced = group.leads and place.slot == 0
