@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,6 +253,21 @@ def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(r
     saving.save_within(State(), lambda needed_s: 27.0)
     assert writing.is_set()
     assert disk == []  # no other one is begun
+
+
+def test_checkpoints_write_no_more_in_a_second_than_a_site_allows(rank, make_config):
+    files = [{"path": "a", "bytes": 3_000_000}, {"path": "b", "bytes": 1_000_000}]
+    (rank.run.path / "checkpoints").mkdir(parents=True)
+    (rank.run.path / "checkpoints/step-00000010.json").write_text(json.dumps({"files": files}))
+    config = make_config("checkpoint.max_rate=100kb", "checkpoint.interval=1 steps")
+    saving = Saving(replace(rank, config=config), None, None, ())
+    saving.begin_at(10)
+    assert saving.is_due(11)  # nothing is known of their size yet
+    saving.choose_cadence()
+    assert saving.words == "every 39 s at most: checkpoint.max_rate"
+    assert not saving.is_due(11)
+    saving._at -= 40
+    assert saving.is_due(11)
 
 
 def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkeypatch):

@@ -282,6 +282,12 @@ def steps(run: RunDir, pattern: str = COMMITTED) -> list[int]:
     return sorted({int(name[1]) for name in names if name}, reverse=True)
 
 
+def size_bytes(run: RunDir, step: int) -> int:
+    """Of a committed checkpoint; 0 if there is none of this step."""
+    record = durable.read_json(_record_path(run, step)) or {}
+    return sum(entry["bytes"] for entry in record.get("files", ()))
+
+
 def _on_top_of(run: RunDir, base: int) -> list[tuple[int, dict | None, str]]:
     """The checkpoints on top of version `base`, and those that do not say, newest first:
     the step, the record, and what is wrong with that. A version 0 is what sync mode

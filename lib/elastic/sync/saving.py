@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from elastic.jobs import cadence
-from elastic.saved.checkpoint import Checkpoints, Saved
+from elastic.saved.checkpoint import Checkpoints, Saved, size_bytes
 from elastic.sync.batches import Samples
 from elastic.sync.rank import Rank
 
@@ -37,7 +37,7 @@ class Saving:
         keep = max(2, rank.config.checkpoint.keep)
         self.checkpoints = Checkpoints(rank.run, rank.group, f"attempt{rank.attempt}", keep)
         self.words = ""  # how often, and why, for status; or what was refused
-        self._auto_s = cadence.LEAST_S
+        self._auto_s, self._least_s = cadence.LEAST_S, 0.0
         self.step, self._at = 0, 0.0  # of the newest one
 
     def load(self, base_version: int) -> tuple[Saved | None, list[str]]:
@@ -54,12 +54,16 @@ class Saving:
         mtbi_s = cadence.observed_mtbi_s(self._rank.run.endings())
         stall_s, save_s = self.checkpoints.stall_s, self.checkpoints.save_s
         self._auto_s, self.words = cadence.interval(stall_s, mtbi_s, save_s)
+        if most := self._rank.config.checkpoint.max_rate_bytes:
+            self._least_s = size_bytes(self._rank.run, self.step) / most
+        if self._least_s > self._auto_s:
+            self.words = f"every {self._least_s:.0f} s at most: checkpoint.max_rate"
 
     def is_due(self, step: int) -> bool:
         """Rank 0: is it time for a checkpoint, once this step is taken?"""
         seconds, setting = time.monotonic() - self._at, self._rank.config.checkpoint.interval
         is_time = cadence.is_due(setting, step - self.step, seconds, self._auto_s)
-        return self._rank.group.leads and is_time
+        return self._rank.group.leads and is_time and seconds >= self._least_s
 
     def begin(self, state: State, due: bool) -> None:
         """Start one in the background if it is due; learn from the one before once it is
