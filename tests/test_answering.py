@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.jobs.sched_slurm import PROBES_AT_ONCE, answering
+from elastic.sync.launch import BAD_EXIT
 
 # A busy controller: each node's first try fails. Node n0 is gone. Notes how many run at a time.
 SRUN = """#!/bin/sh
@@ -41,3 +42,14 @@ def test_many_nodes_are_asked_in_waves(busy: Path):
     nodes = [f"n{number}" for number in range(1, 3 * PROBES_AT_ONCE)]
     assert answering(nodes) == nodes
     assert 1 < max(map(int, (busy / "at_once").read_text().split())) <= PROBES_AT_ONCE
+
+
+@pytest.mark.parametrize(("said", "is_bad"), [
+    ("srun: error: Node failure on n2", True),
+    ("srun: error: n1: task 3: Killed", True),
+    ("srun: error: n1: tasks 0-2: Exited with exit code 1", True),
+    ("srun: error: n1: task 3: Exited with exit code 75", False),
+    ("srun: Job 7 step creation temporarily disabled, retrying", False),
+])  # fmt: skip
+def test_srun_says_that_a_node_or_a_rank_is_gone(said: str, is_bad: bool):
+    assert bool(BAD_EXIT.match(said)) == is_bad

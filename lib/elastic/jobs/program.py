@@ -71,7 +71,9 @@ def pass_command(run: RunDir) -> list[str]:
     return [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
 
 
-def reconcile_now(run: RunDir) -> None:
-    """See to the job's successor now, or to the end of the run; cron would come later."""
+def reconcile_now(run: RunDir, within_s: float = 0.0) -> None:
+    """See to the job's successor now, or to the end of the run; cron would come later. An answer
+    of the scheduler that is `within_s` old will do."""
+    command = [*pass_command(run), f"--within={within_s:g}"]
     with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(pass_command(run), stdin=subprocess.DEVNULL, timeout=PASS_S)
+        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PASS_S)

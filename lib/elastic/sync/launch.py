@@ -49,6 +49,7 @@ MOST_LINE = 8192  # characters that are copied, and kept, as one line
 LINGER_S = 10.0  # for the others to end after a rank has crashed; where they hang, they never do
 POLL_S = 0.1
 CONTROL_S = 2.0  # between looks at what the user wants; trainers look themselves
+PASSES_S = 300.0  # between passes of a job at work
 SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
 AT_ONCE_S = 300.0  # a program that dies so soon may have died of the checkpoint that it was given
 ABORT_S = 0.5  # to print stack traces
@@ -273,11 +274,17 @@ class Launcher:
 
     def _have_successors(self) -> None:
         """Without cron, too: one waits in the queue soon, and is started however this one ends."""
-        timer = threading.Timer(SUCCESSOR_S, reconcile_now, [self.run])
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=self._look_after_them, daemon=True).start()
         if self.config.run.scheduler == "local":
             self._follower = sched_local.pass_after_me(self.run.path)
+
+    def _look_after_them(self) -> None:
+        """Also when a pass has got no answer, or a successor is gone."""
+        time.sleep(SUCCESSOR_S)
+        reconcile_now(self.run)
+        while True:
+            time.sleep(PASSES_S)
+            reconcile_now(self.run, within_s=PASSES_S / 10)
 
     def _record(self, state: str, **fields) -> None:
         self.program.record(state, gpus=self.gpus, **fields)
