@@ -53,6 +53,7 @@ def facts(*overrides: str, **changes) -> dict:
     return {
         "config": settings(*overrides), "cluster": CLUSTER, "partitions": PARTITIONS,
         "nodes": NODES, "limits": {"MaxSubmit of the account lab": 100}, "disk": DISK,
+        "qos": Unknown("PreemptType is not preempt/qos", meant=True),
         "redis": "7.0, /usr/bin/redis-server",
         "network": {"address": "10.0.0.1", "interface": "ib0", "up": True, "routed": "ib0"},
         "clocks": {"slurmctld": 0.0, "run folder": -0.004}, "torch": TORCH, "save": Save(1e9, 1e9),
@@ -87,7 +88,7 @@ def test_several_partitions_are_looked_at_as_one():
     more = [Node("more", "n1", "n1.site", "n1", "idle", "gpu:a100:4"), *NODES]
     assert not_ok(facts("slurm.partition=gpu,more", partitions=both, nodes=more)) == []
     found = diagnose(facts("slurm.partition=gpu,more", partitions=both, nodes=more))
-    assert "gpu,more: UP, 2 nodes, 8 GPUs" in [each.seen for each in found]
+    assert "gpu,more: UP, 2 nodes, 8 GPUs, 1 down" in [each.seen for each in found]
 
 
 def test_a_finding_says_what_was_seen_why_it_matters_and_what_to_do():
@@ -213,14 +214,43 @@ def test_where_nothing_is_preempted_there_is_no_notice():
     assert not_ok(facts(**cluster(PreemptType="preempt/none"))) == off
 
 
-def test_what_a_qos_decides_is_not_guessed():
+def test_what_a_qos_decides_is_not_guessed_where_nobody_knows_it():
     found = facts(**cluster(PreemptType="preempt/qos"))
     assert not_ok(found) == [("preemption", SKIP), ("notice", SKIP)]
 
 
+def test_what_a_qos_decides_is_judged_as_a_partitions():
+    low = {"Name": "low", "PreemptMode": "requeue", "GraceTime": "00:00:20"}
+    ours = facts(**cluster(PreemptType="preempt/qos", KillWait="30 sec"), qos=low)
+    assert not_ok(ours) == []
+    seen = {each.check: each.seen for each in diagnose(ours)}
+    assert seen["preemption"] == "QOS low: REQUEUE (preempt/qos)"
+    assert seen["notice"].startswith("49 s (GraceTime=20, KillWait=30)")
+    as_the_cluster = {**low, "PreemptMode": "cluster"}
+    other = facts(**cluster(PreemptType="preempt/qos", PreemptMode="SUSPEND"), qos=as_the_cluster)
+    assert ("preemption", FAIL) in not_ok(other)
+
+
+def test_nodes_that_no_job_can_use_now_are_counted():
+    states = ("idle", "drained", "idle~", "reserved", "down*", "mixed", "drained")
+    nodes = [Node("gpu", f"n{i}", "", "", state, "gpu:4") for i, state in enumerate(states)]
+    found = diagnose(facts(nodes=[*nodes, NODES[2]]))
+    words = "gpu: UP, 7 nodes, 28 GPUs, 1 down, 2 drained, 1 powered down, 1 reserved"
+    assert words in [each.seen for each in found]
+
+
+def test_what_a_site_does_to_every_job_is_told():
+    changes = partition(JobDefaults="DefCpuPerGPU=4", DefMemPerCPU="200")
+    changes |= cluster(JobSubmitPlugins="lua", Prolog="/etc/prolog", Epilog="(null)")
+    told = {each.check: each.seen for each in diagnose(facts(**changes))}["habits"]
+    assert told == ("submit plugins lua; Prolog /etc/prolog; per job DefCpuPerGPU=4;"
+                    " DefMemPerCPU 200")  # fmt: skip
+    assert {each.check: each.seen for each in diagnose(facts())}["habits"] == "none"
+
+
 def test_without_slurm_one_line_says_so_for_all_that_slurm_knows():
     silence = Unknown("Command not found: scontrol", "is Slurm's bin directory in PATH?")
-    lost = dict.fromkeys(("cluster", "partitions", "nodes", "limits"), silence)
+    lost = dict.fromkeys(("cluster", "partitions", "nodes", "limits", "qos"), silence)
     found = diagnose(facts(**lost))
     assert [each.check for each in found if each.verdict == FAIL] == ["slurm"]
     assert [each.seen for each in found].count(silence.why) == 1
@@ -229,7 +259,7 @@ def test_without_slurm_one_line_says_so_for_all_that_slurm_knows():
 
 def test_on_the_local_scheduler_slurm_is_nobodys_business():
     nobody = Unknown('run.scheduler = "local"', meant=True)
-    lost = dict.fromkeys(("cluster", "partitions", "nodes", "limits"), nobody)
+    lost = dict.fromkeys(("cluster", "partitions", "nodes", "limits", "qos"), nobody)
     assert {verdict for _, verdict in not_ok(facts(**lost))} == {SKIP}
 
 
@@ -367,7 +397,8 @@ def rank(node: str, **changes) -> dict:
 
 TRIED = {
     "waited_s": 12.4, "startup_s": 3.2, "ranks": [*map(rank, ("n1", "n1", "n2", "n2"))],
-    "seen": [4, 0.11], "locks": 3, "killed": [1, 0.2], "ended_s": 0.6, "told": [3, 0.1],
+    "trained": 4, "how": "12 ms a step on cpu", "seen": [4, 0.11], "locks": 3,
+    "killed": [1, 0.2], "ended_s": 0.6, "told": [3, 0.1],
     "lives": "live on", "shrunk": "a step on one node took 0.3 s", "is_stuck": False,
 }  # fmt: skip
 
@@ -377,11 +408,12 @@ def tried(**changes) -> dict[str, tuple[str, str]]:
     return {each.check: (each.verdict, each.seen) for each in found if "try " in each.check}
 
 
-def test_a_job_that_was_tried_is_told_in_six_lines():
+def test_a_job_that_was_tried_is_told_in_seven_lines():
     assert tried() == {
         "try job": (OK, "2 nodes after 12 s, their ranks 3 s later"),
         "try ranks": (OK, "n1 (hostname n1.site): 8 cores, 64GB of memory, GPUs 0,1; "
                           "n2 (hostname n2.site): 8 cores, 64GB of memory, GPUs 0,1"),
+        "try train": (OK, "4 of 4 ranks train together: 12 ms a step on cpu"),
         "try files": (OK, "4 of 4 ranks see a file after 0.1 s; 3 of 3 find one locked"),
         "try kill": (OK, "srun tells 1 of 1 death within 0.2 s; steps end in 0.6 s"),
         "try notice": (OK, "3 of 3 ranks hear TERM within 0.1 s; srun and batch script live on"),
@@ -393,6 +425,7 @@ def test_a_job_that_was_tried_is_told_in_six_lines():
     ({"startup_s": 90.0}, "try job", WARN),
     ({"ranks": [*TRIED["ranks"][:3], rank("n2", gpus=1)]}, "try ranks", FAIL),
     ({"ranks": [rank("n1", cores=1), *TRIED["ranks"][1:]]}, "try ranks", WARN),
+    ({"trained": 2, "how": "n1 cannot reach n2"}, "try train", FAIL),
     ({"seen": [2, 65.0]}, "try files", FAIL),
     ({"seen": [4, 30.0]}, "try files", WARN),
     ({"locks": 2}, "try files", WARN),

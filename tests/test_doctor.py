@@ -233,6 +233,7 @@ AFTER = r"[\d.]+ s"
 GOOD = {
     "try job": rf"2 nodes after {AFTER}, their ranks {AFTER} later",
     "try ranks": r"n1 \(hostname \S+\): \d+ cores, .* of memory, GPUs 0,1; n2 \(.*\): .*, GPUs 0,1",
+    "try train": r"4 of 4 ranks train together: \d+ ms a step on cpu",
     "try files": rf"4 of 4 ranks see a file after {AFTER}; 3 of 3 find one locked",
     "try kill": rf"srun tells 1 of 1 death within {AFTER}; steps end in {AFTER}",
     "try notice": rf"3 of 3 ranks hear TERM within {AFTER}; srun and batch script live on",

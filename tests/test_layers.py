@@ -17,16 +17,16 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 936,  # one home for each thing outside: files, settings, signals, processes, network
+    "base": 937,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1280,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1673,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 833,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1042,  # tensors on disk, committed by link(): what both modes begin with
+    "jobs": 1675,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 864,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 1045,  # tensors on disk, committed by link(): what both modes begin with
     "local": 621,  # local mode: what both sides of the wire speak
     "local/worker": 1346,  # one slot: hold the lease, train, deliver
     "local/master": 1186,  # one master: Redis, samples, rounds, commits
-    "sync": 941,  # sync mode: one job that resizes
-    "people": 1949,  # what a person asks and sees
+    "sync": 950,  # sync mode: one job that resizes
+    "people": 1999,  # what a person asks and sees
     "lab": 1531,  # trying and proving; nothing imports it
     "commands": 478,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

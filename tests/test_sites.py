@@ -3,6 +3,8 @@
 pytest tests/test_sites.py
 """
 
+import json
+import os
 import re
 from datetime import datetime
 
@@ -10,7 +12,7 @@ import pytest
 
 from elastic.base.errors import ElasticError
 from elastic.jobs.slurm_info import expand_hostlist
-from helpers import wait_until
+from helpers import elastic, wait_until
 from sites import ASKED, NEEDS, becomes, finished, powered_down, taken_reserved_and_drained
 
 pytest_plugins = ["sites"]
@@ -30,6 +32,24 @@ def test_a_run_without_what_the_site_wants_is_refused_in_its_words(cluster):
     asked = ("--partition=preempt", "--account=project", "--time=5", "--qos=low", "--mem=100")
     with pytest.raises(ElasticError, match="Exceeded job memory limit|[Oo]ut [Oo]f [Mm]emory"):
         cluster.box.run("srun", *asked, *takes_more)
+
+
+def test_the_doctor_tells_what_is_unusual_there(cluster, tmp_path):
+    box = cluster.box
+    box.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=repair")
+    env = {"PATH": os.environ["PATH"], "HOME": str(cluster.home), "ELASTIC_SITE": os.devnull,
+           "ELASTIC_RUNS": str(tmp_path), **box.environment()}  # fmt: skip
+    asked = [f"--set={key}={value}" for key, value in ASKED.items() if "slurm." in key]
+    asked += ["--set=slurm.partition=preempt", "--set=slurm.master_partition=cpu"]
+    answer = elastic("doctor", "--json", *asked, env=env)
+    seen = {each["check"]: each["seen"] for each in json.loads(answer.stdout)["checks"]}
+    assert seen["partition"].startswith("preempt: UP, 2 nodes, 8 GPUs, 1 drained")
+    assert "OverSubscribe=EXCLUSIVE" in seen["partition"]
+    assert seen["preemption"] == "QOS low: REQUEUE (preempt/qos)"
+    assert seen["notice"].startswith("49 s (GraceTime=20, KillWait=30)")
+    assert "submit plugins lua; Prolog /" in seen["habits"]
+    assert "DefCpuPerGPU=4; DefMemPerCPU 200" in seen["habits"]
+    assert "only localhost may submit jobs (AllocNodes)" in seen["cron"]
 
 
 def test_a_preemption_ends_a_job_when_the_grace_of_its_qos_is_over(cluster):

@@ -283,8 +283,9 @@ def association(user: str, account: str, cluster_name: str) -> dict[str, str]:
 
 
 def qos(*names: str) -> list[dict[str, str]]:
-    """The limits of these QOS."""
-    columns = "Name,MaxSubmitJobsPerUser,GrpSubmitJobs,MaxJobsPerUser,GrpJobs"
+    """The limits of these QOS, and how their jobs are preempted."""
+    limits = "MaxSubmitJobsPerUser,GrpSubmitJobs,MaxJobsPerUser,GrpJobs"
+    columns = f"Name,PreemptMode,GraceTime,{limits}"
     return _accounting("qos", f"name={','.join(names)}", f"format={columns}")
 
 

@@ -8,7 +8,8 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple
@@ -125,6 +126,7 @@ def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
     inside = {node.name: node for node in nodes if node.partition in names}.values()
     counts = [gpus_of(node.gres, slurm.gres) for node in inside]
     seen = f"{slurm.partition}: UP, {counted(len(inside), 'node')}, {sum(counts)} GPUs"
+    seen += _away(node.state for node in inside)
     per_job = slurm.gpus_per_worker if config.run.mode == "local" else slurm.gpus_per_node
     if slurm.gres and max(counts) < per_job:
         fit = sorted({n.partition for n in nodes if gpus_of(n.gres, "gpu") >= per_job})
@@ -137,6 +139,13 @@ def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
         way_out = f"set slurm.gpus_per_worker (gpus_per_node in sync mode) to {max(counts)}"
         return WARN, f"{seen}; OverSubscribe=EXCLUSIVE: a job gets whole nodes", way_out
     return OK, seen, ""
+
+
+def _away(states: Iterable[str]) -> str:
+    """How many nodes no job can use now, by their states: ", 2 drained, 1 powered down"."""
+    words = ("powered down" if state.endswith("~") else state.rstrip("*") for state in states)
+    counts = Counter(word for word in words if word.startswith((*_UNFIT, "powered", "reserved")))
+    return "".join(f", {count} {word}" for word, count in sorted(counts.items()))
 
 
 def _masters_partition(config, cluster, partitions, nodes) -> tuple[str, str, str]:
@@ -231,13 +240,16 @@ _BY_QOS = "PreemptType=preempt/qos: mode and GraceTime are those of the job's QO
 _SEE_QOS = "look: sacctmgr show qos format=Name,PreemptMode,GraceTime; wanted: REQUEUE, 30 s"
 
 
-def _mode(config, cluster, partitions, *, nodes) -> tuple[str, str, str]:
+def _mode(config, cluster, partitions, *, nodes, qos) -> tuple[str, str, str]:
     name = config.slurm.partition.split(",")[0]
     if name not in partitions:
         return SKIP, f"no partition {name}", ""
     mode = preempt_mode(cluster, name, partitions, nodes)
+    if not mode and isinstance(qos, Unknown):
+        return SKIP, f"{_BY_QOS}; {qos.why}", _SEE_QOS
     if not mode:
-        return SKIP, _BY_QOS, _SEE_QOS
+        name, mode = f"QOS {qos['Name']}", qos["PreemptMode"].upper()
+        mode = cluster["PreemptMode"] if mode == "CLUSTER" else mode
     seen = f"{name}: {mode} ({cluster['PreemptType']})"
     verdict, fix = {
         "REQUEUE": (OK, ""),
@@ -250,13 +262,17 @@ def _mode(config, cluster, partitions, *, nodes) -> tuple[str, str, str]:
     return verdict, seen, fix
 
 
-def _notice(config, cluster, partitions, *, nodes, disk, save) -> tuple[str, str, str]:
+def _notice(config, cluster, partitions, *, nodes, disk, save, qos) -> tuple[str, str, str]:
     name = config.slurm.partition.split(",")[0]
     mode = preempt_mode(cluster, name, partitions, nodes) if name in partitions else "OFF"
-    if mode in ("OFF", ""):
-        return SKIP, "nothing is preempted there" if mode else _BY_QOS, "" if mode else _SEE_QOS
+    if mode == "OFF":
+        return SKIP, "nothing is preempted there", ""
+    if not mode and isinstance(qos, Unknown):
+        return SKIP, f"{_BY_QOS}; {qos.why}", _SEE_QOS
     wait = re.search(r"\d+", cluster["KillWait"])
-    grace_s, kill_s = int(partitions[name]["GraceTime"]), int(wait[0]) if wait else 0
+    kill_s = int(wait[0]) if wait else 0
+    grace_s = int(partitions[name]["GraceTime"]) if mode else round(limit_s(qos["GraceTime"]))
+    name = name if mode else f"QOS {qos['Name']}"
     notice_s = grace_s + kill_s - NOTICE_MARGIN_S
     seen = f"{notice_s:g} s (GraceTime={grace_s}, KillWait={kill_s})"
     for missing in (disk, save):
@@ -273,6 +289,20 @@ def _notice(config, cluster, partitions, *, nodes, disk, save) -> tuple[str, str
     least_s = math.ceil(2 * whole_s + NOTICE_MARGIN_S - kill_s)
     fix = f"GraceTime={least_s} for {name}, or a faster filesystem"
     return FAIL if work_s > notice_s else WARN, seen, fix
+
+
+def _habits(config, cluster, partitions) -> tuple[str, str, str]:
+    """What this site does to every job, of which nothing is wrong."""
+    first = partitions.get(config.slurm.partition.split(",")[0], {})
+    told = {"submit plugins": cluster.get("JobSubmitPlugins"), "Prolog": cluster.get("Prolog"),
+            "Epilog": cluster.get("Epilog"), "per job": first.get("JobDefaults"),
+            "DefMemPerCPU": first.get("DefMemPerCPU"), "DefMemPerNode": first.get("DefMemPerNode"),
+            "MaxBatchRequeue": cluster.get("MaxBatchRequeue")}  # fmt: skip
+    known = {name: value for name, value in told.items() if value not in _NOTHING}
+    return OK, "; ".join(f"{name} {value}" for name, value in known.items()) or "none", ""
+
+
+_NOTHING = (None, "", "(null)", "UNLIMITED", "NONE", "0", "5")  # 5: the usual MaxBatchRequeue
 
 
 def _job_requeue(cluster) -> tuple[str, str, str]:
@@ -422,6 +452,7 @@ CHECKS = (
     Check("slurm", "without it nothing can be submitted", _slurm, "cluster"),
     Check("partition", "workers and trainers run there", _workers_partition),
     Check("master partition", "rounds stand still while the master is away", _masters_partition),
+    Check("habits", "what this site does to every job", _habits),
     Check("time limit", "a job that asks for more never starts", _time),
     Check("preemption", "what becomes of a job whose GPUs are taken", _mode),
     Check("notice", "what is not saved before the kill is lost", _notice),
@@ -465,6 +496,9 @@ TRIED = (
          "every rank must see all GPUs of its node: see slurm.options, slurm.srun_options"),
         (lambda t: any(rank["cores"] < rank["given_cores"] for rank in t["ranks"]), WARN,
          "they are bound to fewer cores than Slurm gave: see slurm.srun_options"))),
+    Check("try train", "ranks meet, and exchange gradients in every step", _tried(
+        "{trained} of 4 ranks train together: {how}",
+        (lambda t: t["trained"] < 4, FAIL, "see sync.bind, and set NCCL_DEBUG=INFO"))),
     Check("try files", "the jobs of a run meet in one folder", _tried(
         "{seen[0]} of 4 ranks see a file after {seen[1]:.1f} s; {locks} of 3 find one locked",
         (lambda t: t["seen"][0] < 4, FAIL, "set ELASTIC_RUNS to a shared filesystem"),

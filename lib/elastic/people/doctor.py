@@ -111,6 +111,19 @@ def _limits(facts: dict) -> Any:
             for name, value in table.items() if value and ("Max" in name or "Grp" in name)}
 
 
+def _qos(facts: dict) -> dict[str, str] | Unknown:
+    """How jobs of the workers' QOS are preempted, where the QOS decides that."""
+    if facts["cluster"]["PreemptType"] != "preempt/qos":
+        return Unknown("PreemptType is not preempt/qos", meant=True)
+    slurm = facts["config"].slurm
+    if not (name := slurm.qos):
+        row = _association(facts["cluster"], slurm.account)
+        if isinstance(row, Unknown):
+            return row
+        name = row["Def QOS"] or row["QOS"]
+    return next(iter(sched_slurm.qos(name)), Unknown(f"there is no QOS {name}"))
+
+
 def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | Unknown:
     """What accounting says of this user."""
     if "slurmdbd" not in cluster["AccountingStorageType"]:
@@ -310,6 +323,7 @@ PROBES: dict[str, Callable[[dict], Any]] = {
     "partitions": lambda _: sched_slurm.partitions(),
     "nodes": lambda _: sched_slurm.nodes(),
     "limits": _limits,
+    "qos": _qos,
     "disk": _disk,
     "redis": _redis,
     "network": _network,
@@ -317,7 +331,7 @@ PROBES: dict[str, Callable[[dict], Any]] = {
     "save": _save,
     "cron": _cron,
 }
-OF_SLURM = ("partitions", "nodes", "limits", "tried")
+OF_SLURM = ("partitions", "nodes", "limits", "qos", "tried")
 
 
 # ---- the site file

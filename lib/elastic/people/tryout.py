@@ -2,7 +2,8 @@
 
     tried(facts)                        here: submits it as a trainer's, waits, and removes it
     python -m elastic.people.tryout FOLDER     there, in the launcher's place: starts four ranks of
-                                        sbatch/probe.sh, and does to them what happens to ranks
+                                        sbatch/probe.sh, and does to them what happens to ranks;
+                                        four of train/trial.py train beside them
 
 They share a folder beside the runs: what each rank sees (rank-N.json), a file that all ranks wait
 for (word), and what came of it (report.json). What a rank does later it says on stderr, which srun
@@ -11,7 +12,6 @@ measured by itself. All waiting has an end: a job that nobody could cancel is ov
 diagnosis.py judges the report.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -21,8 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic.base import durable, proc, signals
-from elastic.base.environment import clean_environment, env, runs_root
+from elastic.base.config import load_written
+from elastic.base.environment import clean_environment, env, environment, runs_root, torch_program
 from elastic.base.errors import ElasticError
+from elastic.base.network import bind_address, free_port
 from elastic.jobs import sched_slurm
 from elastic.jobs.sched import Job, JobSpec
 from elastic.people import submission
@@ -39,14 +41,15 @@ def tried(facts: dict) -> dict | Unknown:
     """What the job reports. It and its folder are gone afterwards, whatever happens."""
     slurm, root = facts["config"].slurm, runs_root()
     slurm = replace(slurm, time=slurm.time and f"{LIMIT_S / 60:.0f}", signal="")
-    config = submission.with_shares(replace(facts["config"], slurm=slurm), None)
-    how = json.dumps([slurm.srun_options, slurm.rank_prefix])
-    given = clean_environment() | {"ELASTIC_TRY": how, "MASTER_ADDR": "127.0.0.1"}
+    train = replace(facts["config"].train, epochs=1, max_tokens=0)  # a run has one of the two
+    config = submission.with_shares(replace(facts["config"], slurm=slurm, train=train), None)
+    given = clean_environment() | {"ELASTIC_TRY": "1"}
     scheduler, gpus = sched_slurm.SlurmScheduler(config), NODES * slurm.gpus_per_node
     there = next(path for path in (root, *root.parents) if path.exists())
     with tempfile.TemporaryDirectory("", "elastic-try-", there, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "logs").mkdir()
+        (folder / "run.toml").write_text(config.to_toml())
         spec = JobSpec(folder, folder.name, "trainer", 0, config, given, limits=(gpus, gpus))
         try:
             return _watched(scheduler, scheduler.submit(spec), folder)
@@ -77,13 +80,19 @@ def last_words(log: Path) -> str:
 
 
 class Step:
-    """Tasks under srun. What they and it say on stderr goes into a file."""
+    """Tasks under srun, as the site wants it called. What they and it say on stderr goes into a
+    file."""
 
     def __init__(self, nodes: list[str], command: list[str], said: Path):
-        self.said, options = said, json.loads(env("ELASTIC_TRY"))[0]
-        argv = sched_slurm.step_argv(nodes, RANKS // NODES, command, options)
+        self.said, config = said, load_written(said.with_name("run.toml"))
+        argv = sched_slurm.step_argv(nodes, RANKS // NODES, command, config.slurm.srun_options)
+        known_as = sched_slurm.node_address()
+        address = bind_address(config.sync.bind, known_as, "sync.bind")
+        meet = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}
         with said.open("w") as file:
-            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=file)
+            self.process = subprocess.Popen(
+                argv, env=environment() | meet, stdin=subprocess.DEVNULL, stderr=file
+            )
 
     def heard(self, words: str, wanted: int, limit_s: float = PATIENCE_S) -> tuple[int, float]:
         """How many lines begin with `words`, as soon as enough do, or when that takes too long or
@@ -100,14 +109,14 @@ class Step:
 def lead(folder: Path) -> dict:
     """Do to ranks what happens to ranks; what came of it. Exits if they do not start."""
     signals.install()  # as the launcher does: a notice to this process, too, does not end it
-    home, prefix = env("ELASTIC_HOME"), json.loads(env("ELASTIC_TRY"))[1]
+    home, prefix = env("ELASTIC_HOME"), load_written(folder / "run.toml").slurm.rank_prefix
     job_id, nodes = env("SLURM_JOB_ID"), sched_slurm.expand_hostlist(env("SLURM_JOB_NODELIST"))
-    rank = [f"{home}/sbatch/rank.sh", *prefix, f"{home}/sbatch/probe.sh", str(folder)]
-    step = Step(nodes, rank, folder / "said")
+    rank = [f"{home}/sbatch/rank.sh", *prefix]
+    step = Step(nodes, [*rank, f"{home}/sbatch/probe.sh", str(folder)], folder / "said")
     if (here := step.heard("rank . is here", RANKS, LIMIT_S / 2)[0]) < RANKS:
         sys.exit(f"{here} of {RANKS} ranks started: {last_words(step.said)}")
     ranks = [durable.read_json(folder / f"rank-{number}.json") for number in range(RANKS)]
-    report = {"up": time.time(), "ranks": ranks}
+    report = {"up": time.time(), "ranks": ranks} | _trained(nodes, rank, folder)
     durable.write_atomic(folder / "word", b"")
     report["seen"] = step.heard("rank . sees it", RANKS)
     report["locks"], _ = step.heard("rank . sees it, and that it is locked", 0)
@@ -121,6 +130,15 @@ def lead(folder: Path) -> dict:
     sched_slurm.end_steps(job_id)
     report["ended_s"] = time.time() - began
     return report | _shrunk(job_id, nodes[:1], folder)
+
+
+def _trained(nodes: list[str], rank: list[str], folder: Path) -> dict:
+    """Let ranks of both nodes train one model, in a step beside the other."""
+    step = Step(nodes, [*rank, *torch_program("trial"), str(folder)], folder / "trained")
+    count, _ = step.heard("rank . trains", RANKS, LIMIT_S / 4)
+    step.process.kill()
+    how = re.search(r"trains: (.*)", proc.read(step.said))
+    return {"trained": count, "how": how[1] if how else last_words(step.said)}
 
 
 def _shrunk(job_id: str, kept: list[str], folder: Path) -> dict:

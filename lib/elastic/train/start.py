@@ -1,4 +1,4 @@
-"""A process that uses torch: `python -m elastic.train.start master|worker|trainer ARGUMENTS`.
+"""A process that uses torch: `python -m elastic.train.start master|worker|trainer|trial ARGUMENTS`.
 
 To import torch takes seconds, so two things come first. A notice ends the process at once, until
 its program has something to lose (`notice.exit_code = None`). And the garbage collector is off:
@@ -19,6 +19,7 @@ from elastic.base.signals import install
 PROGRAMS = {
     "master": "elastic.local.master.master",
     "trainer": "elastic.sync.trainer",
+    "trial": "elastic.train.trial",
     "worker": "elastic.local.worker.worker",
 }
 
