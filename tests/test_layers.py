@@ -24,7 +24,7 @@ FOLDERS = {
     "saved": 1045,  # tensors on disk, committed by link(): what both modes begin with
     "local": 621,  # local mode: what both sides of the wire speak
     "local/worker": 1346,  # one slot: hold the lease, train, deliver
-    "local/master": 1186,  # one master: Redis, samples, rounds, commits
+    "local/master": 1184,  # one master: Redis, samples, rounds, commits
     "sync": 950,  # sync mode: one job that resizes
     "people": 1999,  # what a person asks and sees
     "lab": 1531,  # trying and proving; nothing imports it

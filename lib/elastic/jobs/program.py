@@ -67,13 +67,13 @@ def start_rank(
     )  # fmt: skip
 
 
-def pass_command(run: RunDir) -> list[str]:
-    return [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
+def pass_command(run: RunDir, within_s: float = 0.0) -> list[str]:
+    """Of a reconcile pass; an answer of the scheduler that is `within_s` old will do."""
+    command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
+    return [*command, f"--within={within_s:g}"] if within_s else command
 
 
 def reconcile_now(run: RunDir, within_s: float = 0.0) -> None:
-    """See to the job's successor now, or to the end of the run; cron would come later. An answer
-    of the scheduler that is `within_s` old will do."""
-    command = [*pass_command(run), f"--within={within_s:g}"]
+    """See to the job's successor now, or to the end of the run; cron would come later."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PASS_S)
+        subprocess.run(pass_command(run, within_s), stdin=subprocess.DEVNULL, timeout=PASS_S)

@@ -5,17 +5,16 @@ import subprocess
 import time
 
 from elastic.base.config import Config
-from elastic.base.environment import elastic_home
+from elastic.jobs.program import PASS_S, pass_command, reconcile_now
 from elastic.run.rundir import RunDir
 
 AFTER_LEAVE_S = 2.0
-PASS_S = 60.0
 SHARED_S = 30.0  # age of an answer of squeue that many masters and status share
 
 
 class Reconcile:
     def __init__(self, run: RunDir, config: Config):
-        self._command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
+        self._run = run
         self._every_s = config.elastic.reconcile_interval_s
         self._within_s = min(SHARED_S, self._every_s / 2)
         self._next = time.monotonic() + self._every_s
@@ -27,7 +26,7 @@ class Reconcile:
             return
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every_s
-            command = [*self._command, f"--within={self._within_s:g}"]
+            command = pass_command(self._run, self._within_s)
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
             self._within_s = min(SHARED_S, self._every_s / 2)
 
@@ -45,5 +44,4 @@ class Reconcile:
     def last(self) -> None:
         """After the master's last word: nothing is left pending, and the other mode's
         job is submitted, also where there is no cron."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(self._command, stdin=subprocess.DEVNULL, timeout=PASS_S)
+        reconcile_now(self._run)
