@@ -134,7 +134,7 @@ def test_each_rank_moves_its_own_fragments(open_rounds, monkeypatch):
             put[index] = number
             return transport.Fragment(len(data), transport.checksum(data))
 
-        found[number] = exchange.send(replica.delta, False, stored), base(exchange)
+        found[number] = exchange.send(replica.delta, stored), base(exchange)
 
     def counted(run, commit, layout, index):
         read[index] = read.get(index, 0) + 1

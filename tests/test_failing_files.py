@@ -187,7 +187,7 @@ def test_a_master_lives_through_any_one_of_them(world, run):
 
     def be_master() -> None:
         one = Turns(run)
-        one._take_over()
+        one.take_over()
         for _ in range(60):
             if outside(run.done):
                 break

@@ -285,16 +285,16 @@ def test_the_state_of_every_optimizer_comes_back(tmp_path: Path, kind):
     (tmp_path / "slots").mkdir()
     optimizers = make(model)
     train(model, optimizers)
-    entry = inner_state.save(run.slot_path(0), "inner-1.1", optimizers, 0, {})
+    entry = inner_state.save(run.slot_path(0), "inner-1.1", optimizers, 0)
     pointer = {"slot": 0, "attempt": 1, "version": 1, "files": [entry]}
     others = make(Net())
-    assert inner_state.load(run, pointer, others, 0, {}) == ""
+    assert inner_state.load(run, pointer, others, 0) == ""
     for one, other in zip(optimizers, others, strict=True):
         assert plain(other.state_dict()["state"]) == plain(one.state_dict()["state"])
     train(Net(), others)
-    assert "another" in inner_state.load(run, pointer, make(Net())[:1] * 3, 0, {})
+    assert "another" in inner_state.load(run, pointer, make(Net())[:1] * 3, 0)
     wrong = [torch.optim.Rprop(Net().parameters())]
-    assert "another optimizer's" in inner_state.load(run, pointer, wrong, 0, {})
+    assert "another optimizer's" in inner_state.load(run, pointer, wrong, 0)
 
 
 def test_what_cannot_be_saved_is_no_crash(tmp_path: Path):
@@ -303,7 +303,7 @@ def test_what_cannot_be_saved_is_no_crash(tmp_path: Path):
     optimizers = [Odd(model.parameters(), lr=0.1)]
     train(model, optimizers)
     with pytest.raises(inner_state.UNFIT):
-        inner_state.save(run.slot_path(0), "inner-1.1", optimizers, 0, {})
+        inner_state.save(run.slot_path(0), "inner-1.1", optimizers, 0)
     assert not list(run.slot_path(0).iterdir())
 
 

@@ -80,7 +80,7 @@ def everything(run: RunDir) -> None:
     net, optimizer = make(seed=1)
     train(net, optimizer)
     Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})
-    entry = inner_state.save(run.slot_path(3), "inner-1", [optimizer], 0, {})
+    entry = inner_state.save(run.slot_path(3), "inner-1", [optimizer], 0)
     inner_state.publish(run, 3, 1, 0, [entry])
 
 

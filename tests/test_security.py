@@ -585,4 +585,4 @@ def test_a_donors_pointer_cannot_lead_out_of_its_slot(make_run, name):
     here = make_run()
     here.slot_path(1)
     entry = {"name": name, "bytes": (here.path / "secret").stat().st_size, "xxh3": ""}
-    assert inner_state.load(here, POINTER | {"files": [entry]}, None, 0, None)
+    assert inner_state.load(here, POINTER | {"files": [entry]}, None, 0)

@@ -154,7 +154,7 @@ def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
 
 def as_often_as_it_takes(rounds: Rounds, accepted: list, wait=lambda: None) -> dict:
     """Commit as the master does."""
-    recipe, said = rounds.averager.weigh(accepted)
+    recipe, said = rounds.weigh(accepted)
     while True:
         try:
             return rounds.averager.commit(1, recipe, COMMIT | said)
@@ -215,7 +215,7 @@ def test_who_never_hears_of_its_link_throws_nothing_away(make_run, monkeypatch, 
             rounds.close(accepted)
         assert deaf == ["link"]
     if goes_on:  # as after a full disk
-        recipe, said = rounds.averager.weigh(accepted)
+        recipe, said = rounds.weigh(accepted)
         assert rounds.averager.commit(1, recipe, COMMIT | said) is None
     remove_drafts(rounds.run, rounds.run.newest_commit())
     rounds.new_master()
@@ -509,5 +509,5 @@ def test_a_full_disk_is_an_os_error_for_an_inner_state_too(run, monkeypatch):
 
     monkeypatch.setattr(inner_state, "save_file", refuse)
     with pytest.raises(OSError, match="No space left on device") as caught:
-        inner_state.save(run.path, "inner", [], 0, {})
+        inner_state.save(run.path, "inner", [], 0)
     assert caught.value.errno == errno.ENOSPC
