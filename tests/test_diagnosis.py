@@ -128,6 +128,8 @@ MISCONFIGURED = {
         "cpu: MaxTime=1-00:00:00, DefaultTime=00:30:00"),
     "whole nodes for one GPU": (
         [], partition(OverSubscribe="EXCLUSIVE"), "partition", WARN, "a job gets whole nodes"),
+    "whole nodes, as newer Slurms say it": (
+        [], partition(Exclusive="NODE"), "partition", WARN, "Exclusive=NODE: a job gets whole"),
     "one of two partitions is none": (
         ["slurm.partition=gpu,gone"], {}, "partition", FAIL, "no partition gone"),
     "PreemptMode=CANCEL": ([], partition(PreemptMode="CANCEL"), "preemption", WARN, "CANCEL"),

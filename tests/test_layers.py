@@ -26,7 +26,7 @@ FOLDERS = {
     "local/worker": 1346,  # one slot: hold the lease, train, deliver
     "local/master": 1184,  # one master: Redis, samples, rounds, commits
     "sync": 950,  # sync mode: one job that resizes
-    "people": 1999,  # what a person asks and sees
+    "people": 2004,  # what a person asks and sees
     "lab": 1531,  # trying and proving; nothing imports it
     "commands": 478,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

@@ -44,7 +44,7 @@ def test_the_doctor_tells_what_is_unusual_there(cluster, tmp_path):
     answer = elastic("doctor", "--json", *asked, env=env)
     seen = {each["check"]: each["seen"] for each in json.loads(answer.stdout)["checks"]}
     assert seen["partition"].startswith("preempt: UP, 2 nodes, 8 GPUs, 1 drained")
-    assert "OverSubscribe=EXCLUSIVE" in seen["partition"]
+    assert "a job gets whole nodes" in seen["partition"]
     assert seen["preemption"] == "QOS low: REQUEUE (preempt/qos)"
     assert seen["notice"].startswith("49 s (GraceTime=20, KillWait=30)")
     assert "submit plugins lua; Prolog /" in seen["habits"]

@@ -134,11 +134,17 @@ def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
         return FAIL, f"{seen}; no node with {slurm.gres}:{per_job}", f"set slurm.partition; {there}"
     if slurm.gres and sum(counts) < config.elastic.max:
         return WARN, f"{seen}; elastic.max is {config.elastic.max}", "lower elastic.max"
-    whole = [name for name in names if partitions[name].get("OverSubscribe") == "EXCLUSIVE"]
+    whole = next(filter(None, (_gives_whole_nodes(partitions[name]) for name in names)), "")
     if whole and slurm.gres and per_job < max(counts):
         way_out = f"set slurm.gpus_per_worker (gpus_per_node in sync mode) to {max(counts)}"
-        return WARN, f"{seen}; OverSubscribe=EXCLUSIVE: a job gets whole nodes", way_out
+        return WARN, f"{seen}; {whole}: a job gets whole nodes", way_out
     return OK, seen, ""
+
+
+def _gives_whole_nodes(partition: Mapping[str, str]) -> str:
+    """The setting that says so, by its name before and since Slurm 25.05; or ""."""
+    words = {"OverSubscribe": "EXCLUSIVE", "Exclusive": "NODE"}.items()
+    return next((f"{name}={value}" for name, value in words if partition.get(name) == value), "")
 
 
 def _away(states: Iterable[str]) -> str:
@@ -294,8 +300,10 @@ def _notice(config, cluster, partitions, *, nodes, disk, save, qos) -> tuple[str
 def _habits(config, cluster, partitions) -> tuple[str, str, str]:
     """What this site does to every job, of which nothing is wrong."""
     first = partitions.get(config.slurm.partition.split(",")[0], {})
-    told = {"submit plugins": cluster.get("JobSubmitPlugins"), "Prolog": cluster.get("Prolog"),
-            "Epilog": cluster.get("Epilog"), "per job": first.get("JobDefaults"),
+    scripts = {name: cluster.get(f"{name}[0]", cluster.get(name))  # from 24.11 on there are several
+               for name in ("Prolog", "Epilog")}  # fmt: skip
+    told = {"submit plugins": cluster.get("JobSubmitPlugins"), **scripts,
+            "per job": first.get("JobDefaults"),
             "DefMemPerCPU": first.get("DefMemPerCPU"), "DefMemPerNode": first.get("DefMemPerNode"),
             "MaxBatchRequeue": cluster.get("MaxBatchRequeue")}  # fmt: skip
     known = {name: value for name, value in told.items() if value not in _NOTHING}
