@@ -131,7 +131,7 @@ def test_its_screen_fits_80_columns(quick, monkeypatch):
     assert answer.exit_code == 0, answer.output
     assert max(map(len, answer.output.splitlines())) <= 80
     assert re.search(r"^OK    preemption  +preempt: REQUEUE \(preempt/part", answer.output, re.M)
-    assert re.search(r"\n18 checks: \d+ OK, \d+ SKIP\n", answer.output)
+    assert re.search(r"\n19 checks: \d+ OK, \d+ SKIP\n", answer.output)
 
 
 def test_on_the_local_scheduler_no_slurm_is_asked(quick, monkeypatch):
