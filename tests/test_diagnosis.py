@@ -399,7 +399,7 @@ def rank(node: str, **changes) -> dict:
 
 TRIED = {
     "waited_s": 12.4, "startup_s": 3.2, "ranks": [*map(rank, ("n1", "n1", "n2", "n2"))],
-    "trained": 4, "how": "12 ms a step on cpu", "seen": [4, 0.11], "locks": 3,
+    "trained": 4, "how": "12 ms a step on cpu", "saved": [4, 0.2], "seen": [4, 0.11], "locks": 3,
     "killed": [1, 0.2], "ended_s": 0.6, "told": [3, 0.1],
     "lives": "live on", "shrunk": "a step on one node took 0.3 s", "is_stuck": False,
 }  # fmt: skip
@@ -418,7 +418,8 @@ def test_a_job_that_was_tried_is_told_in_seven_lines():
         "try train": (OK, "4 of 4 ranks train together: 12 ms a step on cpu"),
         "try files": (OK, "4 of 4 ranks see a file after 0.1 s; 3 of 3 find one locked"),
         "try kill": (OK, "srun tells 1 of 1 death within 0.2 s; steps end in 0.6 s"),
-        "try notice": (OK, "3 of 3 ranks hear TERM within 0.1 s; srun and batch script live on"),
+        "try notice": (OK, "3 of 3 ranks hear TERM within 0.1 s; srun and batch script live on;"
+                           " 4 of 4 that train save their last step within 0.2 s"),
         "try shrink": (OK, "a step on one node took 0.3 s"),
     }  # fmt: skip
 
@@ -428,6 +429,7 @@ def test_a_job_that_was_tried_is_told_in_seven_lines():
     ({"ranks": [*TRIED["ranks"][:3], rank("n2", gpus=1)]}, "try ranks", FAIL),
     ({"ranks": [rank("n1", cores=1), *TRIED["ranks"][1:]]}, "try ranks", WARN),
     ({"trained": 2, "how": "n1 cannot reach n2"}, "try train", FAIL),
+    ({"saved": [3, 65.0]}, "try notice", FAIL),
     ({"seen": [2, 65.0]}, "try files", FAIL),
     ({"seen": [4, 30.0]}, "try files", WARN),
     ({"locks": 2}, "try files", WARN),

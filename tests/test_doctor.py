@@ -236,7 +236,8 @@ GOOD = {
     "try train": r"4 of 4 ranks train together: \d+ ms a step on cpu",
     "try files": rf"4 of 4 ranks see a file after {AFTER}; 3 of 3 find one locked",
     "try kill": rf"srun tells 1 of 1 death within {AFTER}; steps end in {AFTER}",
-    "try notice": rf"3 of 3 ranks hear TERM within {AFTER}; srun and batch script live on",
+    "try notice": rf"3 of 3 ranks hear TERM within {AFTER}; srun and batch script live on;"
+                  rf" 4 of 4 that train save their last step within {AFTER}",
     "try shrink": rf"a step on one node took {AFTER}",
 }
 

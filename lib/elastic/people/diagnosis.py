@@ -517,9 +517,11 @@ TRIED = (
         (lambda t: not t["killed"][0], FAIL, "it must say so in words that launch.py knows"),
         (lambda t: t["ended_s"] > SLOW_END_S, WARN, "new ranks may meet old ones on their GPUs"))),
     Check("try notice", "what is not saved before the kill is lost", _tried(
-        "{told[0]} of 3 ranks hear TERM within {told[1]:.1f} s; srun and batch script {lives}",
+        "{told[0]} of 3 ranks hear TERM within {told[1]:.1f} s; srun and batch script {lives};"
+        " {saved[0]} of 4 that train save their last step within {saved[1]:.1f} s",
         (lambda t: t["told"][0] < 3, FAIL, "TERM must get to every rank: see slurm.rank_prefix"),
-        (lambda t: t["lives"] != "live on", FAIL, "srun must not end at a notice to its step"))),
+        (lambda t: t["lives"] != "live on", FAIL, "srun must not end at a notice to its step"),
+        (lambda t: t["saved"][0] < t["trained"], FAIL, "what was trained is lost: see the logs"))),
     Check("try shrink", "a job that loses a node goes on with the others", _tried(
         "{shrunk}", (lambda t: t["is_stuck"], WARN, "without it such a job ends, and waits"))),
 )  # fmt: skip

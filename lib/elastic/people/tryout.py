@@ -116,7 +116,8 @@ def lead(folder: Path) -> dict:
     if (here := step.heard("rank . is here", RANKS, LIMIT_S / 2)[0]) < RANKS:
         sys.exit(f"{here} of {RANKS} ranks started: {last_words(step.said)}")
     ranks = [durable.read_json(folder / f"rank-{number}.json") for number in range(RANKS)]
-    report = {"up": time.time(), "ranks": ranks} | _trained(nodes, rank, folder)
+    training = Step(nodes, [*rank, *torch_program("trial"), str(folder)], folder / "trained")
+    report = {"up": time.time(), "ranks": ranks} | _trained(training)
     durable.write_atomic(folder / "word", b"")
     report["seen"] = step.heard("rank . sees it", RANKS)
     report["locks"], _ = step.heard("rank . sees it, and that it is locked", 0)
@@ -124,6 +125,7 @@ def lead(folder: Path) -> dict:
     report["killed"] = step.heard(launch.BAD_EXIT.pattern, 1)
     sched_slurm.SlurmScheduler(None).cancel(job_id)
     report["told"] = step.heard("rank . hears the notice", RANKS - 1)
+    report["saved"] = training.heard("rank . has saved", RANKS)
     time.sleep(1)  # in which srun would have ended
     report["lives"] = "live on" if step.process.poll() is None else "do not both live on"
     began = time.time()
@@ -132,13 +134,11 @@ def lead(folder: Path) -> dict:
     return report | _shrunk(job_id, nodes[:1], folder)
 
 
-def _trained(nodes: list[str], rank: list[str], folder: Path) -> dict:
-    """Let ranks of both nodes train one model, in a step beside the other."""
-    step = Step(nodes, [*rank, *torch_program("trial"), str(folder)], folder / "trained")
-    count, _ = step.heard("rank . trains", RANKS, LIMIT_S / 4)
-    step.process.kill()
-    how = re.search(r"trains: (.*)", proc.read(step.said))
-    return {"trained": count, "how": how[1] if how else last_words(step.said)}
+def _trained(training: Step) -> dict:
+    """Ranks of both nodes train one model, in a step beside the other, until the notice."""
+    count, _ = training.heard("rank . trains", RANKS, LIMIT_S / 4)
+    how = re.search(r"trains: (.*)", proc.read(training.said))
+    return {"trained": count, "how": how[1] if how else last_words(training.said)}
 
 
 def _shrunk(job_id: str, kept: list[str], folder: Path) -> dict:

@@ -1,17 +1,21 @@
-"""A rank of the job of `elastic-doctor --try` that trains: do all ranks meet, and step together?
+"""A rank of the job of `elastic-doctor --try` that trains: do all ranks meet, step together, and
+save what they have at a notice?
 
-    python -m elastic.train.start trial FOLDER      a few steps of a small model, sharded over all
+    python -m elastic.train.start trial FOLDER      a small model, sharded over all
 
 The device, the precision and where ranks meet are as in a run: FOLDER/run.toml has the settings.
 """
 
+import itertools
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from elastic.base.config import load_written
+from elastic.base.durable import write_atomic
 from elastic.base.environment import env
 from elastic.base.signals import Notice
 from elastic.train.device import choose_device, join_group, shard
@@ -20,28 +24,39 @@ STEPS, WIDTH, SAMPLES = 20, 512, 8
 TIMEOUT_S = 60.0
 
 
-def run(_notice: Notice) -> int:
-    """Train, and say on stderr how long a step takes. Raises ElasticError if the ranks do not
-    meet."""
-    config, rank = load_written(Path(sys.argv[1]) / "run.toml"), int(env("RANK"))
+def run(notice: Notice) -> int:
+    """Train until the notice, and say on stderr how long a step takes, and what was saved. Raises
+    ElasticError if the ranks do not meet."""
+    folder, rank = Path(sys.argv[1]), int(env("RANK"))
+    config = load_written(folder / "run.toml")
     device = choose_device(config)
     join_group(rank, int(env("WORLD_SIZE")), device, TIMEOUT_S)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     shard(model, config, device)
-    optimizer = torch.optim.AdamW(model.to(device).parameters())
-    _steps(model, optimizer, device, 1)  # what happens once
-    seconds = _steps(model, optimizer, device, STEPS) / STEPS
-    print(f"rank {rank} trains: {1000 * seconds:.0f} ms a step on {device.type}", file=sys.stderr)
+    optimizer, began = torch.optim.AdamW(model.to(device).parameters()), 0.0
+    notice.exit_code = None
+    for step in itertools.count():
+        if not _goes_on(model, optimizer, device, notice):
+            break
+        began = began or time.perf_counter()  # without what happens once
+        if step == STEPS:
+            ms = 1000 * (time.perf_counter() - began) / STEPS
+            _say(rank, f"trains: {ms:.0f} ms a step on {device.type}")
+    write_atomic(folder / f"saved-{rank}", str(step).encode())
+    _say(rank, "has saved its last step")
     return 0
 
 
-def _steps(model, optimizer: torch.optim.Optimizer, device: torch.device, count: int) -> float:
-    """Seconds of so many steps."""
-    began = time.perf_counter()
-    for _ in range(count):
-        loss = model(torch.randn(SAMPLES, WIDTH, device=device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # waits for the device
-    return time.perf_counter() - began
+def _goes_on(model, optimizer, device: torch.device, notice: Notice) -> bool:
+    """Take a step; True if no rank has had a notice. All ranks hear the same."""
+    loss = model(torch.randn(SAMPLES, WIDTH, device=device)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    noticed = torch.tensor(int(bool(notice)), device=device)
+    dist.all_reduce(noticed, dist.ReduceOp.MAX)
+    return not noticed.item()
+
+
+def _say(rank: int, words: str) -> None:
+    print(f"rank {rank} {words}", file=sys.stderr, flush=True)
