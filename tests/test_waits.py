@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import threading
 import time
 from types import SimpleNamespace
 
@@ -178,3 +179,29 @@ def test_workers_wait_in_the_queue_for_a_master_that_is_there(tmp_path, make_con
     run_pass([run], time.time(), scheduler=lambda *_: Queue())
     assert [(spec.role, spec.after) for spec in asked] == [("master", ""), ("worker", "1")]
     assert "--dependency=singleton,after:1" in sbatch_argv(asked[1], tmp_path, "python3")
+
+
+@pytest.mark.parametrize(("kill_after_s", "window_s"), [
+    (300.0, 300.0),  # slurm.signal has warned of the time limit
+    (86_400.0, 30.0),  # a pass has told the job to leave: Slurm would end it tomorrow
+    (None, 30.0),  # Slurm does not say
+])  # fmt: skip
+def test_slurm_is_asked_once_half_way_to_the_end_of_a_notice(kill_after_s, window_s):
+    notice, asked = Notice(), []
+    assert not notice.has_run_out()
+    notice.since, answered = time.time() - 10.0, threading.Event()
+
+    def ask() -> float | None:
+        asked.append(notice.since)
+        answered.set()
+        return kill_after_s and notice.since + kill_after_s
+
+    notice.ask = ask
+    assert (notice.has_run_out(), asked) == (False, [])
+    notice.since -= 10.0
+    assert not notice.has_run_out()
+    assert answered.wait(10)
+    wait_until(lambda: notice.window_s == pytest.approx(window_s), 10, "the answer counts")
+    notice.since -= 15.0
+    assert notice.has_run_out() == (window_s < 60)
+    assert len(asked) == 1

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
 MARGIN_S = 2.0  # to say how it ended; GraceTime has been seen half a second short
+LATEST_S = 3600.0  # a kill later than that is the time limit's, and no answer to a notice
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -51,7 +52,8 @@ class Notice:
         return gone_s > self.window_s - MARGIN_S
 
     def _learn(self, ask: Callable[[], float | None]) -> None:
-        if kill_at := ask():
+        kill_at = ask()
+        if kill_at and kill_at - self.since < LATEST_S:  # else a pass has told it to leave
             self.window_s = kill_at - self.since
 
     def fileno(self) -> int:
