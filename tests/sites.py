@@ -11,6 +11,7 @@ drained, powered down until somebody needs them, and die.
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -84,7 +85,11 @@ def cluster(new_sandbox, tmp_path) -> Cluster:
     define = ("sacctmgr", "--immediate", "add", "qos")
     box.run(*define, "low", "set", "PreemptMode=REQUEUE", "GraceTime=20")
     box.run(*define, "high", "set", "Preempt=low")
-    return Cluster(box, tmp_path, {"PYTHONPATH": f"{TESTS}/unlocked"})
+    unlocked = {"PYTHONPATH": f"{TESTS}/unlocked"}
+    lock = "import fcntl; fcntl.flock(0, fcntl.LOCK_EX)"
+    tried = subprocess.run([sys.executable, "-P", "-c", lock], env=unlocked, capture_output=True)
+    assert b"Function not implemented" in tried.stderr
+    return Cluster(box, tmp_path, unlocked)
 
 
 def taken_reserved_and_drained(cluster: Cluster, meanwhile: Callable[[], None]) -> None:
@@ -122,6 +127,7 @@ def powered_down(cluster: Cluster, node: str) -> None:
 
 
 def finished(cluster: Cluster, *incidents: str) -> None:
+    assert "unlocked" in cluster.run.environment()["PYTHONPATH"]  # of all its jobs
     cluster.pace.write_text("0")
     cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
     env = {"PATH": os.environ["PATH"], "HOME": str(cluster.home), "ELASTIC_SITE": os.devnull}
