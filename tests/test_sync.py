@@ -264,7 +264,7 @@ def test_checkpoints_write_no_more_in_a_second_than_a_site_allows(rank, make_con
     saving.begin_at(10)
     assert saving.is_due(11)  # nothing is known of their size yet
     saving.choose_cadence()
-    assert saving.words == "every 39 s at most: checkpoint.max_rate"
+    assert saving.words == "at most every 39 s: checkpoint.max_rate"
     assert not saving.is_due(11)
     saving._at -= 40
     assert saving.is_due(11)

@@ -78,7 +78,7 @@ def settings(named: dict) -> list[str]:
 @click.option("--dry-run", is_flag=True, help="Print the plan with its reasons, do nothing.")
 @click.option("--jitter", is_flag=True, help="Sleep up to 20 s first, so that users take turns.")
 @click.option("--within", default=0.0, metavar="SECONDS", type=click.FloatRange(0),
-              help="Take an answer of the scheduler that is so old.")
+              help="Accept a listing of jobs that is up to SECONDS old.")
 @shared.json_option
 def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float, as_json: bool):
     """Run one pass over all runs (or those named).

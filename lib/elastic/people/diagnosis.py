@@ -297,6 +297,9 @@ def _notice(config, cluster, partitions, *, nodes, disk, save, qos) -> tuple[str
     return FAIL if work_s > notice_s else WARN, seen, fix
 
 
+_NOTHING = (None, "", "(null)", "UNLIMITED", "NONE", "0")  # as Slurm writes what is not set
+
+
 def _habits(config, cluster, partitions) -> tuple[str, str, str]:
     """What this site does to every job, of which nothing is wrong."""
     first = partitions.get(config.slurm.partition.split(",")[0], {})
@@ -308,9 +311,6 @@ def _habits(config, cluster, partitions) -> tuple[str, str, str]:
             "MaxBatchRequeue": cluster.get("MaxBatchRequeue")}  # fmt: skip
     known = {name: value for name, value in told.items() if value not in _NOTHING}
     return OK, "; ".join(f"{name} {value}" for name, value in known.items()) or "none", ""
-
-
-_NOTHING = (None, "", "(null)", "UNLIMITED", "NONE", "0", "5")  # 5: the usual MaxBatchRequeue
 
 
 def _job_requeue(cluster) -> tuple[str, str, str]:

@@ -57,7 +57,7 @@ class Saving:
         if most := self._rank.config.checkpoint.max_rate_bytes:
             self._least_s = size_bytes(self._rank.run, self.step) / most
         if self._least_s > self._auto_s:
-            self.words = f"every {self._least_s:.0f} s at most: checkpoint.max_rate"
+            self.words = f"at most every {self._least_s:.0f} s: checkpoint.max_rate"
 
     def is_due(self, step: int) -> bool:
         """Rank 0: is it time for a checkpoint, once this step is taken?"""
