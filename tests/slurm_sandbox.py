@@ -9,6 +9,9 @@ fail.
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 from elastic.base.errors import ElasticError
 from elastic.lab import sandbox
 from elastic.lab.sandbox import Sandbox, Shape
+from helpers import ROOT
 
 # Silence is noticed after 2 s instead of 10, a lost node after 6 s instead of 300.
 FAST = ("MessageTimeout=2", "SlurmdTimeout=6", "KillWait=2")
@@ -60,15 +64,31 @@ def _require_slurm(accounting: bool = False) -> None:
         pytest.skip(f"no private Slurm: {error.what} ({error.hint})")
 
 
+AFTERWARDS = """
+tail --pid="$0" -s 0.5 -f /dev/null
+for box in "$1"/*; do "$2" down --dir "$1" --name "${box##*/}"; done
+rmdir "$1"
+"""
+
+
 class _folder:
-    """A short folder (sockets!) whose sandboxes all end with it, however the test ends."""
+    """A short folder (sockets!) whose sandboxes all end with it, however the test ends: also if
+    this process is killed, and nobody calls `__exit__`."""
 
     def __enter__(self) -> Path:
         self.path = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
         self.path.chmod(0o711)
+        what = [str(os.getpid()), str(self.path), str(ROOT / "bin/elastic-sandbox")]
+        nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        self.watcher = subprocess.Popen(
+            ["sh", "-c", AFTERWARDS, *what], start_new_session=True, cwd="/",
+            env={**os.environ, "ELASTIC_PYTHON": sys.executable}, **nothing,
+        )  # fmt: skip
         return self.path
 
     def __exit__(self, *_: object) -> None:
+        os.killpg(self.watcher.pid, signal.SIGKILL)
+        self.watcher.wait()
         for path in self.path.iterdir():
             Sandbox(path).down()
         shutil.rmtree(self.path)

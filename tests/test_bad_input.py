@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from conftest import start_redis
 from elastic.base import config as configuration
 from elastic.base.errors import UsageError
-from elastic.base.network import free_port
 from elastic.people import status
 from helpers import ROOT, elastic, environment
 from running import SETTINGS, TESTS, kill_all, members, running, toml
@@ -142,18 +142,16 @@ def test_a_server_that_cannot_do_what_is_asked_of_it_fails_the_run(home: Path):
 
 
 def test_a_wrong_password_fails_the_run_and_is_not_repeated(home: Path):
-    port = free_port("127.0.0.1")
-    server = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "right",
-         "--save", "", "--dir", str(home)], stdout=subprocess.DEVNULL)  # fmt: skip
+    server = start_redis(home)
+    port = server.endpoint.port
     try:
         settings = {"redis.url": f"redis://:guessed@127.0.0.1:{port}/0", "elastic.max_failures": 1}
         with running(home, settings) as run:
             failed = run.until_failed(60)
             seen = str(status.observe(run.run)) + run.story()
     finally:
-        server.kill()
-        server.wait()
+        server.process.kill()
+        server.process.wait()
     assert "refused the password" in failed["reason"]
     assert f"127.0.0.1:{port}" in failed["reason"]
     assert "guessed" not in seen
@@ -161,22 +159,20 @@ def test_a_wrong_password_fails_the_run_and_is_not_repeated(home: Path):
 
 def test_a_server_that_the_site_provides_serves_as_well(home: Path):
     """Also a second run of that name, once the first one's folder is gone: its keys are there."""
-    port = free_port("127.0.0.1")
-    server = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--requirepass", "right",
-         "--save", "", "--dir", str(home)], stdout=subprocess.DEVNULL)  # fmt: skip
+    server = start_redis(home)
+    settings = {"redis.url": f"redis://:{server.password}@127.0.0.1:{server.endpoint.port}/0"}
     try:
-        with running(home, {"redis.url": f"redis://:right@127.0.0.1:{port}/0"}, samples=400) as run:
+        with running(home, settings, samples=400) as run:
             run.until(lambda: run.version >= 2, 60, "two versions")
             run.kill("master")
             run.versions(1)
             run.finish()
             shutil.rmtree(run.run.path)
-        with running(home, {"redis.url": f"redis://:right@127.0.0.1:{port}/0"}, samples=80) as run:
+        with running(home, settings, samples=80) as run:
             run.finish()
     finally:
-        server.kill()
-        server.wait()
+        server.process.kill()
+        server.process.wait()
 
 
 # ---- the user's code ----------------------------------------------------------------------------

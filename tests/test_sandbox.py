@@ -275,6 +275,25 @@ def test_accounting_brings_sacct_and_leaves_the_tables_of_others_alone(new_sandb
     wait_until(lambda: box.run(*ask) == "counted|COMPLETED\n", 20, "sacct knows the job")
 
 
+KILLED = """
+import os, signal, slurm_sandbox
+with slurm_sandbox._folder() as folder:
+    slurm_sandbox._up(folder, nodes=1)
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_test_that_is_killed_leaves_no_sandbox():
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "lib")])
+    done = subprocess.run([sys.executable, "-c", KILLED], env=os.environ | {"PYTHONPATH": path},
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder = Path(done.stdout.strip())
+    wait_until(lambda: not folder.exists(), 30, "the sandbox is gone")
+    assert Sandbox(folder / "0").members() == set()
+
+
 # ---- of an ordinary user, and what another one tries
 
 root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
