@@ -1,8 +1,8 @@
 """Training on preemptible Slurm partitions without losing work.
 
-What a user's own loop may want: `elastic.LocalSGD`, and what keeps ranks alive (health.py,
-slurm_info.py). All is resolved on first use, so that `import elastic` (and with it `elastic-status`
-and the cron pass) never loads torch.
+What a user's own loop may want: `elastic.LocalSGD`, and what keeps ranks alive
+(health.py, slurm_info.py). All is resolved on first use, so that `import elastic` (and
+with it `elastic-status` and the cron pass) never loads torch.
 """
 
 import importlib

@@ -1,10 +1,11 @@
-"""The two tasks that come with the toolkit, to use and to copy from: both train language models.
+"""The two tasks that come with the toolkit, to use and to copy from: both train language
+models.
 
     ByteText     a byte-level GPT on text files; by default the standard library's own sources
     TokenFiles   a Llama-style model on memory-mapped files of uint16 or uint32 token ids
 
-Samples are derived from names and offsets, never from time or chance. Data is read when it is first
-asked for: what needs only the model does not wait for it.
+Samples are derived from names and offsets, never from time or chance. Data is read when
+it is first asked for: what needs only the model does not wait for it.
 """
 
 import difflib
@@ -34,7 +35,8 @@ OF_ONE_MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 def read_options(table: dict, **defaults) -> SimpleNamespace:
-    """The table over its defaults. UsageError: an unknown key, or not of the default's type."""
+    """The table over its defaults. UsageError: an unknown key, or not of the default's
+    type."""
     for name, value in table.items():
         if name not in defaults:
             near = "".join(f": {n}?" for n in difflib.get_close_matches(name, defaults, 1))
@@ -49,7 +51,8 @@ def read_options(table: dict, **defaults) -> SimpleNamespace:
 class Windows(Dataset):
     """Consecutive windows of context + 1 tokens from each source in turn; none spans two.
 
-    Neighbours share one token, the last target of the one and the first input of the other.
+    Neighbours share one token, the last target of the one and the first input of the
+    other.
     """
 
     def __init__(self, sources: list, context: int, limit: int = 0):
@@ -115,7 +118,8 @@ class LanguageTask:
 
 
 class ByteText(LanguageTask):
-    """A byte-level GPT on text files. Of 25 or more, a hash of the name holds some out."""
+    """A byte-level GPT on text files. Of 25 or more, a hash of the name holds some
+    out."""
 
     def __init__(self, config: dict):
         self.options = o = read_options(
@@ -161,8 +165,8 @@ def text_files(root: Path, pattern: str = "*") -> list[str]:
 
 
 def stdlib_sources(root: Path) -> list[str]:
-    """What every installation of this Python has: no tests, packages, files of one machine, or
-    what Debian packages apart and Python 3.13 has no more."""
+    """What every installation of this Python has: no tests, packages, files of one
+    machine, or what Debian packages apart and Python 3.13 has no more."""
     names = [name for name in text_files(root, "*.py") if not name.startswith(OF_ONE_MACHINE)]
     return [name for name in names if not NOT_STDLIB.intersection(name.split("/"))]
 
@@ -207,7 +211,8 @@ class TokenFiles(LanguageTask):
 
 
 class TokenFile:
-    """A sequence of token ids in a file. It opens when sliced, so it travels between processes."""
+    """A sequence of token ids in a file. It opens when sliced, so it travels between
+    processes."""
 
     def __init__(self, path: Path, dtype: str, vocabulary: int):
         self.path, self.dtype, self.vocabulary = path, getattr(torch, dtype), vocabulary

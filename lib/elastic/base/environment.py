@@ -19,7 +19,8 @@ _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID")
 # A user's settings for Slurm's commands would filter their answers or change their form.
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
-# Where the session is itself a job's: its GPUs, its ranks' places, a folder that ends with it.
+# Where the session is itself a job's: its GPUs, its ranks' places, a folder that ends
+# with it.
 _OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
                 "MASTER_ADDR", "MASTER_PORT", "TMPDIR")  # fmt: skip
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
@@ -105,7 +106,8 @@ def user_name() -> str:
 
 
 def site_path() -> Path:
-    """Where the site file is to be: $ELASTIC_SITE, else this installation's etc/site.toml."""
+    """Where the site file is to be: $ELASTIC_SITE, else this installation's
+    etc/site.toml."""
     return Path(env("ELASTIC_SITE") or elastic_home() / "etc" / "site.toml")
 
 

@@ -1,7 +1,7 @@
 """Errors and exit codes, the vocabulary every layer shares. Pure.
 
-An error says what went wrong with the value that was seen, and (`hint`) the way out. The command
-line turns it into one message and one exit code; nothing else catches it broadly.
+An error says what went wrong with the value that was seen, and (`hint`) the way out. The
+command line turns it into one message and one exit code; nothing else catches it broadly.
 """
 
 from enum import IntEnum
@@ -43,6 +43,7 @@ class TryAgain(ElasticError):
 
 
 class Fenced(ElasticError):
-    """A higher attempt or master epoch has taken over; this process must change nothing more."""
+    """A higher attempt or master epoch has taken over; this process must change nothing
+    more."""
 
     code = Exit.DO_NOT_RESTART

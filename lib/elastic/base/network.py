@@ -1,7 +1,8 @@
 """Which IPv4 address of this machine others can reach.
 
-In order: what the site says (an address or the name of an interface), else the address that the
-scheduler knows this node by, else the one that routes to it. Never a guessed interface name.
+In order: what the site says (an address or the name of an interface), else the address
+that the scheduler knows this node by, else the one that routes to it. Never a guessed
+interface name.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ HINT = "set redis.bind and sync.bind to an address or an interface in etc/site.t
 
 
 def bind_address(wanted: str, node_address: str, key: str = "redis.bind") -> str:
-    """The IPv4 address to listen on. `wanted`: "auto", an address, or an interface's name, by the
-    setting `key`.
+    """The IPv4 address to listen on. `wanted`: "auto", an address, or an interface's
+    name, by the setting `key`.
 
     Raises ElasticError naming the interfaces there are.
     """
@@ -89,8 +90,8 @@ def routed(to: str = "") -> str:
 
 
 def free_ports(address: str, count: int = 1) -> list[int]:
-    """TCP ports on `address` ("": on all) that nobody listens on now. The kernel hands them out to
-    no client: who is to listen may begin only in half a minute."""
+    """TCP ports on `address` ("": on all) that nobody listens on now. The kernel hands
+    them out to no client: who is to listen may begin only in half a minute."""
     ports = []
     for port in random.sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError):
@@ -106,7 +107,8 @@ def free_port(address: str) -> int:
 
 
 def listens(address: str, port: int) -> bool:
-    """Does a process of this user listen there, as the kernel sees it? Others cannot pretend to."""
+    """Does a process of this user listen there, as the kernel sees it? Others cannot
+    pretend to."""
     place = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
     rows = map(str.split, Path("/proc/net/tcp").read_text().splitlines())
     return any(row[1] == place and row[3] == LISTEN and row[7] == str(os.getuid()) for row in rows)

@@ -1,8 +1,9 @@
-"""The processes of this machine, as /proc shows them: which live, whose they are, their end.
+"""The processes of this machine, as /proc shows them: which live, whose they are, their
+end.
 
-Who starts a process that belongs to something marks it, by a variable NAME=FOLDER:OWNER in its
-environment; what it starts inherits the mark. A process that rewrote its environment, as Redis
-does, belongs to whom its nearest ancestor belongs.
+Who starts a process that belongs to something marks it, by a variable NAME=FOLDER:OWNER
+in its environment; what it starts inherits the mark. A process that rewrote its
+environment, as Redis does, belongs to whom its nearest ancestor belongs.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ POLL_S = 0.02
 
 
 class Process(NamedTuple):
-    """What /proc says of a process: `start` (clock ticks after boot) tells it from a later one."""
+    """What /proc says of a process: `start` (clock ticks after boot) tells it from a
+    later one."""
 
     pid: int
     parent: int
@@ -35,8 +37,8 @@ class Process(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> "Process | None":
-        """The process `pid` if it lives. A zombie does not, but one whose other threads are still
-        on their way out does: they hold its files and sockets."""
+        """The process `pid` if it lives. A zombie does not, but one whose other threads
+        are still on their way out does: they hold its files and sockets."""
         stat = read(f"/proc/{pid}/stat")
         state, *fields = stat.rpartition(")")[2].split() or ["X"]
         is_gone = state == "X" or (state == "Z" and fields[16] == "1")
@@ -46,7 +48,8 @@ class Process(NamedTuple):
 def families(
     mark: str, folder: Path, otherwise: Callable[[int, dict[str, str]], str] = lambda *_: ""
 ) -> dict[str, set[int]]:
-    """All living processes by owner; `otherwise(pid, environment)` may know of one without mark.
+    """All living processes by owner; `otherwise(pid, environment)` may know of one
+    without mark.
 
     Only what this user has started is believed: anybody may mark a process of his own.
     """
@@ -73,7 +76,8 @@ def families(
 
 
 def kill_all(find: Callable[[], set[int]]) -> None:
-    """SIGKILL what `find` returns. They are stopped first, so that none can fork and get away."""
+    """SIGKILL what `find` returns. They are stopped first, so that none can fork and get
+    away."""
     deadline = time.monotonic() + END_TIMEOUT_S
     stopped: set[int] = set()
     while more := find() - stopped:

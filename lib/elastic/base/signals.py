@@ -1,9 +1,9 @@
 """Signals become flags. The only module that installs handlers.
 
-TERM, INT, USR1 and USR2 all mean notice: Slurm sends TERM to the steps of a job that it preempts,
-the time-limit warning is whatever `slurm.signal` names, and a person presses Ctrl-C. USR1 and USR2
-are both taken because NCCL may use USR1: a site that sends USR2 is not surprised. CONT comes along
-with TERM, in either order, and needs nothing.
+TERM, INT, USR1 and USR2 all mean notice: Slurm sends TERM to the steps of a job that it
+preempts, the time-limit warning is whatever `slurm.signal` names, and a person presses
+Ctrl-C. USR1 and USR2 are both taken because NCCL may use USR1: a site that sends USR2 is
+not surprised. CONT comes along with TERM, in either order, and needs nothing.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Notice:
     """Set once the scheduler has said that this process will be killed soon.
 
-    While `exit_code` is not None a notice ends the process at once: there is nothing to lose yet.
+    While `exit_code` is not None a notice ends the process at once: there is nothing to
+    lose yet.
     """
 
     def __init__(self, exit_code: int | None = None):
@@ -41,8 +42,9 @@ class Notice:
         return self.since is not None
 
     def has_run_out(self) -> bool:
-        """Is the kill so near that only the last words can still be said? Half way to it the
-        scheduler is asked, in the background: before a time limit there may be more time."""
+        """Is the kill so near that only the last words can still be said? Half way to it
+        the scheduler is asked, in the background: before a time limit there may be more
+        time."""
         if self.since is None:
             return False
         gone_s = time.time() - self.since
@@ -70,7 +72,8 @@ class Notice:
 
 
 def install(exit_code: int | None = None) -> Notice:
-    """From now on the notice signals set the returned flag, or end the process with `exit_code`."""
+    """From now on the notice signals set the returned flag, or end the process with
+    `exit_code`."""
     notice = Notice(exit_code)
     for number in NOTICES:
         signal.signal(number, notice.arrived)
@@ -78,9 +81,11 @@ def install(exit_code: int | None = None) -> Notice:
 
 
 def ignore_notices() -> None:
-    """For a child whose parent gets the notice too: it passes by. The parent's TERM still ends it.
+    """For a child whose parent gets the notice too: it passes by. The parent's TERM still
+    ends it.
 
-    Ignored signals would not do: at exit multiprocessing sends TERM to its children and then waits.
+    Ignored signals would not do: at exit multiprocessing sends TERM to its children and
+    then waits.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
@@ -93,7 +98,8 @@ def _obey(parent: int) -> None:
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: the child gets KILL when its parent is gone, however the parent ended."""
+    """For `preexec_fn`: the child gets KILL when its parent is gone, however the parent
+    ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,10 +1,11 @@
 """How often to save a checkpoint. Pure. Measured costs and the past come in.
 
-A checkpoint every T seconds costs stall_s / T of the time, and an interruption without notice T / 2
-on average. The sum is least at T = sqrt(2 stall_s mtbi) (Young, CACM 17(9), 1974; Daly's
-higher terms, FGCS 22, 2006, matter only where stall_s comes near mtbi). mtbi, the mean time between
-interruptions, is what this run has seen, with one imagined interruption in PRIOR_S: so a run that
-has seen none does not stop saving, and one bad first hour does not rule for weeks.
+A checkpoint every T seconds costs stall_s / T of the time, and an interruption without
+notice T / 2 on average. The sum is least at T = sqrt(2 stall_s mtbi) (Young, CACM 17(9),
+1974; Daly's higher terms, FGCS 22, 2006, matter only where stall_s comes near mtbi).
+mtbi, the mean time between interruptions, is what this run has seen, with one imagined
+interruption in PRIOR_S: so a run that has seen none does not stop saving, and one bad
+first hour does not rule for weeks.
 """
 
 import math
@@ -19,8 +20,8 @@ LEAST_S, MOST_S = 5.0, 3600.0
 
 
 def observed_mtbi_s(endings: Sequence[Mapping]) -> float:
-    """Mean seconds between interruptions of a run's trainer jobs, of which the last may be at
-    work."""
+    """Mean seconds between interruptions of a run's trainer jobs, of which the last may
+    be at work."""
     ends = [end for end in endings if end.get("role") == "trainer" and "started" in end]
     broken = sum(Outcome(end.get("outcome", "")).is_interruption for end in ends)
     lasted_s = sum(end["time"] - end["started"] for end in ends)
@@ -28,7 +29,8 @@ def observed_mtbi_s(endings: Sequence[Mapping]) -> float:
 
 
 def interval(stall_s: float, mtbi_s: float, save_s: float = 0.0) -> tuple[float, str]:
-    """Seconds between checkpoints, and why. Training stands still for `stall_s` of `save_s`."""
+    """Seconds between checkpoints, and why. Training stands still for `stall_s` of
+    `save_s`."""
     best_s = math.sqrt(2 * stall_s * mtbi_s)
     chosen_s = min(max(best_s, LEAST_S, LEAST_SAVES * max(stall_s, save_s)), MOST_S)
     return chosen_s, (

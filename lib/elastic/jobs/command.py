@@ -1,14 +1,16 @@
-"""Any program as the ranks of a synchronous job: what it is told, and where it goes on. Pure.
+"""Any program as the ranks of a synchronous job: what it is told, and where it goes on.
+Pure.
 
     command = ["{python}", "train.py", "--checkpoint_dir", "{checkpoints}", "--resume", "{resume}"]
     command = ["{python}", "train.py", "--out_dir={checkpoints}", "{resume?--init_from=resume}"]
     command = ["torchrun", "--nnodes={nodes}", "--nproc-per-node={gpus_per_node}",
                "--rdzv-backend=c10d", "--rdzv-endpoint={master_addr}:{master_port}", "train.py"]
 
-The same values are in the environment (ELASTIC_RESUME, ELASTIC_CHECKPOINTS, …) beside torch's own
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Where there is nothing to resume from
-yet, the argument that says {resume} is left out, and the option before it; {resume?WORDS} is WORDS
-where there is. {python} is the Python of this installation. In local mode a program is told less.
+The same values are in the environment (ELASTIC_RESUME, ELASTIC_CHECKPOINTS, …) beside
+torch's own RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Where there is
+nothing to resume from yet, the argument that says {resume} is left out, and the option
+before it; {resume?WORDS} is WORDS where there is. {python} is the Python of this
+installation. In local mode a program is told less.
 """
 
 import re

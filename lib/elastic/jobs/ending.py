@@ -1,4 +1,5 @@
-"""How a job ends: the outcomes that exit records name, and the exit codes of the programs. Pure."""
+"""How a job ends: the outcomes that exit records name, and the exit codes of the
+programs. Pure."""
 
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ EVENTS = {Outcome.YIELDED: EventKind.PREEMPT, Outcome.FAILED: EventKind.LOST}  #
 
 @dataclass(frozen=True)
 class End:
-    """How a job, or one attempt of it, has ended; `detail`: the last words of what failed."""
+    """How a job, or one attempt of it, has ended; `detail`: the last words of what
+    failed."""
 
     outcome: Outcome
     reason: str

@@ -1,8 +1,9 @@
 """What is known about the jobs of a run, and how it grows from pass to pass. Pure.
 
-A listing of the scheduler is a moment's view, Slurm forgets ended jobs within minutes, and a job's
-own exit record says nothing if it was killed before it could write. Memory joins the three: which
-jobs existed at the last pass, how they ended, which submissions may or may not have succeeded.
+A listing of the scheduler is a moment's view, Slurm forgets ended jobs within minutes,
+and a job's own exit record says nothing if it was killed before it could write. Memory
+joins the three: which jobs existed at the last pass, how they ended, which submissions
+may or may not have succeeded.
 
 - A job exists unless its state is a known ended one; a word never seen before is no end.
 - A job is its name (role, slot) and its id; ids alone are reused after a controller crash.
@@ -28,8 +29,8 @@ QUEUED_STATES = frozenset({"EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_FED"})
 QUEUED_STATES |= {"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 STARTED_STATES = frozenset({"CONFIGURING", "RUNNING", "SUSPENDED"})
 LEAVING_STATES = frozenset({"COMPLETING", "STAGE_OUT"})
-# Holds after which a job never starts by itself (compared without blanks, underscores and case).
-# A hold that the user asked for is respected.
+# Holds after which a job never starts by itself (compared without blanks, underscores and
+# case). A hold that the user asked for is respected.
 BROKEN_HOLDS = (
     "dependencyneversatisfied",
     "jobheldadmin",
@@ -47,14 +48,16 @@ WORKED_S = 1800.0  # a job that lasted this long was not part of a crash loop
 
 
 def has_ended(state: str) -> bool:
-    """True for a known ended state only: `CANCELLED by 0` and `COMPLETED+` are, `FOO` is not."""
+    """True for a known ended state only: `CANCELLED by 0` and `COMPLETED+` are, `FOO` is
+    not."""
     return _word(state) in ENDED_STATES
 
 
 class _Placed:
     @property
     def place(self) -> tuple[str, int]:
-        """What at most one job may occupy: a worker's slot, or the one master or trainer."""
+        """What at most one job may occupy: a worker's slot, or the one master or
+        trainer."""
         return (self.role, 0 if self.role in ALONE else self.slot)
 
 
@@ -106,7 +109,8 @@ class JobSeen(_Job):
 
 @dataclass(frozen=True)
 class Ended(_Job):
-    """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held, refused."""
+    """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held,
+    refused."""
 
     job_id: str
     role: str
@@ -138,7 +142,8 @@ class UnsureSubmission(_Placed):
 
 @dataclass(frozen=True)
 class Memory:
-    """What one pass leaves to the next. Ends of jobs submitted before `born` do not count."""
+    """What one pass leaves to the next. Ends of jobs submitted before `born` do not
+    count."""
 
     born: float
     jobs: tuple[JobSeen, ...] = ()
@@ -156,7 +161,8 @@ class Memory:
 
 
 def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:
-    """Note what the run is wanted to do. One that is started again starts with a clean record."""
+    """Note what the run is wanted to do. One that is started again starts with a clean
+    record."""
     if mode not in ("", memory.mode):
         memory = replace(memory, mode=mode, mode_since=now)
     if closing == memory.closing:
@@ -166,7 +172,8 @@ def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:
 
 
 def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]:
-    """Jobs whose end is news, with what was last known of them and the state they ended in."""
+    """Jobs whose end is news, with what was last known of them and the state they ended
+    in."""
     known = {job.key: job for job in memory.jobs}
     rows = {row.key: row for row in listed}
     told = {(*end.key, end.submitted_at) for end in memory.ended}
@@ -179,7 +186,8 @@ def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]
     for key, row in rows.items():
         is_new = key not in known and (*key, row.submitted_at) not in told
         if is_new and has_ended(row.state) and row.submitted_at >= memory.born:
-            # Nobody submitted it and it never had a node: what a refused sbatch may leave behind.
+            # Nobody submitted it and it never had a node: what a refused sbatch may leave
+            # behind.
             was_refused = _word(row.state) == "FAILED" and not row.node
             news.append(replace(row, state="REFUSED") if was_refused else row)
     return news
@@ -188,7 +196,8 @@ def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]
 def learn(
     memory: Memory, listed: Sequence[JobSeen], endings: Sequence[Ended], now: float, keep: int
 ) -> Memory:
-    """The next memory: jobs that exist, and how the `gone` ones ended (`keep` or more per slot)."""
+    """The next memory: jobs that exist, and how the `gone` ones ended (`keep` or more per
+    slot)."""
     known = {job.key: job for job in memory.jobs}
     rows = {row.key for row in listed}
     jobs = [_joined(row, known.get(row.key)) for row in listed if not has_ended(row.state)]
@@ -207,7 +216,8 @@ def learn(
 
 
 def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
-    """How a `gone` job ended: by its exit record, else by the state it was last seen in."""
+    """How a `gone` job ended: by its exit record, else by the state it was last seen
+    in."""
     record = _own(job, record)
     outcome, reason = _outcome(job, record)
     age_s, ended_at = now - job.started_at if job.started_at else 0.0, now
@@ -264,7 +274,8 @@ def _outcome(job: JobSeen, record: Mapping) -> tuple[str, str]:
 
 
 def _joined(row: JobSeen, known: JobSeen | None) -> JobSeen:
-    """A listing's row with what only memory knows: an ended job loses its reason and its node."""
+    """A listing's row with what only memory knows: an ended job loses its reason and its
+    node."""
     if known is None:
         return row
     reason = known.reason if has_ended(row.state) and known.reason else row.reason

@@ -7,7 +7,8 @@ from elastic.base.errors import ElasticError
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """From "n[01-03,7],m4" to n01, n02, n03, n7, m4, in this order. Raises ElasticError."""
+    """From "n[01-03,7],m4" to n01, n02, n03, n7, m4, in this order. Raises
+    ElasticError."""
     if not re.fullmatch(r"(\[\d+(-\d+)?(,\d+(-\d+)?)*\]|[^\[\]])*", text):
         raise ElasticError(f"not a Slurm host list: {text!r}", "echo $SLURM_JOB_NODELIST")
     hosts = []

@@ -1,4 +1,5 @@
-"""The plan of a reconcile pass: what to submit, cancel or give up, each with its reason. Pure.
+"""The plan of a reconcile pass: what to submit, cancel or give up, each with its reason.
+Pure.
 
 Invariants, whatever the world looks like:
 - a job that exists, in whatever state, occupies its slot; so does a submission that is unsure;
@@ -10,11 +11,12 @@ Invariants, whatever the world looks like:
 - nothing is submitted for a run that is done, failed or stopped;
 - in the world that carrying out a plan leads to, the next plan does nothing.
 
-A job that was taken away (preempted, timed out, killed, its node lost) is replaced at once. A crash
-waits `backoff_s`, doubling; `max_failures` crashes of one slot in a row end the run, unless another
-worker has been training all the while: then the fault is that slot's, and it goes on backing off. A
-node is avoided while workers crash on it and work elsewhere, and those crashes do not count. A job
-in a broken hold is cancelled, and replaced with the same backing off.
+A job that was taken away (preempted, timed out, killed, its node lost) is replaced at
+once. A crash waits `backoff_s`, doubling; `max_failures` crashes of one slot in a row end
+the run, unless another worker has been training all the while: then the fault is that
+slot's, and it goes on backing off. A node is avoided while workers crash on it and work
+elsewhere, and those crashes do not count. A job in a broken hold is cancelled, and
+replaced with the same backing off.
 """
 
 from collections import defaultdict
@@ -47,7 +49,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class World:
-    """All that a plan may depend on. `slots` is max // gpus_per_worker; 0 in sync mode."""
+    """All that a plan may depend on. `slots` is max // gpus_per_worker; 0 in sync
+    mode."""
 
     slots: int
     memory: Memory
@@ -108,7 +111,8 @@ def plan(world: World, now: float) -> list[Action]:
 
 
 def bad_nodes(memory: Memory, now: float) -> tuple[str, ...]:
-    """Nodes on which two or more workers crashed lately while workers elsewhere worked."""
+    """Nodes on which two or more workers crashed lately while workers elsewhere
+    worked."""
     crashes: dict[str, list[Ended]] = defaultdict(list)
     for end in memory.ended:
         is_recent = now - end.at < RECENT_S
@@ -177,8 +181,9 @@ def _close(jobs: Sequence[JobSeen], why: str, closing_s: float, now: float) -> I
 
 
 def _resize(world: World, now: float) -> Iterator[Action]:
-    """A successor that waits for sizes that are no more the run's is replaced. Then a voluntary
-    restart, with notice, where there are too many GPUs, or more are free than it costs."""
+    """A successor that waits for sizes that are no more the run's is replaced. Then a
+    voluntary restart, with notice, where there are too many GPUs, or more are free than
+    it costs."""
     jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
     started = [job for job in jobs if job.started and job.cancelled_at is None]
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
@@ -227,14 +232,15 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
 
 
 def _failing(memory: Memory, place: Place) -> str:
-    """The job in this place that has failed, and is still listed: what follows has to wait."""
+    """The job in this place that has failed, and is still listed: what follows has to
+    wait."""
     failed = (job.job_id for job in memory.jobs if job.place == place and job.over == "failed")
     return next(failed, "")
 
 
 def _shrink(workers: Sequence[JobSeen], slots: int) -> Iterator[Action]:
-    """Queued for a slot that is no more, then the highest of too many, queued ones first. A worker
-    at work in a slot that is no more is only one of many."""
+    """Queued for a slot that is no more, then the highest of too many, queued ones first.
+    A worker at work in a slot that is no more is only one of many."""
     too_many = len(workers) - slots
     known = [job for job in workers if job.queued or job.started]
     for job in sorted(known, key=lambda job: (not job.queued, -job.slot)):
@@ -301,8 +307,9 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
 
 
 def _may_be_followed(job: JobSeen, now: float) -> bool:
-    """A trainer at work, or told to leave: its successor can be in the queue already. A master near
-    the end of its time: the next one takes over when the queue lets it, so no worker waits."""
+    """A trainer at work, or told to leave: its successor can be in the queue already. A
+    master near the end of its time: the next one takes over when the queue lets it, so no
+    worker waits."""
     if job.role == TRAINER:
         return job.started or job.cancelled_at is not None
     if job.role != MASTER or not job.started or job.limit_at is None:

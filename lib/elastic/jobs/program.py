@@ -1,7 +1,8 @@
-"""What the programs of all jobs do for their run: claim a number, say what happens, say the end.
+"""What the programs of all jobs do for their run: claim a number, say what happens, say
+the end.
 
-A job's exit record says first that it has started, and last how it has ended; a job that leaves
-none was killed. Reconcile reads it, and the exit code where there is nothing else.
+A job's exit record says first that it has started, and last how it has ended; a job that
+leaves none was killed. Reconcile reads it, and the exit code where there is nothing else.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ PASS_S = 60.0  # for a reconcile pass
 
 
 class Program:
-    """A job in the run directory: the newest attempt of its slot, once it has claimed one."""
+    """A job in the run directory: the newest attempt of its slot, once it has claimed
+    one."""
 
     def __init__(self, run: RunDir, role: str, slot: int = 0):
         self.run, self.role, self.slot, self.attempt = run, role, slot, 0
@@ -50,7 +52,8 @@ class Program:
         self.run.write_ending(self.job_id, {**who, "state": state, **fields})
 
     def end(self, end: End, worked: Mapping[str, int], **measured) -> int:
-        """Say how it ended, and what it had `worked` (steps, if they are known); the exit code."""
+        """Say how it ended, and what it had `worked` (steps, if they are known); the exit
+        code."""
         code = EXIT_CODES[self.role].get(end.outcome, Exit.OK)
         self.event(EVENTS.get(end.outcome, "leave"), reason=end.reason, **worked)
         self.record("ended", **asdict(end), code=code, **{**measured, **worked})

@@ -1,16 +1,19 @@
-"""One reconcile pass, safe at any time: observe -> plan -> act, for every run it is given.
+"""One reconcile pass, safe at any time: observe -> plan -> act, for every run it is
+given.
 
-Cron, the master and people run the same pass, also at the same time. A run belongs to the pass
-that holds the lock on RUN/reconcile.lock (a later one skips it); the lock is taken before the
-scheduler is asked, so that no pass acts on a view older than another pass's actions. The scheduler
-is the one that the runs were submitted to (cron's environment leads to none), asked once for all of
-them. A pass that is not urgent takes an answer of `within_s` ago, which every submission and every
-cancellation makes void: what is missing from a listing so old is missed only so much later. If the
-scheduler does not answer, that is unknown, and nothing is done.
+Cron, the master and people run the same pass, also at the same time. A run belongs to the
+pass that holds the lock on RUN/reconcile.lock (a later one skips it); the lock is taken
+before the scheduler is asked, so that no pass acts on a view older than another pass's
+actions. The scheduler is the one that the runs were submitted to (cron's environment
+leads to none), asked once for all of them. A pass that is not urgent takes an answer of
+`within_s` ago, which every submission and every cancellation makes void: what is missing
+from a listing so old is missed only so much later. If the scheduler does not answer, that
+is unknown, and nothing is done.
 
-RUN/reconcile.json carries history.Memory from pass to pass. Before every submission the pass notes
-that it may happen, so that a pass that dies in the middle of it submits nothing twice. What has
-been said is kept there too: a pass in which nothing changes says nothing, as cron likes it.
+RUN/reconcile.json carries history.Memory from pass to pass. Before every submission the
+pass notes that it may happen, so that a pass that dies in the middle of it submits
+nothing twice. What has been said is kept there too: a pass in which nothing changes says
+nothing, as cron likes it.
 """
 
 import contextlib
@@ -57,7 +60,8 @@ class RunReport:
 
 @dataclass
 class PassReport:
-    """What a pass did. `unknown`: why it knew nothing of some runs, and left them alone."""
+    """What a pass did. `unknown`: why it knew nothing of some runs, and left them
+    alone."""
 
     runs: list[RunReport] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -81,8 +85,8 @@ def run_pass(
     scheduler: Callable[[str, Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
     within_s: float = 0.0,
 ) -> PassReport:
-    """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing. The
-    scheduler's answer of `within_s` ago will do."""
+    """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing.
+    The scheduler's answer of `within_s` ago will do."""
     report = PassReport()
     with contextlib.ExitStack() as locks:
         passes: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
@@ -131,10 +135,12 @@ def _errors_of(run: RunDir, report: PassReport) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(run: RunDir) -> Iterator[bool]:
-    """True if this pass alone has the run now. The kernel drops the lock of a killed pass.
+    """True if this pass alone has the run now. The kernel drops the lock of a killed
+    pass.
 
-    Where the filesystem has no locks (Lustre without -o flock), two passes at once may submit a job
-    twice: `singleton` keeps one of the two from starting, and the next pass cancels it.
+    Where the filesystem has no locks (Lustre without -o flock), two passes at once may
+    submit a job twice: `singleton` keeps one of the two from starting, and the next pass
+    cancels it.
     """
     descriptor = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -245,7 +251,8 @@ class _Pass:
         return (self.run.ending(job_id) or {}).get("gpus", 0)
 
     def observe(self, jobs: Sequence[Job]) -> None:
-        """Bring memory up to date with a listing and the exit records it makes readable."""
+        """Bring memory up to date with a listing and the exit records it makes
+        readable."""
         self.facts = Facts(self.run.name, self.config, self.run.control(), self.run.closing(),
                            self.memory, jobs, self.run.ending, self.within_s)  # fmt: skip
         self.memory, endings = learned(self.facts, self.now)
@@ -319,8 +326,8 @@ class _Pass:
         return True
 
     def _grow(self, action: Action, scheduler: Scheduler) -> bool:
-        """The nodes that its predecessor leaves are free only after their epilog: a successor that
-        would take less starts at once on the others alone."""
+        """The nodes that its predecessor leaves are free only after their epilog: a
+        successor that would take less starts at once on the others alone."""
         wanted = (action.gpus, action.gpus)
         scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), limits=wanted))
         self._change(action, asked=wanted, grows_until=self._clock() + GROWS_S)
@@ -343,8 +350,8 @@ class _Pass:
                        alone=not (role == MASTER and at_work))  # fmt: skip
 
     def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
-        """A refusal at the run's start is a mistake in its settings. Later it may be this host's
-        alone (compute nodes may not submit everywhere), or a site's of today."""
+        """A refusal at the run's start is a mistake in its settings. Later it may be this
+        host's alone (compute nodes may not submit everywhere), or a site's of today."""
         memory, delay_s = self.memory, LATER_S
         if isinstance(refusal, Refused):
             reason, host = f"{action.role} refused: {refusal.what}", node_name()
@@ -412,8 +419,8 @@ class _Pass:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the plan for a run follows from. `ending` gives the exit record of a job; `jobs`
-    may be a listing of `within_s` ago."""
+    """All that the plan for a run follows from. `ending` gives the exit record of a job;
+    `jobs` may be a listing of `within_s` ago."""
 
     run: str
     config: Config

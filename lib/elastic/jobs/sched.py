@@ -1,10 +1,11 @@
 """The scheduler as the rest of the toolkit sees it: three verbs, one job, one name.
 
-`sched_slurm` and `sched_local` implement `Scheduler`; nobody else knows how jobs come to be.
-A job is identified by its name (`job_name`: run, role, slot), or by its token where a site has
-changed that, together with its id and its submit time, because ids are reused after a controller
-crash and a submission can succeed while its client sees an error. States are Slurm's words; a
-word that is not in `ENDED_STATES`, one never seen before included, is a job that still exists.
+`sched_slurm` and `sched_local` implement `Scheduler`; nobody else knows how jobs come to
+be. A job is identified by its name (`job_name`: run, role, slot), or by its token where a
+site has changed that, together with its id and its submit time, because ids are reused
+after a controller crash and a submission can succeed while its client sees an error.
+States are Slurm's words; a word that is not in `ENDED_STATES`, one never seen before
+included, is a job that still exists.
 
 `jobs` answers completely or raises `TryAgain`: a partial answer is no answer.
 """
@@ -32,12 +33,13 @@ _ROLES = {role[0]: role for role in (MASTER, TRAINER, WORKER)}
 
 
 class Refused(ElasticError):
-    """The scheduler does not accept this job as it is, or not from this host: wrong partition,
-    account, option …"""
+    """The scheduler does not accept this job as it is, or not from this host: wrong
+    partition, account, option …"""
 
 
 class RetryLater(ElasticError):
-    """Not now: a submit limit is reached or the partition is closed. Nothing was submitted."""
+    """Not now: a submit limit is reached or the partition is closed. Nothing was
+    submitted."""
 
 
 class Unsure(ElasticError):
@@ -46,8 +48,9 @@ class Unsure(ElasticError):
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the scheduler lists it. Times are seconds since the epoch; node "" before start.
-    `is_headless`: the node of its script has left the job, and nothing would ever end it."""
+    """A job as the scheduler lists it. Times are seconds since the epoch; node "" before
+    start. `is_headless`: the node of its script has left the job, and nothing would ever
+    end it."""
 
     job_id: str
     name: str
@@ -67,7 +70,8 @@ class Job:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What to submit. `environment` is the job's whole environment; `exclude` names nodes."""
+    """What to submit. `environment` is the job's whole environment; `exclude` names
+    nodes."""
 
     run_dir: Path
     run: str
@@ -87,8 +91,8 @@ class JobSpec:
 
     @property
     def token(self) -> str:
-        """The job's comment: whose it is where a site's submit plugin renames jobs, and for
-        versions that know no other form."""
+        """The job's comment: whose it is where a site's submit plugin renames jobs, and
+        for versions that know no other form."""
         return f"elastic:{self.run}/{self.role}/{self.slot}"
 
     @property
@@ -105,8 +109,8 @@ class JobSpec:
 
     @property
     def home(self) -> Path:
-        """The installation that the run was submitted with, as long as it is there: whichever
-        version's pass submits, a run keeps its own."""
+        """The installation that the run was submitted with, as long as it is there:
+        whichever version's pass submits, a run keeps its own."""
         given = Path(self.environment.get("ELASTIC_HOME", os.devnull))
         return given if (given / "bin/elastic").exists() else elastic_home()
 
@@ -119,8 +123,8 @@ class JobSpec:
 
 class Scheduler(Protocol):
     def jobs(self, within_s: float = 0.0) -> list[Job]:
-        """This user's elastic jobs, live and recently ended; as seen `within_s` ago, if that was
-        asked. Raises TryAgain when unknown."""
+        """This user's elastic jobs, live and recently ended; as seen `within_s` ago, if
+        that was asked. Raises TryAgain when unknown."""
 
     def submit(self, spec: JobSpec) -> str:
         """Submit once, return the job id. Raises Refused, RetryLater, Unsure."""
@@ -133,8 +137,8 @@ class Scheduler(Protocol):
         """Have a trainer that is queued wait for all GPUs of `spec`. Raises TryAgain."""
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
-        """How many more GPUs, at most `most`, a job like this would likely have if it started anew
-        now. Raises TryAgain."""
+        """How many more GPUs, at most `most`, a job like this would likely have if it
+        started anew now. Raises TryAgain."""
 
 
 def job_name(run: str, role: str, slot: int) -> str:
@@ -144,7 +148,8 @@ def job_name(run: str, role: str, slot: int) -> str:
 
 @functools.lru_cache(1 << 14)  # of every job in a listing each run asks whether it is its own
 def parse_job_name(text: str) -> tuple[str, str, int] | None:
-    """(run, role, slot) of a name that `job_name` made, or of a job's token; else None."""
+    """(run, role, slot) of a name that `job_name` made, or of a job's token; else
+    None."""
     match = _NAME.fullmatch(text) or _TOKEN.fullmatch(text)
     return (match[1], _ROLES.get(match[2], match[2]), int(match[3])) if match else None
 
@@ -152,7 +157,8 @@ def parse_job_name(text: str) -> tuple[str, str, int] | None:
 def open_scheduler(
     kind: str, config: "Config", environment: Mapping[str, str] | None = None
 ) -> Scheduler:
-    """The scheduler named `kind`, which a run's `environment` leads to (None: this process's).
+    """The scheduler named `kind`, which a run's `environment` leads to (None: this
+    process's).
 
     Only the one that is used gets imported.
     """

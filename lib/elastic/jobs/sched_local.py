@@ -1,6 +1,8 @@
-"""A scheduler of processes on this machine, so that all of elasticity can be lived on a laptop.
+"""A scheduler of processes on this machine, so that all of elasticity can be lived on a
+laptop.
 
-There is no daemon: jobs are files in a state directory, and whoever calls starts what fits.
+There is no daemon: jobs are files in a state directory, and whoever calls starts what
+fits.
 
     jobs/17.json   the job as submitted; never changes; written before anything else happens
     jobs/17.claim  made once, by the job's first process (its line of /proc/PID/stat) or by whoever
@@ -9,11 +11,12 @@ There is no daemon: jobs are files in a state directory, and whoever calls start
     jobs/17.swept  it has ended, and so have all its processes
     capacity.json  {"gpus": N} in place of what configurations say, if somebody writes it
 
-A caller may be killed at any point: a job without a claim is pending and gets started (again), and
-of two processes for one job the second finds the claim made and leaves. A process is identified by
-pid and start time. Every process of a job carries the job in its environment, so that killing a job
-leaves nothing behind, as a cgroup would; what outlives a job's first process is killed by the next
-caller. A job that was told to go is killed when its grace is over, even if nobody calls again.
+A caller may be killed at any point: a job without a claim is pending and gets started
+(again), and of two processes for one job the second finds the claim made and leaves. A
+process is identified by pid and start time. Every process of a job carries the job in its
+environment, so that killing a job leaves nothing behind, as a cgroup would; what outlives
+a job's first process is killed by the next caller. A job that was told to go is killed
+when its grace is over, even if nobody calls again.
 """
 
 import contextlib
@@ -33,7 +36,8 @@ from elastic.base.environment import elastic_home, environment, registry_dir
 from elastic.jobs.sched import Job, JobSpec
 from elastic.run.rundir import RunDir
 
-# Becomes the job: the redirection fails where the claim exists (set -C opens with O_EXCL).
+# Becomes the job: the redirection fails where the claim exists (set -C opens with
+# O_EXCL).
 CLAIM = 'set -C; read -r me < /proc/$$/stat; echo "$me" 2>/dev/null > "$0" && exec "$@"'
 AFTERWARDS = 'tail --pid="$0" -s 0.2 -f /dev/null; exec "$@"'  # PID PROGRAM RUN
 NEVER = b"-"  # the claim of whoever cancelled a pending job
@@ -44,8 +48,8 @@ MARK = "ELASTIC_LOCAL_JOB"  # STATE_DIR:JOB_ID in the environment of all its pro
 
 
 class LocalScheduler:
-    """Jobs as processes of this machine. `config` gives GPUs and grace; `home` the commands,
-    else the installation that a run was submitted with."""
+    """Jobs as processes of this machine. `config` gives GPUs and grace; `home` the
+    commands, else the installation that a run was submitted with."""
 
     def __init__(
         self, config: Config | None = None, state: Path | None = None, home: Path | None = None
@@ -82,7 +86,8 @@ class LocalScheduler:
         return job_id
 
     def cancel(self, job_id: str, now: bool = False) -> None:
-        """A pending job never starts; a running one is told to go, and killed after its grace."""
+        """A pending job never starts; a running one is told to go, and killed after its
+        grace."""
         if self._record(job_id) and create_once(self._path(job_id, "claim"), NEVER):
             create_once(self._path(job_id, "cause"), b"CANCELLED")
         self._send_away(job_id, b"CANCELLED", 0.0 if now else self.grace_s)
@@ -165,7 +170,8 @@ class LocalScheduler:
                 devices += self._start(job_id, record, count, devices)
 
     def _given(self) -> dict[str, dict]:
-        """Running jobs, and what each was given: `count` GPUs, and the numbers of real ones."""
+        """Running jobs, and what each was given: `count` GPUs, and the numbers of real
+        ones."""
         running = filter(self._leader, self._ids())
         return {job_id: read_json(self._path(job_id, "devices")) or {} for job_id in running}
 
@@ -182,7 +188,8 @@ class LocalScheduler:
             self._forget_if_old(job_id)
 
     def _start(self, job_id: str, record: Mapping, count: int, in_use: Sequence[int]) -> list[int]:
-        """Start a job's first process on `count` GPUs; returns those of them that are real."""
+        """Start a job's first process on `count` GPUs; returns those of them that are
+        real."""
         devices = _least_used(in_use, count)
         environment = {
             **record["environment"], "ELASTIC_JOB_ID": job_id, "ELASTIC_GPUS": str(count),
@@ -206,7 +213,8 @@ class LocalScheduler:
     # ---- ending
 
     def _send_away(self, job_id: str, cause: bytes, grace_s: float) -> None:
-        """Notice to a running job's process group; the kill comes even if we are gone then."""
+        """Notice to a running job's process group; the kill comes even if we are gone
+        then."""
         if not (leader := self._leader(job_id)):
             return
         create_once(self._path(job_id, "cause"), cause)
@@ -229,7 +237,8 @@ class LocalScheduler:
         self.kill(job_id)
 
     def _leader(self, job_id: str) -> proc.Process | None:
-        """The job's first process if it lives. Waits for one that is just making its claim."""
+        """The job's first process if it lives. Waits for one that is just making its
+        claim."""
         path = self._path(job_id, "claim")
         while not (claim := proc.read(path)) and path.exists():
             if time.time() - path.stat().st_mtime > START_S:
@@ -249,15 +258,16 @@ class LocalScheduler:
 def _detached(
     command: Sequence[str], environment: Mapping[str, str], output=None, folder: str = "/"
 ) -> None:
-    """Run `command` in a session of its own, as nobody's child. Raises OSError if it cannot."""
+    """Run `command` in a session of its own, as nobody's child. Raises OSError if it
+    cannot."""
     given = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL}
     output = output or subprocess.DEVNULL
     subprocess.run(["setsid", "--fork", *command], stdout=output, stderr=output, **given)
 
 
 def pass_after_me(run_dir: Path) -> subprocess.Popen:
-    """A reconcile pass over the run once this process has ended, however that was: nobody may call
-    again. Returns the process group that waits for it."""
+    """A reconcile pass over the run once this process has ended, however that was: nobody
+    may call again. Returns the process group that waits for it."""
     given = environment()
     given.pop(MARK, None)  # it must outlive this process
     program = elastic_home() / "bin" / "elastic-reconcile"
@@ -268,7 +278,8 @@ def pass_after_me(run_dir: Path) -> subprocess.Popen:
 
 
 def _least_used(in_use: Sequence[int], count: int) -> list[int]:
-    """`count` GPUs of this machine, those with the fewest jobs first; none where there are none."""
+    """`count` GPUs of this machine, those with the fewest jobs first; none where there
+    are none."""
     here = [int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*")]
     return sorted(here, key=lambda gpu: (in_use.count(gpu), gpu))[:count]
 

@@ -1,12 +1,13 @@
 """Slurm as a scheduler: the only module that runs its commands (squeue, sbatch, srun, …).
 
-Facts that shape it. A question that Slurm does not answer is TryAgain, never "no jobs". One squeue
-with `-t all` asks for everything: jobs that ended stay visible for MinJobAge (300 s on most sites),
-so sacct is not needed. sbatch may fail and still have submitted, so every doubt is Unsure: a later
-pass looks for the job by its name. Slurm's own variables leak from an outer job into a nested
-sbatch and break srun there, hence the cleaned environment of every command. Restarts belong to
-reconcile alone: jobs are `--no-requeue`, and `singleton` keeps two of one name from running at once
-(but for the seconds in which the first is COMPLETING: writers are fenced by attempt).
+Facts that shape it. A question that Slurm does not answer is TryAgain, never "no jobs".
+One squeue with `-t all` asks for everything: jobs that ended stay visible for MinJobAge
+(300 s on most sites), so sacct is not needed. sbatch may fail and still have submitted,
+so every doubt is Unsure: a later pass looks for the job by its name. Slurm's own
+variables leak from an outer job into a nested sbatch and break srun there, hence the
+cleaned environment of every command. Restarts belong to reconcile alone: jobs are
+`--no-requeue`, and `singleton` keeps two of one name from running at once (but for the
+seconds in which the first is COMPLETING: writers are fenced by attempt).
 
 Parsing, classifying and building the command line are pure functions.
 """
@@ -48,7 +49,8 @@ _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
 _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
 
-# From 23.11 on srun takes the cores that the job asked for, on a node, for those of each task.
+# From 23.11 on srun takes the cores that the job asked for, on a node, for those of each
+# task.
 _SRUN = ("env", "--unset=SLURM_CPUS_PER_TASK", "--unset=SLURM_TRES_PER_TASK",
          "srun", "--mpi=none", "--overlap")  # fmt: skip
 
@@ -67,7 +69,8 @@ _NOT_NOW = re.compile(
 class SlurmScheduler:
     """This user's jobs on the cluster that PATH and SLURM_CONF lead to.
 
-    They are taken from `environment` (a run's, where a crontab has none), else from this process.
+    They are taken from `environment` (a run's, where a crontab has none), else from this
+    process.
     """
 
     def __init__(self, settings: Config, environment: Mapping[str, str] | None = None):
@@ -77,8 +80,8 @@ class SlurmScheduler:
         self._listing = registry_dir() / name  # the newest answer, for who only looks
 
     def jobs(self, within_s: float = 0.0) -> list[Job]:
-        """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not say. An
-        answer that is `within_s` old will do: Slurm's are dear where many ask."""
+        """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not
+        say. An answer that is `within_s` old will do: Slurm's are dear where many ask."""
         with contextlib.suppress(OSError):
             if time.time() - self._listing.stat().st_mtime < within_s:
                 return parse_squeue(self._listing.read_text())
@@ -88,7 +91,8 @@ class SlurmScheduler:
         return parse_squeue(answer)
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may exist."""
+        """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may
+        exist."""
         self._forget()
         lists = bool(spec.sizes) and _takes_size_lists(spec)
         argv = sbatch_argv(spec, spec.home, _job_python(spec), lists)
@@ -102,9 +106,11 @@ class SlurmScheduler:
         raise refusal(answer.returncode, answer.stderr)
 
     def cancel(self, job_id: str, now: bool = False) -> None:
-        """Give a running job notice, drop a pending one; `now`: end it. May be repeated."""
+        """Give a running job notice, drop a pending one; `now`: end it. May be
+        repeated."""
         self._forget()
-        # Without --batch or --full a signal is for the steps: shell and srun must live to report.
+        # Without --batch or --full a signal is for the steps: shell and srun must live to
+        # report.
         ways = [()] if now else [("--state=PENDING",), ("--state=RUNNING", "--signal=TERM")]
         for options in ways:
             answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
@@ -123,9 +129,11 @@ class SlurmScheduler:
             self._listing.unlink()
 
     def spare_gpus(self, spec: JobSpec, most: int) -> int:
-        """On nodes that are idle and nothing else, while nobody else waits for the partition.
+        """On nodes that are idle and nothing else, while nobody else waits for the
+        partition.
 
-        Never an allocation to try it: after a slow prolog nobody would be there to let it go.
+        Never an allocation to try it: after a slow prolog nobody would be there to let it
+        go.
         """
         slurm, wanted = spec.config.slurm, spec.config.slurm.gpus_per_node
         if self._others_wait(slurm.partition):
@@ -137,7 +145,8 @@ class SlurmScheduler:
         return min(len(fit), most // wanted) * wanted
 
     def _others_wait(self, partition: str) -> bool:
-        """Would a job of somebody else get what is free, or what a restart lets go for a moment?"""
+        """Would a job of somebody else get what is free, or what a restart lets go for a
+        moment?"""
         argv = ("squeue", "--noheader", "--states=PENDING", f"--partition={partition}",
                 f"--format={_FIELD.join(('%r', '%j', '%k'))}")  # fmt: skip
         lines = _checked(slurm_command(argv, environment=self._environment)).splitlines()
@@ -147,20 +156,22 @@ class SlurmScheduler:
 
 
 def release_nodes(job_id: str, kept: int) -> None:
-    """Give back all nodes of this job but the first `kept`. TryAgain if Slurm does not do it."""
+    """Give back all nodes of this job but the first `kept`. TryAgain if Slurm does not do
+    it."""
     _checked(slurm_command(("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")))
     for script in Path().glob(f"slurm_job_{job_id}_resize.*"):  # for shells, which scontrol leaves
         script.unlink(missing_ok=True)
 
 
 def signal_steps(job_id: str, name: str = "TERM") -> None:
-    """Notice to the steps of a running job, and to nothing else of it. (KILL would end the job.)"""
+    """Notice to the steps of a running job, and to nothing else of it. (KILL would end
+    the job.)"""
     slurm_command(("scancel", f"--signal={name}", job_id))
 
 
 def end_steps(job_id: str) -> None:
-    """Kill the tasks of this job's steps, and wait for their end. Not for long: a step that had a
-    node that is gone ends when Slurm has noticed."""
+    """Kill the tasks of this job's steps, and wait for their end. Not for long: a step
+    that had a node that is gone ends when Slurm has noticed."""
     argv = ("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
     until = time.monotonic() + STEPS_END_S
     while time.monotonic() < until:
@@ -174,12 +185,13 @@ def end_steps(job_id: str) -> None:
 def step_argv(
     nodes: Sequence[str], per_node: int, command: Sequence[str], options: Sequence[str] = ()
 ) -> list[str]:
-    """The command line that starts `per_node` tasks on each of these nodes of this job; `options`:
-    the site's own for srun.
+    """The command line that starts `per_node` tasks on each of these nodes of this job;
+    `options`: the site's own for srun.
 
-    They share the node's cores, unbound, as threads of one program would. It may overlap: a step
-    that had a node that is gone holds its GPUs until Slurm has noticed. One that crashes ends no
-    other: srun would leave them KillWait, and is deaf meanwhile (see `end_steps`).
+    They share the node's cores, unbound, as threads of one program would. It may overlap:
+    a step that had a node that is gone holds its GPUs until Slurm has noticed. One that
+    crashes ends no other: srun would leave them KillWait, and is deaf meanwhile (see
+    `end_steps`).
     """
     cores = int(env("SLURM_CPUS_ON_NODE", "1"))
     few = ["--overcommit"] if cores < per_node else [f"--cpus-per-task={cores // per_node}"]
@@ -191,7 +203,8 @@ def step_argv(
 
 
 def answering(nodes: Sequence[str]) -> list[str]:
-    """Those of this job's nodes that can start a step now; Slurm itself may take minutes to see."""
+    """Those of this job's nodes that can start a step now; Slurm itself may take minutes
+    to see."""
     argv = [*_SRUN, "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
@@ -207,7 +220,8 @@ def answering(nodes: Sequence[str]) -> list[str]:
 
 
 def node_address() -> str:
-    """What Slurm calls the node of this job (NodeAddr: an address or a name); "" outside of one."""
+    """What Slurm calls the node of this job (NodeAddr: an address or a name); "" outside
+    of one."""
     node = env("SLURMD_NODENAME")
     if not node:
         return ""
@@ -216,7 +230,8 @@ def node_address() -> str:
 
 
 def show(*what: str) -> str:
-    """What scontrol shows of a node, job or partition, on one line. TryAgain if it does not say."""
+    """What scontrol shows of a node, job or partition, on one line. TryAgain if it does
+    not say."""
     return _checked(slurm_command(("scontrol", "--oneliner", "show", *what)))
 
 
@@ -224,7 +239,8 @@ def show(*what: str) -> str:
 
 
 def cluster() -> dict[str, str]:
-    """Slurm's settings by name; "now": the controller's clock, in whole seconds since 1970."""
+    """Slurm's settings by name; "now": the controller's clock, in whole seconds since
+    1970."""
     return parse_settings(show("config"))
 
 
@@ -254,8 +270,9 @@ def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
 
 
 def share_of_gpu(slurm) -> tuple[int, str]:
-    """The CPUs and the memory, as sbatch takes it, that come to a GPU on the smallest node of the
-    partition; 0 and "" for what Slurm has a default for, or does not say. Raises TryAgain."""
+    """The CPUs and the memory, as sbatch takes it, that come to a GPU on the smallest
+    node of the partition; 0 and "" for what Slurm has a default for, or does not say.
+    Raises TryAgain."""
     first = slurm.partition.split(",")[0]
     settings = [*partitions().get(first, {}).items(), *cluster().items()]
     defaults = " ".join(f"{key}={value}" for key, value in settings if value != "UNLIMITED")
@@ -274,8 +291,9 @@ def share_of_gpu(slurm) -> tuple[int, str]:
 
 
 def association(user: str, account: str, cluster_name: str) -> dict[str, str]:
-    """The user's limits in the account ("": the default one), by the names that sacctmgr gives its
-    columns; empty where accounting does not know them. TryAgain if it does not say."""
+    """The user's limits in the account ("": the default one), by the names that sacctmgr
+    gives its columns; empty where accounting does not know them. TryAgain if it does not
+    say."""
     where = (f"name={user}", f"cluster={cluster_name}", "withassoc")
     columns = "DefaultAccount,Account,DefaultQOS,QOS,MaxSubmitJobs,GrpSubmitJobs,MaxJobs,GrpJobs"
     rows = _accounting("user", *where, f"format={columns}")
@@ -307,7 +325,8 @@ def slurm_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a client command. TryAgain when it gives no answer in time.
 
-    Its environment is this process's, or `environment`, cleaned of what steers Slurm's commands.
+    Its environment is this process's, or `environment`, cleaned of what steers Slurm's
+    commands.
     """
     given = clean_environment(environment)
     given.setdefault("PATH", env("PATH", "/usr/local/bin:/usr/bin:/bin"))
@@ -333,7 +352,8 @@ def slurm_command(
 
 
 def parse_squeue(text: str) -> list[Job]:
-    """The elastic jobs in squeue's answer. TryAgain if the answer is damaged or cut short."""
+    """The elastic jobs in squeue's answer. TryAgain if the answer is damaged or cut
+    short."""
     *records, rest = text.split(_RECORD)
     if rest.strip():
         raise TryAgain(f"squeue: the answer is cut short at {rest!r}")
@@ -343,7 +363,8 @@ def parse_squeue(text: str) -> list[Job]:
         if len(fields) < len(_COLUMNS):  # more: a separator in a name; not one of ours
             raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
         job_id, state, submitted, started, ended, node, reason, host, *names = fields
-        # The comment first: a site's submit plugin may rename a job, to what looks like another's.
+        # The comment first: a site's submit plugin may rename a job, to what looks like
+        # another's.
         name = next((name for name in names if parse_job_name(name)), None)
         if name:
             # A pending job's start is only a forecast.
@@ -359,8 +380,8 @@ def parse_squeue(text: str) -> list[Job]:
 
 
 def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> list[str]:
-    """The sbatch command line of a job; `home`: the installation, `python`: what runs it there,
-    `lists`: this Slurm takes lists of sizes."""
+    """The sbatch command line of a job; `home`: the installation, `python`: what runs it
+    there, `lists`: this Slurm takes lists of sizes."""
     log = str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)).replace("%", "%%")
     after = [f"after:{spec.after}"] if spec.after else []
     waits = ",".join((["singleton"] if spec.alone else []) + after)
@@ -376,8 +397,8 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
 
 
 def refusal(code: int, stderr: str) -> ElasticError:
-    """What sbatch's failure means. The words of a site's own plugins, and any others that nobody
-    here has seen, are a refusal."""
+    """What sbatch's failure means. The words of a site's own plugins, and any others that
+    nobody here has seen, are a refusal."""
     said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
     what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
     if _NO_ANSWER.search(stderr) or code == 0:
@@ -414,15 +435,16 @@ def _job_python(spec: JobSpec) -> str:
 
 
 def _takes_size_lists(spec: JobSpec) -> bool:
-    """`--nodes=1,2,4` is known since 23.02; before, the launcher gives back what is over."""
+    """`--nodes=1,2,4` is known since 23.02; before, the launcher gives back what is
+    over."""
     answer = slurm_command(("sbatch", "--version"), environment=spec.environment)
     return [int(part) for part in re.findall(r"\d+", answer.stdout)[:2]] >= [23, 2]
 
 
 def _size(spec: JobSpec, lists: bool) -> list[str]:
-    """A range of nodes for a trainer: Slurm takes what is free at every start. With a number of
-    tasks it would take the fewest: the layout is for srun, inside the job. A job that loses a node
-    goes on with the others."""
+    """A range of nodes for a trainer: Slurm takes what is free at every start. With a
+    number of tasks it would take the fewest: the layout is for srun, inside the job. A
+    job that loses a node goes on with the others."""
     if spec.role != TRAINER:
         return ["--nodes=1", "--ntasks=1"]
     counts = sizing.node_counts(spec.gpu_range, spec.config.slurm.gpus_per_node, spec.sizes)
@@ -443,7 +465,8 @@ def _resources(spec: JobSpec, lists: bool = False) -> list[str]:
         "gres": f"{slurm.gres}:{gpus}" if gpus and slurm.gres else "",
         "cpus-per-task": str(cpus or ""),
         "mem": slurm.master_mem if is_master else _memory(slurm.mem_per_gpu, gpus),
-        # Never `B:`, which would warn the batch shell and not the step, where the agent is.
+        # Never `B:`, which would warn the batch shell and not the step, where the agent
+        # is.
         "signal": slurm.signal.removeprefix("B:") or (BEFORE_LIMIT if is_trainer else ""),
         "exclude": ",".join(part for part in (slurm.exclude, *spec.exclude) if part),
     }

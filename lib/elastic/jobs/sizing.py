@@ -1,14 +1,14 @@
-"""How many GPUs a synchronous job asks for, when more are worth a restart, and how its ranks share
-a step. Pure.
+"""How many GPUs a synchronous job asks for, when more are worth a restart, and how its
+ranks share a step. Pure.
 
-Step s trains the global batch, the next `global_batch_size` samples that are free in the ledger, in
-the order of the shuffled epochs, whatever the number of ranks: a rank's part depends on (step,
-rank, world) only through a partition of that batch, so a run that is resized trains the same
-samples in the same steps as one that never was.
+Step s trains the global batch, the next `global_batch_size` samples that are free in the
+ledger, in the order of the shuffled epochs, whatever the number of ranks: a rank's part
+depends on (step, rank, world) only through a partition of that batch, so a run that is
+resized trains the same samples in the same steps as one that never was.
 
-Parts differ by at most one sample. All ranks make equally many passes over the model, because
-each pass is a collective: a rank that has fewer samples than passes makes one over a sample that
-counts nothing.
+Parts differ by at most one sample. All ranks make equally many passes over the model,
+because each pass is a collective: a rank that has fewer samples than passes makes one
+over a sample that counts nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ def passes(batch: Sequence, rank: int, world: int, most: int) -> list[Sequence]:
 
 
 def node_counts(gpus: tuple[int, int], gpus_per_node: int, sizes: Sequence[int] = ()) -> list[int]:
-    """How many whole nodes a job may have, for a range of GPUs and, if any of them is in it, the
-    `sizes` (in GPUs) that are allowed; [1] where a node has more than wanted."""
+    """How many whole nodes a job may have, for a range of GPUs and, if any of them is in
+    it, the `sizes` (in GPUs) that are allowed; [1] where a node has more than wanted."""
     most = max(1, gpus[1] // gpus_per_node)
     counts = range(min(most, max(1, -(-gpus[0] // gpus_per_node))), most + 1)
     return [count for count in counts if count * gpus_per_node in sizes] or list(counts)
@@ -51,7 +51,8 @@ WORTH = 2.0  # a restart must gain so many times what it costs
 
 @dataclass(frozen=True)
 class Growth:
-    """What a job on `gpus` GPUs would win by a restart on `more`. Speeds were measured, by GPUs."""
+    """What a job on `gpus` GPUs would win by a restart on `more`. Speeds were measured,
+    by GPUs."""
 
     gpus: int
     more: int
@@ -61,7 +62,8 @@ class Growth:
     least_age_s: float  # not twice in a row quickly
 
     def pays(self, age_s: float) -> tuple[bool, str]:
-        """Is it worth it for a job of this age; and why. An unknown size is taken as linear."""
+        """Is it worth it for a job of this age; and why. An unknown size is taken as
+        linear."""
         if self.more <= self.gpus:
             return False, f"no more than {self.gpus} GPUs are to be had"
         if age_s < self.least_age_s:

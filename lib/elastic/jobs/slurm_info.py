@@ -1,8 +1,9 @@
 """What Slurm says about the job around this process, and where its work is resumed.
 
-The environment answers at once, on every rank; in a step the step's nodes and tasks count. The end
-time (Slurm 22.05 does not set it) and the notice before a preemption are asked of the controller,
-once, by the caller's wish; None where it does not say. Parsing is pure.
+The environment answers at once, on every rank; in a step the step's nodes and tasks
+count. The end time (Slurm 22.05 does not set it) and the notice before a preemption are
+asked of the controller, once, by the caller's wish; None where it does not say. Parsing
+is pure.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ _OF_TRAINER = {"training_args.bin", "config.json", "adapter_config.json"}  # Hug
 
 @dataclass(frozen=True)
 class SlurmInfo:
-    """A job as one of its processes sees it; `tasks_per_node` by node, `end_time` since 1970."""
+    """A job as one of its processes sees it; `tasks_per_node` by node, `end_time` since
+    1970."""
 
     job_id: str
     restart_count: int = 0
@@ -70,14 +72,16 @@ def with_end_time(info: SlurmInfo) -> SlurmInfo:
 
 
 def end_time(job_text: str) -> float | None:
-    """EndTime in what `scontrol show job` printed (local time), in seconds since the epoch."""
+    """EndTime in what `scontrol show job` printed (local time), in seconds since the
+    epoch."""
     end = re.search(r"\bEndTime=(\d{4}-\S+)", job_text)  # or Unknown
     return datetime.fromisoformat(end[1]).timestamp() if end else None
 
 
 def notice_s(partition: str) -> float | None:
-    """From TERM to KILL at a preemption in `partition`: GraceTime, after which Slurm sends TERM
-    again, and KillWait. With preempt/qos GraceTime is the QOS': KillWait alone is sure."""
+    """From TERM to KILL at a preemption in `partition`: GraceTime, after which Slurm
+    sends TERM again, and KillWait. With preempt/qos GraceTime is the QOS': KillWait alone
+    is sure."""
     grace = re.search(r"\bGraceTime=([\d:]+)", _ask("partition", partition))
     settings = _ask("config")
     if not grace:
@@ -94,9 +98,9 @@ def _kill_wait_s(settings: str) -> int:
 
 
 def kill_at() -> float | None:
-    """When Slurm kills the job around this process, which has had a notice: KillWait after its end
-    time. At a preemption Slurm moves this time to the end of the GraceTime, the partition's or the
-    QOS'. None: there is no such job, or Slurm does not say."""
+    """When Slurm kills the job around this process, which has had a notice: KillWait
+    after its end time. At a preemption Slurm moves this time to the end of the GraceTime,
+    the partition's or the QOS'. None: there is no such job, or Slurm does not say."""
     info = get_slurm_info()
     limit = end_time(_ask("job", info.job_id)) if info else None
     return limit and limit + _kill_wait_s(_ask("config"))
@@ -126,16 +130,19 @@ def check_layout(info: SlurmInfo, gpus_per_node: int) -> str:
 
 
 def resolve_resume_path(folder: Path, pattern: str = "") -> Path | None:
-    """The checkpoint to resume from: the first of `resume_paths`; None if there is none."""
+    """The checkpoint to resume from: the first of `resume_paths`; None if there is
+    none."""
     return next(iter(resume_paths(folder, pattern)), None)
 
 
 def resume_paths(folder: Path, pattern: str = "") -> dict[Path, int]:
-    """The whole checkpoints in `folder`, the one to resume from first, and when each was written.
+    """The whole checkpoints in `folder`, the one to resume from first, and when each was
+    written.
 
-    Which they are says `pattern`; where it is empty, the names do that programs usually choose. Of
-    names that differ in numbers alone the highest step comes first, or what a link (`latest`)
-    leads to; of different ones (last.ckpt, epoch=3.ckpt) what was written last.
+    Which they are says `pattern`; where it is empty, the names do that programs usually
+    choose. Of names that differ in numbers alone the highest step comes first, or what a
+    link (`latest`) leads to; of different ones (last.ckpt, epoch=3.ckpt) what was written
+    last.
     """
     alike: dict[str, list[Path]] = defaultdict(list)
     for path in _candidates(folder, pattern):
@@ -168,7 +175,8 @@ def _is_named_so(name: str) -> bool:
 
 
 def resume_order(names: Iterable[str]) -> list[str]:
-    """Those with a step number, the highest first, then the shortest name; no temporary ones."""
+    """Those with a step number, the highest first, then the shortest name; no temporary
+    ones."""
     kept = [name for name in names if not _TEMPORARY.search(name) and _NUMBERED.search(name)]
     return sorted(kept, key=lambda name: (-_step(name), len(name), name))
 

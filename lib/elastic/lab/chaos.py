@@ -4,10 +4,11 @@
     do        one method per kind; each names its victim and returns it in words
     report    faults.by_kind, from the commits; the audit; the goodput ledger
 
-Only the run's own jobs and processes are touched. On this machine (the local scheduler, a sandbox)
-processes are killed and stopped one by one; on a cluster jobs are, through its scheduler, and what
-cannot be done there is left out by name (`why_not`). What ends by itself, a stopped process say, is
-ended by a detached shell, also if chaos is killed meanwhile.
+Only the run's own jobs and processes are touched. On this machine (the local scheduler, a
+sandbox) processes are killed and stopped one by one; on a cluster jobs are, through its
+scheduler, and what cannot be done there is left out by name (`why_not`). What ends by
+itself, a stopped process say, is ended by a detached shell, also if chaos is killed
+meanwhile.
 """
 
 import contextlib
@@ -80,7 +81,8 @@ class Chaos:
         return []
 
     def _is(self, slot: Slot, job_ids: set[str]) -> bool:
-        """Is it a job of this run, and here a process that says so? A lease may say anything."""
+        """Is it a job of this run, and here a process that says so? A lease may say
+        anything."""
         names = {"RUN_DIR": self.run.path, "SLOT": slot.slot, "ATTEMPT": slot.attempt}
         own = {f"ELASTIC_{name}={value}" for name, value in names.items()}
         around = read(f"/proc/{slot.pid}/environ").split("\0") if self.is_here else own
@@ -132,7 +134,8 @@ class Chaos:
     def inject(self, kind: str, until: float = inf) -> Fault:
         """Do it to a worker as soon as one trains.
 
-        Raises ElasticError if it turns out to be impossible, or nobody is there `until` then.
+        Raises ElasticError if it turns out to be impossible, or nobody is there `until`
+        then.
         """
         while not (victims := self.training()):
             time.sleep(LOOK_S)
@@ -279,7 +282,8 @@ def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Callable[[s
 
 
 def _tell_what_is_over(chaos: Chaos, told: int, say: Callable[[str], None]) -> int:
-    """Tell, in their order, the faults of which nothing is left; how many are told then."""
+    """Tell, in their order, the faults of which nothing is left; how many are told
+    then."""
     for fault, cost in chaos.costs()[told:] if told < len(chaos.done) else ():
         if cost.back_s == inf:
             break
@@ -290,7 +294,8 @@ def _tell_what_is_over(chaos: Chaos, told: int, say: Callable[[str], None]) -> i
 
 
 def choose(chaos: Chaos, wanted: str) -> tuple[list[str], dict[str, str]]:
-    """The kinds of a comma-separated list (empty: all that can be done), and why others cannot."""
+    """The kinds of a comma-separated list (empty: all that can be done), and why others
+    cannot."""
     named = [kind for kind in wanted.split(",") if kind] or list(DO)
     if unknown := [kind for kind in named if kind not in DO]:
         raise UsageError(f"no such fault: {unknown[0]!r}", f"there are {', '.join(DO)}")

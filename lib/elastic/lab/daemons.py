@@ -1,10 +1,10 @@
 """The daemons of a sandbox, and all that they start.
 
-Every daemon has a keeper as its parent: a tiny process that is the subreaper of all below it, so
-that whatever loses its parent (a stepd, the orphans of a killed job, a daemon that a job started)
-becomes the keeper's child. Keepers and daemons carry a variable in their environment; they and
-their descendants are the processes of the sandbox, those under the keeper of a slurmd are the
-processes of that node.
+Every daemon has a keeper as its parent: a tiny process that is the subreaper of all below
+it, so that whatever loses its parent (a stepd, the orphans of a killed job, a daemon that
+a job started) becomes the keeper's child. Keepers and daemons carry a variable in their
+environment; they and their descendants are the processes of the sandbox, those under the
+keeper of a slurmd are the processes of that node.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ class Daemons:
         self.path = path
 
     def members(self, name: str = "") -> set[int]:
-        """The processes of this sandbox, or of one daemon in it: jobs and orphans included, but
-        for this process and its ancestors, which are not to be killed."""
+        """The processes of this sandbox, or of one daemon in it: jobs and orphans
+        included, but for this process and its ancestors, which are not to be killed."""
         family = self.family(name)
         mine = proc.Process.of(os.getpid())
         while mine:
@@ -59,14 +59,16 @@ class Daemons:
         return families[name] if name else set().union(*families.values())
 
     def _node_of(self, pid: int, given: dict[str, str]) -> str:
-        """The node of a job's process; a stepd overwrites its environment, and has the log open."""
+        """The node of a job's process; a stepd overwrites its environment, and has the
+        log open."""
         if given.get("SLURM_CONF") == str(self.path / "slurm.conf") and "SLURMD_NODENAME" in given:
             return given["SLURMD_NODENAME"]
         logs = map(Path, _files_of_stepd(pid))
         return next((log.stem for log in logs if log.parent == self.path / "log"), "")
 
     def start(self, name: str, *argv: str, ready: str | int | None = None) -> None:
-        """Start a command below a keeper, with its output in log/NAME.out; wait for its socket."""
+        """Start a command below a keeper, with its output in log/NAME.out; wait for its
+        socket."""
         self.call(name, "setsid", "--fork", sys.executable, "-ISc", _KEEPER, *argv)
         if ready:
             self.wait(lambda: listens(ready), f"{name} to listen", name)
@@ -88,7 +90,8 @@ class Daemons:
         """ElasticError when it takes too long or when the daemon `name` ends before."""
         deadline, unseen = time.monotonic() + START_TIMEOUT_S, 0
         while not condition():
-            # In the middle of an exec a process has no environment to be known by: look again.
+            # In the middle of an exec a process has no environment to be known by: look
+            # again.
             unseen = 0 if self.members(name) else unseen + 1
             if time.monotonic() > deadline or unseen > 3:
                 logs = self._last_words()

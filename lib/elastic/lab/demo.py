@@ -1,12 +1,14 @@
 """A minute in the life of a run, for reading and for running: `make demo`.
 
-`story` is the manual in one page: start a run, let cron reconcile it, and while it trains kill a
-trainer, add a worker, preempt a job with notice, kill the master. It ends with the loss curve, the
-audit, the validation loss, and what each fault cost. Exit 0 means that all of it held: every sample
-trained once, no delta refused but what a fault explains, and more learned than how frequent each
-byte is. All three hold however fast or slow the rounds were.
+`story` is the manual in one page: start a run, let cron reconcile it, and while it trains
+kill a trainer, add a worker, preempt a job with notice, kill the master. It ends with the
+loss curve, the audit, the validation loss, and what each fault cost. Exit 0 means that
+all of it held: every sample trained once, no delta refused but what a fault explains, and
+more learned than how frequent each byte is. All three hold however fast or slow the
+rounds were.
 
-bin/elastic-demo sets the stage (folders, for --slurm a private Slurm) and clears it, at Ctrl-C too.
+bin/elastic-demo sets the stage (folders, for --slurm a private Slurm) and clears it, at
+Ctrl-C too.
 """
 
 import sys
@@ -28,7 +30,8 @@ from elastic.run import wording
 from elastic.run.rundir import RunDir
 from elastic.saved.evaluation import load, of_version
 
-# Why deltas are refused for a slow machine or a kill; what Redis holds ends with its master.
+# Why deltas are refused for a slow machine or a kill; what Redis holds ends with its
+# master.
 EXPLAINED = (Rule.STALE, Rule.FENCED, Rule.SAMPLES, Rule.DUPLICATE, Rule.SUPERSEDED,
              Rule.UNREADABLE)  # fmt: skip
 AT_STAKE = 10  # inner steps a victim has done in its round
@@ -85,7 +88,8 @@ class Demo:
         return self.run
 
     def train_until(self, version: int = 0, done: bool = False) -> None:
-        """Play cron, and tell what happens, until the version is committed (or the run done)."""
+        """Play cron, and tell what happens, until the version is committed (or the run
+        done)."""
         while not (self.run.done() or (not done and self.run.newest_version() >= version)):
             self._breathe()
             if failed := self.run.failed():
@@ -93,8 +97,9 @@ class Demo:
         self._tell_events()
 
     def fault(self, kind: str) -> None:
-        """Do it as soon as a worker says that it is in the middle of a round. Where rounds are
-        hardly longer than heartbeats, none may ever say so: then in the second round from here."""
+        """Do it as soon as a worker says that it is in the middle of a round. Where
+        rounds are hardly longer than heartbeats, none may ever say so: then in the second
+        round from here."""
         last = self.run.newest_version() + 2
         while (not any(slot.step >= AT_STAKE for slot in self.chaos.training())
                and self.run.newest_version() < last):  # fmt: skip
@@ -134,7 +139,8 @@ class Demo:
     # ---- the end
 
     def conclude(self) -> bool:
-        """Print curve, audit, validation loss and costs; True if nothing was lost or wrong."""
+        """Print curve, audit, validation loss and costs; True if nothing was lost or
+        wrong."""
         commits = list(self.run.commits())
         losses = views.sparkline([commit["loss"] for commit in commits[1:]])
         print(f"\ntraining loss (nats per byte) {losses}\n")
@@ -157,8 +163,8 @@ class Demo:
         return has_held
 
     def _frequencies_alone(self) -> float:
-        """Nats per byte of the held-out text for who knows how frequent each byte is, and no more.
-        It depends on the text, which is another with every Python."""
+        """Nats per byte of the held-out text for who knows how frequent each byte is, and
+        no more. It depends on the text, which is another with every Python."""
         windows = load(self.run.config()).windows(held_out=True)
         counts = torch.bincount(torch.cat([windows[i] for i in range(len(windows))]).long())
         return torch.special.entr(counts / counts.sum()).sum().item()

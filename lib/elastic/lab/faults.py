@@ -1,8 +1,8 @@
 """Faults that are done to a run on purpose: when, and what each has cost. Pure.
 
-A fault's cost follows from what came into commits afterwards: the steps that were in the hands of
-those it hit and never arrived, the time until anything was committed again, and the time until
-all whom it hit are part of a commit with work that they began after it.
+A fault's cost follows from what came into commits afterwards: the steps that were in the
+hands of those it hit and never arrived, the time until anything was committed again, and
+the time until all whom it hit are part of a commit with work that they began after it.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ from elastic.run.membership import Slot
 
 @dataclass(frozen=True)
 class Fault:
-    """What was done, when, to whom, and the work that was at stake (in sync mode one `Slot` stands
-    for all ranks, and its version is the step they were at)."""
+    """What was done, when, to whom, and the work that was at stake (in sync mode one
+    `Slot` stands for all ranks, and its version is the step they were at)."""
 
     kind: str
     time: float
@@ -36,8 +36,8 @@ class Cost:
 
 
 def schedule(kinds: Sequence[str], every_s: float, for_s: float, draw) -> list:
-    """[(seconds after the start, kind)]: pauses of `every_s` on average, and the kinds in turns,
-    each turn shuffled, so that none is forgotten. `draw`: a random.Random."""
+    """[(seconds after the start, kind)]: pauses of `every_s` on average, and the kinds in
+    turns, each turn shuffled, so that none is forgotten. `draw`: a random.Random."""
     at, turn, planned = 0.0, [], []
     while (at := at + every_s * draw.uniform(0.5, 1.5)) < for_s:
         turn = turn or draw.sample(kinds, len(kinds))
@@ -60,7 +60,8 @@ def cost_in_local_mode(fault: Fault, commits: Iterable[Mapping]) -> Cost:
 
 
 def cost_in_sync_mode(fault: Fault, metrics: Sequence[Mapping]) -> Cost:
-    """By the lines that rank 0 writes, one per step: what the next attempt does again was lost."""
+    """By the lines that rank 0 writes, one per step: what the next attempt does again was
+    lost."""
     hit = fault.at_stake[0]
     after = [line for line in metrics if line["time"] > fault.time]
     later = [line for line in after if line["attempt"] > hit.attempt]
@@ -74,8 +75,8 @@ def cost_in_sync_mode(fault: Fault, metrics: Sequence[Mapping]) -> Cost:
 
 
 def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work], end: float) -> Iterator:
-    """A row per kind: how often, median and worst of what it cost, and the rate of training from
-    each to the next fault."""
+    """A row per kind: how often, median and worst of what it cost, and the rate of
+    training from each to the next fault."""
     times = [fault.time for fault, _ in faults]
     windows = dict(zip(times, [*times, end][1:], strict=True))
     kinds = defaultdict(list)

@@ -4,17 +4,19 @@
     sync      one job of the size there is, with a successor that waits behind it
     local     a job per worker, averaged in rounds
 
-The trace is played to each (played.py, played_local.py), and what a run would do is decided by what
-decides it there: plan.plan (which workers are submitted), sizing.fit and Growth (the trainer's
-size), cadence (its checkpoints), rounds (the life of a round), estimate (what a round moves and
-takes). The result goes through goodput.ledger, so its parts are those of `elastic-audit`.
+The trace is played to each (played.py, played_local.py), and what a run would do is
+decided by what decides it there: plan.plan (which workers are submitted), sizing.fit and
+Growth (the trainer's size), cadence (its checkpoints), rounds (the life of a round),
+estimate (what a round moves and takes). The result goes through goodput.ledger, so its
+parts are those of `elastic-audit`.
 
-Taken for granted: all GPUs are as fast, a step of sync mode is shared out evenly and without loss,
-nothing fails but by the trace, the master is never taken, Slurm gives the run every GPU that is
-there, and the run lasts longer than the trace. Not played: deltas are not judged or weighed (only
-superseded ones are dropped), and nobody trains while a delta travels (local_sgd.overlap), so local
-mode is better than it looks here. Training are steps alone: a delta on its way is waiting, which a
-run's own ledger counts as training.
+Taken for granted: all GPUs are as fast, a step of sync mode is shared out evenly and
+without loss, nothing fails but by the trace, the master is never taken, Slurm gives the
+run every GPU that is there, and the run lasts longer than the trace. Not played: deltas
+are not judged or weighed (only superseded ones are dropped), and nobody trains while a
+delta travels (local_sgd.overlap), so local mode is better than it looks here. Training
+are steps alone: a delta on its way is waiting, which a run's own ledger counts as
+training.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +65,8 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a way to train makes of a trace. `parts`: of goodput.ledger, in GPU-seconds."""
+    """What a way to train makes of a trace. `parts`: of goodput.ledger, in
+    GPU-seconds."""
 
     mode: str
     gpus: tuple[int, int]  # from and to
@@ -90,8 +93,8 @@ def silence(_text: str) -> None:
 
 
 class Forecaster:
-    """A trace until `end`, played to a run of that configuration at those costs. Takes seconds:
-    `say` is told of each play."""
+    """A trace until `end`, played to a run of that configuration at those costs. Takes
+    seconds: `say` is told of each play."""
 
     def __init__(self, trace: Sequence[Change], end: float, config, costs: Costs, say=silence):
         self.trace, self.end, self.config, self.costs = trace, end, config, costs
@@ -149,7 +152,8 @@ def mostly_there(trace: Sequence[Change], end: float) -> int:
 
 
 def forecast(trace: Sequence[Change], end: float, config, costs: Costs, say=silence) -> dict:
-    """All ways to train as `config` has them, and what to change: for views and for scripts."""
+    """All ways to train as `config` has them, and what to change: for views and for
+    scripts."""
     _check(end, config, costs)
     most = max(gpus for gpus, _ in spans(trace, end))
     least = max(config.slurm.gpus_per_worker, min(mostly_there(trace, end), config.elastic.max))
@@ -196,7 +200,8 @@ def _check(end: float, config, costs: Costs) -> None:
 
 
 def _better(play: Forecaster, least: int, rows: Sequence[Forecast]) -> Iterator[Forecast]:
-    """Another min in sync mode, and another K in local mode, where they gain something."""
+    """Another min in sync mode, and another K in local mode, where they gain
+    something."""
     sync, local = rows
     if least != sync.gpus[0] and (other := play.sync(least)).kept > sync.kept:
         yield other

@@ -1,8 +1,10 @@
-"""A trace of preemptions played to a run that is one job: requeued, or resized by itself. Pure.
+"""A trace of preemptions played to a run that is one job: requeued, or resized by itself.
+Pure.
 
-One job after the other: it starts when it fits, and ends when one of its nodes is taken. Its steps
-and checkpoints are laid out by arithmetic. A position in its training is counted in GPU-seconds: a
-job of another size goes on from it at its own speed. See forecast.py for what is played.
+One job after the other: it starts when it fits, and ends when one of its nodes is taken.
+Its steps and checkpoints are laid out by arithmetic. A position in its training is
+counted in GPU-seconds: a job of another size goes on from it at its own speed. See
+forecast.py for what is played.
 """
 
 import itertools
@@ -30,7 +32,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Costs:
-    """What things take, in seconds: section [plan], estimate.cost, or what a run has shown."""
+    """What things take, in seconds: section [plan], estimate.cost, or what a run has
+    shown."""
 
     step_s: float  # an inner step of one worker
     startup_s: float = 60.0
@@ -98,7 +101,8 @@ class Requeue:
         return sizing.fit(self.counts, len(nodes))
 
     def _start(self, free: float) -> float:
-        """When a job starts that may since then: once it fits, and fits still after the queue."""
+        """When a job starts that may since then: once it fits, and fits still after the
+        queue."""
         later = self._moments[bisect_right(self._moments, free) :]
         starts = (time + self.costs.queue_s for time in (free, *later) if self._fit(time))
         return next(filter(self._fit, starts), inf)
@@ -116,8 +120,8 @@ class Requeue:
         return self.costs.step_s * self.config.elastic.max / gpus
 
     def _leave(self, _start: float, _gpus: int, taken: float, _until: float) -> Leave:
-        """Trains on until it is killed: a script that leaves within the notice has ended, for
-        Slurm, and is not requeued."""
+        """Trains on until it is killed: a script that leaves within the notice has ended,
+        for Slurm, and is not requeued."""
         end = taken + self.costs.notice_s
         return Leave(taken, end, end, False)
 
@@ -137,8 +141,8 @@ class Requeue:
         return [{"role": TRAINER, "started": job.start, "time": job.end} for job in self.jobs]
 
     def _train(self, job: Allocation, leave: Leave, every_s: float) -> None:
-        """At the end of every stretch but the last a checkpoint begins; until the job is as far as
-        one was before, it trains again."""
+        """At the end of every stretch but the last a checkpoint begins; until the job is
+        as far as one was before, it trains again."""
         attempt, position = job.attempts[0][1], self._saved
         start = marked = job.start + self.costs.startup_s
         while start < leave.stop:
@@ -155,7 +159,8 @@ class Requeue:
 
 
 class Sync(Requeue):
-    """The trainer of a run, and its successor, which waits behind it since the next pass."""
+    """The trainer of a run, and its successor, which waits behind it since the next
+    pass."""
 
     def __init__(self, trace: Sequence[Change], config, costs: Costs):
         limits = (config.elastic.min, config.elastic.max)
@@ -174,7 +179,8 @@ class Sync(Requeue):
         return Leave(notice, stop, min(end, notice + left_s), is_saved)
 
     def _grown(self, start: float, gpus: int, taken: float) -> float:
-        """When a pass has the job leave because more GPUs are worth it; inf: it does not."""
+        """When a pass has the job leave because more GPUs are worth it; inf: it does
+        not."""
         passes = itertools.takewhile(lambda time: time < taken, self._passes(start + CRON_S))
         for time in passes if gpus < self.config.elastic.max else ():
             now = {"role": TRAINER, "started": start, "time": time}

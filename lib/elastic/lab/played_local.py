@@ -1,7 +1,9 @@
-"""A trace of preemptions played to a run in local mode: its workers, its master, its passes. Pure.
+"""A trace of preemptions played to a run in local mode: its workers, its master, its
+passes. Pure.
 
-The play goes from one moment to the next: a node comes or goes, a worker is done with what it does,
-a pass is made, a round is over. See forecast.py for what is played and what is not.
+The play goes from one moment to the next: a node comes or goes, a worker is done with
+what it does, a pass is made, a round is over. See forecast.py for what is played and what
+is not.
 """
 
 from bisect import bisect_left
@@ -255,8 +257,8 @@ class Local:
         self._end(worker, "yielded")
 
     def _next_round(self, worker: Worker) -> float:
-        """When the next version is there; or now, if its steps are wanted after all: it came too
-        late to have one, but nobody had."""
+        """When the next version is there; or now, if its steps are wanted after all: it
+        came too late to have one, but nobody had."""
         is_wanted = not worker.steps and self.master.due(self.now) == inf
         return self.now if is_wanted else self.master.merged
 

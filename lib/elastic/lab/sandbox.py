@@ -1,14 +1,16 @@
-"""A private multi-node Slurm on one machine: for trying things, for demos, and for the tests.
+"""A private multi-node Slurm on one machine: for trying things, for demos, and for the
+tests.
 
-A sandbox is a folder (configuration, key, spool, logs) and its daemons (daemons.py), which know all
-that they have started. So `down` leaves nothing, and `kill-node` kills what a lost machine would.
+A sandbox is a folder (configuration, key, spool, logs) and its daemons (daemons.py),
+which know all that they have started. So `down` leaves nothing, and `kill-node` kills
+what a lost machine would.
 
-Nodes n1..nN have pretended GPUs and are in the partitions `preempt` and `high`; c1 has many CPUs
-and is `cpu`, where masters run and nothing is preempted. No root is needed. What Slurm reads is in
-etc/sandbox; /etc/slurm is not touched.
+Nodes n1..nN have pretended GPUs and are in the partitions `preempt` and `high`; c1 has
+many CPUs and is `cpu`, where masters run and nothing is preempted. No root is needed.
+What Slurm reads is in etc/sandbox; /etc/slurm is not touched.
 
-The folder is its owner's alone, whoever that is. slurmd of an ordinary user runs all jobs and steps
-as that user, and Slurm believes whoever gets to munge's socket.
+The folder is its owner's alone, whoever that is. slurmd of an ordinary user runs all jobs
+and steps as that user, and Slurm believes whoever gets to munge's socket.
 """
 
 import contextlib
@@ -43,8 +45,9 @@ _DOMAIN = "cluster.local"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a sandbox looks like. `settings`: Key=Value lines of slurm.conf, over the template's;
-    with more words (PartitionName=preempt DefCpuPerGPU=4), these are added to such a line."""
+    """What a sandbox looks like. `settings`: Key=Value lines of slurm.conf, over the
+    template's; with more words (PartitionName=preempt DefCpuPerGPU=4), these are added to
+    such a line."""
 
     nodes: int = 4
     gpus: int = 2  # of each node
@@ -62,7 +65,8 @@ class Shape:
 
 
 class Sandbox:
-    """One sandbox, by its folder. Raises ElasticError; TryAgain when its Slurm is silent."""
+    """One sandbox, by its folder. Raises ElasticError; TryAgain when its Slurm is
+    silent."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -130,7 +134,8 @@ class Sandbox:
         os.kill(pid, SIGSTOP)
 
     def up(self, shape: Shape) -> None:
-        """Start everything and wait until all nodes are idle; a failure leaves nothing behind."""
+        """Start everything and wait until all nodes are idle; a failure leaves nothing
+        behind."""
         paths = programs(shape.accounting)
         if self.members():
             raise UsageError(f"a sandbox is up in {self.path}", "elastic-sandbox down")
@@ -165,8 +170,9 @@ class Sandbox:
         self.path.rmdir()
 
     def _exists(self) -> bool:
-        """If something is at its path. ElasticError where others could have put it there, or a
-        link on the way: what is in a sandbox is loaded by Slurm's commands, and removed."""
+        """If something is at its path. ElasticError where others could have put it there,
+        or a link on the way: what is in a sandbox is loaded by Slurm's commands, and
+        removed."""
         there = [path for path in (self.path, *self.path.parents) if os.path.lexists(path)]
         for path in there:
             if path.lstat().st_uid not in (0, os.getuid()):
@@ -248,8 +254,8 @@ class Sandbox:
 
 
 def _cgroup_plugin(slurmctld: str) -> str:
-    """What needs no cgroups: slurmd loads one whatever it is for, and that of cgroup2 wants systemd
-    to give it a part."""
+    """What needs no cgroups: slurmd loads one whatever it is for, and that of cgroup2
+    wants systemd to give it a part."""
     answer = subprocess.run([slurmctld, "-V"], capture_output=True, text=True).stdout
     version = [int(part) for part in re.findall(r"\d+", answer)[:2]]
     return "disabled" if version >= [24, 5] else "cgroup/v1"
@@ -293,7 +299,8 @@ def _with_setting(text: str, setting: str) -> str:
 
 
 def _gpu_devices(count: int) -> list[str]:
-    """`count` character devices of this machine, which is all that Slurm takes for GPUs."""
+    """`count` character devices of this machine, which is all that Slurm takes for
+    GPUs."""
     devices = sorted(str(path) for path in Path("/dev").rglob("*") if path.is_char_device())
     if len(devices) < count:
         raise ElasticError(f"/dev has {len(devices)} character devices, not {count}", "see --gpus")
@@ -304,7 +311,8 @@ def _gpu_devices(count: int) -> list[str]:
 
 
 def programs(accounting: bool = False) -> dict[str, str]:
-    """Where each needed program is; ElasticError with the packages that bring the missing ones."""
+    """Where each needed program is; ElasticError with the packages that bring the missing
+    ones."""
     packages = _PACKAGES | (_MORE_PACKAGES if accounting else {})
     path = f"{env('PATH', '/bin')}:{_DAEMON_PATH}"
     paths = {name: shutil.which(name, path=path) for name in packages}
@@ -315,5 +323,6 @@ def programs(accounting: bool = False) -> dict[str, str]:
 
 
 def default_folder() -> Path:
-    """The same for a login shell, a job and cron; therefore not in TMPDIR or XDG_RUNTIME_DIR."""
+    """The same for a login shell, a job and cron; therefore not in TMPDIR or
+    XDG_RUNTIME_DIR."""
     return Path(f"/tmp/elastic-sandbox-{os.getuid()}")

@@ -1,7 +1,8 @@
-"""Traces of preemptions, from files and runs; and what a run's own record says that things cost.
+"""Traces of preemptions, from files and runs; and what a run's own record says that
+things cost.
 
-A trace file has lines `milliseconds,add|remove,node`. A run's jobs make one, too: a job's GPUs are
-there from its start to its notice or its end, unless it had nothing left to do.
+A trace file has lines `milliseconds,add|remove,node`. A run's jobs make one, too: a job's
+GPUs are there from its start to its notice or its end, unless it had nothing left to do.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ MOST_MS = 366 * 86400 * 1000
 
 
 def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
-    """The changes of a trace file, an events.jsonl or a run; and how many seconds it has."""
+    """The changes of a trace file, an events.jsonl or a run; and how many seconds it
+    has."""
     path = Path(source)
     if path.is_file() and path.suffix != ".jsonl":
         changes = sorted(_of_lines(path, gpus_per_node), key=lambda change: change.at)
@@ -51,7 +53,8 @@ def _of_lines(path: Path, gpus: int) -> Iterator[Change]:
 def of_events(
     events: Sequence[Mapping], endings: Sequence[Mapping], gpus: int
 ) -> tuple[list[Change], float]:
-    """The changes that a run has seen, on nodes of so many GPUs; and the time of its last event."""
+    """The changes that a run has seen, on nodes of so many GPUs; and the time of its last
+    event."""
     if not events:
         return [], 0.0
     began, now = events[0]["time"], events[-1]["time"]
@@ -73,8 +76,8 @@ def _of_jobs(jobs: Sequence[goodput.Allocation], began: float, gpus: int) -> Ite
 
 
 def measured(run: RunDir) -> dict[str, float]:
-    """Costs, by their names in played.Costs, as means of what the run has done so far; of the
-    pauses between rounds the median, because some have waited for somebody."""
+    """Costs, by their names in played.Costs, as means of what the run has done so far; of
+    the pauses between rounds the median, because some have waited for somebody."""
     config, events = run.config(), run.events()
     now = events[-1]["time"] if events else 0.0
     jobs = goodput.allocations(events, run.endings(), config.slurm.gpus_per_worker, now)

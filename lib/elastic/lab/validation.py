@@ -1,12 +1,14 @@
-"""Does local mode learn what synchronous training does, on one's own model? `elastic-validate`.
+"""Does local mode learn what synchronous training does, on one's own model?
+`elastic-validate`.
 
     baseline   the run of CONFIG in sync mode, with the batch that all workers together have
     arms       the same tokens and seeds in local mode, an arm per compression
     verdict    paired by seed: the mean difference of the final validation loss, and the one-sided
                95 % bound of it (Student's t), against the margin that one is ready to pay
 
-The runs are ordinary ones, in their own folder, on whatever scheduler CONFIG names. Started again,
-it goes on: a run that is done is not done again. What it costs: arms x seeds whole runs.
+The runs are ordinary ones, in their own folder, on whatever scheduler CONFIG names.
+Started again, it goes on: a run that is done is not done again. What it costs: arms x
+seeds whole runs.
 """
 
 import time
@@ -40,7 +42,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an arm costs against the baseline: `gap` and `bound` in the unit of the loss."""
+    """What an arm costs against the baseline: `gap` and `bound` in the unit of the
+    loss."""
 
     arm: str
     loss: float
@@ -122,7 +125,8 @@ def _is_done(run: RunDir) -> bool:
 
 
 def final_loss(run: RunDir, metric: str = "") -> float:
-    """The task's own validation loss at the end; evaluated once, and kept beside the run."""
+    """The task's own validation loss at the end; evaluated once, and kept beside the
+    run."""
     kept = run.path / "validation.json"
     scores = read_json(kept)
     if scores is None:
@@ -144,7 +148,8 @@ def curve(run: RunDir) -> list[float]:
 
 
 def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterator[Verdict]:
-    """The baseline's row, then one for each arm; `losses`: final ones, by arm and seed."""
+    """The baseline's row, then one for each arm; `losses`: final ones, by arm and
+    seed."""
     for arm, by_seed in losses.items():
         spread = stdev(by_seed.values()) if len(by_seed) > 1 else None
         average = mean(by_seed.values())

@@ -4,12 +4,13 @@
     clips(moves, ...)         the master: how much of each delta is merged?
     canary(loss, ...)         has the newest version made the loss rise?
 
-A length is judged by what its steps could have moved. k steps whose learning rates sum to S move
-c S if they all go one way, and c S / sqrt(k) if each goes its own; a healthy delta is in between.
-`Reach` knows both constants, and expects the longer one: a learning rate that rises and rounds that
-get more or fewer steps make no healthy delta look long. No guard stops a run: every mean follows
-what was seen, and a worker refuses its own delta once, and sends the next. One that is of no use
-(it moved nothing, or goes back) is merged: it costs its part of one round, and no more.
+A length is judged by what its steps could have moved. k steps whose learning rates sum to
+S move c S if they all go one way, and c S / sqrt(k) if each goes its own; a healthy delta
+is in between. `Reach` knows both constants, and expects the longer one: a learning rate
+that rises and rounds that get more or fewer steps make no healthy delta look long. No
+guard stops a run: every mean follows what was seen, and a worker refuses its own delta
+once, and sends the next. One that is of no use (it moved nothing, or goes back) is
+merged: it costs its part of one round, and no more.
 """
 
 import math
@@ -27,7 +28,8 @@ CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
 
 @dataclass(frozen=True)
 class Moved:
-    """What was measured of a delta: its norm, its steps, and the sum of their learning rates."""
+    """What was measured of a delta: its norm, its steps, and the sum of their learning
+    rates."""
 
     norm: float
     steps: int
@@ -41,7 +43,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far steps usually go: norm / S and norm sqrt(k) / S, as geometric means over rounds."""
+    """How far steps usually go: norm / S and norm sqrt(k) / S, as geometric means over
+    rounds."""
 
     straight: float = 0.0
     wandering: float = 0.0
@@ -82,7 +85,8 @@ def whole(moves: Sequence[Moved]) -> list[Moved]:
 
 @dataclass(frozen=True)
 class Running:
-    """Means over recent rounds; part of every commit, so that a new master goes on with them."""
+    """Means over recent rounds; part of every commit, so that a new master goes on with
+    them."""
 
     reach: Reach = field(default_factory=Reach)
     weight: float = 0.0  # of whole rounds
@@ -92,7 +96,8 @@ class Running:
 
     @classmethod
     def of(cls, commit: dict) -> "Running":
-        """As a commit has them; those of an older commit that has others are begun anew."""
+        """As a commit has them; those of an older commit that has others are begun
+        anew."""
         told = commit.get("running", {})
         if "reach" not in told:
             return cls(weight=told.get("weight", 0.0))
@@ -137,9 +142,10 @@ def stray(moved: Moved, reach: Reach) -> str:
 
 
 def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]:
-    """What is left of each delta that is longer than `clip_norm` times what is expected of its
-    steps: by three or more whole deltas of this round, else by three or more rounds before it.
-    Where there are three, none has had learning rates that theirs are nothing to. 0 never clips."""
+    """What is left of each delta that is longer than `clip_norm` times what is expected
+    of its steps: by three or more whole deltas of this round, else by three or more
+    rounds before it. Where there are three, none has had learning rates that theirs are
+    nothing to. 0 never clips."""
     known = whole(moves)
     now = _reach(known) if len(known) >= 3 else Reach()
     usual = now if now.rate else reach if reach.rounds >= 3 else now
@@ -160,7 +166,8 @@ def suspect(deltas: list[dict]) -> tuple[int, int] | None:
 
 
 def round_loss(headers: Sequence, version: int) -> float:
-    """Mean training loss on a version, by tokens; 0: of too few samples to tell anything."""
+    """Mean training loss on a version, by tokens; 0: of too few samples to tell
+    anything."""
     fresh = [header for header in headers if header.base == version]
     tokens = sum(header.tokens for header in fresh)
     samples = sum(stop - start for header in fresh for _, start, stop in header.samples)

@@ -1,14 +1,15 @@
-"""A round: the work that turns version v into v+1. All of its decisions, none of its I/O. Pure.
+"""A round: the work that turns version v into v+1. All of its decisions, none of its I/O.
+Pure.
 
     judge(header, facts)    may this delta be merged?        -> Judgement: verdict, reason, rule
     decide(view, now)       wait, call, or close the round?  -> Move with its reason
     shares(accepted, ...)   how much does each delta weigh?  -> weights and clips
     outer_lr(...)           the step of a thin round
 
-Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount and the thin-round rule
-as in docs/algorithm.md; guards.py says which deltas are too long.
-Everything is keyed and sorted by (slot, attempt, base), so that the order in which deltas arrive
-cannot matter.
+Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount and the
+thin-round rule as in docs/algorithm.md; guards.py says which deltas are too long.
+Everything is keyed and sorted by (slot, attempt, base), so that the order in which deltas
+arrive cannot matter.
 """
 
 import math
@@ -35,7 +36,8 @@ class Verdict(Enum):
 
 
 class Rule(StrEnum):
-    """Why a delta is not merged. It is the first word of the reason, which is for people."""
+    """Why a delta is not merged. It is the first word of the reason, which is for
+    people."""
 
     OTHER_RUN = "other-run"
     DUPLICATE = "duplicate"
@@ -82,8 +84,8 @@ class Facts:
 
 
 def credited(header: Header, tokens_per_sample: float) -> Header:
-    """The header, with no more tokens than its samples can hold: many times as many a sample as
-    the run has had so far (0: nobody knows yet)."""
+    """The header, with no more tokens than its samples can hold: many times as many a
+    sample as the run has had so far (0: nobody knows yet)."""
     most = MORE_TOKENS * tokens_per_sample or MOST_TOKENS
     return replace(header, tokens=min(header.tokens, math.ceil(most * count(header.samples))))
 
@@ -91,7 +93,8 @@ def credited(header: Header, tokens_per_sample: float) -> Header:
 def judge(header: Header, facts: Facts, samples_refused: str) -> Judgement:
     """Accept, pass or reject a delta by its header alone.
 
-    `samples_refused` is the ledger's answer for the header's samples; empty if it has none.
+    `samples_refused` is the ledger's answer for the header's samples; empty if it has
+    none.
     """
     base, behind = header.base, facts.version - header.base
     attempt, claimed = header.attempt, facts.attempts.get(header.slot, 0)
@@ -147,7 +150,8 @@ class View:
 
 
 def inner_steps(commit: dict, settings) -> int:
-    """K of the round on top of `commit`: few steps from a cold start, where workers drift apart.
+    """K of the round on top of `commit`: few steps from a cold start, where workers drift
+    apart.
 
     min(K, k₀ 2^(v/10)), and all of K once a twentieth of the tokens is committed.
     """
@@ -160,29 +164,32 @@ def inner_steps(commit: dict, settings) -> int:
 
 
 def momentum(steps: int, settings) -> float:
-    """mu of a round of that many inner steps: less while they are few only because it is early."""
+    """mu of a round of that many inner steps: less while they are few only because it is
+    early."""
     is_early = steps < min(FEW_STEPS, settings.inner_steps)
     return min(settings.outer_momentum, EARLY_MOMENTUM) if is_early else settings.outer_momentum
 
 
 def pace_s(delta: Header, took_s: float, inner_steps: int) -> float:
-    """Seconds that each of `inner_steps` takes a worker, by its delta, which came `took_s` after
-    the round was opened.
+    """Seconds that each of `inner_steps` takes a worker, by its delta, which came
+    `took_s` after the round was opened.
 
-    Of few steps it says too much, never too little: what happens once (a compilation, a delivery)
-    is taken for part of each. So a round may be due too late once, and the next delta is of all
-    steps; one that is due too early does not stay so.
+    Of few steps it says too much, never too little: what happens once (a compilation, a
+    delivery) is taken for part of each. So a round may be due too late once, and the next
+    delta is of all steps; one that is due too early does not stay so.
     """
     late_s = min(took_s - delta.seconds, delta.stall_s)  # who joined late has had no stall
     return delta.seconds / delta.steps + late_s / inner_steps
 
 
 def due_s(paces_s: list[float], inner_steps: int, settings) -> float:
-    """When a round is due, after its opening: by then a quarter of the workers, the fastest, have
-    done all their steps. `paces_s`: of live workers, as far as they are known; of none: inf.
+    """When a round is due, after its opening: by then a quarter of the workers, the
+    fastest, have done all their steps. `paces_s`: of live workers, as far as they are
+    known; of none: inf.
 
-    Whoever is slower, or came later, stops there with fewer steps, so that all finish together
-    (as DyLU, arXiv 2401.09135, but with a quantile: of many workers one odd one sets no pace).
+    Whoever is slower, or came later, stops there with fewer steps, so that all finish
+    together (as DyLU, arXiv 2401.09135, but with a quantile: of many workers one odd one
+    sets no pace).
     """
     if not paces_s:
         return math.inf
@@ -190,19 +197,22 @@ def due_s(paces_s: list[float], inner_steps: int, settings) -> float:
 
 
 def is_due(left_s: float, steps: int, trained_s: float) -> bool:
-    """Would one more step end later than now by more than it is worth? `left_s`: until the round
-    is due; `steps` took `trained_s`. Stopping at the nearest step is as often early as late."""
+    """Would one more step end later than now by more than it is worth? `left_s`: until
+    the round is due; `steps` took `trained_s`. Stopping at the nearest step is as often
+    early as late."""
     return left_s < (trained_s / steps / 2 if steps else 0.0)
 
 
 def deadline_s(due_s: float, settings) -> float:
-    """How long after its opening a round that is due after `due_s` waits for who is late: all that
-    hear of it stop then, whatever their pace, and differ by a step and a delivery."""
+    """How long after its opening a round that is due after `due_s` waits for who is late:
+    all that hear of it stop then, whatever their pace, and differ by a step and a
+    delivery."""
     return due_s * (1 + settings.deadline_k / 20)
 
 
 def decide(view: View, settings, now: float) -> tuple[Move, str]:
-    """What to do with the open round, and why. One worker is enough; with none it stays open.
+    """What to do with the open round, and why. One worker is enough; with none it stays
+    open.
 
     Of `settings` (config section local_sgd) count quorum, deadline_k and last_call_s.
     """

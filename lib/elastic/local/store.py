@@ -1,7 +1,7 @@
 """The store: coordination through Redis. The only importer of redis.
 
-Redis is fast, not durable: every key can be rebuilt from the run directory and from what live
-workers say again, so a flushed or replaced server costs a moment and no work.
+Redis is fast, not durable: every key can be rebuilt from the run directory and from what
+live workers say again, so a flushed or replaced server costs a moment and no work.
 
 key (after `elastic:RUN:ID:`)
                             type     content
@@ -18,19 +18,21 @@ events                      stream   the live copy of events.jsonl, capped
 ctl                         pub/sub  the master's wake-ups for all: version V, last-call V, stop
 wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
 
-Who connects as what (a server of the site's has the user and the password of its URL instead):
-the master, an agent or a trainer as `worker`, everybody who only looks as `reader`. What a role
-may do is in redis_server.py.
+Who connects as what (a server of the site's has the user and the password of its URL
+instead): the master, an agent or a trainer as `worker`, everybody who only looks as
+`reader`. What a role may do is in redis_server.py.
 
-Offers, verdicts, asks and pointers are sealed with a key that no server ever hears of: who has a
-worker's password alone can neither make one nor change one, and what is not sealed is dropped.
+Offers, verdicts, asks and pointers are sealed with a key that no server ever hears of:
+who has a worker's password alone can neither make one nor change one, and what is not
+sealed is dropped.
 
-A server that was started later may have the port of one that is gone, and be somebody else's. So
-passwords are for one server only (RunDir.password), and what answers is asked for the proof first.
+A server that was started later may have the port of one that is gone, and be somebody
+else's. So passwords are for one server only (RunDir.password), and what answers is asked
+for the proof first.
 
-Pub/sub only wakes; what counts is in the keys. Times are Redis TIME. Changes that must be checked
-and made in one step are the few Lua scripts below. The master loads them; a worker has none of its
-own.
+Pub/sub only wakes; what counts is in the keys. Times are Redis TIME. Changes that must be
+checked and made in one step are the few Lua scripts below. The master loads them; a
+worker has none of its own.
 """
 
 import contextlib
@@ -63,7 +65,8 @@ local t = redis.call('TIME')
 local now = t[1] .. '.' .. string.format('%06d', t[2])
 """
 
-# Whether the attempt ARGV[2] holds slot ARGV[1]. -1: fenced. 0: unknown here, claim again.
+# Whether the attempt ARGV[2] holds slot ARGV[1]. -1: fenced. 0: unknown here, claim
+# again.
 HELD = """
 local newest = redis.call('HGET', KEYS[2], ARGV[1])
 if newest and tonumber(newest) > tonumber(ARGV[2]) then return -1 end
@@ -110,8 +113,8 @@ redis.call('PUBLISH', ARGV[4], 'offer ' .. ARGV[1])
 return 1
 """
 
-# Be the master with this epoch, if no higher one is. Also every later change of the master's hash.
-# A SET replaces whatever is there, of any type.
+# Be the master with this epoch, if no higher one is. Also every later change of the
+# master's hash. A SET replaces whatever is there, of any type.
 MASTER = f"""{NOW}
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
 if epoch > tonumber(ARGV[1]) then return 0 end
@@ -123,8 +126,8 @@ return 1
 
 
 class Useless(TryAgain):
-    """A server that answers, and cannot do what it is there for: it is full, or busy with a script,
-    or a key has another type."""
+    """A server that answers, and cannot do what it is there for: it is full, or busy with
+    a script, or a key has another type."""
 
 
 def reaches_redis(cls: type) -> type:
@@ -157,7 +160,8 @@ def _or_try_again(method: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker's request for samples: `want` more, beside those it holds. `sequence` numbers it."""
+    """A worker's request for samples: `want` more, beside those it holds. `sequence`
+    numbers it."""
 
     slot: int
     attempt: int
@@ -176,7 +180,8 @@ class Ask:
 
 @reaches_redis
 class Store:
-    """One run's keys on one server. `epoch` is of the master that said where the server is."""
+    """One run's keys on one server. `epoch` is of the master that said where the server
+    is."""
 
     seal = ""  # the key that a worker and the master of a run share
     proof = ""  # that a server is this run's own
@@ -207,8 +212,8 @@ class Store:
 
     @classmethod
     def open(cls, run: RunDir, timeout_s: float = 2.0, role: str = "reader") -> "Store":
-        """The store of the run's newest master, answering. Raises TryAgain; also where somebody
-        else's server answers."""
+        """The store of the run's newest master, answering. Raises TryAgain; also where
+        somebody else's server answers."""
         endpoint = run.endpoint()
         if endpoint is None:
             raise TryAgain(f"run {run.name} has had no master yet", "elastic-status RUN says why")
@@ -246,7 +251,8 @@ class Store:
         return dict(zip(numbers, pipe.execute(), strict=True))
 
     def _sealed(self, key: str, name: str, data: object) -> bytes:
-        """JSON for the field `name` of a hash, and nowhere else, that this run's own have made."""
+        """JSON for the field `name` of a hash, and nowhere else, that this run's own have
+        made."""
         text = json.dumps(data).encode()
         return self._mark(key, name, text) + text
 
@@ -273,7 +279,8 @@ class Store:
         return bool(self._run(CLAIM, keys, [slot, attempt, int(lease_s * 1000), *words]))
 
     def beat(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
-        """Renew the lease. False: this server does not know it, claim again. Raises Fenced."""
+        """Renew the lease. False: this server does not know it, claim again. Raises
+        Fenced."""
         keys = [self._key("slot", slot), self._key("attempts")]
         head = [slot, attempt, int(lease_s * 1000)]
         return _held(self._run(BEAT, keys, head + _flat(fields)), slot, attempt)
@@ -298,8 +305,8 @@ class Store:
         return attempts
 
     def set_attempts(self, attempts: dict[int, int]) -> None:
-        """Tell a server what the run directory knows, so that it fences what is older. Who has just
-        claimed, and is not known there yet, claims again."""
+        """Tell a server what the run directory knows, so that it fences what is older.
+        Who has just claimed, and is not known there yet, claims again."""
         key = self._key("attempts")
         pipe = self._redis.pipeline(transaction=True).delete(key)
         for slot, attempt in attempts.items():
@@ -316,7 +323,8 @@ class Store:
         return _held(self._run(OFFER, keys, arguments), slot, attempt)
 
     def offers(self, bases: Iterable[int]) -> dict[int, dict[str, bytes]]:
-        """Base version -> {"slot:attempt": header as JSON}. What nobody has sealed is removed."""
+        """Base version -> {"slot:attempt": header as JSON}. What nobody has sealed is
+        removed."""
         found = {}
         for base, table in self._tables("offers", list(bases)).items():
             key, names = self._key("offers", base), {k.decode("latin-1"): k for k in table}
@@ -349,7 +357,8 @@ class Store:
             self._redis.hdel(self._key("offers", base), *(n.encode("latin-1") for n in names))
 
     def set_master(self, epoch: int, fields: dict, wake: str = "") -> None:
-        """Change the master's hash and announce `wake`. Raises Fenced under a higher epoch."""
+        """Change the master's hash and announce `wake`. Raises Fenced under a higher
+        epoch."""
         keys = [self._key("master"), self._key("proof")]
         arguments = [epoch, self._key("ctl"), wake, self.proof, *_flat(fields)]
         try:
@@ -373,7 +382,8 @@ class Store:
         self._redis.publish(self._key("wake"), f"ask {ask.slot}")
 
     def take_asks(self) -> list[Ask]:
-        """All waiting requests, removed. One that gets lost is asked again by its worker."""
+        """All waiting requests, removed. One that gets lost is asked again by its
+        worker."""
         pipe = self._redis.pipeline(transaction=True)
         key, asks = self._key("asks"), []
         for name, body in pipe.hgetall(key).delete(key).execute()[0].items():
@@ -437,7 +447,8 @@ class Listener:
         self._subscribed = False
 
     def wait(self, timeout_s: float) -> list[str]:
-        """The wake-ups that came within `timeout_s`; returns at the first, with all behind it."""
+        """The wake-ups that came within `timeout_s`; returns at the first, with all
+        behind it."""
         if not self._subscribed:
             self._pubsub.subscribe(self._channel)
             self._subscribed = True

@@ -38,8 +38,8 @@ _UNFIT = ("down", "drain", "fail", "error", "unknown", "inval", "maint", "future
 
 
 class Unknown(NamedTuple):
-    """In place of a fact: why nobody knows it, and the way out. `meant`: it does not matter here,
-    so its absence is never a FAIL."""
+    """In place of a fact: why nobody knows it, and the way out. `meant`: it does not
+    matter here, so its absence is never a FAIL."""
 
     why: str
     fix: str = ""
@@ -70,9 +70,9 @@ class Disk:
 
 
 class Check(NamedTuple):
-    """`judge` gets the facts that its parameters name, and returns (verdict, seen, fix). It is not
-    called if one of them is Unknown, unless that parameter is keyword-only. An Unknown `vital` fact
-    is a FAIL."""
+    """`judge` gets the facts that its parameters name, and returns (verdict, seen, fix).
+    It is not called if one of them is Unknown, unless that parameter is keyword-only. An
+    Unknown `vital` fact is a FAIL."""
 
     name: str
     why: str
@@ -81,8 +81,8 @@ class Check(NamedTuple):
 
 
 def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
-    """One finding per check, in order. An Unknown fact is told once, by the first check that needs
-    it; the others that need it are left out."""
+    """One finding per check, in order. An Unknown fact is told once, by the first check
+    that needs it; the others that need it are left out."""
     findings: dict[int, Finding] = {}
     for at, check in enumerate(CHECKS + (TRIED if "tried" in facts else ())):
         needs = signature(check.judge).parameters.values()
@@ -148,7 +148,8 @@ def _gives_whole_nodes(partition: Mapping[str, str]) -> str:
 
 
 def _away(states: Iterable[str]) -> str:
-    """How many nodes no job can use now, by their states: ", 2 drained, 1 powered down"."""
+    """How many nodes no job can use now, by their states: ", 2 drained, 1 powered
+    down"."""
     words = ("powered down" if state.endswith("~") else state.rstrip("*") for state in states)
     counts = Counter(word for word in words if word.startswith((*_UNFIT, "powered", "reserved")))
     return "".join(f", {count} {word}" for word, count in sorted(counts.items()))
@@ -200,7 +201,8 @@ def _time(config, partitions) -> tuple[str, str, str]:
 
 
 def limit_s(text: str) -> float:
-    """A time limit as Slurm writes it: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED."""
+    """A time limit as Slurm writes it: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S,
+    UNLIMITED."""
     if not text[0].isdigit():
         return math.inf
     days, dash, rest = text.rpartition("-")
@@ -218,9 +220,11 @@ MODIFIERS = ("GANG", "PRIORITY", "WITHIN")  # stand beside the mode in PreemptMo
 
 
 def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> str:
-    """What happens to a job in the partition when it is preempted; "" where its QOS decides.
+    """What happens to a job in the partition when it is preempted; "" where its QOS
+    decides.
 
-    Where the partition decides, only a partition of a higher tier on the same nodes preempts it.
+    Where the partition decides, only a partition of a higher tier on the same nodes
+    preempts it.
     """
     kind, partition = cluster["PreemptType"], partitions[name]
     if kind == "preempt/qos":
@@ -232,7 +236,8 @@ def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> st
 
 
 def _is_below_another(name: str, partitions, nodes) -> bool:
-    """Is there a partition of a higher PriorityTier on its nodes? True, if nobody knows."""
+    """Is there a partition of a higher PriorityTier on its nodes? True, if nobody
+    knows."""
     tier = partitions[name].get("PriorityTier")
     if tier is None or isinstance(nodes, Unknown):
         return True
@@ -362,7 +367,8 @@ def _limits(config, cluster, *, limits) -> tuple[str, str, str]:
 
 
 def wanted_jobs(config) -> tuple[int, int]:
-    """The jobs of a run at its largest, and the fewest with which it has `elastic.min` GPUs."""
+    """The jobs of a run at its largest, and the fewest with which it has `elastic.min`
+    GPUs."""
     if config.run.mode == "sync":
         return 2, 1  # one, and its successor behind it
     per_worker = config.slurm.gpus_per_worker
@@ -484,8 +490,8 @@ CHECKS = (
 
 
 def _tried(words: str, *problems: tuple[Callable, str, str]) -> Callable:
-    """A judge with these words. A problem is (is it there?, verdict, fix), and the first one that
-    is there decides."""
+    """A judge with these words. A problem is (is it there?, verdict, fix), and the first
+    one that is there decides."""
 
     def judge(tried) -> tuple[str, str, str]:
         verdict, fix = next(((v, fix) for is_so, v, fix in problems if is_so(tried)), (OK, ""))
@@ -550,8 +556,8 @@ def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _best_partition(facts: Mapping[str, Any], with_gpus: bool) -> tuple[str, str] | None:
-    """(name, what it is like): for workers the partition with the most GPUs that are preempted, for
-    masters one that is not preempted, preferably without GPUs."""
+    """(name, what it is like): for workers the partition with the most GPUs that are
+    preempted, for masters one that is not preempted, preferably without GPUs."""
     best = []
     for name, partition in facts["partitions"].items():
         inside = [node for node in facts["nodes"] if node.partition == name]

@@ -1,8 +1,10 @@
-"""Looks at the cluster, this machine and the filesystem, and says what will work: elastic-doctor.
+"""Looks at the cluster, this machine and the filesystem, and says what will work:
+elastic-doctor.
 
-Each probe looks at one thing. If it fails, its fact is Unknown with the reason, and the others go
-on. diagnosis.py judges the facts. Nothing is left behind: no job, no file, no server. Only a child,
-`python -m elastic.people.doctor`, imports torch, and it has a time limit.
+Each probe looks at one thing. If it fails, its fact is Unknown with the reason, and the
+others go on. diagnosis.py judges the facts. Nothing is left behind: no job, no file, no
+server. Only a child, `python -m elastic.people.doctor`, imports torch, and it has a time
+limit.
 """
 
 import contextlib
@@ -44,12 +46,14 @@ TORCH_TIMEOUT_S = 120.0
 
 
 def unheard(_progress: tuple[float, str]) -> None:
-    """Show no progress, which is (the part of the work that is done, the probe at work)."""
+    """Show no progress, which is (the part of the work that is done, the probe at
+    work)."""
 
 
 def report(path: Path | None, overrides: Sequence[str], tell: Callable = unheard, more=()) -> dict:
-    """Findings for the run that `path` describes (None: for any run of this site), as JSON has
-    them: "checks", and how many checks got each verdict. `more`: further probes, by name."""
+    """Findings for the run that `path` describes (None: for any run of this site), as
+    JSON has them: "checks", and how many checks got each verdict. `more`: further probes,
+    by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
     findings = examine(config, [str(path), *overrides] if path else [], tell, more)
     verdicts = [finding.verdict for finding in findings]
@@ -97,7 +101,8 @@ def _cluster(facts: dict) -> dict[str, str] | Unknown:
 
 
 def _limits(facts: dict) -> Any:
-    """The limits on the number of jobs, by name: those of the account, and of the job's QOS."""
+    """The limits on the number of jobs, by name: those of the account, and of the job's
+    QOS."""
     cluster, slurm = facts["cluster"], facts["config"].slurm
     row = _association(cluster, slurm.account)
     if isinstance(row, Unknown):
@@ -158,7 +163,8 @@ def _disk(facts: dict) -> Disk:
 
 
 def _faults(folder: Path) -> list[str]:
-    """What of it does not work: rename and link, by which durable.py writes, and a pass's flock."""
+    """What of it does not work: rename and link, by which durable.py writes, and a pass's
+    flock."""
     faults = []
     for name, works in (("rename", _replaces), ("link", _links_once), ("flock", _locks_once)):
         try:
@@ -189,7 +195,8 @@ def _locks_once(path: Path) -> bool:
 
 
 def _speeds(path: Path) -> tuple[float, float]:
-    """Bytes a second, written and synced, and read (past the page cache, if the kernel lets go)."""
+    """Bytes a second, written and synced, and read (past the page cache, if the kernel
+    lets go)."""
     block, began = os.urandom(1 << 20), time.perf_counter()
     with path.open("wb") as file:
         for _ in range(BYTES >> 20):
@@ -216,7 +223,8 @@ def filesystem_of(path: Path) -> str:
 
 
 def _redis(facts: dict) -> str:
-    """Which redis-server the run would start; it is tried. The site's server is asked instead."""
+    """Which redis-server the run would start; it is tried. The site's server is asked
+    instead."""
     from elastic.local.master import redis_server
 
     config = facts["config"]
@@ -242,7 +250,8 @@ def _ask_site(url: str, facts: dict) -> str:
 
 
 def _network(facts: dict) -> dict[str, Any]:
-    """The address that a master would listen on, and the interface that leads to its node."""
+    """The address that a master would listen on, and the interface that leads to its
+    node."""
     config, nodes = facts["config"], facts["nodes"]
     known = [] if isinstance(nodes, Unknown) else nodes
     wanted = config.slurm.master_partition
@@ -270,8 +279,8 @@ def _written_off_s(folder: Path) -> float:
 
 
 def off_s(seen: float, before: float, after: float, within_s: float = 0.0) -> float:
-    """Seconds by which another clock is ahead. It said `seen`, or up to `within_s` more, while this
-    one went from `before` to `after`."""
+    """Seconds by which another clock is ahead. It said `seen`, or up to `within_s` more,
+    while this one went from `before` to `after`."""
     return seen - after if seen > after else min(0.0, seen + within_s - before)
 
 
@@ -340,7 +349,8 @@ OF_SLURM = ("partitions", "nodes", "limits", "qos", "tried")
 def init(force: bool) -> tuple[Path, str]:
     """Write the site file from what is found here. Returns its path and its text.
 
-    UsageError if a file that sets anything is there, unless `force`; ElasticError without Slurm.
+    UsageError if a file that sets anything is there, unless `force`; ElasticError without
+    Slurm.
     """
     path = site_path().resolve()  # several versions of Elastic share one file
     _check_untouched(path, force)
@@ -372,7 +382,8 @@ def _server(_facts: dict) -> str:
 
 
 def site_text(cluster: Mapping[str, str], proposals: list[tuple[str, str, str]]) -> str:
-    """A site file with these values, and a remark on each that says where it comes from."""
+    """A site file with these values, and a remark on each that says where it comes
+    from."""
     which = f"{cluster['ClusterName']} (Slurm {cluster['SLURM_VERSION']})"
     lines = [f"# What is true of cluster {which}. Every run file inherits it and may override it.",
              "# Written by elastic-doctor --init. Every key, with its default: etc/keys.toml"]
@@ -405,7 +416,8 @@ def _look_with_torch(given: list[str]) -> dict[str, Any]:
 
 
 def _waited_s() -> float:
-    """Seconds that this process has waited for a CPU: a busy login node is no slow filesystem."""
+    """Seconds that this process has waited for a CPU: a busy login node is no slow
+    filesystem."""
     return int((proc.read("/proc/self/schedstat").split() or [0, 0])[1]) / 1e9
 
 

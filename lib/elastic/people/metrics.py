@@ -4,8 +4,9 @@
     jsonl               a line per version of one run (per step of sync mode), appended
     tensorboard, wandb  the same, by packages that nothing else here needs
 
-A run is the same one across restarts and modes. Each of the last three knows how many committed
-tokens it has been told of, and is told what came after, however often the command is started again.
+A run is the same one across restarts and modes. Each of the last three knows how many
+committed tokens it has been told of, and is told what came after, however often the
+command is started again.
 """
 
 import importlib
@@ -41,7 +42,8 @@ STATES = ("running", "waiting", "stopped", "done", "failed", "damaged")
 
 
 def prometheus(observations: Sequence[dict]) -> str:
-    """The text format, of what `status.observe_all` says. What is not known is left out."""
+    """The text format, of what `status.observe_all` says. What is not known is left
+    out."""
     lines, jobs, states = [], [], []
     for name, (key, words) in GAUGES.items():
         lines += _gauge(name, words, [(seen, "", seen[key]) for seen in observations])
@@ -77,8 +79,8 @@ def feed(run: RunDir, sinks: Sequence[Any]) -> None:
 
 
 def rows(run: RunDir, after: int) -> Iterator[dict]:
-    """Numbers of every version and every step of sync mode, beyond `after` committed tokens and in
-    their order. Of a step that was done again the first line counts."""
+    """Numbers of every version and every step of sync mode, beyond `after` committed
+    tokens and in their order. Of a step that was done again the first line counts."""
     steps = [{"step": line["step"], "time": line["time"], "tokens": line["tokens"],
               "loss": line["loss"], "workers": line["world"]}
              for line in run.lines("metrics.jsonl")]  # fmt: skip
@@ -93,7 +95,8 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
 
 
 def sinks(run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str | None):
-    """One for each that is wanted. Raises ElasticError for a package that is not there."""
+    """One for each that is wanted. Raises ElasticError for a package that is not
+    there."""
     kinds = ((JsonLines, jsonl), (TensorBoard, tensorboard), (WandB, wandb, run.name))
     return [kind(*given) for kind, *given in kinds if given[0]]
 

@@ -1,12 +1,14 @@
-"""What is known about a run, as one dictionary: for people (views) and for scripts (--json).
+"""What is known about a run, as one dictionary: for people (views) and for scripts
+(--json).
 
     look       reads what there is of a run, each file once, into a `World`
     observe    all about the run, and `row` what a table of runs shows: functions of that World
 
-Workers come from Redis when it answers, else from what the jobs wrote into the run directory, and
-the reason says so. Jobs come from one question to the scheduler for all runs; what the next pass
-would do follows from the same listing. Nothing is changed by looking. A table of many runs costs
-little for each: it counts workers by their jobs, and asks no Redis.
+Workers come from Redis when it answers, else from what the jobs wrote into the run
+directory, and the reason says so. Jobs come from one question to the scheduler for all
+runs; what the next pass would do follows from the same listing. Nothing is changed by
+looking. A table of many runs costs little for each: it counts workers by their jobs, and
+asks no Redis.
 
     state    running   workers train (or load, or deliver)      done     finished
              waiting   it wants to run, and no worker is there  failed   `reason` says why
@@ -69,7 +71,8 @@ class Listing:
 
 @dataclass(frozen=True)
 class Crew:
-    """Who trains, a row each as `observe` tells them, and what is said for all of them."""
+    """Who trains, a row each as `observe` tells them, and what is said for all of
+    them."""
 
     workers: Sequence[dict] = ()
     words: str = ""  # of the master, or of rank 0
@@ -107,8 +110,8 @@ class World:
 
 
 def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE) -> World:
-    """Read a run. `asks`: its Redis, too. `commits`: how many older ones than the newest; of 0 (for
-    a table) nothing is known of the next pass."""
+    """Read a run. `asks`: its Redis, too. `commits`: how many older ones than the newest;
+    of 0 (for a table) nothing is known of the next pass."""
     now, config, control = time.time(), run.config(), run.control()
     listed = listing.by_run.get(run.name, [])
     jobs = [_job(*named) for named in listed if not named[-1].ended]
@@ -140,8 +143,8 @@ def _is_sync(facts: Facts) -> bool:
 
 
 def _on_top(run: RunDir, facts: Facts, progress: Mapping, version: int) -> dict:
-    """What sync mode has trained on top of a version, in words of `observe`; there, a version is a
-    step. Rank 0 said it last, else the newest checkpoint says it."""
+    """What sync mode has trained on top of a version, in words of `observe`; there, a
+    version is a step. Rank 0 said it last, else the newest checkpoint says it."""
     if _is_sync(facts) and progress.get("base_version") == version:
         names = {"version": "step", "tokens": "tokens", "tokens_goal": "total_tokens",
                  "loss": "loss", "tokens_per_s": "tokens_per_s"}  # fmt: skip
@@ -171,8 +174,8 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
 def observe_all(
     runs: Sequence[RunDir], brief: bool = False, within_s: float = 0.0
 ) -> list[dict]:
-    """`observe` of every run, with one question per scheduler, or its answer of `within_s` ago; of
-    several, if `brief`, `row`."""
+    """`observe` of every run, with one question per scheduler, or its answer of
+    `within_s` ago; of several, if `brief`, `row`."""
     listings: dict[tuple[str, str], Listing] = {}
     observations = []
     is_one = len(runs) == 1
@@ -221,8 +224,8 @@ def row(world: World) -> dict:
 
 
 def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dict:
-    """All about one run; of one among many not its `losses` and `events`, which would have to be
-    read. Raises ElasticError only if its directory is damaged."""
+    """All about one run; of one among many not its `losses` and `events`, which would
+    have to be read. Raises ElasticError only if its directory is damaged."""
     world = look(run, jobs or ask(run, run.environment()), commits=CURVE if whole else WINDOW)
     events = run.events(last=LOOKED_AT) if whole else ()
     brief, upcoming, newest = row(world), _upcoming(world), world.newest
@@ -303,7 +306,8 @@ def _since(newest: dict) -> str:
 
 
 def _upcoming(world: World) -> str:
-    """What the next reconcile pass would do, and what it waits for; "" if all is as wanted."""
+    """What the next reconcile pass would do, and what it waits for; "" if all is as
+    wanted."""
     memory, closing = world.facts.memory, world.facts.closing
     if closing and memory.closing == closing and not (memory.jobs or memory.unsure):
         return "nothing"
@@ -377,7 +381,8 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
 
 
 def _program(facts: Facts, jobs: Sequence[dict], log: Path, now: float) -> Crew:
-    """The same of a program that says nothing of its progress, by its job's record alone."""
+    """The same of a program that says nothing of its progress, by its job's record
+    alone."""
     running = [job for job in jobs if job["role"] == TRAINER and job["state"] == "RUNNING"]
     record = facts.ending(running[0]["job_id"]) if running else None
     if not record or record["state"] != "training":
@@ -405,7 +410,8 @@ def _preemptions_per_h(world: World) -> float:
 
 
 def _speed(commits: Sequence[dict], now: float) -> float | None:
-    """Committed tokens per second over the window, up to now for a run that is running."""
+    """Committed tokens per second over the window, up to now for a run that is
+    running."""
     if len(commits) < 2:
         return None
     passed_s = max(now, commits[-1]["time"]) - commits[0]["time"]

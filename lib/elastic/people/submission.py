@@ -1,9 +1,10 @@
-"""The start of a run: everything that can be known to be wrong is found before anything is made.
+"""The start of a run: everything that can be known to be wrong is found before anything
+is made.
 
-Checked: space and permission below the run root, the task (its first step is tried in a process of
-its own: see describe.py) or the run's own program, a redis-server, a scheduler that answers, and no
-jobs left over from an earlier run of that name. The last word is the scheduler's: if it refuses the
-jobs, the run is undone again.
+Checked: space and permission below the run root, the task (its first step is tried in a
+process of its own: see describe.py) or the run's own program, a redis-server, a scheduler
+that answers, and no jobs left over from an earlier run of that name. The last word is the
+scheduler's: if it refuses the jobs, the run is undone again.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ UNDO_S = 30.0  # in which the jobs of a run that is undone have to go
 def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
     """Raise ElasticError saying what would stop the run from starting; make nothing.
 
-    What a dry run, which may be on a laptop, finds of the machine alone is returned instead.
+    What a dry run, which may be on a laptop, finds of the machine alone is returned
+    instead.
     """
     if config.run.command:
         _check_command(config.run)
@@ -58,9 +60,11 @@ def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
 def described(
     config: Path, settings: Sequence[str], tries: bool = False
 ) -> tuple[estimate.Model | None, str, str]:
-    """(the run's model or None, why it cannot be known here, why a first step was not tried).
+    """(the run's model or None, why it cannot be known here, why a first step was not
+    tried).
 
-    `tries`: try that step. Raises ElasticError with the end of the traceback if the task fails.
+    `tries`: try that step. Raises ElasticError with the end of the traceback if the task
+    fails.
     """
     command = [sys.executable, "-P", "-m", "elastic.saved.describe", *["--try"] * tries,
                str(config), "slurm.partition=any", *settings]  # fmt: skip
@@ -102,8 +106,8 @@ def check_mode(run: RunDir, mode: str) -> None:
 
 
 def with_shares(config: Config, model: estimate.Model | None) -> Config:
-    """`config` with CPUs and memory where neither the user nor Slurm says how much: for a GPU its
-    part of the node, for the master what it holds."""
+    """`config` with CPUs and memory where neither the user nor Slurm says how much: for a
+    GPU its part of the node, for the master what it holds."""
     slurm = config.slurm
     if config.run.scheduler != "slurm":
         return config

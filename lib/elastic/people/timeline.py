@@ -1,4 +1,5 @@
-"""What happened to a run and to whom, in the order of time, for the page of report.py. Pure.
+"""What happened to a run and to whom, in the order of time, for the page of report.py.
+Pure.
 
 Everything follows from the run's events, its exit records and its commits.
 """
@@ -46,8 +47,8 @@ class Stay:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that went wrong, or was made to. `kind`: the fault or the outcome, where the event
-    has one. `back_s`: seconds until all was as before."""
+    """Something that went wrong, or was made to. `kind`: the fault or the outcome, where
+    the event has one. `back_s`: seconds until all was as before."""
 
     time: float
     event: str

@@ -1,15 +1,16 @@
-"""elastic-doctor --try: one real job of two nodes, which shows what this cluster does to ranks.
+"""elastic-doctor --try: one real job of two nodes, which shows what this cluster does to
+ranks.
 
     tried(facts)                        here: submits it as a trainer's, waits, and removes it
     python -m elastic.people.tryout FOLDER     there, in the launcher's place: starts four ranks of
                                         sbatch/probe.sh, and does to them what happens to ranks;
                                         four of train/trial.py train beside them
 
-They share a folder beside the runs: what each rank sees (rank-N.json), a file that all ranks wait
-for (word), and what came of it (report.json). What a rank does later it says on stderr, which srun
-passes on at once. So one clock, the launcher's, measures everything, and the filesystem's delay is
-measured by itself. All waiting has an end: a job that nobody could cancel is over within minutes.
-diagnosis.py judges the report.
+They share a folder beside the runs: what each rank sees (rank-N.json), a file that all
+ranks wait for (word), and what came of it (report.json). What a rank does later it says
+on stderr, which srun passes on at once. So one clock, the launcher's, measures
+everything, and the filesystem's delay is measured by itself. All waiting has an end: a
+job that nobody could cancel is over within minutes. diagnosis.py judges the report.
 """
 
 import re
@@ -80,8 +81,8 @@ def last_words(log: Path) -> str:
 
 
 class Step:
-    """Tasks under srun, as the site wants it called. What they and it say on stderr goes into a
-    file."""
+    """Tasks under srun, as the site wants it called. What they and it say on stderr goes
+    into a file."""
 
     def __init__(self, nodes: list[str], command: list[str], said: Path):
         self.said, config = said, load_written(said.with_name("run.toml"))
@@ -95,8 +96,8 @@ class Step:
             )
 
     def heard(self, words: str, wanted: int, limit_s: float = PATIENCE_S) -> tuple[int, float]:
-        """How many lines begin with `words`, as soon as enough do, or when that takes too long or
-        all is over; and after how many seconds."""
+        """How many lines begin with `words`, as soon as enough do, or when that takes too
+        long or all is over; and after how many seconds."""
         began = time.time()
         while True:
             is_over = self.process.poll() is not None or time.time() - began > limit_s
@@ -135,7 +136,8 @@ def lead(folder: Path) -> dict:
 
 
 def _trained(training: Step) -> dict:
-    """Ranks of both nodes train one model, in a step beside the other, until the notice."""
+    """Ranks of both nodes train one model, in a step beside the other, until the
+    notice."""
     count, _ = training.heard("rank . trains", RANKS, LIMIT_S / 4)
     how = re.search(r"trains: (.*)", proc.read(training.said))
     return {"trained": count, "how": how[1] if how else last_words(training.said)}

@@ -1,7 +1,9 @@
-"""What people see: the one importer of rich. Takes the plain dictionaries of status and audit.
+"""What people see: the one importer of rich. Takes the plain dictionaries of status and
+audit.
 
-Text fits 80 columns; colour and width come from the terminal, and where there is none (a pipe, a
-cron mail) the same words come plain. Nothing here reads a file, asks Redis or decides anything.
+Text fits 80 columns; colour and width come from the terminal, and where there is none (a
+pipe, a cron mail) the same words come plain. Nothing here reads a file, asks Redis or
+decides anything.
 """
 
 import math
@@ -37,7 +39,8 @@ ROOMY_LINES = 32  # a screen of so many lines shows the path of the run, too
 
 
 def console(**settings: Any) -> Console:
-    """A console on standard output. A string is words: nothing in it is markup, emoji or colour."""
+    """A console on standard output. A string is words: nothing in it is markup, emoji or
+    colour."""
     return Console(highlight=False, markup=False, emoji=False, **settings)
 
 
@@ -48,8 +51,8 @@ def show(view: Callable[[Any], RenderableType], data: Any) -> None:
 
 @contextmanager
 def live(view: Callable[[Any, int], RenderableType]) -> Iterator[Callable[[Any], None]]:
-    """A screen that is redrawn with a view, of its height, of the data that the yielded function
-    is given."""
+    """A screen that is redrawn with a view, of its height, of the data that the yielded
+    function is given."""
     with Live(console=console(), auto_refresh=False, vertical_overflow="crop") as screen:
         yield lambda data: screen.update(
             view(wording.plain(data), screen.console.height), refresh=True
@@ -93,7 +96,8 @@ def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
 
 @group()
 def run_view(seen: dict, height: int = 0) -> Iterator[RenderableType]:
-    """Everything about one run; on a screen of `height` lines (0: any), the most telling of it."""
+    """Everything about one run; on a screen of `height` lines (0: any), the most telling
+    of it."""
     yield _summary(seen, height)
     if seen.get("detail"):
         yield from ("", Text(seen["detail"].rstrip(), style="red"))
@@ -155,7 +159,8 @@ def _waits(jobs: Sequence[dict]) -> str:
 
 
 def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[RenderableType]:
-    """A row per worker; of too many, those that are in trouble, then those that are slowest."""
+    """A row per worker; of too many, those that are in trouble, then those that are
+    slowest."""
     speed = {"tokens": ">tok/s"}.get(unit, f">{unit}/s")
     table = _table(">slot", ">try", "job", "node", "state", ">version", ">step", speed, ">beat")
     telling = sorted(workers, key=lambda w: (w["state"] == "training", w["tokens_per_s"]))[:most]

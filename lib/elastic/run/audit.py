@@ -1,15 +1,15 @@
-"""Proof of the ledger from the commit records alone: `RUN/commits/*.json` and the files they name,
-and the newest checkpoint on top of the newest version.
+"""Proof of the ledger from the commit records alone: `RUN/commits/*.json` and the files
+they name, and the newest checkpoint on top of the newest version.
 
-Checked: versions follow each other without a gap, and no earlier master epoch follows a later one;
-tokens and sample ranges of a commit are those of its deltas; no sample of an epoch is committed
-twice; every epoch that is over is complete; the files of kept versions exist with their size and,
-on request, their checksum.
+Checked: versions follow each other without a gap, and no earlier master epoch follows a
+later one; tokens and sample ranges of a commit are those of its deltas; no sample of an
+epoch is committed twice; every epoch that is over is complete; the files of kept versions
+exist with their size and, on request, their checksum.
 
-What an epoch lacks is `missing` once it is over: the run has finished its epochs, or made PATIENCE
-versions since the next epoch began. Until then it is `open` below the highest committed sample
-(handed out, or given back) and `not_reached` above. Nothing here asks Redis, a process or the
-scheduler, and nothing is written.
+What an epoch lacks is `missing` once it is over: the run has finished its epochs, or made
+PATIENCE versions since the next epoch began. Until then it is `open` below the highest
+committed sample (handed out, or given back) and `not_reached` above. Nothing here asks
+Redis, a process or the scheduler, and nothing is written.
 """
 
 import contextlib
@@ -28,9 +28,11 @@ PATIENCE = 10  # versions; no delta is merged so late, and samples that come bac
 
 
 def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None = None) -> dict:
-    """What the commits say: counts, one entry per epoch, and `problems` (sentences; empty is good).
+    """What the commits say: counts, one entry per epoch, and `problems` (sentences; empty
+    is good).
 
-    The `keep` newest versions must have their files; `checksum` gives a file's xxh3, None skips it.
+    The `keep` newest versions must have their files; `checksum` gives a file's xxh3, None
+    skips it.
     """
     commits, problems = read_commits(run_dir / "commits")
     newest = commits[-1]["version"] if commits else 0
@@ -70,7 +72,8 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
 
 
 def has_ledger(run: RunDir) -> bool:
-    """False for a program in sync mode: nobody here knows which samples it has trained."""
+    """False for a program in sync mode: nobody here knows which samples it has
+    trained."""
     return not run.config().run.command or run.control().mode == "local"
 
 
@@ -104,7 +107,8 @@ def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
 
 
 def _extra_fault(extra: dict) -> str:
-    """What is wrong with the fields that a commit has, too. `state`, a trainer's, is a table."""
+    """What is wrong with the fields that a commit has, too. `state`, a trainer's, is a
+    table."""
     named = {name: value for name, value in extra.items() if name != "state"}
     return fault(named, "tokens samples deltas")
 
@@ -151,14 +155,16 @@ def check_sums(before: dict, after: dict) -> list[str]:
 
 
 def taken_back(commits: list[dict]) -> list[tuple[int, int]]:
-    """Versions that were taken back, and how many committed samples are in no parameters so."""
+    """Versions that were taken back, and how many committed samples are in no parameters
+    so."""
     versions = [commit["taken_back"] for commit in commits if "taken_back" in commit]
     spans = {commit["version"]: commit["samples"] for commit in commits}
     return [(v, sum(stop - start for _, start, stop in spans[v])) for v in versions if v in spans]
 
 
 def coverage(spans: list[list[int]]) -> list[tuple[int, int, int, int]]:
-    """(epoch, start, stop, times) in order: equal for any two spellings of the same coverage."""
+    """(epoch, start, stop, times) in order: equal for any two spellings of the same
+    coverage."""
     changes: dict[tuple[int, int], int] = {}
     for epoch, start, stop in spans:
         changes[epoch, start] = changes.get((epoch, start), 0) + 1
@@ -173,7 +179,8 @@ def coverage(spans: list[list[int]]) -> list[tuple[int, int, int, int]]:
 
 
 def count_epochs(commits: list[dict], finished: bool) -> list[dict]:
-    """What is committed, repeated, missing, open and not reached in every epoch begun or owed."""
+    """What is committed, repeated, missing, open and not reached in every epoch begun or
+    owed."""
     size, epochs = commits[0]["dataset_samples"], commits[-1].get("epochs", commits[0]["epochs"])
     owed = epochs if finished else 0
     pieces = coverage([span for commit in commits for span in commit["samples"]])

@@ -5,8 +5,8 @@
     publish    the master writes a version durably: bfloat16 for workers, float32 and momentum
     pull       every worker reads the parameters
 
-A transfer takes as long as its narrowest place: one process, or the filesystem as a whole. Without
-overlap the four follow each other, and workers stand still for their sum.
+A transfer takes as long as its narrowest place: one process, or the filesystem as a
+whole. Without overlap the four follow each other, and workers stand still for their sum.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and elements a second. The defaults: the filesystem of a middling cluster, and what
-    tests/bench/bench_codec.py measured for int8 on a busy core."""
+    """Bytes and elements a second. The defaults: the filesystem of a middling cluster,
+    and what tests/bench/bench_codec.py measured for int8 on a busy core."""
 
     process: float = 5e9
     filesystem: float = 20e9
@@ -87,8 +87,9 @@ def version_bytes(model: Model) -> int:
 
 
 def save_of(model: Model, config) -> Save:
-    """In local mode a worker's delta, and then AdamW's moments, without which the learning rate
-    ramps up again. In sync mode a node's part of a checkpoint of the smallest job."""
+    """In local mode a worker's delta, and then AdamW's moments, without which the
+    learning rate ramps up again. In sync mode a node's part of a checkpoint of the
+    smallest job."""
     if config.run.mode == "local":
         return Save(model.delta_bytes, model.delta_bytes + 8 * model.numel)
     part = 12 * model.numel / max(1, config.elastic.min // config.slurm.gpus_per_node)
@@ -96,7 +97,8 @@ def save_of(model: Model, config) -> Save:
 
 
 def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
-    """What is likely to hurt, with the way out. `rounds`: of the whole run; 0: not known."""
+    """What is likely to hurt, with the way out. `rounds`: of the whole run; 0: not
+    known."""
     sgd, up = config.local_sgd, workers * model.delta_bytes
     version = version_bytes(model)
     space = version * (config.checkpoint.keep + 1) + up * (sgd.max_staleness + 1)
@@ -141,7 +143,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
 
 
 def held_bytes(model: Model, cores: int) -> float:
-    """Memory of the master: parameters and momentum, and for each thread the largest fragment of a
-    delta and of a mean, because in time each thread has had that one."""
+    """Memory of the master: parameters and momentum, and for each thread the largest
+    fragment of a delta and of a mean, because in time each thread has had that one."""
     fragment = model.largest_bytes + 4 * model.largest_numel
     return KEPT * model.numel + min(cores, THREADS) * fragment

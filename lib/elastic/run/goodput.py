@@ -8,9 +8,10 @@
     lost       steps that no commit has, and all that came after a worker had died or hung
     open       since the newest commit, in jobs at work: undecided yet
 
-A job's time is cut at the marks that it left in the run directory (its start and end, its attempts,
-its notice) and by its committed work. Each piece is counted once, so the parts add up to what was
-allocated. `queued` stands beside them: GPU-seconds that were asked for and not yet given.
+A job's time is cut at the marks that it left in the run directory (its start and end, its
+attempts, its notice) and by its committed work. Each piece is counted once, so the parts
+add up to what was allocated. `queued` stands beside them: GPU-seconds that were asked for
+and not yet given.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +25,8 @@ PARTS = ("training", "replay", "start-up", "waiting", "notice", "lost", "open")
 
 @dataclass(frozen=True)
 class Work:
-    """A round of a worker, or a step of a trainer, that counts. Times are wall-clock seconds."""
+    """A round of a worker, or a step of a trainer, that counts. Times are wall-clock
+    seconds."""
 
     attempt: tuple[int, int]  # (slot, attempt)
     start: float
@@ -41,7 +43,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job that had GPUs. `outcome` is empty while it has them; `attempts` as in `Work`."""
+    """A job that had GPUs. `outcome` is empty while it has them; `attempts` as in
+    `Work`."""
 
     gpus: int
     submitted: float
@@ -81,8 +84,8 @@ def job_key(record: Mapping) -> tuple:
 
 
 def jobs_in(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Mapping]:
-    """Every job that has had nodes, as the event of its end tells of it. A job at work has no
-    outcome, and lasts until `now`."""
+    """Every job that has had nodes, as the event of its end tells of it. A job at work
+    has no outcome, and lasts until `now`."""
     jobs: dict[tuple, Mapping] = {}
     for end in endings:
         if "started" in end:  # no pass may have noted yet that it has ended
@@ -99,7 +102,8 @@ def jobs_in(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -
 def allocations(
     events: Sequence[Mapping], endings: Iterable[Mapping], gpus: int, now: float
 ) -> list[Allocation]:
-    """Every job that had GPUs, by its events and exit record. `gpus`: how many a worker has."""
+    """Every job that had GPUs, by its events and exit record. `gpus`: how many a worker
+    has."""
     starts, notices = defaultdict(list), {}
     for event in events:
         if event["kind"] == EventKind.START:

@@ -1,15 +1,17 @@
 """The ledger: which samples are committed, held, offered or free. Pure.
 
-A sample is a position in the shuffled order of an epoch; work is counted in half-open ranges
-`(epoch, start, stop)` of positions. Each position is in exactly one of four places:
+A sample is a position in the shuffled order of an epoch; work is counted in half-open
+ranges `(epoch, start, stop)` of positions. Each position is in exactly one of four
+places:
 
     free ──grant──▶ held by a worker ──offer──▶ offered in a delta ──commit──▶ committed
       ▲                    │ give_back                  │ withdraw
       └────────────────────┴────────────────────────────┘
 
-The master is the only writer. What it holds is rebuilt from the commits plus what the workers say
-they hold, so nothing here has to survive it. A range that is committed never leaves that state:
-`refusal` is what keeps a sample from being committed twice, whatever else went wrong.
+The master is the only writer. What it holds is rebuilt from the commits plus what the
+workers say they hold, so nothing here has to survive it. A range that is committed never
+leaves that state: `refusal` is what keeps a sample from being committed twice, whatever
+else went wrong.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,7 +22,8 @@ EPOCHS_AHEAD = 10_000  # where epochs are not bounded: a range further on is non
 
 
 class Ranges:
-    """A set of sample positions, kept as sorted, disjoint, non-touching ranges per epoch."""
+    """A set of sample positions, kept as sorted, disjoint, non-touching ranges per
+    epoch."""
 
     def __init__(self, ranges: Iterable[Range] = ()):
         self._epochs: dict[int, list[tuple[int, int]]] = {}
@@ -103,7 +106,8 @@ def count(ranges: Iterable[Range]) -> int:
 
 
 def take(queue: list[Range], want: int) -> list[Range]:
-    """Remove the first `want` positions of a queue, in its order (which is the order trained)."""
+    """Remove the first `want` positions of a queue, in its order (which is the order
+    trained)."""
     taken = []
     while want > 0 and queue:
         epoch, start, stop = queue.pop(0)
@@ -133,14 +137,15 @@ class Ledger:
 
     @property
     def complete(self) -> bool:
-        """Every sample of every epoch is committed (never, when epochs are not bounded)."""
+        """Every sample of every epoch is committed (never, when epochs are not
+        bounded)."""
         return self.epochs > 0 and len(self.committed) == self.samples * self.epochs
 
     def grant(self, owner: Owner, want: int, sharers: int = 1, least: int = 1) -> list[Range]:
         """Hand up to `want` free samples to `owner`.
 
-        Near the end of the last epoch the rest is divided among `sharers`, in multiples of `least`
-        (a batch), so that all workers finish together.
+        Near the end of the last epoch the rest is divided among `sharers`, in multiples
+        of `least` (a batch), so that all workers finish together.
         """
         while len(self.free) < want and self._open_epoch():
             pass
@@ -162,7 +167,8 @@ class Ledger:
         self.held.setdefault(owner, Ranges()).add(mine)
 
     def keep(self, owner: Owner, ranges: Iterable[Range]) -> None:
-        """`owner` says that it holds `ranges` and nothing else: the rest of its own is free."""
+        """`owner` says that it holds `ranges` and nothing else: the rest of its own is
+        free."""
         ranges = list(ranges)
         gone = Ranges(self.held.get(owner, Ranges()))
         gone.remove(ranges)
@@ -203,7 +209,8 @@ class Ledger:
         self.committed.add(self.offered.pop(offer))
 
     def give_back(self, owner: Owner) -> int:
-        """`owner` is gone: what it held is free again. Returns how many samples that were."""
+        """`owner` is gone: what it held is free again. Returns how many samples that
+        were."""
         ranges = self.held.pop(owner, Ranges())
         self.free.add(ranges)
         return len(ranges)

@@ -40,8 +40,8 @@ class Slot:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> "Slot | None":
-        """Read a Redis hash; None if it is not a slot's record. Anybody with a worker's password
-        can have written it."""
+        """Read a Redis hash; None if it is not a slot's record. Anybody with a worker's
+        password can have written it."""
         try:
             kinds = cls.__annotations__.items()
             found = cls(**{name: kind(fields[name]) for name, kind in kinds if name in fields})
@@ -58,8 +58,8 @@ class Slot:
 def live(
     slots: dict[int, Slot], attempts: dict[int, int], now: float, most_s: float
 ) -> dict[int, Slot]:
-    """The leases of the newest attempts, without those that somebody has written for good: Redis
-    lets go of a worker's long before nobody has renewed it for `most_s`."""
+    """The leases of the newest attempts, without those that somebody has written for
+    good: Redis lets go of a worker's long before nobody has renewed it for `most_s`."""
     return {number: slot for number, slot in slots.items()
             if slot.attempt == attempts.get(number) and abs(now - slot.beat) <= most_s}  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The records of a run: what one part of the toolkit hands to another, with its types. Pure."""
+"""The records of a run: what one part of the toolkit hands to another, with its types.
+Pure."""
 
 import enum
 import math
@@ -12,8 +13,8 @@ MOST_CHARACTERS = 200  # of a header's words
 
 
 class Outcome(enum.StrEnum):
-    """How a job ended, as exit records and events spell it. A job writes the first five itself; the
-    others are what a pass concludes where a job wrote nothing."""
+    """How a job ended, as exit records and events spell it. A job writes the first five
+    itself; the others are what a pass concludes where a job wrote nothing."""
 
     DONE = "done"  # the run is finished
     STOPPED = "stopped"  # by elastic-stop, or the run goes on in the other mode
@@ -55,7 +56,8 @@ class Outcome(enum.StrEnum):
 
     @property
     def is_interruption(self) -> bool:
-        """By the exit record of a trainer, which says nothing of its end if it was killed."""
+        """By the exit record of a trainer, which says nothing of its end if it was
+        killed."""
         return self in (Outcome.AT_WORK, Outcome.YIELDED, Outcome.FAILED)
 
 
@@ -100,7 +102,8 @@ class EventKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Fragment:
-    """How to know the bytes of one fragment; where they are follows from the delta's key."""
+    """How to know the bytes of one fragment; where they are follows from the delta's
+    key."""
 
     bytes: int
     xxh3: str

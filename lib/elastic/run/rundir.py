@@ -1,7 +1,7 @@
 """The run directory: the durable truth of a run, on the shared filesystem.
 
-Everything a run needs to go on is here; Redis can be emptied and every process killed at any
-moment. The names, and who writes them:
+Everything a run needs to go on is here; Redis can be emptied and every process killed at
+any moment. The names, and who writes them:
 
     run.toml environment.json secret*    elastic-submit, once; nobody else may read them
     id                                   likewise; in every key of the run's in Redis
@@ -14,8 +14,9 @@ moment. The names, and who writes them:
     exit/JOB.json                        one record per job: started, ended, why
     events.jsonl logs/ DONE failed.json  what happened
 
-Rules: bytes before pointer, one winner per name (durable.py), exact paths. Only `exit/`, small and
-read by reconcile and status alone, and what workers have left, by a new master, is ever listed.
+Rules: bytes before pointer, one winner per name (durable.py), exact paths. Only `exit/`,
+small and read by reconcile and status alone, and what workers have left, by a new master,
+is ever listed.
 """
 
 import contextlib
@@ -116,7 +117,8 @@ class RunDir:
     def create(
         cls, root: Path, config: Config, control: Control, environment: dict[str, str]
     ) -> "RunDir":
-        """Make the directory of a new run and register its name. UsageError if it is taken."""
+        """Make the directory of a new run and register its name. UsageError if it is
+        taken."""
         run = cls(Path(root).resolve() / config.run.name)
         link = registry_dir() / "runs" / run.name
         if run.path.exists() or (link.is_symlink() and link.readlink() != run.path):
@@ -153,7 +155,8 @@ class RunDir:
 
     @functools.cached_property
     def private(self) -> Path:
-        """The path, of what says what is run. ElasticError: others could have written there."""
+        """The path, of what says what is run. ElasticError: others could have written
+        there."""
         self.path = check_private(self.path)  # a link that leads here may change
         for folder in filter(Path.exists, (self.path / name for name in FOLDERS)):
             check_private(folder)
@@ -167,8 +170,8 @@ class RunDir:
 
     @functools.cached_property
     def key(self) -> str:
-        """What the run is on a Redis that others use, too: a name may be another user's, or have
-        been another run's. Without an id in runs from before there was one."""
+        """What the run is on a Redis that others use, too: a name may be another user's,
+        or have been another run's. Without an id in runs from before there was one."""
         path = self.private / "id"
         return f"{self.name}:{path.read_text().strip()}" if path.exists() else self.name
 
@@ -181,7 +184,8 @@ class RunDir:
         return insist((self.private / SECRETS[role]).read_text).strip()
 
     def password(self, role: str, endpoint: Endpoint) -> str:
-        """Of `role` on that one server: who was told it knows nothing of the next one's."""
+        """Of `role` on that one server: who was told it knows nothing of the next
+        one's."""
         secret, nonce = self.secret(role), endpoint.nonce  # none: of a master of before
         return hmac.digest(secret.encode(), nonce.encode(), "sha256").hex() if nonce else secret
 
@@ -229,14 +233,16 @@ class RunDir:
         return _newest_number(self.path / "slots" / f"{slot:04d}")
 
     def fence(self, slot: int, attempt: int) -> None:
-        """Raise Fenced if there is a higher attempt. Redis may say so, and believes anybody."""
+        """Raise Fenced if there is a higher attempt. Redis may say so, and believes
+        anybody."""
         if (newest := self.latest_attempt(slot)) > attempt:
             raise Fenced(f"slot {slot} has attempt {newest}, which is higher than {attempt}")
 
     # ---- the end
 
     def closing(self, mode: str = "") -> str:
-        """Why the run does not go on (in this mode): done, failed, stopped, the other mode; ""."""
+        """Why the run does not go on (in this mode): done, failed, stopped, the other
+        mode; ""."""
         if self.done():
             return "done"
         if self.failed():
@@ -268,7 +274,8 @@ class RunDir:
         (self.path / "failed.json").unlink(missing_ok=True)
 
     def leave_offer(self, header: Header) -> None:
-        """Say what a worker that leaves has delivered, for a master that does not know it yet."""
+        """Say what a worker that leaves has delivered, for a master that does not know it
+        yet."""
         slot, attempt, base = header.key
         path = self.path / "deltas" / f"{base:06d}" / f"{slot}.{attempt}.left"
         with contextlib.suppress(OSError, TryAgain):  # it is merged by now, and the folder gone
@@ -335,7 +342,8 @@ class RunDir:
             return []
         records = []
         for line in lines[-last:]:
-            # A torn line, by a full disk for one; or whatever else somebody has put there.
+            # A torn line, by a full disk for one; or whatever else somebody has put
+            # there.
             with contextlib.suppress(ValueError, RecursionError):
                 records.append(json.loads(line))
         return [record for record in records if not fault(record, LOGS.get(name, ""))]
@@ -357,15 +365,16 @@ class RunDir:
         return whole(path, read_json(path), "version")
 
     def told_version(self) -> int:
-        """Number of the newest commit that is told of, for those who follow a master. They look
-        for none after it, as `newest_version` does: see `durable.names`."""
+        """Number of the newest commit that is told of, for those who follow a master.
+        They look for none after it, as `newest_version` does: see `durable.names`."""
         with contextlib.suppress(ElasticError):
             if hint := whole(self.path / "newest.json", self._read("newest.json"), "version"):
                 return hint["version"]
         return max((int(name[:-5]) for name in _numbered(self.path / "commits")), default=-1)
 
     def newest_version(self) -> int:
-        """Number of the newest commit, -1 if there is none. `newest` is a hint; names decide."""
+        """Number of the newest commit, -1 if there is none. `newest` is a hint; names
+        decide."""
         version = (_hint(self.path / "newest.json", "version") or {"version": -1})["version"]
         while exists(self.commit_path(version + 1)):
             version += 1
@@ -382,7 +391,8 @@ class RunDir:
             version += 1
 
     def link_commit(self, record: dict) -> bool:
-        """Commit a version whose files are all durable. False if another master was first."""
+        """Commit a version whose files are all durable. False if another master was
+        first."""
         with contextlib.suppress(OSError):  # else a worker makes it: two that did would clash
             make_folder(self.path / "deltas" / f"{record['version']:06d}")
         if not create_once(self.commit_path(record["version"]), to_json(record)):
@@ -396,7 +406,8 @@ class RunDir:
             replace_quickly(self.path / "newest.json", to_json({"version": version}))
 
     def shortage(self, least_bytes: int) -> str:
-        """What the filesystem is short of, and the way out; "" if there is room to go on."""
+        """What the filesystem is short of, and the way out; "" if there is room to go
+        on."""
         disk = insist(os.statvfs, self.path)
         free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
         if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
@@ -421,7 +432,8 @@ def whole(path: Path, record: dict | None, needed: str = "") -> dict | None:
 
 
 def fault(record: object, needed: str = "") -> str:
-    """What is wrong with a record: a field that is not there, or another thing than it is to be."""
+    """What is wrong with a record: a field that is not there, or another thing than it is
+    to be."""
     if not isinstance(record, dict):
         return "not a JSON table"
     names = {*f"{needed} {MORE.get(str(record.get('kind', record.get('state'))), '')}".split()}

@@ -1,15 +1,16 @@
 """A seeded shuffle of the samples, computed by position: no list is ever in memory. Pure.
 
-A position in the shuffled order is written as a pair (left, right) on a grid of `rows` x `columns`
-cells, the smallest nearly square one that holds all samples. Each pass of a keyed Feistel network
-adds to one half a pseudo-random function of the other half, modulo its side of the grid; that can
-be undone, so the whole is a bijection of the grid (Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002). A result outside the dataset is sent through the network again until it
-falls inside ("cycle walking"), which makes it a bijection of the dataset. The grid has few spare
-cells, so for large datasets that is almost never needed.
+A position in the shuffled order is written as a pair (left, right) on a grid of `rows` x
+`columns` cells, the smallest nearly square one that holds all samples. Each pass of a
+keyed Feistel network adds to one half a pseudo-random function of the other half, modulo
+its side of the grid; that can be undone, so the whole is a bijection of the grid (Black
+and Rogaway, "Ciphers with arbitrary finite domains", 2002). A result outside the dataset
+is sent through the network again until it falls inside ("cycle walking"), which makes it
+a bijection of the dataset. The grid has few spare cells, so for large datasets that is
+almost never needed.
 
-Every machine and every Python version computes the same order: the keys come from BLAKE2, the rest
-is integer arithmetic. It shuffles well; it is not meant to keep secrets.
+Every machine and every Python version computes the same order: the keys come from BLAKE2,
+the rest is integer arithmetic. It shuffles well; it is not meant to keep secrets.
 """
 
 import math
@@ -21,7 +22,8 @@ MULTIPLIER = 0xBF58476D1CE4E5B9  # odd and well mixed: the first constant of Spl
 
 
 class Shuffle:
-    """The order of one epoch: `shuffle[position]` is a sample index, a bijection on range(size)."""
+    """The order of one epoch: `shuffle[position]` is a sample index, a bijection on
+    range(size)."""
 
     __slots__ = ("size", "_rows", "_columns", "_keys")
 

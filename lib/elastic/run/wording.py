@@ -1,7 +1,8 @@
-"""A run in plain words: a sentence about it, its events, what a scheduler's reason means. Pure.
+"""A run in plain words: a sentence about it, its events, what a scheduler's reason means.
+Pure.
 
-Text from the dictionaries of `status.observe` and from events. How the text looks on a screen or
-on a page is up to views.py and report.py.
+Text from the dictionaries of `status.observe` and from events. How the text looks on a
+screen or on a page is up to views.py and report.py.
 """
 
 import re
@@ -75,8 +76,8 @@ PENDING = (
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# What a terminal obeys, or what turns the direction of reading: C0 but for tab and end of line,
-# DEL, C1, marks of direction, separators, halves of characters.
+# What a terminal obeys, or what turns the direction of reading: C0 but for tab and end of
+# line, DEL, C1, marks of direction, separators, halves of characters.
 _OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e"
                      "\u2066-\u2069\ud800-\udfff]")  # fmt: skip
 RANK = re.compile(r"^\[rank\d+\]: ?")  # as torchrun begins a line
@@ -85,7 +86,8 @@ LAUNCHED = re.compile(r"ChildFailedError|CalledProcessError")  # torchrun's, of 
 
 
 def way_out(reason: str) -> str:
-    """What a pending job's reason means for its owner; empty for one that is not known."""
+    """What a pending job's reason means for its owner; empty for one that is not
+    known."""
     return next((words for pattern, words in PENDING if re.match(pattern, reason)), "")
 
 
@@ -136,8 +138,8 @@ def brief(value: object) -> str:
 
 
 def plain(words: Any) -> Any:
-    """Anybody's words (a string, or data with strings in it) as a terminal may show them: without
-    colours, and with a mark where a control character was."""
+    """Anybody's words (a string, or data with strings in it) as a terminal may show them:
+    without colours, and with a mark where a control character was."""
     if isinstance(words, str):
         return _OBEYED.sub("\ufffd", _COLOUR.sub("", words))
     if isinstance(words, dict):
@@ -155,8 +157,8 @@ def one_line(text: str, most: int = 300) -> str:
 
 
 def sentence(seen: Mapping[str, Any], upcoming: str, now: float) -> str:
-    """A run in one sentence: what it does, how far and how fast, what it waits for, and what the
-    next pass will do (`upcoming`; "" if all is as wanted)."""
+    """A run in one sentence: what it does, how far and how fast, what it waits for, and
+    what the next pass will do (`upcoming`; "" if all is as wanted)."""
     if seen["state"] == "running" and seen.get("program"):
         return seen["program"]
     if seen["state"] not in ("running", "waiting"):
@@ -188,7 +190,8 @@ def _progress(seen: Mapping[str, Any]) -> list[str]:
 
 
 def awaited(jobs: Iterable[dict], workers: Sequence[dict]) -> list[dict]:
-    """The pending jobs that hold the run up. A trainer that waits behind one at work does not."""
+    """The pending jobs that hold the run up. A trainer that waits behind one at work does
+    not."""
     pending = [job for job in jobs if job["state"] == "PENDING"]
     return [job for job in pending if job["role"] != "trainer" or not workers]
 
@@ -203,8 +206,8 @@ def _pending(seen: Mapping[str, Any], now: float) -> str:
 
 
 def unit(commit: Mapping[str, Any], progress: Mapping[str, Any] | None = None) -> str:
-    """What a run counts: "samples" where its task has no tokens(), else "tokens". Known by the
-    deltas of a version, or by the last step of sync mode."""
+    """What a run counts: "samples" where its task has no tokens(), else "tokens". Known
+    by the deltas of a version, or by the last step of sync mode."""
     deltas = [(each["tokens"], sum(stop - start for *_, start, stop in each["samples"]))
               for each in commit.get("deltas", ())]  # fmt: skip
     if not deltas and progress:
@@ -213,8 +216,8 @@ def unit(commit: Mapping[str, Any], progress: Mapping[str, Any] | None = None) -
 
 
 def last_error(said: str) -> str:
-    """Why a program died, by its last words: the line of its newest exception, else the last line
-    that calls itself an error; "" if there is neither."""
+    """Why a program died, by its last words: the line of its newest exception, else the
+    last line that calls itself an error; "" if there is neither."""
     lines = [RANK.sub("", line) for line in said.splitlines()]
     starts = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent")]
     ends = (lines[at + 1 :] for at in starts)

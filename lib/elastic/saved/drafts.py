@@ -99,8 +99,8 @@ def drop(path: Path) -> None:
 
 class Measured(io.BufferedWriter):
     """A file that is durable once it is closed. `size` and `hash` are those of its bytes
-    in memory, as a filesystem may lose some, and say so only to this descriptor's fsync or
-    close."""
+    in memory, as a filesystem may lose some, and say so only to this descriptor's fsync
+    or close."""
 
     def __init__(self, path: Path):
         self.size, self.hash = 0, xxhash.xxh3_128()

@@ -1,4 +1,5 @@
-"""A slot's inner state, the optimizer's moments: it outlives the jobs that occupy the slot.
+"""A slot's inner state, the optimizer's moments: it outlives the jobs that occupy the
+slot.
 
     slots/0007/inner.json                      pointer: version, attempt, files, checksums
     slots/0007/inner-000012.2.0.safetensors    one file per rank of the worker

@@ -1,7 +1,8 @@
-"""The global batches of a synchronous run: the first samples that are free, in the shuffled order.
+"""The global batches of a synchronous run: the first samples that are free, in the
+shuffled order.
 
-With train.loader_workers processes load ahead. What they have is counted as trained only when it
-is: a checkpoint knows nothing of it.
+With train.loader_workers processes load ahead. What they have is counted as trained only
+when it is: a checkpoint knows nothing of it.
 """
 
 import itertools
@@ -25,15 +26,16 @@ RANKS = (0, 0)  # the only owner in the ledger: a batch is handed to all of them
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch, and what this rank makes of it: (does it count, data) for every pass."""
+    """A global batch, and what this rank makes of it: (does it count, data) for every
+    pass."""
 
     samples: Ranges
     passes: Iterator[tuple[bool, object]]
 
 
 class Samples:
-    """Where the samples of the run are: in a version (`committed`), trained since then, left out
-    (`skipped`), or in a batch to come."""
+    """Where the samples of the run are: in a version (`committed`), trained since then,
+    left out (`skipped`), or in a batch to come."""
 
     def __init__(self, task, config: Config, group: Group):
         self._config, self._group = config, group
@@ -62,7 +64,8 @@ class Samples:
         return next(self._batches, None)
 
     def total_tokens(self, tokens: int) -> int:
-        """What the run comes to, of which `tokens` are trained: as many a sample as so far."""
+        """What the run comes to, of which `tokens` are trained: as many a sample as so
+        far."""
         train, samples = self._config.train, len(self.committed) + len(self.trained)
         each = tokens / samples if samples and tokens else self.tokens_each
         total = train.max_tokens or train.epochs * len(self) * each

@@ -1,10 +1,12 @@
-"""A line to every node of a synchronous job, by which the kernel sees that a node is gone.
+"""A line to every node of a synchronous job, by which the kernel sees that a node is
+gone.
 
-A node that loses its power says nothing. The other ranks then wait as long as NCCL or Gloo do, ten
-minutes, and Slurm five. So sbatch/rank.sh, once on each node, opens a connection to the launcher
-and keeps it while the ranks live. Neither side says anything after the first word: TCP's keepalive
-probes are all that goes there, and one that stays without an answer for 40 s ends the line with a
-time-out. A line that is closed says nothing here: how ranks end, srun says.
+A node that loses its power says nothing. The other ranks then wait as long as NCCL or
+Gloo do, ten minutes, and Slurm five. So sbatch/rank.sh, once on each node, opens a
+connection to the launcher and keeps it while the ranks live. Neither side says anything
+after the first word: TCP's keepalive probes are all that goes there, and one that stays
+without an answer for 40 s ends the line with a time-out. A line that is closed says
+nothing here: how ranks end, srun says.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ class Keepalive:
         return ""
 
     def _hear(self, line: socket.socket) -> str | None:
-        """The name of a node whose line has timed out; lines that were closed are dropped."""
+        """The name of a node whose line has timed out; lines that were closed are
+        dropped."""
         try:
             password, _, node = line.recv(WORD_BYTES).decode(errors="replace").partition(" ")
         except BlockingIOError:

@@ -1,14 +1,16 @@
-"""The launcher of a synchronous job: starts the ranks, starts them again, and says how it ended.
+"""The launcher of a synchronous job: starts the ranks, starts them again, and says how it
+ended.
 
     python -m elastic.sync.launch RUNDIR      (`elastic launch`, the command of a trainer job)
 
 It claims an attempt, which fences older jobs of the run, and starts one trainer per GPU:
-on this machine as child processes, in a Slurm job through one `srun`. A notice goes to the ranks
-(Slurm itself sends it to the step); they save and leave. When ranks crash they are started again
-here, from the newest checkpoint, without going back to the queue: on the nodes that still answer,
-if those are enough, and as long as a new checkpoint was committed in between or
-`sync.crash_retries` allow. Where they die of the same error twice before the run's first step, the
-run has failed. The last act is a reconcile pass. No torch in this process.
+on this machine as child processes, in a Slurm job through one `srun`. A notice goes to
+the ranks (Slurm itself sends it to the step); they save and leave. When ranks crash they
+are started again here, from the newest checkpoint, without going back to the queue: on
+the nodes that still answer, if those are enough, and as long as a new checkpoint was
+committed in between or `sync.crash_retries` allow. Where they die of the same error twice
+before the run's first step, the run has failed. The last act is a reconcile pass. No
+torch in this process.
 """
 
 import contextlib
@@ -91,7 +93,8 @@ class Launcher:
         return self._end(end)
 
     def _attempt(self) -> End | None:
-        """Start the ranks, and wait for their end. None: they crashed, and are started again."""
+        """Start the ranks, and wait for their end. None: they crashed, and are started
+        again."""
         before = self._resume.there()
         self.program.claim(self.notice)
         ranks = self._start()
@@ -110,7 +113,8 @@ class Launcher:
         )  # fmt: skip
 
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:
-        """None: it is worth another attempt. `before`: the checkpoints that were there."""
+        """None: it is worth another attempt. `before`: the checkpoints that were
+        there."""
         failed = replace(end, outcome=Outcome.FAILED, detail="\n".join(ranks.tail))
         is_same, self._failure = ranks.error and ranks.error == self._failure, ranks.error
         progressed, lost = self._resume.has_progressed(before), self._lost_nodes()
@@ -133,12 +137,14 @@ class Launcher:
     # ---- its nodes
 
     def _fitting(self, gpus_per_node: int, nodes: int) -> int:
-        """How many of the nodes make a size that the run may have; 0: they are too few."""
+        """How many of the nodes make a size that the run may have; 0: they are too
+        few."""
         gpus = (self.run.control().min, self.run.control().max)
         return sizing.fit(sizing.node_counts(gpus, gpus_per_node, self.config.sync.sizes), nodes)
 
     def _release_nodes(self) -> None:
-        """Give back the nodes that make no size: Slurm before 23.02 takes no list of sizes."""
+        """Give back the nodes that make no size: Slurm before 23.02 takes no list of
+        sizes."""
         count, job_id = len(self._nodes), self.program.job_id
         kept = self._fitting(self.config.slurm.gpus_per_node, count)
         if 0 < kept < count:
@@ -185,8 +191,8 @@ class Launcher:
         return [self._spawn(step, shared)]
 
     def _shared(self, nodes: int) -> dict[str, str]:
-        """What every rank finds in its environment; they meet on this node, and where there is no
-        other one in a file that only this user can open."""
+        """What every rank finds in its environment; they meet on this node, and where
+        there is no other one in a file that only this user can open."""
         address, file = "127.0.0.1", ""
         if nodes > 1:
             known_as = sched_slurm.node_address()
@@ -209,7 +215,8 @@ class Launcher:
         return (self.config.run.command and self.config.sync.ranks_per_node) or gpus
 
     def _rank_command(self, nodes: int, gpus_per_node: int, shared: dict[str, str]) -> list[str]:
-        """What every rank runs; adds what a program of the user's may read to `shared`."""
+        """What every rank runs; adds what a program of the user's may read to
+        `shared`."""
         self.gpus = nodes * gpus_per_node
         # Reconcile compares the GPUs with what there might be.
         self._record("training", trouble=self._failure)
@@ -236,8 +243,8 @@ class Launcher:
         return start_rank(command, extra, folder, text=True, errors="replace", process_group=0)
 
     def _wait(self, ranks: "Ranks") -> int:
-        """Until all have left, or one has crashed: the others cannot go on without it. The exit
-        status of the first that failed."""
+        """Until all have left, or one has crashed: the others cannot go on without it.
+        The exit status of the first that failed."""
         has_told, looked = False, time.monotonic()
         while (code := ranks.code()) is None:
             if self.config.run.command and time.monotonic() - looked > CONTROL_S:
@@ -273,7 +280,8 @@ class Launcher:
         return code
 
     def _have_successors(self) -> None:
-        """Without cron, too: one waits in the queue soon, and is started however this one ends."""
+        """Without cron, too: one waits in the queue soon, and is started however this one
+        ends."""
         threading.Thread(target=self._look_after_them, daemon=True).start()
         if self.config.run.scheduler == "local":
             self._follower = sched_local.pass_after_me(self.run.path)
@@ -291,8 +299,8 @@ class Launcher:
 
 
 class Ranks:
-    """The processes of one attempt, what they say on stderr, and whether they still live. In a
-    Slurm job one `srun` stands for all of them."""
+    """The processes of one attempt, what they say on stderr, and whether they still live.
+    In a Slurm job one `srun` stands for all of them."""
 
     def __init__(
         self, processes: list[subprocess.Popen], lines: Keepalive | None, limit_s: float,

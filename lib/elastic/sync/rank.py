@@ -1,4 +1,5 @@
-"""A rank of a synchronous job: who it is, what it wants, and whether it is still wanted itself."""
+"""A rank of a synchronous job: who it is, what it wants, and whether it is still wanted
+itself."""
 
 import time
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Wish(IntEnum):
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of the job. Rank 0 alone speaks: `say` and `event` do nothing elsewhere."""
+    """One process of the job. Rank 0 alone speaks: `say` and `event` do nothing
+    elsewhere."""
 
     run: RunDir
     config: Config
@@ -76,8 +78,8 @@ class Wishes:
         return Wish(wish.item())
 
     def left_s(self, needed_s: float) -> float:
-        """Until the kill. Slurm knows what the notice is for; asked only where the time of a
-        preemption is too short, as it may take half a minute to answer."""
+        """Until the kill. Slurm knows what the notice is for; asked only where the time
+        of a preemption is too short, as it may take half a minute to answer."""
         left_s = self._shutdown.deadline_s(time.time())
         known_at = None if left_s >= needed_s else kill_at()
         return known_at - time.time() if known_at else left_s
@@ -85,7 +87,8 @@ class Wishes:
     # ---- rank 0: one writer of the run
 
     def claim_epoch(self) -> None:
-        """No master commits another version: trainers claim an epoch, too, and so fence them."""
+        """No master commits another version: trainers claim an epoch, too, and so fence
+        them."""
         rank = self._rank
         who = {"job_id": rank.job_id, "attempt": rank.attempt, "time": time.time()}
         self._epoch = until_written(lambda: rank.run.claim_epoch(who), self.notice.__bool__)

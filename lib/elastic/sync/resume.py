@@ -9,7 +9,8 @@ from elastic.run.rundir import RunDir
 
 
 class Resume:
-    """`path`: what run.command was given; `older`: how many it is not given, as it died on them."""
+    """`path`: what run.command was given; `older`: how many it is not given, as it died
+    on them."""
 
     def __init__(self, run: RunDir):
         self._run, config = run, run.config()
@@ -25,15 +26,16 @@ class Resume:
         return resume_paths(self.folder, self._run.config().sync.resume)
 
     def has_progressed(self, before: dict[Path, int] | None = None) -> bool:
-        """Is there one that was not there before (the job's start), or the one resumed from,
-        written anew? Others are written again on the way to where the ranks died: that has no
-        end."""
+        """Is there one that was not there before (the job's start), or the one resumed
+        from, written anew? Others are written again on the way to where the ranks died:
+        that has no end."""
         before = self._at_start if before is None else before
         return any(written > before.get(path, 0) and (path not in before or path == self.path)
                    for path, written in self.there().items())  # fmt: skip
 
     def choose(self) -> str:
-        """The newest on which the program has not died at once, else the oldest; "": none."""
+        """The newest on which the program has not died at once, else the oldest; "":
+        none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         there, names = [*self.there()], sorted(os.listdir(self.folder))
         self.path = there[min(self.older, len(there) - 1)] if there else None

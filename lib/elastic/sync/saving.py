@@ -1,4 +1,5 @@
-"""The checkpoints of a synchronous job: when one is due, what is in it, and what becomes of it."""
+"""The checkpoints of a synchronous job: when one is due, what is in it, and what becomes
+of it."""
 
 import contextlib
 import time
@@ -29,8 +30,8 @@ class State:
 
 
 class Saving:
-    """All ranks call every method alike, but for `is_due`. A disk that refuses costs a checkpoint,
-    and nothing else."""
+    """All ranks call every method alike, but for `is_due`. A disk that refuses costs a
+    checkpoint, and nothing else."""
 
     def __init__(self, rank: Rank, model: Module, optimizer: Optimizer, samples: Samples):
         self._rank, self._model, self._optimizer, self._samples = rank, model, optimizer, samples
@@ -41,7 +42,8 @@ class Saving:
         self.step, self._at = 0, 0.0  # of the newest one
 
     def load(self, base_version: int) -> tuple[Saved | None, list[str]]:
-        """Load the newest one on top of a version, if any; why each newer one was skipped."""
+        """Load the newest one on top of a version, if any; why each newer one was
+        skipped."""
         return self.checkpoints.load(self._model, self._optimizer, base_version)
 
     def begin_at(self, step: int) -> None:
@@ -76,7 +78,8 @@ class Saving:
                 self.checkpoints.begin(*self._content(state))
 
     def save(self, state: State) -> bool:
-        """Save now and wait for it, unless this very step is saved. False: the disk refused."""
+        """Save now and wait for it, unless this very step is saved. False: the disk
+        refused."""
         with self._surviving_refusals(state):
             self.checkpoints.save(*self._content(state))
             self.begin_at(state.step)
@@ -84,8 +87,8 @@ class Saving:
         return False
 
     def save_within(self, state: State, left_s: Callable[[float], float]) -> None:
-        """Save if what rank 0 is asked for, the time that is left, is enough. Else wait for what
-        is being written: it may need little more."""
+        """Save if what rank 0 is asked for, the time that is left, is enough. Else wait
+        for what is being written: it may need little more."""
         group, needed_s = self._rank.group, self.checkpoints.needs_s
         has_s = left_s(needed_s) if group.leads else 0.0
         if group.broadcast(has_s >= needed_s):
@@ -105,7 +108,8 @@ class Saving:
             self._rank.event("checkpoint-failed", step=state.step, reason=str(error))
 
     def _content(self, state: State) -> tuple:
-        """Step, model, optimizer, and what its record says: the state, and what a commit would."""
+        """Step, model, optimizer, and what its record says: the state, and what a commit
+        would."""
         samples, train = list(self._samples.trained), self._rank.config.train
         delta = {
             "role": "trainer", "slot": 0, "attempt": self._rank.attempt,

@@ -5,14 +5,15 @@
     step      the next global batch (batches.py), shared by all ranks; one agreement at its end
     save      when due (saving.py), in the background; at a notice at once, if there is time
 
-All that a step depends on, its samples, its learning rate, its random numbers, follows from the
-state that checkpoints carry, so a run that comes back at another size goes on with the same steps.
-The ranks agree once per step, in one reduction of six numbers: the loss, the tokens, and whether
-anybody wants to stop, or rank 0 wants to save or to look after everybody's health. Rank 0 alone
-writes: metrics.jsonl (a line per step), progress.json (for status), DONE.
+All that a step depends on, its samples, its learning rate, its random numbers, follows
+from the state that checkpoints carry, so a run that comes back at another size goes on
+with the same steps. The ranks agree once per step, in one reduction of six numbers: the
+loss, the tokens, and whether anybody wants to stop, or rank 0 wants to save or to look
+after everybody's health. Rank 0 alone writes: metrics.jsonl (a line per step),
+progress.json (for status), DONE.
 
-Exit status: 0 the run is done; 75 a notice was obeyed; 93 the run is stopped, or this attempt is
-fenced; anything else is a crash, and the launcher knows what to do about it.
+Exit status: 0 the run is done; 75 a notice was obeyed; 93 the run is stopped, or this
+attempt is fenced; anything else is a crash, and the launcher knows what to do about it.
 """
 
 import contextlib
@@ -62,9 +63,9 @@ PROGRESS_S = 1.0
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know of a step once its passes are over: the batch's mean loss and tokens,
-    what is wanted, and whether rank 0 finds it time for a checkpoint, or for a look at everybody's
-    health."""
+    """What all ranks know of a step once its passes are over: the batch's mean loss and
+    tokens, what is wanted, and whether rank 0 finds it time for a checkpoint, or for a
+    look at everybody's health."""
 
     loss: float
     tokens: float
@@ -112,7 +113,8 @@ class Trainer:
         return Exit.OK
 
     def _train(self) -> Wish:
-        """Step by step, until that is wanted no more (GO_ON: there is nothing left to train)."""
+        """Step by step, until that is wanted no more (GO_ON: there is nothing left to
+        train)."""
         timeout_s = self.rank.config.health.hang_timeout_s
         with HangDetector(timeout_s, functools.partial(leave, Exit.ERROR)) as hangs:
             wish = self._validate_if_due(hangs)  # one that a notice broke off
@@ -168,7 +170,8 @@ class Trainer:
                    job_id=rank.job_id, load_s=round(time.time() - began, 3))  # fmt: skip
 
     def _find_base(self) -> tuple[dict, list[Range]]:
-        """Rank 0: the state at the newest version, and the samples of all versions up to it."""
+        """Rank 0: the state at the newest version, and the samples of all versions up to
+        it."""
         self.wishes.claim_epoch()
         run = self.rank.run
         newest = run.newest_commit() or {"version": 0, "tokens": 0}
@@ -210,7 +213,8 @@ class Trainer:
         return agreed.wish
 
     def _prepare_step(self) -> None:
-        """Learning rate and random numbers: functions of where the run is, not of how it came."""
+        """Learning rate and random numbers: functions of where the run is, not of how it
+        came."""
         state, train = self.state, self.train
         total = self.samples.total_tokens(state.tokens)
         rate = learning_rate(state.tokens, total, train) * self._ramp()
@@ -218,7 +222,8 @@ class Trainer:
         seed_by(f"{self.rank.config.run.seed}/{state.step}/{self.rank.group.rank}")
 
     def _ramp(self) -> float:
-        """Below 1 for the first steps on top of a version: the optimizer knows nothing yet."""
+        """Below 1 for the first steps on top of a version: the optimizer knows nothing
+        yet."""
         done = self.state.step - self.state.base_step
         most = self.rank.config.local_sgd.join_ramp
         return (done + 1) / most if self.state.base_version and done < most else 1.0
@@ -239,7 +244,8 @@ class Trainer:
         return Agreed(loss / tokens, tokens, wish, save > 0, check > 0)
 
     def _may_step(self, batch: Batch, loss: float, norm: float) -> bool:
-        """Else the batch is skipped, or steps are rolled back. ElasticError: the run ends."""
+        """Else the batch is skipped, or steps are rolled back. ElasticError: the run
+        ends."""
         verdict = self.nans.judge(not (math.isfinite(loss) and math.isfinite(norm)))
         if verdict == "ok":
             return True
@@ -256,7 +262,8 @@ class Trainer:
         return verdict == "warn"
 
     def _roll_back(self) -> None:
-        """Go on from the newest checkpoint, and past what is skipped when it comes round again."""
+        """Go on from the newest checkpoint, and past what is skipped when it comes round
+        again."""
         saved, _ = self.saving.load(self.state.base_version)
         if saved:
             self._go_on_from(saved, self.samples.skipped)
@@ -287,7 +294,8 @@ class Trainer:
         self.journal.write(line, more)
 
     def _check_health(self) -> None:
-        """Does everybody answer, and does the GPU still compute? All ranks, at the same step."""
+        """Does everybody answer, and does the GPU still compute? All ranks, at the same
+        step."""
         self._checked_at = time.monotonic()
         group, timeout_s = self.rank.group, self.rank.config.health.liveness_timeout_s
         if problem := check_nccl_health(group, timeout_s):
@@ -299,7 +307,8 @@ class Trainer:
     def _validate_if_due(self, hangs: HangDetector) -> Wish:
         """Let the task validate, all ranks alike; returns what the ranks want to do now.
 
-        They agree at each pass over the model, too: validation ends at a notice, and comes again.
+        They agree at each pass over the model, too: validation ends at a notice, and
+        comes again.
         """
         state, every = self.state, self.train.validate_every
         if not every or state.step // every == state.validated_step // every:
@@ -321,8 +330,8 @@ class Trainer:
 
 
 class Learner:
-    """What a rank computes: the model, its optimizer, the passes of a step. All ranks call every
-    method alike."""
+    """What a rank computes: the model, its optimizer, the passes of a step. All ranks
+    call every method alike."""
 
     def __init__(self, task, config: Config, group: Group):
         self.task, self._group, self._train = task, group, config.train
@@ -338,8 +347,8 @@ class Learner:
             param_group["lr"] = most * factor
 
     def backward(self, passes: Iterator, expected: int) -> tuple[torch.Tensor, int]:
-        """Gradients of the mean over a batch, if it has the `expected` tokens (else `rescale`
-        them); this rank's sum of losses, and its tokens.
+        """Gradients of the mean over a batch, if it has the `expected` tokens (else
+        `rescale` them); this rank's sum of losses, and its tokens.
 
         FSDP takes the mean over ranks, hence the factor `world`.
         """

@@ -1,7 +1,7 @@
 """How a model runs here: on which device, in which precision, sharded over which ranks.
 
-Used by both modes: within a worker's node, and over all ranks of a synchronous job. With several
-ranks the model is sharded by FSDP2, one unit per layer.
+Used by both modes: within a worker's node, and over all ranks of a synchronous job. With
+several ranks the model is sharded by FSDP2, one unit per layer.
 """
 
 import contextlib
@@ -44,9 +44,11 @@ def choose_device(config: Config) -> torch.device:
 
 
 def join_group(rank: int, world: int, device: torch.device, timeout_s: float) -> Group:
-    """The ranks of this job, which have met at MASTER_ADDR:MASTER_PORT and added up their ones.
+    """The ranks of this job, which have met at MASTER_ADDR:MASTER_PORT and added up their
+    ones.
 
-    Raises ElasticError naming the ranks or nodes that are missing, or that do not reach each other.
+    Raises ElasticError naming the ranks or nodes that are missing, or that do not reach
+    each other.
     """
     group = Group(rank, world, device)
     if world > 1:
@@ -62,8 +64,9 @@ def join_group(rank: int, world: int, device: torch.device, timeout_s: float) ->
 def build_model(task, config: Config, device: torch.device, group: Group) -> torch.nn.Module:
     """The task's model, the same parameters for the same seed, on the device, sharded.
 
-    Its layers go to the device one by one. Where the task has `initial_values`, the model has only
-    room for them: they are loaded, or set by `set_initial_values`. Raises ElasticError.
+    Its layers go to the device one by one. Where the task has `initial_values`, the model
+    has only room for them: they are loaded, or set by `set_initial_values`. Raises
+    ElasticError.
     """
     torch.manual_seed(config.run.seed)
     is_bare = hasattr(task, "initial_values")
@@ -81,7 +84,8 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
 
 @torch.no_grad()
 def _with_room(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """With memory for its values, which are NaN: one that nobody sets must not be trained."""
+    """With memory for its values, which are NaN: one that nobody sets must not be
+    trained."""
     for param in model.to_empty(device=device).parameters():
         if param.is_floating_point():
             own_part(param).fill_(math.nan)
@@ -89,8 +93,8 @@ def _with_room(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 
 def _require_loadable(model: torch.nn.Module) -> None:
-    """Raise ElasticError unless parameters are all there is to it, and each of them is there once:
-    what the constructor computed or tied is lost with its memory."""
+    """Raise ElasticError unless parameters are all there is to it, and each of them is
+    there once: what the constructor computed or tied is lost with its memory."""
     buffers = [name for name, _ in model.named_buffers()]
     names = {name for name, _ in model.named_parameters()}
     if odd := buffers or sorted(names ^ set(model.state_dict())):
@@ -103,7 +107,8 @@ def _require_loadable(model: torch.nn.Module) -> None:
 @torch.no_grad()
 def set_initial_values(task, model: torch.nn.Module) -> None:
     """Set what `build_model` has left open, from the seed; every rank keeps its own part.
-    Raises ElasticError for a tensor that the task does not give, or that the model has not."""
+    Raises ElasticError for a tensor that the task does not give, or that the model has
+    not."""
     if not hasattr(task, "initial_values"):
         return
     missing = model.state_dict()
@@ -124,7 +129,8 @@ def seed_by(place: str) -> None:
 
 
 class Profile:
-    """Traces the steps of a window "FIRST:LAST" into a file in `folder`; an empty one: none."""
+    """Traces the steps of a window "FIRST:LAST" into a file in `folder`; an empty one:
+    none."""
 
     def __init__(self, window: str, folder: Path):
         self._first, self._last = map(int, (window or "-1:-1").split(":"))
@@ -149,7 +155,8 @@ class Profile:
 
 
 def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
-    """FSDP2, one unit per layer (`model.layers`, where the model has them) and one for the rest."""
+    """FSDP2, one unit per layer (`model.layers`, where the model has them) and one for
+    the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -180,7 +187,8 @@ def to_device(batch, device: torch.device):
 
 
 def leave(code: int) -> None:
-    """End this process at once: all is delivered and saved; taking torch apart takes seconds."""
+    """End this process at once: all is delivered and saved; taking torch apart takes
+    seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

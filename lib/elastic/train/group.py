@@ -1,7 +1,7 @@
 """The ranks of one worker: one process per GPU of a node, or just this one.
 
-Rank 0 talks to the outside and tells the others what to do, one small JSON message at a time.
-Messages are tensors of bytes: torch's own object broadcast would unpickle.
+Rank 0 talks to the outside and tells the others what to do, one small JSON message at a
+time. Messages are tensors of bytes: torch's own object broadcast would unpickle.
 """
 
 import json
@@ -25,7 +25,8 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `whole`, which has the values of all ranks; nothing is communicated."""
+    """This rank's part of `whole`, which has the values of all ranks; nothing is
+    communicated."""
     if not is_sharded(param):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -45,8 +46,8 @@ def sharded_like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def clip_gradients(model: torch.nn.Module, most: float) -> float:
-    """Scale the gradients to at most the norm `most` (0: any); their norm before, as every rank
-    has it."""
+    """Scale the gradients to at most the norm `most` (0: any); their norm before, as
+    every rank has it."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most or math.inf)
     return (norm.full_tensor() if is_sharded(norm) else norm).item()
 
@@ -59,7 +60,8 @@ class Group:
 
     @classmethod
     def here(cls, world: int) -> "Group":
-        """This process among the `world` ranks of its worker, as its own code has joined them."""
+        """This process among the `world` ranks of its worker, as its own code has joined
+        them."""
         if world == 1:
             return cls()
         if not dist.is_initialized():
@@ -77,8 +79,8 @@ class Group:
         return self.rank == 0
 
     def decide(self, decision: Callable[[], object]) -> object:
-        """What `decision()` returns to rank 0 (anything JSON), on every rank; the others do not
-        call it. Collective."""
+        """What `decision()` returns to rank 0 (anything JSON), on every rank; the others
+        do not call it. Collective."""
         return self.broadcast(decision() if self.leads else None)
 
     def broadcast(self, message: object = None, source: int = 0) -> object:
@@ -91,7 +93,8 @@ class Group:
         return json.loads(self.hand_out(body, source).cpu().numpy().tobytes())
 
     def hand_out(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The `source` rank's tensor, on every rank; the others bring one of its shape and type."""
+        """The `source` rank's tensor, on every rank; the others bring one of its shape
+        and type."""
         there = tensor.to(self.device)
         dist.broadcast(there, src=source)
         return there

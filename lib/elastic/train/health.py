@@ -1,10 +1,11 @@
 """Ranks that agree, bad steps, silent ranks, hangs, sick GPUs.
 
-Ranks must do the same in the same step, or the next collective never ends: a gradient that is not
-finite for one of them is bad for all, by one small all_reduce a step. `check_nccl_health` asks the
-store who is there before it tries a collective: that names who is gone, and leaves nothing behind
-that cannot end. HangDetector counts the time that this process ran, not the clock: a suspended job
-has not hung. It cannot act while C code holds the GIL.
+Ranks must do the same in the same step, or the next collective never ends: a gradient
+that is not finite for one of them is bad for all, by one small all_reduce a step.
+`check_nccl_health` asks the store who is there before it tries a collective: that names
+who is gone, and leaves nothing behind that cannot end. HangDetector counts the time that
+this process ran, not the clock: a suspended job has not hung. It cannot act while C code
+holds the GIL.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ FOREIGN_SHARE = 0.2  # of a GPU's memory that a process may hold outside of torc
 class NaNDetector:
     """Judges steps alike on all ranks; `reason` says why the last verdict is not "ok".
 
-    A verdict is "ok" or the action: "warn" (step all the same), "skip", "rollback", "stop". More
-    than `max_bad` bad steps in a row are "stop", whatever the action.
+    A verdict is "ok" or the action: "warn" (step all the same), "skip", "rollback",
+    "stop". More than `max_bad` bad steps in a row are "stop", whatever the action.
     """
 
     def __init__(self, action: str, group: Group, max_bad: int):
@@ -65,9 +66,11 @@ class NaNDetector:
 
 
 def check_nccl_health(group: Group, timeout_s: float) -> str:
-    """Empty if all ranks of the default group answer and a collective ends, else what does not.
+    """Empty if all ranks of the default group answer and a collective ends, else what
+    does not.
 
-    All ranks call it at the same point. After a sentence the group is of no more use: leave.
+    All ranks call it at the same point. After a sentence the group is of no more use:
+    leave.
     """
     if group.world == 1:
         return ""
@@ -113,7 +116,8 @@ def _ping(group: Group, deadline: float) -> str:
 
 
 def check_gpu_health(device: torch.device | str) -> list[str]:
-    """What is wrong with the device, a sentence each; on the CPU only the arithmetic is tried."""
+    """What is wrong with the device, a sentence each; on the CPU only the arithmetic is
+    tried."""
     return examine_gpu(device)[0]
 
 
@@ -131,7 +135,8 @@ def examine_gpu(device: torch.device | str) -> tuple[list[str], bool]:
 
 
 def require_gpu(device: torch.device, say: Callable[[str], object]) -> None:
-    """Say what `check_gpu_health` finds; ElasticError if the device is not fit to compute on."""
+    """Say what `check_gpu_health` finds; ElasticError if the device is not fit to compute
+    on."""
     problems, is_fit = examine_gpu(device)
     for problem in problems:
         say(problem)
@@ -178,7 +183,8 @@ def _worn_memory(device: torch.device) -> list[str]:
 
 
 class HangDetector(contextlib.AbstractContextManager):
-    """A thread that prints all stacks and calls `on_hang` when no `tick` comes for `timeout_s`."""
+    """A thread that prints all stacks and calls `on_hang` when no `tick` comes for
+    `timeout_s`."""
 
     def __init__(self, timeout_s: float, on_hang: Callable[[], object]):
         self.timeout_s, self.on_hang = timeout_s, on_hang
@@ -223,6 +229,7 @@ class ShutdownHandler:
 
 
 def shield_workers(worker_id: int = 0) -> None:
-    """A DataLoader's `worker_init_fn`: a notice is for the parent, with which the worker goes."""
+    """A DataLoader's `worker_init_fn`: a notice is for the parent, with which the worker
+    goes."""
     ignore_notices()
     die_with_parent()

@@ -1,5 +1,5 @@
-"""The inner optimizer of a worker, or those that share its model, as the two of a GAN: who sets
-the learning rates, and whether it takes the parameters that a version brings."""
+"""The inner optimizer of a worker, or those that share its model, as the two of a GAN:
+who sets the learning rates, and whether it takes the parameters that a version brings."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,8 @@ class InnerOptimizer:
         return f"no optimizer has {left[0]}{more}: give LocalSGD all optimizers, as a list"
 
     def contested(self) -> str:
-        """After a step: that somebody else sets the rates, as a sentence; "" if nobody does."""
+        """After a step: that somebody else sets the rates, as a sentence; "" if nobody
+        does."""
         self._notice_others()
         if not self._has_others:
             return ""
@@ -70,8 +71,9 @@ class InnerOptimizer:
 class Probe:
     """Whether steps start from where a version has put the parameters.
 
-    An optimizer with float32 copies of its own starts them from its copies, and no version is ever
-    trained on: its first step brings the parameters back to where they were before.
+    An optimizer with float32 copies of its own starts them from its copies, and no
+    version is ever trained on: its first step brings the parameters back to where they
+    were before.
     """
 
     def __init__(self, model: nn.Module):
@@ -81,14 +83,16 @@ class Probe:
         self._ignored = 0  # versions in a row
 
     def before(self, steps: int) -> None:
-        """A version is about to be adopted, after so many steps on the one before; 0: the first."""
+        """A version is about to be adopted, after so many steps on the one before; 0: the
+        first."""
         self._before, self._counts = self._values(), not 0 < steps < FEW_STEPS
 
     def placed(self) -> None:
         self._placed = self._values()
 
     def stepped(self) -> bool:
-        """After a step: have two versions been ignored? Looks at the first step of each alone."""
+        """After a step: have two versions been ignored? Looks at the first step of each
+        alone."""
         if self._before is None:
             return False
         way, back = (self._placed - self._before).norm(), (self._values() - self._before).norm()

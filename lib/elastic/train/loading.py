@@ -1,9 +1,10 @@
 """The batches of one rank of a worker, in the order in which samples were granted to it.
 
-With `train.loader_workers` processes load what is ahead in the plan, while the batch before is
-trained. What they have loaded is nobody's until it is trained: a plan that has changed drops it.
-All batches are whole, so that shapes never change and a BatchNorm always has its samples: the last
-one of a run is filled up with samples from the beginning of its epoch, which do not count.
+With `train.loader_workers` processes load what is ahead in the plan, while the batch
+before is trained. What they have loaded is nobody's until it is trained: a plan that has
+changed drops it. All batches are whole, so that shapes never change and a BatchNorm
+always has its samples: the last one of a run is filled up with samples from the beginning
+of its epoch, which do not count.
 """
 
 from collections.abc import Callable, Iterator

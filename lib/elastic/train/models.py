@@ -1,16 +1,19 @@
-"""The language models that come with the toolkit: one decoder-only transformer in two styles.
+"""The language models that come with the toolkit: one decoder-only transformer in two
+styles.
 
-Tokens become vectors; each layer adds what attention finds in earlier tokens and what a small
-feed-forward network makes of each token by itself; a linear head scores the next token.
+Tokens become vectors; each layer adds what attention finds in earlier tokens and what a
+small feed-forward network makes of each token by itself; a linear head scores the next
+token.
 
     gpt     LayerNorm, learned positions, GELU                 the byte-level model of the demo
     llama   RMSNorm, rotary positions, SwiGLU, grouped keys    the presets 125m, 1b3 and 7b
 
-Neither has biases, buffers or tied weights: the parameters are the whole state of a model, which
-is what is published, averaged and pulled. `Transformer` builds only structure, so under
-`torch.device("meta")` a 7B model costs nothing; `initial_values` draws what it begins with, one
-parameter at a time, from a seed and without touching the global random state. `model.layers` is a
-ModuleList, the unit by which FSDP shards and activations are recomputed.
+Neither has biases, buffers or tied weights: the parameters are the whole state of a
+model, which is what is published, averaged and pulled. `Transformer` builds only
+structure, so under `torch.device("meta")` a 7B model costs nothing; `initial_values`
+draws what it begins with, one parameter at a time, from a seed and without touching the
+global random state. `model.layers` is a ModuleList, the unit by which FSDP shards and
+activations are recomputed.
 """
 
 import math
@@ -68,7 +71,8 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of the feed-forward network; SwiGLU has three matrices, so 2/3 of 4 dim, rounded up."""
+        """Of the feed-forward network; SwiGLU has three matrices, so 2/3 of 4 dim,
+        rounded up."""
         usual = 4 * self.dim if self.style == "gpt" else -(-8 * self.dim // 3 // 256) * 256
         return self.hidden or usual
 
@@ -86,7 +90,8 @@ PRESETS = {
 def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines, (length, head_dim/2) each: position times a frequency per pair.
 
-    Made anew in every layer: it is cheap, and what is handed to a layer, FSDP rounds to bf16.
+    Made anew in every layer: it is cheap, and what is handed to a layer, FSDP rounds to
+    bf16.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(length, device=device, dtype=torch.float32)
@@ -95,14 +100,16 @@ def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tens
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (i, i + head_dim/2) of x by its angle: scores then depend on distance."""
+    """Turn each pair (i, i + head_dim/2) of x by its angle: scores then depend on
+    distance."""
     cos, sin = table
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `kv_heads` fewer than `heads` share their keys and values."""
+    """Causal self-attention; `kv_heads` fewer than `heads` share their keys and
+    values."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -124,7 +131,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Widen, bend, narrow: GELU in GPT; in Llama (SwiGLU) one half opens a gate for the other."""
+    """Widen, bend, narrow: GELU in GPT; in Llama (SwiGLU) one half opens a gate for the
+    other."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -145,7 +153,8 @@ def norm(shape: Shape) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Attention, then the feed-forward network, each normalised before and added after."""
+    """Attention, then the feed-forward network, each normalised before and added
+    after."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -164,7 +173,8 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """(batch, time) token ids to (batch, time, vocabulary) scores of the token that follows."""
+    """(batch, time) token ids to (batch, time, vocabulary) scores of the token that
+    follows."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -189,11 +199,11 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's name and, on the CPU, its values: norms are one, matrices small normal
-        numbers.
+        """Every parameter's name and, on the CPU, its values: norms are one, matrices
+        small normal numbers.
 
-        Their spread is that of Nguyen and Salazar (2019), and smaller still for what layers add to
-        the sum, the more layers there are (GPT-2).
+        Their spread is that of Nguyen and Salazar (2019), and smaller still for what
+        layers add to the sum, the more layers there are (GPT-2).
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -208,10 +218,12 @@ class Transformer(nn.Module):
 
 
 def create(shape: Shape, seed: int | None = None) -> Transformer:
-    """A model with its values, on the default device; without a seed, torch.initial_seed() is it.
+    """A model with its values, on the default device; without a seed,
+    torch.initial_seed() is it.
 
-    So the same `torch.manual_seed` gives the same parameters, however often this is called.
-    Under torch.device("meta") nothing is allocated and there are no values to set.
+    So the same `torch.manual_seed` gives the same parameters, however often this is
+    called. Under torch.device("meta") nothing is allocated and there are no values to
+    set.
     """
     device = torch.get_default_device()
     with torch.device("meta"):

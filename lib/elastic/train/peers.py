@@ -1,11 +1,13 @@
-"""Do all ranks come, and can their nodes talk? Asked before the first collective, which would hang.
+"""Do all ranks come, and can their nodes talk? Asked before the first collective, which
+would hang.
 
-All this needs is a store: where all ranks are on one node a file that only its owner can open, else
-a server of rank 0's, at MASTER_ADDR and no other address. Every rank says who it is; rank 0 waits
-for all of them and says who leads the nodes (LOCAL_RANK 0). Each leader listens on the interface
-that Gloo will use, and connects to every other leader: the kernel's handshake is the proof, so
-nobody accepts. Rank 0 collects what failed, and all ranks raise the same sentence. On one node only
-the roll is called, which takes milliseconds.
+All this needs is a store: where all ranks are on one node a file that only its owner can
+open, else a server of rank 0's, at MASTER_ADDR and no other address. Every rank says who
+it is; rank 0 waits for all of them and says who leads the nodes (LOCAL_RANK 0). Each
+leader listens on the interface that Gloo will use, and connects to every other leader:
+the kernel's handshake is the proof, so nobody accepts. Rank 0 collects what failed, and
+all ranks raise the same sentence. On one node only the roll is called, which takes
+milliseconds.
 """
 
 import json
@@ -35,7 +37,8 @@ Peer = namedtuple("Peer", "rank node leads address interface port")
 
 
 def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The store of this job, once all are there and reach each other. Raises ElasticError."""
+    """The store of this job, once all are there and reach each other. Raises
+    ElasticError."""
     node, host, port = node_name(), env("MASTER_ADDR"), env("MASTER_PORT")
     address, name = _own_address(host)
     leads = env("LOCAL_RANK", "0") == "0"
@@ -70,7 +73,8 @@ def _store(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 
 def check(store: dist.Store, me: Peer, world: int, appear_s: float, connect_s=CONNECT_S) -> str:
-    """Empty if all is well, else who is missing, or which node cannot reach which; on all ranks."""
+    """Empty if all is well, else who is missing, or which node cannot reach which; on all
+    ranks."""
     store = dist.PrefixStore("elastic/peers", store)
     store.set(f"rank/{me.rank}", json.dumps(me))
     if me.rank == 0:
@@ -88,7 +92,8 @@ def check(store: dist.Store, me: Peer, world: int, appear_s: float, connect_s=CO
 
 
 def _own_address(master: str) -> tuple[str, str]:
-    """Where this node listens: on Gloo's interface, else on the one that routes to `master`."""
+    """Where this node listens: on Gloo's interface, else on the one that routes to
+    `master`."""
     name, known = env("GLOO_SOCKET_IFNAME", "").split(",")[0], interfaces()
     if name and name not in known:
         what = f"node {node_name()}: GLOO_SOCKET_IFNAME = {name!r} has no IPv4 address"

@@ -1,13 +1,15 @@
-"""The inner learning rate, a function of the tokens that the whole run has committed. Pure.
+"""The inner learning rate, a function of the tokens that the whole run has committed.
+Pure.
 
-Workers come and go and steps are lost with them, so a step counter says nothing about how far the
-run is; the committed tokens do, and they are the same for every worker. Nothing here depends on
-how many workers there are, on local steps, or on time: losing half the workers makes
-training slower and leaves the schedule alone.
+Workers come and go and steps are lost with them, so a step counter says nothing about how
+far the run is; the committed tokens do, and they are the same for every worker. Nothing
+here depends on how many workers there are, on local steps, or on time: losing half the
+workers makes training slower and leaves the schedule alone.
 
-Three schedules share a linear warm-up: `wsd` (warm-up, stable, decay: constant until the last
-`decay_fraction` of the tokens, then a straight line down), `cosine` and `constant`. `settings` is
-anything with learning_rate, schedule, warmup_fraction, decay_fraction and final_lr_fraction.
+Three schedules share a linear warm-up: `wsd` (warm-up, stable, decay: constant until the
+last `decay_fraction` of the tokens, then a straight line down), `cosine` and `constant`.
+`settings` is anything with learning_rate, schedule, warmup_fraction, decay_fraction and
+final_lr_fraction.
 """
 
 import math
@@ -16,22 +18,24 @@ WARMUP_START = 0.01  # of the peak; not 0, so that no step is without effect
 
 
 def peak(group: dict) -> float:
-    """The rate that a parameter group is to reach. A scheduler made before has changed `lr` and
-    says what it was, or what it is to be."""
+    """The rate that a parameter group is to reach. A scheduler made before has changed
+    `lr` and says what it was, or what it is to be."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def tokens_at(committed: int, own_tokens: int, live_workers: int, cap: int) -> int:
     """Where the run probably is while a round is in progress.
 
-    `committed` tokens at the worker's base, plus its own tokens since then times the workers that
-    share the round; at most `cap` (one full round) ahead, so that a long round cannot run away.
+    `committed` tokens at the worker's base, plus its own tokens since then times the
+    workers that share the round; at most `cap` (one full round) ahead, so that a long
+    round cannot run away.
     """
     return committed + min(own_tokens * max(live_workers, 1), cap)
 
 
 def learning_rate(tokens: int, total_tokens: int, settings) -> float:
-    """The learning rate at `tokens` of `total_tokens`; stays at its final value beyond the end."""
+    """The learning rate at `tokens` of `total_tokens`; stays at its final value beyond
+    the end."""
     progress = min(max(tokens / total_tokens, 0.0), 1.0)
     factor = min(_rise(progress, settings), _fall(progress, settings))
     return settings.learning_rate * factor

@@ -1,9 +1,10 @@
-"""What a run trains: the user's task, found by its name, and what stands in for what it lacks.
+"""What a run trains: the user's task, found by its name, and what stands in for what it
+lacks.
 
 A task says what the model, the samples and the loss are, and nothing about how they are
-distributed: it sees no ranks, no versions, no other workers. Sample i has to be the same on every
-machine and in every attempt, because the ledger hands out samples by number and the audit counts
-them. Two tasks come with the toolkit: tasks.py.
+distributed: it sees no ranks, no versions, no other workers. Sample i has to be the same
+on every machine and in every attempt, because the ledger hands out samples by number and
+the audit counts them. Two tasks come with the toolkit: tasks.py.
 """
 
 import importlib
@@ -26,11 +27,12 @@ REQUIRED = ("model", "dataset", "loss")
 class Task(Protocol):
     """What `run.task` names. Its constructor gets the [task] table of the run file.
 
-    It may also have `optimizer(model)` (else `default_optimizer`), `tokens(batch) -> int` (else
-    the samples of the batch; the unit of the schedule and of the weight of a delta),
-    `validate(model) -> dict[str, float]`, which is run on the global parameters, and
-    `initial_values(model)`, which yields name and values of all that is in the state of a model:
-    `model()` is then called under torch.device("meta"), and no rank ever has the whole of it.
+    It may also have `optimizer(model)` (else `default_optimizer`), `tokens(batch) -> int`
+    (else the samples of the batch; the unit of the schedule and of the weight of a
+    delta), `validate(model) -> dict[str, float]`, which is run on the global parameters,
+    and `initial_values(model)`, which yields name and values of all that is in the state
+    of a model: `model()` is then called under torch.device("meta"), and no rank ever has
+    the whole of it.
     """
 
     def model(self) -> nn.Module:
@@ -72,7 +74,8 @@ def load_task(spec: str, table: dict, search: Path | None = None) -> Task:
 
 @contextmanager
 def _blaming(what: str, hint: str = ""):
-    """Report anything that the user's code raises as an ElasticError that names its line."""
+    """Report anything that the user's code raises as an ElasticError that names its
+    line."""
     try:
         yield
     except ElasticError:
@@ -85,8 +88,9 @@ def _blaming(what: str, hint: str = ""):
 
 
 class EagerAdamW(torch.optim.AdamW):
-    """torch's own, without the calls by which it imports torch's compiler at the first step: a
-    second and a half, and a thousand files of a shared filesystem, at every start of a worker."""
+    """torch's own, without the calls by which it imports torch's compiler at the first
+    step: a second and a half, and a thousand files of a shared filesystem, at every start
+    of a worker."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -96,7 +100,8 @@ class EagerAdamW(torch.optim.AdamW):
 
 
 def default_optimizer(model: nn.Module, train) -> torch.optim.Optimizer:
-    """AdamW as the [train] section has it; only matrices decay, not the gains of norms."""
+    """AdamW as the [train] section has it; only matrices decay, not the gains of
+    norms."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},

@@ -1,9 +1,10 @@
-"""A rank of the job of `elastic-doctor --try` that trains: do all ranks meet, step together, and
-save what they have at a notice?
+"""A rank of the job of `elastic-doctor --try` that trains: do all ranks meet, step
+together, and save what they have at a notice?
 
     python -m elastic.train.start trial FOLDER      a small model, sharded over all
 
-The device, the precision and where ranks meet are as in a run: FOLDER/run.toml has the settings.
+The device, the precision and where ranks meet are as in a run: FOLDER/run.toml has the
+settings.
 """
 
 import itertools
@@ -25,8 +26,8 @@ TIMEOUT_S = 60.0
 
 
 def run(notice: Notice) -> int:
-    """Train until the notice, and say on stderr how long a step takes, and what was saved. Raises
-    ElasticError if the ranks do not meet."""
+    """Train until the notice, and say on stderr how long a step takes, and what was
+    saved. Raises ElasticError if the ranks do not meet."""
     folder, rank = Path(sys.argv[1]), int(env("RANK"))
     config = load_written(folder / "run.toml")
     device = choose_device(config)

@@ -26,7 +26,8 @@ class Intake:
     def take_offers(self) -> None:
         version, late = self.round.version, self.round.facts.max_staleness
         # Further back than may be merged, so that too stale a delta is told apart from a
-        # lost one. One that is based on a version which is not seen here yet waits for it.
+        # lost one. One that is based on a version which is not seen here yet waits for
+        # it.
         bases = range(max(0, version - late - 2), version + 1)
         for base, offers in self.server.store.offers(bases).items():
             for name, body in sorted(offers.items()):

@@ -396,7 +396,8 @@ def may_deliver(slots: dict[int, Slot], since: float, most_s: float, now: float)
 
 
 def run(notice: Notice) -> int:
-    """Be the run's master until the run is over, a notice comes, or another takes over."""
+    """Be the run's master until the run is over, a notice comes, or another takes
+    over."""
     notice.exit_code = None
     master = Master(RunDir(Path(sys.argv[1])), notice)
     try:

@@ -1,15 +1,15 @@
 """The run's own redis-server: found, started by the master, stopped with it.
 
-Bound to one address, memory bounded, its files in RUN/redis-EPOCH, no persistence: the run
-directory is the durable truth. `noeviction` turns a full server into an error that the writer sees,
-instead of keys that quietly vanish.
+Bound to one address, memory bounded, its files in RUN/redis-EPOCH, no persistence: the
+run directory is the durable truth. `noeviction` turns a full server into an error that
+the writer sees, instead of keys that quietly vanish.
 
-Nobody gets in without one of three passwords, of which the server knows only hashes, and never from
-its command line. They are this server's alone, and the master says its own to nobody before it has
-seen that this user's process is who listens. Each role has its commands, keys and channels, so that
-whoever has a worker's password can be no master. Over TLS, which is where openssl and the server
-know it, there is a new certificate for every server; clients find it beside the address and take no
-other.
+Nobody gets in without one of three passwords, of which the server knows only hashes, and
+never from its command line. They are this server's alone, and the master says its own to
+nobody before it has seen that this user's process is who listens. Each role has its
+commands, keys and channels, so that whoever has a worker's password can be no master.
+Over TLS, which is where openssl and the server know it, there is a new certificate for
+every server; clients find it beside the address and take no other.
 """
 
 import contextlib
@@ -113,7 +113,8 @@ def _start(run: RunDir, config: Config, address: str, epoch: int, over_tls: bool
     write_atomic(settings, text.encode(), mode=0o600)
     log = folder / "log"
     with log.open("ab") as output, settings.open("rb") as said:
-        # By its name it would be looked for as a pattern, and a run's path may look like one.
+        # By its name it would be looked for as a pattern, and a run's path may look like
+        # one.
         process = subprocess.Popen(
             [program, "-"], cwd=folder, stdin=said, stdout=output, stderr=output,
             preexec_fn=die_with_parent,
@@ -137,8 +138,8 @@ def _folder(run: RunDir, epoch: int) -> Path:
 
 
 def trial(config: Config, folder: Path) -> bool:
-    """Start a server on loopback with its files in `folder`, see that it answers, and stop it.
-    True: over TLS. Raises ElasticError."""
+    """Start a server on loopback with its files in `folder`, see that it answers, and
+    stop it. True: over TLS. Raises ElasticError."""
     run = RunDir(folder)
     for name in SECRETS.values():
         write_atomic(folder / name, secrets.token_hex(24).encode(), mode=0o600)
@@ -172,7 +173,8 @@ def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
 
 
 def _make_certificate(folder: Path, address: str) -> str:
-    """A key, and a certificate of `address` that it signs itself, in `folder`; that one as PEM."""
+    """A key, and a certificate of `address` that it signs itself, in `folder`; that one
+    as PEM."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     write_atomic(key, b"", mode=0o600)  # for openssl to fill
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]

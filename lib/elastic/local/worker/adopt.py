@@ -66,7 +66,8 @@ class Adopt:
                 return base, ""
 
     def _may_go_on(self) -> bool:
-        """Rank 0: is there work on the same base? Offers a delta again that is forgotten."""
+        """Rank 0: is there work on the same base? Offers a delta again that is
+        forgotten."""
         hand, done = self._hand, self._hand.round
         if not done.header:
             return True
@@ -94,7 +95,8 @@ class Adopt:
         self._line.say(state="training", version=version, step=0)
 
     def _load_newest(self, version: int) -> dict:
-        """Load a version, or if it is pruned a later one: this worker or its master slept."""
+        """Load a version, or if it is pruned a later one: this worker or its master
+        slept."""
         commit = self._line.commit(version)
         while trouble := next(filter(None, self._group.gather(self._load(commit))), ""):
             newest = self._group.decide(self._line.run.told_version)

@@ -2,15 +2,16 @@
 
     python -m elastic.local.worker.agent RUNDIR SLOT    (`elastic agent`: a worker's job)
 
-It claims the slot (a new attempt, which fences older ones), starts the training process (one per
-GPU), and renews the lease with its progress: liveness and progress are two things, so a training
-process that hangs is seen as stalled and not as live. A notice goes on to it, and it delivers what
-it has. When everything has ended, the exit record says why, and the lease is given up.
+It claims the slot (a new attempt, which fences older ones), starts the training process
+(one per GPU), and renews the lease with its progress: liveness and progress are two
+things, so a training process that hangs is seen as stalled and not as live. A notice goes
+on to it, and it delivers what it has. When everything has ended, the exit record says
+why, and the lease is given up.
 
-A training process that crashes is started again here, without going back to the queue, as long as
-it delivers something between crashes. One that dies of the same error twice before its first step,
-in a run in which nobody has trained yet, would do so everywhere: the run has failed. No torch in
-this process: it must answer in milliseconds.
+A training process that crashes is started again here, without going back to the queue, as
+long as it delivers something between crashes. One that dies of the same error twice
+before its first step, in a run in which nobody has trained yet, would do so everywhere:
+the run has failed. No torch in this process: it must answer in milliseconds.
 """
 
 import contextlib
@@ -80,7 +81,8 @@ class Training:
         return [self.pipe, *(p.stderr for p in self.processes if p.poll() is None)]
 
     def read(self) -> bool:
-        """Take in progress lines and error output, without waiting. Has the state changed?"""
+        """Take in progress lines and error output, without waiting. Has the state
+        changed?"""
         for process in self.processes:
             words = _available(process.stderr.fileno())
             sys.stderr.buffer.write(words)
@@ -114,7 +116,8 @@ class Training:
 
 
 class Lease:
-    """The slot's lease at the master's server; held by an agent that has reached the server."""
+    """The slot's lease at the master's server; held by an agent that has reached the
+    server."""
 
     def __init__(self, program: Program):
         self._program, self._health = program, program.run.config().health
@@ -126,7 +129,8 @@ class Lease:
         return self._store is not None
 
     def renew(self, fields: dict) -> None:
-        """Claim it where it is not known. A silent server is no reason to stop. Raises Fenced."""
+        """Claim it where it is not known. A silent server is no reason to stop. Raises
+        Fenced."""
         run, slot, attempt = self._program.run, self._program.slot, self._program.attempt
         try:
             if self._store is None:
@@ -307,7 +311,8 @@ class Agent:
         training.signal(signal.SIGTERM)
 
     def kill_if_hung(self, training: Training) -> None:
-        """After a notice, too, whoever moves may deliver: then it is the scheduler that kills."""
+        """After a notice, too, whoever moves may deliver: then it is the scheduler that
+        kills."""
         if not self.lease.is_held:  # without a line to the master there may be nothing to do
             training.moved = training.heard = time.monotonic()
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
@@ -318,8 +323,9 @@ class Agent:
             training.signal(signal.SIGKILL)
 
     def _leave_if_deserted(self, training: Training) -> None:
-        """There is nothing to train without a master, and nobody knows when there is one again. Its
-        server ends with it; a site's does not, but then nothing new comes to wait for."""
+        """There is nothing to train without a master, and nobody knows when there is one
+        again. Its server ends with it; a site's does not, but then nothing new comes to
+        wait for."""
         since = training.heard if self.config.redis.url else self.lease.served
         idle_s, is_idle = time.monotonic() - since, training.report["state"] != "training"
         if is_idle and idle_s > self.config.health.master_wait_s and not self._deserted:

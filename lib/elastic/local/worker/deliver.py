@@ -63,7 +63,8 @@ class Deliver:
         return True
 
     def _send(self, done: WorkerRound, delta_of) -> list[Fragment] | None:
-        """Encode and store the fragments; None, and back to the base, if they are no good."""
+        """Encode and store the fragments; None, and back to the base, if they are no
+        good."""
         fragments, length = self.exchange.send(delta_of, partial(self.put, done.base))
         moved = guards.Moved(length, done.steps, done.lr_sum)
         reason = self._why_not(moved)
@@ -76,11 +77,13 @@ class Deliver:
         return fragments
 
     def _why_not(self, moved: guards.Moved) -> str:
-        """A delta that is too long is trained again; if it comes out so again, it is sent."""
+        """A delta that is too long is trained again; if it comes out so again, it is
+        sent."""
         return guards.stray(moved, guards.Reach() if self._has_strayed else self._reach)
 
     def put(self, base: int, index: int, data: memoryview) -> Fragment:
-        """Store a fragment's bytes, once the disk has room. Raises TryAgain at a notice."""
+        """Store a fragment's bytes, once the disk has room. Raises TryAgain at a
+        notice."""
         if not self._hand.sent:  # else the worker trains on, and tells by itself
             self._hand.tell_new_master()
         name = fragment_name((*self._line.place.owner, base), index)
@@ -108,7 +111,8 @@ class Deliver:
         )  # fmt: skip
 
     def stands(self, done: WorkerRound) -> bool:
-        """Rank 0: was it not rejected? If a new server does not know it, offer it again."""
+        """Rank 0: was it not rejected? If a new server does not know it, offer it
+        again."""
         line, owner = self._line, self._line.place.owner
         is_known = line.reach(lambda store: store.offered(*owner, done.base))
         verdict = line.reach(lambda store: store.take_verdict(*owner))
@@ -164,7 +168,8 @@ class Deliver:
         return {}
 
     def come_back(self, brought: dict[int, list[torch.Tensor]] | None) -> None:
-        """The delta is delivered, and the next version may be here: end the steps ahead."""
+        """The delta is delivered, and the next version may be here: end the steps
+        ahead."""
         hand = self._hand
         hand.round, hand.sent = hand.sent, None
         if brought is None:

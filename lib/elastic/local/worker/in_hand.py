@@ -94,8 +94,9 @@ class InHand:
 
     @property
     def progress(self) -> float:
-        """How much of the run is trained, from 0 to 1, as far as this worker can tell: what
-        the newest version holds, and what all have done since, if they do as this one does.
+        """How much of the run is trained, from 0 to 1, as far as this worker can tell:
+        what the newest version holds, and what all have done since, if they do as this
+        one does.
 
         By epochs it is samples that count, whatever a loop says of tokens.
         """

@@ -145,7 +145,8 @@ class Line(NoLine):
     def reach(self, action: Callable[[Store], T], role: str = "worker") -> T:
         """`action(store)`, again and again until Redis answers.
 
-        Raises TryAgain if nobody answers until the notice has run out, or the run is over.
+        Raises TryAgain if nobody answers until the notice has run out, or the run is
+        over.
         """
         while True:
             self.say()
@@ -158,7 +159,8 @@ class Line(NoLine):
                 self._closed.wait(RETRY_S)
 
     def _store(self, role: str) -> Store:
-        """Where the newest known master is: the server of one before it may still answer."""
+        """Where the newest known master is: the server of one before it may still
+        answer."""
         store = self._stores.get(role)
         if store is None or store.epoch < self.news.epoch:
             store = self._stores[role] = Store.open(self.run, role=role)
@@ -173,7 +175,8 @@ class Line(NoLine):
         self._stores.clear()  # a courier may be using one: it ends with its last user
 
     def offer(self, header: Header) -> None:
-        """Announce a delta, once the lease is there. Raises Fenced if files say so, too."""
+        """Announce a delta, once the lease is there. Raises Fenced if files say so,
+        too."""
         while not self._is_offered(header):
             if self.notice.has_run_out():
                 raise TryAgain(f"slot {self.place.slot}: the lease is gone")

@@ -68,8 +68,8 @@ class LocalSGD:
 
     @classmethod
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
-        """For a training process that an agent started (`run.command`). A list of optimizers
-        may train the model together, as a GAN's."""
+        """For a training process that an agent started (`run.command`). A list of
+        optimizers may train the model together, as a GAN's."""
         place = Place.from_env()
         return cls(model, inner_optimizer, place, install(), Group.here(place.world))
 
@@ -142,7 +142,8 @@ class LocalSGD:
         seed_by(f"{self.config.run.seed}/{self.slot}/{self.place.attempt}/{self.group.rank}")
 
     def join(self, exchange: Exchange, moments: Moments) -> None:
-        """Train with these from now on: what moves tensors, and what keeps inner state."""
+        """Train with these from now on: what moves tensors, and what keeps inner
+        state."""
         self._moments = moments
         self._deliver = Deliver(self._hand, exchange, moments)
         self._adopt = Adopt(self._hand, moments, self._deliver, self.model)

@@ -78,7 +78,8 @@ class Moments:
             self.save()
 
     def save(self) -> None:
-        """Save the state after this round's steps. Collective; to fail costs only a ramp."""
+        """Save the state after this round's steps. Collective; to fail costs only a
+        ramp."""
         place, version, began = self._line.place, self._hand.round.base, time.monotonic()
         entries = self._group.gather(self._saved(f"inner-{version:06d}.{place.attempt}"))
         self.save_s = time.monotonic() - began

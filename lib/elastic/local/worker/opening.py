@@ -50,7 +50,8 @@ def _create(
     line: NoLine, group: Group, config: Config, model: torch.nn.Module, samples: int,
     tokens_per_sample: int,
 ) -> None:  # fmt: skip
-    """Commit version 0, without outer momentum, if no other worker is first. Collective."""
+    """Commit version 0, without outer momentum, if no other worker is first.
+    Collective."""
     layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
     replica, draft, files = Replica(model, layout), None, []
     if group.leads:

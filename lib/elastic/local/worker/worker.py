@@ -1,8 +1,8 @@
 """The built-in training process of a worker: started by the agent.
 
 Model, data and loss come from `run.task`; the rest is local_sgd.py. On CUDA it trains in
-bf16 where the run says so; with several ranks (`slurm.gpus_per_worker`) the model is sharded
-by FSDP2 within the node.
+bf16 where the run says so; with several ranks (`slurm.gpus_per_worker`) the model is
+sharded by FSDP2 within the node.
 """
 
 import math
@@ -32,7 +32,8 @@ PATIENCE_S = 30 * 86400.0  # rank 0 may wait for the master for days, and the ot
 
 
 def run(notice: Notice) -> int:
-    """Train in the slot that the environment names, until the run is over or a notice comes."""
+    """Train in the slot that the environment names, until the run is over or a notice
+    comes."""
     place = Place.from_env()
     config = place.run.config()
     device = choose_device(config)
