@@ -106,8 +106,8 @@ validate: $(ALL)  ## Each way to train against a synchronous one, at equal token
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig $(VALIDATE_ARGS)
 
 matrix: $(ALL)  ## What a preemption costs, for all 72 ways to announce it; forecasts (minutes)
-	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/python -m pytest -s tests/test_notice_matrix.py \
-	    tests/test_forecast_slurm.py
+	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/python -m pytest -s tests/whole/test_notice_matrix.py \
+	    tests/lab/test_forecast_slurm.py
 
 soak: $(ALL)  ## Chaos on a private Slurm with 16 workers; what it cost (three quarters of an hour)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python soak.py $(SOAK_ARGS)

@@ -1,6 +1,7 @@
 """Redis as a dictionary: what the real Store asks of a client, and its scripts in Python.
 
-`tests/test_random_schedules.py` holds it to a real redis-server: the same calls, the same answers.
+`tests/whole/test_random_schedules.py` holds it to a real redis-server: the same calls, the
+same answers.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ the rule that is there to catch it, or the rule proves nothing.
 It prints tables, writes build/validate.json, .md and .svg (report.py), and exits with 1 if a rule
 is broken or a fault goes unseen. Margins were set once, from three seeds, at three times the spread
 or more. What loss cannot show at this size (weights, ghosts, a local learning-rate schedule, a
-joiner without a ramp: +0.007) is for tests/test_merge.py and test_trace.py.
+joiner without a ramp: +0.007) is for tests/local/master/test_merge.py and test_trace.py.
 """
 
 import argparse

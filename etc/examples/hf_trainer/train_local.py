@@ -4,10 +4,10 @@ Elastic hands out the samples and sets the learning rate (train.schedule, with t
 TrainingArguments at its peak); the Trainer's own schedule is constant, and it saves nothing.
 """
 
-from train import Tokens, new_model
 from transformers import Trainer, TrainingArguments
 
 import elastic
+from train import Tokens, new_model
 
 
 class ElasticTrainer(Trainer):

@@ -1,0 +1,81 @@
+"""Any program in sync mode: what it is told, and that it comes back where it was.
+
+pytest tests/jobs/test_command.py
+"""
+
+import re
+import sys
+
+import pytest
+
+from elastic.base.errors import UsageError
+from elastic.jobs.command import expand
+from running import TESTS, Running, running
+
+SCRIPT = TESTS / "plain_ddp.py"
+PLAIN = [sys.executable, str(SCRIPT), "--checkpoint_dir", "{checkpoints}", "--resume", "{resume}"]
+TORCHRUN = [
+    sys.executable, "-m", "torch.distributed.run", "--nnodes={nodes}",
+    "--nproc-per-node={gpus_per_node}", "--rdzv-backend=c10d",
+    "--rdzv-endpoint={master_addr}:{master_port}", *PLAIN[1:],
+]  # fmt: skip
+
+
+def test_names_in_braces_are_replaced_and_others_refused():
+    values = {"resume": "/c/step_3.pt", "gpus": "4"}
+    assert expand(["a", "{gpus}", "--x={gpus}:{resume}"], values) == [
+        "a", "4", "--x=4:/c/step_3.pt",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="{size}"):
+        expand(["a", "{size}"], values)
+
+
+def test_a_shells_variable_is_refused_with_the_way_out():
+    with pytest.raises(UsageError, match=r"\$\{resume\}") as raised:
+        expand(["bash", "-c", "x ${resume}"], {"resume": "a"})
+    assert "$NAME" in raised.value.hint
+    assert expand(["echo", "${HOME} $x {}"], {}) == ["echo", "${HOME} $x {}"]
+
+
+def test_a_flag_is_there_where_there_is_something_to_resume():
+    command = ["a", "-x", "{resume?--init_from=resume}", "b"]
+    assert expand(command, {"resume": "/c/ckpt.pt"}) == ["a", "-x", "--init_from=resume", "b"]
+    assert expand(command, {"resume": ""}) == ["a", "-x", "b"]
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [(["a", "--resume", "{resume}", "b"], ["a", "b"]), (["a", "--resume={resume}"], ["a"]),
+     (["a", "{resume}"], ["a"]), (["a", "b"], ["a", "b"])],
+)  # fmt: skip
+def test_without_a_checkpoint_the_option_that_names_it_is_left_out(command, first):
+    assert expand(command, {"resume": ""}) == first
+
+
+def epochs(run: Running) -> list[tuple[int, int]]:
+    """(epoch, ranks) as the script printed them."""
+    log = run.run.log_path("trainer", 0)
+    text = log.read_text() if log.exists() else ""
+    return [(int(a), int(b)) for a, b in re.findall(r"epoch (\d+) of (\d+) ranks", text)]
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks_per_node", "sizes"), [(PLAIN, 0, (1, 2)), (TORCHRUN, 1, (1,))],
+    ids=["plain, twice", "torchrun, once"],
+)  # fmt: skip
+def test_an_ordinary_ddp_script_is_preempted_and_finishes(tmp_path, command, ranks_per_node, sizes):
+    settings = {"run.mode": "sync", "run.command": command, "elastic.max": 2,
+                "sync.ranks_per_node": ranks_per_node, "local_scheduler.gpus": 2}  # fmt: skip
+    with running(tmp_path, settings) as run:
+        for gpus in sizes:
+            seen = len(epochs(run))
+            run.until(lambda seen=seen: len(epochs(run)) >= seen + 2, 60, "two epochs more")
+            job = run.jobs()["trainer", 0]
+            run.set_capacity(gpus)
+            run.scheduler.preempt(job.job_id)
+            assert run.ended(job.job_id)["outcome"] == "yielded"
+        run.until(lambda: run.run.done() and not run.jobs(), 90, "the end of the run")
+        told = epochs(run)
+    assert {epoch for epoch, _ in told} == set(range(12))
+    assert len(told) <= 12 + 2  # an epoch may have been printed and not saved
+    assert {ranks for _, ranks in told} == {1, 2}

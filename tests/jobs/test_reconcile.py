@@ -1,0 +1,607 @@
+"""The reconcile pass: a scheduler that is told what to answer, then the local one for real.
+
+pytest tests/jobs/test_reconcile.py
+"""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from signal import SIGKILL
+
+import pytest
+
+from elastic.base.errors import TryAgain
+from elastic.jobs import reconcile
+from elastic.jobs.reconcile import run_pass
+from elastic.jobs.sched import Job, Refused, RetryLater, Unsure, job_name, parse_job_name
+from elastic.jobs.sched_local import LocalScheduler
+from elastic.run.rundir import Control
+from helpers import ROOT, wait_until
+
+NOW = 1_800_000_000.0
+
+
+class Answers:
+    """A scheduler without processes. `on_submit` may raise, before or after the job exists."""
+
+    def __init__(self):
+        self.listed: dict[str, Job] = {}
+        self.now, self.asked, self.cancelled, self.specs = NOW, 0, [], []
+        self.silent = False
+        self.on_submit = self.on_cancel = lambda *_: None
+
+    def open(self, *_):
+        return self
+
+    def jobs(self, within_s=0.0):
+        self.asked += 1
+        if self.silent:
+            raise TryAgain("squeue: Socket timed out")
+        return list(self.listed.values())
+
+    def submit(self, spec):
+        self.on_submit(spec)
+        self.specs.append(spec)
+        return self.add(spec.name)
+
+    def add(self, name, state="PENDING"):
+        job_id = str(len(self.listed) + 100)
+        self.listed[job_id] = Job(job_id, name, state, "", self.now)
+        return job_id
+
+    def cancel(self, job_id, now=False):
+        self.on_cancel(job_id)
+        self.cancelled.append((job_id, now))
+
+    def becomes(self, state, *names):
+        for job in list(self.listed.values()):
+            name = parse_job_name(job.name)[1:]
+            if not job.ended and (not names or name in names):
+                started = {"start_time": self.now, "node": "n1"} if state == "RUNNING" else {}
+                self.listed[job.job_id] = replace(job, state=state, **started)
+
+    def places(self):
+        return [parse_job_name(job.name)[1:] for job in self.listed.values() if not job.ended]
+
+
+@pytest.fixture
+def slurm():
+    return Answers()
+
+
+@pytest.fixture
+def again(run, slurm):
+    """again(seconds) -> the report of one pass, so many seconds later."""
+
+    def one(seconds=20.0, runs=(run,), **options):
+        slurm.now += seconds
+        return run_pass(list(runs), slurm.now, scheduler=slurm.open, **options)
+
+    return one
+
+
+def did(report):
+    return [(a.verb, a.role, a.slot) for each in report.runs for a in each.actions]
+
+
+def notes(run):
+    return json.loads((run.path / "reconcile.json").read_text())
+
+
+def kinds(run):
+    return [event["kind"] for event in run.events()]
+
+
+def until_running(again, slurm):
+    again()
+    slurm.becomes("RUNNING")
+    again()
+
+
+# ---- doing it, once
+
+
+class Shared(Answers):
+    """Others have asked, too: it answers with what it listed `within_s` ago."""
+
+    def jobs(self, within_s=0.0):
+        then = [job for job in super().jobs() if job.submit_time <= self.now - within_s]
+        self.asked -= bool(within_s)
+        return then
+
+
+def test_what_an_old_answer_does_not_know_yet_is_not_submitted_again(run):
+    slurm = Shared()
+    run_pass([run], slurm.now, scheduler=slurm.open)
+    submitted, asked = len(slurm.specs), slurm.asked
+    for _ in range(20):
+        slurm.now += 7.0
+        report = run_pass([run], slurm.now, scheduler=slurm.open, within_s=30.0)
+        assert did(report) == []
+    assert submitted == len(slurm.specs) > 0
+    assert slurm.asked == asked
+    slurm.listed.clear()
+    slurm.now += 1.0
+    run_pass([run], slurm.now, scheduler=slurm.open)
+    assert kinds(run).count("end") == submitted
+
+
+def test_the_first_pass_submits_the_master_and_all_workers_and_the_second_is_silent(
+    run, slurm, again
+):
+    report = again()
+    assert did(report) == [("submit", "master", 0), *(("submit", "worker", s) for s in range(4))]
+    assert report.lines()[0] == "run-a: submit master 0 job 100: first start"
+    assert kinds(run) == ["submit"] * 5
+    before = (run.path / "reconcile.json").stat()
+    slurm.becomes("RUNNING")
+    assert did(again()) == []
+    assert again().lines() == []
+    assert kinds(run) == ["submit"] * 5
+    assert before.st_size < (run.path / "reconcile.json").stat().st_size
+    unchanged = (run.path / "reconcile.json").stat().st_ino
+    again()
+    assert (run.path / "reconcile.json").stat().st_ino == unchanged, "nothing new: not written"
+
+
+def test_a_job_is_submitted_with_the_runs_own_settings_and_environment(run, slurm, again):
+    again()
+    spec = slurm.specs[-1]
+    assert (spec.run_dir, spec.run, spec.role, spec.slot) == (run.path, "run-a", "worker", 3)
+    assert spec.environment == {"A": "b"}
+    assert spec.name == job_name("run-a", "worker", 3)
+    assert (spec.gpus, slurm.specs[0].gpus) == (1, 0)
+
+
+def test_slots_are_max_divided_by_the_gpus_of_a_worker(make_run, slurm, again):
+    run = make_run("slurm.gpus_per_worker=2", "elastic.max=4", name="pairs")
+    report = again(runs=[run])
+    assert did(report) == [
+        ("submit", "master", 0),
+        ("submit", "worker", 0),
+        ("submit", "worker", 1),
+    ]
+
+
+def test_one_question_is_enough_for_all_runs_and_jobs_are_told_apart(make_run, slurm, again):
+    a, b = make_run(name="a"), make_run(name="b")
+    slurm.add(job_name("a", "worker", 1))
+    slurm.add("not one of ours")
+    again(runs=[a, b])
+    assert slurm.asked == 1
+    assert Counter(job.name for job in slurm.listed.values()).most_common(1)[0][1] == 1
+    assert len(slurm.listed) == 11
+
+
+def test_a_lost_or_damaged_memory_makes_no_second_job(run, slurm, again):
+    again()
+    for damage in (b"", b"{", b'{"memory": {"jobs": [{"no": 1}]}}', b'{"memory": 3}'):
+        (run.path / "reconcile.json").write_bytes(damage)
+        assert did(again()) == []
+    (run.path / "reconcile.json").unlink()
+    assert did(again()) == []
+
+
+def test_a_dry_run_tells_the_plan_and_changes_nothing(run, slurm, again):
+    before = sorted(run.path.rglob("*"))
+    report = again(dry_run=True)
+    assert len(did(report)) == 5
+    assert report.lines()[0] == "run-a: would submit master 0: first start"
+    assert sorted(run.path.rglob("*")) == before
+    assert slurm.listed == {}
+    assert json.loads(json.dumps(report.to_json()))["runs"][0]["actions"][0]["verb"] == "submit"
+
+
+# ---- not knowing
+
+
+def test_an_unreachable_scheduler_means_no_actions_and_is_said_once(run, slurm, again):
+    again()
+    slurm.listed.clear()
+    slurm.silent = True
+    report = again(100)
+    assert (did(report), report.unknown) == ([], "squeue: Socket timed out")
+    assert report.lines() == ["nothing done: squeue: Socket timed out"]
+    report = again()
+    assert report.unknown
+    assert report.lines() == []
+
+
+def test_a_cancel_without_an_answer_is_tried_again(run, slurm, again):
+    until_running(again, slurm)
+    run.set_control(max=3)
+
+    def hang(*_):
+        raise TryAgain("scancel: timed out")
+
+    slurm.on_cancel = hang
+    assert again().unknown == "scancel: timed out"
+    slurm.on_cancel = lambda *_: None
+    assert did(again()) == [("cancel", "worker", 3)]
+    assert did(again()) == []
+
+
+def test_a_pass_skips_a_run_that_another_pass_is_at_work_on(run, slurm, again):
+    with open(run.path / "reconcile.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        report = again()
+        assert (did(report), report.lines(), report.errors) == ([], [], [])
+        assert slurm.asked == 0
+    assert len(did(again())) == 5
+
+
+def test_a_filesystem_without_locks_has_passes_too(run, again, monkeypatch):
+    """Lustre without `-o flock`."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert len(did(again())) == 5
+
+
+def test_the_lock_is_taken_before_the_scheduler_is_asked(run, slurm):
+    """Else the answer could be older than what another pass did in between."""
+
+    class Meeting(Answers):
+        def jobs(self, within_s=0.0):
+            inner = run_pass([run], NOW, scheduler=slurm.open)
+            assert did(inner) == []
+            return super().jobs()
+
+    assert len(did(run_pass([run], NOW, scheduler=Meeting().open))) == 5
+
+
+def test_a_submission_that_may_have_succeeded_is_not_repeated_before_ten_minutes(run, slurm, again):
+    def lost(spec):
+        if spec.role == "worker":
+            raise Unsure("sbatch: Socket timed out")
+
+    slurm.on_submit = lost
+    report = again()
+    assert did(report) == [("submit", "master", 0)]
+    assert "unsure whether worker 0" in report.lines()[1]
+    slurm.on_submit = lambda spec: None
+    assert did(again()) == [("submit", "worker", s) for s in (1, 2, 3)]
+    assert did(again(500)) == []
+    assert did(again(100)) == [("submit", "worker", 0)]
+
+
+def test_a_submission_that_had_succeeded_turns_up_by_its_name(run, slurm, again):
+    def lost(spec):
+        if spec.slot == 2:
+            slurm.add(spec.name)
+            raise Unsure("sbatch: Socket timed out")
+
+    slurm.on_submit = lost
+    again()
+    slurm.on_submit = lambda spec: None
+    assert did(again()) == [("submit", "worker", 3)]
+    assert notes(run)["memory"]["unsure"] == []
+    assert did(again(700)) == []
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_pass_that_dies_in_the_middle_of_a_submission_makes_no_second_job(
+    run, slurm, again, submitted
+):
+    class Killed(BaseException):
+        pass
+
+    def die(spec):
+        if spec.slot == 1:
+            raise Killed
+
+    slurm.on_submit = die
+    with pytest.raises(Killed):
+        again()
+    slurm.on_submit = lambda spec: None
+    assert did(again(1)) == [("submit", "worker", 2), ("submit", "worker", 3)]
+    if submitted:
+        slurm.add(job_name("run-a", "worker", 1))
+    later = did(again(60))
+    assert later == ([] if submitted else [("submit", "worker", 1)])
+
+
+# ---- what a scheduler does not take
+
+
+def test_a_refused_run_fails_with_the_reason_and_the_way_out(run, slurm, again):
+    def refuse(spec):
+        if spec.role == "worker":
+            raise Refused("sbatch: invalid partition specified: nosuch", "see [slurm]")
+
+    slurm.on_submit = refuse
+    report = again()
+    assert did(report) == [("submit", "master", 0), ("cancel", "master", 0)]
+    assert run.failed()["reason"] == "worker refused: sbatch: invalid partition specified: nosuch"
+    assert run.failed()["detail"] == "see [slurm]"
+    assert any("failed: worker refused" in line for line in report.lines())
+    slurm.on_submit = lambda spec: None
+    assert did(again()) == []
+
+
+def test_a_refusal_does_not_end_a_run_that_is_at_work(run, slurm, again):
+    until_running(again, slurm)
+    slurm.becomes("PREEMPTED", ("worker", 1))
+
+    def refuse(spec):
+        raise Refused("sbatch: Invalid account")
+
+    slurm.on_submit = refuse
+    assert did(again()) == []
+    assert run.failed() is None
+    assert again().runs[0].waiting == ["worker 1: worker refused: sbatch: Invalid account"]
+    slurm.on_submit = lambda spec: None
+    assert did(again(600)) == [("submit", "worker", 1)]
+
+
+def test_a_later_refusal_is_tried_again_ever_more_seldom_and_ends_no_run(run, slurm, again):
+    """Also one of which no job runs: a plugin may refuse today, or a host be no submit host."""
+    again()
+    for job_id, job in slurm.listed.items():
+        slurm.listed[job_id] = replace(job, state="PREEMPTED")
+    asked = []
+
+    def refuse(spec):
+        asked.append(slurm.now)
+        raise Refused("sbatch: You must specify an account; Unspecified error")
+
+    slurm.on_submit = refuse
+    for _ in range(120):
+        again(60)
+    gaps = [after - before for before, after in itertools.pairwise(asked)]
+    for gap, delay_s in zip(gaps, [60, 120, 240, 480, 960, 1800, 1800], strict=False):
+        assert delay_s <= gap <= delay_s + 61  # a pass a minute
+    assert len(gaps) >= 5
+    assert run.failed() is None
+    slurm.on_submit = lambda spec: None
+    assert again(1800).runs[0].actions
+
+
+def test_a_host_that_may_not_submit_does_not_hold_up_one_that_may(run, slurm, again, monkeypatch):
+    """AllocNodes=login: the master's pass is refused each time, and cron's is obeyed."""
+    until_running(again, slurm)
+    slurm.becomes("PREEMPTED", ("worker", 1))
+
+    def from_login(spec):
+        if reconcile.node_name() != "login":
+            raise Refused("sbatch: Access/permission denied")
+
+    slurm.on_submit = from_login
+    monkeypatch.setattr(reconcile, "node_name", lambda: "c1")
+    assert did(again()) == []
+    monkeypatch.setattr(reconcile, "node_name", lambda: "login")
+    assert did(again()) == [("submit", "worker", 1)]
+    slurm.becomes("PREEMPTED", ("worker", 2))
+    monkeypatch.setattr(reconcile, "node_name", lambda: "c1")
+    assert did(again()) == []
+    assert again().runs[0].waiting == ["worker 2: worker refused: sbatch: Access/permission denied"]
+
+
+def test_a_submit_limit_is_waited_for_and_said_once(run, slurm, again):
+    def limit(spec):
+        if len(slurm.listed) >= 3:
+            raise RetryLater("sbatch: QOSMaxSubmitJobPerUserLimit")
+
+    slurm.on_submit = limit
+    assert len(did(again())) == 3
+    assert again().lines() == ["run-a: worker 2 and 1 more: sbatch: QOSMaxSubmitJobPerUserLimit"]
+    lines = [again(70).lines() for _ in range(4)]
+    assert lines == [[]] * 4
+    slurm.on_submit = lambda spec: None
+    assert len(did(again(70))) == 2
+
+
+# ---- ends
+
+
+def ending(run, slurm, slot, outcome, **fields):
+    name = job_name("run-a", "worker", slot)
+    (job,) = [job for job in slurm.listed.values() if job.name == name and not job.ended]
+    record = {"job_id": job.job_id, "role": "worker", "slot": slot, "state": "ended", "steps": 0}
+    times = {"time": slurm.now + 1, "started": slurm.now}
+    run.write_ending(job.job_id, {**record, "outcome": outcome, **times, **fields})
+    slurm.listed[job.job_id] = replace(job, state="FAILED")
+
+
+def test_the_exit_record_tells_how_a_job_ended_once(run, slurm, again):
+    until_running(again, slurm)
+    ending(run, slurm, 2, "yielded", reason="notice SIGTERM", steps=7)
+    assert did(again()) == [("submit", "worker", 2)]
+    (end,) = [event for event in run.events() if event["kind"] == "end"]
+    assert (end["slot"], end["outcome"], end["reason"]) == (2, "yielded", "notice SIGTERM")
+    again()
+    assert kinds(run).count("end") == 1
+
+
+def test_a_crash_loop_ends_the_run_with_the_last_log_lines(run, slurm, again):
+    run.set_control(max=1)
+    until_running(again, slurm)
+    for pause in (30, 60):
+        ending(run, slurm, 0, "failed", reason="exit 1", detail="ValueError: step 3")
+        assert did(again(1)) == []
+        assert did(again(pause - 1)) == []
+        assert did(again(2)) == [("submit", "worker", 0)]
+        slurm.becomes("RUNNING")
+        again(1)
+    ending(run, slurm, 0, "failed", reason="exit 1", detail="ValueError: step 3")
+    report = again(1)
+    assert report.lines() == ["run-a: failed: worker 0 failed 3 times in a row: exit 1"]
+    assert run.failed()["detail"] == "ValueError: step 3"
+    assert kinds(run)[-1] == "fail"
+    slurm.becomes("CANCELLED")
+    assert did(again(200)) == []
+    run.clear_failed()
+    assert did(again()) == [("submit", "master", 0), ("submit", "worker", 0)]
+
+
+def test_a_reason_to_wait_is_said_when_it_changes(run, slurm, again):
+    run.set_control(max=1)
+    until_running(again, slurm)
+    ending(run, slurm, 0, "failed", reason="exit 1")
+    assert again(1).lines() == ["run-a: worker 0: waits 30 s after failure 1: exit 1"]
+    assert again(1).lines() == []
+    assert again(1).runs[0].waiting == ["worker 0: waits 30 s after failure 1: exit 1"]
+
+
+def test_a_run_that_is_over_is_looked_after_until_its_last_job_is_gone_then_never_again(
+    run, slurm, again
+):
+    until_running(again, slurm)
+    run.mark_done({"reason": "all tokens trained"})
+    assert did(again()) == []
+    assert len(did(again(run.config().health.hang_timeout_s + 60))) == 4
+    slurm.becomes("CANCELLED", *(("worker", slot) for slot in range(4)))
+    assert did(again(run.config().health.hang_timeout_s + 60)) == [("cancel", "master", 0)]
+    slurm.becomes("COMPLETED")
+    again()
+    asked = slurm.asked
+    assert again().lines() == []
+    assert slurm.asked == asked, "nothing to look after: the scheduler is left in peace"
+
+
+def test_stop_and_start_again(run, slurm, again):
+    until_running(again, slurm)
+    run.set_control(state="stopped")
+    assert did(again()) == []
+    assert len(did(again(run.config().health.hang_timeout_s + 60))) == 4
+    slurm.becomes("CANCELLED")
+    again()
+    run.set_control(state="running")
+    assert len(did(again())) == 5
+
+
+def test_one_broken_run_does_not_keep_the_others_waiting(make_run, run, slurm, again):
+    broken, fine = make_run(name="broken"), make_run(name="fine")
+    (broken.path / "control.json").write_text("{")
+    gone = make_run(name="gone")
+    for path in (gone.path / "control.json", gone.path / "run.toml"):
+        path.unlink()
+    report = again(runs=[broken, gone, fine])
+    assert len(did(report)) == 5
+    assert [line.split(":")[0] for line in report.errors] == ["broken", "gone"]
+    assert report.lines()[:2] == report.errors
+
+
+def test_every_run_is_looked_for_on_the_cluster_it_was_submitted_to(make_run, slurm):
+    """Whatever SLURM_CONF cron has. A cluster that is gone keeps no run of another one waiting."""
+    runs = {name: make_run("run.scheduler=slurm", "slurm.partition=p", name=name) for name in "abc"}
+    for name, cluster in zip(runs, ("gone", "here", "here"), strict=True):
+        (runs[name].path / "environment.json").write_text(json.dumps({"SLURM_CONF": cluster}))
+    clusters = {"gone": Answers(), "here": slurm}
+    clusters["gone"].silent = True
+
+    def scheduler(kind, config, environment):
+        return clusters[environment["SLURM_CONF"]]
+
+    report = run_pass(list(runs.values()), NOW, scheduler=scheduler)
+    assert ([each.run for each in report.runs], slurm.asked) == (["b", "c"], 1)
+    assert (len(did(report)), report.unknown) == (10, "squeue: Socket timed out")
+
+
+# ---- many passes at once, for real
+
+PASSES = """
+import sys, time
+from pathlib import Path
+from elastic.jobs import sched_local
+from elastic.jobs.reconcile import run_pass
+from elastic.run.rundir import RunDir
+run, home, state = map(Path, sys.argv[1:4])
+def scheduler(kind, config, environment):
+    return sched_local.LocalScheduler(config, state, home)
+print("ready", flush=True)
+while True:
+    report = run_pass([RunDir(run)], time.time(), scheduler=scheduler)
+    assert not report.errors, report.errors
+    time.sleep(0.01)
+"""
+
+
+@contextlib.contextmanager
+def passes(run, home):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
+    command = [sys.executable, "-c", PASSES, str(run.path), str(home), str(home / "state")]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def local(make_run, home):
+    """A run of four workers on the local scheduler whose jobs write exit records and sleep."""
+    run = make_run("local_scheduler.grace=1s", name="local")
+    (home / "bin").mkdir()
+    path = home / "bin" / "elastic"
+    path.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = agent ] && role=worker || role=master\n'
+        """printf '{"role": "%s", "slot": %s, "state": "started", "time": %s}' """
+        '"$role" "${3:-0}" "$(date +%s)" > "$2/exit/$ELASTIC_JOB_ID.json"\n'
+        "while :; do sleep 0.05; done\n"
+    )
+    path.chmod(0o755)
+    run.environment = lambda: {"PATH": os.environ["PATH"]}
+    (run.path / "environment.json").write_text(json.dumps({"PATH": os.environ["PATH"]}))
+    scheduler = LocalScheduler(run.config(), home / "state", home)
+    yield run, scheduler
+    for job in scheduler.jobs():
+        scheduler.cancel(job.job_id, now=True)
+    wait_until(lambda: not scheduler._members(), 10, "nothing is left behind")
+
+
+def test_many_passes_at_once_some_killed_make_one_job_per_place(local, home):
+    run, scheduler = local
+    rng = random.Random(3)
+    everyone = [("master", 0), *(("worker", slot) for slot in range(4))]
+
+    def live():
+        jobs = [job for job in scheduler.jobs() if not job.ended]
+        places = Counter(parse_job_name(job.name)[1:] for job in jobs)
+        assert not places or max(places.values()) == 1, places
+        return jobs
+
+    with passes(run, home), passes(run, home):
+        for _ in range(6):
+            with passes(run, home) as third:
+                jobs = live()
+                if len(jobs) > 2:
+                    scheduler.kill(rng.choice(jobs).job_id)
+                time.sleep(rng.uniform(0, 0.3))
+                live()
+                third.send_signal(SIGKILL)
+
+        def complete():
+            running = [parse_job_name(j.name)[1:] for j in live() if j.state == "RUNNING"]
+            return sorted(running) == everyone
+
+        wait_until(complete, 90, "a master and four workers")
+    assert run.failed() is None
+
+
+def test_a_control_that_says_stop_empties_the_local_scheduler(local, home):
+    run, scheduler = local
+
+    def again(now):
+        return run_pass([run], now, scheduler=lambda *_: scheduler)
+
+    assert len(did(again(time.time()))) == 5
+    run.set_control(state="stopped", min=1)
+    assert run.control() == Control("local", "stopped", 1, 4, run.control().time)
+    again(time.time())
+    again(time.time() + run.config().health.hang_timeout_s + 130)
+    wait_until(lambda: all(job.ended for job in scheduler.jobs()), 10, "all jobs end")

@@ -1,0 +1,344 @@
+"""The local scheduler, with real processes.
+
+    pytest tests/jobs/test_sched_local.py
+
+A job here is a shell script that does what the test says; it tells its story in files.
+"""
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from signal import SIGKILL
+
+import pytest
+
+from elastic.base import proc
+from elastic.base.config import load
+from elastic.jobs import sched_local
+from elastic.jobs.sched import JobSpec, parse_job_name
+from elastic.jobs.sched_local import LocalScheduler
+from helpers import ROOT, wait_until
+
+PATIENT = 'trap "echo notice >> told; exit 0" TERM; while :; do sleep 0.05; done'
+DEAF = 'trap "" TERM; sleep 1000 & setsid sleep 1000 & while :; do sleep 0.05; done'
+
+
+class Site:
+    """A state directory, an installation whose agent runs `script`, and a run directory."""
+
+    def __init__(self, home: Path, gpus: int = 0, grace: str = "10s"):
+        self.home, self.folder = home, home / "run"
+        (home / "bin").mkdir()
+        (self.folder / "logs").mkdir(parents=True)
+        toml = home / "run.toml"
+        toml.write_text(
+            '[run]\nscheduler = "local"\n[train]\nepochs = 1\n[elastic]\nmax = 9\n'
+            f'[local_scheduler]\ngpus = {gpus}\ngrace = "{grace}"\n'
+        )
+        self.config = load(toml, site=Path(os.devnull))
+        self.scheduler = LocalScheduler(self.config, home / "state", home)
+
+    def script(self, text: str) -> None:
+        path = self.home / "bin" / "elastic"
+        path.write_text(f"#!/bin/sh\necho $ELASTIC_JOB_ID >> starts\n{text}\n")
+        path.chmod(0o755)
+
+    def submit(self, slot: int = 0, role: str = "worker", folder: Path | None = None) -> str:
+        environment = {"PATH": os.environ["PATH"], "GREETING": "a b\n'c'"}
+        where = (folder or self.folder, "run", role, slot)
+        return self.scheduler.submit(JobSpec(*where, self.config, environment))
+
+    def states(self) -> dict[str, str]:
+        return {job.job_id: job.state for job in self.scheduler.jobs()}
+
+    def state(self, job_id: str) -> str:
+        return self.states()[job_id]
+
+    def lines(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def alive(self) -> dict[str, list[int]]:
+        return self.scheduler._members()
+
+    def started(self, job_id: str) -> None:
+        wait_until(lambda: job_id in self.lines("starts"), 10, f"job {job_id} runs its command")
+
+
+@pytest.fixture
+def make_site(tmp_path, monkeypatch):
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / "registry"))
+    sites = []
+
+    def make(**options):
+        sites.append(Site(tmp_path, **options))
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        for job_id in site.states():
+            site.scheduler.cancel(job_id, now=True)
+        wait_until(lambda site=site: not site.alive(), 10, "nothing is left behind")
+
+
+@pytest.fixture
+def site(make_site):
+    site = make_site()
+    site.script(PATIENT)
+    return site
+
+
+# ---- a job's life
+
+
+def test_a_job_gets_its_arguments_its_environment_and_a_log_that_is_appended(site):
+    site.script('echo "$@|$ELASTIC_JOB_ID|$GREETING|$PWD|${USER-none}"; echo oops >&2')
+    job_id = site.submit(slot=7)
+    wait_until(lambda: site.state(job_id) == "ENDED", 10, "the job ends")
+    wait_until(lambda: site.state(site.submit(slot=7)) == "ENDED", 10, "another one ends")
+    log = (site.folder / "logs" / "worker-0007.log").read_text()
+    assert log.startswith(f"agent {site.folder} 7|{job_id}|a b\n'c'|{site.folder}|none\noops\n")
+    assert log.count("oops") >= 2
+
+
+def test_a_job_is_listed_from_its_submission_to_long_after_its_end(site):
+    before = time.time()
+    job_id = site.submit(slot=3)
+    (job,) = site.scheduler.jobs()
+    assert parse_job_name(job.name) == ("run", "worker", 3)
+    assert (job.job_id, job.state, job.ended) == (job_id, "RUNNING", False)
+    assert before - 1 <= job.submit_time <= job.start_time + 1 <= time.time() + 2
+    assert job.node == os.uname().nodename
+    site.scheduler.kill(job_id)
+    (job,) = site.scheduler.jobs()
+    assert (job.state, job.ended) == ("ENDED", True)
+
+
+def test_an_ended_job_is_forgotten_in_the_end_and_its_id_is_not_used_again(site, monkeypatch):
+    first = site.submit()
+    site.scheduler.kill(first)
+    assert site.state(first) == "ENDED"
+    monkeypatch.setattr(sched_local, "KEEP_S", -1.0)
+    assert site.states() == {}
+    assert site.submit() != first
+    assert {path.stem for path in (site.home / "state" / "jobs").iterdir()} != {first}
+
+
+def test_ids_that_the_run_has_seen_are_not_used_again_when_the_state_directory_was_lost(site):
+    (site.folder / "exit").mkdir()
+    for job_id in ("1", "2"):
+        (site.folder / "exit" / f"{job_id}.json").write_text('{"state": "ended"}')
+    assert site.submit() == "3"
+
+
+# ---- GPUs
+
+
+def test_a_job_that_does_not_fit_is_pending_until_another_ends(make_site):
+    site = make_site(gpus=2)
+    site.script(PATIENT)
+    a, b, c = (site.submit(slot) for slot in range(3))
+    assert site.states() == {a: "RUNNING", b: "RUNNING", c: "PENDING"}
+    assert site.scheduler.jobs()[2].reason == "Resources"
+    site.scheduler.kill(b)
+    assert site.states() == {a: "RUNNING", b: "ENDED", c: "RUNNING"}
+
+
+def test_a_master_needs_no_gpu(make_site):
+    site = make_site(gpus=1)
+    site.script(PATIENT)
+    worker, master = site.submit(), site.submit(role="master")
+    assert set(site.states().values()) == {"RUNNING"}
+    assert worker != master
+
+
+def test_the_number_of_gpus_can_change_and_ends_no_job(make_site):
+    site = make_site(gpus=1)
+    site.script(PATIENT)
+    a, b = site.submit(0), site.submit(1)
+    capacity = site.scheduler.state / "capacity.json"
+    capacity.write_text('{"gpus": 2}')
+    assert site.states() == {a: "RUNNING", b: "RUNNING"}
+    capacity.write_text('{"gpus": 0}')
+    assert site.states() == {a: "RUNNING", b: "RUNNING"}
+    c = site.submit(2)
+    assert site.state(c) == "PENDING"
+
+
+@pytest.mark.parametrize(
+    ("here", "in_use", "count", "mine"),
+    [((), [], 1, []), ((0,), [0], 1, [0]), ((2, 0, 1), [0, 1, 0], 2, [2, 1]), ((0, 1), [], 0, [])],
+)
+def test_gpus_of_the_machine_are_shared_out(monkeypatch, here, in_use, count, mine):
+    names = [Path(f"/dev/nvidia{number}") for number in here]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", lambda self, pattern: names)
+        assert sched_local._least_used(in_use, count) == mine
+
+
+# ---- ends
+
+
+def test_a_preempted_job_gets_notice_and_may_leave_in_time(site):
+    job_id = site.submit()
+    site.started(job_id)
+    site.scheduler.preempt(job_id, grace_s=10)
+    wait_until(lambda: site.state(job_id) == "PREEMPTED", 5, "the job leaves")
+    assert site.lines("told") == ["notice"]
+
+
+def test_a_job_that_ignores_the_notice_is_killed_though_nobody_calls_again(site):
+    site.script(DEAF)
+    job_id = site.submit()
+    site.started(job_id)
+    wait_until(lambda: len(site.alive().get(job_id, ())) >= 3, 10, "all its processes")
+    begin = time.monotonic()
+    site.scheduler.preempt(job_id, grace_s=0.8)
+    assert site.state(job_id) == "RUNNING", "the grace is not over"
+    claim = site.scheduler._path(job_id, "claim").read_text()
+    pid = int(claim.split()[0])
+    wait_until(lambda: not _is_running(pid), 10, "the kill")
+    assert time.monotonic() - begin >= 0.8
+    wait_until(lambda: job_id not in site.alive(), 5, "its children, too")
+
+
+def _is_running(pid):
+    return proc.Process.of(pid) is not None
+
+
+def test_a_cancelled_job_that_is_pending_never_starts(make_site):
+    site = make_site(gpus=1)
+    site.script(PATIENT)
+    running, pending = site.submit(0), site.submit(1)
+    site.scheduler.cancel(pending)
+    site.scheduler.kill(running)
+    assert site.states() == {running: "ENDED", pending: "CANCELLED"}
+    site.scheduler.cancel(pending)
+    site.scheduler.cancel("4711")
+    assert site.lines("starts") in ([running], [])
+
+
+def test_a_cancelled_job_is_told_first_and_killed_at_once_only_on_request(site):
+    a, b = site.submit(0), site.submit(1)
+    site.started(a)
+    site.started(b)
+    site.scheduler.cancel(a)
+    wait_until(lambda: site.state(a) == "CANCELLED", 5, "it leaves")
+    assert site.lines("told") == ["notice"]
+    site.scheduler.cancel(b, now=True)
+    assert site.state(b) == "CANCELLED"
+    assert site.lines("told") == ["notice"]
+
+
+def test_a_kill_takes_children_in_other_sessions_and_with_another_environment(site):
+    site.script("setsid env -i sleep 1000 & (sleep 1000 &) ; setsid --fork sleep 1000; sleep 1000")
+    job_id = site.submit()
+    wait_until(lambda: len(site.alive().get(job_id, ())) >= 5, 10, "five processes")
+    site.scheduler.kill(job_id)
+    assert site.alive() == {}
+    assert site.state(job_id) == "ENDED"
+
+
+def test_what_outlives_the_first_process_of_a_job_is_killed_by_the_next_caller(site):
+    site.script("setsid --fork sleep 1000; exit 3")
+    job_id = site.submit()
+    wait_until(lambda: site.state(job_id) == "ENDED", 10, "its end")
+    wait_until(lambda: site.states() and not site.alive(), 5, "the orphan's end")
+
+
+def test_a_pid_that_now_belongs_to_another_process_is_not_the_job(site):
+    job_id = site.submit()
+    claim = site.scheduler._path(job_id, "claim")
+    fields = claim.read_text().split()
+    fields[21] = str(int(fields[21]) - 1)
+    site.scheduler.kill(job_id)
+    claim.write_text(" ".join([str(os.getpid()), *fields[1:]]))
+    assert site.state(job_id) == "ENDED"
+
+
+def test_a_job_whose_run_directory_is_gone_ends(site):
+    job_id = site.submit(folder=site.home / "nowhere")
+    assert site.state(job_id) == "ENDED"
+
+
+# ---- callers that die, callers that meet
+
+
+def test_of_two_first_processes_of_a_job_one_leaves_without_a_trace(site):
+    job_id = site.submit()
+    site.started(job_id)
+    claim = site.scheduler._path(job_id, "claim")
+    before = claim.read_bytes()
+    shim = ["/bin/sh", "-c", sched_local.CLAIM, str(claim), "/bin/echo", "twice"]
+    second = subprocess.run(shim, capture_output=True, text=True)
+    assert second.returncode != 0
+    assert second.stdout == ""
+    assert claim.read_bytes() == before
+
+
+CALLER = """
+import sys
+from pathlib import Path
+from elastic.base.config import load
+from elastic.jobs.sched import JobSpec
+from elastic.jobs.sched_local import LocalScheduler
+home, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+config = load(home / "run.toml", site=Path("/dev/null"))
+scheduler = LocalScheduler(config, home / "state", home)
+print("ready", flush=True)
+for slot in range(first, first + count):
+    spec = JobSpec(home / "run", "run", "worker", slot, config, {"PATH": "/usr/bin:/bin"})
+    print(scheduler.submit(spec), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def caller(site, first, count):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
+    command = [sys.executable, "-c", CALLER, str(site.home), str(first), str(count)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_caller_killed_at_any_moment_leaves_every_job_started_once_or_pending(make_site):
+    site = make_site()
+    site.script(PATIENT)
+    rng = random.Random(7)
+    told = []
+    for turn in range(8):
+        with caller(site, 10 * turn, 6) as process:
+            process.stdout.readline()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(rng.uniform(0.0, 0.25))
+            process.send_signal(SIGKILL)
+            told += process.stdout.read().split()
+    wait_until(lambda: set(site.states().values()) <= {"RUNNING"}, 30, "all jobs run")
+    jobs = site.scheduler.jobs()
+    assert set(told) <= {job.job_id for job in jobs}
+    assert max(Counter(job.name for job in jobs).values()) == 1
+    for job in jobs:
+        site.started(job.job_id)
+    assert Counter(site.lines("starts")) == Counter(job.job_id for job in jobs)
+
+
+def test_callers_at_the_same_time_give_every_job_an_id_and_never_exceed_the_gpus(make_site):
+    site = make_site(gpus=3)
+    site.script(PATIENT)
+    with contextlib.ExitStack() as stack:
+        callers = [stack.enter_context(caller(site, 10 * i, 3)) for i in range(4)]
+        ids = [line for each in callers for line in each.stdout.read().split()[1:]]
+    assert len(ids) == len(set(ids)) == 12
+    states = Counter(site.states().values())
+    assert states == {"RUNNING": 3, "PENDING": 9}
+    for job_id in ids:
+        site.scheduler.cancel(job_id, now=True)
+    assert set(site.states().values()) == {"CANCELLED"}

@@ -1,0 +1,385 @@
+"""Traces of preemptions, played by the book: each second is where arithmetic says it is.
+
+pytest tests/lab/test_forecast.py
+"""
+
+import functools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.base import config as configuration
+from elastic.base.errors import UsageError
+from elastic.lab import trace
+from elastic.lab.forecast import Forecast, _choose, costs, forecast, mostly_there, spans
+from elastic.lab.played import Change, Costs, Requeue, Sync
+from elastic.lab.played_local import Local
+from elastic.people import views
+from elastic.run import estimate
+from elastic.run.goodput import PARTS
+from helpers import ROOT, elastic, environment
+from running import TESTS
+from test_views import plain
+
+AWS = ROOT / "etc/traces/spot-addremove-aws-p3.csv"
+COSTS = Costs(step_s=1, startup_s=10, queue_s=0, requeue_s=20, notice_s=5, leave_s=1)
+WHOLE = {"elastic.max": 2, "checkpoint.interval": "30s", "local_sgd.inner_steps": 10,
+         "local_sgd.cold_start_steps": 0, "local_sgd.min_deadline": "1s",
+         "local_sgd.last_call": "1s"}  # fmt: skip
+
+
+@functools.cache
+def run_of(**changes):
+    """A configuration; keys with "__" for the dot."""
+    given = WHOLE | {key.replace("__", "."): value for key, value in changes.items()}
+    set_to = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    path = ROOT / "etc/125m.toml"
+    return configuration.load(path, ["run.scheduler=local", *set_to], Path(os.devnull))
+
+
+def there(*spans: tuple[str, float, float]) -> list[Change]:
+    """Nodes of one GPU, each from a time to another."""
+    changes = [Change(at, node, gpus) for node, start, stop in spans
+               for at, gpus in ((start, 1), (stop, 0))]  # fmt: skip
+    return sorted(changes, key=lambda change: change.at)
+
+
+def parts(ledger: dict[str, float]) -> dict[str, float]:
+    names = (*PARTS, "allocated")
+    return {name: round(ledger[name], 6) for name in names if abs(ledger[name]) > 1e-9}
+
+
+# ---- by hand
+
+
+def test_a_requeued_job_saves_loses_waits_and_trains_again():
+    """10..40 train, ..42 save, ..70, save, 72..100, save, 102..105: killed, 3 s after its save;
+    it may start at 125, and trains those 3 s again from 135 to 138."""
+    found = Requeue(there(("a", 0, 100), ("a", 110, 999)), run_of(), replace(COSTS, save_s=2), [1])
+    assert parts(found.play(200)) == {
+        "training": 30 + 28 + 28 + 3 + 27 + 28 + 3, "replay": 3, "start-up": 20, "waiting": 10,
+        "allocated": 105 + 75,
+    }  # fmt: skip
+
+
+def test_a_requeued_job_needs_all_its_nodes():
+    changes = there(("a", 0, 100), ("b", 50, 999), ("c", 150, 999))
+    found = Requeue(changes, run_of(), COSTS, [2]).play(200)
+    assert parts(found)["allocated"] == 2 * (55 + 50)
+
+
+def test_a_trainer_saves_at_the_notice_and_goes_on_with_what_is_left():
+    """On two: 10..40, 41..70, 71..95.5, where its step ends; saved at 99.5, gone at 100.5. On one:
+    110.5..140.5, 141.5..170.5, 171.5..200."""
+    changes = there(("a", 0, 999), ("b", 0, 95))
+    found = Sync(changes, run_of(), replace(COSTS, notice_s=30, save_s=4, stall_s=1)).play(200)
+    assert parts(found) == {
+        "training": 2 * (30 + 29 + 24.5) + 30 + 29 + 28.5, "start-up": 30, "waiting": 6,
+        "notice": 10, "allocated": 2 * 100.5 + 99.5,
+    }  # fmt: skip
+
+
+def test_a_trainer_whose_notice_is_too_short_goes_back_to_its_last_checkpoint():
+    """Saved at 70 s, at 59 s of training each; 71..95.5 is trained again by one GPU."""
+    changes = there(("a", 0, 999), ("b", 0, 95))
+    found = Sync(changes, run_of(), replace(COSTS, save_s=6, stall_s=1)).play(200)
+    assert parts(found)["replay"] == 2 * 24.5
+    assert parts(found)["training"] == 2 * (30 + 29 + 24.5) + (200 - 106.5 - 3) - 2 * 24.5
+
+
+def test_a_trainer_grows_when_it_pays():
+    changes = there(("a", 0, 9e9), ("b", 300, 9e9))
+    grown = Sync(changes, run_of(sync__grow_after="1m"), COSTS).play(3000)
+    assert parts(grown)["start-up"] == 10 + 2 * 10
+    never = Sync(changes, run_of(sync__grow_after="2h"), COSTS).play(3000)
+    assert (parts(never)["start-up"], parts(never)["allocated"]) == (10, 3000)
+
+
+LOCAL = replace(COSTS, deliver_s=1, deliver_alone_s=1, average_s=1, pull_s=1)
+
+
+def test_a_worker_that_is_preempted_delivers_the_steps_it_has():
+    """Rounds from 10, 23, 35 and 48. The second is due as long after its opening as the first one
+    took, which had no version to read before: it has 9 steps, and the others 10. At 50 the second
+    worker has done two, delivers them until 51, and is gone at 52; the round is committed at 60."""
+    found = Local(there(("a", 0, 999), ("b", 0, 50)), run_of(), LOCAL).play(60.5)
+    assert parts(found) == {
+        "training": 39 + 31, "start-up": 20, "waiting": 9 + 9, "notice": 2, "open": 2.5,
+        "allocated": 60.5 + 52,
+    }  # fmt: skip
+
+
+def test_a_worker_that_is_killed_loses_its_round_and_the_others_call_in_vain():
+    """The other one waits from 58 on: for a deadline, 14.4 s after the round was opened at 47, then
+    for an answer to the last call; the next round begins two seconds later."""
+    changes = there(("a", 0, 999), ("b", 0, 50.5))
+    found = Local(changes, run_of(), replace(LOCAL, notice_s=0)).play(80)
+    assert parts(found)["lost"] == 50.5 - 45  # since its last step that counts
+    late_s = 61.4 + 1 + 2 - 58
+    assert found["waiting"] == pytest.approx(9 + 6 + late_s, abs=0.05)
+    lease = Local(changes, run_of(health__lease="4s"), replace(LOCAL, notice_s=0)).play(80)
+    assert lease["waiting"] == pytest.approx(9 + 6 + 3)
+
+
+def test_a_worker_that_joins_stops_when_the_round_is_due():
+    """The round of 48 is due at 59; who comes at 52 has 6 s until it must deliver."""
+    changes = there(("a", 0, 999), ("b", 42, 999))
+    found = Local(changes, run_of(), LOCAL)
+    found.play(65)
+    steps = {(each.attempt, each.start): each.tokens for each in found.work}
+    assert (steps[(0, 1), 48], steps[(1, 1), 52]) == (10, 6)
+
+
+def test_a_worker_that_comes_too_late_for_a_step_is_asked_again():
+    """It reads for 2.2 s, and the second round, which opens at 12, is due at 14, because the first
+    one began without a read. By 14.4 nobody has delivered, and it is due no more: the worker does
+    its 10 steps after all."""
+    costs = replace(COSTS, step_s=0.2, pull_s=2.2)
+    found = Local(there(("a", 0, 999)), run_of(elastic__max=1), costs)
+    found.play(16.5)
+    assert [(each.start, each.stop, each.tokens) for each in found.work] == [
+        (10, 12, 10), (pytest.approx(14.41), pytest.approx(16.41), 10),
+    ]  # fmt: skip
+
+
+def test_a_run_starts_as_many_jobs_at_once_as_may_wait_in_the_queue():
+    changes = there(*((f"n{number}", 0, 9e9) for number in range(8)))
+    config = run_of(elastic__max=8, elastic__max_pending=3, elastic__reconcile_interval="30s")
+    found = Local(changes, config, COSTS)
+    found.play(100)
+    assert sorted(job.start for job in found.jobs) == [0, 0, 0, 30, 30, 30, 60, 60]
+
+
+def test_a_job_whose_node_goes_before_it_starts_waits_anew():
+    """The node of a job that is about to start goes and comes back: it starts two seconds later."""
+    costs, one = replace(COSTS, queue_s=2), run_of(elastic__max=1)
+    found = Local(there(("a", 0, 1), ("a", 1.5, 99)), one, costs)
+    found.play(20)
+    assert [job.start for job in found.jobs] == [3.5]
+
+
+# ---- whatever the trace
+
+
+@st.composite
+def traces(draw) -> list[Change]:
+    changes, at = [], 0.0
+    nodes = dict.fromkeys("abc", False)
+    for _ in range(draw(st.integers(1, 14))):
+        node = draw(st.sampled_from(sorted(nodes)))
+        nodes[node] = not nodes[node]
+        changes.append(Change(at, node, int(nodes[node])))
+        at += draw(st.sampled_from([0.0, 0.5, 3.0, 17.3, 61.0]))
+    return changes
+
+
+ALL_COSTS = st.builds(
+    Costs, step_s=st.sampled_from([0.3, 1.0]), startup_s=st.sampled_from([0.0, 7.0]),
+    queue_s=st.sampled_from([0.0, 1.0]), requeue_s=st.just(20.0),
+    notice_s=st.sampled_from([0.0, 2.0, 30.0]), leave_s=st.sampled_from([0.0, 1.0]),
+    save_s=st.sampled_from([0.0, 5.0]), stall_s=st.sampled_from([0.0, 1.0]),
+    deliver_s=st.sampled_from([0.0, 0.7]), deliver_alone_s=st.just(0.3),
+    average_s=st.sampled_from([0.0, 2.0]), pull_s=st.sampled_from([0.0, 0.5]),
+)  # fmt: skip
+
+
+def plays(changes: list[Change], costs: Costs) -> list:
+    config = run_of(elastic__max=3)
+    return [Requeue(changes, config, costs, [2]), Sync(changes, config, costs),
+            Local(changes, config, costs)]  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(traces(), ALL_COSTS)
+def test_parts_add_up_to_what_was_allocated_and_that_is_never_more_than_there_was(changes, costs):
+    end = changes[-1].at + 100
+    offered_s = sum(gpus * seconds for gpus, seconds in spans(changes, end))
+    taken = sum(change.gpus == 0 for change in changes)
+    for play, again in zip(plays(changes, costs), plays(changes, costs), strict=True):
+        found = play.play(end)
+        assert min(found[name] for name in PARTS) >= -1e-9, found
+        assert sum(found[name] for name in PARTS) == pytest.approx(found["allocated"], abs=1e-6)
+        assert found["allocated"] <= offered_s + 3 * taken * costs.notice_s + 1e-6
+        assert again.play(end) == found
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 3), ALL_COSTS)
+def test_without_preemptions_all_is_training_but_for_start_up_saves_and_rounds(nodes, costs):
+    changes = [Change(0.0, f"n{number}", 1) for number in range(nodes)]
+    config = run_of(elastic__max=nodes, checkpoint__interval="10m")
+    pause_s = costs.deliver_s + costs.average_s + costs.pull_s
+    saves = 2000 / 600
+    least = {Requeue: saves * costs.save_s, Sync: saves * costs.stall_s,
+             Local: 2000 * pause_s / (10 * costs.step_s + pause_s)}  # fmt: skip
+    for kind, other_s in least.items():
+        play = kind(changes, config, costs, *([[nodes]] if kind is Requeue else []))
+        found = play.play(2000.0)
+        lost_s = costs.startup_s + costs.queue_s + other_s + 20
+        assert found["training"] >= nodes * (2000 - lost_s)
+        assert (found["replay"], found["lost"], found["notice"]) == (0, 0, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sets(st.integers(1, 9)), st.integers(1, 9), ALL_COSTS)
+def test_one_preemption_more_never_makes_plain_requeue_train_more(moments, extra, costs):
+    """Where each finds the job at work, and costs more than a checkpoint can spare: one that comes
+    just before another may save that. (Training by what was allocated can rise: nothing is while
+    a requeued job waits.)"""
+    costs, config = replace(costs, requeue_s=40.0), run_of(elastic__max=2)
+
+    def trained(moments: set[int]) -> float:
+        start = [Change(0.0, "a", 1), Change(0.0, "b", 1)]
+        taken = [Change(100.5 * n, "a", gpus) for n in sorted(moments) for gpus in (0, 1)]
+        return Requeue([*start, *taken], config, costs, [2]).play(1050)["training"]
+
+    assert trained(moments | {extra}) <= trained(moments) + 1e-6
+
+
+# ---- what to do about it
+
+
+def way(mode: str, kept: float, gpus=(1, 8), inner_steps: int = 0) -> Forecast:
+    return Forecast(mode, gpus, inner_steps, {"training": kept, "allocated": 1, "open": 0}, 1.0)
+
+
+def test_sync_mode_is_taken_where_it_is_as_good():
+    ways = [way("requeue", 0.5), way("sync", 0.88), way("local", 0.9)]
+    best, why = _choose(ways)
+    assert best.mode == "sync"
+    assert "step for step as if undisturbed, for 88%" in why
+    best, why = _choose([*ways, way("local", 0.95, inner_steps=500)])
+    assert (best.mode, best.inner_steps) == ("local", 500)
+    assert why == ("it trains for 95% of the GPU time that is there, sync mode for 88%,"
+                   " --requeue for 50%")  # fmt: skip
+
+
+def test_a_round_that_is_short_against_its_pause_is_made_longer():
+    changes, config = there(("a", 0, 9e9), ("b", 0, 9e9)), run_of(local_sgd__inner_steps=25)
+    costs = replace(COSTS, deliver_s=5.0, average_s=5.0)
+    found = forecast(changes, 20_000.0, config, costs)
+    assert found["recommended"]["mode"] == "sync"
+    assert [each["inner_steps"] for each in found["ways"] if each["mode"] == "local"] == [25, 200]
+    assert found["recommended"]["inner_steps"] == 25, "of local mode, which is not taken"
+
+
+def test_costs_are_those_of_the_configuration_unless_a_run_has_shown_others():
+    config = run_of(plan__startup="90s", plan__flops=1e14, elastic__max=4)
+    model = estimate.Model(10**9, 10**9, 10, 10**8, 10**8, 1024)
+    found = costs(config, model, {"pull_s": 3.0})
+    assert (found.startup_s, found.pull_s, found.deliver_s > 0) == (90, 3.0, True)
+    assert found.step_s == pytest.approx(6 * 1e9 * 32 * 1024 / 1e14)
+    assert found.save_s == pytest.approx(12e9 / (20 * 2**30))
+    assert costs(run_of(plan__step="2s"), None, {}).step_s == 2
+
+
+def test_the_limits_are_those_of_the_trace():
+    changes, end = trace.read(str(AWS), 1)
+    assert len(changes) == 177 + 167
+    assert max(gpus for gpus, _ in spans(changes, end)) == 32
+    assert sum(seconds for _, seconds in spans(changes, end)) == pytest.approx(end)
+    least = mostly_there(changes, end)
+    assert sum(seconds for gpus, seconds in spans(changes, end) if gpus < least) < 0.1 * end
+
+
+# ---- where traces come from
+
+
+def test_the_jobs_of_a_run_are_a_trace():
+    key = {"role": "worker", "slot": 3}
+    events = [
+        {"kind": "submit", "time": 100},
+        {"kind": "start", "time": 105, "job_id": "7", "attempt": 1, **key},
+        {"kind": "notice", "time": 130, "job_id": "7", "attempt": 1, **key},
+        {"kind": "end", "time": 140, "job_id": "7", "submitted": 101, "started": 104, "ended": 133,
+         "gpus": 4, "outcome": "yielded", **key},
+        {"kind": "start", "time": 150, "job_id": "9", "attempt": 2, **key},
+        {"kind": "end", "time": 199, "job_id": "9", "submitted": 140, "started": 150, "ended": 190,
+         "gpus": 4, "outcome": "done", **key},
+    ]  # fmt: skip
+    changes, end = trace.of_events(events, [], 2)
+    assert (end, changes) == (99, [
+        Change(4, "3.0", 2), Change(4, "3.1", 2), Change(30, "3.0", 0), Change(30, "3.1", 0),
+        Change(50, "3.0", 2), Change(50, "3.1", 2),
+    ])  # fmt: skip
+
+
+def test_jobs_that_are_smaller_than_a_node_are_nodes_of_their_size():
+    key = {"role": "worker", "slot": 3, "job_id": "7"}
+    events = [{"kind": "submit", "time": 100},
+              {"kind": "end", "time": 140, "submitted": 101, "started": 104, "ended": 133,
+               "gpus": 1, "outcome": "killed", **key}]  # fmt: skip
+    changes, _ = trace.of_events(events, [], 8)
+    assert [change.gpus for change in changes] == [1, 0]
+
+
+def test_events_in_a_file_of_any_name_are_a_trace(tmp_path):
+    key = {"role": "worker", "slot": 0, "job_id": "1"}
+    events = [{"kind": "submit", "time": 10},
+              {"kind": "end", "time": 30, "submitted": 10, "started": 12, "ended": 25, "gpus": 1,
+               "outcome": "killed", "reason": "", **key}]  # fmt: skip
+    (tmp_path / "copy.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
+    changes, end = trace.read(str(tmp_path / "copy.jsonl"), 1)
+    assert ([(each.at, each.gpus) for each in changes], end) == ([(2, 1), (15, 0)], 20)
+
+
+@pytest.mark.parametrize("line", ["5,add", "x,add,n1", "5,lost,n1", "5;add;n1"])
+def test_a_line_that_is_no_change_is_named(line, tmp_path):
+    (tmp_path / "t.csv").write_text(f"0,add,n0\n{line}\n")
+    with pytest.raises(UsageError, match="t.csv:2: "):
+        trace.read(str(tmp_path / "t.csv"), 1)
+
+
+def test_a_trace_without_gpus_is_refused(tmp_path):
+    (tmp_path / "t.csv").write_text("0,add,n0\n")
+    with pytest.raises(UsageError, match="no GPUs|no end"):
+        trace.read(str(tmp_path / "t.csv"), 1)
+
+
+# ---- the command
+
+
+def test_the_command_forecasts_and_recommends(tmp_path):
+    (tmp_path / "t.csv").write_text("0,add,a\n0,add,b\n900000,remove,b\n1800000,add,b\n"
+                                    "3600000,remove,a\n")  # fmt: skip
+    given = ("plan", ROOT / "etc/demo.toml", "--trace", tmp_path / "t.csv",
+             "--set", "plan.step=10s")  # fmt: skip
+    answer = elastic(*given, "--json", env=environment(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert [each["mode"] for each in found["ways"]][:3] == ["requeue", "sync", "local"]
+    assert found["costs"]["step_s"] == 10
+    assert found["trace"] == {"seconds": 3600, "nodes": 2, "most_gpus": 2, "taken": 2, "moments": 2}
+    text = plain(views.plan_view(found))
+    assert f"take --mode {found['recommended']['mode']} --min 1 --max 2" in text
+
+
+def test_the_command_says_what_it_lacks(tmp_path):
+    config = tmp_path / "own.toml"
+    config.write_text('[run]\nscheduler = "local"\ntask = "nowhere:Task"\n[train]\nepochs = 1\n')
+    answer = elastic("plan", config, "--trace", AWS, env=environment(tmp_path))
+    assert answer.returncode == 2
+    assert "how long a step takes cannot be known" in answer.stderr
+    assert "--measured RUN" in answer.stderr
+    known = elastic("plan", config, "--trace", AWS, "--set", "plan.step=1s", "--json",
+                    env=environment(tmp_path))  # fmt: skip
+    assert known.returncode == 0
+    assert "saves and deltas are taken to cost no time: task module nowhere" in known.stderr
+    config.write_text('[run]\nscheduler = "local"\ncommand = ["x"]\n[train]\nepochs = 1\n')
+    answer = elastic("plan", config, "--trace", AWS, env=environment(tmp_path))
+    assert "only run.command knows the model" in answer.stderr
+
+
+def test_a_task_that_prints_is_described_all_the_same(tmp_path):
+    (tmp_path / "loud.py").write_text("from tiny_task import Tiny\nprint('hello')\n")
+    config = tmp_path / "loud.toml"
+    config.write_text('[run]\nscheduler = "local"\ntask = "loud:Tiny"\n[train]\nepochs = 1\n'
+                      '[task]\npace = "none"\n')  # fmt: skip
+    env = environment(tmp_path, PYTHONPATH=str(TESTS))
+    answer = elastic("submit", config, "--dry-run", "--no-try", env=env)
+    assert "parameters" in answer.stdout, answer.stderr

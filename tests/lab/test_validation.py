@@ -1,0 +1,96 @@
+"""Local mode against sync mode at equal tokens: the statistics, and real runs of a tiny task.
+
+pytest tests/lab/test_validation.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic.lab import validation
+from elastic.lab.validation import verdicts
+from helpers import elastic, environment
+from running import SETTINGS, TESTS, kill_all, toml
+
+BASE = {0: 2.00, 1: 2.02, 2: 1.98}
+
+
+def judged(arm: dict[int, float], margin: float = 0.02, base: dict = BASE) -> validation.Verdict:
+    return list(verdicts({"sync": base, "int8": arm}, margin))[1]
+
+
+def shifted(by: float, noise: float = 0.0) -> dict[int, float]:
+    return {seed: loss + by + noise * (seed - 1) for seed, loss in BASE.items()}
+
+
+def test_the_noise_of_the_seeds_does_not_count_where_they_are_paired():
+    verdict = judged(shifted(0.01))
+    assert verdict.gap == pytest.approx(0.01)
+    assert verdict.bound == pytest.approx(0.01)
+    assert verdict.words.startswith("ok")
+
+
+def test_a_gap_above_the_margin_is_worse():
+    assert judged(shifted(0.05)).words.startswith("WORSE")
+
+
+def test_where_noise_hides_the_answer_there_is_none():
+    """Gaps of -0.03, 0 and 0.03: by the t of 3 seeds the bound is 0 + 2.92 · 0.03 / √3."""
+    verdict = judged(shifted(0.0, noise=0.03))
+    assert verdict.bound == pytest.approx(2.92 * 0.03 / 3**0.5)
+    assert verdict.words.startswith("undecided")
+
+
+def test_one_seed_gives_no_bound():
+    verdict = judged({0: 2.0}, base={0: 2.0})
+    assert (verdict.bound, verdict.words[:8]) == (None, "one seed")
+
+
+def test_better_is_ok():
+    assert judged(shifted(-0.5)).words.startswith("ok")
+
+
+# ---- for real
+
+
+@pytest.fixture
+def tiny(tmp_path: Path):
+    (tmp_path / "pace").write_text("0")
+    settings = {**SETTINGS, "task.samples": 640, "task.pace": str(tmp_path / "pace"),
+                "elastic.max": 2, "local_sgd.inner_steps": 10}  # fmt: skip
+    config = tmp_path / "tiny.toml"
+    config.write_text("".join(f"{line}\n" for line in toml(settings)))
+    yield config
+    kill_all(tmp_path)
+
+
+def starts(runs: Path) -> int:
+    """How often a job of any of these runs has started."""
+    return sum(path.read_text().count('"kind":"start"') for path in runs.glob("*/events.jsonl"))
+
+
+@pytest.mark.timeout(400)
+def test_the_command_trains_compares_and_goes_on(tiny: Path, tmp_path: Path):
+    env = environment(tmp_path, PYTHONPATH=str(TESTS))
+    options = ("--seeds", 2, "--margin", 100.0)
+    done = elastic("validate", tiny, *options, "--json", env=env, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {arm: len(seeds) for arm, seeds in found["losses"].items()} == {"sync": 2, "int8": 2}
+    runs = Path(found["runs"])
+    names = sorted(path.name for path in runs.iterdir())
+    assert names == ["tiny-int8-0", "tiny-int8-1", "tiny-sync-0", "tiny-sync-1"]
+    before = starts(runs)
+    assert before > 0
+    again = elastic("validate", tiny, *options, env=env, timeout_s=60)  # all is there
+    assert again.returncode == 0, again.stderr
+    assert starts(runs) == before
+    assert "ok: within 100" in again.stdout
+    assert "int8: training loss " in again.stdout
+    changed = elastic("validate", tiny, *options, "--set", "train.learning_rate=0.5", env=env)
+    assert (changed.returncode, "with another configuration" in changed.stderr) == (2, True)
+    assert "--set run.name=NAME" in changed.stderr
+    strict = elastic("validate", tiny, "--seeds", 2, "--margin", -100.0, env=env)
+    assert strict.returncode == 1
+    assert "WORSE by more than -100" in strict.stdout

@@ -1,0 +1,138 @@
+"""Training on while the delta travels: no sample twice, no step twice, and next to no standstill.
+
+    pytest tests/local/worker/test_overlap.py
+"""
+
+import math
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elastic.local.worker import courier
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
+from running import running
+
+INNER_STEPS = 20
+SETTINGS = {
+    "elastic.min": 1,
+    "elastic.max": 3,
+    "local_sgd.inner_steps": INNER_STEPS,
+    "local_sgd.min_deadline": "10s",
+}
+
+
+# ---- the replica --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replica():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    layout = Layout.of(shapes(model), 64)
+    replica = Replica(model, layout)
+    for index, numel in enumerate(layout.numels):
+        replica.adopt(index, torch.randn(numel).bfloat16())
+    return SimpleNamespace(model=model, layout=layout, it=replica,
+                           indices=range(len(layout.fragments)))  # fmt: skip
+
+
+@torch.no_grad()
+def move(replica) -> None:
+    for param in replica.model.parameters():
+        param.add_(torch.randn_like(param))
+
+
+def deltas(replica) -> list[torch.Tensor]:
+    return [replica.it.delta(index) for index in replica.indices]
+
+
+def test_the_next_delta_holds_exactly_the_steps_since_the_last(replica):
+    assert len(replica.indices) > 1
+    move(replica)
+    sent = deltas(replica)
+    before = [replica.it.whole(index) for index in replica.indices]
+    move(replica)
+    since = [replica.it.whole(i) - whole for i, whole in zip(replica.indices, before, strict=True)]
+    published = [torch.randn(numel).bfloat16() for numel in replica.layout.numels]
+    for index in replica.indices:
+        replica.it.rebase(index, published[index], sent[index])
+    for index in replica.indices:
+        assert torch.allclose(replica.it.whole(index), published[index] + since[index], atol=1e-5)
+        assert torch.allclose(deltas(replica)[index], -since[index], atol=1e-5)
+
+
+# ---- the courier --------------------------------------------------------------------------------
+
+
+def test_a_courier_delivers_first_and_brings_what_it_fetched():
+    said = []
+    sent = courier.send(lambda: said.append("delivered"), lambda: said.append("fetched") or 7)
+    assert (sent.result(20), said, sent.done()) == (7, ["delivered", "fetched"], True)
+
+
+def test_what_goes_wrong_on_the_way_is_raised_where_it_is_waited_for():
+    sent = courier.send(lambda: 1 // 0, lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        sent.result(20)
+
+
+# ---- a run --------------------------------------------------------------------------------------
+
+
+def test_a_run_with_overlap_commits_every_sample_once_whatever_dies(tmp_path):
+    settings = SETTINGS | {"local_sgd.overlap": "rebase"}
+    with running(tmp_path, settings, samples=6000, step_s=0.02) as run:
+        run.workers(3)
+        run.versions(3)
+        run.kill("trainer", 1)
+        run.versions(run.version + 2)
+        run.scheduler.preempt(run.jobs()["worker", 2].job_id)
+        run.versions(run.version + 2)
+        run.kill("redis-server")
+        run.pace(0)
+        run.finish()  # and audits
+        commits = run.commits()
+    every = [delta for commit in commits[1:] for delta in commit["deltas"]]
+    assert sum(delta["tokens"] for delta in every) == 6000
+    assert all(1 <= delta["steps"] <= INNER_STEPS for delta in every)
+    assert commits[-1]["loss"] < commits[1]["loss"] / 2
+
+
+def stalls(home, overlap: str) -> float:
+    """The middle of how long workers stood still between rounds, relative to a step."""
+    home.mkdir()
+    settings = SETTINGS | {"local_sgd.overlap": overlap, "elastic.max": 2,
+                           "local_sgd.inner_state_every": 0}  # fmt: skip
+    with running(home, settings, samples=10**6, step_s=0.05) as run:
+        run.workers(2)
+        run.versions(8)
+        commits = run.commits()[4:]
+    return median(delta["stall_s"] for commit in commits for delta in commit["deltas"])
+
+
+def test_workers_stand_still_for_less_than_without_overlap(tmp_path):
+    """Side by side: what is left is to take the delta and to adopt the version."""
+    assert stalls(tmp_path / "on", "rebase") < stalls(tmp_path / "off", "off") / 2
+
+
+def test_steps_ahead_are_part_of_the_next_round(tmp_path):
+    """A rebased round has its K steps with those before its base was there, and its samples are
+    those that were trained for it."""
+    settings = SETTINGS | {"local_sgd.overlap": "rebase", "elastic.max": 1}
+    with running(tmp_path, settings, samples=10**6, step_s=0.05) as run:
+        run.versions(8)
+        commits = run.commits()
+    begun = [
+        delta["delivered"] - delta["seconds"] < before["time"]
+        for before, commit in zip(commits[1:], commits[2:], strict=False)
+        for delta in commit["deltas"]
+    ]
+    assert any(begun), "no round began before its base was committed"
+    for commit in commits[2:6]:
+        (delta,) = commit["deltas"]
+        assert delta["steps"] == INNER_STEPS
+        samples = sum(stop - start for _, start, stop in delta["samples"])
+        assert samples == delta["tokens"] == 4 * INNER_STEPS
+        assert math.isfinite(delta["first_loss"])

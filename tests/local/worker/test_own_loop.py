@@ -1,0 +1,61 @@
+"""A plain PyTorch loop around elastic.LocalSGD, run by `run.command`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+from running import TESTS, running
+
+EXAMPLES = ROOT / "etc" / "examples"
+SCRIPT = TESTS / "own_loop.py"
+
+
+def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path: Path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "pace"), "1200"]
+    settings = {"run.command": command, "elastic.max": 2, "local_sgd.inner_steps": 10}
+    with running(tmp_path, settings) as run:
+        run.workers(2)
+        run.versions(2)
+        run.pace(1.0)  # the other one is not to finish the run meanwhile
+        (first, *_) = run.pids("own_loop")
+        run.kill("own_loop")
+        run.until(lambda: len(run.pids("own_loop")) == 2, 30, "the killed one is started again")
+        assert first not in run.pids("own_loop")
+        run.workers(2)
+        job = run.jobs()["worker", 1]
+        run.scheduler.preempt(job.job_id)
+        record = run.ended(job.job_id)
+        assert (record["outcome"], record["code"]) == ("yielded", 0)
+        run.finish()
+        commits = run.commits()
+    assert commits[-1]["tokens"] == 1200
+    assert commits[-1]["loss"] < commits[1]["loss"] / 4
+
+
+@pytest.mark.parametrize(
+    ("script", "batch", "bound"), [("plain_loop/train.py", 8, 0.5), ("hf_loop/train.py", 4, 0.6)]
+)
+def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: int, bound: float):
+    """`bound`: of the first version's loss that is left."""
+    settings = {"run.command": [sys.executable, str(EXAMPLES / script)], "train.epochs": 100,
+                "train.batch_size": batch, "elastic.max": 2, "local_sgd.inner_steps": 10,
+                "local_sgd.compression": "int8"}  # fmt: skip
+    with running(tmp_path, settings) as run:
+        run.workers(2)
+        run.versions(2)
+        killed, first = run.kill(script), run.commits()[1]["loss"]
+        run.until(lambda: len({*run.pids(script)} - {killed}) == 2, 30, "it is started again")
+        run.workers(2)
+        run.versions(2)
+        run.until(lambda: run.commits()[-1]["loss"] < bound * first, 100, "it has learnt")
+        run.audit()
+
+
+def test_a_loop_that_breaks_off_fails_the_run_and_says_so(tmp_path: Path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "pace"), "1200", "3"]
+    settings = {"run.command": command, "elastic.max_failures": 1, "elastic.backoff": "0.1s"}
+    with running(tmp_path, settings) as run:
+        failed = run.until_failed(60)
+    assert "left before the run was over" in failed["reason"]

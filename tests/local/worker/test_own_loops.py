@@ -1,0 +1,464 @@
+"""What loops of one's own bring along: schedulers, token counts, buffers, optimizers of all kinds,
+slow samples. In real processes where the run has a part in it."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from elastic.base.errors import ElasticError
+from elastic.run.rundir import RunDir
+from elastic.saved import inner_state
+from elastic.saved.layout import Layout
+from elastic.saved.replica import buffers, refuse_inexact, shapes
+from elastic.saved.versions import read_layout, read_params
+from elastic.train import loading
+from elastic.train.group import Group
+from elastic.train.inner_optimizer import InnerOptimizer, Probe
+from elastic.train.loading import Loader
+from helpers import PATIENCE
+from own_loops import Normed
+from running import TESTS, running
+
+SCRIPT = TESTS / "own_loops.py"
+CPU = Group()
+
+
+def told(home: Path) -> dict[str, dict]:
+    """What each attempt of a loop has written, by "SLOT.ATTEMPT"."""
+    return {path.stem: json.loads(path.read_text()) for path in home.glob("[0-9]*.json")}
+
+
+def loop(home: Path, kind: str, **settings) -> contextlib.AbstractContextManager:
+    command = [sys.executable, str(SCRIPT), kind, str(home / "pace"), str(home)]
+    settings = {name.replace("__", "."): value for name, value in settings.items()}
+    return running(home, {"run.command": command, **settings}, samples=400)
+
+
+def warnings(run) -> list[str]:
+    return [event["reason"] for event in run.events("warning")]
+
+
+# ---- who sets the learning rate
+
+
+def test_a_scheduler_made_before_leaves_the_peak(tmp_path: Path):
+    with loop(tmp_path, "scheduled", train__schedule="constant") as run:
+        run.finish()
+        [said] = [each for each in warnings(run) if "a scheduler sets the learning rate" in each]
+    assert "peaks [0.01]" in said
+    rates = told(tmp_path)["0.1"]["rates"]
+    assert max(rates) == 0.01
+    assert rates[-1] == 0.01
+
+
+def test_a_loop_may_set_its_own_rate_by_how_far_the_run_is(tmp_path: Path):
+    with loop(tmp_path, "own", train__schedule="own") as run:
+        run.finish()
+        assert not warnings(run)
+    said = told(tmp_path)["0.1"]
+    assert said["rates"] == [0.02 * (1 - each) for each in said["progress"]]
+    assert said["progress"] == sorted(said["progress"])
+    assert said["progress"][0] == 0.0
+    assert 0.9 < said["progress"][-1] < 1.0
+
+
+def test_tokens_of_a_loop_do_not_run_ahead_of_its_epochs(tmp_path: Path):
+    """Four samples of eight numbers each, counted as 32 tokens; a float is what .sum() makes."""
+    with loop(tmp_path, "tokens", train__schedule="cosine", train__warmup_fraction=0.0) as run:
+        run.finish()
+        last = run.commits()[-1]
+    assert (last["tokens"], last["total_tokens"]) == (3200, 3200)
+    rates = told(tmp_path)["0.1"]["rates"]
+    assert len(rates) == 100
+    middle = 0.01 * (0.1 + 0.9 * 0.5)
+    assert rates[50] == pytest.approx(middle, rel=0.1)
+    assert rates[10] > 0.009
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("zero", "the learning rate of the optimizer is 0"), ("empty", "the data set is empty"),
+])  # fmt: skip
+def test_what_cannot_train_is_said_at_once(tmp_path: Path, kind: str, words: str):
+    with loop(tmp_path, kind, elastic__max_failures=1, elastic__backoff="0.1s") as run:
+        failed = run.until_failed(60)
+    assert words in failed["detail"]
+
+
+def test_the_peak_is_what_a_scheduler_was_given():
+    model, peaks = nn.Linear(2, 1), {}
+    kinds = {
+        "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.3, total_steps=100),
+        "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 100),
+        "none": lambda o: None,
+    }
+    for kind, attach in kinds.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scheduler = attach(optimizer)
+        inner = InnerOptimizer(optimizer, sets_rates=True)
+        inner.set_rates(1.0)
+        peaks[kind] = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        assert bool(inner.contested()) == bool(scheduler)
+    assert peaks == {"one cycle": 0.3, "cosine": 0.01, "none": 0.01}
+
+
+@pytest.mark.parametrize("when", ["before the step", "after it"])
+def test_a_rule_of_the_loops_own_is_noticed(when: str):
+    inner = InnerOptimizer(torch.optim.SGD(Net().parameters(), lr=0.01), sets_rates=True)
+    inner.set_rates(0.5)
+    assert not inner.contested()
+    if when == "before the step":
+        inner.groups[0]["lr"] = 0.123
+        assert "the loop or a scheduler sets" in inner.contested()
+        return
+    inner.groups[0]["lr"] = 0.123
+    inner.set_rates(0.5)
+    assert "the loop or a scheduler sets" in inner.contested()
+
+
+# ---- whole batches, buffers, the final version
+
+
+def test_a_network_with_batch_norm_survives_a_kill_and_ends_with_its_statistics(tmp_path: Path):
+    """203 samples in batches of 4: the last one is filled up, and the model of every worker that
+    comes to the end is the last version, running statistics included."""
+    with loop(tmp_path, "normed", elastic__max=2, local_sgd__compression="int8") as run:
+        run.workers(2)
+        run.versions(2)
+        run.kill("own_loops")
+        run.versions(1)
+        run.finish()
+        commits, layout = run.commits(), read_layout(run.run, run.version)
+        found = {}
+        for index, fragment in enumerate(layout.fragments):
+            values = read_params(run.run, commits[-1], layout, index).float()
+            found |= {t.name: values[t.start : t.start + t.numel].view(t.shape) for t in fragment}
+    assert sum(commit["tokens"] - before["tokens"] for before, commit
+               in zip(commits, commits[1:], strict=False)) == 203  # fmt: skip
+    said = told(tmp_path)
+    assert {size for each in said.values() for size in each["sizes"]} == {4}
+    assert "table" not in found
+    assert found["body.1.running_var"].mean() > 2  # of inputs with a variance of 9; it begins at 1
+    assert found["body.1.num_batches_tracked"] > 10
+    ended = list(tmp_path.glob("[0-9]*.pt"))
+    assert ended
+    for path in ended:
+        state = torch.load(path)
+        assert torch.equal(state.pop("table"), torch.arange(8))
+        assert state.keys() == found.keys()
+        for name, value in state.items():
+            assert torch.equal(value.float(), found[name].to(value.dtype).float()), name
+    noise = [path.read_text() for path in tmp_path.glob("*.noise")]
+    assert len(set(noise)) == len(noise) > 1  # by slot and attempt
+
+
+def test_buffers_have_fragments_of_their_own():
+    layout = Layout.of(shapes(model := Normed()), 1 << 20)
+    assert [layout.has_buffers(index) for index in range(2)] == [False, True]
+    assert [t.name for t in layout.fragments[1]] == list(buffers(model))
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.float64, torch.int32])
+def test_a_parameter_that_would_be_rounded_is_refused_by_name(kind: torch.dtype):
+    model = nn.Linear(2, 2)
+    refuse_inexact(model)
+    model.odd = nn.Parameter(torch.ones(2, dtype=kind), requires_grad=False)
+    with pytest.raises(ElasticError, match=f"odd is {str(kind).removeprefix('torch.')}"):
+        refuse_inexact(model)
+
+
+# ---- accumulation
+
+
+def test_a_step_is_a_step_of_the_optimizer(tmp_path: Path):
+    with loop(tmp_path, "accumulate", train__accumulate=5) as run:
+        run.finish()
+        commits = run.commits()[1:]
+    said = told(tmp_path)["0.1"]
+    assert (len(said["sizes"]), len(said["rates"])) == (100, 20)
+    assert sum(delta["steps"] for commit in commits for delta in commit["deltas"]) == 20
+    assert commits[0]["deltas"][0]["steps"] == 5
+
+
+def test_the_built_in_loop_accumulates(tmp_path: Path):
+    """16 samples a step, and as many passes as 4 of them take."""
+    with running(tmp_path, {"train.accumulate": 4}, samples=320) as run:
+        run.finish()
+        commits = run.commits()[1:]
+    assert sum(delta["steps"] for commit in commits for delta in commit["deltas"]) == 20
+    assert commits[-1]["loss"] < commits[0]["loss"]
+
+
+# ---- optimizers of all kinds
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.critic(self.generator(x))
+
+
+class Nested(torch.optim.SGD):
+    """Keeps lists, tables and odd shapes, as Shampoo and Adafactor do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["rows"], state["pair"] = torch.rand(3), (torch.rand(2), 7)
+            state["blocks"] = {0: [torch.rand(2, 2), None], "name": {"deep": torch.rand(1)}}
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what nobody can write down."""
+
+    def step(self, closure=None):
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["open"] = object()
+
+
+def lbfgs(params):
+    return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+
+
+def train(model: nn.Module, optimizers: list, steps: int = 3) -> None:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        x = torch.rand(8, 4)
+
+        def closure(x=x):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (loss := model(x).square().mean()).backward()
+            return loss
+
+        for optimizer in optimizers:
+            closure()
+            optimizer.step(closure)
+
+
+def plain(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def test_what_no_optimizer_trains_is_said():
+    model = Net()
+    one = torch.optim.SGD(model.generator.parameters(), lr=0.1)
+    both = [one, torch.optim.SGD(model.critic.parameters(), lr=0.2)]
+    assert "critic.weight and 1 more" in InnerOptimizer(one, sets_rates=True).untrained(model)
+    inner = InnerOptimizer(both, sets_rates=True)
+    assert inner.untrained(model) == ""
+    inner.set_rates(0.5)
+    assert [group["lr"] for group in inner.groups] == [0.05, 0.1]
+
+
+@pytest.mark.parametrize("kind", [lbfgs, torch.optim.Adafactor, torch.optim.AdamW, "nested", "gan"])
+def test_the_state_of_every_optimizer_comes_back(tmp_path: Path, kind):
+    def make(model: nn.Module) -> list:
+        if kind == "gan":
+            return [torch.optim.Adam(model.generator.parameters()),
+                    torch.optim.RMSprop(model.critic.parameters())]  # fmt: skip
+        return [Nested(model.parameters(), lr=0.1) if kind == "nested"
+                else kind(model.parameters())]  # fmt: skip
+
+    run, model = RunDir(tmp_path), Net()
+    (tmp_path / "slots").mkdir()
+    optimizers = make(model)
+    train(model, optimizers)
+    entry = inner_state.save(run.slot_path(0), "inner-1.1", optimizers, 0)
+    pointer = {"slot": 0, "attempt": 1, "version": 1, "files": [entry]}
+    others = make(Net())
+    assert inner_state.load(run, pointer, others, 0) == ""
+    for one, other in zip(optimizers, others, strict=True):
+        assert plain(other.state_dict()["state"]) == plain(one.state_dict()["state"])
+    train(Net(), others)
+    assert "another" in inner_state.load(run, pointer, make(Net())[:1] * 3, 0)
+    wrong = [torch.optim.Rprop(Net().parameters())]
+    assert "another optimizer's" in inner_state.load(run, pointer, wrong, 0)
+
+
+def test_what_cannot_be_saved_is_no_crash(tmp_path: Path):
+    run, model = RunDir(tmp_path), Net()
+    (tmp_path / "slots").mkdir()
+    optimizers = [Odd(model.parameters(), lr=0.1)]
+    train(model, optimizers)
+    with pytest.raises(inner_state.UNFIT):
+        inner_state.save(run.slot_path(0), "inner-1.1", optimizers, 0)
+    assert not list(run.slot_path(0).iterdir())
+
+
+class Mastered(torch.optim.SGD):
+    """Trains float32 copies of its own and hands them to the model, as apex's O2 does."""
+
+    def __init__(self, params, lr: float):
+        self.model_params = list(params)
+        super().__init__([p.detach().clone().requires_grad_() for p in self.model_params], lr=lr)
+
+    def step(self, closure=None):
+        for own, param in zip(self.param_groups[0]["params"], self.model_params, strict=True):
+            own.grad = param.grad
+        super().step()
+        for own, param in zip(self.param_groups[0]["params"], self.model_params, strict=True):
+            param.data.copy_(own)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Mastered])
+@pytest.mark.parametrize("steps", [10, 50])
+def test_an_optimizer_that_no_version_reaches_is_found(kind, steps: int):
+    """Each version moves the parameters by some steps' worth, as others have trained elsewhere."""
+    torch.manual_seed(0)
+    model, found = nn.Linear(64, 8), []
+    optimizer, probe = kind(model.parameters(), lr=1e-2), Probe(model)
+    for version in range(4):
+        probe.before(steps if version else 0)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn_like(param), alpha=0.05)
+        probe.placed()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for param in optimizer.model_params if kind is Mastered else model.parameters():
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+            found.append(probe.stepped())
+    assert any(found) == (kind is Mastered)
+    assert not any(found[:steps])
+
+
+# ---- loading ahead
+
+
+class Counted(Dataset):
+    """Every sample that is loaded leaves a line."""
+
+    def __init__(self, path: Path, samples: int):
+        self.path, self.samples = path, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return torch.tensor(index)
+
+
+def loader(dataset: Dataset, workers: int, **settings) -> Loader:
+    train = {"batch_size": 4, "accumulate": 1, "loader_workers": workers, **settings}
+    config = SimpleNamespace(
+        train=SimpleNamespace(**train), run=SimpleNamespace(seed=0),
+        step_samples=train["batch_size"] * train["accumulate"],
+    )  # fmt: skip
+    return Loader(dataset, torch.utils.data.default_collate, config, CPU, pin=False)
+
+
+def loaded(path: Path) -> list[str]:
+    return path.read_text().split() if path.exists() else []
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + PATIENCE * 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_samples_are_loaded_by_others_while_a_batch_is_trained(tmp_path: Path):
+    path = tmp_path / "loaded"
+    ahead = loader(Counted(path, 400), workers=2)
+    ahead.plan([(0, 0, 100)])
+    ahead.next()
+    wait_for(lambda: len(loaded(path)) >= 12)  # this one, and two more, while it is at hand
+    assert str(os.getpid()) not in loaded(path)
+
+
+def test_without_workers_nothing_is_loaded_before_it_is_asked_for(tmp_path: Path):
+    path = tmp_path / "loaded"
+    inline = loader(Counted(path, 400), workers=0)
+    inline.plan([(0, 0, 100)])
+    inline.next()
+    assert loaded(path) == [str(os.getpid())] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_new_plan_drops_what_was_loaded(tmp_path: Path, workers: int):
+    dataset = Counted(tmp_path / "loaded", 40)
+    one, other = loader(dataset, workers), loader(dataset, 0)
+    one.plan([(0, 0, 40)])
+    one.next()
+    for plan in [(0, 20, 28), (1, 0, 8)]:
+        one.plan([plan])
+        other.plan([plan])
+        assert torch.equal(one.next(), other.next())
+
+
+def test_the_last_batch_is_filled_up():
+    dataset = list(range(10))
+    whole = loader(dataset, 0)
+    whole.plan([(0, 7, 10)])
+    assert len(whole.next()) == 4
+    small = loader(dataset[:3], 0)
+    small.plan([(0, 0, 3)])
+    assert sorted(set(small.next().tolist())) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("given", [DataLoader([1]), iter([1])], ids=["DataLoader", "iterator"])
+def test_what_has_no_numbers_is_refused_with_the_way_out(given):
+    with pytest.raises(ElasticError, match="handed out by number") as caught:
+        loading.check(given)
+    assert "map-style" in caught.value.hint
+
+
+def test_a_stream_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield 1
+
+    with pytest.raises(ElasticError, match="a Stream has none"):
+        loading.check(Stream())
+
+
+def test_workers_that_load_go_with_a_preempted_job(tmp_path: Path):
+    """In real processes: the trainer's own loaders outlive neither a notice nor a kill."""
+    settings = {"train.loader_workers": 2, "elastic.max": 1}
+    with running(tmp_path, settings, samples=1200) as run:
+        run.workers(1)
+        run.versions(1)
+        assert len(run.pids("trainer")) == 3  # a fork has its parent's command line
+        job = run.jobs()["worker", 0]
+        run.scheduler.preempt(job.job_id)
+        assert run.ended(job.job_id)["outcome"] == "yielded"
+        run.workers(1)
+        before = set(run.pids("trainer"))
+        run.kill("trainer")
+        run.until(lambda: not before & set(run.pids("trainer")), 30, "all of them are gone")
+        run.finish()
+    assert not run.events("restart") or all("SIGKILL" in e["reason"] for e in run.events("restart"))
+
+
+def test_a_profile_is_written_in_local_mode(tmp_path: Path):
+    with running(tmp_path, {"train.profile": "3:5"}, samples=80) as run:
+        run.finish()
+    [path] = (run.run.path / "profile").rglob("*.json")
+    assert path.name == "steps-3-5.json"
+    assert json.loads(path.read_text())["traceEvents"]

@@ -1,0 +1,131 @@
+"""What a dry run finds of tasks that cannot work: a table of them, each found by name.
+
+pytest tests/people/test_broken_tasks.py
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.base.errors import Exit
+from elastic.saved import describe
+from helpers import elastic, environment
+
+GOOD = {
+    "top": "import torch",
+    "init": "self.table = table",
+    "model": "return torch.nn.Linear(4, 1)",
+    "dataset": "return [torch.ones(4) for _ in range(64)]",
+    "loss": "return model(batch).mean()",
+    "more": "pass",
+}
+SOURCE = """
+{top}
+
+class Task:
+    def __init__(self, table):
+        {init}
+    def model(self):
+        {model}
+    def dataset(self):
+        {dataset}
+    def loss(self, model, batch):
+        {loss}
+    {more}
+"""
+TOKENS = "def tokens(self, batch): return {}"
+OPTIMIZER = "def optimizer(self, model): return {}"
+BROKEN = {  # part of the task, what it is instead, what is said
+    "no syntax": ("top", "import torch torch", "SyntaxError"),
+    "not defined": ("top", "import torch\nprint(nowhere)", "nowhere"),
+    "raises at import": ("top", "import torch\n1 / 0", "ZeroDivisionError"),
+    "ends at import": ("top", "import torch, sys\nsys.exit(0)", "SystemExit"),
+    "raises when made": ("init", "raise ValueError('planted')", "planted"),
+    "wants a key": ("init", "self.x = table['width']", "width"),
+    "reads an unknown key": ("init", "read_options(table, context=1)", "read_options"),
+    "ends when made": ("init", "raise SystemExit(0)", "SystemExit"),
+    "no model": ("model", "return None", "NoneType"),
+    "a model that raises": ("model", "raise RuntimeError('planted')", "planted"),
+    "a model that ends": ("model", "import sys; sys.exit(0)", "SystemExit"),
+    "a misspelled layer": ("model", "return torch.nn.Linaer(4, 1)", "Linaer"),
+    "a model without parameters": ("model", "return torch.nn.ReLU()", "no parameters"),
+    "a model of negative size": ("model", "return torch.nn.Linear(-4, 1)", "-4"),
+    "a frozen model": ("model", "return torch.nn.Linear(4, 1).requires_grad_(False)", "param"),
+    "a number as a model": ("model", "return 3", "int"),
+    "an empty data set": ("dataset", "return []", "the data set is empty"),
+    "no data set": ("dataset", "return None", "NoneType"),
+    "a generator": ("dataset", "return (x for x in [torch.ones(4)])", "generator"),
+    "a loader": ("dataset", "return torch.utils.data.DataLoader([1])", "DataLoader"),
+    "samples that differ": ("dataset", "return [torch.ones(i + 4) for i in range(9)]", "size"),
+    "samples of no type": ("dataset", "return [object()] * 9", "object"),
+    "an empty sample": ("dataset", "return [None] * 9", "NoneType"),
+    "a last sample that is not there": (
+        "dataset", "return type('D', (), {'__len__': lambda s: 9, '__getitem__':"
+        " lambda s, i: [torch.ones(4)][i]})()", "IndexError"),
+    "a negative length": (
+        "dataset", "return type('D', (), {'__len__': lambda s: -1, '__getitem__':"
+        " lambda s, i: torch.ones(4)})()", "__len__"),
+    "a data set that raises": ("dataset", "raise KeyError('planted')", "planted"),
+    "a data set that ends": ("dataset", "raise SystemExit(0)", "SystemExit"),
+    "a loss of another shape": ("loss", "return model(batch)", "scalar"),
+    "a loss that is none": ("loss", "return None", "backward"),
+    "a loss that is a float": ("loss", "return model(batch).mean().item()", "float"),
+    "a loss without the model": ("loss", "return batch.mean()", "grad"),
+    "a loss that raises": ("loss", "raise AssertionError('planted')", "planted"),
+    "a loss that does not fit": ("loss", "return model(batch[:, :2]).mean()", "mat1"),
+    "a loss with a typo": ("loss", "return modle(batch).mean()", "modle"),
+    "a loss of too few arguments": (
+        "more", "def loss(self, model): return model.weight.sum()", "loss()"),
+    "no tokens": ("more", TOKENS.format("None"), "tokens(batch)"),
+    "tokens that are a share": ("more", TOKENS.format("0.5"), "tokens(batch)"),
+    "tokens that are zero": ("more", TOKENS.format("0"), "tokens(batch)"),
+    "tokens that raise": ("more", TOKENS.format("batch['x']"), "batch['x']"),
+    "an optimizer of nothing": ("more", OPTIMIZER.format("torch.optim.SGD([])"), "empty"),
+    "an optimizer that is none": ("more", OPTIMIZER.format("torch.optim.Adan(1)"), "Adan"),
+    "an optimizer of a wrong rate": (
+        "more", OPTIMIZER.format("torch.optim.SGD(model.parameters(), lr=-1)"), "-1"),
+    "an attribute for a method": ("more", "loss = 3", "no method loss"),
+    "another class": ("top", "import torch\nTask = 3\nclass Other: pass\nraise Exception", "Exce"),
+}  # fmt: skip
+
+
+def write(folder: Path, name: str, **parts: str) -> Path:
+    (folder / f"{name}.py").write_text(SOURCE.format(**{**GOOD, **parts}))
+    path = folder / f"{name}.toml"
+    path.write_text(f'[run]\ntask = "{name}:Task"\nscheduler = "local"\n[train]\nepochs = 1\n')
+    return path
+
+
+def tried(path: Path, monkeypatch, capfd) -> tuple[int, str]:
+    """What the child of a dry run says, without its start."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["describe", "--try", str(path)])
+    code = describe.main()
+    said = capfd.readouterr()
+    return code, said.out + said.err
+
+
+def test_a_task_that_works_is_found_to_work(tmp_path, monkeypatch, capfd):
+    code, said = tried(write(tmp_path, "sound_task"), monkeypatch, capfd)
+    assert (code, '"untried": ""' in said) == (Exit.OK, True), said
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_task_that_cannot_work_is_found_by_name(tmp_path, monkeypatch, capfd, case: str):
+    part, instead, told = BROKEN[case]
+    name = f"broken_{list(BROKEN).index(case)}"
+    code, said = tried(write(tmp_path, name, **{part: instead}), monkeypatch, capfd)
+    assert (code, told in said) == (Exit.USAGE, True), said
+
+
+def test_a_dry_run_says_so_and_fails(tmp_path):
+    env = environment(tmp_path)
+    path = write(tmp_path, "no_data", dataset="return []")
+    done = elastic("submit", path, "--dry-run", env=env)
+    assert (done.returncode, "the data set is empty" in done.stderr) == (1, True), done
+    path = write(tmp_path, "noisy", top="import atexit, torch\natexit.register(print, 'bye')")
+    done = elastic("submit", path, "--dry-run", "--checkpoint.min_free=1000000tb", env=env)
+    assert (done.returncode, "would start run noisy" in done.stdout) == (0, True), done
+    assert "warning: no space on the filesystem of" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,564 @@
+"""The commands as people and cron meet them: help, errors, exit codes, and what they leave behind.
+
+pytest tests/people/test_cli.py
+"""
+
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from elastic.base import environment as installed
+from elastic.commands import shared
+from helpers import ROOT, elastic, environment, wait_until
+from test_layers import FOLDERS
+
+COMMANDS = [
+    "submit", "reconcile", "status", "logs", "scale", "stop", "audit", "report", "metrics",
+    "evaluate", "config", "doctor",
+]  # fmt: skip
+LAB = ["demo", "sandbox", "chaos", "plan", "validate"]
+FOR_JOBS = ["agent", "master", "launch", "story"]
+
+
+@pytest.fixture
+def env(tmp_path):
+    """An environment whose runs end with the test, however it ends."""
+    env = environment(tmp_path)
+    yield env
+    for link in (tmp_path / "registry" / "runs").glob("*"):
+        elastic("stop", link.name, "--now", "--wait", env=env)
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A run that trains nothing: its command only sleeps, its jobs are processes."""
+    return write_config(tmp_path / "quiet.toml")
+
+
+def write_config(path: Path, **changes: str) -> Path:
+    sections = {
+        "run": 'scheduler = "local"\ncommand = ["sleep", "600"]',
+        "elastic": "min = 1\nmax = 2",
+        "train": "max_tokens = 1000",
+        "checkpoint": 'min_free = "1mb"',
+        "local_scheduler": 'grace = "1s"',
+        **changes,
+    }
+    path.write_text("\n".join(f"[{name}]\n{keys}\n" for name, keys in sections.items()))
+    return path
+
+
+def left_behind(tmp_path: Path) -> list[Path]:
+    """Run directories and registered names."""
+    return [*(tmp_path / "runs").glob("*"), *(tmp_path / "registry" / "runs").glob("*")]
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"lab {command}" for command in LAB)])
+def test_help_of_every_command_fits_80_columns_and_has_an_example(command, env):
+    answer = subprocess.run([ROOT / "bin/elastic", *command.split(), "--help"],
+                            env={**env, "COLUMNS": "200"}, text=True,
+                            capture_output=True)  # fmt: skip
+    assert answer.returncode == 0
+    lines = answer.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    example = lines[lines.index("  Example:") + 1 :]
+    assert example
+    assert all(line.startswith(f"    elastic {command}") for line in example)
+
+
+def test_every_option_and_command_says_what_it_does():
+    from elastic.commands.main import elastic as group
+
+    for name, command in [*group.commands.items(), *group.commands["lab"].commands.items()]:
+        assert command.help, name
+        for option in command.params:
+            assert isinstance(option, click.Argument) or option.help, (name, option.name)
+
+
+@pytest.mark.parametrize(("group", "commands"), [([], [*COMMANDS, "lab"]), (["lab"], LAB)])
+def test_the_list_of_commands_fits_one_screen_and_cuts_nothing_off(group, commands, env):
+    answer = subprocess.run([ROOT / "bin/elastic", *group], env=env, capture_output=True, text=True)
+    text = answer.stdout + answer.stderr
+    assert len(text.splitlines()) <= 24
+    listed = text.split("Commands:")[1].splitlines()[1:]
+    assert [line.split()[0] for line in listed] == commands
+    assert not any(line.endswith("...") for line in listed)
+
+
+def test_every_command_and_nothing_else_has_its_program_in_bin():
+    names = {path.name.removeprefix("elastic-") for path in (ROOT / "bin").iterdir()}
+    assert names == {"elastic", *COMMANDS, *LAB}
+    assert all(os.access(path, os.X_OK) for path in (ROOT / "bin").iterdir())
+
+
+@pytest.mark.parametrize("command", LAB)
+def test_what_is_in_the_lab_is_found_by_its_old_name(command, env):
+    for words in ([command], ["lab", command]):
+        answer = subprocess.run([ROOT / "bin/elastic", *words, "--help"], env=env,
+                                capture_output=True, text=True)  # fmt: skip
+        assert answer.stdout.startswith(f"Usage: elastic {' '.join(words)} ")
+
+
+PROGRAMS = [*sorted(path.name for path in (ROOT / "bin").iterdir()), "../sbatch/rank.sh",
+            *(f"elastic {name}" for name in FOR_JOBS)]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_answers_a_call_for_help(program, tmp_path):
+    name, *words = program.split()
+    for option in ("--help", "-h"):
+        answer = subprocess.run([ROOT / "bin" / name, *words, option], env=environment(tmp_path),
+                                capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
+        assert (answer.returncode, answer.stderr) == (0, "")
+        assert answer.stdout.lower().startswith(("usage: elastic", "usage: rank.sh "))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_programs_work_through_symbolic_links(env, tmp_path):
+    (tmp_path / "bin").mkdir()
+    link = tmp_path / "bin" / "elastic-status"
+    link.symlink_to(ROOT / "bin" / "elastic-status")
+    answer = subprocess.run([link], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "no runs" in answer.stdout
+
+
+def test_a_python_that_is_too_old_or_bare_gets_one_error_with_the_way_out(env, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    answer = elastic("status", env={**env, "ELASTIC_PYTHON": str(python)})
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("error: no Python >= 3.11")
+    assert "venv" in answer.stderr
+
+
+def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
+    """Not by the look at a Python of one's own, either."""
+    for name in ("importlib", "click", "redis", "rich", "xxhash", "elastic", "encodings"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("open('PWNED', 'w'); raise SystemExit(7)\n")
+    answer = subprocess.run([ROOT / "bin" / "elastic", "--version"], env=env, cwd=tmp_path,
+                            capture_output=True, text=True)  # fmt: skip
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert not (tmp_path / "PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "elastic.commands.main",
+        "elastic.people.status",
+        "elastic.jobs.reconcile",
+        "elastic.local.worker.agent",
+    ],
+)
+def test_what_runs_under_cron_and_on_login_nodes_never_loads_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    path = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
+    assert subprocess.run([sys.executable, "-c", code], env=path).returncode == 0
+
+
+def test_a_cron_pass_has_no_use_for_redis_and_does_not_load_it():
+    code = "import sys, elastic.commands.main; sys.exit('redis' in sys.modules)"
+    path = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
+    assert subprocess.run([sys.executable, "-c", code], env=path).returncode == 0
+
+
+def test_no_command_but_evaluate_loads_torch(config, env):
+    (Path(env["ELASTIC_HOME_DIR"]).parent / "torch.py").write_text("raise SystemExit('torch!')")
+    env = {**env, "PYTHONPATH": env["ELASTIC_HOME_DIR"] + "/.."}
+    for command in (
+        ["submit", config, "--name", "a"], ["status"], ["status", "a"], ["status", "a", "--json"],
+        ["reconcile"], ["scale", "a", "--max", "1"], ["config", config], ["stop", "a", "--now"],
+    ):  # fmt: skip
+        answer = elastic(*command, env=env)
+        assert answer.returncode == 0, (command, answer.stderr)
+    answer = elastic("audit", "a", env=env)
+    assert "no version is committed" in answer.stdout
+    assert answer.returncode == 1
+
+
+# ---- a run's life
+
+
+def test_a_run_is_submitted_resized_stopped_and_started_again(config, env):
+    answer = elastic("submit", config, "--name", "life", "--parsable", env=env)
+    assert (answer.stdout, answer.stderr) == ("life\n", "")
+    assert slots(env) == [0, 1]
+    assert elastic("scale", "life", "--max", 1, env=env).returncode == 0
+    wait_until(lambda: slots(env) == [0], 15, "the second worker leaves")
+    assert "life stops" in elastic("stop", "life", env=env).stdout
+    assert status_of(env)["state"] == "stopped"
+    assert "is stopped" in elastic("stop", "life", "--now", "--wait", env=env).stdout
+    assert status_of(env)["jobs"] == []
+    again = elastic("scale", "life", "--min", 2, "--max", 2, env=env)
+    assert "starts again" in again.stdout
+    assert slots(env) == [0, 1]
+
+
+def status_of(env: dict, run: str = "life") -> dict:
+    answer = elastic("status", run, "--json", env=env)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    return json.loads(answer.stdout)
+
+
+def slots(env: dict) -> list[int]:
+    return sorted(job["slot"] for job in status_of(env)["jobs"] if job["role"] == "worker")
+
+
+def test_status_json_has_every_field_of_its_contract(config, env):
+    elastic("submit", config, "--name", "life", "--max", 1, env=env)
+    seen = status_of(env)
+    contract = "run mode state reason next version tokens loss min max workers jobs events"
+    assert set(contract.split()) <= set(seen)
+    assert (seen["run"], seen["mode"], seen["min"], seen["max"]) == ("life", "local", 1, 1)
+    assert {"job_id", "role", "slot", "state", "reason"} <= set(seen["jobs"][0])
+    assert {"time", "kind"} <= set(seen["events"][0])
+    assert seen["reason"]
+    workers = wait_until(lambda: status_of(env)["workers"], 30, "a worker registers")
+    fields = "slot attempt job_id node pid state version step tokens_per_s last_beat_s"
+    assert set(fields.split()) <= set(workers[0])
+
+
+def test_a_second_pass_does_nothing_and_says_nothing(config, env):
+    elastic("submit", config, env=env)
+    before = status_of(env, "quiet")["jobs"]
+    answer = elastic("reconcile", env=env)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+    assert [job["job_id"] for job in status_of(env, "quiet")["jobs"]] == [
+        job["job_id"] for job in before
+    ]
+
+
+def test_a_dry_run_starts_nothing(config, env, tmp_path):
+    answer = elastic("submit", config, "--dry-run", env=env)
+    assert answer.returncode == 0
+    assert "would start run quiet on 1..2 GPUs" in answer.stdout
+    assert left_behind(tmp_path) == []
+
+
+def test_the_command_line_overrides_the_file(config, env, tmp_path):
+    options = ("--min", 2, "--max", 3, "--train.batch_size=5")
+    elastic("submit", config, *options, env=env)
+    text = (tmp_path / "runs" / "quiet" / "run.toml").read_text()
+    assert "batch_size = 5  # command line" in text
+    assert "max = 3  # command line" in text
+
+
+def test_a_run_that_is_done_ends_submit_wait_with_code_0_and_cannot_be_scaled(env, tmp_path):
+    (tmp_path / "short.sh").write_text("""echo '{"version": 0}' > "${ELASTIC_RUN_DIR}/DONE"\n""")
+    run = f'scheduler = "local"\ncommand = ["sh", "{tmp_path}/short.sh"]'
+    config = write_config(tmp_path / "short.toml", run=run, elastic="max = 1")
+    answer = elastic("submit", config, "--wait", env=env)
+    assert answer.returncode == 0, answer.stderr
+    answer = elastic("scale", "short", "--max", 2, env=env)
+    assert (answer.returncode, answer.stderr.split(":")[0]) == (2, "error")
+
+
+def test_logs_are_printed_by_slot(config, env):
+    elastic("submit", config, "--max", 1, env=env)
+    wait_until(
+        lambda: "slot 0 attempt 1" in elastic("logs", "quiet", "0", env=env).stdout,
+        30, "the agent says that it starts",
+    )  # fmt: skip
+    assert elastic("logs", "quiet", "7", env=env).returncode == 1
+    assert elastic("logs", "quiet", "seven", env=env).returncode == 2
+
+
+# ---- a first step of the task, before anything is made
+
+TASKS = """
+import torch as t
+from tiny_task import Tiny
+
+class Typo(Tiny):
+    def loss(self, model, batch):
+        return torch.zeros(())
+
+class Elsewhere(Tiny):
+    def dataset(self):
+        raise FileNotFoundError("/scratch/of/the/compute/nodes")
+
+class NeedsGpu(Tiny):
+    def loss(self, model, batch):
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+class Big(Typo):
+    def model(self):
+        return t.nn.Linear(10_000, 10_000)
+"""
+
+
+@pytest.fixture
+def task(env, tmp_path):
+    """Submits a task that is named; the answer."""
+    (tmp_path / "lacks.py").write_text("import missing_here\n")
+    (tmp_path / "mine.py").write_text(TASKS)
+    (tmp_path / "pace").write_text("0")
+    env["PYTHONPATH"] = str(ROOT / "tests")
+
+    def submit(name: str, *options: str):
+        config = write_config(tmp_path / "t.toml", run=f'scheduler = "local"\ntask = "{name}"',
+                              train="epochs = 1", task=f'pace = "{tmp_path}/pace"')  # fmt: skip
+        return elastic("submit", config, *options, env=env)
+
+    return submit
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_a_task_that_cannot_train_is_refused_with_its_traceback(task, tmp_path, options):
+    answer = task("mine:Typo", *options)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("error: the task fails:\nTraceback (most recent call last):\n")
+    assert 'mine.py", line' in answer.stderr.splitlines()[2]
+    assert "NameError: name 'torch' is not defined\n  hint: " in answer.stderr
+    answer = task("mine:Nobody", *options)
+    assert (answer.returncode, "no class Nobody in" in answer.stderr) == (1, True)
+    assert (answer.stdout, left_behind(tmp_path)) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("mine:Elsewhere", "/scratch/of/the/compute/nodes"), ("lacks:Task", "missing_here"),
+     ("mine:NeedsGpu", "NVIDIA"), ("mine:Big", "100,010,000 parameters are too many")],
+)  # fmt: skip
+def test_what_only_this_machine_lacks_is_said_and_no_reason_to_refuse(task, name, words):
+    answer = task(name, "--dry-run")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr.startswith("warning: the task was not tried: ")
+    assert words in answer.stderr
+
+
+def test_a_first_step_may_be_left_out(task, tmp_path):
+    assert task("mine:Typo", "--no-try").returncode == 0
+    assert (tmp_path / "runs" / "t").exists()
+
+
+def test_a_dry_run_needs_neither_a_slurm_nor_a_site_file_nor_the_space(env, tmp_path):
+    config = write_config(tmp_path / "far.toml", run='command = ["sleep", "1"]',
+                          checkpoint='min_free = "900tb"')  # fmt: skip
+    answer = elastic("submit", config, "--dry-run", env={**env, "PATH": "/usr/bin:/bin"})
+    assert answer.returncode == 0, answer.stderr
+    warnings = [line for line in answer.stderr.splitlines() if line.startswith("warning: ")]
+    assert ["no space" in warnings[0], "squeue" in warnings[1]] == [True, True]
+
+
+# ---- bad input: one clear error, the right code, nothing left behind
+
+BAD = {
+    "a run name with a space": (["--name", "a b"], 2, "run.name"),
+    "a run name with a semicolon": (["--name", "a;b"], 2, "run.name"),
+    "a run name with a quote": (["--name", "a'b"], 2, "run.name"),
+    "a run name that climbs": (["--name", "../x"], 2, "run.name"),
+    "min above max": (["--min", "3", "--max", "2"], 2, "elastic.min (3) is above elastic.max (2)"),
+    "an unknown key": (["--set", "local_sgd.iner_steps=5"], 2, "inner_steps"),
+    "an unknown key, shorter": (["--local_sgd.iner_steps=5"], 2, "inner_steps"),
+    "an unknown section": (["--set", "locl.steps=5"], 2, "unknown section"),
+    "a setting without a value": (["--set", "train.epochs"], 2, "section.key=value"),
+    "no inner steps": (["--set", "local_sgd.inner_steps=0"], 2, "inner_steps"),
+    "a mode that is not there": (["--mode", "async"], 2, "run.mode"),
+    "a scheduler that is not there": (["--scheduler", "pbs"], 2, "run.scheduler"),
+    "slurm without a partition": (["--scheduler", "slurm"], 2, "slurm.partition"),
+    "a task that is no class": (["--set", "run.task=nowhere"], 2, "package.module:Class"),
+    "a task that does not exist": (
+        ["--set", "run.task=no.such:Task", "--set", "run.command=[]"], 1, "module no.such does not",
+    ),
+    "no redis-server": (["--set", "redis.server=/no/redis-server"], 1, "no redis-server"),
+    "a full disk": (["--set", "checkpoint.min_free=900tb"], 1, "checkpoint.min_free"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_error_and_leaves_nothing(case, config, env, tmp_path):
+    options, code, words = BAD[case]
+    answer = elastic("submit", config, *options, env=env)
+    assert answer.returncode == code
+    assert answer.stderr.startswith("error: ")
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == ""
+    assert left_behind(tmp_path) == []
+
+
+def test_a_malformed_or_absent_file_is_named(env, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("[run\nname = 3")
+    for file in (path, tmp_path / "absent.toml"):
+        answer = elastic("submit", file, env=env)
+        assert answer.returncode == 2
+        assert file.name in answer.stderr
+
+
+def test_a_run_root_that_cannot_be_written_is_named(config, env, tmp_path):
+    (tmp_path / "file").write_text("")
+    answer = elastic("submit", config, env={**env, "ELASTIC_RUNS": str(tmp_path / "file")})
+    assert answer.returncode == 1
+    assert "cannot write to" in answer.stderr
+    assert "ELASTIC_RUNS" in answer.stderr
+
+
+def test_a_name_can_be_taken_only_once(config, env):
+    assert elastic("submit", config, env=env).returncode == 0
+    answer = elastic("submit", config, env=env)
+    assert answer.returncode == 2
+    assert "quiet" in answer.stderr
+
+
+def test_an_unknown_run_lists_those_there_are(config, env):
+    elastic("submit", config, env=env)
+    for command in ("status", "scale", "stop", "logs", "audit", "evaluate", "reconcile"):
+        answer = elastic(command, "nobody", env=env)
+        assert answer.returncode == 2
+        assert "quiet" in answer.stderr
+
+
+def test_limits_that_make_no_sense_change_nothing(config, env):
+    elastic("submit", config, env=env)
+    for limits in (["--min", 3], ["--max", 0], ["--min", 2, "--max", 1], ["--min", 0]):
+        assert elastic("scale", "quiet", *limits, env=env).returncode == 2
+    assert (status_of(env, "quiet")["min"], status_of(env, "quiet")["max"]) == (1, 2)
+
+
+def test_a_limit_below_one_worker_is_refused(env, tmp_path):
+    config = write_config(tmp_path / "wide.toml", run='command = ["sleep", "600"]',
+                          elastic="min = 8\nmax = 16",
+                          slurm='partition = "p"\ngpus_per_worker = 8')  # fmt: skip
+    env["PATH"] = fake_slurm(tmp_path / "slurm", squeue="exit 0", sbatch="echo 7", sinfo="exit 0")
+    (tmp_path / "runs").mkdir()
+    elastic("submit", config, env=env)
+    answer = elastic("scale", "wide", "--min", 4, "--max", 4, env=env)
+    assert (answer.returncode, "slurm.gpus_per_worker is 8" in answer.stderr) == (2, True)
+
+
+def test_a_screen_that_is_watched_has_no_json(config, env):
+    answer = elastic("status", "--watch", "--json", env=env)
+    assert (answer.returncode, "--watch is for a screen" in answer.stderr) == (2, True)
+
+
+def test_the_line_for_the_crontab_is_one_where_a_folder_has_a_space(monkeypatch):
+    monkeypatch.setattr(installed, "commands", lambda: Path("/home/me/my copy/bin"))
+    line = installed.cron_line()
+    assert shlex.split(line)[5:] == ["/home/me/my copy/bin/elastic-reconcile", "--jitter"]
+
+
+def test_json_has_no_number_that_is_none():
+    given = {"a": [1.5, float("nan")], "b": (float("inf"), "nan"), "c": 3}
+    assert shared.finite(given) == {"a": [1.5, None], "b": [None, "nan"], "c": 3}
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    shared.put(pipe, b"whole")
+    assert reader.communicate()[0] == b"whole"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_metrics_into_what_is_no_file_leave_its_mode_alone(env, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    answer = elastic("metrics", "--prometheus", pipe, env=env)
+    assert (answer.returncode, b"# TYPE elastic_" in reader.communicate()[0]) == (0, True)
+    assert stat.S_IMODE(pipe.stat().st_mode) == 0o600
+
+
+def test_faults_without_a_pause_are_refused(config, env):
+    elastic("submit", config, env=env)
+    answer = elastic("chaos", "quiet", "--every", "0s", env=env)
+    assert (answer.returncode, "--every 0:" in answer.stderr) == (2, True)
+
+
+# ---- a scheduler that is silent or refuses
+
+
+def fake_slurm(folder: Path, **scripts: str) -> str:
+    """A PATH on which Slurm's commands are these shell scripts."""
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(stat.S_IRWXU)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+ON_SLURM = ("--scheduler", "slurm", "--set", "slurm.partition=p")
+
+
+def test_a_silent_scheduler_means_try_again_and_leaves_nothing(config, env, tmp_path):
+    path = fake_slurm(tmp_path / "slurm", squeue="echo 'slurm_load_jobs error' >&2; exit 1")
+    answer = elastic("submit", config, *ON_SLURM, env={**env, "PATH": path})
+    assert answer.returncode == 75
+    assert "squeue" in answer.stderr
+    assert left_behind(tmp_path) == []
+
+
+def test_a_job_that_is_refused_undoes_the_run(config, env, tmp_path):
+    refusal = "sbatch: error: invalid partition specified: p"
+    path = fake_slurm(
+        tmp_path / "slurm",
+        squeue="exit 0",
+        scancel="exit 0",
+        sbatch=f"echo '{refusal}' >&2; exit 1",
+    )
+    answer = elastic("submit", config, *ON_SLURM, env={**env, "PATH": path})
+    assert answer.returncode == 1
+    assert "invalid partition" in answer.stderr
+    assert left_behind(tmp_path) == []
+
+
+# ---- configuration
+
+
+def test_config_prints_values_with_unit_and_origin(config, env):
+    rows = json.loads(
+        elastic("config", config, "--set", "train.epochs=0", "--json", env=env).stdout
+    )
+    by_key = {row["key"]: row for row in rows}
+    assert by_key["train.epochs"]["origin"] == "command line"
+    assert by_key["elastic.max"]["origin"].endswith("quiet.toml:7")
+    assert by_key["health.lease"]["origin"] == "default"
+    assert by_key["elastic.max"]["unit"] == "GPUs"
+    assert "elastic.max" in elastic("config", config, env=env).stdout
+
+
+# ---- documentation
+
+
+def test_the_readme_names_every_command_file_and_folder():
+    text = (ROOT / "README.md").read_text()
+    listing = text.partition("\n## Files\n")[2]
+    patterns = ("bin/elastic*", "sbatch/*", "etc/*", "lib/elastic/*.py")
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in paths}
+    names |= {"bin/", "sbatch/", "etc/", "lib/elastic/", "docs/", "tests/"}
+    listed = {word.strip(",;:`()") for word in listing.split()}
+    assert sorted(names - listed) == []
+    assert [name for name in COMMANDS + LAB if f"`elastic-{name}" not in text] == []
+
+
+def test_the_readme_lists_the_folders_in_the_order_in_which_they_import():
+    listing = (ROOT / "README.md").read_text().partition("    lib/elastic/\n")[2]
+    listed = re.findall(r"^ {6}([a-z/]+)/ ", listing.partition("\n    docs/")[0], re.M)
+    assert listed == [folder for folder in FOLDERS if folder != "."]
+
+
+def test_every_make_target_is_described():
+    command = ["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL", "make", "help"]  # not as a part of make
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    described = {line.split()[0] for line in answer.stdout.split("\n\n")[0].splitlines()}
+    makefile = (ROOT / "Makefile").read_text().splitlines()
+    phony = [line.split()[1:] for line in makefile if line.startswith(".PHONY:")]
+    assert described == set(sum(phony, []))

@@ -1,0 +1,477 @@
+"""elastic-doctor on a private Slurm: silent when that is good, and naming whatever is planted.
+
+One sandbox is for all tests here: what they plant in its slurm.conf is taken out again. Slow probes
+that a test is not about are left out (`quick`). pytest tests/people/test_doctor.py
+"""
+
+import json
+import os
+import pwd
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from elastic.base import config as configuration
+from elastic.base import network
+from elastic.base.errors import UsageError
+from elastic.commands.main import elastic as commands
+from elastic.lab.sandbox import Sandbox
+from elastic.people import doctor, tryout
+from elastic.run.estimate import Save
+from forks import as_nobody
+from helpers import ROOT, elastic, environment, wait_until
+
+pytest_plugins = ["slurm_sandbox"]
+pytestmark = pytest.mark.slurm
+
+SITE = '[slurm]\npartition = "preempt"\nmaster_partition = "cpu"\n'
+TORCH = {"python": "3.11", "version": "2.6", "import_s": 1.0, "gpus": 0, "problems": [],
+         "unfit": False}  # fmt: skip
+REAL_REDIS = doctor.PROBES["redis"]
+CRON = "*/2 * * * * /opt/elastic/bin/elastic-reconcile\n"
+
+
+@pytest.fixture
+def site(slurm_here, home, monkeypatch) -> Path:
+    """A site file for the sandbox, which this process uses; a crontab that is as it should be."""
+    path = home / "site.toml"
+    path.write_text(SITE)
+    monkeypatch.setenv("ELASTIC_SITE", str(path))
+    set_crontab(home, f"echo '{CRON}'")
+    monkeypatch.setenv("PATH", f"{home}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "lib"))  # for the children that load torch
+    return path
+
+
+@pytest.fixture
+def quick(site, monkeypatch) -> None:
+    """Look at this machine's torch, Redis and disk only as far as that is fast."""
+    for name, fact in (("torch", TORCH), ("redis", "not asked")):
+        monkeypatch.setitem(doctor.PROBES, name, lambda _, fact=fact: fact)
+    monkeypatch.setattr(doctor, "BYTES", 4 << 20)
+
+
+@pytest.fixture
+def plant(slurm) -> Iterator[Callable[..., None]]:
+    """plant((pattern, replacement), ...): change slurm.conf until the test's end."""
+    good = slurm.conf.read_text()
+
+    def change(*changes: tuple[str, str]) -> None:
+        text = good
+        for pattern, replacement in changes:
+            text, count = re.subn(pattern, replacement, text, flags=re.M)
+            assert count, pattern
+        reload(slurm, text)
+
+    yield change
+    reload(slurm, good)
+
+
+def reload(box: Sandbox, text: str) -> None:
+    box.conf.write_text(text)
+    box.run("scontrol", "reconfigure")
+    wait_until(lambda: len(box.idle_nodes()) == 5, 20, "all nodes are idle")
+
+
+def set_crontab(home: Path, script: str) -> None:
+    """A `crontab` before that of the machine, which is not for tests to change."""
+    path = home / "bin/crontab"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def bad(*overrides: str, path: Path | None = None) -> dict[str, tuple[str, str]]:
+    """What is WARN or FAIL, and what was seen there."""
+    checks = doctor.report(path, overrides)["checks"]
+    return {each["check"]: (each["verdict"], each["seen"]) for each in checks
+            if each["verdict"] in ("WARN", "FAIL")}  # fmt: skip
+
+
+def asked(*args: object, code: int = 0, **environ: str) -> dict[str, dict]:
+    """What bin/elastic-doctor says as JSON, by check."""
+    mine = {name: os.environ[name] for name in ("SLURM_CONF", "ELASTIC_SITE", "ELASTIC_RUNS")}
+    env = environment(Path(mine["ELASTIC_RUNS"]).parent, **mine | environ)
+    answer = elastic("doctor", *args, "--json", env=env)
+    assert answer.returncode == code, answer.stdout + answer.stderr
+    return {each["check"]: each for each in json.loads(answer.stdout)["checks"]}
+
+
+# ---- a good cluster
+
+
+def test_it_is_silent_on_a_good_cluster_and_leaves_nothing_behind(site, home):
+    before = set(os.listdir(tempfile.gettempdir()))
+    found = asked(ROOT / "etc/demo.toml", "--set", "run.scheduler=slurm")
+    assert {name: each["seen"] for name, each in found.items()
+            if each["verdict"] in ("WARN", "FAIL")} == {}  # fmt: skip
+    skipped = {name for name, each in found.items() if each["verdict"] == "SKIP"}
+    assert skipped <= {"limits", "gpus"}
+    weighed = r"3 s .*; a save takes \S+ s \(\S+ s for what counts\): [\d.]+ MB at .*B/s"
+    assert re.fullmatch(weighed, found["notice"]["seen"])
+    assert re.fullmatch(r"\d+\.\d+, \S+, over TLS", found["redis"]["seen"])
+    left = set(os.listdir(tempfile.gettempdir())) - before
+    assert [name for name in left if "elastic-doctor" in name] == []
+    assert not (home / "runs").exists()
+    assert not list(home.glob(".elastic-doctor*"))
+
+
+def test_its_screen_fits_80_columns(quick, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    answer = CliRunner().invoke(commands, ["doctor"])
+    assert answer.exit_code == 0, answer.output
+    assert max(map(len, answer.output.splitlines())) <= 80
+    assert re.search(r"^OK    preemption  +preempt: REQUEUE \(preempt/part", answer.output, re.M)
+    assert re.search(r"\n19 checks: \d+ OK, \d+ SKIP\n", answer.output)
+
+
+def test_on_the_local_scheduler_no_slurm_is_asked(quick, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", "/nonexistent/slurm.conf")
+    assert bad("run.scheduler=local") == {}
+
+
+# ---- Slurm as it should not be
+
+
+@pytest.mark.parametrize(("changes", "overrides", "expected"), [
+    ([("^(PartitionName=preempt .*)REQUEUE", r"\1CANCEL")], [],
+     {"preemption": ("WARN", "preempt: CANCEL (preempt/partition_prio)")}),
+    ([("^(PartitionName=preempt .*)REQUEUE", r"\1OFF")], [],
+     {"preemption": ("WARN", "preempt: OFF (preempt/partition_prio)")}),
+    ([("$", "\nJobRequeue=0\n")], [], {"job requeue": ("WARN", "JobRequeue=0")}),
+    ([("^(PartitionName=preempt .*)", r"\1 MaxTime=10")], ["slurm.time=1:00:00"],
+     {"time limit": ("FAIL", "preempt: MaxTime=00:10:00, slurm.time = 1:00:00; "
+                             "cpu: MaxTime=UNLIMITED")}),
+    ([("^(PartitionName=cpu .*)", r"\1 State=DOWN")], [],
+     {"master partition": ("FAIL", "cpu: DOWN")}),
+    ([], ["slurm.partition=cpu"],
+     {"partition": ("FAIL", "cpu: UP, 1 node, 0 GPUs; no node with gpu:1"),
+      "preemption": ("WARN", "cpu: OFF (preempt/partition_prio)")}),
+    ([], ["slurm.partition=nosuch"], {"partition": ("FAIL", "no partition nosuch")}),
+    ([], ["slurm.gpus_per_worker=4", "elastic.max=4"],
+     {"partition": ("FAIL", "preempt: UP, 4 nodes, 8 GPUs; no node with gpu:4")}),
+    ([], ["redis.bind=nosuch0"],
+     {"interface": ("FAIL", "redis.bind = 'nosuch0' is no IPv4 address and no interface here")}),
+])  # fmt: skip
+def test_what_is_planted_is_named_and_nothing_else(quick, plant, changes, overrides, expected):
+    if changes:
+        plant(*changes)
+    assert bad(*overrides) == expected
+
+
+def test_a_requeue_delay_is_named(quick, plant):
+    plant((r",cred_expire=\d+", ",cred_expire=120"))
+    assert bad() == {"requeue delay": ("WARN", "121 s")}
+
+
+def test_a_grace_time_that_is_shorter_than_the_save_is_named(quick, monkeypatch):
+    monkeypatch.setitem(doctor.PROBES, "save", lambda _: Save(60e9, 60e9))
+    ((name, (verdict, seen)),) = bad().items()
+    assert (name, verdict) == ("notice", "FAIL")
+    notice = r"3 s \(GraceTime=2, KillWait=2\)"
+    assert re.fullmatch(rf"{notice}; a save takes \S+ s: 60 GB at .*B/s", seen)
+
+
+def test_no_slurm_is_one_fail_and_the_rest_is_seen_all_the_same(quick, site, monkeypatch):
+    monkeypatch.setenv("PATH", str(site.parent / "bin"))
+    assert bad() == {"slurm": ("FAIL", "Command not found: scontrol")}
+
+
+def test_a_slurm_that_does_not_answer_is_named(quick, home, monkeypatch):
+    (home / "slurm.conf").write_text("Nonsense=1\n")
+    monkeypatch.setenv("SLURM_CONF", str(home / "slurm.conf"))
+    ((verdict, seen),) = bad().values()
+    assert verdict == "FAIL"
+    assert seen.startswith("scontrol failed: ")
+
+
+def test_submit_limits_of_account_and_qos_are_named(new_sandbox, home, quick, monkeypatch):
+    box = new_sandbox(nodes=1, accounting=True, settings=("AccountingStorageEnforce=limits",))
+    monkeypatch.setenv("SLURM_CONF", str(box.conf))
+    user = pwd.getpwuid(os.getuid()).pw_name
+    limit = ["slurm.account=lab", "elastic.max=2"]
+    unknown = {each["check"]: each for each in doctor.report(None, limit)["checks"]}["limits"]
+    assert unknown["verdict"] == "SKIP"
+    assert f"accounting does not know {user} in account lab" in unknown["seen"]
+    box.run("sacctmgr", "-i", "add", "account", "lab")
+    box.run("sacctmgr", "-i", "add", "user", user, "account=lab")
+    assert bad(*limit) == {}
+    box.run("sacctmgr", "-i", "modify", "user", user, "set", "MaxSubmitJobs=2")
+    seen = "MaxSubmit of the account lab is 2, the run has up to 3 jobs"
+    assert bad(*limit) == {"limits": ("WARN", seen)}
+    box.run("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=1")
+    seen = "MaxSubmitPU of the QOS normal is 1, the run has up to 3 jobs"
+    assert bad(*limit) == {"limits": ("FAIL", seen)}
+
+
+# ---- a job that is tried
+
+
+def trying(*overrides: str) -> dict[str, tuple[str, str]]:
+    """What is said of a job that was tried; it and its folder are gone."""
+    checks = doctor.report(None, overrides, more=[("tried", tryout.tried)])["checks"]
+    assert not [*Path(os.environ["ELASTIC_RUNS"]).parent.glob("*elastic-try*")]
+    return {each["check"]: (each["verdict"], each["seen"]) for each in checks
+            if each["check"].startswith("try ")}  # fmt: skip
+
+
+def jobs(box: Sandbox) -> list[str]:
+    """The jobs that have not ended."""
+    return box.run("squeue", "--noheader", "--format=%j %T").splitlines()
+
+
+AFTER = r"[\d.]+ s"
+GOOD = {
+    "try job": rf"2 nodes after {AFTER}, their ranks {AFTER} later",
+    "try ranks": r"n1 \(hostname \S+\): \d+ cores, .* of memory, GPUs 0,1; n2 \(.*\): .*, GPUs 0,1",
+    "try train": r"4 of 4 ranks train together: \d+ ms a step on cpu",
+    "try files": rf"4 of 4 ranks see a file after {AFTER}; 3 of 3 find one locked",
+    "try kill": rf"srun tells 1 of 1 death within {AFTER}; steps end in {AFTER}",
+    "try notice": rf"3 of 3 ranks hear TERM within {AFTER}; srun and batch script live on;"
+                  rf" 4 of 4 that train save their last step within {AFTER}",
+    "try shrink": rf"a step on one node took {AFTER}",
+}
+
+
+def test_a_good_cluster_does_to_a_job_what_is_expected(site, home, slurm):
+    found = asked("--try", "--set", "slurm.gpus_per_node=2")
+    for name, words in GOOD.items():
+        assert (found[name]["verdict"], found[name]["fix"]) == ("OK", ""), found[name]
+        assert re.fullmatch(words, found[name]["seen"])
+    assert jobs(slurm) == []
+    assert not (home / "runs").exists()
+    assert not list(home.glob("elastic-try-*"))
+
+
+def test_it_tries_nothing_without_being_asked(quick, slurm):
+    before = slurm.run("squeue", "--states=all", "--noheader", "--format=%i")
+    assert not {*GOOD} & {each["check"] for each in doctor.report(None, [])["checks"]}
+    assert slurm.run("squeue", "--states=all", "--noheader", "--format=%i") == before
+
+
+def test_slurm_s_words_are_shown_where_it_refuses(new_sandbox, quick, home, monkeypatch):
+    rules = home / "rules.lua"
+    rules.write_text('''
+function slurm_job_submit(job, partitions, uid)
+   slurm.log_user("ask the helpdesk for an account")
+   return slurm.ERROR
+end
+function slurm_job_modify(job, record, partitions, uid)
+   return slurm.SUCCESS
+end
+''')
+    monkeypatch.setenv("SLURM_CONF", str(new_sandbox(nodes=2, job_submit=rules).conf))
+    ((name, (verdict, seen)),) = trying().items()
+    assert (name, verdict) == ("try job", "FAIL")
+    assert seen.startswith("sbatch: ask the helpdesk for an account; Batch job submission failed")
+
+
+def test_a_long_kill_wait_delays_no_restart(quick, plant):
+    plant(("^KillWait=.*", "KillWait=30"))
+    found = trying("slurm.gpus_per_node=2")
+    assert {verdict for verdict, _ in found.values()} == {"OK"}
+    assert float(re.search(r"steps end in ([\d.]+) s", found["try kill"][1])[1]) < 10
+
+
+def test_a_slurm_that_takes_no_node_back_is_named(quick, plant):
+    plant((r"^(SchedulerParameters=.*)", r"\1,disable_job_shrink"))
+    found = trying()
+    verdict, seen = found.pop("try shrink")
+    assert (verdict, "scontrol failed: " in seen) == ("WARN", True), seen
+    assert {verdict for verdict, _ in found.values()} == {"OK"}
+
+
+def test_ranks_that_see_one_gpu_each_are_named(quick):
+    found = trying("slurm.gpus_per_node=2", 'slurm.srun_options=["--gpus-per-task=1"]')
+    assert {name for name, (verdict, _) in found.items() if verdict != "OK"} == {"try ranks"}
+    assert found["try ranks"][0] == "FAIL"
+    assert re.fullmatch(r"n1 \(.*, GPUs \d; n2 \(.*, GPUs \d", found["try ranks"][1])
+
+
+def test_ranks_that_do_not_start_are_shown_with_what_was_said(quick):
+    ((verdict, seen),) = trying('slurm.rank_prefix=["nosuch"]').values()
+    assert verdict == "FAIL"
+    assert seen.startswith("it is FAILED: 0 of 4 ranks started: ")
+    assert "exec: nosuch: not found" in seen
+
+
+def test_a_job_that_does_not_start_is_cancelled(quick, slurm, monkeypatch):
+    monkeypatch.setattr(tryout, "LIMIT_S", 2.0)
+    others = slurm.preempt(3, 600)
+    try:
+        wait_until(lambda: len(slurm.idle_nodes()) == 2, 20, "one node of four is free")
+        ((verdict, seen),) = trying().values()
+        assert (verdict, jobs(slurm)) == ("SKIP", ["preemptor RUNNING"])
+        assert re.fullmatch(r"job \d+ is PENDING \((Resources|Priority)\) after 0 minutes", seen)
+    finally:
+        slurm.run("scancel", others)
+        wait_until(lambda: len(slurm.idle_nodes()) == 5, 20, "all nodes are idle")
+
+
+def test_who_interrupts_it_leaves_no_job_behind(site, home, slurm):
+    command = [str(ROOT / "bin/elastic-doctor"), "--try", "--set", "redis.server=/bin/true"]
+    own = {name: os.environ[name] for name in ("SLURM_CONF", "ELASTIC_SITE", "PATH")}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    doing = subprocess.Popen(command, env=environment(home, **own), **quiet)
+    wait_until(lambda: [job for job in jobs(slurm) if job.endswith("RUNNING")], 20, "the job runs")
+    doing.send_signal(signal.SIGINT)
+    assert doing.wait(60) == 1
+    assert (jobs(slurm), list(home.glob("elastic-try-*"))) == ([], [])
+
+
+# ---- this machine as it should not be
+
+
+def test_clocks_that_differ_are_named(site, home):
+    offset = home / "offset"
+    offset.write_text("-45")
+    skewed = {"PYTHONPATH": str(ROOT / "tests/skewed"), "FAKETIME_TIMESTAMP_FILE": str(offset)}
+    clock = asked(code=1, **skewed)["clock"]
+    assert clock["verdict"] == "FAIL"
+    offsets = dict(re.findall(r"([a-z ]+) \+(\d+)\.\d s", clock["seen"].replace(", ", ",")))
+    assert {name: int(off) in (44, 45) for name, off in offsets.items()} == {
+        "slurmctld": True, "run folder": True}  # fmt: skip
+
+
+def test_no_redis_server_is_named(quick, site, monkeypatch):
+    monkeypatch.setitem(doctor.PROBES, "redis", REAL_REDIS)
+    bare = site.parent / "bin"
+    for name in ("scontrol", "sinfo", "sacctmgr"):
+        (bare / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(bare))
+    ((name, (verdict, seen)),) = bad().items()
+    assert (name, verdict) == ("redis", "FAIL")
+    assert seen.startswith("no redis-server (6.0 or newer)")
+
+
+def test_a_redis_server_that_does_not_start_is_named(quick, site, monkeypatch):
+    monkeypatch.setitem(doctor.PROBES, "redis", REAL_REDIS)
+    broken = site.parent / "redis-server"
+    broken.write_text('#!/bin/sh\necho "Redis server v=7.0.0 sha=0"\n[ "$1" = --version ]\n')
+    broken.chmod(0o755)
+    ((name, (verdict, seen)),) = bad(f"redis.server={broken}").items()
+    assert (name, verdict) == ("redis", "FAIL")
+    assert "did not start" in seen
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_a_folder_that_cannot_be_written_is_named(quick, monkeypatch):
+    folder = Path(tempfile.mkdtemp(prefix="elastic-doctor-test-", dir="/tmp"))
+    try:
+        folder.chmod(0o755)
+        monkeypatch.setenv("ELASTIC_RUNS", str(folder))
+        config = configuration.load_site(["run.scheduler=local"])
+        found = as_nobody(lambda: [each[:3] for each in doctor.examine(config, [])])
+    finally:
+        folder.rmdir()
+    failed = [each for each in found if each[1] == "FAIL"]
+    assert failed == [["run folder", "FAIL", f"cannot write to {folder}: Permission denied"]]
+
+
+def test_a_filesystem_without_links_is_named(quick, monkeypatch):
+    """None is at hand: os.link answers as one would (FAT, some object stores)."""
+
+    def refused(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refused)
+    verdict, seen = bad()["run folder"]
+    assert (verdict, "link or fsync: Operation not supported" in seen) == ("FAIL", True)
+
+
+def test_a_full_disk_is_named(quick):
+    verdict, seen = bad("checkpoint.min_free=1000000tb")["run folder"]
+    assert (verdict, seen[:11]) == ("FAIL", "no space on")
+
+
+def test_a_python_without_torch_is_named(quick, monkeypatch):
+    monkeypatch.setitem(doctor.PROBES, "torch", doctor._torch)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert bad() == {"torch": ("FAIL", "exit 1")}
+
+
+def test_a_crontab_without_the_line_is_named(quick, site):
+    set_crontab(site.parent, "echo no crontab for me >&2; exit 1")
+    assert bad() == {"cron": ("WARN", "elastic-reconcile is not in the crontab")}
+
+
+def test_nodes_that_may_not_submit_make_the_crontab_necessary(quick, site, plant):
+    plant(("^(PartitionName=preempt .*)", r"\1 AllocNodes=localhost"))
+    assert bad() == {}
+    set_crontab(site.parent, "echo no crontab for me >&2; exit 1")
+    ((name, (verdict, seen)),) = bad().items()
+    assert (name, verdict) == ("cron", "FAIL")
+    assert seen.endswith(", and only localhost may submit jobs (AllocNodes)")
+
+
+@pytest.mark.parametrize(("model", "words"), [
+    ("raise KeyError('weights')", "KeyError('weights')"),
+    ("print('loading'); return __import__('torch').nn.Linear(1000, 1000)", ": 9.02 MB at"),
+])  # fmt: skip
+def test_a_task_may_print_or_fail_all_the_same(quick, home, monkeypatch, model, words):
+    (home / "mine.py").write_text(
+        f"class Mine:\n    def __init__(self, config): ...\n    def model(self): {model}\n"
+        "    def dataset(self): ...\n    def loss(self, model, batch): ...\n")  # fmt: skip
+    (home / "mine.toml").write_text('[run]\ntask = "mine:Mine"\n[train]\nepochs = 1\n')
+    monkeypatch.setitem(doctor.PROBES, "torch", doctor._torch)
+    checks = doctor.report(home / "mine.toml", [])["checks"]
+    found = {each["check"]: each for each in checks}
+    assert (found["notice"]["verdict"], found["torch"]["verdict"]) == ("OK", "OK")
+    assert words in found["notice"]["seen"]
+
+
+def test_an_interface_is_up_or_not():
+    assert network.is_up("lo")
+    assert not network.is_up("nosuch0")
+
+
+def test_the_type_of_a_filesystem_is_that_of_the_innermost_mount():
+    assert doctor.filesystem_of(Path("/proc/self")) == "proc"
+    assert doctor.filesystem_of(Path("/")) not in ("proc", "unknown")
+
+
+# ---- the site file
+
+
+def test_init_writes_a_site_file_with_which_it_is_silent(quick, site):
+    site.write_text("[slurm]\n#partition = \"x\"\n")  # as shipped: it sets nothing
+    path, text = doctor.init(force=False)
+    assert path == site
+    assert 'partition = "preempt"  # PreemptMode=REQUEUE, 4 nodes, 8 GPUs' in text
+    made = configuration.load_site()
+    assert (made.slurm.partition, made.slurm.master_partition) == ("preempt", "cpu")
+    assert made.redis.server == shutil.which("redis-server")
+    assert bad() == {}
+
+
+def test_init_replaces_what_somebody_wrote_only_by_force(quick, site):
+    with pytest.raises(UsageError, match="sets something already"):
+        doctor.init(force=False)
+    assert site.read_text() == SITE
+    doctor.init(force=True)
+    assert "elastic-doctor --init" in site.read_text()
+
+
+def test_init_replaces_no_device(quick, monkeypatch):
+    monkeypatch.setenv("ELASTIC_SITE", os.devnull)
+    with pytest.raises(UsageError, match="not a file"):
+        doctor.init(force=True)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_init_without_slurm_writes_nothing(home):
+    (home / "slurm.conf").write_text("Nonsense=1\n")
+    env = environment(home, ELASTIC_SITE=f"{home}/new.toml", SLURM_CONF=f"{home}/slurm.conf")
+    answer = elastic("doctor", "--init", env=env)
+    assert (answer.returncode, (home / "new.toml").exists()) == (75, False)
+    assert answer.stderr.startswith("error: scontrol failed")

@@ -1,0 +1,337 @@
+"""What people look at, on a run to which things happened: the page in a browser, the
+live screen in a terminal of 80 columns, the numbers for other tools.
+
+pytest tests/people/test_report.py
+"""
+
+import contextlib
+import getpass
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from elastic.base.errors import ElasticError, UsageError
+from elastic.lab.chaos import Chaos
+from elastic.people import metrics, report, timeline
+from helpers import ROOT, elastic, environment
+from running import Running, running
+
+FAULTS = ("kill-worker", "preempt", "kill-master")
+SETTINGS = {"elastic.min": 2, "elastic.max": 3, "local_sgd.inner_steps": 20}
+CONSOLE = "CONSOLE"  # what Chromium logs of a page begins with
+
+
+class Screen:
+    """A terminal of its own: what somebody at a slow line sees."""
+
+    def __init__(self, home: Path, command: str, columns: int, lines: int):
+        self._tmux = ["tmux", "-S", str(home / "tmux"), "-f", os.devnull]
+        size = ["-x", str(columns), "-y", str(lines)]
+        subprocess.run([*self._tmux, "new-session", "-d", *size, command], check=True)
+
+    def text(self) -> str:
+        shown = [*self._tmux, "capture-pane", "-p"]
+        return subprocess.run(shown, capture_output=True, text=True).stdout
+
+    def press(self, key: str) -> None:
+        subprocess.run([*self._tmux, "send-keys", key], check=True)
+
+    def close(self) -> None:
+        subprocess.run([*self._tmux, "kill-server"], capture_output=True)
+
+
+@contextlib.contextmanager
+def watching(run: Running) -> Iterator[tuple[Screen, list[str]]]:
+    """`elastic-status --watch`, and everything that was on its screen."""
+    if not shutil.which("tmux"):
+        pytest.skip("tmux is not installed: apt-get install tmux")
+    command = f"{ROOT}/bin/elastic-status tiny --watch; echo it has left; sleep 600"
+    screen, seen, is_over = Screen(run.home, command, 80, 60), [], threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.3):
+            seen.append(screen.text())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield screen, seen
+    finally:
+        is_over.set()
+        looking.join()
+        screen.close()
+
+
+def rounds_on(seen: list[str]) -> set[int]:
+    return {int(found) for found in re.findall(r"round (\d+), loss", "\n".join(seen))}
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory) -> Iterator[tuple[Running, list[str]]]:
+    """A run to which faults happened while somebody watched; and the screens of that."""
+    with running(tmp_path_factory.mktemp("run"), SETTINGS, samples=10**6, step_s=0.15) as run:
+        run.workers(3)
+        with watching(run) as (screen, seen):
+            chaos = Chaos(run.run, seed=3)
+            for kind in FAULTS:
+                chaos.inject(kind)
+                run.versions(1, 90)
+                run.workers(3)
+            newest = run.version
+            run.until(lambda: max(rounds_on(seen), default=-1) >= newest, 60, "it on the screen")
+            screen.press("C-c")
+            run.until(lambda: "it has left" in seen[-1], 20, "the end of the watching")
+        yield run, seen
+
+
+# ---- the live screen
+
+
+def test_a_watched_run_shows_what_happens_to_it(lived):
+    _, seen = lived
+    everything = "\n".join(seen)
+    assert re.search(r"training on [23] of 2\.\.3 GPUs, round \d+", everything)
+    for words in ("samples/s", "steps ", " workers, loss ", "training"):
+        assert words in everything, seen[-1]
+    newest: dict[str, int] = {}
+    for slot, attempt in re.findall(r"^ +(\d+) +(\d+) +\d+ ", everything, re.M):
+        newest[slot] = max(newest.get(slot, 0), int(attempt))
+    assert sum(newest.values()) >= len(newest) + 2, "of a worker killed, and of one preempted"
+    assert len(rounds_on(seen)) > 1, "it was redrawn"
+
+
+def test_a_watched_run_never_breaks_its_screen(lived):
+    _, seen = lived
+    for screen in seen:
+        assert "Traceback" not in screen
+        assert max(map(len, screen.splitlines()), default=0) <= 80
+        assert screen.count("progress ") <= 2, screen  # not one below the other
+
+
+# ---- the page
+
+
+def browse(page: Path, *options: str) -> subprocess.CompletedProcess:
+    """Open a page in a headless Chromium that has no network."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if not browser:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+               f"--user-data-dir={page.parent / 'browser'}", "--proxy-server=127.0.0.1:9",
+               "--virtual-time-budget=5000", *options, page.as_uri()]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def page(lived, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "run.html"
+    done = elastic("report", "tiny", "-o", path, env=environment(lived[0].home))
+    assert (done.returncode, done.stdout.strip()) == (0, str(path)), done.stderr
+    return path
+
+
+def test_the_page_needs_nothing_else(page: Path):
+    text = page.read_text()
+    assert not re.findall(r"<script|<link|<iframe|<img|@import|url\((?!#)", text)
+    fetched = [each for each in re.findall(r'(?:href|src)="([^"]*)"', text) if each[0] != "#"]
+    assert not fetched
+
+
+def test_a_browser_opens_the_page_without_a_word_and_shows_what_happened(page: Path, lived):
+    run, _ = lived
+    done = browse(page, "--dump-dom")
+    assert done.returncode == 0, done.stderr
+    assert CONSOLE not in done.stderr
+    shown = html.unescape(re.sub(r"<[^>]*>", "", done.stdout))
+    for event in run.events("chaos"):
+        assert f"fault {event['fault']}: {event['what']}" in shown
+    for words in ("committed samples", "samples/s", "slot 0", "slot 2", "master", "training ",
+                  "start-up", "had to leave", "Incidents"):  # fmt: skip
+        assert words in shown, words
+    stays = timeline.stays(run.run.events(), run.run.endings(), 0)
+    ended = [stay for stay in stays if stay.outcome]
+    assert ended
+    for stay in ended:
+        assert stay.words in shown  # as a tooltip
+
+
+def test_a_word_of_the_browser_would_have_been_heard(tmp_path: Path):
+    page = tmp_path / "bad.html"
+    page.write_text("<script>console.error('x')</script><img src='http://127.0.0.1:9/x.png'>")
+    assert CONSOLE in browse(page, "--dump-dom").stderr
+
+
+def test_the_page_is_drawn(page: Path):
+    shot = page.with_suffix(".shot.png")
+    browse(page, f"--screenshot={shot}", "--window-size=1100,2400")
+    image = pixels(shot)
+    assert image.shape[1] == 1100
+    assert len({tuple(color) for color in image[::7, ::7].reshape(-1, image.shape[2])}) > 20
+
+
+def pixels(path: Path):
+    from matplotlib import image
+
+    return (image.imread(path) * 255).astype("uint8")
+
+
+def test_nothing_in_a_run_can_become_part_of_the_page(lived):
+    facts = report.gather(lived[0].run)
+    evil = "<script>alert(1)</script>"
+    event = {"kind": "warning", "time": facts.began, "reason": evil}
+    seen = facts.seen | {"run": evil, "summary": evil, "reason": evil, "path": evil}
+    stays = [timeline.Stay("worker", 0, evil, evil, facts.began, facts.began + 9, evil, evil)]
+    found = report.Facts(seen, facts.began, facts.points, stays, timeline.incidents([event]),
+                         facts.gpu_seconds)  # fmt: skip
+    text = report.page(found)
+    assert "<script" not in text
+    assert text.count(html.escape(evil)) >= 5
+
+
+def test_a_run_that_has_only_begun_is_drawn(lived):
+    facts = report.gather(lived[0].run)
+    none = dict.fromkeys(facts.gpu_seconds, 0.0)
+    empty = report.Facts(facts.seen, facts.began, [], [], [], none)
+    drawn = report.page(empty)
+    assert "None." in drawn
+    assert drawn.count(">nothing yet<") == len(report.PANELS)
+    assert "nothing yet" not in report.page(facts)
+
+
+def test_of_too_many_jobs_the_newest_are_drawn(monkeypatch):
+    monkeypatch.setattr(report, "MOST_STAYS", 2)
+    ends = (9, 3, 8)
+    stays = [timeline.Stay("worker", slot, "1", "n", 0.0, end) for slot, end in enumerate(ends)]
+    assert [stay.end for stay in report.newest(stays)] == [9, 8]
+    assert report.newest([]) == []
+
+
+def test_long_curves_are_thinned_and_keep_their_end():
+    points = [timeline.Point(i, i, 1.0, 1.0) for i in range(10_001)]
+    few = report.thinned(points)
+    assert len(few) <= report.MOST_POINTS + 1
+    assert (few[0], few[-1]) == (points[0], points[-1])
+
+
+# ---- numbers for other tools
+
+
+def test_json_lines_go_on_where_they_end(lived, tmp_path: Path):
+    run, path = lived[0].run, tmp_path / "run.jsonl"
+    newest = run.newest_version()
+    first = [row for row in metrics.rows(run, 0) if row["version"] <= newest - 2]
+    path.write_text("".join(json.dumps(row) + "\n" for row in first) + '{"version": 9')
+    done = elastic("metrics", "tiny", "--jsonl", path, env=environment(lived[0].home))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["version"] for row in rows][:newest] == list(range(1, newest + 1))
+    assert rows[2] == {**rows[2], "loss": run.commit(3)["loss"], "tokens": run.commit(3)["tokens"]}
+
+
+def test_prometheus_reads_all_runs(lived, tmp_path: Path):
+    path = tmp_path / "elastic.prom"
+    done = elastic("metrics", "--prometheus", path, env=environment(lived[0].home))
+    assert done.returncode == 0, done.stderr
+    sample = re.compile(r'elastic_[a-z_]+\{run="tiny",user="\w+"(,state="\w+")?\} -?[0-9.e+-]+')
+    lines = path.read_text().splitlines()
+    assert all(line[0] == "#" or sample.fullmatch(line) for line in lines)
+    user = f'run="tiny",user="{getpass.getuser()}"'  # of two users' runs each is its own series
+    assert f'elastic_state{{{user},state="running"}} 1' in lines
+    assert any(line.startswith("elastic_tokens_per_second") for line in lines)
+
+
+def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path, monkeypatch):
+    """What was written before a crash, and never marked, is there once all the same."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = lived[0].run
+    with monkeypatch.context() as crash:
+        crash.setattr(metrics, "write_atomic", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            metrics.TensorBoard(tmp_path).add(list(metrics.rows(run, 0))[:3])
+    for _ in range(2):
+        metrics.feed(run, [metrics.TensorBoard(tmp_path)])
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    points = read.Scalars("loss")
+    commits = [run.commit(version + 1) for version in range(len(points))]
+    assert [point.step for point in points] == [commit["tokens"] for commit in commits]
+    assert points[2].value == pytest.approx(run.commit(3)["loss"])
+
+
+def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: Path):
+    commits = [{"version": 0, "tokens": 0, "time": 0.0}] + [
+        {"version": n, "tokens": tokens, "time": 1.0, "loss": 2.0, "workers": 2}
+        for n, tokens in ((1, 100), (2, 300))
+    ]
+    steps = [{"step": n, "tokens": 10 * n + 100, "time": 2.0, "loss": 3.0, "world": 4}
+             for n in (1, 2, 1, 2, 3)]  # fmt: skip
+    run = SimpleNamespace(
+        newest_version=lambda: 2, commit=commits.__getitem__, lines=lambda _name: steps
+    )
+    found = [(row.get("version"), row.get("step"), row["tokens"]) for row in metrics.rows(run, 0)]
+    assert found == [(1, None, 100), (None, 1, 110), (None, 2, 120), (None, 3, 130), (2, None, 300)]
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"hello", b"[1, 2]\n", b"{}\n",
+                                     b'{"lr": 0.1}'])  # fmt: skip
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: bytes):
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="something else"):
+        metrics.JsonLines(path)
+    assert path.read_bytes() == content
+
+
+class FakeWandb:
+    """Stands in for wandb, which wants an account: it keeps what it is given, as a run there."""
+
+    def __init__(self):
+        self.summary, self.steps = {}, []
+
+    def init(self, project: str, id: str, name: str, resume: str):
+        assert (id, resume) == (name, "allow")
+        return self
+
+    def log(self, values: dict, step: int) -> None:
+        self.steps.append(step)
+        self.summary.update(values)
+
+
+def test_a_run_of_wandb_goes_on(lived, monkeypatch):
+    run, fake = lived[0].run, FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        metrics.feed(run, [metrics.WandB("project", run.name)])
+    assert fake.steps == sorted(set(fake.steps))
+    assert len(fake.steps) > 3
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(Exception, match="Weights & Biases") as caught:
+        metrics.WandB("project", "run")
+    assert caught.value.hint == "pip install wandb"
+
+
+def test_without_matplotlib_the_way_to_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ElasticError, match="draws with matplotlib") as caught:
+        report._pyplot()
+    assert caught.value.hint.startswith("make venv")
+
+
+def test_nowhere_to_write_to_is_wrong_usage(tmp_path: Path):
+    env = environment(tmp_path)
+    assert elastic("metrics", env=env).returncode == 2
+    assert "of which RUN" in elastic("metrics", "--jsonl", tmp_path / "x", env=env).stderr

@@ -1,0 +1,360 @@
+"""The run directory: made once, claimed by exactly one, readable whatever died.
+
+    pytest tests/run/test_rundir.py
+"""
+
+import errno
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from elastic.base import durable
+from elastic.base.errors import ElasticError, UsageError
+from elastic.run import rundir
+from elastic.run.rundir import Control, Endpoint, RunDir, find, registered
+from forks import KILLED, in_children, killed_at
+
+CONTROL = Control("local", "running", 1, 4)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def everything(path):
+    return sorted(each.relative_to(path).as_posix() for each in Path(path).rglob("*"))
+
+
+# ---- making one ---------------------------------------------------------------------------------
+
+
+def test_a_new_run_has_all_it_needs_and_is_found_by_name(home, make_config):
+    config = make_config("elastic.max=4", name="7b")
+    made = RunDir.create(home / "runs", config, CONTROL, {"PATH": "/bin", "X": "é"})
+    assert made.config() == config
+    assert made.control() == CONTROL
+    assert made.environment() == {"PATH": "/bin", "X": "é"}
+    assert len(made.secret()) >= 32
+    assert made.newest_commit() is None
+    assert (made.done(), made.failed(), made.endpoint()) == (None, None, None)
+    assert (made.newest_epoch(), made.latest_attempt(3)) == (0, 0)
+    assert find("7b").path == made.path == (home / "runs/7b").resolve()
+
+
+def test_what_is_private_is_readable_by_the_user_alone(run):
+    run.set_endpoint(Endpoint("10.0.0.1", 6379, 4))
+    for name in ("secret", "environment.json", "endpoint.json"):
+        assert mode(run.path / name) == 0o600
+    assert run.endpoint() == Endpoint("10.0.0.1", 6379, 4)
+
+
+def test_two_runs_never_share_a_secret(make_run):
+    assert make_run(name="a").secret() != make_run(name="b").secret()
+
+
+def test_a_name_is_taken_by_a_directory_or_by_a_run_elsewhere(home, make_config, make_run):
+    first = make_run(name="7b")
+    before = everything(home / "runs")
+    with pytest.raises(UsageError, match="run name taken: '7b' is .*/runs/7b"):
+        make_run(name="7b")
+    with pytest.raises(UsageError, match="run name taken: '7b' is .*/runs/7b"):
+        RunDir.create(home / "elsewhere", make_config(name="7b"), CONTROL, {})
+    assert everything(home / "runs") == before
+    assert not (home / "elsewhere").exists()
+    assert find("7b").secret() == first.secret()
+
+
+def test_a_run_whose_folder_is_removed_is_no_more_and_its_name_is_free(home, make_run):
+    shutil.rmtree(make_run(name="7b").path)
+    assert registered() == []
+    with pytest.raises(UsageError, match="no such run: '7b'"):
+        find("7b")
+    make_run(name="7b")
+    assert [run.name for run in registered()] == ["7b"]
+
+
+def test_of_many_who_make_the_same_run_one_does_and_it_is_whole(home, make_config):
+    for number in range(4):
+        config = make_config(name=f"r{number}")
+
+        def create(config=config):
+            RunDir.create(home / "runs", config, CONTROL, {})
+            return True
+
+        codes = in_children([create] * 4)
+        assert sorted(codes) == [0, 2, 2, 2]
+        made = find(f"r{number}")
+        assert made.config() == config
+        assert made.claim_attempt(0, {}) == 1
+
+
+def test_who_comes_second_in_a_race_does_not_remove_the_firsts_run(make_run, monkeypatch):
+    first = make_run()
+    before = everything(first.path)
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # it looked too early
+    monkeypatch.setattr(Path, "is_symlink", lambda _: False)
+    with pytest.raises(ElasticError):
+        make_run()
+    monkeypatch.undo()
+    assert everything(first.path) == before
+
+
+@pytest.fixture
+def read_only_root(home):
+    """Where nobody may write: not even root may make a folder in /proc."""
+    if os.geteuid() == 0:
+        return Path("/proc/runs")
+    root = home / "read-only"
+    root.mkdir(mode=0o500)
+    return root
+
+
+def test_a_root_that_cannot_be_written_is_a_clear_error(home, read_only_root, make_config):
+    with pytest.raises(ElasticError, match="cannot make the run directory") as caught:
+        RunDir.create(read_only_root, make_config(), CONTROL, {})
+    assert str(read_only_root) in caught.value.what
+    assert "ELASTIC_RUNS" in caught.value.hint
+    assert registered() == []
+
+
+@pytest.mark.parametrize("file", ["run.toml", "secret", "control.json"])
+def test_a_disk_that_fills_up_meanwhile_leaves_nothing_behind(home, make_run, monkeypatch, file):
+    real = rundir.write_atomic
+
+    def write(path, *rest):
+        if path.name == file:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, *rest)
+
+    monkeypatch.setattr(rundir, "write_atomic", write)
+    with pytest.raises(ElasticError, match="No space left on device"):
+        make_run()
+    assert everything(home / "runs") == []
+    assert registered() == []
+    monkeypatch.undo()
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(home / "registry"))
+    monkeypatch.setenv("ELASTIC_SITE", os.devnull)
+    assert make_run().control() == CONTROL  # the name is free again
+
+
+# ---- finding them -------------------------------------------------------------------------------
+
+
+def test_registered_runs_are_those_whose_directory_is_there(home, make_run):
+    runs = [make_run(name=name) for name in ("b", "a", "gone")]
+    (home / "runs/gone").rename(home / "moved")
+    assert [run.name for run in registered()] == ["a", "b"]
+    assert find(str(runs[0].path)).path == runs[0].path
+    assert find("a").name == "a"
+
+
+@pytest.mark.parametrize("name", ["nope", "", "..", "a\0b", "x" * 300, "/", "a/../b", "*", "é\n"])
+def test_what_is_no_run_is_an_error_that_lists_the_runs(make_run, name):
+    make_run(name="7b")
+    make_run(name="125m")
+    with pytest.raises(UsageError, match="no such run") as caught:
+        find(name)
+    assert caught.value.hint == "runs: 125m, 7b"
+
+
+def test_without_any_run_the_error_says_so(home):
+    with pytest.raises(UsageError) as caught:
+        find("x")
+    assert caught.value.hint == "runs: none"
+
+
+def test_a_folder_that_is_no_run_says_so(home):
+    with pytest.raises(ElasticError, match="not a run directory"):
+        RunDir(home).control()
+
+
+# ---- control ------------------------------------------------------------------------------------
+
+
+def test_what_the_user_wants_changes_one_thing_at_a_time(run):
+    changed = run.set_control(max=9)
+    assert changed.time > 0
+    assert (changed.min, changed.max, changed.state) == (1, 9, "running")
+    run.set_control(state="stopped")
+    assert (run.control().max, run.control().state) == (9, "stopped")
+
+
+def test_a_change_killed_at_any_step_is_made_or_not_made(run):
+    for number in range(1, 9):
+        before = run.control()
+        code = killed_at(number, lambda n=number: run.set_control(max=10 + n))
+        assert run.control().max in (before.max, 10 + number)
+    assert code != KILLED
+
+
+# ---- numbers that only go up --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 3, 4, 7, 8, 9, 100])
+def test_the_latest_number_is_found(run, last):
+    folder = run.slot_path(5)
+    for number in range(1, last + 1):
+        (folder / f"{number:06d}.json").write_text("{}")
+    assert run.latest_attempt(5) == last
+    assert run.claim_attempt(5, {"job_id": "17"}) == last + 1
+    assert json.loads((folder / f"{last + 1:06d}.json").read_text()) == {
+        "job_id": "17", "number": last + 1,
+    }  # fmt: skip
+
+
+def test_who_waits_asks_for_no_name_that_is_not_there_yet(run, monkeypatch):
+    """NFS would remember for a minute that it is not, when another machine has long made it."""
+    asked, real = [], durable.insist
+
+    def watched(action, *args):
+        try:
+            return real(action, *args)
+        except FileNotFoundError as error:
+            asked.append(error.filename)
+            raise
+
+    for module in (durable, rundir):
+        monkeypatch.setattr(module, "insist", watched)
+    assert (run.endpoint(), run.done(), run.failed(), run.closing()) == (None, None, None, "")
+    assert (run.told_version(), run.latest_attempt(5), run.newest_epoch()) == (-1, 0, 0)
+    assert run.left_offers(0) == []
+    assert asked == []
+
+
+def test_a_version_is_told_of_by_a_hint_or_by_the_names(run):
+    for version in range(3):
+        assert run.link_commit({"version": version})
+    assert run.told_version() == 2
+    (run.path / "newest.json").write_text('{"version": 1}')  # a master died before it told
+    assert (run.told_version(), run.newest_version()) == (1, 2)
+    (run.path / "newest.json").unlink()
+    assert run.told_version() == 2
+
+
+def test_processes_that_claim_at_once_get_different_numbers(run):
+    def claim(who):
+        return all(run.claim_attempt(2, {"who": who}) for _ in range(10))
+
+    assert in_children([lambda w=w: claim(w) for w in range(4)]) == [0] * 4
+    records = [json.loads(path.read_text()) for path in run.slot_path(2).glob("*.json")]
+    assert sorted(record["number"] for record in records) == list(range(1, 41))
+    for who in range(4):
+        assert sum(record["who"] == who for record in records) == 10
+    assert run.latest_attempt(2) == 40
+
+
+def test_a_claim_killed_at_any_step_leaves_no_gap(run):
+    for number in range(1, 12):
+        code = killed_at(number, lambda: run.claim_attempt(0, {}))
+    assert code != KILLED
+    claimed = run.claim_attempt(0, {})
+    names = sorted(path.name for path in run.slot_path(0).glob("[0-9]*.json"))
+    assert names == [f"{n:06d}.json" for n in range(1, claimed + 1)]
+
+
+def test_epochs_of_masters_and_attempts_of_slots_are_counted_apart(run):
+    assert [run.claim_epoch({}), run.claim_epoch({}), run.claim_attempt(0, {})] == [1, 2, 1]
+    assert [run.claim_attempt(1, {}), run.claim_attempt(0, {})] == [1, 2]
+    assert (run.newest_epoch(), run.latest_attempt(0), run.latest_attempt(1)) == (2, 2, 1)
+
+
+# ---- commits ------------------------------------------------------------------------------------
+
+
+def link(run, version, **more):
+    whole = {"master_epoch": 1, "time": 1.0, "tokens": 0, "samples": [], "deltas": []}
+    return run.link_commit({**whole, "version": version, **more})
+
+
+def test_a_version_is_committed_once(run):
+    assert link(run, 0, who="a")
+    assert not link(run, 0, who="b")
+    assert run.commit(0)["who"] == "a"
+    assert run.newest_version() == 0
+
+
+@pytest.mark.parametrize("hint", [None, "", -1, 0, 3, 4])
+def test_the_newest_commit_is_found_from_a_hint_that_may_be_old(run, hint):
+    for version in range(5):
+        link(run, version)
+    if hint is None:
+        (run.path / "newest.json").unlink()
+    else:
+        text = json.dumps({"version": hint}) if hint != "" else ""  # a crash left nothing of it
+        (run.path / "newest.json").write_text(text)
+    assert run.newest_version() == 4
+    assert run.newest_commit()["version"] == 4
+    assert [record["version"] for record in run.commits()] == [0, 1, 2, 3, 4]
+
+
+def test_a_commit_counts_though_the_hint_cannot_be_written(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rundir, "replace_quickly", full)
+    assert link(run, 0)
+    assert run.newest_version() == 0
+
+
+# ---- what became of jobs, and of the run --------------------------------------------------------
+
+
+def test_a_job_says_that_it_started_and_then_how_it_ended(run):
+    assert run.ending("4711") is None
+    who, ended = {"role": "worker", "slot": 0}, {"outcome": "done", "reason": "x"}
+    run.write_ending("4711", {"job_id": "4711", "state": "started", **who})
+    run.write_ending("4712", {"job_id": "4712", "state": "started", **who})
+    run.write_ending("4711", {"job_id": "4711", "state": "ended", **who, **ended})
+    (run.path / "exit" / ".4713.json.deadbeef").write_text("{half")  # its writer was killed
+    assert run.ending("4711")["outcome"] == "done"
+    assert [record["state"] for record in run.endings()] == ["ended", "started"]
+
+
+def test_a_run_is_done_or_has_failed_until_somebody_clears_it(run):
+    run.mark_failed("3 crashes", "Traceback ...")
+    assert (run.failed()["reason"], run.failed()["detail"]) == ("3 crashes", "Traceback ...")
+    run.clear_failed()
+    run.clear_failed()
+    assert run.failed() is None
+    run.mark_done({"version": 9})
+    assert run.done() == {"version": 9}
+
+
+def test_events_come_back_in_order_and_the_last_ones_on_request(run):
+    for number in range(5):
+        run.event("join", slot=number)
+    assert [event["slot"] for event in run.events()] == [0, 1, 2, 3, 4]
+    assert [event["slot"] for event in run.events(2)] == [3, 4]
+    assert all(event["kind"] == "join" and event["time"] > 1e9 for event in run.events())
+
+
+def test_a_torn_event_is_left_out_and_the_others_tell(run):
+    assert run.events() == []
+    run.event("join", slot=1)
+    with (run.path / "events.jsonl").open("ab") as file:
+        file.write(b'{"time": 1790000000, "kind": "le')
+    run.event("leave", slot=1)
+    assert [event["kind"] for event in run.events()] == ["join", "leave"]
+
+
+def test_an_event_that_does_not_fit_on_the_disk_stops_nobody(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rundir, "append_line", full)
+    run.event("disk", reason="full")
+    monkeypatch.undo()
+    assert run.events() == []
+
+
+def test_each_role_and_slot_has_its_log(run):
+    assert run.log_path("worker", 7) == run.path / "logs/worker-0007.log"
+    assert run.log_path("master", 0) == run.path / "logs/master.log"
+    assert run.shortage(least_bytes=1) == ""
+    short = run.shortage(least_bytes=1 << 60)
+    assert str(run.path) in short
+    assert "checkpoint.min_free = 1.15e+06 TB" in short

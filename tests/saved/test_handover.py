@@ -1,0 +1,140 @@
+"""From one mode to the other: exactly the same parameters, once, whoever is killed when.
+
+pytest tests/saved/test_handover.py
+"""
+
+import itertools
+import os
+
+import pytest
+import torch
+
+from checkpoint_ranks import make, train
+from elastic.run.audit import audit
+from elastic.run.rundir import RunDir
+from elastic.saved.checkpoint import Checkpoints
+from elastic.saved.handover import to_local, to_sync
+from elastic.saved.layout import Layout
+from elastic.saved.replica import Replica, shapes
+from elastic.saved.versions import Draft, read_exactly, read_params, remove_drafts
+from elastic.train.group import Group
+from forks import KILLED, killed_at
+
+SAMPLES = 100
+
+
+@pytest.fixture
+def begun(run: RunDir) -> RunDir:
+    """A run with version 0, of the model that `make(1)` gives."""
+    net, _ = make(1)
+    layout = Layout.of(shapes(net), 200)
+    assert len(layout.fragments) > 2
+    replica, draft, files = Replica(net, layout), Draft(run, 0, "slot0.1"), []
+    for index in range(len(layout.fragments)):
+        params = replica.whole(index)
+        files += draft.write_fragment(layout, index, params, torch.ones_like(params))
+    draft.commit(layout, files, {
+        "master_epoch": 0, "time": 0.0, "tokens": 0, "samples": [], "deltas": [], "epochs": 1,
+        "layout": layout.hash, "dataset_samples": SAMPLES, "total_tokens": SAMPLES, "workers": 1,
+    })  # fmt: skip
+    return run
+
+
+def trained(run: RunDir, step: int, base: int = 0, tokens: int = 10):
+    """Train on from `base` and save; the model as it is then."""
+    net, optimizer = make(2)
+    to_sync(run, base, net)
+    train(net, optimizer)
+    before = run.commit(base)["tokens"]
+    samples = [[0, before, tokens]] if tokens > before else []
+    who = {"role": "trainer", "slot": 0, "attempt": 1}
+    delta = {**who, "steps": 1, "samples": samples, "loss": 1.0}
+    extra = {
+        "base_version": base, "tokens": tokens, "samples": samples, "skipped": [], "loss": 1.0,
+        "deltas": [{**delta, "tokens": tokens - before}], "dataset_samples": SAMPLES,
+        "epochs": 1, "total_tokens": SAMPLES,
+    }  # fmt: skip
+    Checkpoints(run, Group(), f"job{step}").save(step, net, optimizer, extra)
+    return net
+
+
+def assert_is(run: RunDir, version: int, net) -> None:
+    """The version holds exactly the parameters of `net`, and what workers pull is their bf16."""
+    commit, layout = run.commit(version), Layout.of(shapes(net), 200)
+    replica = Replica(net, layout)
+    for index in range(len(layout.fragments)):
+        params, momentum = read_exactly(run, commit, layout, index)
+        assert torch.equal(params, replica.whole(index))
+        assert torch.equal(read_params(run, commit, layout, index), params.bfloat16())
+        assert not momentum.any()
+
+
+def test_parameters_go_there_and_back_bit_for_bit(begun):
+    net, _ = make(3)
+    to_sync(begun, 0, net)
+    for one, other in zip(net.parameters(), make(1)[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+    net = trained(begun, 5)
+    commit, refused = to_local(begun, begun.newest_commit(), 3)
+    assert (commit["version"], commit["master_epoch"], commit["tokens"], refused) == (1, 3, 10, [])
+    assert_is(begun, 1, net)
+    again, _ = make(4)
+    to_sync(begun, 1, again)
+    for one, other in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert audit(begun.path, keep=2)["problems"] == []
+
+
+def test_only_what_was_trained_on_top_of_the_newest_version_counts(begun):
+    trained(begun, 1)
+    first, _ = to_local(begun, begun.newest_commit(), 1)
+    assert to_local(begun, first, 2)[0]["version"] == 1  # it has been taken
+    trained(begun, 9, base=0, tokens=90)  # by a trainer that does not know it yet
+    trained(begun, 2, base=1, tokens=10)  # that has trained nothing
+    assert to_local(begun, first, 2)[0]["version"] == 1
+    trained(begun, 3, base=1, tokens=30)
+    assert to_local(begun, first, 2)[0]["tokens"] == 30
+    assert audit(begun.path)["problems"] == []
+
+
+def test_a_damaged_checkpoint_is_not_taken_but_the_one_before(begun):
+    net = trained(begun, 1)
+    trained(begun, 2, tokens=20)
+    (begun.path / "checkpoints/step-00000002/.metadata").write_bytes(b"\x80")
+    commit, (reason,) = to_local(begun, begun.newest_commit(), 1)
+    assert commit["tokens"] == 10
+    assert "step 2: committed file is damaged" in reason
+    assert_is(begun, 1, net)
+
+
+def test_killed_at_any_moment_it_is_done_again_and_once(begun, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    outcomes = []
+    for epoch in itertools.count(1):
+        before = begun.newest_commit()
+        net = trained(begun, epoch, before["version"], before["tokens"] + 1)
+        code = killed_at(epoch, lambda c=before, e=epoch: to_local(begun, c, e)[0])
+        assert code in (0, KILLED)
+        outcomes.append(begun.newest_version() > before["version"])
+        newest = begun.newest_commit()
+        remove_drafts(begun, newest)
+        commit, refused = to_local(begun, newest, epoch)
+        assert (commit["version"], refused) == (before["version"] + 1, [])
+        assert_is(begun, commit["version"], net)
+        if code == 0:
+            break
+    assert outcomes == sorted(outcomes)  # first not committed, from one call on committed
+    assert 2 < sum(outcomes) < epoch - 10
+    assert audit(begun.path, keep=begun.newest_version())["problems"] == []
+
+
+def test_closing_says_why_the_processes_of_a_mode_leave(run):
+    mode, other = ("local", "sync") if run.control().mode == "local" else ("sync", "local")
+    assert [run.closing(), run.closing(mode)] == ["", ""]
+    assert run.closing(other) == f"going on in {mode} mode"
+    run.set_control(mode=other)
+    assert [run.closing(), run.closing(mode)] == ["", f"going on in {other} mode"]
+    run.set_control(state="stopped")
+    assert [run.closing(), run.closing(mode)] == ["stopped", "stopped"]
+    run.mark_done({"version": 1})
+    assert run.closing() == "done"

@@ -1,0 +1,46 @@
+"""What the end of the ranks of a synchronous job means, and the exit code that says so.
+
+pytest tests/sync/test_judging.py
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.run.records import Outcome
+from elastic.sync.judging import Facts, judge
+
+CRASH = Facts(1, "code 1", "", "", "", "", attempt=2, newest_attempt=2, is_own=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "outcome", "reason"),
+    [
+        ({}, "crashed", "the ranks ended with code 1"),
+        ({"error": "KeyError: 'a'"}, "crashed", "KeyError: 'a' (the ranks ended with code 1)"),
+        ({"notice": "SIGTERM"}, "crashed", "the ranks ended with code 1"),
+        ({"code": -9, "left": "signal SIGKILL", "notice": "SIGTERM"}, "yielded",
+         "notice, and the ranks ended with signal SIGKILL"),
+        ({"code": -9, "left": "signal SIGKILL"}, "crashed", "the ranks ended with signal SIGKILL"),
+        ({"code": 0, "closing": "done"}, "done", "run done"),
+        ({"code": 75, "notice": "SIGUSR1"}, "yielded", "notice: SIGUSR1"),
+        ({"code": 75}, "yielded", "the ranks left on a notice"),
+        ({"code": 93, "newest_attempt": 3}, "fenced", "a higher attempt than 2 has the run"),
+        ({"code": 93}, "stopped", "the run is going on in sync mode again"),
+        ({"code": 93, "closing": "stopped"}, "stopped", "the run is stopped"),
+        ({"closing": "stopped"}, "stopped", "the run is stopped"),
+        ({"closing": "done"}, "done", "the run is done"),
+        # run.command
+        ({"code": 0, "is_own": True}, "done", "run done"),
+        ({"code": 0, "is_own": True, "notice": "SIGTERM"}, "yielded",
+         "notice, and the ranks ended with 0"),
+        ({"code": 0, "is_own": True, "notice": "SIGTERM", "closing": "done"}, "done", "run done"),
+        ({"code": 0, "is_own": True, "told": "stopped", "closing": "stopped"}, "stopped",
+         "the run is stopped"),
+        ({"code": 93, "is_own": True, "left": "code 93"}, "crashed",
+         "the ranks ended with code 93"),
+    ],
+)  # fmt: skip
+def test_the_end_of_the_ranks_is_judged_by_facts_alone(facts, outcome, reason):
+    end = judge(replace(CRASH, **facts))
+    assert (end.outcome, end.reason) == (Outcome(outcome), reason)

@@ -1,0 +1,345 @@
+"""Sync mode on the local scheduler: one job that loses its GPUs and goes on as if it never had.
+
+pytest tests/sync/test_sync.py
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from elastic.base.durable import read_json
+from elastic.base.signals import Notice
+from elastic.run.rundir import RunDir
+from elastic.run.shuffle import Shuffle
+from elastic.sync.rank import Rank, Wishes
+from elastic.sync.saving import Saving, State
+from elastic.train.group import Group
+from helpers import elastic, environment
+from running import Running, members, running
+
+BATCH = 10
+SYNC = {
+    "run.mode": "sync",
+    "elastic.min": 1,
+    "elastic.max": 1,
+    "elastic.backoff": "0.2s",
+    "sync.global_batch_size": BATCH,
+    "train.batch_size": 2,
+    "checkpoint.interval": "20 steps",
+    "health.hang_timeout": "60s",
+    "local_scheduler.gpus": 4,
+}
+
+
+TWO = {"elastic.max": 2}
+
+
+@contextlib.contextmanager
+def synchronous(home: Path, settings: dict | None = None, **task) -> Iterator[Running]:
+    with running(home, {**SYNC, **(settings or {})}, **{"samples": 600, **task}) as run:
+        yield run
+
+
+def steps(run: Running) -> list[dict]:
+    """What rank 0 wrote of every step that was taken, in the order of writing."""
+    path = run.run.path / "metrics.jsonl"
+    # The last line may be on its way.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def step(run: Running) -> int:
+    return max((line["step"] for line in steps(run)), default=0)
+
+
+def further(run: Running, count: int, timeout_s: float = 60) -> None:
+    """Wait for steps beyond the newest."""
+    goal = step(run) + count
+    run.until(lambda: step(run) >= goal, timeout_s, f"step {goal}")
+
+
+def resize(run: Running, gpus: int) -> None:
+    """Take the job away with notice; from now on there are so many GPUs."""
+    job = run.jobs()["trainer", 0]
+    run.set_capacity(gpus)
+    run.scheduler.preempt(job.job_id)
+    assert run.ended(job.job_id)["outcome"] == "yielded"
+    run.until(lambda: steps(run)[-1]["world"] == gpus, 60, f"{gpus} ranks train")
+
+
+def finish(run: Running) -> list[dict]:
+    """Let the run end; its steps. The audit must be clean."""
+    run.pace(0)
+    run.until(lambda: run.run.done() and not run.jobs(), 90, "the end of the run")
+    report = elastic("audit", run.run.path, "--json", env=environment(run.home))
+    assert (report.returncode, json.loads(report.stdout)["problems"]) == (0, []), report.stdout
+    assert not [pid for pid in members(run.home) if pid != os.getpid()]
+    return steps(run)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[dict]:
+    """The steps of a run that nothing happens to, on one GPU."""
+    home = tmp_path_factory.mktemp("undisturbed")
+    with synchronous(home, {"elastic.max": 1}, step_s=0) as run:
+        return finish(run)
+
+
+def assert_same_run(found: list[dict], wanted: list[dict]) -> None:
+    """The same samples in the same steps, each trained once, with the same losses."""
+    assert [(line["step"], line["samples"]) for line in found] == [
+        (line["step"], line["samples"]) for line in wanted
+    ]
+    for one, other in zip(found, wanted, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4), one
+
+
+def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_path, undisturbed):
+    settings = {"elastic.max": 3, "local_scheduler.gpus": 2, "train.loader_workers": 1}
+    with synchronous(tmp_path, settings, step_s=0.1) as run:
+        further(run, 5)
+        assert len(run.pids("elastic.train.start trainer")) == 2 + 2  # each rank with its loader
+        for gpus in (1, 3):
+            resize(run, gpus)
+            further(run, 4)
+        lines = finish(run)
+    assert_same_run(lines, undisturbed)  # notice: no step is lost, none repeated
+    worlds = [line["world"] for line in lines]
+    changes = [now for now, then in zip(worlds, [0, *worlds], strict=False) if now != then]
+    assert changes == [2, 1, 3]
+
+
+def test_a_run_grows_by_itself_when_gpus_become_free(tmp_path, undisturbed):
+    settings = {"elastic.max": 3, "local_scheduler.gpus": 1, "sync.grow_after": "1s"}
+    with synchronous(tmp_path, settings, step_s=0.1) as run:
+        further(run, 5)
+        assert not run.events("cancel")
+        run.set_capacity(2)
+        run.until(lambda: steps(run)[-1]["world"] == 2, 60, "two ranks train")
+        (grown,) = run.events("cancel")
+        lines = finish(run)
+    assert "1 to 2 GPUs are 2.00 times as fast" in grown["reason"]
+    assert_same_run(lines, undisturbed)
+
+
+def test_without_a_notice_at_most_one_checkpoint_interval_is_repeated(tmp_path, undisturbed):
+    with synchronous(tmp_path, TWO, step_s=0.02) as run:
+        further(run, 25)
+        run.scheduler.kill(run.jobs()["trainer", 0].job_id)
+        further(run, 3)
+        lines = finish(run)
+    last = {line["step"]: line for line in lines}
+    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+    assert len(lines) - len(last) <= 20 + 20  # an interval, and what was being written
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
+    settings = {**TWO, "health.hang_timeout": "5s"}
+    with synchronous(tmp_path, settings, step_s=0.02) as run:
+        further(run, 25)
+        job = run.jobs()["trainer", 0]
+        run.kill("elastic.train.start trainer", how)
+        run.until(lambda: run.events("restart"), 60, "the ranks are started again")
+        further(run, 3)
+        assert run.jobs()["trainer", 0].job_id == job.job_id
+        lines = finish(run)
+    last = {line["step"]: line for line in lines}
+    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+
+
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed):
+    with synchronous(tmp_path, step_s=0.03) as run:
+        run.until(lambda: step(run) >= 45, 60, "two checkpoints")
+        job = run.jobs()["trainer", 0]
+        run.set_capacity(0)
+        run.scheduler.preempt(job.job_id)
+        run.ended(job.job_id)
+        newest = sorted((run.run.path / "checkpoints").glob("step-*/"))[-1]
+        victim = next(newest.glob("*.distcp"))
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+        before = len(steps(run))
+        run.set_capacity(1)
+        run.until(lambda: len(steps(run)) > before, 60, "it goes on")
+        (refused,) = run.events("checkpoint-refused")
+        assert victim.name in refused["reason"]
+        lines = finish(run)
+    last = {line["step"]: line for line in lines}
+    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+
+
+BAD_STEP = 13  # trains the sample that is not a number
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback", "stop", "warn"])
+def test_a_batch_that_is_not_finite_is_dealt_with_as_the_run_says(tmp_path, action):
+    bad = Shuffle(300, 0, 0)[BAD_STEP * BATCH + 3]
+    settings = {"health.nan_action": action, "elastic.max_failures": 1, "sync.crash_retries": 0,
+                "checkpoint.interval": "5 steps",
+                "elastic.max": 2 if action == "rollback" else 1}  # fmt: skip
+    with synchronous(tmp_path, settings, samples=300, nan_sample=bad, step_s=0.02) as run:
+        if action in ("stop", "warn"):
+            failed = run.until_failed(120)
+            events = run.events("not-finite")
+        else:
+            lines, events = finish(run), run.events("not-finite")
+    assert (events[0]["step"], events[0]["action"]) == (BAD_STEP, action)
+    if action == "stop":
+        assert f"step {BAD_STEP}: loss nan" in failed["detail"]
+        assert len(events) == 1
+    elif action == "warn":  # the step is taken, and all that follow are lost: the run is stopped
+        assert [event["action"] for event in events] == ["warn"] * 5 + ["stop"]
+    else:
+        last = {line["step"]: tuple(line["samples"]) for line in lines}
+        left_out = (BAD_STEP * BATCH, (BAD_STEP + 1) * BATCH)
+        wanted = [(at, at + BATCH) for at in range(0, 300, BATCH) if at != left_out[0]]
+        assert [last[number] for number in sorted(last)] == wanted
+        assert (len(lines) > len(last)) == (action == "rollback")  # steps 11 to 13 again
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
+    with synchronous(tmp_path, step_s=0.03) as run:
+        run.until(lambda: step(run) >= 5, 60, "the first steps")
+        folder = run.run.path / "checkpoints"
+        folder.rename(tmp_path / "away")
+        folder.write_text("no folder: every write fails")
+        run.until(lambda: run.events("checkpoint-failed"), 60, "a checkpoint that fails")
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        lines = finish(run)
+    assert [line["step"] for line in lines] == list(range(1, 61))
+
+
+@pytest.fixture
+def rank(tmp_path, make_config) -> Rank:
+    return Rank(RunDir(tmp_path / "a"), make_config(), Group(), 1, "7")
+
+
+def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do(
+    tmp_path, undisturbed
+):
+    """The scheduler says 1 s (which is no time at all, with the margin), and gives more."""
+    with synchronous(tmp_path, {"local_scheduler.grace": "1s"}, step_s=0.03) as run:
+        run.until(lambda: step(run) >= 25, 60, "a checkpoint")
+        run.scheduler.preempt(run.jobs()["trainer", 0].job_id, grace_s=20)
+        run.until(lambda: run.events("preempt"), 30, "the ranks leave")
+        further(run, 2)
+        lines = finish(run)
+        log = run.run.log_path("trainer", 0).read_text()
+    assert "s are left, and it takes" in log
+    last = {line["step"]: line for line in lines}
+    assert_same_run([last[number] for number in sorted(last)], undisturbed)
+    assert 0 < len(lines) - len(last) <= 20 + 20
+
+
+def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(rank):
+    """It was thrown away where another one did not fit, and ended two seconds too early."""
+    saving, disk, writing = Saving(rank, None, None, ()), [], threading.Event()
+    saving.checkpoints.save = disk.append
+    saving.checkpoints.save_s = 45.0
+    saving.checkpoints._flight = SimpleNamespace(since=time.monotonic() - 40)
+    assert 45 + 4 < saving.checkpoints.needs_s <= 45 + 5
+    saving.checkpoints.finish = writing.set
+    saving.save_within(State(), lambda needed_s: 27.0)
+    assert writing.is_set()
+    assert disk == []  # no other one is begun
+
+
+def test_checkpoints_write_no_more_in_a_second_than_a_site_allows(rank, make_config):
+    files = [{"path": "a", "bytes": 3_000_000}, {"path": "b", "bytes": 1_000_000}]
+    (rank.run.path / "checkpoints").mkdir(parents=True)
+    (rank.run.path / "checkpoints/step-00000010.json").write_text(json.dumps({"files": files}))
+    config = make_config("checkpoint.max_rate=100kb", "checkpoint.interval=1 steps")
+    saving = Saving(replace(rank, config=config), None, None, ())
+    saving.begin_at(10)
+    assert saving.is_due(11)  # nothing is known of their size yet
+    saving.choose_cadence()
+    assert saving.words == "at most every 39 s: checkpoint.max_rate"
+    assert not saving.is_due(11)
+    saving._at -= 40
+    assert saving.is_due(11)
+
+
+def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkeypatch):
+    """Before a time limit there is more of it. A controller that preempts many answers late."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("ELASTIC_NOTICE_S", "30")
+    asked, notice = [], Notice()
+    notice.since = time.time()
+
+    def kill_at() -> float:
+        asked.append(notice)
+        return notice.since + 330
+
+    monkeypatch.setattr("elastic.sync.rank.kill_at", kill_at)
+    wishes = Wishes(rank, notice)
+    assert (28 < wishes.left_s(20.0) <= 29, asked) == (True, [])
+    assert 320 < wishes.left_s(45.0) <= 330
+    assert asked == [notice]
+    monkeypatch.setattr("elastic.sync.rank.kill_at", lambda: None)  # Slurm does not say
+    assert 28 < wishes.left_s(45.0) <= 29
+
+
+def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):
+    settings = {"elastic.max": 3, "sync.sizes": [1, 2], "local_scheduler.gpus": 3,
+                "train.max_steps": 30, "train.profile": "5:8",
+                "health.liveness_interval": "0.1s"}  # fmt: skip
+    with synchronous(tmp_path, settings, step_s=0.02) as run:
+        lines = finish(run)
+        log = run.run.log_path("trainer", 0).read_text()
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert {line["world"] for line in lines} == {2}  # of the 3 that it may have
+    trace = json.loads((run.run.path / "profile" / "steps-5-8.json").read_text())
+    assert any("AdamW.step" in str(event.get("name")) for event in trace["traceEvents"])
+    assert "profile of steps 5 to 8" in log
+
+
+def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
+    settings = {**TWO, "train.max_steps": 30, "train.validate_every": 10, "train.profile": "5:99"}
+    with synchronous(tmp_path, settings, step_s=0.1, validation_passes=300) as run:
+        run.until(lambda: step(run) == 10, 60, "the first validation")
+        job = run.jobs()["trainer", 0]
+        run.scheduler.preempt(job.job_id)
+        assert run.ended(job.job_id)["outcome"] == "yielded"
+        lines = finish(run)
+        trace = run.run.path / "profile" / "steps-5-99.json"
+        assert json.loads(trace.read_text())["traceEvents"]  # what was seen by then
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    found = run.events("validate")
+    assert [event["step"] for event in found] == [10, 20, 30]
+    assert found[-1]["validation_loss"] < found[0]["validation_loss"]
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
+    with synchronous(tmp_path, step_s=0.05) as run:
+        further(run, 5)
+        assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
+        run.until(lambda: not run.jobs(), 60, "the job leaves")
+        reached = step(run)
+        time.sleep(0.5)
+        run.reconcile()
+        assert (run.jobs(), step(run)) == ({}, reached)
+        assert elastic("scale", run.run.path, env=environment(run.home)).returncode == 0
+        lines = finish(run)
+    assert_same_run(lines, undisturbed)
+
+
+def test_status_says_how_many_gpus_train_and_when_it_saves(tmp_path):
+    with synchronous(tmp_path, TWO, step_s=0.05) as run:
+        further(run, 5)
+        run.until(lambda: read_json(run.run.path / "progress.json"), 20, "progress")
+        answer = elastic("status", run.run.path, "--json", env=environment(run.home))
+        seen = json.loads(answer.stdout)
+    assert (seen["mode"], seen["state"], len(seen["workers"])) == ("sync", "running", 2)
+    assert "a save stalls" in seen["reason"]
+    assert seen["tokens_goal"] == 600

@@ -1,0 +1,313 @@
+"""Files that fail now and then: every read, write and close of a process says EIO, ESTALE, … once.
+
+pytest tests/whole/test_failing_files.py    a sample, half a minute
+With ELASTIC_FILE_SWEEP=1: all operations, all errors, all processes
+
+A run is played as test_crash_points.py plays it: a master that takes turns, and two workers. The
+kth filesystem operation of a process fails once. It must not even notice, but for a pause: the run
+ends in its one life, with the same parameters, and a clean audit.
+"""
+
+import builtins
+import errno
+import io
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import test_crash_points as played
+from crashing import World, in_child
+from elastic.base import durable
+from elastic.base.errors import ElasticError, TryAgain
+from elastic.local.transport import Damaged, Transport
+from elastic.run.records import Fragment
+from elastic.run.rundir import RunDir
+from elastic.saved import versions
+from elastic.saved.checkpoint import Checkpoints, steps
+from elastic.saved.versions import read_layout, read_params
+from elastic.train.group import Group
+from test_crash_points import SAMPLES, Turns, Worker, assert_sound, create_version_0, inner, live
+
+server, world, settings = played.server, played.world, played.settings
+run, waiting = played.run, played.waiting
+pytestmark = pytest.mark.timeout(1800)
+ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
+SWEEP = bool(os.environ.get("ELASTIC_FILE_SWEEP"))
+EACH = 24  # operations that are tried of each process, in the sample
+NAMES = ("stat", "mkdir", "rename", "replace", "link", "fsync", "statvfs", "scandir", "unlink",
+         "close")  # fmt: skip
+
+
+ACTIVE: "Failing"
+
+
+class Failing:
+    """Below `folder` the kth operation raises; `count` is how many there were."""
+
+    def __init__(self, folder: Path, kth: int, number: int):
+        self.folder, self.kth, self.number = str(folder), kth, number
+        self.names: list[str] = []
+        self._busy = threading.local()
+
+    def install(self) -> None:
+        global ACTIVE
+        ACTIVE = self
+        for name in NAMES:
+            setattr(os, name, self._wrapped(name, getattr(os, name)))
+        self._open, self._load = io.open, versions.load_file
+        os.open = self._wrapped("open", os.open)
+        io.open = builtins.open = self._open_file
+        versions.load_file = self._wrapped("load", versions.load_file)
+
+    def _wrapped(self, name: str, real: Callable) -> Callable:
+        def call(path, *args, **kwargs):
+            def do():
+                return real(path, *args, **kwargs)
+
+            return self.operation(name, do) if self._is_ours(path) else do()
+
+        return call
+
+    def _is_ours(self, path) -> bool:
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        return os.fspath(path).startswith(self.folder)
+
+    def operation(self, name: str, do: Callable):
+        if getattr(self._busy, "now", False):
+            return do()
+        self.names.append(name)
+        fails = len(self.names) == self.kth
+        self._busy.now = True
+        try:
+            if name == "close" or not fails:  # a close that fails leaves nothing open
+                done = do()
+        finally:
+            self._busy.now = False
+        if fails:
+            raise OSError(self.number, os.strerror(self.number))
+        return done
+
+    def _open_file(self, file, mode="r", *args, **kwargs):
+        if not self._is_ours(file):
+            return self._open(file, mode, *args, **kwargs)
+        real = file if isinstance(file, int) else self.operation(
+            "open", lambda: os.open(file, _flags(mode), 0o666))  # fmt: skip
+        raw = _File(self, real, mode.replace("b", "").replace("t", "").replace("x", "w"))
+        if 0 in (*args[:1], kwargs.get("buffering")):
+            return raw
+        kinds = {"+": io.BufferedRandom, "r": io.BufferedReader}
+        kind = next((each for sign, each in kinds.items() if sign in mode), io.BufferedWriter)
+        return kind(raw) if "b" in mode else io.TextIOWrapper(kind(raw), kwargs.get("encoding"))
+
+
+def _flags(mode: str) -> int:
+    if "r" in mode:
+        return os.O_RDWR if "+" in mode else os.O_RDONLY
+    kind = os.O_RDWR if "+" in mode else os.O_WRONLY
+    how = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND}
+    return kind | os.O_CREAT | next(flag for sign, flag in how.items() if sign in mode)
+
+
+class _File(io.FileIO):
+    def __init__(self, failing: Failing, descriptor: int, mode: str):
+        self._failing = failing
+        super().__init__(descriptor, mode)
+
+    def readinto(self, into):
+        return self._failing.operation("read", lambda: super(_File, self).readinto(into))
+
+    def readall(self):
+        return self._failing.operation("read", super().readall)
+
+    def write(self, data):
+        return self._failing.operation("write", lambda: super(_File, self).write(data))
+
+    def close(self):
+        if not self.closed:
+            self._failing.operation("close", super().close)
+
+
+def points(count: int, what: str) -> Iterator[tuple[int, int]]:
+    """(k, errno): all, or a sample that is the same each time."""
+    every = list(itertools.product(range(1, count + 1), ERRORS))
+    step = 1 if SWEEP else max(1, len(every) // EACH)
+    return every[len(what) % step :: step]
+
+
+def try_each(world: World, act: Callable[[], object], check: Callable[[], object]) -> None:
+    def failing(kth: int = 0, number: int = 0) -> dict:
+        files = Failing(world.folder, kth, number)
+        files.install()
+        act()
+        return {"names": files.names}
+
+    world.freeze()
+    world.thaw()
+    counted = in_child(failing)
+    assert not counted.error, counted.error
+    names = counted.said["result"]["names"]
+    assert len(names) > 20
+    wrong = []
+    for kth, number in points(len(names), act.__name__):
+        world.thaw()
+        where = f"{errno.errorcode[number]} at {kth} ({names[kth - 1]})"
+        ended = in_child(lambda kth=kth, number=number: failing(kth, number))
+        error = ended.error or in_child(lambda: check() and None).error
+        wrong += [f"{where}: {error}"] if error else []
+    world.thaw()
+    assert not wrong, f"{len(wrong)} of {len(names)} operations\n" + "\n\n".join(wrong[:4])
+
+
+def outside(act: Callable, *args):
+    """What the test does for others is no operation of the process."""
+    ACTIVE._busy.now = True
+    try:
+        return act(*args)
+    finally:
+        ACTIVE._busy.now = False
+
+
+def parameters(run: RunDir) -> torch.Tensor:
+    newest = run.newest_commit()
+    layout = read_layout(run, newest["version"])
+    return torch.cat([read_params(run, newest, layout, i) for i in range(len(layout.fragments))])
+
+
+def test_a_master_lives_through_any_one_of_them(world, run):
+    """From its first look at the run to DONE, with two workers that deliver zeros."""
+    create_version_0(run)
+    workers = [Worker(run, slot) for slot in (0, 1)]
+    before = parameters(run)
+
+    def be_master() -> None:
+        one = Turns(run)
+        one.take_over()
+        for _ in range(60):
+            if outside(run.done):
+                break
+            one.turn()
+            for worker in workers:
+                outside(worker.turn, one.server.store)
+        one.close()
+
+    def check() -> None:
+        assert run.done()
+        assert run.newest_epoch() == 1
+        assert assert_sound(run)["committed"] == SAMPLES
+        assert torch.equal(parameters(run), before)
+
+    try_each(world, be_master, check)
+
+
+def test_an_agent_and_its_trainer_live_through_any_one_of_them(world, waiting):
+    """A slot's life: claim it, beat, train and deliver a round, save the inner state, leave."""
+    run, delivered = waiting, {}
+
+    def be_worker() -> None:
+        live(run, 0)
+
+    def check() -> None:
+        assert run.latest_attempt(0) == 2
+        deltas = (run.path / "deltas" / "000001").glob("0000.2.*")
+        found = {path.name: path.read_bytes() for path in deltas}
+        assert found
+        assert delivered in ({}, found)
+        delivered.update(found)
+        assert inner(run, 0) == ""
+        assert run.ending("4711")["outcome"] == "yielded"
+
+    try_each(world, be_worker, check)
+
+
+def test_a_checkpoint_is_there_or_refused_at_any_one_of_them(world, run):
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Checkpoints(run, Group(), "job1").save(1, model, optimizer, {})
+
+    def be_trainer() -> None:
+        was_refused = False
+        try:
+            Checkpoints(run, Group(), "job2").save(2, model, optimizer, {})
+        except OSError:
+            was_refused = True
+        assert was_refused == (2 not in outside(steps, run))
+
+    def check() -> None:
+        saved, reasons = Checkpoints(run, Group(), "job3").load(model, optimizer)
+        assert (saved.step, reasons) == (steps(run)[0], [])
+
+    try_each(world, be_trainer, check)
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_what_fails_once_is_read_again_and_what_goes_on_failing_is_not_known(
+    tmp_path, monkeypatch, number
+):
+    monkeypatch.setattr(durable, "AGAIN_S", (0.0, 0.0))
+    path = tmp_path / "control.json"
+    path.write_text("{}")
+    errors = [OSError(number, os.strerror(number))]
+
+    def read(_self=None) -> bytes:
+        if errors:
+            raise errors.pop()
+        return b'{"state": "running"}'
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert durable.read_json(path) == {"state": "running"}
+    errors += [OSError(number, os.strerror(number))] * 3
+    with pytest.raises(TryAgain, match="the filesystem fails for now"):
+        durable.read_json(path)
+
+
+def test_a_delta_is_read_a_second_time_before_it_is_refused(tmp_path, monkeypatch):
+    run, data, into = RunDir(tmp_path), memoryview(b"delta"), bytearray(5)
+    (tmp_path / "deltas").mkdir()
+    (tmp_path / "old").write_bytes(b"del")
+    transport = Transport(run)
+    found = transport.put("000001/0000.1.000", data)
+    path, opens = tmp_path / "deltas/000001/0000.1.000", []
+    real = Path.open
+
+    def stale(self, *args):
+        opens.append(self)
+        if len(opens) == 1:  # what this machine had kept of it
+            return real(tmp_path / "old", *args)
+        return real(self, *args)
+
+    monkeypatch.setattr(Path, "open", stale)
+    transport.get("000001/0000.1.000", found, memoryview(into))
+    assert (bytes(into), len(opens)) == (b"delta", 2)
+    with real(path, "wb") as file:
+        file.write(b"dElta")
+    with pytest.raises(Damaged, match="altered"):
+        transport.get("000001/0000.1.000", found, memoryview(into))
+    assert len(opens) == 4
+    with pytest.raises(Damaged, match="truncated"):
+        transport.get("000001/0000.1.000", Fragment(6, found.xxh3), memoryview(bytearray(6)))
+
+
+def test_checksums_are_of_the_bytes_in_memory_and_not_of_what_came_to_the_disk(
+    tmp_path, monkeypatch, run
+):
+    """A write-back that fails leaves holes, and says so to a descriptor that is closed by then."""
+    real = os.fsync
+
+    def lossy(descriptor: int) -> None:
+        real(descriptor)
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if "/params-00" in name:
+            with Path(name).open("r+b") as file:
+                file.seek(-8, os.SEEK_END)
+                file.write(bytes(8))
+
+    monkeypatch.setattr(os, "fsync", lossy)
+    create_version_0(run)
+    with pytest.raises(ElasticError, match="damaged"):
+        parameters(run)

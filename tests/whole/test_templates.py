@@ -1,0 +1,184 @@
+"""The templates for any command, on a private Slurm: multi-node, single-node, and interactive.
+
+pytest tests/whole/test_templates.py
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.lab.sandbox import Sandbox
+from forks import NOBODY, USER
+from helpers import ROOT, wait_until
+
+pytest_plugins = ["slurm_sandbox"]
+pytestmark = pytest.mark.slurm
+
+PRINT = [sys.executable, str(ROOT / "tests" / "print_ranks.py")]
+
+
+class Folder:
+    """Where a user submits from; the installation is elsewhere."""
+
+    def __init__(self, path: Path, box: Sandbox):
+        self.path = path
+        self.env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        self.env |= {"ELASTIC_HOME": str(ROOT), "OMP_NUM_THREADS": "1", **box.environment()}
+
+    def run(self, *argv: object, **extra: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(each) for each in argv], cwd=self.path, env=self.env | extra, text=True,
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=240,
+        )  # fmt: skip
+
+    def submit(self, template: str, *options: str, command=PRINT, **extra: str) -> str:
+        script = ROOT / "sbatch" / f"{template}.sbatch"
+        done = self.run("sbatch", "--parsable", *options, script, *command, **extra)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def attach(self, job: str, *command: object, **extra: str) -> subprocess.CompletedProcess[str]:
+        return self.run(ROOT / "sbatch" / "interactive.sh", job, *command, **extra)
+
+    def of_job(self, job: str, key: str) -> str:
+        shown = self.run("scontrol", "--oneliner", "show", "job", job).stdout
+        return re.search(rf"\b{key}=(\S*)", shown)[1]
+
+    def log(self, job: str) -> str:
+        paths = list(self.path.glob(f"*-{job}.log"))
+        return paths[0].read_text() if paths else ""
+
+    def ranks(self, job: str) -> list[str]:
+        """The rank logs of a job, in the default place."""
+        paths = sorted(self.path.glob(f"runs/*-{job}/logs/ranks/rank-*.log"))
+        return [path.read_text() for path in paths]
+
+    def until_ended(self, job: str) -> str:
+        ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        wait_until(lambda: self.of_job(job, "JobState") in ended, 60, f"{job} ends")
+        return self.of_job(job, "JobState")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, slurm: Sandbox) -> Folder:
+    return Folder(tmp_path, slurm)
+
+
+def said(text: str, name: str) -> list[int]:
+    return sorted(int(number) for number in re.findall(rf"\b{name}=(\d+)", text))
+
+
+def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(tmp_path, new_sandbox):
+    slurm = new_sandbox(nodes=2, grace_s=120)  # who leaves does so in time
+    folder = Folder(tmp_path, slurm)
+    job = folder.submit("multi-node", "--nodes=2", "--gres=gpu:2", command=[*PRINT, "stay"])
+    wait_until(lambda: "total=4" in folder.log(job), 60, "the ranks have met")
+    wait_until(lambda: all("total" in log for log in folder.ranks(job)), 5, "all say so")
+    logs = "".join(folder.ranks(job))
+    assert said(logs, "RANK") == [0, 1, 2, 3]
+    assert said(logs, "LOCAL_RANK") == [0, 0, 1, 1]
+    assert set(re.findall(r"node=(\w+)", logs)) == {"n1", "n2"}
+    assert "GLOO_SOCKET_IFNAME=lo" in logs
+    assert said(folder.log(job), "RANK") == [0]  # who speaks for all
+
+    inside = folder.attach(job, "printenv", "RANK", MASTER_PORT="1")
+    assert (inside.returncode, sorted(inside.stdout.split())) == (0, ["0", "1", "2", "3"])
+    one = folder.attach(job, "printenv", "WORLD_SIZE", NODES="1", RANKS_PER_NODE="1")
+    assert (one.returncode, one.stdout) == (0, "1\n")
+
+    preemptor = slurm.preempt(2, 3600)
+    wait_until(lambda: "a notice was obeyed" in folder.log(job), 60, "the ranks leave")
+    wait_until(lambda: folder.of_job(job, "Restarts") == "1", 30, "it is in the queue again")
+    slurm.run("scancel", preemptor)
+    assert sorted(re.findall(r"rank (\d) saves", folder.log(job))) == ["0", "1", "2", "3"]
+    wait_until(lambda: folder.log(job).count("total=4") == 2, 60, "the ranks have met again")
+    banners = re.findall(r"== .* job \d+ restart (\d) attempt (\d) ", folder.ranks(job)[3])
+    assert banners == [("0", "1"), ("1", "2")]
+    slurm.run("scancel", job)
+    assert folder.until_ended(job) == "CANCELLED"
+    assert folder.of_job(job, "Restarts") == "1"
+    gone = folder.attach(job, "true")
+    assert gone.returncode == 1
+    assert f"error: job {job} has expired: it is CANCELLED\n  hint: " in gone.stderr
+
+
+def test_a_job_that_has_ended_with_0_is_not_run_again(folder):
+    """Slurm 24.11 starts one again that has left on a notice before."""
+    job = folder.submit("single-node", "--gres=gpu:1", command=["bash", "-c", "echo trained >&2"])
+    assert folder.until_ended(job) == "COMPLETED"
+    assert folder.run("scontrol", "requeue", job).returncode == 0
+    wait_until(lambda: "nothing is left to do" in folder.log(job), 60, "it is started again")
+    assert folder.until_ended(job) == "COMPLETED"
+    assert (folder.of_job(job, "Restarts"), folder.log(job).count("trained")) == ("1", 1)
+
+
+def test_a_notice_ends_a_job_for_good_that_wants_it(tmp_path, new_sandbox):
+    slurm = new_sandbox(nodes=1, grace_s=120)
+    folder = Folder(tmp_path, slurm)
+    job = folder.submit(
+        "multi-node", "--nodes=1", "--gres=gpu:1", command=[*PRINT, "stay"], ELASTIC_REQUEUE="0"
+    )
+    wait_until(lambda: "total=1" in folder.log(job), 60, "the rank is there")
+    slurm.preempt(1, 1)
+    wait_until(lambda: folder.of_job(job, "JobState") in ("FAILED", "PREEMPTED"), 60, "it ends")
+    assert folder.of_job(job, "Restarts") == "0"
+    assert "back to the queue" not in folder.log(job)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_one_node_trains_under_srun_and_under_torchrun(folder, launcher):
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    job = folder.submit("single-node", "--gres=gpu:2", LAUNCHER=launcher, TORCHRUN=torchrun)
+    assert folder.until_ended(job) == "COMPLETED", folder.log(job)
+    logs = "".join(folder.ranks(job))
+    assert said(logs, "LOCAL_RANK") == [0, 1]
+    assert logs.count("WORLD_SIZE=2") == logs.count("total=2") == 2
+
+
+def test_a_layout_that_is_not_one_rank_per_gpu_ends_with_the_way_out(folder):
+    wrong = folder.submit("multi-node", "--gres=gpu:2", "--ntasks-per-node=1", command=["true"])
+    uneven = folder.submit("multi-node", "--gres=none", "--gpus=3", command=["true"])
+    nothing = folder.submit("single-node", command=[])
+    assert {folder.until_ended(job) for job in (wrong, uneven, nothing)} == {"FAILED"}
+    assert "error: 1 tasks per node, 2 GPUs per node" in folder.log(wrong)
+    assert re.search("error: node n[1-4]: [12] ranks, [12] GPUs", folder.log(uneven))
+    assert "usage: " in folder.log(nothing)
+
+
+def test_what_is_no_job_of_mine_is_said_plainly(folder, slurm):
+    unknown = folder.attach("99999", "true")
+    assert unknown.stderr.startswith("error: no job 99999: ")
+    assert folder.attach("here", "true").returncode == 2
+    held = folder.submit("single-node", "--hold", command=["true"])
+    pending = folder.attach(held, "true")
+    assert pending.stderr.startswith(f"error: job {held} has not started\n")
+    slurm.run("scancel", held)
+    programs = folder.path / "bin"
+    programs.mkdir()
+    (programs / "squeue").write_text("#!/bin/sh\necho '54321 RUNNING 1 1 n1'\n")
+    (programs / "squeue").chmod(0o755)
+    others = folder.attach("7", "true", PATH=f"{programs}:{folder.env['PATH']}")
+    assert others.stderr.startswith("error: job 7 is not yours but uid 54321's\n")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to submit as another user")
+def test_the_name_of_another_users_job_says_nothing(folder, slurm):
+    """It was read for fields of the job; this one ran a command as who attached to it."""
+    proof = folder.path / "PWNED"
+    name = (f"x UserId=root({os.getuid()}) JobState=RUNNING"
+            f" NumNodes=BASH_VERSINFO[$(touch {proof})] NumCPUs=1 NodeList=n1")  # fmt: skip
+    hostile = (f"--uid={USER}", "--hold", "--chdir=/", "--job-name", name, "--wrap=true")
+    job = slurm.run("sbatch", "--parsable", *hostile).strip()
+    try:
+        steered = {"SQUEUE_FORMAT": "%j", "SQUEUE_FORMAT2": "Name", "SQUEUE_USERS": "root"}
+        for extra in ({}, steered):
+            refused = folder.attach(job, "true", **extra)
+            assert refused.stderr.startswith(f"error: job {job} is not yours but uid {NOBODY}'s\n")
+    finally:
+        slurm.run("scancel", job)
+    assert not proof.exists()
