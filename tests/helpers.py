@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic.run.records import Commit, Delta
+
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 4  # a deadline is there to end a hang; a busy machine is no failure
 
@@ -23,6 +25,17 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> 
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(0.05)
     return value
+
+
+def commit_of(version: int = 0, **told) -> Commit:
+    """A commit made by hand: of nothing, but for what is told."""
+    nothing = {"master_epoch": 1, "time": 0.0, "tokens": 0, "samples": (), "deltas": ()}
+    return Commit(**{"version": version, **nothing, **told})
+
+
+def delta_of(slot: int = 0, **told) -> Delta:
+    """Likewise a delta, of one step."""
+    return Delta(**{"slot": slot, "attempt": 1, "steps": 1, "tokens": 0, "samples": (), **told})
 
 
 def environment(home: Path, **extra: str) -> dict[str, str]:

@@ -4,28 +4,30 @@ Workers are vectors: the whole model as one flat float32 tensor, in layout order
 version v starts from `base(v)` (bf16, as published) and ends wherever a test wants it to be.
 """
 
+from dataclasses import replace
+
 import torch
 
 from elastic.local.master import recipe
 from elastic.local.master.averaging import Averager
 from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.transport import Transport, fragment_name
-from elastic.run.records import Header
+from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import codec
 from elastic.saved.layout import Layout
 from elastic.saved.merge import Outer
 from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
+from helpers import commit_of
 
 SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
 FRAGMENT_BYTES = 64  # three fragments: 12, 5 and 13 elements
-COMMIT = {"tokens": 0, "total_tokens": 1000, "master_epoch": 1, "time": 0.0, "samples": [],
-          "deltas": []}  # fmt: skip
+COMMIT = commit_of(total_tokens=1000)  # of version 0
 
 
-def read_outer(run: RunDir, commit: dict, mu: float) -> Outer:
+def read_outer(run: RunDir, commit: Commit, mu: float) -> Outer:
     """The master's state as of a commit, with outer momentum `mu`."""
-    layout = read_layout(run, commit["version"])
+    layout = read_layout(run, commit.version)
     parts = [read_exactly(run, commit, layout, index) for index in range(len(layout.fragments))]
     return Outer(layout, *map(list, zip(*parts, strict=True)), mu)
 
@@ -42,15 +44,14 @@ class Rounds:
             for index, flat in enumerate(self.parts(start))
             for entry in draft.write_fragment(self.layout, index, flat, torch.zeros_like(flat))
         ]
-        self._carried = dict(COMMIT)
-        assert draft.commit(self.layout, files, self._carried)
+        assert draft.commit(self.layout, files, COMMIT)
         self.new_master()
 
     def new_master(self) -> None:
         """Forget everything but the run directory."""
         commit = self.run.newest_commit()
-        self.averager = Averager(self.run, self.config, commit["version"])
-        self.version = commit["version"]
+        self.averager = Averager(self.run, self.config, commit.version)
+        self.version = commit.version
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [part.clone() for part in flat.float().split(list(self.layout.numels))]
@@ -99,8 +100,12 @@ class Rounds:
         """How they become the next version, and what its commit says about it."""
         return recipe.merged(accepted, self.run.commit(self.version), self.config.local_sgd)
 
-    def close(self, accepted: list[Checked]) -> dict:
+    def close(self, accepted: list[Checked]) -> Commit:
         """Merge and commit the next version; returns the commit."""
         how, said = self.weigh(accepted)
-        self.version = self.averager.commit(1, how, {**self._carried, **said})["version"]
+        self.version = self.averager.commit(how, self.next(**said)).version
         return self.run.commit(self.version)
+
+    def next(self, **said) -> Commit:
+        """The commit of the next version, as far as it is known before that is made."""
+        return replace(COMMIT, version=self.version + 1, **said)

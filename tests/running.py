@@ -29,6 +29,7 @@ from elastic.local.store import Store
 from elastic.local.transport import checksum
 from elastic.run.audit import audit
 from elastic.run.membership import Slot
+from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from helpers import PATIENCE, ROOT, elastic, environment
 
@@ -80,7 +81,7 @@ class Running:
     def events(self, kind: str = "") -> list[dict]:
         return [event for event in self.run.events() if kind in ("", event["kind"])]
 
-    def commits(self) -> list[dict]:
+    def commits(self) -> list[Commit]:
         return list(self.run.commits())
 
     @contextlib.contextmanager
@@ -217,7 +218,7 @@ class Running:
             report = audit(self.run.path, self.config.checkpoint.keep, _checksum)
         assert not report["problems"], report["problems"]
         if self.run.done() and self.config.train.epochs:
-            samples = self.run.commit(0)["dataset_samples"] * self.config.train.epochs
+            samples = self.run.commit(0).dataset_samples * self.config.train.epochs
             assert report["committed"] == samples
         return report
 

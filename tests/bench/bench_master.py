@@ -32,6 +32,7 @@ from elastic.run.rundir import Control, RunDir  # noqa: E402
 from elastic.saved.codec import codec  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
 from elastic.saved.versions import Draft  # noqa: E402
+from helpers import commit_of  # noqa: E402
 
 ROUNDS = 5
 LAYOUT = Layout.of([("weight", (64,))], 1 << 20)
@@ -101,10 +102,9 @@ def make_run(folder: Path, workers: int) -> RunDir:
     run = RunDir.create(folder / "runs", config, control, {})
     draft = Draft(run, 0, "bench")
     files = draft.write_fragment(LAYOUT, 0, torch.zeros(64), torch.zeros(64))
-    record_ = {"master_epoch": 0, "time": time.time(), "tokens": 0, "samples": [], "deltas": [],
-               "layout": LAYOUT.hash, "dataset_samples": 10**9, "epochs": 0,
-               "total_tokens": 10**9, "workers": 1}  # fmt: skip
-    draft.commit(LAYOUT, files, record_)
+    draft.commit(LAYOUT, files, commit_of(
+        time=time.time(), layout=LAYOUT.hash, dataset_samples=10**9, total_tokens=10**9
+    ))  # fmt: skip
     return run
 
 

@@ -63,7 +63,7 @@ def measure(size: Size, step_s: float, settings: dict) -> tuple[float, float]:
         finally:
             kill(folder)
         commits = full_rounds(run, WORKERS)
-        rounds = [after["time"] - before["time"] for before, after in pairwise(commits)]
+        rounds = [after.time - before.time for before, after in pairwise(commits)]
         return median_stall_s(run, WORKERS), statistics.median(rounds)
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from figures import BUILD, ROOT, available_bytes, record, scratch, status_bytes
 
 sys.path.insert(0, str(ROOT / "lib"))
+from elastic.run.records import Commit  # noqa: E402
 from elastic.run.rundir import RunDir  # noqa: E402
 
 ROUNDS = 5
@@ -142,9 +143,9 @@ def report_stall(case: str, stall_s: float, copy_s: float, commit_s: float) -> N
     record("round", f"{case}: stall", stall_s, "s", "copy + commit", copy_s + commit_s)
 
 
-def report_bytes(case: str, size: Size, commits: list[dict]) -> None:
-    up = statistics.median(commit["bytes"] for commit in commits)
-    pulled = [f["bytes"] for f in commits[-1]["files"] if Path(f["path"]).name.startswith("params")]
+def report_bytes(case: str, size: Size, commits: list[Commit]) -> None:
+    up = statistics.median(commit.bytes for commit in commits)
+    pulled = [f["bytes"] for f in commits[-1].files if Path(f["path"]).name.startswith("params")]
     down, dense = size.workers * sum(pulled), size.float32_bytes / 1e6
     record("round", f"{case}: up", up / 1e6, "MB", "float32", dense)
     record("round", f"{case}: down", down / 1e6, "MB", "float32", dense)
@@ -183,9 +184,9 @@ def follow(run: RunDir, workers: int) -> dict[str, int]:
     return peaks
 
 
-def full_rounds(run: RunDir, workers: int) -> list[dict]:
+def full_rounds(run: RunDir, workers: int) -> list[Commit]:
     """The commits with a delta of every worker, but the first: somebody had just come."""
-    return [commit for commit in run.commits() if len(commit["deltas"]) == workers][1:]
+    return [commit for commit in run.commits() if len(commit.deltas) == workers][1:]
 
 
 def stop(run: RunDir) -> None:
@@ -198,8 +199,8 @@ def stop(run: RunDir) -> None:
 
 
 def median_stall_s(run: RunDir, workers: int) -> float:
-    deltas = [delta for commit in full_rounds(run, workers) for delta in commit["deltas"]]
-    return statistics.median(delta["stall_s"] for delta in deltas if delta["stall_s"] > 0)
+    deltas = [delta for commit in full_rounds(run, workers) for delta in commit.deltas]
+    return statistics.median(delta.stall_s for delta in deltas if delta.stall_s > 0)
 
 
 def copy_seconds(folder: Path, size: Size) -> float:

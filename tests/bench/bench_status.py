@@ -30,7 +30,7 @@ from elastic.base import config as configuration  # noqa: E402
 from elastic.jobs.sched import job_name  # noqa: E402
 from elastic.local.store import Store  # noqa: E402
 from elastic.run.rundir import Control, Endpoint, RunDir  # noqa: E402
-from helpers import environment  # noqa: E402
+from helpers import commit_of, delta_of, environment  # noqa: E402
 
 TRIES = 5
 VERSIONS, EVENTS = 60, 400
@@ -106,13 +106,13 @@ def make_run(home: Path, name: str, url: str, workers: int, first_id: int) -> li
     control = Control("local", "running", 1, workers, now)
     run = RunDir.create(home / "runs", configuration.load(config), control, {})
     for version in range(VERSIONS):
-        deltas = [{"slot": slot, "attempt": 1, "job_id": str(first_id + slot), "base": version - 1,
-                   "steps": 100, "tokens": 1000, "loss": 2.0, "samples": [[0, slot, slot + 1]],
-                   "seconds": 50.0, "stall_s": 1.0, "delivered": now}
-                  for slot in range(workers)]  # fmt: skip
-        run.link_commit({"version": version, "master_epoch": 1, "time": now - 60 + version,
-                         "tokens": 1000 * version, "total_tokens": 10**6, "loss": 2.0,
-                         "samples": [], "deltas": deltas, "workers": workers})  # fmt: skip
+        deltas = tuple(
+            delta_of(slot, job_id=str(first_id + slot), base=version - 1, steps=100, tokens=1000,
+                     loss=2.0, samples=((0, slot, slot + 1),), seconds=50.0, stall_s=1.0,
+                     delivered=now) for slot in range(workers)
+        )  # fmt: skip
+        told = {"tokens": 1000 * version, "total_tokens": 10**6, "loss": 2.0, "workers": workers}
+        run.link_commit(commit_of(version, time=now - 60 + version, deltas=deltas, **told))
     for number in range(EVENTS):
         run.event("delta", slot=number % workers, attempt=1, base=1, steps=100, tokens=1000)
     run.set_endpoint(Endpoint("", 0, 1, url))

@@ -23,8 +23,9 @@ from elastic.lab.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in
 from elastic.people import views
 from elastic.run.goodput import PARTS, Work
 from elastic.run.membership import Slot
+from elastic.run.records import Commit
 from elastic.run.rundir import Control, RunDir
-from helpers import ROOT
+from helpers import ROOT, commit_of, delta_of
 from running import running
 
 pytest_plugins = ["slurm_sandbox"]
@@ -58,10 +59,10 @@ def test_faults_come_as_often_as_asked_and_each_kind_in_its_turn(seed):
 # ---- the costs
 
 
-def commit(time: float, *deltas: tuple[int, int, int]) -> dict:
+def commit(time: float, *deltas: tuple[int, int, int]) -> Commit:
     """A commit of deltas (slot, attempt, base)."""
-    names = ("slot", "attempt", "base")
-    return {"time": time, "deltas": [dict(zip(names, each, strict=True)) for each in deltas]}
+    made = (delta_of(slot, attempt=attempt, base=base) for slot, attempt, base in deltas)
+    return commit_of(time=time, deltas=tuple(made))
 
 
 def test_steps_are_lost_if_the_delta_of_that_round_never_comes():

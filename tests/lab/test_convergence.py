@@ -138,13 +138,13 @@ def test_four_workers_that_are_badly_averaged_do_not(make_config, kind):
 @pytest.mark.parametrize("crew", [rig.cut(5, 0), rig.churn(5, 0, "donor")])
 def test_steps_ahead_are_the_first_of_the_workers_next_delta(crew):
     commits = list(rig.overlapping(rig.trace(crew, 10, 300, 2), 3 * 2))
-    deltas = {(d["slot"], d["attempt"], d["base"]): d for c in commits for d in c["deltas"]}
+    deltas = {(d.slot, d.attempt, d.base): d for c in commits for d in c.deltas}
     found = 0
     for (slot, attempt, base), delta in deltas.items():
-        later = deltas.get((slot, attempt, base + 1), {"samples": []})
-        found += len(later["samples"])
-        ahead = [(0, start, min(start + 6, stop)) for _, start, stop in later["samples"]]
-        assert delta["ahead"] == ahead
+        later = deltas.get((slot, attempt, base + 1))
+        samples = later.samples if later else ()
+        found += len(samples)
+        assert delta.ahead == tuple((0, start, min(start + 6, stop)) for _, start, stop in samples)
     assert found > 20
 
 
@@ -181,10 +181,10 @@ def test_four_workers_learn_while_their_deltas_travel(make_config, kind, learns)
 @pytest.mark.parametrize("crew", [rig.steady(4, 5), rig.cut(5, 0), rig.churn(5, 0, "donor"),
                                   rig.forgetful(5), rig.late(5)])  # fmt: skip
 def test_every_participation_spends_the_same_samples_once(crew):
-    deltas = [delta for commit in rig.trace(crew, 10, 300, 2) for delta in commit["deltas"]]
-    positions = [at for d in deltas for _, start, stop in d["samples"] for at in range(start, stop)]
+    deltas = [delta for commit in rig.trace(crew, 10, 300, 2) for delta in commit.deltas]
+    positions = [at for d in deltas for _, start, stop in d.samples for at in range(start, stop)]
     assert sorted(positions) == list(range(10, 610))
-    assert sum(delta["steps"] for delta in deltas) == 300
+    assert sum(delta.steps for delta in deltas) == 300
 
 
 LEVELS = {"dp": 1.62, "quarter": 1.75, "plain": 1.68, "lone": 1.5, "lone_plain": 1.6,

@@ -13,6 +13,7 @@ from statistics import median
 import pytest
 
 from elastic.lab.played_local import Local
+from elastic.run.records import Commit
 from running import Running, running
 from test_forecast import COSTS, run_of, there
 
@@ -111,9 +112,9 @@ def test_a_slow_worker_does_fewer_steps_and_the_round_does_not_wait_for_more(tmp
         run.until(lambda: run.version >= 7, 120, "seven versions")
     # In the first round nobody knows a pace; before the first, not all four were there.
     steps = [
-        {delta["slot"]: delta["steps"] for delta in commit["deltas"]}
+        {delta.slot: delta.steps for delta in commit.deltas}
         for commit in run.run.commits(3)
-        if len(commit["deltas"]) == 4
+        if len(commit.deltas) == 4
     ]
     assert len(steps) >= 3
     for each in steps:
@@ -131,19 +132,19 @@ def test_a_round_whose_workers_died_is_due_no_more(tmp_path):
             run.kill("trainer", slot)
         version = run.version
         run.until(lambda: run.version >= version + 2, 60, "the run goes on")
-    assert run.run.commit(version + 2)["deltas"][0]["steps"] > 1
+    assert run.run.commit(version + 2).deltas[0].steps > 1
 
 
-def shares(commits: list[dict], slots: range) -> list[float]:
+def shares(commits: list[Commit], slots: range) -> list[float]:
     """By slot: the part of its time that it trains or pays what a round costs anybody, which is
     the shortest standstill of the round: that depends on how busy this machine is. The middle of
     all rounds: in one of them the machine may have been away."""
-    found = [{delta["slot"]: delta for delta in commit["deltas"]} for commit in commits]
+    found = [{delta.slot: delta for delta in commit.deltas} for commit in commits]
 
     def share(before: dict, now: dict, slot: int) -> float:
-        whole_s = now[slot]["delivered"] - before[slot]["delivered"]
-        cost_s = min(delta["stall_s"] for delta in now.values())
-        return 1 - (now[slot]["stall_s"] - cost_s) / whole_s
+        whole_s = now[slot].delivered - before[slot].delivered
+        cost_s = min(delta.stall_s for delta in now.values())
+        return 1 - (now[slot].stall_s - cost_s) / whole_s
 
     return [median(share(*two, slot) for two in pairwise(found)) for slot in slots]
 
@@ -156,7 +157,7 @@ def test_what_a_round_is_does_not_depend_on_who_came_first(tmp_path, fast, first
 
     def whole(run: Running) -> list[dict]:
         return [commit for commit in run.commits()
-                if {delta["slot"] for delta in commit["deltas"]} == set(slots)]  # fmt: skip
+                if {delta.slot for delta in commit.deltas} == set(slots)]  # fmt: skip
 
     with running(tmp_path, settings, samples=10**6, step_s=0.4) as run:
         run.until(lambda: run.version >= 1, 120, "a version that tells the pace of the first")
@@ -164,7 +165,7 @@ def test_what_a_round_is_does_not_depend_on_who_came_first(tmp_path, fast, first
         run.until(lambda: len(whole(run)) >= 6, 120, "six rounds of all")
         commits = whole(run)[2:]
     for commit in commits[1:]:
-        for delta in commit["deltas"]:
-            least, most = (25, 40) if delta["slot"] == fast else (5, 15)
-            assert least <= delta["steps"] <= most, commit["deltas"]
+        for delta in commit.deltas:
+            least, most = (25, 40) if delta.slot == fast else (5, 15)
+            assert least <= delta.steps <= most, commit.deltas
     assert min(shares(commits, slots)) >= 0.9, shares(commits, slots)

@@ -11,7 +11,7 @@ import torch
 from elastic.local import guards
 from elastic.local.guards import Moved, Reach, Running
 from guarded import Run, Told, World
-from helpers import PATIENCE
+from helpers import PATIENCE, commit_of, delta_of
 from running import running
 from test_rounds import header
 
@@ -80,7 +80,7 @@ def test_a_worker_does_not_send_what_its_steps_could_not_have_moved():
 
 
 def test_the_longest_delta_of_a_bad_version_is_suspect_where_it_stands_out():
-    deltas = [{"slot": s, "attempt": 1, "norm": n} for s, n in enumerate((1.0, 1.1, 1.9))]
+    deltas = [delta_of(s, norm=n) for s, n in enumerate((1.0, 1.1, 1.9))]
     assert guards.suspect(deltas) == (2, 1)
     assert guards.suspect(deltas[:2]) is None
     assert guards.suspect(deltas[:1]) is None
@@ -121,12 +121,12 @@ def test_a_loss_counts_by_tokens_of_the_newest_version_and_of_enough_samples():
 
 def test_means_of_a_commit_are_read_back_and_those_of_an_older_one_begin_anew():
     running = Running().after([moved(1.0)] * 3, 10.0, 2.0).after([moved(2.0)], 10.0, 1.9)
-    assert Running.of({"running": running.to_json()}) == running
-    assert Running.of({}) == Running()
+    assert Running.of(commit_of(running=running.to_json())) == running
+    assert Running.of(commit_of()) == Running()
     more = running.to_json() | {"apart": 0.1, "compared": 3}  # a mean that is kept no more
-    assert Running.of({"running": more}) == running
+    assert Running.of(commit_of(running=more)) == running
     older = {"norm": 0.5, "weight": 7.0, "spread": 0.1, "deltas": 200, "first_loss": 2.0}
-    assert Running.of({"running": older}) == Running(weight=7.0)
+    assert Running.of(commit_of(running=older)) == Running(weight=7.0)
 
 
 # ---- healthy runs of every kind -----------------------------------------------------------------
@@ -228,8 +228,8 @@ def test_a_run_with_nothing_but_defaults_refuses_none_of_its_deltas(tmp_path):
         assert [reason for reason in refused if not reason.startswith(late)] == []
         assert run.events("restart") == []
         commits = list(run.run.commits())
-        assert not [commit["version"] for commit in commits if commit.get("clipped")]
-        assert commits[-1]["loss"] < 0.1 * commits[1]["loss"]
+        assert not [commit.version for commit in commits if commit.clipped]
+        assert commits[-1].loss < 0.1 * commits[1].loss
 
 
 def test_learning_rates_that_nobody_else_has_loosen_no_clip():

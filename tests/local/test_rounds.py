@@ -22,6 +22,7 @@ from elastic.local.rounds import Facts, Judgement, Move, Rule, Share, Verdict, V
 from elastic.run import membership
 from elastic.run.ledger import Ledger
 from elastic.run.records import MAX_FRAGMENTS, Fragment, Header
+from helpers import commit_of, delta_of
 
 HEADER = Header(
     run="a", slot=1, attempt=2, job_id="17", base=7, layout="abc", codec="none", steps=20,
@@ -137,8 +138,7 @@ LOCAL_SGD = SimpleNamespace(
     inner_steps=20, cold_start_steps=0, outer_lr=0.7, outer_momentum=0.9, thin_rounds=True,
     clip_norm=2.0, canary=0.3, min_deadline_s=5.0, deadline_k=4.0,
 )  # fmt: skip
-COMMIT = {"version": 7, "tokens": 0, "total_tokens": 20_000, "workers": 2, "deltas": []}
-HEAD = {"master_epoch": 3, "time": 120.0}
+COMMIT = commit_of(7, total_tokens=20_000, workers=2)
 OF_A_DELTA = {
     "slot", "attempt", "job_id", "base", "codec", "steps", "tokens", "loss", "inner", "first_loss",
     "samples", "norm", "lr_sum", "seconds", "stall_s", "delivered",
@@ -147,7 +147,7 @@ OF_A_DELTA = {
 
 def opened(**commit) -> OpenRound:
     facts = replace(FACTS, attempts={1: 2, 4: 2})
-    return OpenRound(COMMIT | commit, 100.0, True, Ledger(1000, 1), facts, LOCAL_SGD, {})
+    return OpenRound(replace(COMMIT, **commit), 100.0, True, Ledger(1000, 1), facts, LOCAL_SGD, {})
 
 
 def offered(round_: OpenRound, **changes) -> Judgement:
@@ -164,31 +164,32 @@ def test_a_round_goes_from_its_offers_to_its_commit_and_the_round_after():
     assert offered(round_).verdict is Verdict.ACCEPT
     assert offered(round_).rule is Rule.DUPLICATE
     assert offered(round_, slot=4).rule is Rule.SAMPLES
-    closing = round_.close(True, HEAD)
+    closing = round_.close(True, 3, 120.0)
     assert (closing.reverts, closing.recipe.base, closing.recipe.factors) == ("", 7, (1.0,))
-    (delta,) = closing.record["deltas"]
-    assert delta.keys() == OF_A_DELTA
-    assert (delta["slot"], delta["norm"], delta["delivered"]) == (1, 1.5, 110.0)
-    assert closing.record.items() >= (HEAD | {"tokens": 640, "loss": 2.5, "workers": 1}).items()
-    assert closing.record["total_tokens"] == 640 / 32 * 1000
-    later = round_.after({"version": 8, **closing.record}, 125.0)
+    (delta,) = closing.commit.deltas
+    assert closing.commit.to_json()["deltas"][0].keys() == OF_A_DELTA
+    assert (delta.slot, delta.norm, delta.delivered) == (1, 1.5, 110.0)
+    told = {"master_epoch": 3, "time": 120.0, "tokens": 640, "loss": 2.5, "workers": 1,
+            "version": 8, "total_tokens": 640 / 32 * 1000}  # fmt: skip
+    assert closing.commit.to_json().items() >= told.items()
+    later = round_.after(closing.commit, 125.0)
     assert list(later.ledger.committed) == [(0, 0, 32)]
     assert (later.version, later.opened, later.accepted) == (8, 125.0, {})
 
 
 def test_a_round_that_finds_its_version_bad_reverts_it_and_frees_its_samples():
     running = Running(loss=2.0, unrest=0.0001, rounds=50).to_json()
-    made_of = [{"slot": s, "attempt": 2, "norm": n} for s, n in ((1, 1.0), (4, 5.0))]
+    made_of = tuple(delta_of(s, attempt=2, norm=n) for s, n in ((1, 1.0), (4, 5.0)))
     round_ = opened(running=running, deltas=made_of)
     offered(round_, loss=9.0, samples=((0, 0, 128),))
-    assert round_.close(False, HEAD).reverts == "", "the version before is not there"
-    closing = round_.close(True, HEAD)
+    assert round_.close(False, 3, 120.0).reverts == "", "the version before is not there"
+    closing = round_.close(True, 3, 120.0)
     assert closing.reverts.startswith("the loss rose from 2.000 to 9.000")
     assert (closing.recipe.base, closing.recipe.restore, closing.recipe.headers) == (7, 6, ())
     assert [header.key for header in closing.void] == [(1, 2, 7)]
-    told = {"taken_back": 7, "suspect": (4, 2), "deltas": [], "samples": [], "workers": 2}
-    assert closing.record.items() >= told.items()
-    later = round_.after({"version": 8, **closing.record}, 125.0)
+    told = {"taken_back": 7, "suspect": (4, 2), "deltas": [], "samples": (), "workers": 2}
+    assert closing.commit.to_json().items() >= told.items()
+    later = round_.after(closing.commit, 125.0)
     assert list(later.ledger.free) == [(0, 0, 1000)]
     late = offered(later, samples=((0, 0, 128),))
     assert late.rule is Rule.TAKEN_BACK
@@ -385,24 +386,24 @@ def test_the_deadline_follows_the_due_time_and_before_there_is_one_there_is_none
 # ---- pace ---------------------------------------------------------------------------------------
 
 
-def delta_of(steps, seconds, stall_s=0.0):
+def trained(steps, seconds, stall_s=0.0):
     return replace(header(), steps=steps, seconds=seconds, stall_s=stall_s)
 
 
 def test_every_delta_tells_the_pace_of_its_worker():
     """10 s pass before it begins: they come once, however many steps there are."""
-    whole, part = delta_of(100, 50.0, stall_s=12.0), delta_of(10, 5.0, stall_s=12.0)
+    whole, part = trained(100, 50.0, stall_s=12.0), trained(10, 5.0, stall_s=12.0)
     assert rounds.pace_s(whole, 60.0, 100) == pytest.approx(0.6)
     assert rounds.pace_s(part, 15.0, 100) == pytest.approx(0.6)
 
 
 def test_who_joined_in_mid_round_is_not_taken_for_slow():
-    assert rounds.pace_s(delta_of(10, 5.0), 45.0, 100) == 0.5
+    assert rounds.pace_s(trained(10, 5.0), 45.0, 100) == 0.5
 
 
 def test_steps_ahead_of_the_round_were_no_part_of_its_time():
     """It came 40 s after the opening; it had begun 10 s before."""
-    assert rounds.pace_s(delta_of(100, 50.0, stall_s=0.1), 40.0, 100) == pytest.approx(0.4)
+    assert rounds.pace_s(trained(100, 50.0, stall_s=0.1), 40.0, 100) == pytest.approx(0.4)
 
 
 def test_a_round_is_due_when_the_fastest_quarter_is_through():
@@ -446,7 +447,7 @@ def test_workers_of_any_pace_end_a_round_within_half_a_step_of_each_other(paces,
             turns.append((steps, steps * pace))
         for (steps, took), pace in zip(turns, paces, strict=True):
             assert steps in (1, inner_steps) or abs(took - due) <= pace / 2 + 1e-9
-        known = [rounds.pace_s(delta_of(n, took), took, inner_steps) for n, took in turns if n]
+        known = [rounds.pace_s(trained(n, took), took, inner_steps) for n, took in turns if n]
     # It does not run away: however often, it is the pace of one of the workers.
     assert min(abs(due - pace * inner_steps) for pace in paces) < 1e-6
 
@@ -469,7 +470,7 @@ def test_a_round_that_is_due_too_early_or_too_late_does_not_stay_so(
         ):
             steps += 1
         took_s = max(1, steps) * pace_s + once_s
-        known_s = rounds.pace_s(delta_of(max(1, steps), took_s), took_s, inner_steps)
+        known_s = rounds.pace_s(trained(max(1, steps), took_s), took_s, inner_steps)
     assert steps == inner_steps
     assert known_s * inner_steps == pytest.approx(inner_steps * pace_s + once_s)
 
@@ -572,7 +573,7 @@ def settings_of(**changes) -> SimpleNamespace:
 
 
 def at(version: int, share: float = 0.0) -> dict:
-    return {"version": version, "tokens": int(share * 1e6), "total_tokens": 1_000_000}
+    return commit_of(version, tokens=int(share * 1e6), total_tokens=1_000_000)
 
 
 def test_a_cold_start_has_few_steps_a_round_and_doubles_them_every_ten_rounds():

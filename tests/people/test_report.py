@@ -23,7 +23,7 @@ import pytest
 from elastic.base.errors import ElasticError, UsageError
 from elastic.lab.chaos import Chaos
 from elastic.people import metrics, report, timeline
-from helpers import ROOT, elastic, environment
+from helpers import ROOT, commit_of, elastic, environment
 from running import Running, running
 
 FAULTS = ("kill-worker", "preempt", "kill-master")
@@ -235,7 +235,7 @@ def test_json_lines_go_on_where_they_end(lived, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["version"] for row in rows][:newest] == list(range(1, newest + 1))
-    assert rows[2] == {**rows[2], "loss": run.commit(3)["loss"], "tokens": run.commit(3)["tokens"]}
+    assert rows[2] == {**rows[2], "loss": run.commit(3).loss, "tokens": run.commit(3).tokens}
 
 
 def test_prometheus_reads_all_runs(lived, tmp_path: Path):
@@ -265,15 +265,12 @@ def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path, monkeypatch):
     read.Reload()
     points = read.Scalars("loss")
     commits = [run.commit(version + 1) for version in range(len(points))]
-    assert [point.step for point in points] == [commit["tokens"] for commit in commits]
-    assert points[2].value == pytest.approx(run.commit(3)["loss"])
+    assert [point.step for point in points] == [commit.tokens for commit in commits]
+    assert points[2].value == pytest.approx(run.commit(3).loss)
 
 
 def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: Path):
-    commits = [{"version": 0, "tokens": 0, "time": 0.0}] + [
-        {"version": n, "tokens": tokens, "time": 1.0, "loss": 2.0, "workers": 2}
-        for n, tokens in ((1, 100), (2, 300))
-    ]
+    commits = [commit_of(n, tokens=tokens, loss=2.0) for n, tokens in enumerate((0, 100, 300))]
     steps = [{"step": n, "tokens": 10 * n + 100, "time": 2.0, "loss": 3.0, "world": 4}
              for n in (1, 2, 1, 2, 3)]  # fmt: skip
     run = SimpleNamespace(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from elastic.jobs.sched import Job, job_name
 from elastic.people import status
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.run.wording import unit
+from helpers import commit_of, delta_of
 
 
 @contextlib.contextmanager
@@ -81,9 +83,8 @@ def reads_of(run: RunDir) -> Iterator[Counter]:
 def lived(run: RunDir) -> RunDir:
     """A run with something in each of its files."""
     for version in range(4):
-        run.link_commit({"version": version, "master_epoch": 1, "time": time.time(), "deltas": [],
-                         "samples": [], "tokens": 10 * version, "total_tokens": 99,
-                         "loss": 2.0})  # fmt: skip
+        told = {"tokens": 10 * version, "total_tokens": 99, "loss": 2.0}
+        run.link_commit(commit_of(version, time=time.time(), **told))
     for slot in range(2):
         who = {"role": "worker", "slot": slot, "attempt": 1, "node": "n1"}
         run.write_ending(f"{run.name}.{slot}", {"state": "started", **who})
@@ -146,11 +147,11 @@ def test_a_run_that_no_pass_has_looked_at_for_minutes_says_so(runs):
 
 
 def test_a_run_counts_samples_where_its_task_counts_no_tokens():
-    delta = {"tokens": 30, "samples": [[0, 0, 20], [1, 40, 50]]}  # epoch, from, to
-    assert unit({"deltas": [delta]}) == "samples"
-    assert unit({"deltas": [{**delta, "tokens": 30 * 128}]}) == "tokens"
-    assert unit({"deltas": []}, {"tokens": 50, "samples": [40, 50]}) == "samples"
-    assert unit({}, {"tokens": 6400, "samples": [40, 50]}) == unit({}) == "tokens"
+    delta = delta_of(tokens=30, samples=((0, 0, 20), (1, 40, 50)))  # epoch, from, to
+    assert unit([delta]) == "samples"
+    assert unit([replace(delta, tokens=30 * 128)]) == "tokens"
+    assert unit([], {"tokens": 50, "samples": [40, 50]}) == "samples"
+    assert unit([], {"tokens": 6400, "samples": [40, 50]}) == unit([]) == "tokens"
 
 
 def test_a_damaged_run_does_not_hide_the_others(runs):

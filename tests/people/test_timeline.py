@@ -9,7 +9,7 @@ from elastic.people import timeline
 from elastic.people.timeline import Point, Stay
 from elastic.run import wording
 from elastic.run.records import EventKind, Outcome
-from helpers import ROOT
+from helpers import ROOT, commit_of
 
 
 def event(kind: str, time: float, **fields) -> dict:
@@ -87,8 +87,8 @@ def test_an_end_that_was_announced_is_no_second_incident():
 
 
 def test_points_have_the_speed_since_the_one_before():
-    commits = [{"time": 0.0, "tokens": 0}, {"time": 2.0, "tokens": 100, "loss": 3.0},
-               {"time": 4.0, "tokens": 300, "loss": 2.0}]  # fmt: skip
+    commits = [commit_of(), commit_of(1, time=2.0, tokens=100, loss=3.0),
+               commit_of(2, time=4.0, tokens=300, loss=2.0)]  # fmt: skip
     assert timeline.points(commits) == [Point(2.0, 100, 3.0, 50.0), Point(4.0, 300, 2.0, 100.0)]
 
 

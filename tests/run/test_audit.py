@@ -24,7 +24,8 @@ class Ledger:
         self.path, self.tokens, self.version = path, 0, -1
         (path / "commits").mkdir(parents=True)
         (path / "versions").mkdir()
-        self.commit([], dataset_samples=SAMPLES, epochs=epochs, total_tokens=0)
+        self.carried = {"dataset_samples": SAMPLES, "epochs": epochs, "total_tokens": 0}
+        self.commit([])
 
     def commit(self, deltas: list[dict], **changes) -> None:
         self.version += 1
@@ -36,7 +37,7 @@ class Ledger:
         record = {
             "version": self.version, "master_epoch": 1, "time": 1.0, "tokens": self.tokens,
             "samples": [span for each in deltas for span in each["samples"]],
-            "deltas": deltas, "files": [file], **changes,
+            "deltas": deltas, "files": [file], **self.carried, **changes,
         }  # fmt: skip
         (self.path / "commits" / f"{self.version:06d}.json").write_text(json.dumps(record))
 

@@ -17,6 +17,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.run import rundir
 from elastic.run.rundir import Control, Endpoint, RunDir, find, registered
 from forks import KILLED, in_children, killed_at
+from helpers import commit_of
 
 CONTROL = Control("local", "running", 1, 4)
 
@@ -227,7 +228,7 @@ def test_who_waits_asks_for_no_name_that_is_not_there_yet(run, monkeypatch):
 
 def test_a_version_is_told_of_by_a_hint_or_by_the_names(run):
     for version in range(3):
-        assert run.link_commit({"version": version})
+        assert link(run, version)
     assert run.told_version() == 2
     (run.path / "newest.json").write_text('{"version": 1}')  # a master died before it told
     assert (run.told_version(), run.newest_version()) == (1, 2)
@@ -266,14 +267,13 @@ def test_epochs_of_masters_and_attempts_of_slots_are_counted_apart(run):
 
 
 def link(run, version, **more):
-    whole = {"master_epoch": 1, "time": 1.0, "tokens": 0, "samples": [], "deltas": []}
-    return run.link_commit({**whole, "version": version, **more})
+    return run.link_commit(commit_of(version, **more))
 
 
 def test_a_version_is_committed_once(run):
-    assert link(run, 0, who="a")
-    assert not link(run, 0, who="b")
-    assert run.commit(0)["who"] == "a"
+    assert link(run, 0, writer="a")
+    assert not link(run, 0, writer="b")
+    assert run.commit(0).writer == "a"
     assert run.newest_version() == 0
 
 
@@ -287,8 +287,8 @@ def test_the_newest_commit_is_found_from_a_hint_that_may_be_old(run, hint):
         text = json.dumps({"version": hint}) if hint != "" else ""  # a crash left nothing of it
         (run.path / "newest.json").write_text(text)
     assert run.newest_version() == 4
-    assert run.newest_commit()["version"] == 4
-    assert [record["version"] for record in run.commits()] == [0, 1, 2, 3, 4]
+    assert run.newest_commit().version == 4
+    assert [record.version for record in run.commits()] == [0, 1, 2, 3, 4]
 
 
 def test_a_commit_counts_though_the_hint_cannot_be_written(run, monkeypatch):

@@ -19,6 +19,7 @@ from elastic.saved.replica import Replica, shapes
 from elastic.saved.versions import Draft, read_exactly, read_params, remove_drafts
 from elastic.train.group import Group
 from forks import KILLED, killed_at
+from helpers import commit_of
 
 SAMPLES = 100
 
@@ -33,10 +34,10 @@ def begun(run: RunDir) -> RunDir:
     for index in range(len(layout.fragments)):
         params = replica.whole(index)
         files += draft.write_fragment(layout, index, params, torch.ones_like(params))
-    draft.commit(layout, files, {
-        "master_epoch": 0, "time": 0.0, "tokens": 0, "samples": [], "deltas": [], "epochs": 1,
-        "layout": layout.hash, "dataset_samples": SAMPLES, "total_tokens": SAMPLES, "workers": 1,
-    })  # fmt: skip
+    draft.commit(layout, files, commit_of(
+        master_epoch=0, epochs=1, layout=layout.hash, dataset_samples=SAMPLES,
+        total_tokens=SAMPLES,
+    ))  # fmt: skip
     return run
 
 
@@ -45,7 +46,7 @@ def trained(run: RunDir, step: int, base: int = 0, tokens: int = 10):
     net, optimizer = make(2)
     to_sync(run, base, net)
     train(net, optimizer)
-    before = run.commit(base)["tokens"]
+    before = run.commit(base).tokens
     samples = [[0, before, tokens]] if tokens > before else []
     who = {"role": "trainer", "slot": 0, "attempt": 1}
     delta = {**who, "steps": 1, "samples": samples, "loss": 1.0}
@@ -76,7 +77,7 @@ def test_parameters_go_there_and_back_bit_for_bit(begun):
         assert torch.equal(one, other)
     net = trained(begun, 5)
     commit, refused = to_local(begun, begun.newest_commit(), 3)
-    assert (commit["version"], commit["master_epoch"], commit["tokens"], refused) == (1, 3, 10, [])
+    assert (commit.version, commit.master_epoch, commit.tokens, refused) == (1, 3, 10, [])
     assert_is(begun, 1, net)
     again, _ = make(4)
     to_sync(begun, 1, again)
@@ -88,12 +89,12 @@ def test_parameters_go_there_and_back_bit_for_bit(begun):
 def test_only_what_was_trained_on_top_of_the_newest_version_counts(begun):
     trained(begun, 1)
     first, _ = to_local(begun, begun.newest_commit(), 1)
-    assert to_local(begun, first, 2)[0]["version"] == 1  # it has been taken
+    assert to_local(begun, first, 2)[0].version == 1  # it has been taken
     trained(begun, 9, base=0, tokens=90)  # by a trainer that does not know it yet
     trained(begun, 2, base=1, tokens=10)  # that has trained nothing
-    assert to_local(begun, first, 2)[0]["version"] == 1
+    assert to_local(begun, first, 2)[0].version == 1
     trained(begun, 3, base=1, tokens=30)
-    assert to_local(begun, first, 2)[0]["tokens"] == 30
+    assert to_local(begun, first, 2)[0].tokens == 30
     assert audit(begun.path)["problems"] == []
 
 
@@ -102,7 +103,7 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before(begun):
     trained(begun, 2, tokens=20)
     (begun.path / "checkpoints/step-00000002/.metadata").write_bytes(b"\x80")
     commit, (reason,) = to_local(begun, begun.newest_commit(), 1)
-    assert commit["tokens"] == 10
+    assert commit.tokens == 10
     assert "step 2: committed file is damaged" in reason
     assert_is(begun, 1, net)
 
@@ -112,15 +113,15 @@ def test_killed_at_any_moment_it_is_done_again_and_once(begun, monkeypatch):
     outcomes = []
     for epoch in itertools.count(1):
         before = begun.newest_commit()
-        net = trained(begun, epoch, before["version"], before["tokens"] + 1)
+        net = trained(begun, epoch, before.version, before.tokens + 1)
         code = killed_at(epoch, lambda c=before, e=epoch: to_local(begun, c, e)[0])
         assert code in (0, KILLED)
-        outcomes.append(begun.newest_version() > before["version"])
+        outcomes.append(begun.newest_version() > before.version)
         newest = begun.newest_commit()
         remove_drafts(begun, newest)
         commit, refused = to_local(begun, newest, epoch)
-        assert (commit["version"], refused) == (before["version"] + 1, [])
-        assert_is(begun, commit["version"], net)
+        assert (commit.version, refused) == (before.version + 1, [])
+        assert_is(begun, commit.version, net)
         if code == 0:
             break
     assert outcomes == sorted(outcomes)  # first not committed, from one call on committed

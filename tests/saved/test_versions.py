@@ -25,7 +25,8 @@ from elastic.saved.drafts import Measured
 from elastic.saved.layout import Layout
 from elastic.saved.versions import Draft, prune, read_layout, read_params, remove_drafts
 from forks import KILLED, at_nth_step, in_children, killed_at
-from merging import COMMIT, Rounds, read_outer
+from helpers import commit_of
+from merging import Rounds, read_outer
 
 LAYOUT = Layout.of([("w", (3, 4)), ("b", (5,)), ("s", ())], 52)  # two fragments: 12 and 6
 
@@ -54,14 +55,13 @@ def write(run, version, writer="epoch1"):
 
 def commit(run, version, writer="epoch1"):
     draft, files = write(run, version, writer)
-    record = {"master_epoch": 1, "time": 0.0, "samples": [], "deltas": []}
-    return draft.commit(LAYOUT, files, record | {"tokens": 100 * version})
+    return bool(draft.commit(LAYOUT, files, commit_of(version, tokens=100 * version)))
 
 
 def assert_whole(run, version):
     """The version is committed, and every bit of it can be read."""
     record = run.commit(version)
-    assert (record["version"], record["tokens"]) == (version, 100 * version)
+    assert (record.version, record.tokens) == (version, 100 * version)
     outer = read_outer(run, record, 0.9)
     assert outer.layout == LAYOUT
     params, momentum = tensors(version)
@@ -95,7 +95,7 @@ def test_a_version_is_safetensors_by_parameter_name_for_anybody_to_load(run):
     }
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in folder.iterdir())
     assert read_layout(run, 0) == LAYOUT
-    entries = run.commit(0)["files"]
+    entries = run.commit(0).files
     assert {entry["path"] for entry in entries} == {
         str(path.relative_to(run.path)) for path in folder.iterdir()
     }
@@ -113,7 +113,7 @@ def test_bytes_are_durable_before_the_commit_points_to_them(run, monkeypatch):
     written = [path.stat().st_ino for path in draft.folder.iterdir()]
     folder, versions = (path.stat().st_ino for path in (draft.folder, draft.folder.parent))
     at = len(done)
-    draft.commit(LAYOUT, files, {})
+    draft.commit(LAYOUT, files, commit_of())
     before = done[: done.index("LINK")]
     assert set(written) <= set(before[:at])
     assert {folder, versions} < set(before[at:])  # the names in them
@@ -135,7 +135,7 @@ def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
         outcomes.append(run.newest_version() == version)
         if newest:
             remove_drafts(run, newest)
-            assert_whole(run, newest["version"])
+            assert_whole(run, newest.version)
         if not outcomes[-1]:
             assert commit(run, version, writer=f"epoch{number + 1}")
         assert_whole(run, version)
@@ -157,7 +157,7 @@ def as_often_as_it_takes(rounds: Rounds, accepted: list, wait=lambda: None) -> d
     recipe, said = rounds.weigh(accepted)
     while True:
         try:
-            return rounds.averager.commit(1, recipe, COMMIT | said)
+            return rounds.averager.commit(recipe, rounds.next(**said))
         except OSError:
             wait()
 
@@ -177,7 +177,7 @@ def test_a_commit_that_fails_at_any_step_is_tried_again_and_loses_nothing(make_r
         newest = as_often_as_it_takes(rounds, accepted)
         patch.undo()
         rounds.new_master()
-        assert rounds.version == newest["version"] == number
+        assert rounds.version == newest.version == number
         assert torch.equal(rounds.theta, smooth.theta)
         assert torch.equal(rounds.momentum, smooth.momentum)
         if not fired:
@@ -200,8 +200,8 @@ def test_a_link_whose_answer_was_lost_is_still_the_writers_own(run, monkeypatch)
     assert commit(run, 0)
     assert_whole(run, 0)
     draft, files = write(run, 1)
-    run.link_commit({"version": 1, "writer": "epoch1", "files": []})  # its own first try
-    assert draft.commit(LAYOUT, files, {})
+    run.link_commit(commit_of(1, writer="epoch1"))  # its own first try
+    assert draft.commit(LAYOUT, files, commit_of())
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -216,7 +216,7 @@ def test_who_never_hears_of_its_link_throws_nothing_away(make_run, monkeypatch, 
         assert deaf == ["link"]
     if goes_on:  # as after a full disk
         recipe, said = rounds.weigh(accepted)
-        assert rounds.averager.commit(1, recipe, COMMIT | said) is None
+        assert rounds.averager.commit(recipe, rounds.next(**said)) is None
     remove_drafts(rounds.run, rounds.run.newest_commit())
     rounds.new_master()
     assert rounds.version == 1
@@ -255,7 +255,7 @@ def deaf_after_link(patch) -> list:
 
 def test_a_draft_of_a_committed_version_is_not_begun_anew(run):
     draft, files = write(run, 0)
-    run.link_commit({"version": 0, "writer": "epoch1", "files": files, "tokens": 0})
+    run.link_commit(commit_of(writer="epoch1", files=files))
     Draft(run, 0, "epoch1")
     draft.discard()
     assert drafts(run) == [".000000.epoch1"]
@@ -293,9 +293,9 @@ def test_of_two_that_write_the_same_version_one_wins(run):
 
 def test_who_is_late_with_the_same_version_changes_nothing(run):
     (first, files), (second, more) = write(run, 0, "epoch1"), write(run, 0, "epoch2")
-    assert first.commit(LAYOUT, files, {"tokens": 0})
+    assert first.commit(LAYOUT, files, commit_of())
     before = run.commit_path(0).read_bytes()
-    assert not second.commit(LAYOUT, more, {"tokens": 999})
+    assert not second.commit(LAYOUT, more, commit_of(tokens=999))
     assert run.commit_path(0).read_bytes() == before
     assert_whole(run, 0)
     assert drafts(run) == []
@@ -305,7 +305,7 @@ def test_a_new_master_does_not_take_the_draft_that_an_old_one_is_about_to_commit
     commit(run, 0)
     draft, files = write(run, 1, "epoch1")
     remove_drafts(run, run.newest_commit())
-    assert draft.commit(LAYOUT, files, {"tokens": 100})
+    assert draft.commit(LAYOUT, files, commit_of(1, tokens=100))
     assert_whole(run, 1)
 
 
@@ -321,7 +321,7 @@ def test_a_worker_still_writing_version_0_when_another_has_made_it_just_loses(ru
         prune(run, version, keep=3, keep_every=0)
     assert drafts(run) == []
     files += slow.write_fragment(LAYOUT, 1, params[1], momentum[1])
-    assert not slow.commit(LAYOUT, files, {})
+    assert not slow.commit(LAYOUT, files, commit_of())
     assert_whole(run, 5)
     assert drafts(run) == []
 
@@ -361,7 +361,7 @@ def test_drafts_of_dead_writers_go_when_their_version_is_history(run):
 def test_a_damaged_file_is_refused_with_its_path_and_what_it_should_be(run, name, damage, words):
     commit(run, 0)
     path = run.path / "versions/000000" / name
-    entry = next(e for e in run.commit(0)["files"] if e["path"].endswith(name))
+    entry = next(e for e in run.commit(0).files if e["path"].endswith(name))
     damage(path)
     read = read_params if name.startswith("params") else read_outer
     rest = (LAYOUT, 1) if read is read_params else (0.9,)
@@ -396,7 +396,7 @@ def test_the_last_versions_and_every_mth_are_kept_and_every_record(run, keep, ev
         commit(run, version)
         prune(run, version, keep, every)
     assert [v for v in range(12) if run.version_path(v).exists()] == kept
-    assert [record["version"] for record in run.commits()] == list(range(12))
+    assert [record.version for record in run.commits()] == list(range(12))
     for version in kept:
         assert_whole(run, version)
     newest = [int(path.name) for path in (run.path / "deltas").iterdir()]

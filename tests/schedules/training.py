@@ -33,7 +33,7 @@ from elastic.local.worker.agent import SILENT, Agent
 from elastic.local.worker.line import Line, Place
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.run.ledger import count
-from elastic.run.records import Fragment, Header
+from elastic.run.records import Commit, Fragment, Header
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.train.group import Group
 from schedules.actors import Actor, Cast, Violation, must, operations
@@ -180,7 +180,7 @@ class MemoryRun(RunDir):
 
     def commit(self, version):
         self.world.edge("read a commit")
-        return json.loads(self.linked[version]) if version < self.seen() else None
+        return Commit.of(json.loads(self.linked[version])) if version < self.seen() else None
 
     def newest_version(self):
         self.world.edge("look for the newest version")
@@ -188,14 +188,14 @@ class MemoryRun(RunDir):
 
     told_version = newest_version
 
-    def link_commit(self, record):
+    def link_commit(self, commit):
         self.world.changes("link a commit")
         if view := self.world.view():  # the server decides, and then the name is known here
-            view.commits = max(view.commits, record["version"] + 1)
-            self.world.linked_late.add(record["version"])
-        if record["version"] in self.linked:
+            view.commits = max(view.commits, commit.version + 1)
+            self.world.linked_late.add(commit.version)
+        if commit.version in self.linked:
             return False
-        self.linked[record["version"]] = json.dumps(record)
+        self.linked[commit.version] = json.dumps(commit.to_json())
         return True
 
     def shortage(self, least_bytes):
@@ -208,10 +208,11 @@ class MemoryDraft:
     def __init__(self, run: MemoryRun, version: int, writer: str):
         self.run, self.version, self.writer = run, version, writer
 
-    def commit(self, layout, files: list, record: dict) -> bool:
-        record = {"version": self.version, "writer": self.writer, **record, "files": files}
-        won = self.run.link_commit(record)
-        return won or self.run.commit(self.version)["writer"] == self.writer
+    def commit(self, layout, files: list, commit: Commit) -> Commit | None:
+        commit = replace(commit, writer=self.writer, files=tuple(files))
+        won = self.run.link_commit(commit)
+        won = won or self.run.commit(self.version).writer == self.writer
+        return commit if won else None
 
     def discard(self) -> None:
         pass
@@ -244,14 +245,14 @@ class MemoryAverager(Averager):
         whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
         return Checked(header, 1.0, None if whole else OTHER_BYTES)
 
-    def advance(self, recipe: Recipe, draft) -> dict:
+    def advance(self, recipe: Recipe, draft) -> tuple[dict, list]:
         for header in recipe.headers:
             if self.check(header).refused:
                 raise DeltaLost(header.key, OTHER_BYTES)
         self.run.world.edge("write a version")
         if self.run.world.full:
             raise OSError(28, "No space left on device")
-        return {"files": []}
+        return {}, []
 
     def clean_up_later(self, version: int, merged: list) -> None:
         self.drop(merged)
@@ -338,9 +339,8 @@ class Life(LocalSGD):
 
     def open(self, dataset) -> None:
         if self.run.newest_version() < 0:
-            first = {"version": 0, "writer": self.place.job_id}
-            record = opening.first_record(LAYOUT, self.config, len(dataset), 1)
-            self.run.link_commit(first | record)
+            first = opening.first_commit(LAYOUT, self.config, len(dataset), 1)
+            self.run.link_commit(replace(first, writer=self.place.job_id))
         self.join(MemoryExchange(self.run.world, self._hand), NoMoments())
 
     def live(self) -> None:
@@ -682,23 +682,23 @@ class Training:
         for version in range(len(self.seen), len(linked)):
             must(version in linked, f"commit {version} is missing")
             self.seen[version] = linked[version]
-            self.check_commit(version, json.loads(linked[version]))
+            self.check_commit(version, Commit.of(json.loads(linked[version])))
 
-    def check_commit(self, version: int, record: dict) -> None:
-        deltas, epoch = record["deltas"], record["master_epoch"]
+    def check_commit(self, version: int, commit: Commit) -> None:
+        deltas, epoch = commit.deltas, commit.master_epoch
         before = json.loads(self.seen[version - 1])["tokens"] if version else 0
-        must(record["tokens"] == before + sum(d["tokens"] for d in deltas), "tokens: not the sum")
-        owners = [(delta["slot"], delta["attempt"]) for delta in deltas]
+        must(commit.tokens == before + sum(d.tokens for d in deltas), "tokens: not the sum")
+        owners = [(delta.slot, delta.attempt) for delta in deltas]
         must(len(set(owners)) == len(owners), f"version {version} has two deltas of one attempt")
         must(version == 0 or deltas, f"version {version} is made of nothing")
-        self.merged |= {(delta["slot"], delta["attempt"], delta["base"]) for delta in deltas}
+        self.merged |= {(delta.slot, delta.attempt, delta.base) for delta in deltas}
         for delta in deltas:
-            who = f"the delta of {delta['slot']}.{delta['attempt']} in version {version}"
-            must(delta["attempt"] <= self.run.attempts.get(delta["slot"], 0), f"{who}: no such one")
-            must(delta["job_id"] != "of run-b", f"{who}: it is another run's")
-            must(0 <= version - 1 - delta["base"] <= 1, f"{who} is based on {delta['base']}")
-            must(delta["tokens"] == count(delta["samples"]), f"{who}: tokens are not samples")
-            for e, at in positions(delta["samples"]):
+            who = f"the delta of {delta.slot}.{delta.attempt} in version {version}"
+            must(delta.attempt <= self.run.attempts.get(delta.slot, 0), f"{who}: no such one")
+            must(delta.job_id != "of run-b", f"{who}: it is another run's")
+            must(0 <= version - 1 - delta.base <= 1, f"{who} is based on {delta.base}")
+            must(delta.tokens == count(delta.samples), f"{who}: tokens are not samples")
+            for e, at in positions(delta.samples):
                 first = self.committed.setdefault((e, at), version)
                 must(first == version, f"sample {e}:{at} is in versions {first} and {version}")
                 self.committed[e, at] = -version

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
@@ -38,11 +38,13 @@ from elastic.base.durable import checksum
 from elastic.base.errors import ElasticError
 from elastic.lab.validation import half_width
 from elastic.local.worker.in_hand import AHEAD
+from elastic.run.records import Commit
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.tasks import ByteText
+from helpers import commit_of
 from validate import report
-from validate.simulator import RAMPED, Inner, Simulator, Start, seeded_model
+from validate.simulator import RAMPED, Inner, Planned, Simulator, Start, seeded_model
 
 HERE = Path(__file__).resolve().parent
 NO_SITE = Path(os.devnull)
@@ -139,11 +141,11 @@ class NeverReload(Simulator):
         self.mine = {}
 
     def base(self, work):
-        return list(self.mine.get(work["slot"], {}).values()) or super().base(work)
+        return list(self.mine.get(work.slot, {}).values()) or super().base(work)
 
     def delta(self, work, index):
         fragment = self.replica.whole(index).to(torch.bfloat16)
-        self.mine.setdefault(work["slot"], {})[index] = fragment
+        self.mine.setdefault(work.slot, {})[index] = fragment
         return super().delta(work, index)
 
 
@@ -168,7 +170,7 @@ class StaleAnchor(Simulator):
     """Deltas are measured from the version before the one that was trained."""
 
     def delta(self, work, index):
-        anchors = [self.versions[max(0, work["base"] - late)].published[index] for late in (1, 0)]
+        anchors = [self.versions[max(0, work.base - late)].published[index] for late in (1, 0)]
         return super().delta(work, index) + (anchors[0].float() - anchors[1].float())
 
 
@@ -176,7 +178,7 @@ class Poison(Simulator):
     """In every fifth round the delta of slot 0 is not finite, and in others 50 times too long."""
 
     def delta(self, work, index):
-        bad = {2: math.nan, 4: 50.0}.get(work["base"] % 5) if work["slot"] == 0 else None
+        bad = {2: math.nan, 4: 50.0}.get(work.base % 5) if work.slot == 0 else None
         return super().delta(work, index) * (bad or 1.0)
 
 
@@ -273,7 +275,7 @@ def settings_of(seed: int, overrides: tuple[str, ...] = ()) -> Config:
     return configuration.load(HERE / "parity.toml", [f"run.seed={seed}", *overrides], NO_SITE)
 
 
-def trace(crew: Crew, first: int, steps: int, batch: int) -> Iterator[dict]:
+def trace(crew: Crew, first: int, steps: int, batch: int) -> Iterator[Commit]:
     """Commits of what `crew` does, until `steps` inner steps are done; samples from `first` on."""
     version, cursor = 0, first
     while steps > 0:
@@ -284,23 +286,23 @@ def trace(crew: Crew, first: int, steps: int, batch: int) -> Iterator[dict]:
             if done:
                 ranges = [(0, cursor, cursor + done * batch)]
                 cursor += done * batch
-                deltas.append({"slot": slot, "attempt": attempt, "base": base, "steps": done,
-                               "samples": ranges, "inner": inner})  # fmt: skip
-        yield {"deltas": deltas}
+                deltas.append(Planned(slot=slot, attempt=attempt, base=base, steps=done,
+                                      samples=ranges, inner=inner))  # fmt: skip
+        yield commit_of(deltas=tuple(deltas))
         version += 1
 
 
-def overlapping(commits: Iterator[dict], samples: int) -> Iterator[dict]:
+def overlapping(commits: Iterator[Commit], samples: int) -> Iterator[Commit]:
     """The same, where so many samples of a worker's next delta are trained ahead."""
-    for commit, later in pairwise(chain(commits, [{"deltas": []}])):
-        following = {(each["slot"], each["attempt"]): each for each in later["deltas"]}
-        for delta in commit["deltas"]:
-            upcoming = following.get((delta["slot"], delta["attempt"]), {"samples": []})
-            delta["ahead"] = [
-                (epoch, first, min(stop, first + samples))
-                for epoch, first, stop in upcoming["samples"]
-            ]
-        yield commit
+    for commit, later in pairwise(chain(commits, [commit_of()])):
+        following = {(each.slot, each.attempt): each.samples for each in later.deltas}
+        deltas = []
+        for delta in commit.deltas:
+            upcoming = following.get((delta.slot, delta.attempt), ())
+            ahead = tuple((epoch, first, min(stop, first + samples))
+                          for epoch, first, stop in upcoming)  # fmt: skip
+            deltas.append(replace(delta, ahead=ahead))
+        yield replace(commit, deltas=tuple(deltas))
 
 
 def simulate(

@@ -28,6 +28,9 @@ from elastic.base.config import Config
 from elastic.local import rounds
 from elastic.local.guards import Moved, Running
 from elastic.local.worker.worker import train
+from elastic.run.ledger import Range
+from elastic.run.records import Commit
+from elastic.run.records import Delta as Merged
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
 from elastic.saved import merge
@@ -90,6 +93,14 @@ class Delta:
     @property
     def key(self) -> Key:
         return (self.slot, self.attempt, self.base)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Merged):
+    """One that is made up: nobody says its tokens, but what of it was trained `ahead`."""
+
+    tokens: int | None = None
+    ahead: tuple[Range, ...] = ()
 
 
 @dataclass
@@ -162,23 +173,23 @@ class Simulator:
         self._shuffles: dict[int, Shuffle] = {}
         self._inner: dict[Key, Inner] = {}  # after a delta
         self._trained: dict[Key, Delta] = {}  # and not merged yet
-        self._untrained: dict[Key, dict] = {}
+        self._untrained: dict[Key, Merged] = {}
 
     @classmethod
     def of(cls, run: RunDir, task) -> "Simulator":
         """At version 0 of a run."""
         first, config = run.commit(0), run.config()
         params = read_outer(run, first, config.local_sgd.outer_momentum).params
-        start = Start(params, first["tokens"], first["workers"])
-        return cls(task, config, start, first["dataset_samples"], first["total_tokens"])
+        start = Start(params, first.tokens, first.workers)
+        return cls(task, config, start, first.dataset_samples, first.total_tokens)
 
-    def replay(self, commits: Iterable[dict]) -> Iterator[int]:
+    def replay(self, commits: Iterable[Commit]) -> Iterator[int]:
         """Do again what `commits` (of versions 1, 2 ...) say; yields each version when it is."""
         commits = list(commits)
         for commit in commits:
-            self._untrained |= {_key(work): work for work in commit["deltas"]}
+            self._untrained |= {_key(work): work for work in commit.deltas}
         for commit in commits:
-            self._merge([self._delta(_key(work)) for work in commit["deltas"]])
+            self._merge([self._delta(_key(work)) for work in commit.deltas])
             yield self.version
 
     def validate(self) -> dict[str, float]:
@@ -198,7 +209,7 @@ class Simulator:
             self._trained[key] = self._train(self._untrained.pop(key))
         return self._trained.pop(key)
 
-    def _train(self, work: dict) -> Delta:
+    def _train(self, work: Merged) -> Delta:
         inner = self.inner_before(work)
         before = self._start_from(work, inner.ahead)
         for param, state in zip(self._params(), inner.state, strict=False):
@@ -211,11 +222,11 @@ class Simulator:
         inner.ahead = self._go_ahead(work, inner, sent, done)
         self._remember(work, inner)
         norm = sum(merge.norm(fragment) ** 2 for fragment in fragments) ** 0.5
-        if work.get("tokens", tokens) != tokens:
-            raise Untold(f"{_key(work)}: {tokens} tokens, its commit says {work['tokens']}")
+        if work.tokens not in (None, tokens):
+            raise Untold(f"{_key(work)}: {tokens} tokens, its commit says {work.tokens}")
         return Delta(*_key(work), steps, tokens, lr_sum, fragments, norm)
 
-    def _start_from(self, work: dict, ahead: Ahead) -> Done:
+    def _start_from(self, work: Merged, ahead: Ahead) -> Done:
         """Adopt the work's base, below the steps ahead. Returns what is done."""
         if not ahead.sent:
             self.adopt(self.base(work))
@@ -226,9 +237,9 @@ class Simulator:
             self.rebase(index, fragment, ahead.sent[index])
         return ahead.done
 
-    def _run(self, work: dict, inner: Inner, batches: list[list[int]], before: Done) -> Done:
+    def _run(self, work: Merged, inner: Inner, batches: list[list[int]], before: Done) -> Done:
         """Train on the work's base, after what was done on it before. Returns what is done then."""
-        version = self.versions[work["base"]]
+        version = self.versions[work.base]
 
         def prepare(more_steps: int, more_tokens: int) -> float:
             steps, tokens = before[0] + more_steps, before[1] + more_tokens
@@ -255,9 +266,11 @@ class Simulator:
             fragments.append(values.clone())
         return fragments
 
-    def _go_ahead(self, work: dict, inner: Inner, sent: list[torch.Tensor], before: Done) -> Ahead:
+    def _go_ahead(
+        self, work: Merged, inner: Inner, sent: list[torch.Tensor], before: Done
+    ) -> Ahead:
         """Train on while the delta travels, with the samples that the trace says, if any."""
-        batches = self._cut(work.get("ahead", []))
+        batches = self._cut(getattr(work, "ahead", ()))
         if not batches:
             return Ahead()
         after = self._run(work, inner, batches, before)
@@ -272,9 +285,9 @@ class Simulator:
         """Put the steps since a fragment of a delta was taken on top of a published fragment."""
         self.replica.rebase(index, published, sent)
 
-    def base(self, work: dict) -> list[torch.Tensor]:
+    def base(self, work: Merged) -> list[torch.Tensor]:
         """The published fragments that the worker starts from."""
-        return self.versions[work["base"]].published
+        return self.versions[work.base].published
 
     def factor(self, version: Version, steps: int, tokens: int) -> float:
         """The learning rate, of its peak, after `steps` of `tokens` on the version."""
@@ -283,7 +296,7 @@ class Simulator:
         now = tokens_at(version.tokens, tokens, workers, round_samples * self._sample_tokens)
         return learning_rate(now, self.total_tokens, train) / train.learning_rate
 
-    def delta(self, work: dict, index: int) -> torch.Tensor:
+    def delta(self, work: Merged, index: int) -> torch.Tensor:
         """base - local of a fragment, when the round's steps are done."""
         return self.replica.delta(index)
 
@@ -295,10 +308,10 @@ class Simulator:
         for index, fragment in enumerate(fragments):
             self.replica.adopt(index, fragment)
 
-    def _batches(self, work: dict) -> list[list[int]]:
-        batches = self._cut(work["samples"])
-        if len(batches) != work["steps"]:
-            raise Untold(f"{_key(work)}: {work['steps']} steps, samples for {len(batches)}")
+    def _batches(self, work: Merged) -> list[list[int]]:
+        batches = self._cut(work.samples)
+        if len(batches) != work.steps:
+            raise Untold(f"{_key(work)}: {work.steps} steps, samples for {len(batches)}")
         return batches
 
     def _cut(self, samples: list) -> list[list[int]]:
@@ -319,12 +332,12 @@ class Simulator:
 
     # ---- inner state
 
-    def inner_before(self, work: dict) -> Inner:
+    def inner_before(self, work: Merged) -> Inner:
         """The inner state that the delta's first step found."""
         slot, attempt, base = _key(work)
         if before := self._newest(slot, base - 1, attempt, attempt):
             return copy.deepcopy(before)
-        origin, fresh = work["inner"], Inner([], self.first_rng(slot, attempt))
+        origin, fresh = work.inner, Inner([], self.first_rng(slot, attempt))
         if origin == "start":
             return copy.deepcopy(self.start.inner) or fresh
         if origin.startswith("fresh"):
@@ -349,7 +362,7 @@ class Simulator:
             self._trained[key] = self._train(self._untrained.pop(key))
         return self._inner[key]
 
-    def _remember(self, work: dict, inner: Inner) -> None:
+    def _remember(self, work: Merged, inner: Inner) -> None:
         state = [self.optimizer.state.pop(param, {}) for param in self._params()]
         rng = torch.get_rng_state()
         self._inner[_key(work)] = Inner(state, rng, inner.ramp, inner.ahead)
@@ -427,5 +440,5 @@ def seeded_model(task, config: Config) -> torch.nn.Module:
     return task.model()
 
 
-def _key(work: dict) -> Key:
-    return (work["slot"], work["attempt"], work["base"])
+def _key(work: Merged) -> Key:
+    return (work.slot, work.attempt, work.base)

@@ -171,7 +171,7 @@ def assert_sound(run: RunDir) -> dict:
     found = audit(run.path, 1, checksum)
     assert found["problems"] == []
     newest = run.newest_commit()
-    layout = read_layout(run, newest["version"])
+    layout = read_layout(run, newest.version)
     for index in range(len(layout.fragments)):
         assert read_params(run, newest, layout, index).isfinite().all()
     return found
@@ -470,7 +470,7 @@ def test_bytes_that_are_not_durable_before_the_commit_are_found(world, run, monk
 
 def test_a_version_that_never_gets_its_name_is_found(world, run, monkeypatch):
     monkeypatch.setattr(versions, "verified", lambda run, commit, name: run.path / next(
-        entry["path"] for entry in commit["files"] if entry["path"].endswith(name)))  # fmt: skip
+        entry["path"] for entry in commit.files if entry["path"].endswith(name)))  # fmt: skip
 
     def check(_: Point) -> None:
         if run.newest_version() == 0:

@@ -332,7 +332,7 @@ def test_the_loop_in_the_manual_trains(tmp_path):
     command = [sys.executable, str(script), str(tmp_path / "pace")]
     with running(tmp_path, {"run.command": command, "elastic.max": 1}, step_s=0) as started:
         started.finish()
-        assert started.commits()[-1]["tokens"] == 400
+        assert started.commits()[-1].tokens == 400
 
 
 def test_each_threat_in_the_manual_names_the_test_that_shows_what_is_said():

@@ -175,7 +175,7 @@ def outside(act: Callable, *args):
 
 def parameters(run: RunDir) -> torch.Tensor:
     newest = run.newest_commit()
-    layout = read_layout(run, newest["version"])
+    layout = read_layout(run, newest.version)
     return torch.cat([read_params(run, newest, layout, i) for i in range(len(layout.fragments))])
 
 

@@ -94,7 +94,7 @@ def run(shared: Running) -> Iterator[Running]:
 
 def deltas_after(run: Running, version: int) -> list[dict]:
     commits = [run.run.commit(number) for number in range(version + 1, run.version + 1)]
-    return [delta for commit in commits for delta in commit["deltas"]]
+    return [delta for commit in commits for delta in commit.deltas]
 
 
 def test_a_flushed_redis_costs_no_process_and_no_commit(run: Running):
@@ -127,7 +127,7 @@ def test_a_round_waits_for_those_whose_leases_a_redis_took_with_it(run: Running,
         os.kill(server, signal.SIGCONT)
     run.until(lambda: run.version > version, 60, "the round closes")
     run.even_pace()
-    slots = {delta["slot"] for delta in run.run.commit(version + 1)["deltas"]}
+    slots = {delta.slot for delta in run.run.commit(version + 1).deltas}
     assert slots == {0, 1}, run.story()
     run.versions(2)
     bad = [e for e in run.run.events()[before:] if e["kind"] in ("lost", "reject")]
@@ -148,11 +148,11 @@ def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Runn
 
     run.until(lambda: states().get(0) == "stalled", 30, "slot 0 is seen as stalled")
     run.versions(3)
-    assert {delta["slot"] for delta in run.run.commit(run.version)["deltas"]} == {1}
+    assert {delta.slot for delta in run.run.commit(run.version).deltas} == {1}
     os.kill(pid, signal.SIGCONT)
     run.even_pace()
     before = run.version
-    run.until(lambda: any(d["slot"] == 0 for d in deltas_after(run, before)), 30, "slot 0 trains")
+    run.until(lambda: any(d.slot == 0 for d in deltas_after(run, before)), 30, "slot 0 trains")
     assert run.trainer_of(0) == pid
 
 
@@ -181,14 +181,14 @@ def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(r
     record = run.ended(job.job_id)
     assert (record["outcome"], record["code"]) == ("yielded", 0)
     run.until(lambda: run.version > slot.version, 60, "the round closes")
-    delta = next(d for d in run.run.commit(slot.version + 1)["deltas"] if d["slot"] == 0)
-    assert slot.step <= delta["steps"] < 10
-    assert delta["tokens"] == delta["steps"] * 4
+    delta = next(d for d in run.run.commit(slot.version + 1).deltas if d.slot == 0)
+    assert slot.step <= delta.steps < 10
+    assert delta.tokens == delta.steps * 4
     assert [event["slot"] for event in run.events("preempt")] == [0]
 
     def heir() -> dict | None:
         deltas = deltas_after(run, slot.version)
-        return next((d for d in deltas if d["slot"] == 0 and d["attempt"] > slot.attempt), None)
+        return next((d for d in deltas if d.slot == 0 and d.attempt > slot.attempt), None)
 
     run.even_pace()
     assert run.until(heir, 60, "the next attempt")["inner"] == f"own of version {slot.version}"
@@ -202,7 +202,7 @@ def test_a_worker_told_to_go_while_it_waits_leaves_at_once_and_its_delta_counts(
     run.scheduler.preempt(job.job_id)
     assert run.ended(job.job_id)["outcome"] == "yielded"
     run.until(lambda: run.version > slot.version, 60, "the round closes")
-    owners = {(d["slot"], d["attempt"]) for d in deltas_after(run, slot.version)}
+    owners = {(d.slot, d.attempt) for d in deltas_after(run, slot.version)}
     assert (0, slot.attempt) in owners
 
 
@@ -219,9 +219,9 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
         assert run.version == slot.version
         run.even_pace()
         run.until(lambda: run.version > slot.version, 60, "the round closes")
-        deltas = run.run.commit(slot.version + 1)["deltas"]
-        mine = [d for d in deltas if (d["slot"], d["attempt"]) == (0, slot.attempt)]
-        assert [delta["steps"] for delta in mine] == [10]
+        deltas = run.run.commit(slot.version + 1).deltas
+        mine = [d for d in deltas if (d.slot, d.attempt) == (0, slot.attempt)]
+        assert [delta.steps for delta in mine] == [10]
         run.audit()
 
 
@@ -244,8 +244,8 @@ def test_workers_that_wait_for_a_version_get_it_from_the_next_master(run: Runnin
     run.kill("master")
     run.until(lambda: run.version > slot.version, 60, "the round closes")
     commit = run.run.commit(slot.version + 1)
-    mine = [d for d in commit["deltas"] if (d["slot"], d["attempt"]) == (0, slot.attempt)]
-    assert [delta["steps"] for delta in mine] == [10]
+    mine = [d for d in commit.deltas if (d.slot, d.attempt) == (0, slot.attempt)]
+    assert [delta.steps for delta in mine] == [10]
     assert set(run.pids("trainer")) == trainers
 
 
@@ -302,7 +302,7 @@ def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Runni
         void = [event for event in run.events("reject") if mine.items() <= event.items()]
         steps = run.run.ending(slot.job_id)["steps"]
         assert steps >= slot.steps_total
-        assert sum(delta["steps"] for delta in deltas) == steps or void, (deltas, steps)
+        assert sum(delta.steps for delta in deltas) == steps or void, (deltas, steps)
     run.pace(PACE_S)
     scaled = elastic("scale", "tiny", "--max", 2, env=environment(run.home))
     assert scaled.returncode == 0, scaled.stderr
@@ -338,7 +338,7 @@ def _stopped_in_a_round(run: Running, slot: int) -> bool:
 
 def _quiet(run: Running, seconds: float = 1.5) -> bool:
     newest = run.run.commit(run.version)
-    return time.time() - newest["time"] > seconds
+    return time.time() - newest.time > seconds
 
 
 def test_a_worker_may_join_during_the_last_call(tmp_path: Path):
@@ -353,7 +353,7 @@ def test_a_worker_may_join_during_the_last_call(tmp_path: Path):
         os.kill(slow, signal.SIGCONT)
         run.versions(2)
         run.finish()
-        assert any(d["slot"] == 2 for commit in run.commits() for d in commit["deltas"])
+        assert any(d.slot == 2 for commit in run.commits() for d in commit.deltas)
 
 
 def _called(run: Running) -> bool:
@@ -378,7 +378,7 @@ def test_masters_that_see_new_names_late_leave_nobody_waiting(tmp_path: Path):
         wait_until(is_fenced, 30, "the older one is fenced")
         goal = run.version + 3
         wait_until(lambda: run.version >= goal, 30, "the newer one goes on")
-        assert [commit["master_epoch"] for commit in run.run.commits(goal)][0] == 2
+        assert [commit.master_epoch for commit in run.run.commits(goal)][0] == 2
         assert set(run.pids("trainer")) == trainers
         bad = [e for e in run.events("reject") if e["base"] > before]
         assert not [e for e in bad if not e["reason"].startswith("superseded")], run.story()

@@ -27,6 +27,7 @@ from elastic.local.transport import checksum, fragment_name
 from elastic.run.ledger import Ledger
 from elastic.run.records import Fragment, Header
 from elastic.saved.codec import CODECS
+from helpers import commit_of
 from merging import Rounds
 
 HEADERS = 100_000
@@ -105,8 +106,7 @@ def intake() -> Intake:
     settings = SimpleNamespace(inner_steps=20, cold_start_steps=0)
     facts = Facts("a", 5, "abc", {"none": (400, 400)}, 2, {3: 2}, frozenset(),
                   most_steps=20, most_samples=160)  # fmt: skip
-    commit = {"version": 5, "deltas": []}
-    round_ = OpenRound(commit, 0.0, True, Ledger(1000, 1), facts, settings, {})
+    round_ = OpenRound(commit_of(5), 0.0, True, Ledger(1000, 1), facts, settings, {})
     server = SimpleNamespace(store=FakeStore(), event=lambda kind, **fields: None)
     averager = SimpleNamespace(drop=lambda keys: None, check_later=lambda header: header)
     return Intake(server, averager, round_)
@@ -279,7 +279,7 @@ def test_broken_bytes_are_refused_and_a_good_delta_is_merged_as_ever(deltas, com
     assert peak.grown() < MORE_MEMORY
     checked = averager.check(header)
     assert not checked.refused
-    assert rounds.close([checked])["clipped"] == 0
+    assert rounds.close([checked]).clipped == 0
     assert torch.all(rounds.theta > 0)
 
 

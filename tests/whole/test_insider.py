@@ -36,7 +36,7 @@ SETTINGS = {"elastic.max": 2, "elastic.min": 2,
 def loss(run: Running) -> float:
     """Of the last version, on samples of the data set."""
     commit, net = run.run.newest_commit(), Net()
-    layout = read_layout(run.run, commit["version"])
+    layout = read_layout(run.run, commit.version)
     state = {}
     for index in range(len(layout.fragments)):
         state |= split(layout, index, read_params(run.run, commit, layout, index).float())
@@ -66,13 +66,13 @@ def test_a_run_ends_as_ever_after_the_worst_that_a_workers_password_can_do(tmp_p
         assert not run.run.failed()
         disturbed = loss(run)
         masters = run.run.newest_epoch()
-        deltas = [delta for commit in run.commits() for delta in commit["deltas"]]
+        deltas = [delta for commit in run.commits() for delta in commit.deltas]
         events = (run.run.path / "events.jsonl").read_bytes()
     print(json.dumps({"undisturbed": undisturbed, "disturbed": disturbed, "versions": during,
                       "masters": masters, "events": len(events), **said}))  # fmt: skip
     assert said["tried"].keys() == {attack.__name__ for attack in ATTACKS}
     assert said["refused"]["play_the_master"] == said["tried"]["play_the_master"]
-    assert {delta["slot"] for delta in deltas} == {0, 1}
+    assert {delta.slot for delta in deltas} == {0, 1}
     assert report["repeated"] == report["missing"] == 0
     assert masters == 1
     assert b"\\u001b" not in events

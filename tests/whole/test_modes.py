@@ -79,7 +79,7 @@ def to_local(run: Running) -> None:
 
 def by_trainer(run: Running) -> list[dict]:
     """The commits that are checkpoints of sync mode."""
-    return [c for c in run.commits() if any(d.get("role") == "trainer" for d in c["deltas"])]
+    return [c for c in run.commits() if any(d.role == "trainer" for d in c.deltas)]
 
 
 def tokens(run: Running) -> int:
@@ -106,20 +106,20 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
         to_sync(run)
         base = run.run.newest_commit()
         seen = [tokens(run)]
-        assert seen[0] > base["tokens"]
+        assert seen[0] > base.tokens
         first = steps(run)[0]
         assert (first["step"], first["world"]) == (1, 2)
-        assert first["tokens"] == base["tokens"] + BATCH
+        assert first["tokens"] == base.tokens + BATCH
         to_local(run)
         (folded,) = by_trainer(run)
-        assert folded["version"] == base["version"] + 1
+        assert folded.version == base.version + 1
         assert folded["step"] == saved_steps(run.run)[0] == step(run)  # notice: no step is lost
-        assert folded["tokens"] == steps(run)[-1]["tokens"]
+        assert folded.tokens == steps(run)[-1]["tokens"]
         seen.append(tokens(run))
         finish(run)
         assert seen == sorted(seen)
         losses = [validated(run, version) for version in range(run.version + 1)]
-        at, noise = folded["version"], losses[0] / 8  # one round may undo the last ones' gain
+        at, noise = folded.version, losses[0] / 8  # one round may undo the last ones' gain
         assert losses[at] < losses[at - 1] + noise
         assert max(losses[at + 1 : at + 4]) < losses[at] + noise
         assert losses[-1] < 2 * noise
@@ -175,7 +175,7 @@ def test_a_kill_at_either_switch_loses_and_repeats_nothing(tmp_path, victims):
         kill_all_of(run, victims[1])
         run.until(lambda: run.version >= reached + 3, 90, "workers train")
         (folded,) = by_trainer(run)
-        assert folded["version"] == reached + 1
+        assert folded.version == reached + 1
         finish(run)
 
 
@@ -190,8 +190,8 @@ def test_a_run_may_begin_and_end_in_sync_mode_and_its_master_die_while_it_takes_
                 time.sleep(0.001)
             kill_all_of(run, "master")
         run.until(lambda: run.version >= 4, 90, "workers train")
-        assert [commit["version"] for commit in by_trainer(run)] == [1]
-        assert run.run.commit(0)["tokens"] == 0
+        assert [commit.version for commit in by_trainer(run)] == [1]
+        assert run.run.commit(0).tokens == 0
         to_sync(run)
         finish(run)
         assert len(by_trainer(run)) == 1  # what came after is the newest checkpoint

@@ -244,7 +244,7 @@ def test_hugging_faces_trainer_trains_in_local_mode(tmp_path: Path):
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
         report = run.finish()
-        losses = [commit["loss"] for commit in run.commits()[1:]]
+        losses = [commit.loss for commit in run.commits()[1:]]
     assert report["missing"] == report["repeated"] == 0
     assert losses[-1] < losses[0] - 0.5
 

@@ -32,6 +32,7 @@ from elastic.local.rounds import Facts, Judgement, Rule, Verdict
 from elastic.local.store import Ask, Store
 from elastic.run.ledger import Ledger, Ranges
 from elastic.run.rundir import Endpoint
+from helpers import commit_of, delta_of
 from schedules import jobs, training
 from schedules.actors import Violation
 from schedules.memory_redis import Client
@@ -92,8 +93,7 @@ FACTS = Facts("run-a", 5, "abc", {"none": (4,)}, 2, {1: 1}, frozenset())
 
 def round_5(**commit) -> OpenRound:
     """In which slot 1 has delivered on versions 4 and 5 and a call has gone out."""
-    commit = {"version": 5, "deltas": [], **commit}
-    found = OpenRound(commit, 0.0, True, Ledger(100, 1), FACTS, SETTINGS, {})
+    found = OpenRound(commit_of(5, **commit), 0.0, True, Ledger(100, 1), FACTS, SETTINGS, {})
     for base in (4, 5):
         found.ledger.offer((1, 1, base), [(0, base, base + 1)])
         found.accepted[1, 1, base] = Checked(SimpleNamespace(key=(1, 1, base)))
@@ -130,8 +130,8 @@ def test_a_delta_that_waited_for_its_master_tells_the_pace_of_its_worker(is_own,
 
 def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version():
     """In a round what is due comes nearer, and is not put off."""
-    told = [{"slot": slot, "steps": 4, "seconds": 2.0 * slot} for slot in (1, 3)]
-    deltas = [*told, {"slot": 0, "steps": 7}]  # of sync mode, which says nothing of seconds
+    told = [delta_of(slot, steps=4, seconds=2.0 * slot) for slot in (1, 3)]
+    deltas = (*told, delta_of(0, steps=7))  # of sync mode, which says nothing of seconds
     round_ = round_5(deltas=deltas)
     assert round_.paces_s == {1: 0.5, 3: 1.5}
     assert round_.due_at([1.5], 0.0) == 8 * 1.5
@@ -155,9 +155,9 @@ def server() -> Server:
 def master(server) -> Master:
     """One that has just opened round 5."""
     found = Master.__new__(Master)
-    found.epoch, found.state, found.commit, found.server = 1, "running", {}, server
+    found.epoch, found.state, found.commit, found.server = 1, "running", None, server
     found.samples, found.journal = Samples(), SimpleNamespace(say=lambda text: None)
-    found.samples.begin({"dataset_samples": 100, "epochs": 1}, [])
+    found.samples.begin(commit_of(dataset_samples=100, epochs=1), [])
     found.intake = Intake(server, SimpleNamespace(close=lambda: None), round_5())
     found.config = SimpleNamespace(local_sgd=SETTINGS, step_samples=4,
                                    train=SimpleNamespace(max_tokens=0))  # fmt: skip
@@ -166,9 +166,9 @@ def master(server) -> Master:
 
 def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master, monkeypatch):
     master.samples.ledger.hold((3, 1), [(0, 20, 30)])
-    deltas = [{"slot": 1, "attempt": 1, "base": 5, "steps": 2}]
-    commit = {"version": 6, "dataset_samples": 100, "epochs": 1, "master_epoch": 1, "tokens": 2,
-              "samples": [[0, 20, 22]], "deltas": deltas}  # fmt: skip
+    deltas = (delta_of(1, base=5, steps=2),)
+    commit = commit_of(6, dataset_samples=100, epochs=1, tokens=2, samples=((0, 20, 22),),
+                       deltas=deltas)  # fmt: skip
     dropped, told = [], []
     master.run = master.server.run = SimpleNamespace(
         newest_commit=lambda: commit, path=Path("/nowhere"), commits=lambda: [commit],
@@ -190,15 +190,16 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
 
 def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):
     """Whatever it can see of the newer one's claim."""
-    master.run = SimpleNamespace(newest_commit=lambda: {"master_epoch": 2}, newest_epoch=lambda: 1)
+    master.run = SimpleNamespace(newest_commit=lambda: commit_of(master_epoch=2),
+                                 newest_epoch=lambda: 1)  # fmt: skip
     with pytest.raises(Fenced, match="epoch 2 has taken over"):
         master.open_run()
 
 
-@pytest.mark.parametrize("seen", [[], [{"version": 0, "samples": []}]])
+@pytest.mark.parametrize("seen", [[], [commit_of()]])
 def test_a_run_is_not_opened_before_all_of_its_commits_are_seen(master, monkeypatch, seen):
     """Else the samples of those that are hidden would be handed out again."""
-    newest = {"version": 2, "master_epoch": 1}
+    newest = commit_of(2)
     master.intake = None
     master.run = SimpleNamespace(newest_commit=lambda: newest, newest_epoch=lambda: 1,
                                  path=Path("/nowhere"), commits=lambda: seen)  # fmt: skip
@@ -366,14 +367,14 @@ def judges_what_is_ahead(self):
     REAL_TAKE_OFFERS(self)
 
 
-def loser_goes_on(self, epoch, recipe, record):
-    won = REAL_COMMIT(self, epoch, recipe, record)
+def loser_goes_on(self, recipe, commit):
+    won = REAL_COMMIT(self, recipe, commit)
     return self.run.commit(recipe.base + 1) if won is None else won
 
 
-def replaces_the_commit(self, record):
+def replaces_the_commit(self, commit):
     self.world.changes("link a commit")
-    self.linked[record["version"]] = json.dumps(record)
+    self.linked[commit.version] = json.dumps(commit.to_json())
     return True
 
 

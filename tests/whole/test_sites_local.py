@@ -20,7 +20,7 @@ LOCAL = {
 def workers_of(cluster: Cluster, version: int) -> set[int]:
     """The slots that took part in versions after this one."""
     commits = list(cluster.run.commits())[version + 1 :]
-    return {delta["slot"] for commit in commits for delta in commit["deltas"]}
+    return {delta.slot for commit in commits for delta in commit.deltas}
 
 
 def test_a_local_run_lives_there(cluster):
@@ -45,11 +45,11 @@ def test_a_local_run_lives_there(cluster):
     cluster.box.kill_node(workers[0].node)
     before = cluster.run.newest_version()
     cluster.until(lambda: cluster.run.newest_version() > before + 1, "the other one goes on")
-    epoch = cluster.run.newest_commit()["master_epoch"]
+    epoch = cluster.run.newest_commit().master_epoch
     cluster.box.kill_node("c1")  # with the master and its Redis
     cluster.until(lambda: "c1" not in [job.node for job in cluster.jobs()], "the loss is known")
     cluster.box.revive_node("c1")
-    cluster.until(lambda: cluster.run.newest_commit()["master_epoch"] > epoch, "a new master")
+    cluster.until(lambda: cluster.run.newest_commit().master_epoch > epoch, "a new master")
     cluster.box.revive_node(workers[0].node)
     both_deliver(cluster.run.newest_version())
     finished(cluster)

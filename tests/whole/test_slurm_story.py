@@ -112,7 +112,7 @@ class Story:
 
     def workers(self) -> list[set[int]]:
         """Per version the slots that took part in it."""
-        return [{delta["slot"] for delta in commit["deltas"]} for commit in self.run.commits()]
+        return [{delta.slot for delta in commit.deltas} for commit in self.run.commits()]
 
     def slots(self) -> dict[int, Slot]:
         """The workers that are past their start-up, as the master sees them."""
@@ -144,8 +144,8 @@ class Story:
 
     def steps_of(self, job_id: str) -> list[int]:
         """Of its deltas that are committed."""
-        deltas = (delta for commit in self.run.commits() for delta in commit["deltas"])
-        return [delta["steps"] for delta in deltas if delta["job_id"] == job_id]
+        deltas = (delta for commit in self.run.commits() for delta in commit.deltas)
+        return [delta.steps for delta in deltas if delta.job_id == job_id]
 
     # ---- what happens
 
@@ -241,9 +241,9 @@ class Story:
                 assert lives[before["job_id"]].ended <= after["time"] + 1, (slot, before, after)
             claims |= {(slot, record["number"]): record["job_id"] for record in records}
         newest = Counter()
-        for delta in (delta for commit in self.run.commits() for delta in commit["deltas"]):
-            slot, attempt = delta["slot"], delta["attempt"]
-            assert claims[slot, attempt] == delta["job_id"]
+        for delta in (delta for commit in self.run.commits() for delta in commit.deltas):
+            slot, attempt = delta.slot, delta.attempt
+            assert claims[slot, attempt] == delta.job_id
             assert attempt >= newest[slot], delta
             newest[slot] = attempt
 
@@ -275,9 +275,9 @@ def test_a_run_outlives_all_that_happens_on_a_cluster(story):
     assert node_of[alone] == last_node
     story.until(lambda: story.workers()[-3:] == [{alone}] * 3, "three versions of one worker")
 
-    epoch = story.run.newest_commit()["master_epoch"]
+    epoch = story.run.newest_commit().master_epoch
     story.box.run("scancel", story.jobs()["master", 0].job_id)
-    story.until(lambda: story.run.newest_commit()["master_epoch"] > epoch, "a new master commits")
+    story.until(lambda: story.run.newest_commit().master_epoch > epoch, "a new master commits")
     passes_at_the_same_moment_fill_a_slot_once(story)
     nothing_is_done_while_the_controller_hangs(story)
     assert first[alone].is_alive()
@@ -300,11 +300,11 @@ def test_the_next_master_takes_over_before_the_time_of_the_old_one_is_up(story):
     story.until(lambda: len(story.slots()) == 6 and story.version >= 1, "six workers train")
     story.pace(SLOW)
     old, first = story.jobs()["master", 0].job_id, story.processes()
-    epoch = story.run.newest_commit()["master_epoch"]
+    epoch = story.run.newest_commit().master_epoch
     story.box.run("scontrol", "update", f"JobId={old}", "TimeLimit=2")
     story.until(lambda: story.outcome(old), "the old master leaves")
     assert story.outcome(old) == "fenced", story.told()
-    story.until(lambda: story.run.newest_commit()["master_epoch"] > epoch, "a new master commits")
+    story.until(lambda: story.run.newest_commit().master_epoch > epoch, "a new master commits")
     story.until(lambda: len(story.slots()) == 6, "six workers train")
     assert story.processes() == first
     reasons = [each["reason"] for each in story.actions() if each.get("role") == "master"]

@@ -125,8 +125,8 @@ def notice(run: Running, slot: int) -> None:
 
 def deltas(run: RunDir, slot: int, attempt: int) -> list[int]:
     """The bases of what an attempt has contributed."""
-    found = [delta for commit in run.commits() for delta in commit["deltas"]]
-    return [d["base"] for d in found if (d["slot"], d["attempt"]) == (slot, attempt)]
+    found = [delta for commit in run.commits() for delta in commit.deltas]
+    return [d.base for d in found if (d.slot, d.attempt) == (slot, attempt)]
 
 
 # ---- the replay
@@ -154,11 +154,11 @@ def differs(run: RunDir, kind: type[Simulator] = Simulator) -> int:
 
 
 def test_the_recorded_run_has_everything_that_can_happen_to_a_worker(recorded):
-    every = [(commit, delta) for commit in recorded.commits() for delta in commit["deltas"]]
-    origins = {delta["inner"].split(" of ")[0] for _, delta in every}
+    every = [(commit, delta) for commit in recorded.commits() for delta in commit.deltas]
+    origins = {delta.inner.split(" of ")[0] for _, delta in every}
     assert origins == {"fresh", "fresh with a ramp", "own", "donor slot 0 attempt 1"}
-    assert len({delta["tokens"] for _, delta in every}) > 1, "a partial delta"
-    assert any(delta["base"] < commit["version"] - 1 for commit, delta in every), "a late delta"
+    assert len({delta.tokens for _, delta in every}) > 1, "a partial delta"
+    assert any(delta.base < commit.version - 1 for commit, delta in every), "a late delta"
     assert not [event for event in recorded.events() if event["kind"] == "reject"]
 
 

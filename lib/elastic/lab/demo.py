@@ -142,7 +142,7 @@ class Demo:
         """Print curve, audit, validation loss and costs; True if nothing was lost or
         wrong."""
         commits = list(self.run.commits())
-        losses = views.sparkline([commit["loss"] for commit in commits[1:]])
+        losses = views.sparkline([commit.loss for commit in commits[1:]])
         print(f"\ntraining loss (nats per byte) {losses}\n")
         ends = (commits[0], commits[-1])
         first, last = (of_version(self.run, each)["validation_loss"] for each in ends)
@@ -152,7 +152,7 @@ class Demo:
         wrong = unexplained(self.run.events())
         for event in wrong:
             print(f"WRONG: {views.event_line(event)}")
-        pauses = [b["time"] - a["time"] for a, b in zip(commits, commits[1:], strict=False)]
+        pauses = [b.time - a.time for a, b in zip(commits, commits[1:], strict=False)]
         print(f"what the faults cost (a round usually takes {median(pauses):.1f} s)\n")
         report = self.chaos.report(self.began)
         views.show(views.chaos_view, report)

@@ -13,6 +13,7 @@ from statistics import mean, median
 
 from elastic.run.goodput import Work, tokens_per_s
 from elastic.run.membership import Slot
+from elastic.run.records import Commit
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,18 @@ def schedule(kinds: Sequence[str], every_s: float, for_s: float, draw) -> list:
     return planned
 
 
-def cost_in_local_mode(fault: Fault, commits: Iterable[Mapping]) -> Cost:
-    after = [commit for commit in commits if commit["time"] > fault.time]
-    deltas = [(commit["time"], delta) for commit in after for delta in commit["deltas"]]
-    saved = {(delta["slot"], delta["attempt"], delta["base"]) for _, delta in deltas}
+def cost_in_local_mode(fault: Fault, commits: Iterable[Commit]) -> Cost:
+    after = [commit for commit in commits if commit.time > fault.time]
+    deltas = [(commit.time, delta) for commit in after for delta in commit.deltas
+              if delta.base is not None]  # fmt: skip
+    saved = {(delta.slot, delta.attempt, delta.base) for _, delta in deltas}
     lost = sum(s.step for s in fault.at_stake if (s.slot, s.attempt, s.version) not in saved)
     again = [
         # work of the slot begun after it was hit
-        min((at for at, d in deltas if d["slot"] == s.slot and d["base"] > s.version), default=inf)
+        min((at for at, d in deltas if d.slot == s.slot and d.base > s.version), default=inf)
         for s in fault.at_stake
     ]
-    next_s = after[0]["time"] - fault.time if after else inf
+    next_s = after[0].time - fault.time if after else inf
     return Cost(lost, next_s, max(again, default=fault.time) - fault.time)
 
 

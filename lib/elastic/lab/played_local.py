@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, inf
 
@@ -19,6 +19,7 @@ from elastic.jobs.plan import SUBMIT, Limits, World, plan
 from elastic.lab.played import Change, Costs
 from elastic.local import rounds
 from elastic.run.goodput import Allocation, Work, ledger
+from elastic.run.records import Commit
 
 AFTER_LEAVE_S = 2.0  # from a worker's leave to the pass that replaces it, as the master has it
 LATE_S = 0.01  # that the master looks after a deadline has passed
@@ -56,7 +57,8 @@ class Master:
 
     def __init__(self, settings, total_steps: float):
         self.settings = settings
-        self.commit = {"version": 0, "tokens": 0, "total_tokens": total_steps or inf}
+        self.commit = Commit(version=0, master_epoch=1, time=0.0, tokens=0, samples=(), deltas=(),
+                             total_tokens=total_steps or inf)  # fmt: skip
         self.opened = self.due_s = inf  # the first worker opens the first round
         self.called: float | None = None
         self.merged = inf  # when there is the next version
@@ -66,7 +68,7 @@ class Master:
 
     @property
     def version(self) -> int:
-        return self.commit["version"]
+        return self.commit.version
 
     @property
     def inner_steps(self) -> int:
@@ -116,8 +118,8 @@ class Master:
     def publish(self, now: float) -> list[Work]:
         """There is a new version, of this work."""
         deltas = self._merging
-        steps = self.commit["tokens"] + sum(delta.steps for delta in deltas)
-        self.commit |= {"version": self.version + 1, "tokens": steps}
+        steps = self.commit.tokens + sum(delta.steps for delta in deltas)
+        self.commit = replace(self.commit, version=self.version + 1, tokens=steps)
         self.opened, self.called, self.due_s, self.merged, self._merging = now, None, inf, inf, []
         return [Work((delta.slot, delta.attempt), delta.began, delta.stopped, delta.steps,
                      delta.stall_s) for delta in deltas]  # fmt: skip

@@ -87,12 +87,12 @@ def measured(run: RunDir) -> dict[str, float]:
               for before, after in pairwise(work)]  # fmt: skip
     firsts = [(job.start, works[job.attempts[0][1]]) for job in jobs
               if job.attempts and job.attempts[0][1] in works]  # fmt: skip
-    deltas = [delta for commit in commits for delta in commit["deltas"] if delta.get("delivered")]
+    deltas = [delta for commit in commits for delta in commit.deltas if delta.delivered]
     samples = {
         "startup_s": [work[0].start - start for start, work in firsts],
         "leave_s": [job.end - max([job.notice, *_stops(job, works)]) for job in jobs
                     if job.notice and job.outcome == Outcome.YIELDED],
-        "step_s": [delta["seconds"] / delta["steps"] for delta in deltas if delta["steps"]]
+        "step_s": [delta.seconds / delta.steps for delta in deltas if delta.steps and delta.seconds]
                   or [line["seconds"] * line["world"] / config.elastic.max for line in metrics],
     }  # fmt: skip
     shown = {name: fmean(values) for name, values in samples.items() if values}
@@ -100,8 +100,8 @@ def measured(run: RunDir) -> dict[str, float]:
         shown |= dict.fromkeys(("deliver_s", "deliver_alone_s", "average_s"), 0.0)
         shown |= {"pull_s": max(0.0, median(gaps_s))}
     if deltas:
-        steps, tokens = (sum(delta[name] for delta in deltas) for name in ("steps", "tokens"))
-        shown["total_steps"] = commits[-1].get("total_tokens", 0) * steps / tokens
+        steps, tokens = sum(d.steps for d in deltas), sum(d.tokens for d in deltas)
+        shown["total_steps"] = commits[-1].total_tokens * steps / tokens
     return shown
 
 

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 
+from elastic.run.records import Commit, Delta
+
 MEMORY_ROUNDS = 20  # horizon of the running means
 STRAY = 10.0  # expected lengths: a delta that its worker takes for broken
 MOST_RATE = 4.0  # usual learning rates a step: of who joins they are lower, never so much higher
@@ -95,10 +97,10 @@ class Running:
     rounds: int = 0  # that have told such a change
 
     @classmethod
-    def of(cls, commit: dict) -> "Running":
+    def of(cls, commit: Commit) -> "Running":
         """As a commit has them; those of an older commit that has others are begun
         anew."""
-        told = commit.get("running", {})
+        told = commit.running or {}
         if "reach" not in told:
             return cls(weight=told.get("weight", 0.0))
         known = {name: told[name] for name in cls.__annotations__ if name in told}
@@ -156,13 +158,13 @@ def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]
             for m, each in zip(most, moves, strict=True)]  # fmt: skip
 
 
-def suspect(deltas: list[dict]) -> tuple[int, int] | None:
+def suspect(deltas: Sequence[Delta]) -> tuple[int, int] | None:
     """Slot and attempt of the longest of a commit's deltas, where it stands out."""
     if len(deltas) < 2:
         return None
-    longest = max(deltas, key=lambda delta: delta["norm"])
-    stands_out = longest["norm"] > STANDS_OUT * median(delta["norm"] for delta in deltas)
-    return (longest["slot"], longest["attempt"]) if stands_out else None
+    longest = max(deltas, key=lambda delta: delta.norm)
+    stands_out = longest.norm > STANDS_OUT * median(delta.norm for delta in deltas)
+    return (longest.slot, longest.attempt) if stands_out else None
 
 
 def round_loss(headers: Sequence, version: int) -> float:

@@ -18,7 +18,7 @@ from enum import Enum, StrEnum
 
 from elastic.local.guards import Moved, Running, clips
 from elastic.run.ledger import count
-from elastic.run.records import Header
+from elastic.run.records import Commit, Header
 
 MOST_TOKENS, MORE_TOKENS = 2**24, 16  # of a sample, and how often what one has had in the run
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
@@ -149,7 +149,7 @@ class View:
     due_s: float  # how long after its opening it is due; inf: nobody knows yet
 
 
-def inner_steps(commit: dict, settings) -> int:
+def inner_steps(commit: Commit, settings) -> int:
     """K of the round on top of `commit`: few steps from a cold start, where workers drift
     apart.
 
@@ -158,8 +158,8 @@ def inner_steps(commit: dict, settings) -> int:
     most, first = settings.inner_steps, settings.cold_start_steps
     if not first:
         return most
-    by_version = first * 2 ** min(commit["version"] / DOUBLES_ROUNDS, 60.0)
-    by_tokens = most * commit["tokens"] / (COLD * max(1, commit["total_tokens"]))
+    by_version = first * 2 ** min(commit.version / DOUBLES_ROUNDS, 60.0)
+    by_tokens = most * commit.tokens / (COLD * max(1, commit.total_tokens))
     return max(1, min(most, int(max(by_version, by_tokens))))
 
 

@@ -86,8 +86,9 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
              for line in run.lines("metrics.jsonl")]  # fmt: skip
     # From the newest on: of a long run few are new.
     commits = map(run.commit, range(run.newest_version(), 0, -1))
-    new = list(takewhile(lambda commit: commit and commit["tokens"] > after, commits))
-    versions = [{name: commit[name] for name in SERIES if name in commit} for commit in new[::-1]]
+    new = list(takewhile(lambda commit: commit and commit.tokens > after, commits))
+    versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
+                for commit in new[::-1]]  # fmt: skip
     for row in sorted(versions + steps, key=lambda row: row["tokens"]):
         if row["tokens"] > after:
             yield row

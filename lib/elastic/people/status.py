@@ -33,7 +33,7 @@ from elastic.jobs.sched import Job, cluster_of, open_scheduler, parse_job_name
 from elastic.local.rounds import inner_steps
 from elastic.run import membership, wording
 from elastic.run.audit import read_checkpoints
-from elastic.run.records import EventKind, Outcome
+from elastic.run.records import Commit, EventKind, Outcome
 from elastic.run.rundir import RunDir
 from elastic.run.wording import counted, one_line
 
@@ -91,7 +91,7 @@ class World:
     trouble: str  # the scheduler's
     jobs: Sequence[dict]  # that have not ended, as `observe` tells them
     record: Mapping  # DONE or failed.json
-    commits: Sequence[dict]  # the newest ones
+    commits: Sequence[Commit]  # the newest ones
     progress: Mapping  # of sync mode; empty if it has said nothing yet
     on_top: Mapping  # of the newest version, in words of `observe`
     crew: Crew
@@ -100,8 +100,8 @@ class World:
     pass_s: float  # since a pass has looked at the run
 
     @property
-    def newest(self) -> dict:
-        return self.commits[-1] if self.commits else {}
+    def newest(self) -> Commit | None:
+        return self.commits[-1] if self.commits else None
 
     @property
     def gpus(self) -> int:
@@ -130,7 +130,7 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
         crew = _program(facts, jobs, run.log_path(TRAINER, 0), now)
     else:
         crew = _ranks(facts, jobs, progress, now)
-    on_top = _on_top(run, facts, progress, newest[-1]["version"] if newest else 0)
+    on_top = _on_top(run, facts, progress, newest[-1].version if newest else 0)
     return World(
         now, facts, listing.trouble, jobs, record, newest, progress, on_top, crew,
         asks or _is_sync(facts), run.shortage(config.checkpoint.min_free_bytes),
@@ -215,8 +215,9 @@ def row(world: World) -> dict:
                 if worker.get("trouble"))  # fmt: skip
     return {
         "run": world.facts.run, "state": state, "reason": reason,
-        "version": newest.get("version"), "tokens": newest.get("tokens", 0),
-        "unit": wording.unit(newest, world.progress), "loss": newest.get("loss"),
+        "version": newest and newest.version, "tokens": newest.tokens if newest else 0,
+        "unit": wording.unit(newest.deltas if newest else (), world.progress),
+        "loss": newest and newest.loss,
         "trouble": next(troubles, crew.crash), **world.on_top,
         "min": control.min, "max": control.max, "gpus": world.gpus,
         "workers": list(crew.workers), "program": crew.program, "asked": world.is_asked,
@@ -232,15 +233,15 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     is_sync, is_running = _is_sync(world.facts), brief["state"] == "running"
     seen = {
         "tokens_per_s": _speed(world.commits[-WINDOW - 1 :], 0.0 if is_sync else world.now),
-        "tokens_goal": newest.get("total_tokens"),
+        "tokens_goal": newest and newest.total_tokens,
         **brief,
         **({} if is_running else {"tokens_per_s": None}),
         "path": str(run.path),
         "mode": world.facts.control.mode,
         "detail": world.record.get("detail", "") if brief["state"] == "failed" else "",
         "next": upcoming or wording.AS_WANTED,
-        "losses": [[commit["tokens"], commit["loss"]] for commit in world.commits
-                   if whole and commit.get("loss") is not None],
+        "losses": [[commit.tokens, commit.loss] for commit in world.commits
+                   if whole and commit.loss is not None],
         "preemptions_per_h": _preemptions_per_h(world),
         "inner_steps": None if is_sync or not newest
                        else inner_steps(newest, world.facts.config.local_sgd),
@@ -298,11 +299,11 @@ def _reasons(world: World, crew: Crew) -> Iterator[str]:
                "crontab?")  # fmt: skip
 
 
-def _since(newest: dict) -> str:
+def _since(newest: Commit | None) -> str:
     if not newest:
         return " yet"
-    clock = time.strftime("%H:%M:%S", time.localtime(newest["time"]))
-    return f" (it committed version {newest['version']} at {clock})"
+    clock = time.strftime("%H:%M:%S", time.localtime(newest.time))
+    return f" (it committed version {newest.version} at {clock})"
 
 
 def _upcoming(world: World) -> str:
@@ -409,10 +410,10 @@ def _preemptions_per_h(world: World) -> float:
     return len(taken) * 3600 / RECENT_S
 
 
-def _speed(commits: Sequence[dict], now: float) -> float | None:
+def _speed(commits: Sequence[Commit], now: float) -> float | None:
     """Committed tokens per second over the window, up to now for a run that is
     running."""
     if len(commits) < 2:
         return None
-    passed_s = max(now, commits[-1]["time"]) - commits[0]["time"]
-    return (commits[-1]["tokens"] - commits[0]["tokens"]) / passed_s if passed_s > 0 else None
+    passed_s = max(now, commits[-1].time) - commits[0].time
+    return (commits[-1].tokens - commits[0].tokens) / passed_s if passed_s > 0 else None

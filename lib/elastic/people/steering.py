@@ -109,11 +109,12 @@ def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
     newest."""
     trained, words = 0.0, ""
     for run in runs:
-        newest, of_sync = run.newest_commit() or {}, run.progress() or {}
-        tokens = max(newest.get("tokens", 0), of_sync.get("tokens", 0))
-        goal = of_sync.get("total_tokens") or newest.get("total_tokens")
+        newest, of_sync = run.newest_commit(), run.progress() or {}
+        tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
+        goal = of_sync.get("total_tokens") or (newest and newest.total_tokens)
         trained += 1.0 if run.done() else tokens / goal if goal else 0.0
-        words = f"{run.name}: {wording.si(tokens)} {wording.unit(newest, of_sync)}"
+        unit = wording.unit(newest.deltas if newest else (), of_sync)
+        words = f"{run.name}: {wording.si(tokens)} {unit}"
     return trained / count, words
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from elastic.run import wording
 from elastic.run.goodput import job_key, jobs_in
-from elastic.run.records import EventKind, Outcome
+from elastic.run.records import Commit, EventKind, Outcome
 
 INCIDENTS = (
     EventKind.CHAOS, EventKind.LOST, EventKind.HANG, EventKind.RESTART, EventKind.REJECT,
@@ -118,10 +118,10 @@ def _next_join(event: Mapping, joins: Mapping[int, float]) -> float | None:
     return joins.get(event.get("slot")) if is_workers and is_loss else None
 
 
-def points(commits: Sequence[Mapping], metrics: Iterable[Mapping] = ()) -> list[Point]:
+def points(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[Point]:
     """The way of loss and speed, over versions of local mode and steps of sync mode."""
-    versions, steps = ([(row["time"], row["tokens"], row.get("loss")) for row in rows]
-                       for rows in (commits, metrics))  # fmt: skip
+    versions = [(commit.time, commit.tokens, commit.loss) for commit in commits]
+    steps = [(line["time"], line["tokens"], line.get("loss")) for line in metrics]
     # By tokens, not by time: machines may disagree about that.
     return list(_rates(_growing(sorted(versions + _growing(steps), key=lambda row: row[1]))))
 

@@ -15,13 +15,15 @@ Redis, a process or the scheduler, and nothing is written.
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from elastic.base.durable import damage, draft_of, read_json
+from elastic.base.durable import damage, draft_of
 from elastic.base.errors import ElasticError
 from elastic.run import goodput
-from elastic.run.rundir import COMMIT, RunDir, fault, whole
+from elastic.run.ledger import Range, count
+from elastic.run.records import CARRIED, Commit
+from elastic.run.rundir import RunDir, fault, read_commit
 from elastic.run.wording import unit
 
 PATIENCE = 10  # versions; no delta is merged so late, and samples that come back go out first
@@ -35,12 +37,12 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     skips it.
     """
     commits, problems = read_commits(run_dir / "commits")
-    newest = commits[-1]["version"] if commits else 0
+    newest = commits[-1].version if commits else 0
     saved = read_checkpoints(run_dir, newest)
     if not (commits or saved):
         return {"commits": 0, "epochs": [], "problems": problems or ["no version is committed"]}
     # The newest checkpoint says all that was trained since the newest version.
-    trained = [*commits, *({**record["extra"], "version": newest + 1} for record in saved[-1:])]
+    trained = [*commits, *(as_commit(record, commits) for record in saved[-1:])]
     problems += check_sequence(commits)
     for before, after in zip(trained, trained[1:], strict=False):
         problems += check_sums(before, after)
@@ -49,7 +51,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
             problems.append(f"step {after['step']} has fewer tokens than step {before['step']}")
     finished = (run_dir / "DONE").exists()
     epochs = count_epochs(trained, finished)
-    forgive(epochs, trained[-1].get("skipped", []))
+    forgive(epochs, saved[-1]["extra"].get("skipped", []) if saved else [])
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
     files, altered = check_files(run_dir, commits, keep, checksum)
     entries = [entry for record in saved for entry in record["files"]]
@@ -58,10 +60,10 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     return {
         "commits": len(commits) or len(saved),
         "version": newest if commits else saved[-1]["step"],
-        "tokens": trained[-1]["tokens"],
-        "unit": unit(trained[-1]),
-        "deltas": sum(len(commit.get("deltas", ())) for commit in commits),
-        "masters": len({commit["master_epoch"] for commit in commits[1:]}),
+        "tokens": trained[-1].tokens,
+        "unit": unit(trained[-1].deltas),
+        "deltas": sum(len(commit.deltas) for commit in commits),
+        "masters": len({commit.master_epoch for commit in commits[1:]}),
         "finished": finished,
         "taken_back": taken_back(commits),
         **{name: sum(epoch[name] for epoch in epochs) for name in totals},
@@ -106,6 +108,14 @@ def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
     return [record for record in ours if record["extra"].get("base_version", 0) == base]
 
 
+def as_commit(record: dict, commits: Sequence[Commit]) -> Commit:
+    """A checkpoint, as if it were made the version after these."""
+    carried = {name: getattr(commits[0], name) for name in CARRIED} if commits else {}
+    version = commits[-1].version + 1 if commits else 1
+    own = {"master_epoch": 0, "time": 0.0, **record["extra"], "version": version}
+    return Commit.of({**carried, **own})
+
+
 def _extra_fault(extra: dict) -> str:
     """What is wrong with the fields that a commit has, too. `state`, a trainer's, is a
     table."""
@@ -113,56 +123,56 @@ def _extra_fault(extra: dict) -> str:
     return fault(named, "tokens samples deltas")
 
 
-def read_commits(commits_dir: Path) -> tuple[list[dict], list[str]]:
+def read_commits(commits_dir: Path) -> tuple[list[Commit], list[str]]:
     """Every readable commit in order of its version, and what could not be read."""
     commits, problems = [], []
     for path in sorted(commits_dir.glob("*.json")):
         try:
-            commit = whole(path, read_json(path), COMMIT)
+            commit = read_commit(path)
         except (OSError, ElasticError) as error:
             problems.append(f"{path.name} cannot be read: {error}")
             continue
-        if commit and path.stem != f"{commit['version']:06d}":
-            problems.append(f"{path.name} says it is version {commit['version']}")
+        if commit and path.stem != f"{commit.version:06d}":
+            problems.append(f"{path.name} says it is version {commit.version}")
         commits += [commit] if commit else []
-    return sorted(commits, key=lambda commit: commit["version"]), problems
+    return sorted(commits, key=lambda commit: commit.version), problems
 
 
-def check_sequence(commits: list[dict]) -> list[str]:
+def check_sequence(commits: Sequence[Commit]) -> list[str]:
     """Versions are 0, 1, 2 …, and master epochs never fall."""
     problems = []
-    if commits and commits[0]["version"] != 0:
-        problems.append(f"the first commit is version {commits[0]['version']}, not 0")
+    if commits and commits[0].version != 0:
+        problems.append(f"the first commit is version {commits[0].version}, not 0")
     for before, after in zip(commits, commits[1:], strict=False):
-        if after["version"] != before["version"] + 1:
-            problems.append(f"version {before['version']} is followed by {after['version']}")
-        if after["master_epoch"] < before["master_epoch"]:
-            problems.append(f"version {after['version']} was committed by a fenced master")
+        if after.version != before.version + 1:
+            problems.append(f"version {before.version} is followed by {after.version}")
+        if after.master_epoch < before.master_epoch:
+            problems.append(f"version {after.version} was committed by a fenced master")
     return problems
 
 
-def check_sums(before: dict, after: dict) -> list[str]:
+def check_sums(before: Commit, after: Commit) -> list[str]:
     """A commit adds exactly the tokens and the samples of its deltas."""
-    name, problems = f"version {after['version']}", []
-    gained = after["tokens"] - before["tokens"]
-    claimed = sum(delta["tokens"] for delta in after["deltas"])
+    name, problems = f"version {after.version}", []
+    gained = after.tokens - before.tokens
+    claimed = sum(delta.tokens for delta in after.deltas)
     if gained != claimed:
         problems.append(f"{name} adds {gained} tokens, its deltas {claimed}")
-    samples = [span for delta in after["deltas"] for span in delta["samples"]]
-    if coverage(after["samples"]) != coverage(samples):
+    samples = [span for delta in after.deltas for span in delta.samples]
+    if coverage(after.samples) != coverage(samples):
         problems.append(f"{name}: its samples are not those of its deltas")
     return problems
 
 
-def taken_back(commits: list[dict]) -> list[tuple[int, int]]:
+def taken_back(commits: Sequence[Commit]) -> list[tuple[int, int]]:
     """Versions that were taken back, and how many committed samples are in no parameters
     so."""
-    versions = [commit["taken_back"] for commit in commits if "taken_back" in commit]
-    spans = {commit["version"]: commit["samples"] for commit in commits}
-    return [(v, sum(stop - start for _, start, stop in spans[v])) for v in versions if v in spans]
+    reverted = {commit.taken_back for commit in commits}
+    return [(commit.version, count(commit.samples)) for commit in commits
+            if commit.version in reverted]  # fmt: skip
 
 
-def coverage(spans: list[list[int]]) -> list[tuple[int, int, int, int]]:
+def coverage(spans: Iterable[Range]) -> list[tuple[int, int, int, int]]:
     """(epoch, start, stop, times) in order: equal for any two spellings of the same
     coverage."""
     changes: dict[tuple[int, int], int] = {}
@@ -178,20 +188,19 @@ def coverage(spans: list[list[int]]) -> list[tuple[int, int, int, int]]:
     return pieces
 
 
-def count_epochs(commits: list[dict], finished: bool) -> list[dict]:
+def count_epochs(commits: Sequence[Commit], finished: bool) -> list[dict]:
     """What is committed, repeated, missing, open and not reached in every epoch begun or
     owed."""
-    size, epochs = commits[0]["dataset_samples"], commits[-1].get("epochs", commits[0]["epochs"])
-    owed = epochs if finished else 0
-    pieces = coverage([span for commit in commits for span in commit["samples"]])
+    size, owed = commits[0].dataset_samples, commits[-1].epochs if finished else 0
+    pieces = coverage([span for commit in commits for span in commit.samples])
     begun: dict[int, int] = {}  # epoch -> the version that first has samples of it
     for commit in commits:
-        for epoch, _, _ in commit["samples"]:
-            begun.setdefault(epoch, commit["version"])
+        for epoch, _, _ in commit.samples:
+            begun.setdefault(epoch, commit.version)
     counts = []
     for epoch in range(max([owed, *(number + 1 for number in begun)])):
         next_begun = min((v for number, v in begun.items() if number > epoch), default=None)
-        late = next_begun is not None and commits[-1]["version"] - next_begun >= PATIENCE
+        late = next_begun is not None and commits[-1].version - next_begun >= PATIENCE
         counts.append(count_epoch(epoch, [p for p in pieces if p[0] == epoch], size))
         if owed or late:
             counts[-1]["missing"] = counts[-1]["open"] + counts[-1]["not_reached"]
@@ -223,17 +232,19 @@ def check_epoch(epoch: dict) -> list[str]:
             for name, words in wrong.items() if epoch[name]]  # fmt: skip
 
 
-def check_files(run_dir: Path, commits: list[dict], keep: int, checksum) -> tuple[int, list[str]]:
+def check_files(
+    run_dir: Path, commits: Sequence[Commit], keep: int, checksum
+) -> tuple[int, list[str]]:
     """Number of files of kept versions, and those that are absent or altered."""
     count, problems = 0, []
     for commit in commits:
-        folder = run_dir / "versions" / f"{commit['version']:06d}"
-        draft = draft_of(folder, commit.get("writer"))
+        folder = run_dir / "versions" / f"{commit.version:06d}"
+        draft = draft_of(folder, commit.writer)
         if draft.exists():  # its writer died between the commit and the folder's last name
             folder = draft
-        files = [(folder / Path(entry["path"]).name, entry) for entry in commit["files"]]
+        files = [(folder / Path(entry["path"]).name, entry) for entry in commit.files]
         damages = [damage(path, entry, checksum) for path, entry in files]
-        may_be_pruned = commit["version"] <= commits[-1]["version"] - keep
+        may_be_pruned = commit.version <= commits[-1].version - keep
         if folder.exists() or not may_be_pruned:
             count += len(damages)
             problems += filter(None, damages)

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.run.records import EventKind, Outcome
+from elastic.run.records import Commit, EventKind, Outcome
 
 PARTS = ("training", "replay", "start-up", "waiting", "notice", "lost", "open")
 
@@ -55,12 +55,12 @@ class Allocation:
     notice: float | None = None
 
 
-def work_in(commits: Iterable[Mapping], metrics: Iterable[Mapping] = ()) -> list[Work]:
+def work_in(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[Work]:
     """All work that counts: deltas of local mode, steps of sync mode."""
-    deltas = (delta for commit in commits for delta in commit["deltas"] if delta.get("delivered"))
+    deltas = (delta for commit in commits for delta in commit.deltas if delta.delivered)
     work = [
-        Work((d["slot"], d["attempt"]), d["delivered"] - d.get("seconds", 0.0), d["delivered"],
-             d["tokens"], d.get("stall_s", 0.0))
+        Work((d.slot, d.attempt), d.delivered - (d.seconds or 0.0), d.delivered, d.tokens,
+             d.stall_s or 0.0)
         for d in deltas
     ]  # fmt: skip
     furthest = tokens = 0

@@ -184,6 +184,99 @@ def _fragment(each: object) -> Fragment:
     return Fragment(**each)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """A delta that is in a version, or what stands for one of sync mode, as the commit
+    tells of it. None is not told: by sync mode, or by a version of before."""
+
+    role: str | None = None  # of sync mode: trainer
+    slot: int
+    attempt: int
+    job_id: str | None = None
+    base: int | None = None  # None: sync mode's
+    codec: str | None = None
+    steps: int
+    tokens: int
+    samples: tuple[Range, ...]
+    loss: float | None = None
+    first_loss: float | None = None
+    inner: str | None = None
+    seconds: float | None = None
+    stall_s: float | None = None
+    lr_sum: float | None = None
+    norm: float | None = None
+    delivered: float | None = None  # Redis TIME
+
+    @classmethod
+    def of(cls, record: dict) -> "Delta":
+        samples = tuple(map(tuple, record["samples"]))
+        return cls(**{**known(cls, record), "samples": samples})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """What is true of a version, as `commits/000123.json` has it. None is not told."""
+
+    version: int
+    writer: str = ""
+    master_epoch: int
+    time: float
+    layout: str = ""
+    dataset_samples: int = 0
+    epochs: int = 0
+    total_tokens: int = 0  # that the run comes to
+    tokens: int
+    samples: tuple[Range, ...]
+    deltas: tuple[Delta, ...]
+    workers: int = 1
+    loss: float | None = None
+    step: int | None = None  # the checkpoint's that it was
+    rejected: dict[str, int] | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    inner_steps: int | None = None
+    clipped: int | None = None
+    taken_back: int | None = None  # the version that it reverts
+    suspect: tuple[int, int] | None = None  # slot and attempt that made that one bad
+    running: dict | None = None
+    bytes: int | None = None
+    cos: float | None = None
+    outer_gain: float | None = None
+    files: tuple[dict, ...] = ()
+
+    @classmethod
+    def of(cls, record: dict) -> "Commit":
+        """Of a sound record; what a later version may have added is left out."""
+        suspect = record.get("suspect")
+        parts = {
+            "samples": tuple(map(tuple, record["samples"])),
+            "deltas": tuple(map(Delta.of, record["deltas"])),
+            "suspect": tuple(suspect) if isinstance(suspect, list) else None,
+            "files": tuple(record.get("files", ())),
+        }
+        return cls(**{**known(cls, record), **parts})
+
+    def to_json(self) -> dict:
+        return {**_told(self), "deltas": [*map(_told, self.deltas)]}
+
+    def following(self, **told) -> "Commit":
+        """The next version's: it takes over what is the same in all of a run."""
+        carried = {name: getattr(self, name) for name in CARRIED}
+        return Commit(**{"version": self.version + 1, **carried, **told})
+
+
+CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
+
+
+def known(kind: type, record: dict) -> dict:
+    """Without what a later version may have added."""
+    return {name: record[name] for name in kind.__annotations__ if name in record}
+
+
+def _told(record: Delta | Commit) -> dict:
+    return {name: value for name, value in vars(record).items() if value is not None}
+
+
 @dataclass(frozen=True)
 class Node:
     """A node in a partition, as Slurm lists it."""

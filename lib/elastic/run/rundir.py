@@ -53,7 +53,7 @@ from elastic.base.environment import registry_dir
 from elastic.base.errors import ElasticError, Fenced, TryAgain, UsageError
 from elastic.base.units import size
 from elastic.run.membership import NAME
-from elastic.run.records import Header
+from elastic.run.records import Commit, Header, known
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
@@ -193,7 +193,7 @@ class RunDir:
         found = read_json(self.private / "control.json")
         if found is None:
             raise ElasticError(f"not a run directory: {self.path}", "elastic-status lists the runs")
-        return Control(**_known(Control, whole(self.path / "control.json", found, CONTROL)))
+        return Control(**known(Control, whole(self.path / "control.json", found, CONTROL)))
 
     def set_control(self, **changes) -> Control:
         control = replace(self.control(), **changes, time=time.time())
@@ -204,7 +204,7 @@ class RunDir:
 
     def endpoint(self) -> Endpoint | None:
         found = whole(self.private / "endpoint.json", self._read("endpoint.json"), ENDPOINT)
-        return Endpoint(**_known(Endpoint, found)) if found else None
+        return Endpoint(**known(Endpoint, found)) if found else None
 
     def set_endpoint(self, endpoint: Endpoint) -> None:
         write_atomic(self.path / "endpoint.json", to_json(asdict(endpoint)), PRIVATE)
@@ -360,9 +360,8 @@ class RunDir:
     def commit_path(self, version: int) -> Path:
         return self.path / "commits" / f"{version:06d}.json"
 
-    def commit(self, version: int) -> dict | None:
-        path = self.commit_path(version)
-        return whole(path, read_json(path), "version")
+    def commit(self, version: int) -> Commit | None:
+        return read_commit(self.commit_path(version))
 
     def told_version(self) -> int:
         """Number of the newest commit that is told of, for those who follow a master.
@@ -380,24 +379,24 @@ class RunDir:
             version += 1
         return version
 
-    def newest_commit(self) -> dict | None:
+    def newest_commit(self) -> Commit | None:
         version = self.newest_version()
         return self.commit(version) if version >= 0 else None
 
-    def commits(self, version: int = 0) -> Iterator[dict]:
+    def commits(self, version: int = 0) -> Iterator[Commit]:
         """Every commit from a version on, oldest first."""
-        while (record := self.commit(version)) is not None:
-            yield whole(self.commit_path(version), record, COMMIT)
+        while (commit := self.commit(version)) is not None:
+            yield commit
             version += 1
 
-    def link_commit(self, record: dict) -> bool:
+    def link_commit(self, commit: Commit) -> bool:
         """Commit a version whose files are all durable. False if another master was
         first."""
         with contextlib.suppress(OSError):  # else a worker makes it: two that did would clash
-            make_folder(self.path / "deltas" / f"{record['version']:06d}")
-        if not create_once(self.commit_path(record["version"]), to_json(record)):
+            make_folder(self.path / "deltas" / f"{commit.version:06d}")
+        if not create_once(self.commit_path(commit.version), to_json(commit.to_json())):
             return False
-        self.tell_version(record["version"])
+        self.tell_version(commit.version)
         return True
 
     def tell_version(self, version: int) -> None:
@@ -415,6 +414,12 @@ class RunDir:
         left = f"{size(free)} and {files} inodes are free"
         left += f", checkpoint.min_free = {size(least_bytes)}"
         return f"no space on the filesystem of {self.path} ({left}): remove files there"
+
+
+def read_commit(path: Path) -> Commit | None:
+    """What a version's record says. Raises ElasticError if it is damaged."""
+    record = whole(path, read_json(path), COMMIT)
+    return None if record is None else Commit.of(record)
 
 
 def _hint(path: Path, needed: str = "") -> dict | None:
@@ -452,11 +457,6 @@ def fault(record: object, needed: str = "") -> str:
 
 def _is_range(each: object) -> bool:
     return isinstance(each, list) and [int] * 3 == [type(number) for number in each]
-
-
-def _known(kind: type, record: dict) -> dict:
-    """Without what a later version may have added."""
-    return {name: record[name] for name in kind.__annotations__ if name in record}
 
 
 def _number_path(folder: Path, number: int) -> Path:

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic.run.records import EventKind
+from elastic.run.ledger import count
+from elastic.run.records import Delta, EventKind
 
 EVENTS = {
     EventKind.SUBMIT: "{who} is queued as job {job_id}: {reason}",
@@ -205,14 +206,13 @@ def _pending(seen: Mapping[str, Any], now: float) -> str:
     return f"{counted(len(waiting), 'job')} pending for {span(now - since)}: {reason}"
 
 
-def unit(commit: Mapping[str, Any], progress: Mapping[str, Any] | None = None) -> str:
+def unit(deltas: Iterable[Delta], progress: Mapping[str, Any] | None = None) -> str:
     """What a run counts: "samples" where its task has no tokens(), else "tokens". Known
     by the deltas of a version, or by the last step of sync mode."""
-    deltas = [(each["tokens"], sum(stop - start for *_, start, stop in each["samples"]))
-              for each in commit.get("deltas", ())]  # fmt: skip
-    if not deltas and progress:
-        deltas = [(progress["tokens"], progress.get("samples", (0, 0))[1])]
-    return "samples" if any(tokens == samples > 0 for tokens, samples in deltas) else "tokens"
+    trained = [(delta.tokens, count(delta.samples)) for delta in deltas]
+    if not trained and progress:
+        trained = [(progress["tokens"], progress.get("samples", (0, 0))[1])]
+    return "samples" if any(tokens == samples > 0 for tokens, samples in trained) else "tokens"
 
 
 def last_error(said: str) -> str:

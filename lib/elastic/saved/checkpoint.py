@@ -191,7 +191,7 @@ class Checkpoints:
         as good."""
         files = [*files, draft.write(EXTRA, durable.to_json(extra))]
         saved = Saved(step, self._writer, time.time(), self._group.world, extra, files)
-        draft.commit_by(self._link, asdict(saved))
+        draft.commit_by(lambda: self._link(asdict(saved)))
 
     def _link(self, record: dict) -> bool:
         step = record["step"]

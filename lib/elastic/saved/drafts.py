@@ -49,13 +49,13 @@ class Draft:
         path = f"{self.final.parent.name}/{self.final.name}/{name}"
         return {"path": path, "bytes": file.size, "xxh3": file.hash.hexdigest()}
 
-    def commit_by(self, link: Callable[[dict], bool], record: dict) -> bool:
+    def commit_by(self, link: Callable[[], bool]) -> bool:
         """`link` the record, now that each file is durable.
         False if another writer was first."""
         sync_path(self.folder)
         sync_path(self.folder.parent)
         # A link may be made and its answer lost: the name in the record decides.
-        if not link(record) and not self._is_committed():
+        if not link() and not self._is_committed():
             self.discard()
             return False
         with contextlib.suppress(OSError):  # then whoever reads it does it

@@ -12,6 +12,7 @@ from torch import nn
 
 from elastic.base.config import Config
 from elastic.base.errors import UsageError
+from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
 from elastic.saved.checkpoint import Checkpoints, Saved, read_params
@@ -26,23 +27,23 @@ def evaluate(run: RunDir, version: int | None = None) -> dict:
     by default of the newest there is."""
     commit = run.newest_commit() if version is None else run.commit(version)
     if version is None:
-        saved, _ = Checkpoints(run, Group(), "reader").newest(commit["version"] if commit else 0)
+        saved, _ = Checkpoints(run, Group(), "reader").newest(commit.version if commit else 0)
         if saved:
             return {"step": saved.step, **of_checkpoint(run, saved)}
     if commit is None:
         wanted = "no version" if version is None else f"no version {version}"
         raise UsageError(f"{wanted} of {run.name} is committed", f"elastic-status {run.name}")
     kept = sorted(int(path.name) for path in (run.path / "versions").glob("[0-9]*"))
-    if commit["version"] not in kept:
+    if commit.version not in kept:
         hint = f"there are versions {', '.join(map(str, kept))}; see checkpoint.keep_every"
-        raise UsageError(f"version {commit['version']} is no longer on disk", hint)
-    return {"version": commit["version"], **of_version(run, commit)}
+        raise UsageError(f"version {commit.version} is no longer on disk", hint)
+    return {"version": commit.version, **of_version(run, commit)}
 
 
-def of_version(run: RunDir, commit: dict) -> dict[str, float]:
+def of_version(run: RunDir, commit: Commit) -> dict[str, float]:
     """Scores of a version's published parameters."""
     with _task(run) as (task, model):
-        replica = Replica(model, versions.read_layout(run, commit["version"]))
+        replica = Replica(model, versions.read_layout(run, commit.version))
         for index in range(len(replica.layout.fragments)):
             replica.adopt(index, versions.read_params(run, commit, replica.layout, index))
         return task.validate(model)

@@ -14,13 +14,12 @@ import time
 import torch
 from torch import nn
 
+from elastic.run.records import Commit, Delta
 from elastic.run.rundir import RunDir
 from elastic.saved.checkpoint import Checkpoints, read_params
 from elastic.saved.replica import Replica
-from elastic.saved.versions import Draft, carried, read_exactly, read_layout
+from elastic.saved.versions import Draft, read_exactly, read_layout
 from elastic.train.group import Group
-
-TRAINED = ("tokens", "samples", "deltas", "loss")
 
 
 def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
@@ -31,7 +30,7 @@ def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
         replica.load(index, params)
 
 
-def to_local(run: RunDir, commit: dict, epoch: int) -> tuple[dict, list[str]]:
+def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]]:
     """Commit the newest checkpoint on top of `commit`, if it trained anything,
     as the next version.
 
@@ -39,17 +38,18 @@ def to_local(run: RunDir, commit: dict, epoch: int) -> tuple[dict, list[str]]:
     momentum begins anew: what it remembers was before the checkpoint's steps.
     """
     writer = f"epoch{epoch}"
-    saved, refused = Checkpoints(run, Group(), writer).newest(commit["version"])
+    saved, refused = Checkpoints(run, Group(), writer).newest(commit.version)
     if not saved or not saved.extra["samples"]:
         return commit, refused
-    layout, files = read_layout(run, commit["version"]), []
-    draft = Draft(run, commit["version"] + 1, writer)
+    layout, files = read_layout(run, commit.version), []
+    draft = Draft(run, commit.version + 1, writer)
     for index, tensors in enumerate(layout.fragments):
         params = read_params(run, saved, tensors)
         files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
-    draft.commit(layout, files, {
-        "master_epoch": epoch, "time": time.time(), "workers": 1, "step": saved.step,
-        "running": commit.get("running", {}), **carried(commit),
-        **{name: saved.extra[name] for name in TRAINED},
-    })  # fmt: skip
+    extra = saved.extra
+    draft.commit(layout, files, commit.following(
+        master_epoch=epoch, time=time.time(), tokens=extra["tokens"],
+        samples=extra["samples"], deltas=tuple(map(Delta.of, extra["deltas"])),
+        loss=extra["loss"], step=saved.step, running=commit.running or {},
+    ))  # fmt: skip
     return run.newest_commit(), refused

@@ -10,6 +10,7 @@ verified by size and xxh3.
 One file per fragment. A version is written and committed as drafts.py says.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,16 +18,10 @@ from safetensors.torch import load_file, save
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError
+from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved import drafts
 from elastic.saved.layout import Layout
-
-# What each commit takes over from the one before.
-CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
-
-
-def carried(commit: dict) -> dict:
-    return {name: commit[name] for name in CARRIED if name in commit}
 
 
 class Draft(drafts.Draft):
@@ -48,26 +43,27 @@ class Draft(drafts.Draft):
         return [self.write(f"{kind}-{index:02d}.safetensors", save(tensors))
                 for kind, tensors in files.items()]  # fmt: skip
 
-    def commit(self, layout: Layout, files: list[dict], record: dict) -> bool:
-        """Write the manifest and link the commit. False if another writer was first."""
+    def commit(self, layout: Layout, files: list[dict], commit: Commit) -> Commit | None:
+        """Write the manifest and link the commit, which is to name all files. None if
+        another writer was first."""
         manifest = durable.to_json({"version": self._version, "layout": layout.to_json()})
-        files = [*files, self.write("manifest.json", manifest)]
-        record = {"version": self._version, "writer": self.writer, **record, "files": files}
-        return self.commit_by(self._run.link_commit, record)
+        files = (*files, self.write("manifest.json", manifest))
+        commit = replace(commit, writer=self.writer, files=files)
+        return commit if self.commit_by(lambda: self._run.link_commit(commit)) else None
 
 
-def settle(run: RunDir, commit: dict) -> None:
+def settle(run: RunDir, commit: Commit) -> None:
     """Give a committed version's folder its name, if its writer did not live to do it."""
-    drafts.settle(run.version_path(commit["version"]), commit["writer"])
+    drafts.settle(run.version_path(commit.version), commit.writer)
 
 
-def remove_drafts(run: RunDir, newest: dict) -> None:
+def remove_drafts(run: RunDir, newest: Commit) -> None:
     """Settle the newest version and remove what lost the race for those before it.
 
     Drafts of later versions stay: their writer may be alive, and just about to link one.
     """
     settle(run, newest)
-    _remove_drafts_below(run, newest["version"])
+    _remove_drafts_below(run, newest.version)
 
 
 def _remove_drafts_below(run: RunDir, version: int) -> None:
@@ -84,26 +80,26 @@ def read_layout(run: RunDir, version: int) -> Layout:
     return Layout.from_json(manifest["layout"])
 
 
-def read_params(run: RunDir, commit: dict, layout: Layout, index: int) -> torch.Tensor:
+def read_params(run: RunDir, commit: Commit, layout: Layout, index: int) -> torch.Tensor:
     """The published parameters of a fragment: flat, bf16 (buffers: float32). Raises
     ElasticError if damaged."""
     tensors = _tensors(verified(run, commit, f"params-{index:02d}.safetensors"))
     return _flat(layout, index, tensors, "")
 
 
-def read_exactly(run: RunDir, commit: dict, layout: Layout, index: int) -> list[torch.Tensor]:
+def read_exactly(run: RunDir, commit: Commit, layout: Layout, index: int) -> list[torch.Tensor]:
     """A fragment's parameters and outer momentum: flat, float32.
     Raises ElasticError if damaged."""
     tensors = _tensors(verified(run, commit, f"outer-{index:02d}.safetensors"))
     return [_flat(layout, index, tensors, prefix) for prefix in ("param/", "momentum/")]
 
 
-def verified(run: RunDir, commit: dict, name: str) -> Path:
+def verified(run: RunDir, commit: Commit, name: str) -> Path:
     """The path of a committed file whose size and checksum are right.
     Raises ElasticError."""
-    entries = {Path(entry["path"]).name: entry for entry in commit["files"]}
+    entries = {Path(entry["path"]).name: entry for entry in commit.files}
     if name not in entries:
-        raise ElasticError(f"version {commit['version']} has no file {name}")
+        raise ElasticError(f"version {commit.version} has no file {name}")
     path = run.path / entries[name]["path"]
     settle(run, commit)
     if reason := durable.damage(path, entries[name]):

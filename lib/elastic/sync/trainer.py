@@ -174,11 +174,12 @@ class Trainer:
         it."""
         self.wishes.claim_epoch()
         run = self.rank.run
-        newest = run.newest_commit() or {"version": 0, "tokens": 0}
-        commits = itertools.islice(run.commits(), newest["version"] + 1)
-        samples = Ranges(tuple(span) for commit in commits for span in commit["samples"])
-        step, tokens = max(steps(run), default=0), newest["tokens"]
-        base = State(step, tokens, base_version=newest["version"], base_step=step,
+        newest = run.newest_commit()
+        version, tokens = (newest.version, newest.tokens) if newest else (0, 0)
+        commits = itertools.islice(run.commits(), version + 1)
+        samples = Ranges(span for commit in commits for span in commit.samples)
+        step = max(steps(run), default=0)
+        base = State(step, tokens, base_version=version, base_step=step,
                      base_tokens=tokens)  # fmt: skip
         return asdict(base), list(samples)
 

@@ -10,7 +10,7 @@ import torch
 from elastic.local.master.averaging import DeltaLost
 from elastic.local.rounds import Rule
 from elastic.local.transport import fragment_name
-from merging import COMMIT, Rounds
+from merging import Rounds
 
 SIZE = 30
 EXACT = ("local_sgd.compression=none", "local_sgd.cold_start_steps=0")
@@ -40,8 +40,8 @@ def one_round(rounds: Rounds, seed: int) -> list[tuple[str, str]]:
         late = [rounds.deliver(2, torch.randn(SIZE), 50, base=rounds.version - 1)]
     fresh = [rounds.deliver(s, torch.randn(SIZE) * 9**s, 100 + s) for s in range(2)]
     commit = rounds.close([*fresh, *late])
-    assert commit["cos"] if seed else commit["cos"] == 0.0
-    return [(entry["path"], entry["xxh3"]) for entry in commit["files"]]
+    assert commit.cos if seed else commit.cos == 0.0
+    return [(entry["path"], entry["xxh3"]) for entry in commit.files]
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads(open_rounds):
@@ -71,10 +71,10 @@ def test_lost_bytes_and_full_disks_leave_the_next_try_the_same_bits(open_rounds)
     blocked.write_bytes(b"")
     recipe, said = rounds.weigh([good])
     with pytest.raises((NotADirectoryError, FileExistsError)):
-        rounds.averager.commit(1, recipe, COMMIT | said)
+        rounds.averager.commit(recipe, rounds.next(**said))
     blocked.unlink()
     held.rename(blocked)
-    assert rounds.averager.commit(1, recipe, COMMIT | said)["version"] == 1
+    assert rounds.averager.commit(recipe, rounds.next(**said)).version == 1
     smooth.close([smooth.deliver(0, torch.full((SIZE,), 1.0), 10)])
-    files = [[each["xxh3"] for each in one.run.commit(1)["files"]] for one in (rounds, smooth)]
+    files = [[each["xxh3"] for each in one.run.commit(1).files] for one in (rounds, smooth)]
     assert files[0] == files[1]

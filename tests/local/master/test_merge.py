@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from elastic.local.transport import fragment_name
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from elastic.saved.versions import Draft
-from helpers import ROOT
+from helpers import ROOT, commit_of
 from merging import Rounds, read_outer
 
 SIZE = 30
@@ -238,7 +239,7 @@ def written_and_read(run, outer, version, mu):
     files = []
     for index, (params, momentum) in enumerate(zip(outer.params, outer.momentum, strict=True)):
         files += draft.write_fragment(outer.layout, index, params, momentum)
-    draft.commit(outer.layout, files, {})
+    draft.commit(outer.layout, files, commit_of(version))
     return read_outer(run, run.commit(version), mu)
 
 
@@ -258,24 +259,24 @@ def test_masters_that_change_every_round_do_what_one_master_does(open_rounds):
         ]
         assert torch.equal(one.theta, many.theta)
         assert torch.equal(one.momentum, many.momentum)
-        first, second = ({k: v for k, v in c.items() if k != "writer"} for c in commits)
+        first, second = (replace(commit, writer="") for commit in commits)
         assert first == second
-    assert any(commit["outer_lr"] < 0.7 for commit in one.run.commits() if commit["version"])
+    assert any(commit.outer_lr < 0.7 for commit in one.run.commits() if commit.version)
 
 
 def test_the_first_commit_says_what_the_outer_step_did(open_rounds):
     runs = open_rounds(torch.zeros(SIZE), *DILOCO)
     ones = torch.ones(SIZE)
     commit = runs.close([runs.deliver(slot, -ones, 100) for slot in range(3)])
-    assert (commit["cos"], commit["clipped"], commit["outer_lr"]) == (0.0, 0, 0.7)
-    assert commit["bytes"] == 3 * 4 * SIZE
-    assert commit["running"]["reach"]["straight"] == pytest.approx(SIZE**0.5 / 0.01)
-    assert commit["running"]["weight"] == 300.0
-    assert (commit["inner_steps"], commit["outer_momentum"]) == (200, 0.9)
+    assert (commit.cos, commit.clipped, commit.outer_lr) == (0.0, 0, 0.7)
+    assert commit.bytes == 3 * 4 * SIZE
+    assert commit.running["reach"]["straight"] == pytest.approx(SIZE**0.5 / 0.01)
+    assert commit.running["weight"] == 300.0
+    assert (commit.inner_steps, commit.outer_momentum) == (200, 0.9)
     assert torch.allclose(runs.theta, -0.7 * 1.9 * ones)  # b = g; eta (g + mu b)
     commit = runs.close([runs.deliver(slot, runs.base() - ones, 100) for slot in range(3)])
-    assert commit["cos"] == pytest.approx(1.0, abs=1e-5)
-    assert commit["outer_gain"] == pytest.approx(0.7 * (1 + 0.9 / (1 - 0.9 * 0.999)), rel=1e-3)
+    assert commit.cos == pytest.approx(1.0, abs=1e-5)
+    assert commit.outer_gain == pytest.approx(0.7 * (1 + 0.9 / (1 - 0.9 * 0.999)), rel=1e-3)
 
 
 # ---- the order of arrival -----------------------------------------------------------------------
@@ -314,7 +315,7 @@ def test_the_files_of_a_version_are_the_same_for_every_order_of_arrival(open_rou
     for order in ([0, 1, 2], [2, 0, 1]):
         runs = open_rounds(start, *DILOCO)
         commit = runs.close([runs.deliver(slot, locals_[slot], 100 + slot) for slot in order])
-        sums.append([(entry["path"], entry["xxh3"]) for entry in commit["files"]])
+        sums.append([(entry["path"], entry["xxh3"]) for entry in commit.files])
     assert sums[0] == sums[1]
 
 
@@ -402,5 +403,5 @@ def test_an_outlier_is_clipped(open_rounds):
     unit[0] = 1.0
     accepted = [runs.deliver(slot, unit, 100) for slot in range(5)]
     commit = runs.close([*accepted, runs.deliver(5, 50 * unit, 100)])
-    assert commit["clipped"] == 1
+    assert commit.clipped == 1
     assert runs.theta[0].item() == pytest.approx(7 / 6)

@@ -56,7 +56,7 @@ class Fake:
                  for i, data in enumerate(self.bytes)]  # fmt: skip
         whole = Header(
             run=self.run.run.key, slot=SLOT, attempt=self.attempt, job_id="fake", base=self.base,
-            layout=self.run.run.commit(0)["layout"], codec="none", steps=1, tokens=BATCH,
+            layout=self.run.run.commit(0).layout, codec="none", steps=1, tokens=BATCH,
             samples=self.samples(), loss=0.1, first_loss=0.1, fragments=tuple(parts),
         )  # fmt: skip
         return whole.to_json() | changes
@@ -168,8 +168,8 @@ def test_a_broken_delta_is_refused_with_its_reason(fake: Fake, case: str):
     assert event in status.observe(run.run)["events"]
     run.versions(1)
     committed = [run.run.commit(number) for number in range(version + 1, run.version + 1)]
-    assert sum(commit["rejected"].get(rule, 0) for commit in committed) == 1
-    assert not any(delta["slot"] == SLOT for commit in committed for delta in commit["deltas"])
+    assert sum(commit.rejected.get(rule, 0) for commit in committed) == 1
+    assert not any(delta.slot == SLOT for commit in committed for delta in commit.deltas)
 
 
 def rejection(run: Running, rule: str, **whose) -> dict:
@@ -220,8 +220,9 @@ def test_the_same_delta_counts_once(fake: Fake):
     fake.offer(header | {"loss": 0.2})
     rejection(run, "duplicate", **mine)
     run.versions(1)
-    deltas = [d for commit in run.commits() for d in commit["deltas"] if mine.items() <= d.items()]
-    assert [(delta["base"], delta["loss"]) for delta in deltas] == [(fake.base, 0.1)]
+    deltas = [d for commit in run.commits() for d in commit.deltas
+              if (d.slot, d.attempt) == (SLOT, fake.attempt)]  # fmt: skip
+    assert [(delta.base, delta.loss) for delta in deltas] == [(fake.base, 0.1)]
 
 
 def test_a_delta_that_is_one_version_late_is_merged(fake: Fake):
@@ -229,10 +230,11 @@ def test_a_delta_that_is_one_version_late_is_merged(fake: Fake):
     run.versions(1)
     fake.base = run.version - 1
     fake.offer(fake.header())
-    mine = {"slot": SLOT, "attempt": fake.attempt, "base": fake.base}
+    mine = (SLOT, fake.attempt, fake.base)
 
     def merged() -> bool:
-        return any(mine.items() <= d.items() for commit in run.commits() for d in commit["deltas"])
+        return any(mine == (d.slot, d.attempt, d.base)
+                   for commit in run.commits() for d in commit.deltas)  # fmt: skip
 
     run.until(merged, 30, "the late delta is in a commit")
 
@@ -261,8 +263,8 @@ def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
             os.kill(trainer, signal.SIGCONT)
     run.until(lambda: run.version > key[2], 30, "the round closes all the same")
     commit = run.run.commit(key[2] + 1)
-    assert commit["rejected"]["altered"] == 1 + flushed  # it offers them once more
-    assert [(d["slot"], d["attempt"]) for d in commit["deltas"]] == [key[:2]]
+    assert commit.rejected["altered"] == 1 + flushed  # it offers them once more
+    assert [(d.slot, d.attempt) for d in commit.deltas] == [key[:2]]
 
 
 
@@ -283,14 +285,14 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
         run.until(lambda: run.version > bad, 30, "the round closes")
         store.release(SLOT, fake.attempt)
     before, commit = run.run.commit(bad), run.run.commit(bad + 1)
-    assert commit["taken_back"] == bad
-    assert (commit["samples"], commit["deltas"]) == ([], [])
-    assert commit["tokens"] == before["tokens"]
+    assert commit.taken_back == bad
+    assert (commit.samples, commit.deltas) == ((), ())
+    assert commit.tokens == before.tokens
     good, again = outer(run, bad - 1), outer(run, bad + 1)
     for name, tensor in again.items():
         kept = good[name] if name.startswith("param") else torch.zeros_like(tensor)
         assert torch.equal(tensor, kept)
-    samples = sum(stop - start for _, start, stop in before["samples"])
+    samples = sum(stop - start for _, start, stop in before.samples)
     assert run.audit()["taken_back"] == [(bad, samples)]
     (event,) = run.events("taken-back")
     assert event["version"] == bad
@@ -299,7 +301,7 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
     run.pace(0.02)
     run.versions(3)
     later = [run.run.commit(version) for version in range(bad + 2, run.version + 1)]
-    assert all(commit["deltas"] and "taken_back" not in commit for commit in later)
+    assert all(commit.deltas and commit.taken_back is None for commit in later)
 
 
 def steps_in_moments(run: Running) -> int:
@@ -322,5 +324,5 @@ def test_the_worker_that_made_a_version_bad_goes_on_with_fresh_moments(run: Runn
         run.until(lambda: run.version > bad, 30, "the next one closes")
         store.release(SLOT, fake.attempt)
     commit = run.run.commit(bad + 1)
-    assert (commit["taken_back"], commit["suspect"]) == (bad, [0, run.slots()[0].attempt])
+    assert (commit.taken_back, commit.suspect) == (bad, (0, run.slots()[0].attempt))
     run.until(lambda: steps_in_moments(run) <= 20, 30, "fresh moments are saved")

@@ -17,8 +17,9 @@ from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import Line, NoLine, Place
 from elastic.local.worker.worker_round import WorkerRound
-from elastic.run.records import Header
+from elastic.run.records import Commit, Header
 from elastic.train.group import Group
+from helpers import commit_of
 
 
 def hidden(for_looks: int, notice: bool = False) -> tuple[NoLine, list[int]]:
@@ -26,9 +27,9 @@ def hidden(for_looks: int, notice: bool = False) -> tuple[NoLine, list[int]]:
     what it has looked at."""
     looks = []
 
-    def commit(version: int) -> dict | None:
+    def commit(version: int) -> Commit | None:
         looks.append(version)
-        return {"version": version} if len(looks) > for_looks else None
+        return commit_of(version) if len(looks) > for_looks else None
 
     run = SimpleNamespace(commit=commit, path="/runs/a")
     return NoLine(Place(run, 0, 1, "7"), notice), looks
@@ -37,7 +38,7 @@ def hidden(for_looks: int, notice: bool = False) -> tuple[NoLine, list[int]]:
 def test_a_version_that_is_announced_before_it_is_seen_is_waited_for(monkeypatch):
     monkeypatch.setattr(line, "DRY_S", 0.0)
     late, looks = hidden(for_looks=3)
-    assert late.commit(7) == {"version": 7}
+    assert late.commit(7) == commit_of(7)
     assert looks == [7] * 4
 
 
@@ -58,7 +59,7 @@ class Worker:
         run = SimpleNamespace(path=Path("/nowhere"), told_version=told)
         self.line = Line(Place(run, 0, 1, "7"), False)
         self.line.reach = lambda action, role="worker": action(store)
-        self.line.commit = lambda version: {"version": version}
+        self.line.commit = commit_of
         health = SimpleNamespace(max_bad_batches=3)
         self.hand = InHand(self.line, SimpleNamespace(health=health))
         self.hand.round = WorkerRound(base, 0.0)
@@ -128,8 +129,8 @@ def test_who_is_told_of_a_version_that_is_pruned_adopts_the_newest_there_is(newe
     looked = iter([2000 - 1, 2000, newest + 2000])
     worker = Worker(-1, told=lambda: next(looked))
 
-    def adopt(commit: dict, _fetched: object) -> None:
-        if commit["version"] < newest + 2000:
+    def adopt(commit: Commit, _fetched: object) -> None:
+        if commit.version < newest + 2000:
             raise ElasticError("pruned")
 
     worker.exchange.adopt = adopt

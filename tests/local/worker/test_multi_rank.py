@@ -33,7 +33,7 @@ def test_two_ranks_deliver_the_delta_of_one_process(tmp_path: Path):
         with running(tmp_path / name, settings, samples=203, step_s=0) as run:
             run.finish(120)
             found.append([parameters(run, version) for version in range(3)])
-            steps = [delta["steps"] for commit in run.commits() for delta in commit["deltas"]]
+            steps = [delta.steps for commit in run.commits() for delta in commit.deltas]
             assert sum(steps) == -(-203 // 8)
     for one, two in zip(*found, strict=True):
         assert one.keys() == two.keys()
@@ -54,13 +54,13 @@ def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path:
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
         run.until(lambda: run.version > slot.version, 30, "its steps count")
-        (delta,) = run.run.commit(slot.version + 1)["deltas"]
-        assert slot.step <= delta["steps"] < 20
-        assert delta["tokens"] == 8 * delta["steps"]
+        (delta,) = run.run.commit(slot.version + 1).deltas
+        assert slot.step <= delta.steps < 20
+        assert delta.tokens == 8 * delta.steps
 
         run.versions(1, 90)
-        (delta,) = run.run.commit(run.version)["deltas"]
-        assert delta["inner"] == f"own of version {slot.version}"
+        (delta,) = run.run.commit(run.version).deltas
+        assert delta.inner == f"own of version {slot.version}"
 
         ranks = run.pids("trainer")
         assert len(ranks) == 2
@@ -68,8 +68,8 @@ def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path:
         os.kill(ranks[1], signal.SIGKILL)
         run.until(lambda: len(set(run.pids("trainer")) - set(ranks)) == 2, 30, "two new ranks")
         run.versions(1, 90)
-        (delta,) = run.run.commit(run.version)["deltas"]
-        assert delta["inner"].startswith("own of version")
+        (delta,) = run.run.commit(run.version).deltas
+        assert delta.inner.startswith("own of version")
         run.finish(120)
 
 

@@ -94,10 +94,10 @@ def test_a_run_with_overlap_commits_every_sample_once_whatever_dies(tmp_path):
         run.pace(0)
         run.finish()  # and audits
         commits = run.commits()
-    every = [delta for commit in commits[1:] for delta in commit["deltas"]]
-    assert sum(delta["tokens"] for delta in every) == 6000
-    assert all(1 <= delta["steps"] <= INNER_STEPS for delta in every)
-    assert commits[-1]["loss"] < commits[1]["loss"] / 2
+    every = [delta for commit in commits[1:] for delta in commit.deltas]
+    assert sum(delta.tokens for delta in every) == 6000
+    assert all(1 <= delta.steps <= INNER_STEPS for delta in every)
+    assert commits[-1].loss < commits[1].loss / 2
 
 
 def stalls(home, overlap: str) -> float:
@@ -109,7 +109,7 @@ def stalls(home, overlap: str) -> float:
         run.workers(2)
         run.versions(8)
         commits = run.commits()[4:]
-    return median(delta["stall_s"] for commit in commits for delta in commit["deltas"])
+    return median(delta.stall_s for commit in commits for delta in commit.deltas)
 
 
 def test_workers_stand_still_for_less_than_without_overlap(tmp_path):
@@ -125,14 +125,14 @@ def test_steps_ahead_are_part_of_the_next_round(tmp_path):
         run.versions(8)
         commits = run.commits()
     begun = [
-        delta["delivered"] - delta["seconds"] < before["time"]
+        delta.delivered - delta.seconds < before.time
         for before, commit in zip(commits[1:], commits[2:], strict=False)
-        for delta in commit["deltas"]
+        for delta in commit.deltas
     ]
     assert any(begun), "no round began before its base was committed"
     for commit in commits[2:6]:
-        (delta,) = commit["deltas"]
-        assert delta["steps"] == INNER_STEPS
-        samples = sum(stop - start for _, start, stop in delta["samples"])
-        assert samples == delta["tokens"] == 4 * INNER_STEPS
-        assert math.isfinite(delta["first_loss"])
+        (delta,) = commit.deltas
+        assert delta.steps == INNER_STEPS
+        samples = sum(stop - start for _, start, stop in delta.samples)
+        assert samples == delta.tokens == 4 * INNER_STEPS
+        assert math.isfinite(delta.first_loss)

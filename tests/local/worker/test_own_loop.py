@@ -30,8 +30,8 @@ def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path
         assert (record["outcome"], record["code"]) == ("yielded", 0)
         run.finish()
         commits = run.commits()
-    assert commits[-1]["tokens"] == 1200
-    assert commits[-1]["loss"] < commits[1]["loss"] / 4
+    assert commits[-1].tokens == 1200
+    assert commits[-1].loss < commits[1].loss / 4
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: i
     with running(tmp_path, settings) as run:
         run.workers(2)
         run.versions(2)
-        killed, first = run.kill(script), run.commits()[1]["loss"]
+        killed, first = run.kill(script), run.commits()[1].loss
         run.until(lambda: len({*run.pids(script)} - {killed}) == 2, 30, "it is started again")
         run.workers(2)
         run.versions(2)
-        run.until(lambda: run.commits()[-1]["loss"] < bound * first, 100, "it has learnt")
+        run.until(lambda: run.commits()[-1].loss < bound * first, 100, "it has learnt")
         run.audit()
 
 

@@ -76,7 +76,7 @@ def test_tokens_of_a_loop_do_not_run_ahead_of_its_epochs(tmp_path: Path):
     with loop(tmp_path, "tokens", train__schedule="cosine", train__warmup_fraction=0.0) as run:
         run.finish()
         last = run.commits()[-1]
-    assert (last["tokens"], last["total_tokens"]) == (3200, 3200)
+    assert (last.tokens, last.total_tokens) == (3200, 3200)
     rates = told(tmp_path)["0.1"]["rates"]
     assert len(rates) == 100
     middle = 0.01 * (0.1 + 0.9 * 0.5)
@@ -144,7 +144,7 @@ def test_a_network_with_batch_norm_survives_a_kill_and_ends_with_its_statistics(
         for index, fragment in enumerate(layout.fragments):
             values = read_params(run.run, commits[-1], layout, index).float()
             found |= {t.name: values[t.start : t.start + t.numel].view(t.shape) for t in fragment}
-    assert sum(commit["tokens"] - before["tokens"] for before, commit
+    assert sum(commit.tokens - before.tokens for before, commit
                in zip(commits, commits[1:], strict=False)) == 203  # fmt: skip
     said = told(tmp_path)
     assert {size for each in said.values() for size in each["sizes"]} == {4}
@@ -188,8 +188,8 @@ def test_a_step_is_a_step_of_the_optimizer(tmp_path: Path):
         commits = run.commits()[1:]
     said = told(tmp_path)["0.1"]
     assert (len(said["sizes"]), len(said["rates"])) == (100, 20)
-    assert sum(delta["steps"] for commit in commits for delta in commit["deltas"]) == 20
-    assert commits[0]["deltas"][0]["steps"] == 5
+    assert sum(delta.steps for commit in commits for delta in commit.deltas) == 20
+    assert commits[0].deltas[0].steps == 5
 
 
 def test_the_built_in_loop_accumulates(tmp_path: Path):
@@ -197,8 +197,8 @@ def test_the_built_in_loop_accumulates(tmp_path: Path):
     with running(tmp_path, {"train.accumulate": 4}, samples=320) as run:
         run.finish()
         commits = run.commits()[1:]
-    assert sum(delta["steps"] for commit in commits for delta in commit["deltas"]) == 20
-    assert commits[-1]["loss"] < commits[0]["loss"]
+    assert sum(delta.steps for commit in commits for delta in commit.deltas) == 20
+    assert commits[-1].loss < commits[0].loss
 
 
 # ---- optimizers of all kinds

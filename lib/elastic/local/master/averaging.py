@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import torch
 
@@ -29,7 +30,7 @@ from elastic.local.rounds import Judgement, Rule
 from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.estimate import THREADS
 from elastic.run.ledger import Offer as Key
-from elastic.run.records import Header
+from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
 from elastic.saved import merge
 from elastic.saved.codec import Tile, as_bytes, codec, codec_of
@@ -122,28 +123,24 @@ class Averager:
 
     # ---- when the round closes
 
-    def commit(self, epoch: int, recipe: Recipe, record: dict) -> dict | None:
+    def commit(self, recipe: Recipe, commit: Commit) -> Commit | None:
         """Take every fragment one version further, write and link it; None if it is
         committed already: by another master, or by a try whose answer was lost. Raises
         DeltaLost if a delta's bytes went bad meanwhile.
 
         OSError (a full disk) leaves nothing behind and loses nothing: call it again.
         """
-        version, writer = recipe.base + 1, f"epoch{epoch}"
-        if self.run.commit(version):
+        if self.run.commit(commit.version):
             return None
-        draft = Draft(self.run, version, writer)
+        draft = Draft(self.run, commit.version, f"epoch{commit.master_epoch}")
         try:
-            record = record | self.advance(recipe, draft)
-            files = record.pop("files")
-            if not draft.commit(self.layout, files, record):
-                return None
+            said, files = self.advance(recipe, draft)
+            return draft.commit(self.layout, files, replace(commit, **said))
         except Exception:
             draft.discard()
             raise
-        return {"version": version, **record}
 
-    def advance(self, recipe: Recipe, draft: Draft) -> dict:
+    def advance(self, recipe: Recipe, draft: Draft) -> tuple[dict, list[dict]]:
         """Write the next version into a draft; what the commit says of that, and its
         files. May be asked again. Raises DeltaLost; OSError, as of a full disk;
         TryAgain."""
@@ -152,7 +149,7 @@ class Averager:
         products, files = zip(*parts, strict=True)
         cos, files = merge.cosine(products), sorted(sum(files, []), key=lambda e: e["path"])
         gain = rounds.outer_gain(recipe.lr, recipe.momentum, cos)
-        return {"cos": cos, "outer_gain": gain, "files": files}
+        return {"cos": cos, "outer_gain": gain}, files
 
     def _be_at(self, recipe: Recipe) -> None:
         """Hold version `recipe.base`, or what became of it by this very recipe."""

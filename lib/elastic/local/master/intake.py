@@ -13,7 +13,7 @@ from elastic.local.master.server import Server
 from elastic.local.rounds import Judgement, Rule, Verdict
 from elastic.run.ledger import Offer as Key
 from elastic.run.ledger import Owner
-from elastic.run.records import Header
+from elastic.run.records import Commit, Header
 
 MOST_REASON = 300  # characters: it may quote what is wrong
 
@@ -93,8 +93,8 @@ class Intake:
         their server: nobody brings them again but the run directory."""
         run = self.server.run
         merged = {
-            (delta["base"], f"{delta['slot']}:{delta['attempt']}") for version in versions
-            for delta in run.commit(version)["deltas"] if "base" in delta  # not sync mode's
+            (delta.base, f"{delta.slot}:{delta.attempt}") for version in versions
+            for delta in run.commit(version).deltas if delta.base is not None  # not sync mode's
         }  # fmt: skip
         for base, name in merged:
             self.server.store.drop_offers(base, [name])
@@ -103,13 +103,13 @@ class Intake:
                 if (base, name) not in merged:
                     self.judge(base, name, body)
 
-    def tell_reverted(self, commit: dict, reason: str, void: Sequence[Header]) -> None:
+    def tell_reverted(self, commit: Commit, reason: str, void: Sequence[Header]) -> None:
         """Tell those who trained on the version that `commit` reverts. Nothing depends
         on it: there is a newer version for all."""
-        version = commit["taken_back"]
+        version = commit.taken_back
         what = f"version {version} is taken back: {reason}"
         with contextlib.suppress(TryAgain):
-            suspect = commit["suspect"] or []
+            suspect = commit.suspect or []
             self.server.event("taken-back", version=version, reason=reason, suspect=suspect)
             for header in void:
                 why = rounds.refusal(Rule.TAKEN_BACK, what)

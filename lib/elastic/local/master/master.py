@@ -33,8 +33,9 @@ from elastic.local.master.server import TICK_S, Server
 from elastic.local.rounds import Facts, Move, Rule
 from elastic.local.store import Ask
 from elastic.run.membership import Slot, expected
+from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
-from elastic.saved.versions import carried, remove_drafts
+from elastic.saved.versions import remove_drafts
 
 CONTROL_S = 1.0
 NEWER = rounds.refusal(Rule.SUPERSEDED, "the slot delivered a newer delta")
@@ -49,7 +50,7 @@ class Master:
         self.journal = Journal(run, notice, least_bytes, self.stay)
         self.server = Server(run, self.config)
         self.samples = Samples()
-        self.commit: dict = {}  # the newest version's
+        self.commit: Commit | None = None  # the newest version's
         self.intake: Intake | None = None  # of the open round
         self.reconcile = Reconcile(run, self.config)
         self.controlled_at = self.ending_since = 0.0  # Redis TIME
@@ -170,8 +171,9 @@ class Master:
         self._settle()
 
     def _settle(self) -> None:
-        commit = self.commit or self.run.newest_commit() or {"deltas": []}
-        self.samples.settle(self.server.store.now(), commit, self.config.health)
+        commit = self.commit or self.run.newest_commit()
+        deltas = commit.deltas if commit else ()
+        self.samples.settle(self.server.store.now(), deltas, self.config.health)
         self.server.has_doubts = False
 
     # ---- open Redis, the run, a round
@@ -191,24 +193,24 @@ class Master:
         commit = self.run.newest_commit()
         if commit is None:
             return
-        self.fence(commit["master_epoch"])
+        self.fence(commit.master_epoch)
         remove_drafts(self.run, commit)
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             self.fence()
             commit = self.journal.written(from_sync, self.run, commit, self.epoch, self.server)
         committed, reverted, newest = [], set(), -1
         for record in self.run.commits():
-            newest = record["version"]
-            committed += map(tuple, record["samples"])
-            reverted |= {record["taken_back"]} if "taken_back" in record else set()
-        if newest != commit["version"]:  # some are not seen here yet
+            newest = record.version
+            committed += record.samples
+            reverted |= {record.taken_back} - {None}
+        if newest != commit.version:  # some are not seen here yet
             return
         if self.run.told_version() < newest:  # the master before died before it told
             self.run.tell_version(newest)
         self.samples.begin(commit, committed)
         averager = Averager(self.run, self.config, newest)
         facts = self._facts(newest, averager, frozenset(reverted))
-        is_own = commit["master_epoch"] == self.epoch
+        is_own = commit.master_epoch == self.epoch
         ledger, settings = self.samples.ledger, self.config.local_sgd
         now, paces_s = self.server.now(), self.server.paces_s
         round_ = OpenRound(commit, now, is_own, ledger, facts, settings, paces_s)
@@ -230,9 +232,9 @@ class Master:
         """Open a round, or see that the one before was the last. Needs no Redis."""
         self.commit, self.intake = round_.commit, Intake(self.server, averager, round_)
         most = self.config.train.max_tokens
-        if self.samples.ledger.complete or (most and self.commit["tokens"] >= most):
-            reached = {name: self.commit[name] for name in ("version", "tokens")}
-            reached["time"] = time.time()
+        if self.samples.ledger.complete or (most and self.commit.tokens >= most):
+            reached = {"version": self.commit.version, "tokens": self.commit.tokens,
+                       "time": time.time()}  # fmt: skip
             self.journal.written(self.run.mark_done, reached)
             self.state = "done"
             self.run.event("done", **reached)
@@ -288,12 +290,11 @@ class Master:
             intake.withdraw(key, NEWER)
         before = self.run.version_path(round_.version - 1)
         can_revert = self.state == "running" and exists(before)
-        head = {"master_epoch": self.epoch, "time": round(self.server.now(), 3)}
-        closing = round_.close(can_revert, head | carried(self.commit))
+        closing = round_.close(can_revert, self.epoch, round(self.server.now(), 3))
         self.journal.wait_for_space()
         self.fence()
         try:
-            how = (self.epoch, closing.recipe, closing.record)
+            how = (closing.recipe, closing.commit)
             commit = self.journal.written(intake.averager.commit, *how)
         except DeltaLost as error:
             intake.withdraw(error.key, error.why)
@@ -306,20 +307,20 @@ class Master:
         if closing.reverts:
             self.intake.tell_reverted(commit, closing.reverts, closing.void)
 
-    def _after_commit(self, commit: dict, reason: str) -> None:
+    def _after_commit(self, commit: Commit, reason: str) -> None:
         """Open the next round, then announce: the commit stands, also without Redis."""
         averager, before = self.intake.averager, self.intake.round
         self.begin_round(before.after(commit, self.server.now()), averager)
         with contextlib.suppress(TryAgain):
-            self.publish_state(wake=f"version {commit['version']}")
+            self.publish_state(wake=f"version {commit.version}")
             self.server.event(
-                "outer-step", version=commit["version"], tokens=commit["tokens"],
-                loss=commit["loss"], workers=commit["workers"],
+                "outer-step", version=commit.version, tokens=commit.tokens,
+                loss=commit.loss, workers=commit.workers,
                 seconds=round(self.intake.round.opened - before.opened, 3), reason=reason,
             )  # fmt: skip
             for base, names in before.seen.items():
                 self.server.store.drop_offers(base, names)
-        averager.clean_up_later(commit["version"], list(before.judged))
+        averager.clean_up_later(commit.version, list(before.judged))
 
     def stay(self) -> None:
         """What there is to do while a full disk keeps the master waiting."""
@@ -370,12 +371,12 @@ class Master:
 
     def record(self, fields: dict) -> None:
         """Its exit record."""
-        steps = self.commit.get("version", 0)
+        steps = self.commit.version if self.commit else 0
         who = {"role": "master", "slot": 0, "attempt": self.epoch, "node": node_name()}
         self.run.write_ending(self.job_id, {**who, "steps": steps, **fields})
 
 
-def from_sync(run: RunDir, commit: dict, epoch: int, server: Server) -> dict:
+def from_sync(run: RunDir, commit: Commit, epoch: int, server: Server) -> Commit:
     """The newest version, which is the newest checkpoint if sync mode went on from
     `commit`."""
     from elastic.saved import handover  # a second of imports: seldom used
@@ -383,9 +384,8 @@ def from_sync(run: RunDir, commit: dict, epoch: int, server: Server) -> dict:
     newest, refused = handover.to_local(run, commit, epoch)
     for reason in refused:
         run.event("checkpoint-refused", reason=reason)
-    if newest["version"] > commit["version"]:
-        version, tokens = newest["version"], newest["tokens"]
-        server.event("mode", mode="local", version=version, tokens=tokens)
+    if newest.version > commit.version:
+        server.event("mode", mode="local", version=newest.version, tokens=newest.tokens)
     return newest
 
 

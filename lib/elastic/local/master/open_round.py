@@ -12,6 +12,7 @@ outlives it but the paces of workers.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -23,16 +24,17 @@ from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict
 from elastic.run.ledger import Ledger, Owner, count
 from elastic.run.ledger import Offer as Key
 from elastic.run.membership import Slot
-from elastic.run.records import Header
+from elastic.run.records import Commit, Delta, Header
 
 
 @dataclass(frozen=True)
 class Closing:
-    """How a round ends: its recipe, and what the commit says. `reverts`: why the
-    newest version is reverted, else ""; `void`: the deltas that were made on it."""
+    """How a round ends: its recipe, and the commit, as far as it is known before that
+    is followed. `reverts`: why the newest version is reverted, else ""; `void`: the
+    deltas that were made on it."""
 
     recipe: Recipe
-    record: dict
+    commit: Commit
     reverts: str = ""
     void: tuple[Header, ...] = ()
 
@@ -41,7 +43,7 @@ class Closing:
 class OpenRound:
     """The round on top of `commit`; `opened` is Redis TIME."""
 
-    commit: dict
+    commit: Commit
     opened: float
     is_own: bool  # this master has made the commit and seen the opening
     ledger: Ledger
@@ -57,13 +59,13 @@ class OpenRound:
     rejected: dict[Rule, int] = field(default_factory=dict)
 
     def __post_init__(self):
-        told = {delta["slot"]: delta["seconds"] / delta["steps"]
-                for delta in self.commit["deltas"] if delta.get("seconds")}  # fmt: skip
+        told = {delta.slot: delta.seconds / delta.steps
+                for delta in self.commit.deltas if delta.seconds}  # fmt: skip
         self.paces_s |= told | self.paces_s  # a new master knows no others
 
     @property
     def version(self) -> int:
-        return self.commit["version"]
+        return self.commit.version
 
     @property
     def inner_steps(self) -> int:
@@ -81,7 +83,7 @@ class OpenRound:
                 raise ValueError(f"it says {header.key}, and came {where}")
         except (ValueError, RecursionError) as error:
             return rounds.refusal(Rule.MALFORMED, str(error)), None
-        tokens, samples = self.commit.get("tokens", 0), len(self.ledger.committed)
+        tokens, samples = self.commit.tokens, len(self.ledger.committed)
         header = rounds.credited(header, tokens / max(1, samples))
         facts = replace(self.facts, judged=frozenset(self.judged))
         refused = self.ledger.refusal(header.key[:2], header.samples)
@@ -178,49 +180,51 @@ class OpenRound:
         headers = [checked.header for checked in self.accepted.values()]
         return [header.key for header in rounds.superseded(headers)]
 
-    def close(self, can_revert: bool, head: dict) -> Closing:
-        """`can_revert`: the version before the newest is there; `head`: what every
-        commit of this master begins with."""
+    def close(self, can_revert: bool, epoch: int, now: float) -> Closing:
+        """By the master of that epoch. `can_revert`: the version before the newest is
+        there."""
         deltas = [self.accepted[key] for key in sorted(self.accepted)]
         headers = tuple(checked.header for checked in deltas)
         loss = guards.round_loss(headers, self.version)
         reverts = ""
-        if can_revert and self.commit["deltas"]:  # only what deltas have made can be bad
+        if can_revert and self.commit.deltas:  # only what deltas have made can be bad
             reverts = guards.canary(loss, Running.of(self.commit), self.settings.canary)
         if reverts:
             how, said = recipe.reverted(self.commit)
-            return Closing(how, {**head, **self._record([]), **said}, reverts, headers)
+            return Closing(how, replace(self._following((), epoch, now), **said), reverts, headers)
         how, said = recipe.merged(deltas, self.commit, self.settings)
-        record = self._record([checked.to_json() for checked in deltas])
-        return Closing(how, {**head, **record, **said})
+        commit = self._following(tuple(checked.delta for checked in deltas), epoch, now)
+        return Closing(how, replace(commit, **said))
 
-    def _record(self, deltas: list[dict]) -> dict:
-        tokens = sum(delta["tokens"] for delta in deltas)
-        return {
-            "tokens": self.commit["tokens"] + tokens,
-            "samples": sorted(each for delta in deltas for each in delta["samples"]),
-            "deltas": deltas,
-            "workers": len({delta["slot"] for delta in deltas}) or self.commit["workers"],
-            "loss": sum(d["loss"] * d["tokens"] for d in deltas) / tokens if tokens
-                    else self.commit.get("loss"),
-            "rejected": dict(self.rejected),
-            "total_tokens": self._total_tokens(tokens, deltas),
-        }  # fmt: skip
+    def _following(self, deltas: tuple[Delta, ...], epoch: int, now: float) -> Commit:
+        """The commit of the next version, with these deltas in it."""
+        newest, tokens = self.commit, sum(delta.tokens for delta in deltas)
+        loss = sum(delta.loss * delta.tokens for delta in deltas)
+        return newest.following(
+            master_epoch=epoch, time=now,
+            total_tokens=self._total_tokens(tokens, deltas),
+            tokens=newest.tokens + tokens,
+            samples=tuple(sorted(each for delta in deltas for each in delta.samples)),
+            deltas=deltas,
+            workers=len({delta.slot for delta in deltas}) or newest.workers,
+            loss=loss / tokens if tokens else newest.loss,
+            rejected=dict(self.rejected),
+        )  # fmt: skip
 
-    def _total_tokens(self, tokens: int, deltas: list[dict]) -> int:
+    def _total_tokens(self, tokens: int, deltas: Sequence[Delta]) -> int:
         """What the run comes to: by epochs, with as many tokens a sample as so far."""
-        ledger, tokens = self.ledger, self.commit["tokens"] + tokens
-        samples = len(ledger.committed) + sum(count(delta["samples"]) for delta in deltas)
+        ledger, tokens = self.ledger, self.commit.tokens + tokens
+        samples = len(ledger.committed) + sum(count(delta.samples) for delta in deltas)
         if not (ledger.epochs and samples and tokens):
-            return self.commit["total_tokens"]
+            return self.commit.total_tokens
         return round(tokens / samples * ledger.samples * ledger.epochs)
 
-    def after(self, commit: dict, now: float) -> "OpenRound":
+    def after(self, commit: Commit, now: float) -> "OpenRound":
         """The round on top of the version that this one has made."""
-        reverted = {commit["taken_back"]} if "taken_back" in commit else set()
+        reverted = {commit.taken_back} - {None}
         for key in list(self.accepted):
             self.forget(key) if reverted else self.ledger.commit(key)
-        facts = replace(self.facts, version=commit["version"],
+        facts = replace(self.facts, version=commit.version,
                         taken_back=self.facts.taken_back | reverted)  # fmt: skip
         kept = (self.ledger, facts, self.settings, self.paces_s)
         return OpenRound(commit, now, True, *kept)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from elastic.local import guards, rounds
 from elastic.local.guards import Moved, Running
 from elastic.local.rounds import Judgement
-from elastic.run.records import Header
+from elastic.run.records import Commit, Delta, Header
 
 UNTOLD = ("run", "layout", "fragments")  # in a commit, of a delta's header
 
@@ -27,10 +27,11 @@ class Checked:
     def moved(self) -> Moved:
         return Moved(self.norm, self.header.steps, self.header.lr_sum)
 
-    def to_json(self) -> dict:
+    @property
+    def delta(self) -> Delta:
         """What the commit says of it."""
         told = {name: it for name, it in vars(self.header).items() if name not in UNTOLD}
-        return told | {"norm": self.norm, "delivered": round(self.arrived, 3)}
+        return Delta(**told, norm=self.norm, delivered=round(self.arrived, 3))
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Recipe:
     restore: int = -1  # the version to go back to, with momentum 0, instead
 
 
-def merged(deltas: Sequence[Checked], commit: dict, settings) -> tuple[Recipe, dict]:
+def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe, dict]:
     """How deltas become the version after `commit`, in whatever order they came."""
     deltas = sorted(deltas, key=lambda checked: checked.header.key)
     headers, moves = [each.header for each in deltas], [each.moved for each in deltas]
-    base, running = commit["version"], Running.of(commit)
+    base, running = commit.version, Running.of(commit)
     shares = rounds.shares(headers, moves, base, settings.clip_norm, running)
     weight = sum(share.weight for share in shares)
     factors = [share.weight * share.clip / weight for share in shares]
@@ -66,10 +67,10 @@ def merged(deltas: Sequence[Checked], commit: dict, settings) -> tuple[Recipe, d
     return Recipe(base, tuple(headers), tuple(factors), lr, momentum), said
 
 
-def reverted(commit: dict) -> tuple[Recipe, dict]:
+def reverted(commit: Commit) -> tuple[Recipe, dict]:
     """How the version before `commit` becomes the one after it. Without momentum: what
     made this version bad may be in it."""
-    base, running = commit["version"], Running.of(commit).after_reverting()
-    said = {"taken_back": base, "suspect": guards.suspect(commit["deltas"]),
+    base, running = commit.version, Running.of(commit).after_reverting()
+    said = {"taken_back": base, "suspect": guards.suspect(commit.deltas),
             "running": running.to_json(), "bytes": 0}  # fmt: skip
     return Recipe(base, restore=base - 1), said

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from elastic.run.ledger import Ledger, Owner, Range
 from elastic.run.membership import Slot
+from elastic.run.records import Commit, Delta
 
 
 class Samples:
@@ -19,19 +20,20 @@ class Samples:
         self._may_settle_at = 0.0
         self._has_told: set[Owner] = set()  # it has asked this master, or declared
 
-    def begin(self, commit: dict, committed: Iterable[Range]) -> None:
+    def begin(self, commit: Commit, committed: Iterable[Range]) -> None:
         """A ledger as of `commit`. What is held stays so: nobody would say it again."""
         held = self.ledger.held if self.ledger else {}
-        self.ledger = Ledger(commit["dataset_samples"], commit["epochs"], committed)
+        self.ledger = Ledger(commit.dataset_samples, commit.epochs, committed)
         for owner, ranges in held.items():
             self.ledger.hold(owner, ranges)
 
-    def settle(self, now: float, commit: dict, health) -> None:
+    def settle(self, now: float, newest: Iterable[Delta], health) -> None:
         """Nothing is granted or reclaimed, and no round closes, until agents could
-        claim their leases again, and workers, between two steps, say what they hold."""
+        claim their leases again, and workers, between two steps, say what they hold.
+        `newest`: the deltas of the newest version."""
         # What sync mode has committed says nothing of seconds.
-        deltas = [delta for delta in commit["deltas"] if delta["steps"]]
-        step_s = max((d.get("seconds", 0.0) / d["steps"] for d in deltas), default=0.0)
+        deltas = [delta for delta in newest if delta.steps and delta.seconds]
+        step_s = max((delta.seconds / delta.steps for delta in deltas), default=0.0)
         self._may_settle_at = now + 2 * health.heartbeat_s + 1.0
         wait_s = max(health.stall_after_s, min(step_s, health.hang_timeout_s))
         self.settled_at = self._may_settle_at + wait_s

@@ -10,6 +10,7 @@ from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.worker_round import WorkerRound
+from elastic.run.records import Commit
 from elastic.train.inner_optimizer import Probe
 
 
@@ -85,7 +86,7 @@ class Adopt:
         base = self._hand.round.base
         self._probe.before(self._hand.round.steps)
         commit = self._load_newest(version)
-        version = commit["version"]
+        version = commit.version
         if base < 0:
             self._moments.adopt(version)
         else:
@@ -94,22 +95,22 @@ class Adopt:
         self._hand.begin(commit, self._round_on(version))
         self._line.say(state="training", version=version, step=0)
 
-    def _load_newest(self, version: int) -> dict:
+    def _load_newest(self, version: int) -> Commit:
         """Load a version, or if it is pruned a later one: this worker or its master
         slept."""
         commit = self._line.commit(version)
         while trouble := next(filter(None, self._group.gather(self._load(commit))), ""):
             newest = self._group.decide(self._line.run.told_version)
-            if newest <= commit["version"]:
+            if newest <= commit.version:
                 raise ElasticError(trouble)
             commit = self._line.commit(newest)
         return commit
 
-    def _load(self, commit: dict) -> str:
+    def _load(self, commit: Commit) -> str:
         """Load a version's parameters. Returns why it cannot be; empty if it was."""
         ahead = self._hand.ahead
         try:
-            fetched = ahead.fetched.get(commit["version"]) if ahead else None
+            fetched = ahead.fetched.get(commit.version) if ahead else None
             if ahead and ahead.round.steps:
                 fetched = fetched or self._exchange.fetch(commit)  # no rebase by halves
                 self._exchange.rebase(ahead.deltas, fetched)
@@ -122,7 +123,7 @@ class Adopt:
     def _heed_reverts(self, versions: range) -> None:
         """One of them may have reverted others, and say whose moments are suspect."""
         for commit in map(self._line.commit, versions):
-            if "taken_back" in commit and commit.get("suspect") == [*self._line.place.owner]:
+            if commit.suspect == self._line.place.owner:
                 self._moments.forget()
 
     def _round_on(self, version: int) -> WorkerRound:

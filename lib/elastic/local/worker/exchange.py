@@ -16,7 +16,7 @@ import torch
 
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
-from elastic.run.records import Fragment
+from elastic.run.records import Commit, Fragment
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import codec, codec_of
 from elastic.saved.merge import norm
@@ -65,7 +65,7 @@ class Exchange:
 
     # ---- in
 
-    def adopt(self, commit: dict, fetched: list[torch.Tensor] | None = None) -> None:
+    def adopt(self, commit: Commit, fetched: list[torch.Tensor] | None = None) -> None:
         """Set the replica to a version (`fetched`: its fragments, where they are here
         already). Collective; raises ElasticError, on all ranks, if it cannot be read."""
         read = partial(self._read, commit)
@@ -93,11 +93,11 @@ class Exchange:
         for index, values in enumerate(fetched):
             self.replica.rebase(index, values, deltas[index])
 
-    def fetch(self, commit: dict) -> list[torch.Tensor]:
+    def fetch(self, commit: Commit) -> list[torch.Tensor]:
         """All of a version's fragments. Raises ElasticError."""
         return [self._read(commit, index) for index in self._indices]
 
-    def _read(self, commit: dict, index: int) -> torch.Tensor:
+    def _read(self, commit: Commit, index: int) -> torch.Tensor:
         self.moved()
         return read_params(self.run, commit, self.replica.layout, index)
 

@@ -16,6 +16,7 @@ from elastic.local import rounds
 from elastic.local.worker.line import NoLine
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.run.ledger import Range, count, take
+from elastic.run.records import Commit
 from elastic.train.schedule import tokens_at
 
 AHEAD = 4  # of a round's steps, a quarter at most is done while its delta travels
@@ -33,7 +34,7 @@ class Ahead:
 class InHand:
     def __init__(self, line: NoLine, config: Config):
         self.line, self.config = line, config
-        self.commit: dict = {}  # of the base
+        self.commit: Commit | None = None  # of the base
         self.round = WorkerRound(-1, time.monotonic())
         self.sent: WorkerRound | None = None  # its delta is under way, with a courier
         self.ahead: Ahead | None = None
@@ -48,11 +49,11 @@ class InHand:
 
     # ---- rounds
 
-    def begin(self, commit: dict, round_: WorkerRound) -> None:
+    def begin(self, commit: Commit, round_: WorkerRound) -> None:
         """A version is adopted: train on top of it."""
         if self.round.steps:
             self._void_rounds = 0
-        if commit["version"] > self.round.base + 1:
+        if commit.version > self.round.base + 1:
             self.queue.clear()  # others may have it by now; ask again for what is free
         self.commit, self.round = commit, round_
 
@@ -101,15 +102,15 @@ class InHand:
         By epochs it is samples that count, whatever a loop says of tokens.
         """
         commit, own = self.commit, [done for done in (self.round, self.sent) if done]
-        workers, total = max(1, commit["workers"]), commit["total_tokens"]
+        workers, total = max(1, commit.workers), commit.total_tokens
         samples = sum(done.sample_count for done in own)
         tokens = sum(done.tokens for done in own)
         per_sample = tokens / samples if samples else 1.0
-        if commit["epochs"]:
-            per_sample = total / (commit["epochs"] * commit["dataset_samples"])
+        if commit.epochs:
+            per_sample = total / (commit.epochs * commit.dataset_samples)
         most = self.inner_steps * self.config.step_samples * workers
         trained, most = samples * per_sample, most * per_sample
-        return tokens_at(commit["tokens"], trained, workers, most) / total
+        return tokens_at(commit.tokens, trained, workers, most) / total
 
     # ---- samples, which rank 0 alone has
 

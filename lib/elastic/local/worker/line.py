@@ -25,7 +25,7 @@ from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
 from elastic.local.store import Ask, Store
 from elastic.run.ledger import Range
-from elastic.run.records import Header
+from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
 
 POLL_S = 1.0
@@ -105,7 +105,7 @@ class NoLine:
 
         return until_written(write, self.notice.has_run_out, say_why)
 
-    def commit(self, version: int) -> dict:
+    def commit(self, version: int) -> Commit:
         """Of a version that somebody has seen: on NFS others may see it only half a
         minute later. Raises ElasticError after two."""
         until = time.monotonic() + UNSEEN_S

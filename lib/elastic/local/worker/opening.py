@@ -11,6 +11,7 @@ import torch
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.local.worker.line import NoLine
+from elastic.run.records import Commit
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.saved.versions import Draft, read_layout, settle
@@ -30,11 +31,11 @@ def layout_of_run(
         _create(line, group, config, model, samples, tokens_per_sample)
     newest = line.commit(run.told_version())
     settle(run, newest)
-    layout = read_layout(run, newest["version"])
-    if samples != newest["dataset_samples"]:
+    layout = read_layout(run, newest.version)
+    if samples != newest.dataset_samples:
         raise ElasticError(
             f"this machine's data set has {samples} samples, the run's has"
-            f" {newest['dataset_samples']}",
+            f" {newest.dataset_samples}",
             "every worker must see the same data: the same files, the same Python",
         )
     own, of_run = shapes(model), sum(layout.to_json(), [])
@@ -62,17 +63,19 @@ def _create(
             zeros = torch.zeros_like(params)
             files += line.written(partial(draft.write_fragment, layout, index, params, zeros))
     if draft:
-        record = first_record(layout, config, samples, tokens_per_sample)
-        line.written(lambda: draft.commit(layout, files, record))
+        commit = first_commit(layout, config, samples, tokens_per_sample)
+        line.written(lambda: draft.commit(layout, files, commit))
     group.broadcast("version 0 is there")
 
 
-def first_record(layout: Layout, config: Config, samples: int, tokens_per_sample: int) -> dict:
-    """What the commit of version 0 says."""
+def first_commit(
+    layout: Layout, config: Config, samples: int, tokens_per_sample: int
+) -> Commit:
+    """That of version 0."""
     train = config.train
     total = max(1, train.max_tokens or train.epochs * samples * tokens_per_sample)
-    return {
-        "master_epoch": 0, "time": time.time(), "tokens": 0, "samples": [], "deltas": [],
-        "layout": layout.hash, "dataset_samples": samples, "epochs": train.epochs,
-        "total_tokens": total, "workers": 1,
-    }  # fmt: skip
+    return Commit(
+        version=0, master_epoch=0, time=time.time(), layout=layout.hash,
+        dataset_samples=samples, epochs=train.epochs, total_tokens=total,
+        tokens=0, samples=(), deltas=(), workers=1,
+    )  # fmt: skip
