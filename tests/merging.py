@@ -49,7 +49,7 @@ class Rounds:
 
     def new_master(self) -> None:
         """Forget everything but the run directory."""
-        commit = self.run.newest_commit()
+        commit = self.run.commits.newest()
         self.averager = Averager(self.run, self.config, commit.version)
         self.version = commit.version
 
@@ -58,7 +58,7 @@ class Rounds:
 
     def base(self, version: int | None = None) -> torch.Tensor:
         """What a worker of `version` (default: the newest) starts from, as float32."""
-        commit = self.run.commit(self.version if version is None else version)
+        commit = self.run.commits.of(self.version if version is None else version)
         indices = range(len(self.layout.fragments))
         return torch.cat([read_params(self.run, commit, self.layout, i).float() for i in indices])
 
@@ -98,13 +98,13 @@ class Rounds:
 
     def weigh(self, accepted: list[Checked]) -> tuple[Recipe, dict]:
         """How they become the next version, and what its commit says about it."""
-        return recipe.merged(accepted, self.run.commit(self.version), self.config.local_sgd)
+        return recipe.merged(accepted, self.run.commits.of(self.version), self.config.local_sgd)
 
     def close(self, accepted: list[Checked]) -> Commit:
         """Merge and commit the next version; returns the commit."""
         how, said = self.weigh(accepted)
         self.version = self.averager.commit(how, self.next(**said)).version
-        return self.run.commit(self.version)
+        return self.run.commits.of(self.version)
 
     def next(self, **said) -> Commit:
         """The commit of the next version, as far as it is known before that is made."""

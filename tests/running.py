@@ -76,13 +76,13 @@ class Running:
 
     @property
     def version(self) -> int:
-        return self.run.newest_version()
+        return self.run.commits.newest_version()
 
     def events(self, kind: str = "") -> list[dict]:
         return [event for event in self.run.events() if kind in ("", event["kind"])]
 
     def commits(self) -> list[Commit]:
-        return list(self.run.commits())
+        return list(self.run.commits.all())
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:
@@ -185,7 +185,7 @@ class Running:
     def ended(self, job_id: str, timeout_s: float = 40) -> dict:
         """Wait for a job's exit record."""
         def record() -> dict | None:
-            found = self.run.ending(job_id) or {}
+            found = self.run.jobs.ending(job_id) or {}
             return found if found.get("state") == "ended" else None
 
         return self.until(record, timeout_s, f"the exit record of job {job_id}")
@@ -213,12 +213,12 @@ class Running:
     def audit(self) -> dict:
         self.witness()
         version = None
-        while version != self.run.newest_version():  # else files were pruned while looked at
-            version = self.run.newest_version()
+        while version != self.run.commits.newest_version():  # else files were pruned
+            version = self.run.commits.newest_version()
             report = audit(self.run.path, self.config.checkpoint.keep, _checksum)
         assert not report["problems"], report["problems"]
         if self.run.done() and self.config.train.epochs:
-            samples = self.run.commit(0).dataset_samples * self.config.train.epochs
+            samples = self.run.commits.of(0).dataset_samples * self.config.train.epochs
             assert report["committed"] == samples
         return report
 

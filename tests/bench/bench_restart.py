@@ -99,7 +99,7 @@ def run_ours(box: Sandbox, home: Path, options) -> tuple[list, list[dict], list[
     restarts = run.events()
     for event in restarts:
         if event["kind"] == "restore":
-            event["launched"] = run.ending(event["job_id"])["started"]
+            event["launched"] = run.jobs.ending(event["job_id"])["started"]
     taken = steps()
     copy = [home / f"copy-{path.name}" for path in files]
     for source, target in zip(files, copy, strict=True):

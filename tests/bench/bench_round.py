@@ -186,7 +186,7 @@ def follow(run: RunDir, workers: int) -> dict[str, int]:
 
 def full_rounds(run: RunDir, workers: int) -> list[Commit]:
     """The commits with a delta of every worker, but the first: somebody had just come."""
-    return [commit for commit in run.commits() if len(commit.deltas) == workers][1:]
+    return [commit for commit in run.commits.all() if len(commit.deltas) == workers][1:]
 
 
 def stop(run: RunDir) -> None:

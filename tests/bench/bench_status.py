@@ -112,15 +112,15 @@ def make_run(home: Path, name: str, url: str, workers: int, first_id: int) -> li
                      delivered=now) for slot in range(workers)
         )  # fmt: skip
         told = {"tokens": 1000 * version, "total_tokens": 10**6, "loss": 2.0, "workers": workers}
-        run.link_commit(commit_of(version, time=now - 60 + version, deltas=deltas, **told))
+        run.commits.link(commit_of(version, time=now - 60 + version, deltas=deltas, **told))
     for number in range(EVENTS):
         run.event("delta", slot=number % workers, attempt=1, base=1, steps=100, tokens=1000)
     run.set_endpoint(Endpoint("", 0, 1, url))
     with_leases(run, workers, first_id)
     for slot in range(workers):
         fields = {"role": "worker", "slot": slot, "attempt": 1, "node": f"n{slot}"}
-        run.write_ending(str(first_id + slot), {"state": "started", **fields})
-    run.write_ending(str(first_id - 1), {"state": "started", "role": "master", "slot": 0})
+        run.jobs.write_ending(str(first_id + slot), {"state": "started", **fields})
+    run.jobs.write_ending(str(first_id - 1), {"state": "started", "role": "master", "slot": 0})
     places = [("worker", slot, first_id + slot) for slot in range(workers)]
     places.append(("master", 0, first_id - 1))
     return [row(job_id, job_name(name, role, slot), now, slot) for role, slot, job_id in places]

@@ -410,7 +410,7 @@ def ending(run, slurm, slot, outcome, **fields):
     (job,) = [job for job in slurm.listed.values() if job.name == name and not job.ended]
     record = {"job_id": job.job_id, "role": "worker", "slot": slot, "state": "ended", "steps": 0}
     times = {"time": slurm.now + 1, "started": slurm.now}
-    run.write_ending(job.job_id, {**record, "outcome": outcome, **times, **fields})
+    run.jobs.write_ending(job.job_id, {**record, "outcome": outcome, **times, **fields})
     slurm.listed[job.job_id] = replace(job, state="FAILED")
 
 

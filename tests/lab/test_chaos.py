@@ -181,8 +181,8 @@ def test_sync_mode_survives_and_counts_the_steps_that_came_again(tmp_path):
         run.until(lambda: len(list(run.run.path.glob("checkpoints/step-*.json"))) > 1, 60, "two")
         for kind in ("kill-worker", "preempt", "corrupt-checkpoint"):
             run.until(agent.training, 60, "it trains")
-            attempt, fault = run.run.latest_attempt(0), agent.inject(kind)
-            run.until(lambda n=attempt: run.run.latest_attempt(0) > n, 60, "the next attempt")
+            attempt, fault = run.run.slots.latest(0), agent.inject(kind)
+            run.until(lambda n=attempt: run.run.slots.latest(0) > n, 60, "the next attempt")
             run.until(lambda: agent.costs()[-1][1].back_s < math.inf, 60, f"{kind} is over")
             assert fault.what
         run.pace(0)

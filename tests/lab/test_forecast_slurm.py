@@ -117,8 +117,8 @@ class Stage:
     def measured(self) -> dict[str, float]:
         """The run's ledger until now."""
         elastic("reconcile", env=self.env)  # sees the ends of jobs
-        jobs = goodput.allocations(self.run.events(), self.run.endings(), 1, time.time())
-        work = goodput.work_in(self.run.commits(), self.run.lines("metrics.jsonl"))
+        jobs = goodput.allocations(self.run.events(), self.run.jobs.endings(), 1, time.time())
+        work = goodput.work_in(self.run.commits.all(), self.run.lines("metrics.jsonl"))
         return goodput.ledger(jobs, work)
 
 

@@ -113,7 +113,7 @@ def test_a_slow_worker_does_fewer_steps_and_the_round_does_not_wait_for_more(tmp
     # In the first round nobody knows a pace; before the first, not all four were there.
     steps = [
         {delta.slot: delta.steps for delta in commit.deltas}
-        for commit in run.run.commits(3)
+        for commit in run.run.commits.all(3)
         if len(commit.deltas) == 4
     ]
     assert len(steps) >= 3
@@ -132,7 +132,7 @@ def test_a_round_whose_workers_died_is_due_no_more(tmp_path):
             run.kill("trainer", slot)
         version = run.version
         run.until(lambda: run.version >= version + 2, 60, "the run goes on")
-    assert run.run.commit(version + 2).deltas[0].steps > 1
+    assert run.run.commits.of(version + 2).deltas[0].steps > 1
 
 
 def shares(commits: list[Commit], slots: range) -> list[float]:

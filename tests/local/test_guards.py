@@ -227,7 +227,7 @@ def test_a_run_with_nothing_but_defaults_refuses_none_of_its_deltas(tmp_path):
         refused = [event["reason"] for event in run.events("reject")]
         assert [reason for reason in refused if not reason.startswith(late)] == []
         assert run.events("restart") == []
-        commits = list(run.run.commits())
+        commits = list(run.run.commits.all())
         assert not [commit.version for commit in commits if commit.clipped]
         assert commits[-1].loss < 0.1 * commits[1].loss
 

@@ -158,7 +158,7 @@ def test_a_browser_opens_the_page_without_a_word_and_shows_what_happened(page: P
     for words in ("committed samples", "samples/s", "slot 0", "slot 2", "master", "training ",
                   "start-up", "had to leave", "Incidents"):  # fmt: skip
         assert words in shown, words
-    stays = timeline.stays(run.run.events(), run.run.endings(), 0)
+    stays = timeline.stays(run.run.events(), run.run.jobs.endings(), 0)
     ended = [stay for stay in stays if stay.outcome]
     assert ended
     for stay in ended:
@@ -228,14 +228,15 @@ def test_long_curves_are_thinned_and_keep_their_end():
 
 def test_json_lines_go_on_where_they_end(lived, tmp_path: Path):
     run, path = lived[0].run, tmp_path / "run.jsonl"
-    newest = run.newest_version()
+    newest = run.commits.newest_version()
     first = [row for row in metrics.rows(run, 0) if row["version"] <= newest - 2]
     path.write_text("".join(json.dumps(row) + "\n" for row in first) + '{"version": 9')
     done = elastic("metrics", "tiny", "--jsonl", path, env=environment(lived[0].home))
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["version"] for row in rows][:newest] == list(range(1, newest + 1))
-    assert rows[2] == {**rows[2], "loss": run.commit(3).loss, "tokens": run.commit(3).tokens}
+    third = run.commits.of(3)
+    assert rows[2] == {**rows[2], "loss": third.loss, "tokens": third.tokens}
 
 
 def test_prometheus_reads_all_runs(lived, tmp_path: Path):
@@ -264,18 +265,17 @@ def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path, monkeypatch):
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     points = read.Scalars("loss")
-    commits = [run.commit(version + 1) for version in range(len(points))]
+    commits = [run.commits.of(version + 1) for version in range(len(points))]
     assert [point.step for point in points] == [commit.tokens for commit in commits]
-    assert points[2].value == pytest.approx(run.commit(3).loss)
+    assert points[2].value == pytest.approx(run.commits.of(3).loss)
 
 
 def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: Path):
     commits = [commit_of(n, tokens=tokens, loss=2.0) for n, tokens in enumerate((0, 100, 300))]
     steps = [{"step": n, "tokens": 10 * n + 100, "time": 2.0, "loss": 3.0, "world": 4}
              for n in (1, 2, 1, 2, 3)]  # fmt: skip
-    run = SimpleNamespace(
-        newest_version=lambda: 2, commit=commits.__getitem__, lines=lambda _name: steps
-    )
+    commits = SimpleNamespace(newest_version=lambda: 2, of=commits.__getitem__)
+    run = SimpleNamespace(commits=commits, lines=lambda _name: steps)
     found = [(row.get("version"), row.get("step"), row["tokens"]) for row in metrics.rows(run, 0)]
     assert found == [(1, None, 100), (None, 1, 110), (None, 2, 120), (None, 3, 130), (2, None, 300)]
 

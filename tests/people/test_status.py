@@ -84,12 +84,12 @@ def lived(run: RunDir) -> RunDir:
     """A run with something in each of its files."""
     for version in range(4):
         told = {"tokens": 10 * version, "total_tokens": 99, "loss": 2.0}
-        run.link_commit(commit_of(version, time=time.time(), **told))
+        run.commits.link(commit_of(version, time=time.time(), **told))
     for slot in range(2):
         who = {"role": "worker", "slot": slot, "attempt": 1, "node": "n1"}
-        run.write_ending(f"{run.name}.{slot}", {"state": "started", **who})
+        run.jobs.write_ending(f"{run.name}.{slot}", {"state": "started", **who})
         run.event("start", job_id=f"{run.name}.{slot}", **who)
-    run.write_progress({"time": 1.0, "job_id": "1", "base_version": 9, "tokens": 40})
+    run.jobs.write_progress({"time": 1.0, "job_id": "1", "base_version": 9, "tokens": 40})
     (run.path / "reconcile.json").write_text('{"memory": {}}')
     return RunDir(run.path)  # it has read nothing yet
 

@@ -40,9 +40,9 @@ def test_a_new_run_has_all_it_needs_and_is_found_by_name(home, make_config):
     assert made.control() == CONTROL
     assert made.environment() == {"PATH": "/bin", "X": "é"}
     assert len(made.secret()) >= 32
-    assert made.newest_commit() is None
+    assert made.commits.newest() is None
     assert (made.done(), made.failed(), made.endpoint()) == (None, None, None)
-    assert (made.newest_epoch(), made.latest_attempt(3)) == (0, 0)
+    assert (made.masters.newest(), made.slots.latest(3)) == (0, 0)
     assert find("7b").path == made.path == (home / "runs/7b").resolve()
 
 
@@ -90,7 +90,7 @@ def test_of_many_who_make_the_same_run_one_does_and_it_is_whole(home, make_confi
         assert sorted(codes) == [0, 2, 2, 2]
         made = find(f"r{number}")
         assert made.config() == config
-        assert made.claim_attempt(0, {}) == 1
+        assert made.slots.claim(0, {}) == 1
 
 
 def test_who_comes_second_in_a_race_does_not_remove_the_firsts_run(make_run, monkeypatch):
@@ -197,11 +197,11 @@ def test_a_change_killed_at_any_step_is_made_or_not_made(run):
 
 @pytest.mark.parametrize("last", [0, 1, 2, 3, 4, 7, 8, 9, 100])
 def test_the_latest_number_is_found(run, last):
-    folder = run.slot_path(5)
+    folder = run.slots.path(5)
     for number in range(1, last + 1):
         (folder / f"{number:06d}.json").write_text("{}")
-    assert run.latest_attempt(5) == last
-    assert run.claim_attempt(5, {"job_id": "17"}) == last + 1
+    assert run.slots.latest(5) == last
+    assert run.slots.claim(5, {"job_id": "17"}) == last + 1
     assert json.loads((folder / f"{last + 1:06d}.json").read_text()) == {
         "job_id": "17", "number": last + 1,
     }  # fmt: skip
@@ -221,60 +221,60 @@ def test_who_waits_asks_for_no_name_that_is_not_there_yet(run, monkeypatch):
     for module in (durable, rundir):
         monkeypatch.setattr(module, "insist", watched)
     assert (run.endpoint(), run.done(), run.failed(), run.closing()) == (None, None, None, "")
-    assert (run.told_version(), run.latest_attempt(5), run.newest_epoch()) == (-1, 0, 0)
-    assert run.left_offers(0) == []
+    assert (run.commits.told_version(), run.slots.latest(5), run.masters.newest()) == (-1, 0, 0)
+    assert run.offers.left(0) == []
     assert asked == []
 
 
 def test_a_version_is_told_of_by_a_hint_or_by_the_names(run):
     for version in range(3):
         assert link(run, version)
-    assert run.told_version() == 2
+    assert run.commits.told_version() == 2
     (run.path / "newest.json").write_text('{"version": 1}')  # a master died before it told
-    assert (run.told_version(), run.newest_version()) == (1, 2)
+    assert (run.commits.told_version(), run.commits.newest_version()) == (1, 2)
     (run.path / "newest.json").unlink()
-    assert run.told_version() == 2
+    assert run.commits.told_version() == 2
 
 
 def test_processes_that_claim_at_once_get_different_numbers(run):
     def claim(who):
-        return all(run.claim_attempt(2, {"who": who}) for _ in range(10))
+        return all(run.slots.claim(2, {"who": who}) for _ in range(10))
 
     assert in_children([lambda w=w: claim(w) for w in range(4)]) == [0] * 4
-    records = [json.loads(path.read_text()) for path in run.slot_path(2).glob("*.json")]
+    records = [json.loads(path.read_text()) for path in run.slots.path(2).glob("*.json")]
     assert sorted(record["number"] for record in records) == list(range(1, 41))
     for who in range(4):
         assert sum(record["who"] == who for record in records) == 10
-    assert run.latest_attempt(2) == 40
+    assert run.slots.latest(2) == 40
 
 
 def test_a_claim_killed_at_any_step_leaves_no_gap(run):
     for number in range(1, 12):
-        code = killed_at(number, lambda: run.claim_attempt(0, {}))
+        code = killed_at(number, lambda: run.slots.claim(0, {}))
     assert code != KILLED
-    claimed = run.claim_attempt(0, {})
-    names = sorted(path.name for path in run.slot_path(0).glob("[0-9]*.json"))
+    claimed = run.slots.claim(0, {})
+    names = sorted(path.name for path in run.slots.path(0).glob("[0-9]*.json"))
     assert names == [f"{n:06d}.json" for n in range(1, claimed + 1)]
 
 
 def test_epochs_of_masters_and_attempts_of_slots_are_counted_apart(run):
-    assert [run.claim_epoch({}), run.claim_epoch({}), run.claim_attempt(0, {})] == [1, 2, 1]
-    assert [run.claim_attempt(1, {}), run.claim_attempt(0, {})] == [1, 2]
-    assert (run.newest_epoch(), run.latest_attempt(0), run.latest_attempt(1)) == (2, 2, 1)
+    assert [run.masters.claim({}), run.masters.claim({}), run.slots.claim(0, {})] == [1, 2, 1]
+    assert [run.slots.claim(1, {}), run.slots.claim(0, {})] == [1, 2]
+    assert (run.masters.newest(), run.slots.latest(0), run.slots.latest(1)) == (2, 2, 1)
 
 
 # ---- commits ------------------------------------------------------------------------------------
 
 
 def link(run, version, **more):
-    return run.link_commit(commit_of(version, **more))
+    return run.commits.link(commit_of(version, **more))
 
 
 def test_a_version_is_committed_once(run):
     assert link(run, 0, writer="a")
     assert not link(run, 0, writer="b")
-    assert run.commit(0).writer == "a"
-    assert run.newest_version() == 0
+    assert run.commits.of(0).writer == "a"
+    assert run.commits.newest_version() == 0
 
 
 @pytest.mark.parametrize("hint", [None, "", -1, 0, 3, 4])
@@ -286,32 +286,32 @@ def test_the_newest_commit_is_found_from_a_hint_that_may_be_old(run, hint):
     else:
         text = json.dumps({"version": hint}) if hint != "" else ""  # a crash left nothing of it
         (run.path / "newest.json").write_text(text)
-    assert run.newest_version() == 4
-    assert run.newest_commit().version == 4
-    assert [record.version for record in run.commits()] == [0, 1, 2, 3, 4]
+    assert run.commits.newest_version() == 4
+    assert run.commits.newest().version == 4
+    assert [record.version for record in run.commits.all()] == [0, 1, 2, 3, 4]
 
 
 def test_a_commit_counts_though_the_hint_cannot_be_written(run, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(rundir, "replace_quickly", full)
+    monkeypatch.setattr("elastic.run.commits.replace_quickly", full)
     assert link(run, 0)
-    assert run.newest_version() == 0
+    assert run.commits.newest_version() == 0
 
 
 # ---- what became of jobs, and of the run --------------------------------------------------------
 
 
 def test_a_job_says_that_it_started_and_then_how_it_ended(run):
-    assert run.ending("4711") is None
+    assert run.jobs.ending("4711") is None
     who, ended = {"role": "worker", "slot": 0}, {"outcome": "done", "reason": "x"}
-    run.write_ending("4711", {"job_id": "4711", "state": "started", **who})
-    run.write_ending("4712", {"job_id": "4712", "state": "started", **who})
-    run.write_ending("4711", {"job_id": "4711", "state": "ended", **who, **ended})
+    run.jobs.write_ending("4711", {"job_id": "4711", "state": "started", **who})
+    run.jobs.write_ending("4712", {"job_id": "4712", "state": "started", **who})
+    run.jobs.write_ending("4711", {"job_id": "4711", "state": "ended", **who, **ended})
     (run.path / "exit" / ".4713.json.deadbeef").write_text("{half")  # its writer was killed
-    assert run.ending("4711")["outcome"] == "done"
-    assert [record["state"] for record in run.endings()] == ["ended", "started"]
+    assert run.jobs.ending("4711")["outcome"] == "done"
+    assert [record["state"] for record in run.jobs.endings()] == ["ended", "started"]
 
 
 def test_a_run_is_done_or_has_failed_until_somebody_clears_it(run):

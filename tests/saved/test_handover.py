@@ -46,7 +46,7 @@ def trained(run: RunDir, step: int, base: int = 0, tokens: int = 10):
     net, optimizer = make(2)
     to_sync(run, base, net)
     train(net, optimizer)
-    before = run.commit(base).tokens
+    before = run.commits.of(base).tokens
     samples = [[0, before, tokens]] if tokens > before else []
     who = {"role": "trainer", "slot": 0, "attempt": 1}
     delta = {**who, "steps": 1, "samples": samples, "loss": 1.0}
@@ -61,7 +61,7 @@ def trained(run: RunDir, step: int, base: int = 0, tokens: int = 10):
 
 def assert_is(run: RunDir, version: int, net) -> None:
     """The version holds exactly the parameters of `net`, and what workers pull is their bf16."""
-    commit, layout = run.commit(version), Layout.of(shapes(net), 200)
+    commit, layout = run.commits.of(version), Layout.of(shapes(net), 200)
     replica = Replica(net, layout)
     for index in range(len(layout.fragments)):
         params, momentum = read_exactly(run, commit, layout, index)
@@ -76,7 +76,7 @@ def test_parameters_go_there_and_back_bit_for_bit(begun):
     for one, other in zip(net.parameters(), make(1)[0].parameters(), strict=True):
         assert torch.equal(one, other)
     net = trained(begun, 5)
-    commit, refused = to_local(begun, begun.newest_commit(), 3)
+    commit, refused = to_local(begun, begun.commits.newest(), 3)
     assert (commit.version, commit.master_epoch, commit.tokens, refused) == (1, 3, 10, [])
     assert_is(begun, 1, net)
     again, _ = make(4)
@@ -88,7 +88,7 @@ def test_parameters_go_there_and_back_bit_for_bit(begun):
 
 def test_only_what_was_trained_on_top_of_the_newest_version_counts(begun):
     trained(begun, 1)
-    first, _ = to_local(begun, begun.newest_commit(), 1)
+    first, _ = to_local(begun, begun.commits.newest(), 1)
     assert to_local(begun, first, 2)[0].version == 1  # it has been taken
     trained(begun, 9, base=0, tokens=90)  # by a trainer that does not know it yet
     trained(begun, 2, base=1, tokens=10)  # that has trained nothing
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before(begun):
     net = trained(begun, 1)
     trained(begun, 2, tokens=20)
     (begun.path / "checkpoints/step-00000002/.metadata").write_bytes(b"\x80")
-    commit, (reason,) = to_local(begun, begun.newest_commit(), 1)
+    commit, (reason,) = to_local(begun, begun.commits.newest(), 1)
     assert commit.tokens == 10
     assert "step 2: committed file is damaged" in reason
     assert_is(begun, 1, net)
@@ -112,12 +112,12 @@ def test_killed_at_any_moment_it_is_done_again_and_once(begun, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)
     outcomes = []
     for epoch in itertools.count(1):
-        before = begun.newest_commit()
+        before = begun.commits.newest()
         net = trained(begun, epoch, before.version, before.tokens + 1)
         code = killed_at(epoch, lambda c=before, e=epoch: to_local(begun, c, e)[0])
         assert code in (0, KILLED)
-        outcomes.append(begun.newest_version() > before.version)
-        newest = begun.newest_commit()
+        outcomes.append(begun.commits.newest_version() > before.version)
+        newest = begun.commits.newest()
         remove_drafts(begun, newest)
         commit, refused = to_local(begun, newest, epoch)
         assert (commit.version, refused) == (before.version + 1, [])
@@ -126,7 +126,7 @@ def test_killed_at_any_moment_it_is_done_again_and_once(begun, monkeypatch):
             break
     assert outcomes == sorted(outcomes)  # first not committed, from one call on committed
     assert 2 < sum(outcomes) < epoch - 10
-    assert audit(begun.path, keep=begun.newest_version())["problems"] == []
+    assert audit(begun.path, keep=begun.commits.newest_version())["problems"] == []
 
 
 def test_closing_says_why_the_processes_of_a_mode_leave(run):

@@ -60,7 +60,7 @@ def commit(run, version, writer="epoch1"):
 
 def assert_whole(run, version):
     """The version is committed, and every bit of it can be read."""
-    record = run.commit(version)
+    record = run.commits.of(version)
     assert (record.version, record.tokens) == (version, 100 * version)
     outer = read_outer(run, record, 0.9)
     assert outer.layout == LAYOUT
@@ -95,7 +95,7 @@ def test_a_version_is_safetensors_by_parameter_name_for_anybody_to_load(run):
     }
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in folder.iterdir())
     assert read_layout(run, 0) == LAYOUT
-    entries = run.commit(0).files
+    entries = run.commits.of(0).files
     assert {entry["path"] for entry in entries} == {
         str(path.relative_to(run.path)) for path in folder.iterdir()
     }
@@ -127,19 +127,19 @@ def test_bytes_are_durable_before_the_commit_points_to_them(run, monkeypatch):
 def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
     version, outcomes = 0, []
     for number in itertools.count(1):
-        records = {v: run.commit_path(v).read_bytes() for v in range(version)}
+        records = {v: run.commits.path(v).read_bytes() for v in range(version)}
         code = killed_at(number, lambda v=version: commit(run, v), SAVE)
         assert code in (0, KILLED)
-        newest = run.newest_commit()
-        assert run.newest_version() in (version - 1, version)
-        outcomes.append(run.newest_version() == version)
+        newest = run.commits.newest()
+        assert run.commits.newest_version() in (version - 1, version)
+        outcomes.append(run.commits.newest_version() == version)
         if newest:
             remove_drafts(run, newest)
             assert_whole(run, newest.version)
         if not outcomes[-1]:
             assert commit(run, version, writer=f"epoch{number + 1}")
         assert_whole(run, version)
-        assert {v: run.commit_path(v).read_bytes() for v in range(version)} == records
+        assert {v: run.commits.path(v).read_bytes() for v in range(version)} == records
         version += 1
         if code == 0:
             break
@@ -148,7 +148,7 @@ def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
     assert 2 < sum(outcomes) < number - 15
     for each in range(version):
         assert_whole(run, each)
-    remove_drafts(run, run.newest_commit())
+    remove_drafts(run, run.commits.newest())
     assert drafts(run) == []
 
 
@@ -183,7 +183,7 @@ def test_a_commit_that_fails_at_any_step_is_tried_again_and_loses_nothing(make_r
         if not fired:
             break
     assert number > 25
-    remove_drafts(rounds.run, rounds.run.newest_commit())
+    remove_drafts(rounds.run, rounds.run.commits.newest())
     assert drafts(rounds.run) == []
     rounds.averager.close()
 
@@ -200,7 +200,7 @@ def test_a_link_whose_answer_was_lost_is_still_the_writers_own(run, monkeypatch)
     assert commit(run, 0)
     assert_whole(run, 0)
     draft, files = write(run, 1)
-    run.link_commit(commit_of(1, writer="epoch1"))  # its own first try
+    run.commits.link(commit_of(1, writer="epoch1"))  # its own first try
     assert draft.commit(LAYOUT, files, commit_of())
 
 
@@ -217,7 +217,7 @@ def test_who_never_hears_of_its_link_throws_nothing_away(make_run, monkeypatch, 
     if goes_on:  # as after a full disk
         recipe, said = rounds.weigh(accepted)
         assert rounds.averager.commit(recipe, rounds.next(**said)) is None
-    remove_drafts(rounds.run, rounds.run.newest_commit())
+    remove_drafts(rounds.run, rounds.run.commits.newest())
     rounds.new_master()
     assert rounds.version == 1
     assert torch.equal(rounds.base(), read_whole(rounds))
@@ -225,7 +225,7 @@ def test_who_never_hears_of_its_link_throws_nothing_away(make_run, monkeypatch, 
 
 
 def read_whole(rounds):
-    commit, indices = rounds.run.commit(1), range(len(rounds.layout.fragments))
+    commit, indices = rounds.run.commits.of(1), range(len(rounds.layout.fragments))
     outer = [versions.read_exactly(rounds.run, commit, rounds.layout, i)[0] for i in indices]
     return torch.cat(outer).bfloat16().float()
 
@@ -255,7 +255,7 @@ def deaf_after_link(patch) -> list:
 
 def test_a_draft_of_a_committed_version_is_not_begun_anew(run):
     draft, files = write(run, 0)
-    run.link_commit(commit_of(writer="epoch1", files=files))
+    run.commits.link(commit_of(writer="epoch1", files=files))
     Draft(run, 0, "epoch1")
     draft.discard()
     assert drafts(run) == [".000000.epoch1"]
@@ -270,7 +270,7 @@ def test_a_committed_version_that_did_not_get_its_name_gets_it_later(run, monkey
         assert commit(run, 1)
     assert commit(run, 2)
     assert drafts(run) == [".000001.epoch1"]
-    remove_drafts(run, run.newest_commit())
+    remove_drafts(run, run.commits.newest())
     assert drafts(run) == []
     assert run.version_path(1).exists()
     assert_whole(run, 1)
@@ -294,9 +294,9 @@ def test_of_two_that_write_the_same_version_one_wins(run):
 def test_who_is_late_with_the_same_version_changes_nothing(run):
     (first, files), (second, more) = write(run, 0, "epoch1"), write(run, 0, "epoch2")
     assert first.commit(LAYOUT, files, commit_of())
-    before = run.commit_path(0).read_bytes()
+    before = run.commits.path(0).read_bytes()
     assert not second.commit(LAYOUT, more, commit_of(tokens=999))
-    assert run.commit_path(0).read_bytes() == before
+    assert run.commits.path(0).read_bytes() == before
     assert_whole(run, 0)
     assert drafts(run) == []
 
@@ -304,7 +304,7 @@ def test_who_is_late_with_the_same_version_changes_nothing(run):
 def test_a_new_master_does_not_take_the_draft_that_an_old_one_is_about_to_commit(run):
     commit(run, 0)
     draft, files = write(run, 1, "epoch1")
-    remove_drafts(run, run.newest_commit())
+    remove_drafts(run, run.commits.newest())
     assert draft.commit(LAYOUT, files, commit_of(1, tokens=100))
     assert_whole(run, 1)
 
@@ -314,7 +314,7 @@ def test_a_worker_still_writing_version_0_when_another_has_made_it_just_loses(ru
     params, momentum = tensors(0)
     files = slow.write_fragment(LAYOUT, 0, params[0], momentum[0])
     commit(run, 0, "slot0.1")
-    remove_drafts(run, run.newest_commit())
+    remove_drafts(run, run.commits.newest())
     assert slow.folder.exists()  # its writer lives, and would trip over its absence
     for version in range(1, 6):
         commit(run, version)
@@ -332,7 +332,7 @@ def test_drafts_of_dead_writers_go_when_their_version_is_history(run):
     (run.path / "versions/.nfs000123abc").write_text("an NFS client's own")
     for version in range(3):
         commit(run, version, "epoch2")
-    remove_drafts(run, run.newest_commit())
+    remove_drafts(run, run.commits.newest())
     assert drafts(run) == [".000003.epoch1", ".nfs000123abc"]
     for version in range(3, 5):
         commit(run, version, "epoch2")
@@ -361,12 +361,12 @@ def test_drafts_of_dead_writers_go_when_their_version_is_history(run):
 def test_a_damaged_file_is_refused_with_its_path_and_what_it_should_be(run, name, damage, words):
     commit(run, 0)
     path = run.path / "versions/000000" / name
-    entry = next(e for e in run.commit(0).files if e["path"].endswith(name))
+    entry = next(e for e in run.commits.of(0).files if e["path"].endswith(name))
     damage(path)
     read = read_params if name.startswith("params") else read_outer
     rest = (LAYOUT, 1) if read is read_params else (0.9,)
     with pytest.raises(ElasticError, match=words) as caught:
-        read(run, run.commit(0), *rest)
+        read(run, run.commits.of(0), *rest)
     assert str(path) in caught.value.what
     assert caught.value.hint
     if path.exists():
@@ -381,7 +381,7 @@ def flipped(data):
 def test_a_file_that_the_commit_does_not_name_is_never_read(run):
     commit(run, 0)
     with pytest.raises(ElasticError, match="version 0 has no file params-07"):
-        read_params(run, run.commit(0), LAYOUT, 7)
+        read_params(run, run.commits.of(0), LAYOUT, 7)
 
 
 # ---- pruning ------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_the_last_versions_and_every_mth_are_kept_and_every_record(run, keep, ev
         commit(run, version)
         prune(run, version, keep, every)
     assert [v for v in range(12) if run.version_path(v).exists()] == kept
-    assert [record.version for record in run.commits()] == list(range(12))
+    assert [record.version for record in run.commits.all()] == list(range(12))
     for version in kept:
         assert_whole(run, version)
     newest = [int(path.name) for path in (run.path / "deltas").iterdir()]
@@ -409,7 +409,7 @@ def test_a_smaller_keep_catches_up_and_a_pruned_version_says_so(run):
     assert prune(run, 5, keep=2, keep_every=0) == [0, 1, 2, 3]
     assert prune(run, 5, keep=2, keep_every=0) == []
     with pytest.raises(ElasticError, match="is gone"):
-        read_params(run, run.commit(1), LAYOUT, 0)
+        read_params(run, run.commits.of(1), LAYOUT, 0)
 
 
 def test_pruning_cut_short_leaves_whole_versions_and_is_finished_later(run, monkeypatch):
@@ -487,13 +487,13 @@ def test_a_full_disk_delays_a_version_and_loses_nothing(small_disk, make_run):
 
     def wait_for_space():
         waits.append(drafts(rounds.run))
-        assert rounds.run.newest_version() == 1
+        assert rounds.run.commits.newest_version() == 1
         if len(waits) == 3:
             small_disk.make_space()
 
     small_disk.fill()
     as_often_as_it_takes(rounds, accepted, wait_for_space)
-    commits.append(rounds.run.commit(2))
+    commits.append(rounds.run.commits.of(2))
     assert waits == [[], [], []]  # what did not fit was removed each time
     expected = rounds.theta
     rounds.new_master()

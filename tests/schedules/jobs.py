@@ -19,6 +19,7 @@ from elastic.jobs.history import TRAINER, WORKER
 from elastic.jobs.plan import CANCEL, SUBMIT
 from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import Job, Refused, RetryLater, Unsure, job_name
+from elastic.run import told
 from elastic.run.rundir import Control, RunDir
 from schedules.actors import Actor, Cast, Violation, must, operations
 
@@ -74,6 +75,7 @@ class MemoryRun(RunDir):
     def __init__(self, world: "Jobs"):
         super().__init__(Path("/nowhere/run-a"))
         self.private = self.path
+        self.jobs = MemoryJobs(self)
         self.world, self.records = world, {}
         self.wanted = Control("local", "running", 1, 3)
         self.is_done = self.has_failed = None
@@ -100,11 +102,15 @@ class MemoryRun(RunDir):
     def event(self, kind, **fields):
         pass
 
+
+class MemoryJobs(told.Jobs):
+    """Exit records, likewise."""
+
     def ending(self, job_id):
-        return self.records.get(job_id)
+        return self.run.records.get(job_id)
 
     def endings(self):
-        return list(self.records.values())
+        return list(self.run.records.values())
 
 
 class Pass(reconcile._Pass):

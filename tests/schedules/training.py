@@ -32,9 +32,12 @@ from elastic.local.worker import adopt, agent, deliver, in_hand, line, local_sgd
 from elastic.local.worker.agent import SILENT, Agent
 from elastic.local.worker.line import Line, Place
 from elastic.local.worker.local_sgd import LocalSGD
+from elastic.run.claims import Masters, Slots
+from elastic.run.commits import Commits
 from elastic.run.ledger import count
 from elastic.run.records import Commit, Fragment, Header
 from elastic.run.rundir import Control, Endpoint, RunDir
+from elastic.run.told import Jobs, Offers
 from elastic.train.group import Group
 from schedules.actors import Actor, Cast, Violation, must, operations
 from schedules.memory_redis import Client, Server
@@ -99,7 +102,9 @@ class MemoryRun(RunDir):
     def __init__(self, world: "Training"):
         super().__init__(Path("/nowhere/run-a"))
         self.private = self.path
-        self.world = world
+        self.commits, self.slots = MemoryCommits(self), MemorySlots(self)
+        self.masters, self.jobs = MemoryMasters(self), MemoryJobs(self)
+        self.offers, self.world = MemoryOffers(self), world
         self.epochs, self.attempts = 0, {}
         self.linked: dict[int, str] = {}
         self.left: dict[tuple[int, int, int], bytes] = {}
@@ -125,12 +130,6 @@ class MemoryRun(RunDir):
         if kind == "reject":
             self.world.rejected.append(fields)
 
-    def write_ending(self, job_id, record):
-        pass
-
-    def ending(self, job_id):
-        return None
-
     def endpoint(self):
         self.world.edge("read endpoint.json")
         view = self.world.view()
@@ -145,61 +144,81 @@ class MemoryRun(RunDir):
         self.world.changes("write endpoint.json")
         self.where = endpoint
 
-    def claim_epoch(self, record):
-        self.world.edge("claim an epoch")
-        self.epochs += 1
-        return self.epochs
-
-    def newest_epoch(self):
-        self.world.edge("look for a newer epoch")
-        view = self.world.view()
-        newest = view.epochs if view else self.epochs
-        if newest > self.world.epoch_of_acting():
-            self.world.fenced()
-        return newest
-
-    def claim_attempt(self, slot, record):
-        self.attempts[slot] = self.attempts.get(slot, 0) + 1
-        return self.attempts[slot]
-
-    def latest_attempt(self, slot):
-        return self.attempts.get(slot, 0)
-
-    def leave_offer(self, header):
-        self.world.changes("leave an offer")
-        self.left[header.key] = json.dumps(header.to_json()).encode()
-
-    def left_offers(self, base):
-        self.world.edge("look for offers that were left")
-        return [(f"{slot}:{attempt}", body)
-                for (slot, attempt, of), body in sorted(self.left.items()) if of == base]
-
     def mark_done(self, record):
         self.world.changes("write DONE")
         self.end = record
 
-    def commit(self, version):
-        self.world.edge("read a commit")
-        return Commit.of(json.loads(self.linked[version])) if version < self.seen() else None
+    def shortage(self, least_bytes):
+        return "the disk is full" if self.world.full else ""
+
+
+class MemoryMasters(Masters):
+    def claim(self, record):
+        self.run.world.edge("claim an epoch")
+        self.run.epochs += 1
+        return self.run.epochs
+
+    def newest(self):
+        world = self.run.world
+        world.edge("look for a newer epoch")
+        view = world.view()
+        newest = view.epochs if view else self.run.epochs
+        if newest > world.epoch_of_acting():
+            world.fenced()
+        return newest
+
+
+class MemorySlots(Slots):
+    def claim(self, slot, record):
+        attempts = self.run.attempts
+        attempts[slot] = attempts.get(slot, 0) + 1
+        return attempts[slot]
+
+    def latest(self, slot):
+        return self.run.attempts.get(slot, 0)
+
+
+class MemoryJobs(Jobs):
+    def write_ending(self, job_id, record):
+        pass
+
+    def ending(self, job_id):
+        return None
+
+
+class MemoryOffers(Offers):
+    def leave(self, header):
+        self.run.world.changes("leave an offer")
+        self.run.left[header.key] = json.dumps(header.to_json()).encode()
+
+    def left(self, base):
+        self.run.world.edge("look for offers that were left")
+        return [(f"{slot}:{attempt}", body)
+                for (slot, attempt, of), body in sorted(self.run.left.items()) if of == base]
+
+
+class MemoryCommits(Commits):
+    def of(self, version):
+        run = self.run
+        run.world.edge("read a commit")
+        return Commit.of(json.loads(run.linked[version])) if version < run.seen() else None
 
     def newest_version(self):
-        self.world.edge("look for the newest version")
-        return self.seen() - 1
+        self.run.world.edge("look for the newest version")
+        return self.run.seen() - 1
 
     told_version = newest_version
 
-    def link_commit(self, commit):
-        self.world.changes("link a commit")
-        if view := self.world.view():  # the server decides, and then the name is known here
+    def link(self, commit):
+        run, world = self.run, self.run.world
+        world.changes("link a commit")
+        if view := world.view():  # the server decides, and then the name is known here
             view.commits = max(view.commits, commit.version + 1)
-            self.world.linked_late.add(commit.version)
-        if commit.version in self.linked:
+            world.linked_late.add(commit.version)
+        if commit.version in run.linked:
             return False
-        self.linked[commit.version] = json.dumps(commit.to_json())
+        run.linked[commit.version] = json.dumps(commit.to_json())
         return True
-
-    def shortage(self, least_bytes):
-        return "the disk is full" if self.world.full else ""
 
 
 class MemoryDraft:
@@ -210,8 +229,8 @@ class MemoryDraft:
 
     def commit(self, layout, files: list, commit: Commit) -> Commit | None:
         commit = replace(commit, writer=self.writer, files=tuple(files))
-        won = self.run.link_commit(commit)
-        won = won or self.run.commit(self.version).writer == self.writer
+        won = self.run.commits.link(commit)
+        won = won or self.run.commits.of(self.version).writer == self.writer
         return commit if won else None
 
     def discard(self) -> None:
@@ -338,9 +357,9 @@ class Life(LocalSGD):
     """The life of a worker, without a model."""
 
     def open(self, dataset) -> None:
-        if self.run.newest_version() < 0:
+        if self.run.commits.newest_version() < 0:
             first = opening.first_commit(LAYOUT, self.config, len(dataset), 1)
-            self.run.link_commit(replace(first, writer=self.place.job_id))
+            self.run.commits.link(replace(first, writer=self.place.job_id))
         self.join(MemoryExchange(self.run.world, self._hand), NoMoments())
 
     def live(self) -> None:
@@ -358,7 +377,7 @@ class Worker:
         self.notice, self.next_beat = Notice(), world.now
         self.agent = Agent(run, slot, self.notice)
         self.agent.program.job_id = f"{slot}"
-        self.agent.program.attempt = self.attempt = run.claim_attempt(slot, {})
+        self.agent.program.attempt = self.attempt = run.slots.claim(slot, {})
         place = Place(run, slot, self.attempt, f"{slot}.{self.attempt}")
         optimizer = SimpleNamespace(param_groups=[])
         self.life = Life(torch.nn.Linear(1, 1), optimizer, place, self.notice, Group())

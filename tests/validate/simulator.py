@@ -178,7 +178,7 @@ class Simulator:
     @classmethod
     def of(cls, run: RunDir, task) -> "Simulator":
         """At version 0 of a run."""
-        first, config = run.commit(0), run.config()
+        first, config = run.commits.of(0), run.config()
         params = read_outer(run, first, config.local_sgd.outer_momentum).params
         start = Start(params, first.tokens, first.workers)
         return cls(task, config, start, first.dataset_samples, first.total_tokens)

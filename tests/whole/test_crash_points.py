@@ -105,7 +105,7 @@ class Worker:
 
     def __init__(self, run: RunDir, slot: int):
         self.run, self.slot, self.base, self.header = run, slot, -1, None
-        self.attempt = run.claim_attempt(slot, {"job_id": "7"})
+        self.attempt = run.slots.claim(slot, {"job_id": "7"})
         self.asked: Ask | None = None
         self._numbers = iter(range(1, 1000))
 
@@ -170,7 +170,7 @@ def assert_sound(run: RunDir) -> dict:
     """The ledger adds up, and the newest version is there to its last bit."""
     found = audit(run.path, 1, checksum)
     assert found["problems"] == []
-    newest = run.newest_commit()
+    newest = run.commits.newest()
     layout = read_layout(run, newest.version)
     for index in range(len(layout.fragments)):
         assert read_params(run, newest, layout, index).isfinite().all()
@@ -183,7 +183,7 @@ def assert_cleared(run: RunDir, *more: str) -> None:
     left = [path for path in run.path.rglob(".*")
             if not (record.fullmatch(path.name) and path.is_file()
                     and path.stat().st_size < SMALL)]  # fmt: skip
-    newest = run.newest_version()
+    newest = run.commits.newest_version()
     left += [p for p in (run.path / "versions").glob("[0-9]*") if int(p.name) != newest]
     left += [p for p in (run.path / "deltas").glob("[0-9]*") if int(p.name) < newest]
     names = [str(path.relative_to(run.path)) for path in left]
@@ -272,7 +272,7 @@ def delivered(run) -> tuple[RunDir, list[Worker]]:
     """Version 1 is committed, and both workers have offered a delta on top of it."""
     create_version_0(run)
     workers = [Worker(run, slot) for slot in (0, 1)]
-    go_on(run, workers, lambda: run.newest_version() == 1)
+    go_on(run, workers, lambda: run.commits.newest_version() == 1)
     store = Store.open(run, role="master")
     go_on(run, workers, lambda: all(worker.header and worker.base == 1 for worker in workers))
     assert store.offers([1])[1].keys() == {"0:1", "1:1"}
@@ -284,7 +284,7 @@ def test_a_masters_turn(world, delivered, request):
     """It takes over, judges two deltas, commits version 2, clears away version 1, and leaves."""
     run, workers = delivered
     before = commits(run)
-    epochs = run.newest_epoch()
+    epochs = run.masters.newest()
 
     def act() -> None:
         one = Turns(run)
@@ -300,7 +300,7 @@ def test_a_masters_turn(world, delivered, request):
             assert one.main() == 0
 
     def check(point: Point) -> None:
-        done = run.newest_version()
+        done = run.commits.newest_version()
         assert done in (1, 2)
         kept = commits(run)
         assert before.items() <= kept.items()
@@ -311,7 +311,7 @@ def test_a_masters_turn(world, delivered, request):
         assert one.epoch == used + 1
         assert kept.items() <= commits(run).items()
         assert assert_sound(run)["committed"] == SAMPLES
-        assert run.newest_version() > done
+        assert run.commits.newest_version() > done
         assert_cleared(run)
 
     report(request, try_all(world, act, check))
@@ -354,7 +354,7 @@ def waiting(run) -> RunDir:
     """Version 1 is committed; whoever gets slot 0 next is granted samples of the next round."""
     create_version_0(run)
     workers = [Worker(run, slot) for slot in (0, 1)]
-    go_on(run, workers, lambda: run.newest_version() == 1)
+    go_on(run, workers, lambda: run.commits.newest_version() == 1)
     store = Store.open(run)
     for _ in range(5):  # a master grants as often as it is asked; the first word only tells it
         store.grant({(0, attempt): (2, [(0, 8, 12)]) for attempt in (2, 3)})
@@ -380,7 +380,7 @@ def test_a_slots_life(world, waiting, request):
         go_on(run, workers, run.done)
         assert assert_sound(run)["committed"] == SAMPLES
         assert before.items() <= commits(run).items()
-        kept = [path.name for path in run.slot_path(0).glob("*inner-*")]
+        kept = [path.name for path in run.slots.path(0).glob("*inner-*")]
         assert point.way == LOST or kept == [f"inner-000001.{used + 1}.0.safetensors"]
         assert_cleared(run, "slots/" if point.way == LOST else "-")
 
@@ -390,10 +390,10 @@ def test_a_slots_life(world, waiting, request):
 def test_the_making_of_version_0(world, run, request):
     def check(point: Point) -> None:
         before = commits(run)
-        assert run.newest_version() in (-1, 0)
+        assert run.commits.newest_version() in (-1, 0)
         create_version_0(run, slot=1)
         assert before in ({}, commits(run))
-        assert run.newest_version() == 0
+        assert run.commits.newest_version() == 0
         go_on(run, [Worker(run, slot) for slot in (0, 1)], run.done)
         assert assert_sound(run)["committed"] == SAMPLES
         assert_cleared(run)
@@ -459,7 +459,7 @@ def test_bytes_that_are_not_durable_before_the_commit_are_found(world, run, monk
     monkeypatch.setattr(drafts.Measured, "close", io.BufferedWriter.close)  # without its fsync
 
     def check(_: Point) -> None:
-        if run.newest_version() == 0:
+        if run.commits.newest_version() == 0:
             assert_sound(run)
 
     tally = try_all(world, lambda: create_version_0(run), check, most=1)
@@ -473,7 +473,7 @@ def test_a_version_that_never_gets_its_name_is_found(world, run, monkeypatch):
         entry["path"] for entry in commit.files if entry["path"].endswith(name)))  # fmt: skip
 
     def check(_: Point) -> None:
-        if run.newest_version() == 0:
+        if run.commits.newest_version() == 0:
             read_layout(run, 0)
 
     tally = try_all(world, lambda: create_version_0(run), check, most=1)

@@ -66,7 +66,8 @@ def test_a_fault_comes_by_the_second_round_even_if_no_heartbeat_falls_into_one(s
     demo = Demo(on_slurm=False, notice=None)
     said, breaths = iter(steps), []
     demo._breathe, demo.say = lambda: breaths.append(None), print
-    demo.run = SimpleNamespace(newest_version=lambda: len(breaths) // 2)
+    commits = SimpleNamespace(newest_version=lambda: len(breaths) // 2)
+    demo.run = SimpleNamespace(commits=commits)
     demo.chaos = SimpleNamespace(training=lambda: [SimpleNamespace(step=next(said))],
                                  inject=lambda kind: SimpleNamespace(what=kind))  # fmt: skip
     demo.fault("preempt")

@@ -174,7 +174,7 @@ def outside(act: Callable, *args):
 
 
 def parameters(run: RunDir) -> torch.Tensor:
-    newest = run.newest_commit()
+    newest = run.commits.newest()
     layout = read_layout(run, newest.version)
     return torch.cat([read_params(run, newest, layout, i) for i in range(len(layout.fragments))])
 
@@ -198,7 +198,7 @@ def test_a_master_lives_through_any_one_of_them(world, run):
 
     def check() -> None:
         assert run.done()
-        assert run.newest_epoch() == 1
+        assert run.masters.newest() == 1
         assert assert_sound(run)["committed"] == SAMPLES
         assert torch.equal(parameters(run), before)
 
@@ -213,14 +213,14 @@ def test_an_agent_and_its_trainer_live_through_any_one_of_them(world, waiting):
         live(run, 0)
 
     def check() -> None:
-        assert run.latest_attempt(0) == 2
+        assert run.slots.latest(0) == 2
         deltas = (run.path / "deltas" / "000001").glob("0000.2.*")
         found = {path.name: path.read_bytes() for path in deltas}
         assert found
         assert delivered in ({}, found)
         delivered.update(found)
         assert inner(run, 0) == ""
-        assert run.ending("4711")["outcome"] == "yielded"
+        assert run.jobs.ending("4711")["outcome"] == "yielded"
 
     try_each(world, be_worker, check)
 

@@ -34,7 +34,7 @@ def delta_waits(folder: Path) -> bool:
 def moment(draw: random.Random, run: Running) -> None:
     """Wait for a moment of the run: any one, or one of those when something is half done."""
     kind = draw.choice(["any", "any", "commit", "draft", "delta"])
-    seen = {"commit": lambda: run.run.commit_path(version + 1).exists(),
+    seen = {"commit": lambda: run.run.commits.path(version + 1).exists(),
             "draft": lambda: any((run.run.path / "versions").glob(".*")),
             "delta": lambda: delta_waits(run.run.path / "deltas")}  # fmt: skip
     delay_s, version = draw.uniform(0, 1.0), run.version
@@ -93,18 +93,18 @@ def run(shared: Running) -> Iterator[Running]:
 
 
 def deltas_after(run: Running, version: int) -> list[dict]:
-    commits = [run.run.commit(number) for number in range(version + 1, run.version + 1)]
+    commits = [run.run.commits.of(number) for number in range(version + 1, run.version + 1)]
     return [delta for commit in commits for delta in commit.deltas]
 
 
 def test_a_flushed_redis_costs_no_process_and_no_commit(run: Running):
-    draw, trainers, epoch = random.Random(4), set(run.pids("trainer")), run.run.newest_epoch()
+    draw, trainers, epoch = random.Random(4), set(run.pids("trainer")), run.run.masters.newest()
     for _ in range(6):
         moment(draw, run)
         run.flush()
         run.versions(1)
     assert set(run.pids("trainer")) == trainers
-    assert run.run.newest_epoch() == epoch
+    assert run.run.masters.newest() == epoch
 
 
 @pytest.mark.parametrize("fault", ["killed", "flushed", "silent"])
@@ -127,7 +127,7 @@ def test_a_round_waits_for_those_whose_leases_a_redis_took_with_it(run: Running,
         os.kill(server, signal.SIGCONT)
     run.until(lambda: run.version > version, 60, "the round closes")
     run.even_pace()
-    slots = {delta.slot for delta in run.run.commit(version + 1).deltas}
+    slots = {delta.slot for delta in run.run.commits.of(version + 1).deltas}
     assert slots == {0, 1}, run.story()
     run.versions(2)
     bad = [e for e in run.run.events()[before:] if e["kind"] in ("lost", "reject")]
@@ -148,7 +148,7 @@ def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Runn
 
     run.until(lambda: states().get(0) == "stalled", 30, "slot 0 is seen as stalled")
     run.versions(3)
-    assert {delta.slot for delta in run.run.commit(run.version).deltas} == {1}
+    assert {delta.slot for delta in run.run.commits.of(run.version).deltas} == {1}
     os.kill(pid, signal.SIGCONT)
     run.even_pace()
     before = run.version
@@ -157,7 +157,7 @@ def test_a_stopped_trainer_is_stalled_and_the_round_goes_on_without_it(run: Runn
 
 
 def test_a_master_that_hangs_is_told_of_and_can_be_replaced(run: Running):
-    pid, epoch = run.pids("master")[0], run.run.newest_epoch()
+    pid, epoch = run.pids("master")[0], run.run.masters.newest()
     os.kill(pid, signal.SIGSTOP)
 
     def reason() -> str:
@@ -167,7 +167,7 @@ def test_a_master_that_hangs_is_told_of_and_can_be_replaced(run: Running):
     job = run.jobs()["master", 0]
     assert f"end its job {job.job_id}" in reason()
     os.kill(pid, signal.SIGKILL)
-    run.until(lambda: run.run.newest_epoch() > epoch, 30, "another master")
+    run.until(lambda: run.run.masters.newest() > epoch, 30, "another master")
     run.versions(1)
     assert "stood still" not in reason()
 
@@ -181,7 +181,7 @@ def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(r
     record = run.ended(job.job_id)
     assert (record["outcome"], record["code"]) == ("yielded", 0)
     run.until(lambda: run.version > slot.version, 60, "the round closes")
-    delta = next(d for d in run.run.commit(slot.version + 1).deltas if d.slot == 0)
+    delta = next(d for d in run.run.commits.of(slot.version + 1).deltas if d.slot == 0)
     assert slot.step <= delta.steps < 10
     assert delta.tokens == delta.steps * 4
     assert [event["slot"] for event in run.events("preempt")] == [0]
@@ -219,7 +219,7 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
         assert run.version == slot.version
         run.even_pace()
         run.until(lambda: run.version > slot.version, 60, "the round closes")
-        deltas = run.run.commit(slot.version + 1).deltas
+        deltas = run.run.commits.of(slot.version + 1).deltas
         mine = [d for d in deltas if (d.slot, d.attempt) == (0, slot.attempt)]
         assert [delta.steps for delta in mine] == [10]
         run.audit()
@@ -243,7 +243,7 @@ def test_workers_that_wait_for_a_version_get_it_from_the_next_master(run: Runnin
     slot, trainers = run.slots()[0], set(run.pids("trainer"))
     run.kill("master")
     run.until(lambda: run.version > slot.version, 60, "the round closes")
-    commit = run.run.commit(slot.version + 1)
+    commit = run.run.commits.of(slot.version + 1)
     mine = [d for d in commit.deltas if (d.slot, d.attempt) == (0, slot.attempt)]
     assert [delta.steps for delta in mine] == [10]
     assert set(run.pids("trainer")) == trainers
@@ -261,8 +261,8 @@ def test_of_two_masters_the_older_is_fenced_and_every_version_is_committed_once(
 
 def test_an_old_attempt_that_comes_back_after_a_flush_does_not_stop_the_run(run: Running):
     """It may claim the slot in the moment before the master says again which attempt is newest."""
-    run.run.claim_attempt(2, {"job_id": "old"})
-    run.run.claim_attempt(2, {"job_id": "new"})
+    run.run.slots.claim(2, {"job_id": "old"})
+    run.run.slots.claim(2, {"job_id": "new"})
     fields = {"job_id": "", "node": "", "pid": 0, "state": "loading", "version": -1, "step": 0,
               "steps_total": 0, "loss": 0, "tokens_per_s": 0}  # fmt: skip
     with run.store() as store:
@@ -300,7 +300,7 @@ def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Runni
         mine = {"slot": number, "attempt": slot.attempt}
         deltas = [d for d in deltas_after(run, -1) if mine.items() <= d.items()]
         void = [event for event in run.events("reject") if mine.items() <= event.items()]
-        steps = run.run.ending(slot.job_id)["steps"]
+        steps = run.run.jobs.ending(slot.job_id)["steps"]
         assert steps >= slot.steps_total
         assert sum(delta.steps for delta in deltas) == steps or void, (deltas, steps)
     run.pace(PACE_S)
@@ -323,7 +323,7 @@ def test_the_last_samples_come_back_from_a_lost_worker_to_those_that_are_dry(tmp
         run.set_capacity(0)
         run.scheduler.kill(run.jobs()["worker", 1].job_id)
         run.finish()
-        assert run.run.latest_attempt(1) == 1
+        assert run.run.slots.latest(1) == 1
 
 
 def _stopped_in_a_round(run: Running, slot: int) -> bool:
@@ -337,7 +337,7 @@ def _stopped_in_a_round(run: Running, slot: int) -> bool:
 
 
 def _quiet(run: Running, seconds: float = 1.5) -> bool:
-    newest = run.run.commit(run.version)
+    newest = run.run.commits.of(run.version)
     return time.time() - newest.time > seconds
 
 
@@ -373,12 +373,12 @@ def test_masters_that_see_new_names_late_leave_nobody_waiting(tmp_path: Path):
         second_master(run, late)  # and no third one: from here on no pass is made
 
         def is_fenced() -> bool:
-            return (run.run.ending(older) or {}).get("outcome") == "fenced"
+            return (run.run.jobs.ending(older) or {}).get("outcome") == "fenced"
 
         wait_until(is_fenced, 30, "the older one is fenced")
         goal = run.version + 3
         wait_until(lambda: run.version >= goal, 30, "the newer one goes on")
-        assert [commit.master_epoch for commit in run.run.commits(goal)][0] == 2
+        assert [commit.master_epoch for commit in run.run.commits.all(goal)][0] == 2
         assert set(run.pids("trainer")) == trainers
         bad = [e for e in run.events("reject") if e["base"] > before]
         assert not [e for e in bad if not e["reason"].startswith("superseded")], run.story()

@@ -19,7 +19,7 @@ from elastic.jobs.cadence import observed_mtbi_s
 from elastic.jobs.history import JobSeen
 from elastic.lab import trace
 from elastic.people import timeline
-from elastic.run import goodput, membership, rundir, wording
+from elastic.run import goodput, membership, sound, wording
 from elastic.run.audit import check_sequence, check_sums, count_epochs, read_commits
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
@@ -125,11 +125,11 @@ def of_use_as_control(run: RunDir, path: Path) -> None:
 def of_use_as_endpoint(run: RunDir, path: Path) -> None:
     endpoint = run.endpoint()
     assert f"{endpoint.host}:{endpoint.port + 1}{endpoint.url}{endpoint.certificate}"
-    assert run.newest_epoch() >= endpoint.epoch
+    assert run.masters.newest() >= endpoint.epoch
 
 
 def of_use_as_ending(run: RunDir, path: Path) -> None:
-    endings = [*run.endings(), *filter(None, [run.ending("7")])]
+    endings = [*run.jobs.endings(), *filter(None, [run.jobs.ending("7")])]
     if not endings:
         raise ElasticError("it says nothing")
     job = JobSeen("7", "worker", 1, "FAILED", "", 1.0, started_at=2.0)
@@ -158,13 +158,13 @@ def of_use_as_commit(run: RunDir, path: Path) -> None:
         check_sequence(commits)
         check_sums(*commits)
         count_epochs(commits, False)
-    found = list(run.commits())
+    found = list(run.commits.all())
     if len(commits) != 2:
         assert problems
         raise ElasticError(problems[0])
     timeline.points(found)
     goodput.ledger([], goodput.work_in(found))
-    run.newest_version()
+    run.commits.newest_version()
 
 
 KINDS: dict[str, tuple[str, list[dict], Callable]] = {
@@ -222,9 +222,9 @@ def test_the_word_for_a_damaged_record_names_file_field_and_value(make_run):
 
 @pytest.mark.parametrize("job_id", ["../x", "a\0b", "j" * 300, "", "-1", ".."])
 def test_a_job_id_that_is_no_name_has_no_record(make_run, job_id):
-    assert make_run().ending(job_id) is None
+    assert make_run().jobs.ending(job_id) is None
 
 
 def test_fields_of_every_record_are_known_by_one_kind():
-    assert {rundir.KINDS[name] for name in ("time", "slot", "kind", "samples")} == {
-        rundir.NUMBER, int, str, list}  # fmt: skip
+    assert {sound.KINDS[name] for name in ("time", "slot", "kind", "samples")} == {
+        sound.NUMBER, int, str, list}  # fmt: skip

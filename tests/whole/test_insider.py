@@ -35,7 +35,7 @@ SETTINGS = {"elastic.max": 2, "elastic.min": 2,
 
 def loss(run: Running) -> float:
     """Of the last version, on samples of the data set."""
-    commit, net = run.run.newest_commit(), Net()
+    commit, net = run.run.commits.newest(), Net()
     layout = read_layout(run.run, commit.version)
     state = {}
     for index in range(len(layout.fragments)):
@@ -65,7 +65,7 @@ def test_a_run_ends_as_ever_after_the_worst_that_a_workers_password_can_do(tmp_p
         report = run.finish(200)
         assert not run.run.failed()
         disturbed = loss(run)
-        masters = run.run.newest_epoch()
+        masters = run.run.masters.newest()
         deltas = [delta for commit in run.commits() for delta in commit.deltas]
         events = (run.run.path / "events.jsonl").read_bytes()
     print(json.dumps({"undisturbed": undisturbed, "disturbed": disturbed, "versions": during,

@@ -47,7 +47,7 @@ def validated(run: Running, version: int) -> float:
     net, layout = Net(), read_layout(run.run, version)
     replica = Replica(net, layout)
     for index in range(len(layout.fragments)):
-        replica.load(index, read_params(run.run, run.run.commit(version), layout, index))
+        replica.load(index, read_params(run.run, run.run.commits.of(version), layout, index))
     samples = Samples(500, -1)
     x, y = default_collate([samples[index] for index in range(500)])
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
     with both(tmp_path, keep_every=1) as run:
         run.until(lambda: run.version >= 3, 60, "versions")
         to_sync(run)
-        base = run.run.newest_commit()
+        base = run.run.commits.newest()
         seen = [tokens(run)]
         assert seen[0] > base.tokens
         first = steps(run)[0]
@@ -191,14 +191,14 @@ def test_a_run_may_begin_and_end_in_sync_mode_and_its_master_die_while_it_takes_
             kill_all_of(run, "master")
         run.until(lambda: run.version >= 4, 90, "workers train")
         assert [commit.version for commit in by_trainer(run)] == [1]
-        assert run.run.commit(0).tokens == 0
+        assert run.run.commits.of(0).tokens == 0
         to_sync(run)
         finish(run)
         assert len(by_trainer(run)) == 1  # what came after is the newest checkpoint
 
 
 def reached(run: Running, moment: str) -> bool:
-    if not any(record.get("role") == "master" for record in run.run.endings()):
+    if not any(record.get("role") == "master" for record in run.run.jobs.endings()):
         return False  # one that dies before its first word has failed to start
     draft = any((run.run.path / "versions").glob(".000001.*"))
     return run.version >= int(moment[-1]) or (moment.startswith("a draft") and draft)

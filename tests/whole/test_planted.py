@@ -69,18 +69,18 @@ def create(project: Path, name: str = "r") -> RunDir:
 def everything(run: RunDir) -> None:
     """Make at least one of each kind of file and folder."""
     LocalScheduler().jobs()
-    run.claim_attempt(3, {})
-    run.claim_epoch({})
+    run.slots.claim(3, {})
+    run.masters.claim({})
     run.event("x")
-    run.write_ending("7", {"role": "worker", "state": "started"})
-    run.write_progress({})
+    run.jobs.write_ending("7", {"role": "worker", "state": "started"})
+    run.jobs.write_progress({})
     run.mark_failed("x")
     test_versions.commit(run, 0)
     Transport(run).put("000000/1.1.0", memoryview(b"abc"))
     net, optimizer = make(seed=1)
     train(net, optimizer)
     Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})
-    entry = inner_state.save(run.slot_path(3), "inner-1", [optimizer], 0)
+    entry = inner_state.save(run.slots.path(3), "inner-1", [optimizer], 0)
     inner_state.publish(run, 3, 1, 0, [entry])
 
 
@@ -180,9 +180,9 @@ def test_a_run_whose_folder_others_may_write_to_is_refused_by_whatever_is_read_f
 
 def test_a_slots_folder_that_others_may_write_to_is_refused(project):
     run = create(project)
-    run.slot_path(3).chmod(0o775)
+    run.slots.path(3).chmod(0o775)
     with pytest.raises(ElasticError, match="others may write to .*0003"):
-        run.slot_path(3)
+        run.slots.path(3)
 
 
 @pytest.mark.parametrize("folder", [".", "runs", "local/jobs"])

@@ -171,9 +171,10 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
                        deltas=deltas)  # fmt: skip
     dropped, told = [], []
     master.run = master.server.run = SimpleNamespace(
-        newest_commit=lambda: commit, path=Path("/nowhere"), commits=lambda: [commit],
-        newest_epoch=lambda: 1, commit=lambda version: commit, left_offers=lambda base: [],
-        told_version=lambda: 5, tell_version=told.append, key="run-a",
+        path=Path("/nowhere"), key="run-a",
+        commits=SimpleNamespace(newest=lambda: commit, all=lambda: [commit], tell=told.append,
+                                of=lambda version: commit, told_version=lambda: 5),
+        masters=SimpleNamespace(newest=lambda: 1), offers=SimpleNamespace(left=lambda base: []),
     )  # fmt: skip
     master.server.store = SimpleNamespace(
         drop_offers=lambda base, names: dropped.append((base, names))
@@ -190,8 +191,8 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
 
 def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):
     """Whatever it can see of the newer one's claim."""
-    master.run = SimpleNamespace(newest_commit=lambda: commit_of(master_epoch=2),
-                                 newest_epoch=lambda: 1)  # fmt: skip
+    commits = SimpleNamespace(newest=lambda: commit_of(master_epoch=2))
+    master.run = SimpleNamespace(commits=commits, masters=SimpleNamespace(newest=lambda: 1))
     with pytest.raises(Fenced, match="epoch 2 has taken over"):
         master.open_run()
 
@@ -201,8 +202,9 @@ def test_a_run_is_not_opened_before_all_of_its_commits_are_seen(master, monkeypa
     """Else the samples of those that are hidden would be handed out again."""
     newest = commit_of(2)
     master.intake = None
-    master.run = SimpleNamespace(newest_commit=lambda: newest, newest_epoch=lambda: 1,
-                                 path=Path("/nowhere"), commits=lambda: seen)  # fmt: skip
+    commits = SimpleNamespace(newest=lambda: newest, all=lambda: seen)
+    master.run = SimpleNamespace(path=Path("/nowhere"), commits=commits,
+                                 masters=SimpleNamespace(newest=lambda: 1))  # fmt: skip
     monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
     master.open_run()
     assert master.intake is None
@@ -238,7 +240,8 @@ def test_who_goes_on_after_it_had_nothing_to_give_has_not_answered(master, held,
 def test_leases_that_lapse_in_a_silence_say_nothing(server, heard_s_ago, record, claimed, settles):
     """But for those of workers that have said that they left."""
     health = SimpleNamespace(lease_s=6.0, heartbeat_s=2.0)
-    server.config, server.run.ending = SimpleNamespace(health=health), lambda _job_id: record
+    server.config = SimpleNamespace(health=health)
+    server.run.jobs = SimpleNamespace(ending=lambda _job_id: record)
     server.now = lambda: 100.0
     server.allow_for_silence({}, 100.0)
     server.now = lambda: 100.0 + heard_s_ago
@@ -256,8 +259,9 @@ def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(m
     master.journal = SimpleNamespace(is_short_of_space=lambda: False,
                                      written=lambda write, what: write(what))  # fmt: skip
     master.run = SimpleNamespace(
-        newest_epoch=lambda: 2, newest_version=lambda: 5, endpoint=lambda: Endpoint("n1", 6379, 1),
-        set_endpoint=written.append, closing=lambda mode: "",
+        masters=SimpleNamespace(newest=lambda: 2), endpoint=lambda: Endpoint("n1", 6379, 1),
+        commits=SimpleNamespace(newest_version=lambda: 5), set_endpoint=written.append,
+        closing=lambda mode: "",
     )  # fmt: skip
     master.observe_control()
     assert written == [mine]
@@ -369,12 +373,12 @@ def judges_what_is_ahead(self):
 
 def loser_goes_on(self, recipe, commit):
     won = REAL_COMMIT(self, recipe, commit)
-    return self.run.commit(recipe.base + 1) if won is None else won
+    return self.run.commits.of(recipe.base + 1) if won is None else won
 
 
 def replaces_the_commit(self, commit):
-    self.world.changes("link a commit")
-    self.linked[commit.version] = json.dumps(commit.to_json())
+    self.run.world.changes("link a commit")
+    self.run.linked[commit.version] = json.dumps(commit.to_json())
     return True
 
 
@@ -413,7 +417,7 @@ TRAINING = {
     "master: takes silence for a loss": {(Server, "allow_for_silence"): lambda *_: None},
     "master: superseded deltas count": {(rounds, "superseded"): lambda headers: []},
     "commit: replaces one that is there": {
-        (training.MemoryRun, "link_commit"): replaces_the_commit
+        (training.MemoryCommits, "link"): replaces_the_commit
     },
     "commit: the loser goes on": {(Averager, "commit"): loser_goes_on},
 }

@@ -583,6 +583,6 @@ def test_a_donors_pointer_that_is_none_is_passed_by(run, make_run):
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", "", "\0", "x" * 300])
 def test_a_donors_pointer_cannot_lead_out_of_its_slot(make_run, name):
     here = make_run()
-    here.slot_path(1)
+    here.slots.path(1)
     entry = {"name": name, "bytes": (here.path / "secret").stat().st_size, "xxh3": ""}
     assert inner_state.load(here, POINTER | {"files": [entry]}, None, 0)

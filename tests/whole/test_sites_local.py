@@ -17,9 +17,13 @@ LOCAL = {
 }  # fmt: skip
 
 
+def newest(cluster) -> int:
+    return cluster.run.commits.newest_version()
+
+
 def workers_of(cluster: Cluster, version: int) -> set[int]:
     """The slots that took part in versions after this one."""
-    commits = list(cluster.run.commits())[version + 1 :]
+    commits = list(cluster.run.commits.all())[version + 1 :]
     return {delta.slot for commit in commits for delta in commit.deltas}
 
 
@@ -33,23 +37,23 @@ def test_a_local_run_lives_there(cluster):
 
     def the_other_goes_on() -> None:
         cluster.until(lambda: [job.node for job in cluster.jobs()].count("") == 1, "one waits")
-        before = cluster.run.newest_version()
-        cluster.until(lambda: cluster.run.newest_version() > before + 1, "the other one goes on")
+        before = newest(cluster)
+        cluster.until(lambda: newest(cluster) > before + 1, "the other one goes on")
 
     taken_reserved_and_drained(cluster, meanwhile=the_other_goes_on)
-    both_deliver(cluster.run.newest_version())
+    both_deliver(newest(cluster))
     powered_down(cluster, "n1")
-    both_deliver(cluster.run.newest_version())
+    both_deliver(newest(cluster))
 
     workers = [job for job in cluster.jobs() if job.node in ("n1", "n2")]
     cluster.box.kill_node(workers[0].node)
-    before = cluster.run.newest_version()
-    cluster.until(lambda: cluster.run.newest_version() > before + 1, "the other one goes on")
-    epoch = cluster.run.newest_commit().master_epoch
+    before = newest(cluster)
+    cluster.until(lambda: newest(cluster) > before + 1, "the other one goes on")
+    epoch = cluster.run.commits.newest().master_epoch
     cluster.box.kill_node("c1")  # with the master and its Redis
     cluster.until(lambda: "c1" not in [job.node for job in cluster.jobs()], "the loss is known")
     cluster.box.revive_node("c1")
-    cluster.until(lambda: cluster.run.newest_commit().master_epoch > epoch, "a new master")
+    cluster.until(lambda: cluster.run.commits.newest().master_epoch > epoch, "a new master")
     cluster.box.revive_node(workers[0].node)
-    both_deliver(cluster.run.newest_version())
+    both_deliver(newest(cluster))
     finished(cluster)

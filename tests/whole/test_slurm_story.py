@@ -101,7 +101,7 @@ class Story:
 
     @property
     def version(self) -> int:
-        return self.run.newest_version()
+        return self.run.commits.newest_version()
 
     def jobs(self) -> dict[tuple[str, int], Job]:
         """(role, slot) -> its job; there is never more than one."""
@@ -112,7 +112,7 @@ class Story:
 
     def workers(self) -> list[set[int]]:
         """Per version the slots that took part in it."""
-        return [{delta.slot for delta in commit.deltas} for commit in self.run.commits()]
+        return [{delta.slot for delta in commit.deltas} for commit in self.run.commits.all()]
 
     def slots(self) -> dict[int, Slot]:
         """The workers that are past their start-up, as the master sees them."""
@@ -132,7 +132,7 @@ class Story:
         return {slot: job.node for (role, slot), job in self.jobs().items() if role == "worker"}
 
     def outcome(self, job_id: str) -> str:
-        return (self.run.ending(job_id) or {}).get("outcome", "")
+        return (self.run.jobs.ending(job_id) or {}).get("outcome", "")
 
     def outcomes(self) -> list[str]:
         """What reconcile made of the ends of jobs."""
@@ -144,7 +144,7 @@ class Story:
 
     def steps_of(self, job_id: str) -> list[int]:
         """Of its deltas that are committed."""
-        deltas = (delta for commit in self.run.commits() for delta in commit.deltas)
+        deltas = (delta for commit in self.run.commits.all() for delta in commit.deltas)
         return [delta.steps for delta in deltas if delta.job_id == job_id]
 
     # ---- what happens
@@ -241,7 +241,7 @@ class Story:
                 assert lives[before["job_id"]].ended <= after["time"] + 1, (slot, before, after)
             claims |= {(slot, record["number"]): record["job_id"] for record in records}
         newest = Counter()
-        for delta in (delta for commit in self.run.commits() for delta in commit.deltas):
+        for delta in (delta for commit in self.run.commits.all() for delta in commit.deltas):
             slot, attempt = delta.slot, delta.attempt
             assert claims[slot, attempt] == delta.job_id
             assert attempt >= newest[slot], delta
@@ -275,9 +275,9 @@ def test_a_run_outlives_all_that_happens_on_a_cluster(story):
     assert node_of[alone] == last_node
     story.until(lambda: story.workers()[-3:] == [{alone}] * 3, "three versions of one worker")
 
-    epoch = story.run.newest_commit().master_epoch
+    epoch = story.run.commits.newest().master_epoch
     story.box.run("scancel", story.jobs()["master", 0].job_id)
-    story.until(lambda: story.run.newest_commit().master_epoch > epoch, "a new master commits")
+    story.until(lambda: story.run.commits.newest().master_epoch > epoch, "a new master commits")
     passes_at_the_same_moment_fill_a_slot_once(story)
     nothing_is_done_while_the_controller_hangs(story)
     assert first[alone].is_alive()
@@ -290,7 +290,7 @@ def test_a_run_outlives_all_that_happens_on_a_cluster(story):
 
     story.pace(0)
     story.until(lambda: story.run.done() and not story.jobs(), "the run is done, no job is left")
-    assert story.run.latest_attempt(alone) == first[alone].attempt == 1
+    assert story.run.slots.latest(alone) == first[alone].attempt == 1
     the_books_are_clean(story)
 
 
@@ -300,11 +300,11 @@ def test_the_next_master_takes_over_before_the_time_of_the_old_one_is_up(story):
     story.until(lambda: len(story.slots()) == 6 and story.version >= 1, "six workers train")
     story.pace(SLOW)
     old, first = story.jobs()["master", 0].job_id, story.processes()
-    epoch = story.run.newest_commit().master_epoch
+    epoch = story.run.commits.newest().master_epoch
     story.box.run("scontrol", "update", f"JobId={old}", "TimeLimit=2")
     story.until(lambda: story.outcome(old), "the old master leaves")
     assert story.outcome(old) == "fenced", story.told()
-    story.until(lambda: story.run.newest_commit().master_epoch > epoch, "a new master commits")
+    story.until(lambda: story.run.commits.newest().master_epoch > epoch, "a new master commits")
     story.until(lambda: len(story.slots()) == 6, "six workers train")
     assert story.processes() == first
     reasons = [each["reason"] for each in story.actions() if each.get("role") == "master"]
@@ -333,7 +333,7 @@ def preempt_a_node_in_mid_round(story: Story, first: dict, node_of: dict) -> tup
     hit = [first[slot].job_id for slot, where in node_of.items() if where == node]
     assert [story.outcome(job_id) for job_id in hit] == ["yielded", "yielded"]
     for job_id in hit:
-        steps = story.run.ending(job_id)["steps"]
+        steps = story.run.jobs.ending(job_id)["steps"]
         story.until(lambda i=job_id, n=steps: sum(story.steps_of(i)) == n > 0, "its steps count")
         assert 0 < story.steps_of(job_id)[-1] < STEPS
     return preemptor, node

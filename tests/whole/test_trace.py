@@ -101,7 +101,7 @@ def preempt(run: Running, gate: Path, slot: int) -> None:
     """With notice, in the middle of a round; and its replacement joins."""
     with standstill(run, gate):
         notice(run, slot)
-    run.until(lambda: run.run.latest_attempt(slot) == 2, 60, "its replacement")
+    run.until(lambda: run.run.slots.latest(slot) == 2, 60, "its replacement")
     with joining(run, gate, slot, attempt=2):
         pass
 
@@ -125,7 +125,7 @@ def notice(run: Running, slot: int) -> None:
 
 def deltas(run: RunDir, slot: int, attempt: int) -> list[int]:
     """The bases of what an attempt has contributed."""
-    found = [delta for commit in run.commits() for delta in commit.deltas]
+    found = [delta for commit in run.commits.all() for delta in commit.deltas]
     return [d.base for d in found if (d.slot, d.attempt) == (slot, attempt)]
 
 
@@ -144,8 +144,8 @@ def differs(run: RunDir, kind: type[Simulator] = Simulator) -> int:
     """The first version in which the replay's parameters or momentum are not the run's; 0: none."""
     config = run.config()
     simulator = kind.of(run, Noisy({}))
-    for version in simulator.replay(list(run.commits())[1:]):
-        outer = read_outer(run, run.commit(version), config.local_sgd.outer_momentum)
+    for version in simulator.replay(list(run.commits.all())[1:]):
+        outer = read_outer(run, run.commits.of(version), config.local_sgd.outer_momentum)
         mine = [*simulator.outer.params, *simulator.outer.momentum]
         theirs = [*outer.params, *outer.momentum]
         if not all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)):
@@ -154,7 +154,7 @@ def differs(run: RunDir, kind: type[Simulator] = Simulator) -> int:
 
 
 def test_the_recorded_run_has_everything_that_can_happen_to_a_worker(recorded):
-    every = [(commit, delta) for commit in recorded.commits() for delta in commit.deltas]
+    every = [(commit, delta) for commit in recorded.commits.all() for delta in commit.deltas]
     origins = {delta.inner.split(" of ")[0] for _, delta in every}
     assert origins == {"fresh", "fresh with a ramp", "own", "donor slot 0 attempt 1"}
     assert len({delta.tokens for _, delta in every}) > 1, "a partial delta"
@@ -163,7 +163,7 @@ def test_the_recorded_run_has_everything_that_can_happen_to_a_worker(recorded):
 
 
 def test_the_processes_end_in_exactly_the_parameters_of_the_simulator(recorded):
-    assert recorded.newest_version() > 5
+    assert recorded.commits.newest_version() > 5
     assert differs(recorded) == 0
 
 

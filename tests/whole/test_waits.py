@@ -138,7 +138,7 @@ def test_a_notice_that_is_too_short_is_reported_before_and_after_it_came(tmp_pat
         run.scheduler.preempt(job_id)
 
         def last_word() -> dict | None:
-            found = run.run.ending(job_id)
+            found = run.run.jobs.ending(job_id)
             return found if "too short" in found.get("reason", "") else None
 
         word = run.until(last_word, 30, "a word in the exit record")
@@ -154,8 +154,8 @@ def test_a_worker_without_a_master_leaves_its_gpus(tmp_path):
         run.versions(2)
         job_id = run.jobs()["worker", 0].job_id
         run.kill("master")  # and no pass brings another one
-        wait_until(lambda: run.run.ending(job_id)["state"] == "ended", 40, "the worker leaves")
-        record = run.run.ending(job_id)
+        wait_until(lambda: run.run.jobs.ending(job_id)["state"] == "ended", 40, "the worker leaves")
+        record = run.run.jobs.ending(job_id)
         assert record["outcome"] == "yielded"
         assert re.fullmatch(r"no master for \d+ s \(health.master_wait\)", record["reason"])
         run.finish()

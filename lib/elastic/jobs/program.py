@@ -37,7 +37,7 @@ class Program:
     def claim(self, notice: Notice) -> None:
         """A new attempt, which fences older ones."""
         who = {"job_id": self.job_id, "node": node_name(), "pid": os.getpid(), "time": time.time()}
-        claim = functools.partial(self.run.claim_attempt, self.slot, who)
+        claim = functools.partial(self.run.slots.claim, self.slot, who)
         self.attempt = until_written(claim, notice.__bool__)
         self.event("start", node=node_name())
 
@@ -49,7 +49,7 @@ class Program:
     def record(self, state: str, **fields) -> None:
         """What becomes of the job: started | training | leaving | ended."""
         who = {"role": self.role, "slot": self.slot, "attempt": self.attempt, "node": node_name()}
-        self.run.write_ending(self.job_id, {**who, "state": state, **fields})
+        self.run.jobs.write_ending(self.job_id, {**who, "state": state, **fields})
 
     def end(self, end: End, worked: Mapping[str, int], **measured) -> int:
         """Say how it ended, and what it had `worked` (steps, if they are known); the exit

@@ -228,10 +228,11 @@ class _Pass:
         # A program of the user's may save but once an epoch.
         if job is None or job.started_at is None or self.dry_run or self.config.run.command:
             return None
-        endings, gpus = self.run.endings(), self._gpus_of(job.job_id)
+        endings, gpus = self.run.jobs.endings(), self._gpus_of(job.job_id)
         if not 0 < gpus < most:
             return None
-        measured = [end for end in (*endings, self.run.progress() or {}) if end.get("tokens_per_s")]
+        said = (*endings, self.run.jobs.progress() or {})
+        measured = [end for end in said if end.get("tokens_per_s")]
         speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"] for end in measured}
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
         restart_s = statistics.median(restarts or [RESTART_S])
@@ -248,13 +249,13 @@ class _Pass:
 
     def _gpus_of(self, job_id: str) -> int:
         """As the job has noted itself; 0: not yet."""
-        return (self.run.ending(job_id) or {}).get("gpus", 0)
+        return (self.run.jobs.ending(job_id) or {}).get("gpus", 0)
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes
         readable."""
         self.facts = Facts(self.run.name, self.config, self.run.control(), self.run.closing(),
-                           self.memory, jobs, self.run.ending, self.within_s)  # fmt: skip
+                           self.memory, jobs, self.run.jobs.ending, self.within_s)  # fmt: skip
         self.memory, endings = learned(self.facts, self.now)
         for end in endings:
             fields = {"role": end.role, "slot": end.slot, "job_id": end.job_id, "node": end.node}

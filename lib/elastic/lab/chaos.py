@@ -60,7 +60,7 @@ class Chaos:
         self.box = None if self.is_local else _sandbox(run.environment().get("SLURM_CONF", ""))
         self.is_here = self.is_local or bool(self.box)  # and so are the run's processes
         self.done: list[Fault] = []
-        self._began = max(0, run.newest_version())
+        self._began = max(0, run.commits.newest_version())
 
     # ---- what there is to hit
 
@@ -73,7 +73,7 @@ class Chaos:
         if self.in_sync_mode:
             return self._trainer()
         with contextlib.suppress(TryAgain), self._store() as store:
-            version = self.run.newest_version()
+            version = self.run.commits.newest_version()
             job_ids = {job.job_id for job in self._jobs()}
             victims = [slot for slot in store.slots().values() if slot.state == "training"
                        and slot.version == version and self._is(slot, job_ids)]  # fmt: skip
@@ -91,9 +91,9 @@ class Chaos:
     def _trainer(self) -> list[Slot]:
         ranks = self._pids("trainer") if self.is_here else [0]  # reached by its job
         newest = next(iter(self.run.lines("metrics.jsonl", 1)), None)
-        if not ranks or not newest or newest["attempt"] != self.run.latest_attempt(0):
+        if not ranks or not newest or newest["attempt"] != self.run.slots.latest(0):
             return []
-        step, job_id = newest["step"], (self.run.progress() or {}).get("job_id", "")
+        step, job_id = newest["step"], (self.run.jobs.progress() or {}).get("job_id", "")
         return [Slot(0, newest["attempt"], job_id, "", self.draw.choice(ranks), "training",
                      step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]  # fmt: skip
 
@@ -232,12 +232,12 @@ class Chaos:
         if self.in_sync_mode:
             lines = read_metrics(self.run)
             return [(fault, faults.cost_in_sync_mode(fault, lines)) for fault in self.done]
-        commits = list(self.run.commits(self._began))
+        commits = list(self.run.commits.all(self._began))
         return [(fault, faults.cost_in_local_mode(fault, commits)) for fault in self.done]
 
     def report(self, began: float, baseline: tuple[float, float] | None = None) -> dict:
         """What the faults cost; `baseline`: a window without faults, from and to."""
-        work = goodput.work_in(self.run.commits(), read_metrics(self.run))
+        work = goodput.work_in(self.run.commits.all(), read_metrics(self.run))
         costs, end = self.costs(), min(time.time(), (self.run.done() or {}).get("time", inf))
         before = goodput.tokens_per_s(work, *baseline) if baseline else None
         rate = goodput.tokens_per_s(work, began, end)

@@ -90,7 +90,7 @@ class Demo:
     def train_until(self, version: int = 0, done: bool = False) -> None:
         """Play cron, and tell what happens, until the version is committed (or the run
         done)."""
-        while not (self.run.done() or (not done and self.run.newest_version() >= version)):
+        while not (self.run.done() or (not done and self.run.commits.newest_version() >= version)):
             self._breathe()
             if failed := self.run.failed():
                 raise ElasticError(f"the run failed: {failed['reason']}", failed["detail"])
@@ -100,9 +100,9 @@ class Demo:
         """Do it as soon as a worker says that it is in the middle of a round. Where
         rounds are hardly longer than heartbeats, none may ever say so: then in the second
         round from here."""
-        last = self.run.newest_version() + 2
+        last = self.run.commits.newest_version() + 2
         while (not any(slot.step >= AT_STAKE for slot in self.chaos.training())
-               and self.run.newest_version() < last):  # fmt: skip
+               and self.run.commits.newest_version() < last):  # fmt: skip
             self._breathe()
         self.say(f"{kind}: {self.chaos.inject(kind).what}")
 
@@ -141,7 +141,7 @@ class Demo:
     def conclude(self) -> bool:
         """Print curve, audit, validation loss and costs; True if nothing was lost or
         wrong."""
-        commits = list(self.run.commits())
+        commits = list(self.run.commits.all())
         losses = views.sparkline([commit.loss for commit in commits[1:]])
         print(f"\ntraining loss (nats per byte) {losses}\n")
         ends = (commits[0], commits[-1])

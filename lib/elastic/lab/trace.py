@@ -31,7 +31,7 @@ def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
         run = RunDir(path.resolve().parent) if is_file else rundir.find(source, "file or run")
         lines = run.lines(path.name if is_file else "events.jsonl")
         events = [line for line in lines if not rundir.fault(line, "time kind")]
-        changes, end = of_events(events, run.endings(), gpus_per_node)
+        changes, end = of_events(events, run.jobs.endings(), gpus_per_node)
     if not end or not any(change.gpus for change in changes):
         what = "no end" if not end else "no GPUs: nothing is added in it"
         raise UsageError(f"trace {source} has {what}", "a line is MILLISECONDS,add|remove,NODE")
@@ -80,8 +80,8 @@ def measured(run: RunDir) -> dict[str, float]:
     the pauses between rounds the median, because some have waited for somebody."""
     config, events = run.config(), run.events()
     now = events[-1]["time"] if events else 0.0
-    jobs = goodput.allocations(events, run.endings(), config.slurm.gpus_per_worker, now)
-    commits, metrics = list(run.commits()), run.lines("metrics.jsonl")
+    jobs = goodput.allocations(events, run.jobs.endings(), config.slurm.gpus_per_worker, now)
+    commits, metrics = list(run.commits.all()), run.lines("metrics.jsonl")
     works = goodput.by_attempt(goodput.work_in(commits, metrics))
     gaps_s = [after.start - before.stop for work in works.values()
               for before, after in pairwise(work)]  # fmt: skip

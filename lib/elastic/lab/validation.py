@@ -144,7 +144,7 @@ def final_loss(run: RunDir, metric: str = "") -> float:
 
 def curve(run: RunDir) -> list[float]:
     """The training loss along the run."""
-    return [point.loss for point in timeline.points(list(run.commits()), read_metrics(run))]
+    return [point.loss for point in timeline.points(list(run.commits.all()), read_metrics(run))]
 
 
 def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterator[Verdict]:

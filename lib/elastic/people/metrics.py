@@ -85,7 +85,7 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
               "loss": line["loss"], "workers": line["world"]}
              for line in run.lines("metrics.jsonl")]  # fmt: skip
     # From the newest on: of a long run few are new.
-    commits = map(run.commit, range(run.newest_version(), 0, -1))
+    commits = map(run.commits.of, range(run.commits.newest_version(), 0, -1))
     new = list(takewhile(lambda commit: commit and commit.tokens > after, commits))
     versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
                 for commit in new[::-1]]  # fmt: skip

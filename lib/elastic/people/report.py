@@ -74,14 +74,14 @@ class Facts:
 
 def gather(run: RunDir) -> Facts:
     """Read a run. Raises ElasticError if nothing has happened in it yet."""
-    now, commits, events = time.time(), list(run.commits()), run.events()
+    now, commits, events = time.time(), list(run.commits.all()), run.events()
     if not events:
         raise ElasticError(f"nothing is known of run {run.name}", f"{run.path} has no events.jsonl")
     return Facts(
         seen=status.observe(run),
         began=events[0]["time"],
         points=thinned(timeline.points(commits, read_metrics(run))),
-        stays=newest(timeline.stays(events, run.endings(), now)),
+        stays=newest(timeline.stays(events, run.jobs.endings(), now)),
         incidents=timeline.incidents(events),
         gpu_seconds=gpu_seconds(run),
     )

@@ -115,15 +115,15 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
     now, config, control = time.time(), run.config(), run.control()
     listed = listing.by_run.get(run.name, [])
     jobs = [_job(*named) for named in listed if not named[-1].ended]
-    done, last, progress = run.done(), run.told_version(), run.progress() or {}
+    done, last, progress = run.done(), run.commits.told_version(), run.jobs.progress() or {}
     record = done or run.failed() or {}
     over = "done" if done else "failed" if record else ""
     facts = Facts(
         run.name, config, control, over or ("stopped" if control.state == "stopped" else ""),
         reconcile.remembered(run, now) if commits else Memory(born=now),
-        [job for *_, job in listed], functools.cache(run.ending),
+        [job for *_, job in listed], functools.cache(run.jobs.ending),
     )  # fmt: skip
-    newest = [*filter(None, map(run.commit, range(max(0, last - commits), last + 1)))]
+    newest = [*filter(None, map(run.commits.of, range(max(0, last - commits), last + 1)))]
     if not _is_sync(facts):
         crew = _workers(run, facts, jobs) if asks else Crew(_by_jobs(jobs))
     elif config.run.command:

@@ -109,7 +109,7 @@ def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
     newest."""
     trained, words = 0.0, ""
     for run in runs:
-        newest, of_sync = run.newest_commit(), run.progress() or {}
+        newest, of_sync = run.commits.newest(), run.jobs.progress() or {}
         tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
         goal = of_sync.get("total_tokens") or (newest and newest.total_tokens)
         trained += 1.0 if run.done() else tokens / goal if goal else 0.0

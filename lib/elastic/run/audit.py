@@ -21,9 +21,11 @@ from pathlib import Path
 from elastic.base.durable import damage, draft_of
 from elastic.base.errors import ElasticError
 from elastic.run import goodput
+from elastic.run.commits import read_commit
 from elastic.run.ledger import Range, count
 from elastic.run.records import CARRIED, Commit
-from elastic.run.rundir import RunDir, fault, read_commit
+from elastic.run.rundir import RunDir
+from elastic.run.sound import fault
 from elastic.run.wording import unit
 
 PATIENCE = 10  # versions; no delta is merged so late, and samples that come back go out first
@@ -82,8 +84,8 @@ def has_ledger(run: RunDir) -> bool:
 def gpu_seconds(run: RunDir) -> dict[str, float]:
     """What the GPUs of a run were used for, from its commits and events: see goodput."""
     events, per_worker = run.events(), run.config().slurm.gpus_per_worker
-    jobs = goodput.allocations(events, run.endings(), per_worker, time.time())
-    return goodput.ledger(jobs, goodput.work_in(run.commits(), read_metrics(run)))
+    jobs = goodput.allocations(events, run.jobs.endings(), per_worker, time.time())
+    return goodput.ledger(jobs, goodput.work_in(run.commits.all(), read_metrics(run)))
 
 
 def read_metrics(run: RunDir) -> list[dict]:

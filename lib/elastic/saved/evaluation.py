@@ -25,7 +25,7 @@ from elastic.train.task import Task, load_task
 def evaluate(run: RunDir, version: int | None = None) -> dict:
     """{"version" or "step": which, and the task's scores};
     by default of the newest there is."""
-    commit = run.newest_commit() if version is None else run.commit(version)
+    commit = run.commits.newest() if version is None else run.commits.of(version)
     if version is None:
         saved, _ = Checkpoints(run, Group(), "reader").newest(commit.version if commit else 0)
         if saved:

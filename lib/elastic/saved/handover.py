@@ -24,7 +24,7 @@ from elastic.train.group import Group
 
 def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
     """Load a version's parameters, in float32, into a model that may be sharded."""
-    commit, replica = run.commit(version), Replica(model, read_layout(run, version))
+    commit, replica = run.commits.of(version), Replica(model, read_layout(run, version))
     for index in range(len(replica.layout.fragments)):
         params, _momentum = read_exactly(run, commit, replica.layout, index)
         replica.load(index, params)
@@ -52,4 +52,4 @@ def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]
         samples=extra["samples"], deltas=tuple(map(Delta.of, extra["deltas"])),
         loss=extra["loss"], step=saved.step, running=commit.running or {},
     ))  # fmt: skip
-    return run.newest_commit(), refused
+    return run.commits.newest(), refused

@@ -58,7 +58,7 @@ def save(
 def publish(run: RunDir, slot: int, attempt: int, version: int, entries: list[dict]) -> dict:
     """Replace the slot's pointer and remove what it does not name:
     also what a death has left."""
-    folder = run.slot_path(slot)
+    folder = run.slots.path(slot)
     pointer = {"slot": slot, "attempt": attempt, "version": version, "files": entries}
     write_atomic(folder / "inner.json", to_json(pointer))
     current = {entry["name"] for entry in entries}
@@ -77,7 +77,7 @@ def choose(
     def recent(pointer: dict | None) -> bool:
         return pointer is not None and version - pointer["version"] <= max_age
 
-    own = read_json(run.slot_path(slot) / "inner.json")
+    own = read_json(run.slots.path(slot) / "inner.json")
     if recent(own):
         return own, f"own of version {own['version']}"
     donors = [offered[other] for other in sorted(offered) if other != slot]

@@ -28,7 +28,7 @@ class Draft(drafts.Draft):
     """A version being written."""
 
     def __init__(self, run: RunDir, version: int, writer: str):
-        super().__init__(run.version_path(version), run.commit_path(version), writer)
+        super().__init__(run.version_path(version), run.commits.path(version), writer)
         self._run, self._version = run, version
         self.discard()
 
@@ -49,7 +49,7 @@ class Draft(drafts.Draft):
         manifest = durable.to_json({"version": self._version, "layout": layout.to_json()})
         files = (*files, self.write("manifest.json", manifest))
         commit = replace(commit, writer=self.writer, files=files)
-        return commit if self.commit_by(lambda: self._run.link_commit(commit)) else None
+        return commit if self.commit_by(lambda: self._run.commits.link(commit)) else None
 
 
 def settle(run: RunDir, commit: Commit) -> None:
@@ -70,13 +70,13 @@ def _remove_drafts_below(run: RunDir, version: int) -> None:
     for folder in (run.path / "versions").glob(".[0-9]*.*"):
         number = int(folder.name[1:].partition(".")[0])
         # One without a commit: that is not seen here yet.
-        if number < version and (commit := run.commit(number)):
+        if number < version and (commit := run.commits.of(number)):
             settle(run, commit)
             drafts.drop(folder)
 
 
 def read_layout(run: RunDir, version: int) -> Layout:
-    manifest = durable.read_json(verified(run, run.commit(version), "manifest.json"))
+    manifest = durable.read_json(verified(run, run.commits.of(version), "manifest.json"))
     return Layout.from_json(manifest["layout"])
 
 

@@ -109,7 +109,7 @@ class Launcher:
         return Facts(
             code=code, left=name_of(code), error=error, closing=self.run.closing("sync"),
             told=self._told, notice=self.notice.signal_name, attempt=self.program.attempt,
-            newest_attempt=self.run.latest_attempt(0), is_own=bool(self.config.run.command),
+            newest_attempt=self.run.slots.latest(0), is_own=bool(self.config.run.command),
         )  # fmt: skip
 
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:
@@ -127,7 +127,8 @@ class Launcher:
             self._nodes, self._crashes = self._nodes[:nodes], 0
         if self._crashes > self.config.sync.crash_retries or self.notice:
             return failed
-        if is_same and not (before or self.run.progress() or self.run.newest_version() > 0):
+        begun = before or self.run.jobs.progress() or self.run.commits.newest_version() > 0
+        if is_same and not begun:
             why = f"the trainer failed twice at its start: {end.reason}"
             self.run.mark_failed(why, failed.detail)
             return failed
@@ -227,7 +228,7 @@ class Launcher:
             "resume": self._resume.choose(), "checkpoints": str(self._resume.folder),
             "python": sys.executable, "run": str(self.run.path),
             "attempt": str(self.program.attempt),
-            "mtbi_s": f"{cadence.observed_mtbi_s(self.run.endings()):.0f}",
+            "mtbi_s": f"{cadence.observed_mtbi_s(self.run.jobs.endings()):.0f}",
             "master_addr": shared["MASTER_ADDR"], "master_port": shared["MASTER_PORT"],
             "nodes": str(nodes), "gpus_per_node": str(gpus_per_node), "gpus": str(self.gpus),
         }  # fmt: skip
@@ -267,7 +268,7 @@ class Launcher:
     # ---- the end
 
     def _end(self, end: End) -> int:
-        progress = self.run.progress() or {}
+        progress = self.run.jobs.progress() or {}
         mine = progress if progress.get("job_id") == self.program.job_id else {}
         measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
         worked = {} if self.config.run.command else {"steps": progress.get("step", 0)}

@@ -91,10 +91,10 @@ class Wishes:
         them."""
         rank = self._rank
         who = {"job_id": rank.job_id, "attempt": rank.attempt, "time": time.time()}
-        self._epoch = until_written(lambda: rank.run.claim_epoch(who), self.notice.__bool__)
+        self._epoch = until_written(lambda: rank.run.masters.claim(who), self.notice.__bool__)
 
     def fence(self) -> None:
         """Raise Fenced if a later attempt, or a master, has the run."""
         run, attempt = self._rank.run, self._rank.attempt
-        if run.latest_attempt(0) > attempt or run.newest_epoch() > self._epoch:
+        if run.slots.latest(0) > attempt or run.masters.newest() > self._epoch:
             raise Fenced(f"attempt {attempt}: a later one, or a master, has taken over")

@@ -53,7 +53,7 @@ class Saving:
     def choose_cadence(self) -> None:
         if not self._rank.group.leads:
             return
-        mtbi_s = cadence.observed_mtbi_s(self._rank.run.endings())
+        mtbi_s = cadence.observed_mtbi_s(self._rank.run.jobs.endings())
         stall_s, save_s = self.checkpoints.stall_s, self.checkpoints.save_s
         self._auto_s, self.words = cadence.interval(stall_s, mtbi_s, save_s)
         if most := self._rank.config.checkpoint.max_rate_bytes:

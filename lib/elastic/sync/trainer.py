@@ -174,9 +174,9 @@ class Trainer:
         it."""
         self.wishes.claim_epoch()
         run = self.rank.run
-        newest = run.newest_commit()
+        newest = run.commits.newest()
         version, tokens = (newest.version, newest.tokens) if newest else (0, 0)
-        commits = itertools.islice(run.commits(), version + 1)
+        commits = itertools.islice(run.commits.all(), version + 1)
         samples = Ranges(span for commit in commits for span in commit.samples)
         step = max(steps(run), default=0)
         base = State(step, tokens, base_version=version, base_step=step,
@@ -407,7 +407,8 @@ class Journal:
         speed = (line["tokens"] - counted) / max(now - before, 1e-9) if counted else 0.0
         self._rate_since = (now, line["tokens"])
         measured = {"tokens_per_s": round(speed, 1), "startup_s": round(self._startup_s, 3)}
-        self._rank.run.write_progress({**line, "job_id": self._rank.job_id, **measured, **more})
+        told = {**line, "job_id": self._rank.job_id, **measured, **more}
+        self._rank.run.jobs.write_progress(told)
 
 
 def run(notice: Notice) -> int:

@@ -76,5 +76,5 @@ def test_lost_bytes_and_full_disks_leave_the_next_try_the_same_bits(open_rounds)
     held.rename(blocked)
     assert rounds.averager.commit(recipe, rounds.next(**said)).version == 1
     smooth.close([smooth.deliver(0, torch.full((SIZE,), 1.0), 10)])
-    files = [[each["xxh3"] for each in one.run.commit(1).files] for one in (rounds, smooth)]
+    files = [[each["xxh3"] for each in one.run.commits.of(1).files] for one in (rounds, smooth)]
     assert files[0] == files[1]

@@ -240,7 +240,7 @@ def written_and_read(run, outer, version, mu):
     for index, (params, momentum) in enumerate(zip(outer.params, outer.momentum, strict=True)):
         files += draft.write_fragment(outer.layout, index, params, momentum)
     draft.commit(outer.layout, files, commit_of(version))
-    return read_outer(run, run.commit(version), mu)
+    return read_outer(run, run.commits.of(version), mu)
 
 
 def test_masters_that_change_every_round_do_what_one_master_does(open_rounds):
@@ -261,7 +261,7 @@ def test_masters_that_change_every_round_do_what_one_master_does(open_rounds):
         assert torch.equal(one.momentum, many.momentum)
         first, second = (replace(commit, writer="") for commit in commits)
         assert first == second
-    assert any(commit.outer_lr < 0.7 for commit in one.run.commits() if commit.version)
+    assert any(commit.outer_lr < 0.7 for commit in one.run.commits.all() if commit.version)
 
 
 def test_the_first_commit_says_what_the_outer_step_did(open_rounds):

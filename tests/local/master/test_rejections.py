@@ -35,7 +35,7 @@ class Fake:
 
     def __init__(self, run: Running, store: Store):
         self.run, self.store = run, store
-        self.attempt = run.run.claim_attempt(SLOT, {"job_id": "fake"})
+        self.attempt = run.run.slots.claim(SLOT, {"job_id": "fake"})
         assert store.claim(SLOT, self.attempt, LEASE, 600.0)
         self.base, self.asked = run.version, 0
         self.sizes = [4 * numel for numel in read_layout(run.run, self.base).numels]
@@ -56,7 +56,7 @@ class Fake:
                  for i, data in enumerate(self.bytes)]  # fmt: skip
         whole = Header(
             run=self.run.run.key, slot=SLOT, attempt=self.attempt, job_id="fake", base=self.base,
-            layout=self.run.run.commit(0).layout, codec="none", steps=1, tokens=BATCH,
+            layout=self.run.run.commits.of(0).layout, codec="none", steps=1, tokens=BATCH,
             samples=self.samples(), loss=0.1, first_loss=0.1, fragments=tuple(parts),
         )  # fmt: skip
         return whole.to_json() | changes
@@ -101,7 +101,7 @@ def fake(run: Running) -> Iterator[Fake]:
     run.pace(0.15)
     with run.store() as store:
         yield Fake(run, store)
-        store.release(SLOT, run.run.latest_attempt(SLOT))
+        store.release(SLOT, run.run.slots.latest(SLOT))
     run.pace(0.02)
 
 
@@ -167,7 +167,7 @@ def test_a_broken_delta_is_refused_with_its_reason(fake: Fake, case: str):
     assert event["rule"] == rule
     assert event in status.observe(run.run)["events"]
     run.versions(1)
-    committed = [run.run.commit(number) for number in range(version + 1, run.version + 1)]
+    committed = [run.run.commits.of(number) for number in range(version + 1, run.version + 1)]
     assert sum(commit.rejected.get(rule, 0) for commit in committed) == 1
     assert not any(delta.slot == SLOT for commit in committed for delta in commit.deltas)
 
@@ -192,7 +192,7 @@ def test_an_attempt_that_never_claimed_the_slot_is_fenced(fake: Fake):
 def test_samples_are_for_those_whose_lease_is_there(run: Running):
     """Given to a trainer that is quicker than its agent, they would be taken back at once."""
     with run.store() as store:
-        attempt = run.run.claim_attempt(SLOT, {"job_id": "fake"})
+        attempt = run.run.slots.claim(SLOT, {"job_id": "fake"})
         ask = Ask(SLOT, attempt, 1, 4, ())
         store.ask(ask)
         run.versions(2)  # the master has seen it
@@ -206,7 +206,7 @@ def test_samples_are_for_those_whose_lease_is_there(run: Running):
 
 def test_an_attempt_that_has_been_replaced_can_offer_nothing(fake: Fake):
     header = fake.header()
-    newer = fake.run.run.claim_attempt(SLOT, {"job_id": "newer"})
+    newer = fake.run.run.slots.claim(SLOT, {"job_id": "newer"})
     assert fake.store.claim(SLOT, newer, LEASE, 600.0)
     with pytest.raises(Fenced, match="an attempt higher than"):
         fake.store.offer(SLOT, fake.attempt, fake.base, header)
@@ -262,7 +262,7 @@ def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
             run.flush()
             os.kill(trainer, signal.SIGCONT)
     run.until(lambda: run.version > key[2], 30, "the round closes all the same")
-    commit = run.run.commit(key[2] + 1)
+    commit = run.run.commits.of(key[2] + 1)
     assert commit.rejected["altered"] == 1 + flushed  # it offers them once more
     assert [(d.slot, d.attempt) for d in commit.deltas] == [key[:2]]
 
@@ -284,7 +284,7 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
         fake.offer(fake.header(loss=1e6))
         run.until(lambda: run.version > bad, 30, "the round closes")
         store.release(SLOT, fake.attempt)
-    before, commit = run.run.commit(bad), run.run.commit(bad + 1)
+    before, commit = run.run.commits.of(bad), run.run.commits.of(bad + 1)
     assert commit.taken_back == bad
     assert (commit.samples, commit.deltas) == ((), ())
     assert commit.tokens == before.tokens
@@ -300,13 +300,13 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
     rejection(run, "taken-back", slot=SLOT, base=bad)
     run.pace(0.02)
     run.versions(3)
-    later = [run.run.commit(version) for version in range(bad + 2, run.version + 1)]
+    later = [run.run.commits.of(version) for version in range(bad + 2, run.version + 1)]
     assert all(commit.deltas and commit.taken_back is None for commit in later)
 
 
 def steps_in_moments(run: Running) -> int:
     """How many steps slot 0's saved moments have seen."""
-    folder = run.run.slot_path(0)
+    folder = run.run.slots.path(0)
     (entry,) = json.loads((folder / "inner.json").read_text())["files"]
     return int(load_file(folder / entry["name"])["0"])  # the first that AdamW keeps is its step
 
@@ -323,6 +323,6 @@ def test_the_worker_that_made_a_version_bad_goes_on_with_fresh_moments(run: Runn
         fake.offer(fake.header(loss=1e6))
         run.until(lambda: run.version > bad, 30, "the next one closes")
         store.release(SLOT, fake.attempt)
-    commit = run.run.commit(bad + 1)
+    commit = run.run.commits.of(bad + 1)
     assert (commit.taken_back, commit.suspect) == (bad, (0, run.slots()[0].attempt))
     run.until(lambda: steps_in_moments(run) <= 20, 30, "fresh moments are saved")

@@ -66,7 +66,7 @@ def test_every_worker_ends_on_bitwise_the_same_base(open_rounds):
         rounds.close([rounds.deliver(s, rounds.base() + torch.randn(SIZE), 9) for s in range(2)])
         if number == 4:
             rounds.new_master()
-        commit = rounds.run.newest_commit()
+        commit = rounds.run.commits.newest()
         follows.adopt(commit)
         if number in (0, 3, 4, 7):
             misses.adopt(commit)
@@ -80,16 +80,16 @@ def test_a_damaged_version_is_refused_and_half_adopted_is_no_base(open_rounds):
     """The next version is then read right."""
     rounds = open_rounds()
     exchange = exchange_of(rounds)
-    exchange.adopt(rounds.run.newest_commit())
+    exchange.adopt(rounds.run.commits.newest())
     rounds.close([rounds.deliver(0, rounds.base() + 1, 9)])
     path = rounds.run.version_path(1) / "params-02.safetensors"
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(ElasticError, match="params-02.safetensors"):
-        exchange.adopt(rounds.run.newest_commit())
+        exchange.adopt(rounds.run.commits.newest())
     path.write_bytes(good)
     rounds.close([rounds.deliver(0, rounds.base() + 1, 9)])
-    exchange.adopt(rounds.run.newest_commit())
+    exchange.adopt(rounds.run.commits.newest())
     assert torch.equal(base(exchange), rounds.base().bfloat16())
 
 
@@ -125,7 +125,7 @@ def test_each_rank_moves_its_own_fragments(open_rounds, monkeypatch):
     def rank(number: int) -> None:
         replica = Replica(Shapes(), rounds.layout)
         exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number))
-        exchange.adopt(rounds.run.newest_commit())
+        exchange.adopt(rounds.run.commits.newest())
         with torch.no_grad():
             for param in replica.params.values():
                 param.sub_(1.0)

@@ -31,7 +31,7 @@ def hidden(for_looks: int, notice: bool = False) -> tuple[NoLine, list[int]]:
         looks.append(version)
         return commit_of(version) if len(looks) > for_looks else None
 
-    run = SimpleNamespace(commit=commit, path="/runs/a")
+    run = SimpleNamespace(commits=SimpleNamespace(of=commit), path="/runs/a")
     return NoLine(Place(run, 0, 1, "7"), notice), looks
 
 
@@ -56,7 +56,8 @@ class Worker:
     """What a worker has in hand in round `base`, and what acts on it; `store` answers its line."""
 
     def __init__(self, base: int, store: object = None, told=lambda: -1):
-        run = SimpleNamespace(path=Path("/nowhere"), told_version=told)
+        commits = SimpleNamespace(told_version=told)
+        run = SimpleNamespace(path=Path("/nowhere"), commits=commits)
         self.line = Line(Place(run, 0, 1, "7"), False)
         self.line.reach = lambda action, role="worker": action(store)
         self.line.commit = commit_of

@@ -54,12 +54,12 @@ def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path:
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
         run.until(lambda: run.version > slot.version, 30, "its steps count")
-        (delta,) = run.run.commit(slot.version + 1).deltas
+        (delta,) = run.run.commits.of(slot.version + 1).deltas
         assert slot.step <= delta.steps < 20
         assert delta.tokens == 8 * delta.steps
 
         run.versions(1, 90)
-        (delta,) = run.run.commit(run.version).deltas
+        (delta,) = run.run.commits.of(run.version).deltas
         assert delta.inner == f"own of version {slot.version}"
 
         ranks = run.pids("trainer")
@@ -68,7 +68,7 @@ def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path:
         os.kill(ranks[1], signal.SIGKILL)
         run.until(lambda: len(set(run.pids("trainer")) - set(ranks)) == 2, 30, "two new ranks")
         run.versions(1, 90)
-        (delta,) = run.run.commit(run.version).deltas
+        (delta,) = run.run.commits.of(run.version).deltas
         assert delta.inner.startswith("own of version")
         run.finish(120)
 

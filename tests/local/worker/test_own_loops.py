@@ -285,7 +285,7 @@ def test_the_state_of_every_optimizer_comes_back(tmp_path: Path, kind):
     (tmp_path / "slots").mkdir()
     optimizers = make(model)
     train(model, optimizers)
-    entry = inner_state.save(run.slot_path(0), "inner-1.1", optimizers, 0)
+    entry = inner_state.save(run.slots.path(0), "inner-1.1", optimizers, 0)
     pointer = {"slot": 0, "attempt": 1, "version": 1, "files": [entry]}
     others = make(Net())
     assert inner_state.load(run, pointer, others, 0) == ""
@@ -303,8 +303,8 @@ def test_what_cannot_be_saved_is_no_crash(tmp_path: Path):
     optimizers = [Odd(model.parameters(), lr=0.1)]
     train(model, optimizers)
     with pytest.raises(inner_state.UNFIT):
-        inner_state.save(run.slot_path(0), "inner-1.1", optimizers, 0)
-    assert not list(run.slot_path(0).iterdir())
+        inner_state.save(run.slots.path(0), "inner-1.1", optimizers, 0)
+    assert not list(run.slots.path(0).iterdir())
 
 
 class Mastered(torch.optim.SGD):

@@ -130,7 +130,7 @@ class Averager:
 
         OSError (a full disk) leaves nothing behind and loses nothing: call it again.
         """
-        if self.run.commit(commit.version):
+        if self.run.commits.of(commit.version):
             return None
         draft = Draft(self.run, commit.version, f"epoch{commit.master_epoch}")
         try:
@@ -166,7 +166,7 @@ class Averager:
 
     def _load(self, index: int, version: int) -> None:
         """Hold a fragment as of a version."""
-        params, momentum = read_exactly(self.run, self.run.commit(version), self.layout, index)
+        params, momentum = read_exactly(self.run, self.run.commits.of(version), self.layout, index)
         self.outer.params[index], self.outer.momentum[index] = params, momentum
 
     def _advance_one(self, index: int, recipe: Recipe, draft: Draft) -> Part:
@@ -203,7 +203,7 @@ class Averager:
                 raise DeltaLost(header.key, error.why) from None
             anchor = None
             if header.base < recipe.base:
-                base = self.run.commit(header.base)
+                base = self.run.commits.of(header.base)
                 anchor = read_params(self.run, base, self.layout, index)
             yield merge.Term(delta, factor, anchor)
 

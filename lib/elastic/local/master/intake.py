@@ -94,12 +94,12 @@ class Intake:
         run = self.server.run
         merged = {
             (delta.base, f"{delta.slot}:{delta.attempt}") for version in versions
-            for delta in run.commit(version).deltas if delta.base is not None  # not sync mode's
+            for delta in run.commits.of(version).deltas if delta.base is not None  # not sync mode's
         }  # fmt: skip
         for base, name in merged:
             self.server.store.drop_offers(base, [name])
         for base in versions:
-            for name, body in run.left_offers(base):
+            for name, body in run.offers.left(base):
                 if (base, name) not in merged:
                     self.judge(base, name, body)
 

@@ -78,7 +78,7 @@ class Master:
     def take_over(self) -> None:
         self.journal.wait_for_space()
         record = {"job_id": self.job_id, "node": node_name(), "time": time.time()}
-        self.epoch = self.journal.written(self.run.claim_epoch, record)
+        self.epoch = self.journal.written(self.run.masters.claim, record)
         self._open_redis()
         if self.epoch > 1:
             self._settle()
@@ -151,14 +151,14 @@ class Master:
     def fence(self, newest: int = 0) -> None:
         """Raise Fenced if a higher epoch is there, or has made the commit of epoch
         `newest`."""
-        newest = max(newest, self.run.newest_epoch())
+        newest = max(newest, self.run.masters.newest())
         if newest > self.epoch > 0:
             raise Fenced(f"master epoch {self.epoch}: epoch {newest} has taken over")
 
     def is_behind(self) -> bool:
         """A master that has been replaced may commit for another minute, where names
         that were not there are remembered (NFS), and just once more anywhere."""
-        return self.run.newest_version() > self.intake.round.version
+        return self.run.commits.newest_version() > self.intake.round.version
 
     def _start_over(self) -> None:
         """Another master has committed the next version: go on from that, with all
@@ -171,7 +171,7 @@ class Master:
         self._settle()
 
     def _settle(self) -> None:
-        commit = self.commit or self.run.newest_commit()
+        commit = self.commit or self.run.commits.newest()
         deltas = commit.deltas if commit else ()
         self.samples.settle(self.server.store.now(), deltas, self.config.health)
         self.server.has_doubts = False
@@ -190,7 +190,7 @@ class Master:
 
     def open_run(self) -> None:
         """Load the newest commit, once there is a version, and what came of sync mode."""
-        commit = self.run.newest_commit()
+        commit = self.run.commits.newest()
         if commit is None:
             return
         self.fence(commit.master_epoch)
@@ -199,14 +199,14 @@ class Master:
             self.fence()
             commit = self.journal.written(from_sync, self.run, commit, self.epoch, self.server)
         committed, reverted, newest = [], set(), -1
-        for record in self.run.commits():
+        for record in self.run.commits.all():
             newest = record.version
             committed += record.samples
             reverted |= {record.taken_back} - {None}
         if newest != commit.version:  # some are not seen here yet
             return
-        if self.run.told_version() < newest:  # the master before died before it told
-            self.run.tell_version(newest)
+        if self.run.commits.told_version() < newest:  # the master before died before it told
+            self.run.commits.tell(newest)
         self.samples.begin(commit, committed)
         averager = Averager(self.run, self.config, newest)
         facts = self._facts(newest, averager, frozenset(reverted))
@@ -373,7 +373,7 @@ class Master:
         """Its exit record."""
         steps = self.commit.version if self.commit else 0
         who = {"role": "master", "slot": 0, "attempt": self.epoch, "node": node_name()}
-        self.run.write_ending(self.job_id, {**who, "steps": steps, **fields})
+        self.run.jobs.write_ending(self.job_id, {**who, "steps": steps, **fields})
 
 
 def from_sync(run: RunDir, commit: Commit, epoch: int, server: Server) -> Commit:

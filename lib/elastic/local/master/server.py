@@ -113,7 +113,7 @@ class Server:
     def introduce(self) -> None:
         """Tell a new server all attempts, so that it fences."""
         slots = self.run.control().max // self.config.slurm.gpus_per_worker
-        newest = {slot: self.run.latest_attempt(slot) for slot in range(slots)}
+        newest = {slot: self.run.slots.latest(slot) for slot in range(slots)}
         self.attempts |= {slot: attempt for slot, attempt in newest.items() if attempt}
         self.store.set_attempts(self.attempts)
 
@@ -130,7 +130,7 @@ class Server:
         told, known = self.store.attempts(), self.attempts
         newer = [slot for slot, attempt in told.items() if attempt > known.get(slot, 0)]
         for slot in [slot for slot in newer if 0 <= slot < MOST_SLOTS]:
-            if newest := self.run.latest_attempt(slot):
+            if newest := self.run.slots.latest(slot):
                 known[slot] = newest
         if any(told.get(slot, 0) < newest for slot, newest in known.items()):
             self.has_doubts = True  # the server was emptied
@@ -152,7 +152,7 @@ class Server:
     def _has_left(self, worker: Slot) -> bool:
         """Has its job said how it ended?"""
         with contextlib.suppress(TryAgain):
-            return (self.run.ending(worker.job_id) or {}).get("state") == "ended"
+            return (self.run.jobs.ending(worker.job_id) or {}).get("state") == "ended"
         return False
 
     def _greet(self, slots: dict[int, Slot]) -> dict[int, Slot]:

@@ -42,7 +42,7 @@ class Adopt:
     def final(self) -> None:
         """The run is done: leave its last version in the model."""
         self._hand.ahead = None
-        self._load_newest(self._group.decide(self._line.run.told_version))
+        self._load_newest(self._group.decide(self._line.run.commits.told_version))
 
     def is_ignored(self) -> bool:
         """After a step: has the optimizer ignored two versions?"""
@@ -100,7 +100,7 @@ class Adopt:
         slept."""
         commit = self._line.commit(version)
         while trouble := next(filter(None, self._group.gather(self._load(commit))), ""):
-            newest = self._group.decide(self._line.run.told_version)
+            newest = self._group.decide(self._line.run.commits.told_version)
             if newest <= commit.version:
                 raise ElasticError(trouble)
             commit = self._line.commit(newest)

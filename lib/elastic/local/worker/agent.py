@@ -142,14 +142,14 @@ class Lease:
         except (TryAgain, Fenced):
             self.drop()
             with contextlib.suppress(TryAgain):
-                run.fence(slot, attempt)
+                run.slots.fence(slot, attempt)
 
     def has_nobody_trained(self) -> bool:
         """So far, in this run: then a fault is not this slot's alone."""
         with contextlib.suppress(TryAgain):
             workers = self._store.slots().values() if self._store else ()
             newest = 0 if self._store else -1
-            told = self._program.run.told_version()
+            told = self._program.run.commits.told_version()
             return told <= newest and not any(worker.steps_total for worker in workers)
         return False
 

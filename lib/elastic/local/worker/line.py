@@ -109,7 +109,7 @@ class NoLine:
         """Of a version that somebody has seen: on NFS others may see it only half a
         minute later. Raises ElasticError after two."""
         until = time.monotonic() + UNSEEN_S
-        while (commit := self.run.commit(version)) is None:
+        while (commit := self.run.commits.of(version)) is None:
             if self.notice or time.monotonic() > until:
                 raise ElasticError(f"version {version} is announced, and not to be seen here",
                                    f"is {self.run.path} the same folder on all nodes?")  # fmt: skip
@@ -185,13 +185,13 @@ class Line(NoLine):
     def _is_offered(self, header: Header) -> bool:
         with contextlib.suppress(Fenced):
             return self.reach(lambda store: store.offer(*header.key, header.to_json()))
-        self.run.fence(*self.place.owner)
+        self.run.slots.fence(*self.place.owner)
         return False
 
     def leave_offer(self, header: Header) -> None:
         """For a master with a new Redis: this worker will not offer the delta again."""
         with contextlib.suppress(OSError):
-            self.run.leave_offer(header)
+            self.run.offers.leave(header)
 
     def ask(self, want: int, held: list[Range], enough: Callable[[], bool]) -> list[Range] | None:
         """Ask for samples, and wait for the answer; None if `enough()` is true before."""

@@ -88,7 +88,7 @@ class Moments:
 
     def _publish(self, version: int, entries: list[dict]) -> None:
         run, (slot, attempt) = self._line.run, self._line.place.owner
-        if run.latest_attempt(slot) != attempt:
+        if run.slots.latest(slot) != attempt:
             return  # a successor has saved its own, or will
         # Not announced, the slot's own file is there all the same.
         with contextlib.suppress(OSError, TryAgain):
@@ -100,7 +100,7 @@ class Moments:
         place = self._line.place
         try:
             return insist(
-                inner_state.save, place.run.slot_path(place.slot), stem, self._optimizer.each,
+                inner_state.save, place.run.slots.path(place.slot), stem, self._optimizer.each,
                 self._group.rank,
             )  # fmt: skip
         except (OSError, TryAgain) as error:

@@ -27,9 +27,9 @@ def layout_of_run(
     Raises ElasticError if the run has another number of samples, or another model.
     """
     run = line.run
-    if group.decide(lambda: run.told_version() < 0):
+    if group.decide(lambda: run.commits.told_version() < 0):
         _create(line, group, config, model, samples, tokens_per_sample)
-    newest = line.commit(run.told_version())
+    newest = line.commit(run.commits.told_version())
     settle(run, newest)
     layout = read_layout(run, newest.version)
     if samples != newest.dataset_samples:

@@ -42,7 +42,7 @@ def run(notice: Notice) -> int:
     task = load_task(config.run.task, config.task, Path(config.run.folder))
     model = build_model(task, config, device, group)
     # It may be the one that makes version 0.
-    if group.decide(lambda: place.run.told_version() < 0):
+    if group.decide(lambda: place.run.commits.told_version() < 0):
         set_initial_values(task, model)
     make = getattr(task, "optimizer", None)
     optimizer = make(model) if make else default_optimizer(model, config.train)

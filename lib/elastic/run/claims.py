@@ -1,0 +1,67 @@
+"""Who is who: attempts of a slot and epochs of masters, numbers that link() gives once.
+
+A higher number fences the lower ones.
+"""
+
+import re
+from pathlib import Path
+
+from elastic.base.durable import check_folder, create_once, make_folder, names, to_json
+from elastic.base.errors import Fenced
+from elastic.run.sound import Part
+
+
+class Slots(Part):
+    """Each slot's folder and attempts."""
+
+    def path(self, slot: int) -> Path:
+        path = self.run.private / "slots" / f"{slot:04d}"
+        make_folder(path)
+        return check_folder(path)
+
+    def claim(self, slot: int, record: dict) -> int:
+        """The next attempt of `slot`; a lower one is fenced from now on."""
+        return _next_number(self.path(slot), record)
+
+    def latest(self, slot: int) -> int:
+        return _newest_number(self.run.path / "slots" / f"{slot:04d}")
+
+    def fence(self, slot: int, attempt: int) -> None:
+        """Raise Fenced if there is a higher attempt. Redis may say so, and believes
+        anybody."""
+        if (newest := self.latest(slot)) > attempt:
+            raise Fenced(f"slot {slot} has attempt {newest}, which is higher than {attempt}")
+
+
+class Masters(Part):
+    """The epochs of a run's masters."""
+
+    def claim(self, record: dict) -> int:
+        """The next master epoch; a lower one is fenced from now on."""
+        return _next_number(self.run.path / "masters", record)
+
+    def newest(self) -> int:
+        """The higher of what the records and the endpoint of the newest master say."""
+        endpoint = self.run.endpoint()
+        return max(_newest_number(self.run.path / "masters"), endpoint.epoch if endpoint else 0)
+
+
+def _newest_number(folder: Path) -> int:
+    """Highest n whose record exists; 0: none."""
+    if folder.name not in names(folder.parent):
+        return 0
+    return max(numbers(folder), default=0)
+
+
+def numbers(folder: Path) -> list[int]:
+    """Of the records in a folder."""
+    return [int(name[:-5]) for name in names(folder) if re.fullmatch(r"\d{6,}\.json", name)]
+
+
+def _next_number(folder: Path, record: dict) -> int:
+    number = _newest_number(folder) + 1
+    while not create_once(
+        folder / f"{number:06d}.json", to_json({**record, "number": number})
+    ):
+        number += 1
+    return number

@@ -1,0 +1,80 @@
+"""The commits of a run: the record of each version, and which is the newest.
+
+`newest.json` is a hint. Names decide: a version is committed once its name is there.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic.base.durable import (
+    create_once,
+    exists,
+    make_folder,
+    read_json,
+    replace_quickly,
+    to_json,
+)
+from elastic.base.errors import ElasticError
+from elastic.run.claims import numbers
+from elastic.run.records import Commit
+from elastic.run.sound import COMMIT, Part, announced, hint, whole
+
+
+class Commits(Part):
+    """The records; versions.py has the tensors."""
+
+    def path(self, version: int) -> Path:
+        return self.run.path / "commits" / f"{version:06d}.json"
+
+    def of(self, version: int) -> Commit | None:
+        return read_commit(self.path(version))
+
+    def told_version(self) -> int:
+        """Number of the newest commit that is told of, for those who follow a master.
+        They look for none after it, as `newest_version` does: see `durable.names`."""
+        path = self.run.path / "newest.json"
+        with contextlib.suppress(ElasticError):
+            if told := whole(path, announced(path), "version"):
+                return told["version"]
+        return max(numbers(self.run.path / "commits"), default=-1)
+
+    def newest_version(self) -> int:
+        """Number of the newest commit, -1 if there is none. `newest` is a hint; names
+        decide."""
+        told = hint(self.run.path / "newest.json", "version")
+        version = told["version"] if told else -1
+        while exists(self.path(version + 1)):
+            version += 1
+        return version
+
+    def newest(self) -> Commit | None:
+        version = self.newest_version()
+        return self.of(version) if version >= 0 else None
+
+    def all(self, version: int = 0) -> Iterator[Commit]:
+        """Every commit from a version on, oldest first."""
+        while (commit := self.of(version)) is not None:
+            yield commit
+            version += 1
+
+    def link(self, commit: Commit) -> bool:
+        """Commit a version whose files are all durable. False if another master was
+        first."""
+        with contextlib.suppress(OSError):  # else a worker makes it: two that did would clash
+            make_folder(self.run.path / "deltas" / f"{commit.version:06d}")
+        if not create_once(self.path(commit.version), to_json(commit.to_json())):
+            return False
+        self.tell(commit.version)
+        return True
+
+    def tell(self, version: int) -> None:
+        """Name the newest commit, for `told_version`."""
+        with contextlib.suppress(OSError):  # it is committed; this is only the hint
+            replace_quickly(self.run.path / "newest.json", to_json({"version": version}))
+
+
+def read_commit(path: Path) -> Commit | None:
+    """What a version's record says. Raises ElasticError if it is damaged."""
+    record = whole(path, read_json(path), COMMIT)
+    return None if record is None else Commit.of(record)

@@ -1,0 +1,80 @@
+"""Records of a run directory, as they are read: whole, or refused with the reason.
+
+Anybody's disk, editor or older version may have been at them. So what a field is to be is
+known by its name, in whatever record it is; what else a record holds is taken as it is.
+"""
+
+import contextlib
+from pathlib import Path
+
+from elastic.base.durable import names, read_json
+from elastic.base.errors import ElasticError
+
+NUMBER = (int, float)
+# What a field is in every record that has it; what else a record holds is taken as it is.
+KINDS = {name: kind for kind, names in (
+    (NUMBER, "time started ended submitted seconds stall_s delivered loss"),
+    (int, "slot attempt base version step steps tokens epoch master_epoch workers min max port"),
+    (int, "gpus code dataset_samples epochs total_tokens world"),
+    (str, "kind role job_id node reason outcome state mode host url certificate layout writer"),
+    (str, "detail fault"),
+    (list, "samples deltas files"), (dict, "extra"),
+) for name in names.split()}  # fmt: skip
+# What is always there; and in an event or the record of a job, by its kind or its state.
+CONTROL, ENDPOINT, ENDING = "mode state min max", "host port epoch", (
+    "job_id role slot time started state")
+COMMIT = "version master_epoch time tokens samples deltas"
+LOGS = {"events.jsonl": "time kind", "metrics.jsonl": "time step seconds tokens attempt world loss"}
+DELTA = "slot attempt steps tokens samples"
+MORE = {"start": "role slot attempt job_id", "ended": "role slot outcome reason", "join": "slot",
+        "end": "role slot job_id outcome reason gpus submitted ended", "master": "epoch",
+        "outer-step": "version tokens", "fail": "reason", "reject": "reason"}  # fmt: skip
+
+
+class Part:
+    """What a run directory holds of one kind."""
+
+    def __init__(self, run):
+        self.run = run  # its path may be resolved later
+
+
+def whole(path: Path, record: dict | None, needed: str = "") -> dict | None:
+    """The record. Raises ElasticError if it is damaged."""
+    if record is not None and (said := fault(record, needed)):
+        raise ElasticError(f"damaged file: {path}: {said}", "restore it, or remove it")
+    return record
+
+
+def hint(path: Path, needed: str = "") -> dict | None:
+    """The table in a file that was not synced: a crash may have left nothing of it."""
+    with contextlib.suppress(ElasticError):
+        return whole(path, read_json(path), needed)
+    return None
+
+
+def announced(path: Path) -> dict | None:
+    """The table in a file that another machine may be about to write."""
+    return read_json(path) if path.name in names(path.parent) else None
+
+
+def fault(record: object, needed: str = "") -> str:
+    """What is wrong with a record: a field that is not there, or another thing than it is
+    to be."""
+    if not isinstance(record, dict):
+        return "not a JSON table"
+    names = {*f"{needed} {MORE.get(str(record.get('kind', record.get('state'))), '')}".split()}
+    for name in KINDS.keys() & (names | record.keys()):
+        value, kind = record.get(name), KINDS[name]
+        sound = isinstance(value, kind) and not isinstance(value, bool)
+        is_loss = name == "loss" and isinstance(value, float)  # one that is not finite is said
+        sound = sound and (is_loss or kind not in (int, NUMBER) or abs(value) < 2**62)
+        if not sound and (value is not None or name in names or name not in ("loss", "started")):
+            return f"{name} is {str(value)[:80]!r}" if name in record else f"no {name} in it"
+    # A trainer's metrics have positions instead.
+    if "samples" in names and not all(map(_is_range, record["samples"])):
+        return "samples are no ranges"
+    return next((s for delta in record.get("deltas") or () if (s := fault(delta, DELTA))), "")
+
+
+def _is_range(each: object) -> bool:
+    return isinstance(each, list) and [int] * 3 == [type(number) for number in each]

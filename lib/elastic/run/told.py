@@ -1,0 +1,65 @@
+"""What jobs tell of themselves in files, for those who cannot ask them."""
+
+import contextlib
+import json
+import sys
+import time
+
+from elastic.base.durable import insist, names, replace_quickly, to_json, write_atomic
+from elastic.base.errors import TryAgain
+from elastic.run.membership import NAME
+from elastic.run.records import Header
+from elastic.run.sound import ENDING, Part, hint
+
+
+class Jobs(Part):
+    """Exit records, and how far the ranks of sync mode are."""
+
+    def write_ending(self, job_id: str, record: dict) -> None:
+        """Say what became of a job: first that it started, then how it ended.
+
+        A full disk costs the record, and no more: the job counts as killed.
+        """
+        now, path = time.time(), self.run.path / "exit" / f"{job_id}.json"
+        before = {} if record["state"] == "started" else hint(path) or {}
+        times = {"time": now, "started": before.get("started", now)}  # ids come back: start anew
+        data = to_json({"job_id": job_id, **times, **record})
+        try:
+            insist(write_atomic, path, data)
+        except (OSError, TryAgain) as error:
+            print(f"{record['role']}  no exit record: {error}", file=sys.stderr, flush=True)
+
+    def ending(self, job_id: str) -> dict | None:
+        """What the job has said of itself; a record that is damaged says nothing."""
+        path = self.run.path / "exit" / f"{job_id}.json"
+        return hint(path, ENDING) if NAME.fullmatch(job_id) else None
+
+    def endings(self) -> list[dict]:
+        paths = sorted((self.run.path / "exit").glob("[!.]*.json"))
+        return [record for path in paths if (record := self.ending(path.stem))]
+
+    def write_progress(self, progress: dict) -> None:
+        """How far the ranks are, for status: a hint, lost with the next one."""
+        with contextlib.suppress(OSError):
+            replace_quickly(self.run.path / "progress.json", to_json(progress))
+
+    def progress(self) -> dict | None:
+        return hint(self.run.path / "progress.json")
+
+
+class Offers(Part):
+    """Headers that workers have left behind, with the deltas."""
+
+    def leave(self, header: Header) -> None:
+        """Say what a worker that leaves has delivered, for a master that does not know it
+        yet."""
+        slot, attempt, base = header.key
+        path = self.run.path / "deltas" / f"{base:06d}" / f"{slot}.{attempt}.left"
+        with contextlib.suppress(OSError, TryAgain):  # it is merged by now, and the folder gone
+            insist(write_atomic, path, json.dumps(header.to_json()).encode())
+
+    def left(self, base: int) -> list[tuple[str, bytes]]:
+        """("slot:attempt", header) of the workers that have left."""
+        folder = self.run.path / "deltas" / f"{base:06d}"
+        paths = sorted(folder.glob("*.left")) if folder.name in names(folder.parent) else ()
+        return [(path.stem.replace(".", ":"), insist(path.read_bytes)) for path in paths]
