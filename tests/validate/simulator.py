@@ -41,6 +41,7 @@ from elastic.train.device import seed_by
 from elastic.train.group import Group
 from elastic.train.schedule import learning_rate, tokens_at
 from elastic.train.task import count_tokens, default_optimizer
+from helpers import commit_of
 from merging import read_outer
 
 CPU = torch.device("cpu")
@@ -419,7 +420,7 @@ class Simulator:
         self.outer.step(means, lr)
 
     def _publish(self, tokens: int, workers: int) -> Version:
-        commit = {"version": self.version, "tokens": tokens, "total_tokens": self.total_tokens}
+        commit = commit_of(self.version, tokens=tokens, total_tokens=self.total_tokens)
         steps = rounds.inner_steps(commit, self.config.local_sgd)
         return Version([p.to(torch.bfloat16) for p in self.outer.params], tokens, workers, steps)
 
