@@ -16,9 +16,9 @@ from hypothesis import settings
 from elastic.base import config as configuration
 from elastic.base.network import free_port
 from elastic.base.signals import die_with_parent
-from elastic.local.store import Store
 from elastic.run.rundir import Control, Endpoint, RunDir
 from helpers import wait_until
+from stores import Anybody
 
 os.umask(0o022)  # as bin/elastic has it: what others may write to is refused
 
@@ -161,12 +161,12 @@ def redis_server(tmp_path_factory):
 
 @pytest.fixture
 def make_store(redis_server):
-    """make_store(name) -> a Store on the session's server; by default under a name of its own."""
+    """make_store(name) -> a store on the session's server; by default under a name of its own."""
     stores = []
     unique = f"run-{uuid.uuid4().hex[:12]}"
 
-    def make(name: str = unique) -> Store:
-        stores.append(Store.connect(redis_server.endpoint, redis_server.password, name))
+    def make(name: str = unique) -> Anybody:
+        stores.append(Anybody.connect(redis_server.endpoint, redis_server.password, name))
         stores[-1].load_scripts()
         return stores[-1]
 
@@ -176,5 +176,5 @@ def make_store(redis_server):
 
 
 @pytest.fixture
-def store(make_store) -> Store:
+def store(make_store) -> Anybody:
     return make_store()

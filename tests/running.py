@@ -25,13 +25,13 @@ from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.sched import Job, parse_job_name
 from elastic.jobs.sched_local import LocalScheduler
-from elastic.local.store import Store
 from elastic.local.transport import checksum
 from elastic.run.audit import audit
 from elastic.run.membership import Slot
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from helpers import PATIENCE, ROOT, elastic, environment
+from stores import BothSides
 
 TESTS = Path(__file__).resolve().parent
 PASS_S = 0.5  # between two passes of reconcile
@@ -85,8 +85,8 @@ class Running:
         return list(self.run.commits.all())
 
     @contextlib.contextmanager
-    def store(self) -> Iterator[Store]:
-        store = Store.open(self.run, 5.0, "master")
+    def store(self) -> Iterator[BothSides]:
+        store = BothSides.open(self.run, 5.0)
         try:
             yield store
         finally:

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from figures import ROOT, cpu_seconds, record, scratch
 
-sys.path.insert(0, str(ROOT / "lib"))
+sys.path[:0] = [str(ROOT / "lib"), str(ROOT / "tests")]
 from elastic.base import config as configuration  # noqa: E402
 from elastic.base.errors import TryAgain  # noqa: E402
-from elastic.local.store import Ask, Store  # noqa: E402
+from elastic.local.store import Ask  # noqa: E402
 from elastic.local.transport import Transport, fragment_name  # noqa: E402
 from elastic.run.records import Header  # noqa: E402
 from elastic.run.rundir import Control, RunDir  # noqa: E402
@@ -33,6 +33,7 @@ from elastic.saved.codec import codec  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
 from elastic.saved.versions import Draft  # noqa: E402
 from helpers import commit_of  # noqa: E402
+from stores import BothSides  # noqa: E402
 
 ROUNDS = 5
 LAYOUT = Layout.of([("weight", (64,))], 1 << 20)
@@ -119,11 +120,11 @@ class Crowd:
         self.version = 0
         self.beaten = 0.0
 
-    def _connect(self) -> Store:
+    def _connect(self) -> BothSides:
         deadline = time.monotonic() + 60
         while True:
             try:
-                return Store.open(self.run, role="master")
+                return BothSides.open(self.run)
             except TryAgain:
                 if time.monotonic() > deadline:
                     raise

@@ -28,9 +28,9 @@ from figures import ROOT, record  # noqa: E402
 from conftest import start_redis  # noqa: E402
 from elastic.base import config as configuration  # noqa: E402
 from elastic.jobs.sched import job_name  # noqa: E402
-from elastic.local.store import Store  # noqa: E402
 from elastic.run.rundir import Control, Endpoint, RunDir  # noqa: E402
 from helpers import commit_of, delta_of, environment  # noqa: E402
+from stores import BothSides  # noqa: E402
 
 TRIES = 5
 VERSIONS, EVENTS = 60, 400
@@ -127,7 +127,7 @@ def make_run(home: Path, name: str, url: str, workers: int, first_id: int) -> li
 
 
 def with_leases(run: RunDir, workers: int, first_id: int) -> None:
-    store = Store.open(run, 5.0, "master")
+    store = BothSides.open(run, 5.0)
     store.load_scripts()
     for slot in range(workers):
         fields = {"job_id": str(first_id + slot), "node": f"n{slot}", "pid": 1, "version": 59,

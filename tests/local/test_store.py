@@ -11,15 +11,22 @@ import pytest
 
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port
-from elastic.local.store import EVENTS_KEPT, Ask, Store, Useless
+from elastic.local.master_store import EVENTS_KEPT, MasterStore
+from elastic.local.store import Ask, Store, Useless
+from elastic.local.worker_store import WorkerStore
 from elastic.run.rundir import Endpoint
 from helpers import wait_until
+from stores import Anybody
 
 FIELDS = {
     "job_id": "4711", "node": "n1", "pid": 99, "state": "loading", "version": -1, "step": 0,
     "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0,
 }  # fmt: skip
 LEASE_S = 30.0
+
+
+class Timid(Store):
+    role = "timid"
 
 
 def claim(store, slot=3, attempt=1, lease_s=LEASE_S, **fields):
@@ -399,7 +406,7 @@ def every_call(store):
 
 def test_a_server_that_is_not_there_means_try_again_and_names_the_place():
     port = free_port("127.0.0.1")
-    store = Store.connect(Endpoint("127.0.0.1", port, 1), "secret", "a", timeout_s=0.2)
+    store = Anybody.connect(Endpoint("127.0.0.1", port, 1), "secret", "a", timeout_s=0.2)
     for _, call in every_call(store):
         with pytest.raises(TryAgain, match=f"cannot reach Redis at 127.0.0.1:{port}") as caught:
             call()
@@ -408,7 +415,7 @@ def test_a_server_that_is_not_there_means_try_again_and_names_the_place():
 
 
 def test_a_wrong_password_is_said_to_be_one_and_is_not_shown(redis_server):
-    store = Store.connect(redis_server.endpoint, "hunter2", "a")
+    store = Anybody.connect(redis_server.endpoint, "hunter2", "a")
     for _, call in every_call(store):
         with pytest.raises(TryAgain, match="refused the password") as caught:
             call()
@@ -416,7 +423,7 @@ def test_a_wrong_password_is_said_to_be_one_and_is_not_shown(redis_server):
 
 
 def test_a_server_that_hangs_means_try_again_after_the_timeout(make_store, redis_server):
-    store = Store.connect(redis_server.endpoint, redis_server.password, "a", timeout_s=0.2)
+    store = Anybody.connect(redis_server.endpoint, redis_server.password, "a", timeout_s=0.2)
     store.now()
     redis_server.client().execute_command("CLIENT", "PAUSE", 1500, "ALL")
     started = time.monotonic()
@@ -440,29 +447,30 @@ def test_a_run_that_never_had_a_master_says_so(run):
         Store.open(run)
 
 
-@pytest.mark.parametrize("role", ["reader", "worker", "master"])
-def test_a_run_is_opened_where_its_newest_master_says(run, redis_server, role):
+@pytest.mark.parametrize("kind", [Store, WorkerStore, MasterStore])
+def test_a_run_is_opened_where_its_newest_master_says(run, redis_server, kind):
     endpoint, client = replace(redis_server.endpoint, nonce="of this start"), redis_server.client()
+    role = kind.role
     run.set_endpoint(endpoint)
     password = run.password(role, endpoint)
     client.acl_setuser(role, enabled=True, passwords=[f"+{password}"], commands=["+get"],
                        keys=["*"])  # fmt: skip
     proof = f"elastic:{run.key}:proof"
     client.set(proof, run.password("seal", endpoint))
-    store = Store.open(run, role=role)
+    store = kind.open(run)
     assert store.where == f"127.0.0.1:{redis_server.endpoint.port}"
     store.close()
     client.delete(proof)
     client.acl_deluser(role)
 
 
-@pytest.mark.parametrize("role", ["reader", "worker"])
-def test_a_server_of_a_master_of_before_is_looked_at_as_ever(run, redis_server, role):
+@pytest.mark.parametrize("kind", [Store, WorkerStore])
+def test_a_server_of_a_master_of_before_is_looked_at_as_ever(run, redis_server, kind):
     """It has no nonce: an upgrade must not hide runs that are under way."""
-    client = redis_server.client()
+    role, client = kind.role, redis_server.client()
     client.acl_setuser(role, enabled=True, passwords=[f"+{run.secret(role)}"], commands=["+time"])
     run.set_endpoint(redis_server.endpoint)
-    Store.open(run, role=role).close()
+    kind.open(run).close()
     client.acl_deluser(role)
 
 
@@ -478,7 +486,7 @@ def test_somebody_elses_server_on_that_port_is_not_listened_to(run, redis_server
     if proof is not None:
         client.set(f"elastic:{run.key}:proof", proof)
     with pytest.raises(TryAgain, match="does not know this run's master"):
-        Store.open(run, role="worker")
+        WorkerStore.open(run)
     client.delete(*client.keys(f"elastic:{run.key}:*"))
     client.acl_deluser("worker")
 
@@ -486,7 +494,7 @@ def test_somebody_elses_server_on_that_port_is_not_listened_to(run, redis_server
 def test_what_its_user_may_not_do_is_an_error_and_no_reason_to_try_again(run, redis_server):
     client = redis_server.client()
     client.acl_setuser("timid", enabled=True, nopass=True, commands=["+time"])
-    store = Store.connect(redis_server.endpoint, "any", "a", user="timid")
+    store = Timid.connect(redis_server.endpoint, "any", "a")
     with pytest.raises(ElasticError, match=f"Redis at {store.where} refuses: .*hgetall") as caught:
         store.master()
     assert not isinstance(caught.value, TryAgain)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import redis
 
-from elastic.local import store
+from elastic.local import scripts
 
 
 class Server:
@@ -77,7 +77,7 @@ class Server:
     def xadd(self, key: str, fields: dict, maxlen: int) -> None:
         pass
 
-    # ---- the scripts of elastic.local.store
+    # ---- the scripts of elastic.local.scripts
 
     def held(self, attempts: str, slot, attempt) -> int:
         newest = self.hget(attempts, slot)
@@ -136,7 +136,7 @@ class Server:
 
 
 SCRIPTS = {
-    hashlib.sha1(getattr(store, name).encode()).hexdigest(): name.lower()
+    hashlib.sha1(getattr(scripts, name).encode()).hexdigest(): name.lower()
     for name in ("CLAIM", "BEAT", "RELEASE", "OFFER", "MASTER")
 }
 

@@ -1,7 +1,7 @@
 """Local mode: real masters, agents, lines and training loops on edges made of dictionaries.
 
-Real: `Master` and its parts, `Averager.commit`, `Store`, `Line`, `LocalSGD`, `Agent.beat` and all
-that they decide with. Not real: Redis, the run directory, bytes and arithmetic, the clock.
+Real: `Master` and its parts, `Averager.commit`, the stores, `Line`, `LocalSGD`, `Agent.beat` and
+all that they decide with. Not real: Redis, the run directory, bytes and arithmetic, the clock.
 
 A schedule says who runs how far, and what goes wrong. What must always hold is checked where it
 would break: at the link() of a commit, at a call of somebody who is fenced. When the schedule is
@@ -482,10 +482,10 @@ class Training:
             self.fenced()
         return answer
 
-    def connect(self, endpoint: Endpoint, _password, run_name: str, *_, user=None) -> Store:
+    def connect(self, kind: type[Store], endpoint: Endpoint, _password, run_name: str, *_) -> Store:
         server = self.servers[endpoint.port]
         client, where = Client(server, self.call), f"server {endpoint.port}"
-        return Store(client, run_name, where, endpoint.epoch)
+        return kind(client, run_name, where, endpoint.epoch)
 
     def start_redis(self, _run, _config, _address: str, epoch: int):
         self.edge("start Redis")
@@ -852,7 +852,7 @@ def in_memory():
         server: {"start": world("start_redis"), "bind_address": quiet, "time": CLOCK},
         journal: {"print": quiet, "time": CLOCK},
         averaging: {"Draft": MemoryDraft},
-        Store: {"connect": world("connect")},
+        Store: {"connect": classmethod(world("connect"))},
         **{module: {"print": quiet, "time": CLOCK} for module in WORKER},
         local_sgd: {"Line": HeardLine, "time": CLOCK},
         agent: {"print": quiet, "time": CLOCK},

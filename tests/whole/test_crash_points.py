@@ -35,7 +35,7 @@ from elastic.local.master import averaging, journal, master
 from elastic.local.master import server as master_server
 from elastic.local.master.averaging import Averager
 from elastic.local.master.master import Master
-from elastic.local.store import Ask, Store
+from elastic.local.store import Ask
 from elastic.local.transport import Transport, fragment_name
 from elastic.local.worker import agent, exchange, line
 from elastic.local.worker.agent import Agent
@@ -48,6 +48,7 @@ from elastic.saved import drafts, inner_state, versions
 from elastic.saved.checkpoint import Checkpoints
 from elastic.saved.versions import read_layout, read_params
 from elastic.train.group import Group
+from stores import BothSides
 from tiny_task import Samples
 
 SAMPLES, BATCH, STEPS = 20, 2, 2  # three rounds of two workers, the last a short one
@@ -109,7 +110,7 @@ class Worker:
         self.asked: Ask | None = None
         self._numbers = iter(range(1, 1000))
 
-    def turn(self, store: Store) -> None:
+    def turn(self, store: BothSides) -> None:
         who = {"slot": self.slot, "attempt": self.attempt}
         lease = (self.slot, self.attempt, LEASE | who, 600.0)
         if not store.beat(*lease):
@@ -218,6 +219,7 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
     monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
     monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
+    monkeypatch.setattr(master_server, "MasterStore", BothSides)  # workers speak through it, too
     for module in (averaging, exchange):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
     for module, name in ((master_server, "TICK_S"), (master, "TICK_S"), (journal, "SPACE_S"),
@@ -273,7 +275,7 @@ def delivered(run) -> tuple[RunDir, list[Worker]]:
     create_version_0(run)
     workers = [Worker(run, slot) for slot in (0, 1)]
     go_on(run, workers, lambda: run.commits.newest_version() == 1)
-    store = Store.open(run, role="master")
+    store = BothSides.open(run)
     go_on(run, workers, lambda: all(worker.header and worker.base == 1 for worker in workers))
     assert store.offers([1])[1].keys() == {"0:1", "1:1"}
     store.close()
@@ -355,7 +357,7 @@ def waiting(run) -> RunDir:
     create_version_0(run)
     workers = [Worker(run, slot) for slot in (0, 1)]
     go_on(run, workers, lambda: run.commits.newest_version() == 1)
-    store = Store.open(run)
+    store = BothSides.open(run)
     for _ in range(5):  # a master grants as often as it is asked; the first word only tells it
         store.grant({(0, attempt): (2, [(0, 8, 12)]) for attempt in (2, 3)})
     store.close()

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from elastic.base.errors import TryAgain
-from elastic.local.store import Store
+from elastic.local.worker_store import WorkerStore
 from elastic.saved.versions import read_layout, read_params, split
 from helpers import ROOT
 from insider import ATTACKS
@@ -119,12 +119,12 @@ def test_a_server_of_no_use_any_more_is_replaced_and_shuts_out_who_did_it(tmp_pa
                 attack(client, f"elastic:{run.run.key}:")
             return run.run.endpoint() != endpoint
 
-        with Store.connect(endpoint, password, "", user="worker")._redis as client:
+        with WorkerStore.connect(endpoint, password, "")._redis as client:
             run.until(is_replaced, 60, "another server")
         run.versions(2)
         after = run.run.endpoint()
         with pytest.raises(TryAgain, match="refused the password"):
-            Store.connect(after, password, "", user="worker").now()
+            WorkerStore.connect(after, password, "").now()
         assert "is of no use" in run.events("redis-lost")[0]["reason"]
         assert set(run.pids("trainer")) == trainers
         assert after.epoch == endpoint.epoch

@@ -29,7 +29,7 @@ from elastic.local.master.recipe import Checked
 from elastic.local.master.samples import Samples
 from elastic.local.master.server import Server
 from elastic.local.rounds import Facts, Judgement, Rule, Verdict
-from elastic.local.store import Ask, Store
+from elastic.local.store import Ask
 from elastic.run.ledger import Ledger, Ranges
 from elastic.run.rundir import Endpoint
 from helpers import commit_of, delta_of
@@ -37,6 +37,7 @@ from schedules import jobs, training
 from schedules.actors import Violation
 from schedules.memory_redis import Client
 from schedules.memory_redis import Server as MemoryServer
+from stores import BothSides
 
 SCHEDULES = int(os.environ.get("ELASTIC_SCHEDULES", "10500"))
 SHARE = 7  # of the schedules one in so many is of local mode: they take longer
@@ -280,7 +281,7 @@ def test_a_job_that_an_old_listing_brings_back_is_not_the_one_that_may_have_been
 # ---- the worlds are like the real ones
 
 
-def answers_of(store: Store, clock: Callable[[float], None]) -> list:
+def answers_of(store: BothSides, clock: Callable[[float], None]) -> list:
     """What a store answers to a thousand calls, drawn from a seed."""
     draw, answers = random.Random(5), []
     lease = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
@@ -318,7 +319,7 @@ def answers_of(store: Store, clock: Callable[[float], None]) -> list:
 
 def test_redis_as_a_dictionary_answers_as_redis_does(store):
     server = MemoryServer(lambda: 1000.0)
-    memory = Store(Client(server, lambda _name, action: action()), "run-a", "memory")
+    memory = BothSides(Client(server, lambda _name, action: action()), "run-a", "memory")
     real = answers_of(store, lambda store: store._redis.flushall())
     assert answers_of(memory, lambda _: server.flushall()) == real
 
@@ -327,7 +328,7 @@ def test_a_lost_call_is_the_stores_own_error():
     server = MemoryServer(lambda: 1000.0)
     server.alive = False
     with pytest.raises(TryAgain):
-        Store(Client(server, lambda _name, action: action()), "run-a", "memory").now()
+        BothSides(Client(server, lambda _name, action: action()), "run-a", "memory").now()
 
 
 # ---- broken decisions

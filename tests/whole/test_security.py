@@ -34,11 +34,13 @@ from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.lab import sandbox
 from elastic.local.master import redis_server
 from elastic.local.store import Ask, Store
+from elastic.local.worker_store import WorkerStore
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.saved import inner_state
 from forks import NOBODY, as_nobody, share
 from helpers import ROOT, elastic, environment, listening, wait_until
 from running import Running, command_line, members, running
+from stores import BothSides, who_says_it_all
 
 RUN = 'run.scheduler = "local"\ntrain.epochs = 1\n'
 TOKEN = "a-token-of-the-users-5f1c"
@@ -86,16 +88,16 @@ def run(open_folder: Path) -> Iterator[Running]:
 
 
 @pytest.fixture
-def server(make_run) -> Iterator[tuple[RunDir, Callable[[str], Store]]]:
+def server(make_run) -> Iterator[tuple[RunDir, Callable[[str], BothSides]]]:
     """A run's server by itself, and a store on it as any of the roles; without TLS."""
     run = make_run("redis.tls=false")
     started = redis_server.start(run, run.config(), "127.0.0.1", 1)
     run.set_endpoint(started.endpoint)
-    stores = [redis_server.connect(run, started.endpoint)]
+    stores = [BothSides.of(run, started.endpoint)]
     stores[0].set_master(0, {})
 
-    def connect(role: str) -> Store:
-        stores.append(Store.open(run, 5.0, role))
+    def connect(role: str) -> BothSides:
+        stores.append(who_says_it_all(role).open(run, 5.0))
         return stores[-1]
 
     yield run, connect
@@ -177,7 +179,7 @@ def test_a_server_with_another_certificate_is_hung_up_on_before_a_password_is_se
         real = run.run.endpoint()
         port = middle.getsockname()[1]
         fake = Endpoint("127.0.0.1", port, real.epoch, certificate=real.certificate)
-        store = Store.connect(fake, run.run.password("worker", real), "tiny", 2.0, "worker")
+        store = WorkerStore.connect(fake, run.run.password("worker", real), "tiny", 2.0)
         with pytest.raises(TryAgain, match="certificate verify failed"):
             store.now()
         middle.shutdown(socket.SHUT_RDWR)

@@ -29,7 +29,7 @@ from elastic.jobs.sched import Job, parse_job_name, scheduler_of
 from elastic.lab import faults
 from elastic.lab.faults import Cost, Fault
 from elastic.lab.sandbox import Sandbox
-from elastic.local.store import Store
+from elastic.local.master_store import MasterStore
 from elastic.people.submission import jobs_of
 from elastic.run import goodput
 from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
@@ -98,7 +98,7 @@ class Chaos:
                      step, step, step, 0.0, 0.0, 0.0, 0.0, 0.0)]  # fmt: skip
 
     def _store(self):
-        return contextlib.closing(Store.open(self.run, role="master"))
+        return contextlib.closing(MasterStore.open(self.run))
 
     def _pids(self, program: str) -> list[int]:
         """This machine's processes of the run: worker, trainer, master, redis-server."""

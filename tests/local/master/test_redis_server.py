@@ -23,7 +23,9 @@ from elastic.base import network
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address, free_port, interfaces
 from elastic.local.master import redis_server
-from elastic.local.store import Store, Useless
+from elastic.local.master_store import MasterStore
+from elastic.local.store import Useless
+from elastic.local.worker_store import WorkerStore
 from elastic.run.rundir import SECRETS, RunDir
 from helpers import ROOT, borrowing_venv, wait_until
 
@@ -80,7 +82,7 @@ def test_its_password_is_in_no_command_line_and_in_no_readable_file(start):
 def test_it_speaks_tls_by_itself(start):
     run, server = start()
     assert "CERTIFICATE" in server.endpoint.certificate
-    assert redis_server.connect(run, server.endpoint).now()
+    assert MasterStore.of(run, server.endpoint).now()
 
 
 def test_where_there_is_no_openssl_it_speaks_without_tls(start, monkeypatch):
@@ -90,7 +92,7 @@ def test_where_there_is_no_openssl_it_speaks_without_tls(start, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     run, server = start()
     assert server.endpoint.certificate == ""
-    assert redis_server.connect(run, server.endpoint).now()
+    assert MasterStore.of(run, server.endpoint).now()
 
 
 LATER = """
@@ -125,7 +127,7 @@ def test_a_node_whose_clock_is_behind_believes_a_certificate_that_is_yet_to_begi
 
     monkeypatch.setattr(redis_server, "_make_certificate", made_later)
     run, server = start("redis.tls=true")
-    assert redis_server.connect(run, server.endpoint).now()
+    assert MasterStore.of(run, server.endpoint).now()
 
 
 def test_a_server_that_knows_no_tls_speaks_without(start, monkeypatch, tmp_path):
@@ -135,7 +137,7 @@ def test_a_server_that_knows_no_tls_speaks_without(start, monkeypatch, tmp_path)
     without.chmod(0o755)
     run, server = start(f"redis.server={without}")
     assert server.endpoint.certificate == ""
-    assert redis_server.connect(run, server.endpoint).now()
+    assert MasterStore.of(run, server.endpoint).now()
 
 
 def another_users() -> socket.socket:
@@ -169,13 +171,13 @@ def test_who_listens_on_its_port_before_hears_no_password(make_run):
 
 def test_a_password_is_of_one_server(start):
     run, server = start()
-    before = Store.connect(server.endpoint, run.password("worker", server.endpoint), run.key,
-                           user="worker")  # fmt: skip
+    before = WorkerStore.of(run, server.endpoint)
     before.attempts()
     after = redis_server.start(run, run.config(), "127.0.0.1", epoch=2)
     try:
-        later = Store.connect(after.endpoint, run.password("worker", server.endpoint), run.key,
-                              user="worker")  # fmt: skip
+        later = WorkerStore.connect(
+            after.endpoint, run.password("worker", server.endpoint), run.key
+        )
         with pytest.raises(TryAgain, match="refused the password"):
             later.attempts()
     finally:
@@ -185,7 +187,7 @@ def test_a_password_is_of_one_server(start):
 
 def test_a_server_that_is_busy_with_a_script_is_useless_and_can_be_stopped(start):
     run, server = start()
-    store, again = (redis_server.connect(run, server.endpoint) for _ in range(2))
+    store, again = (MasterStore.of(run, server.endpoint) for _ in range(2))
     endless = store._redis.script_load("while true do end")
     with pytest.raises(redis.RedisError):  # no answer, then that it is busy
         store._redis.evalsha(endless, 0)
@@ -203,7 +205,7 @@ def test_nobody_alone_keeps_newcomers_out(start):
         for _ in range(10_100):
             where = (server.endpoint.host, server.endpoint.port)
             idle.enter_context(socket.create_connection(where, timeout=10))
-        assert redis_server.connect(run, server.endpoint).now()
+        assert MasterStore.of(run, server.endpoint).now()
 
 
 @contextlib.contextmanager
@@ -219,7 +221,7 @@ def files_allowed(most: int):
 def test_a_connection_that_says_nothing_is_closed_and_a_client_comes_again(start, monkeypatch):
     monkeypatch.setattr(redis_server, "IDLE_S", 1)
     run, server = start()
-    store = redis_server.connect(run, server.endpoint)
+    store = MasterStore.of(run, server.endpoint)
     store.now()
     with socket.create_connection((server.endpoint.host, server.endpoint.port)) as idle:
         idle.settimeout(10)
@@ -230,7 +232,7 @@ def test_a_connection_that_says_nothing_is_closed_and_a_client_comes_again(start
 
 def test_it_listens_on_one_address_with_bounded_memory(start):
     run, server = start("redis.maxmemory=16mb")
-    client = redis_server.connect(run, server.endpoint)._redis
+    client = MasterStore.of(run, server.endpoint)._redis
     key = f"elastic:{run.key}:offers:1"
     many = client.pipeline(transaction=False)
     for name in range(17):
@@ -429,8 +431,8 @@ def test_a_run_directory_that_looks_like_a_pattern_has_its_own_settings(make_run
     run = RunDir(make_run().path.rename(folder / "run"))
     server = redis_server.start(run, run.config(), "127.0.0.1", epoch=1)
     try:
-        assert redis_server.connect(run, server.endpoint).now()
+        assert MasterStore.of(run, server.endpoint).now()
         with pytest.raises(TryAgain, match="refused the password"):
-            Store.connect(server.endpoint, "", run.key).now()
+            MasterStore.connect(server.endpoint, "", run.key).now()
     finally:
         server.stop()

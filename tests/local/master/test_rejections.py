@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from elastic.base.errors import Fenced
-from elastic.local.store import Ask, Store
+from elastic.local.store import Ask
 from elastic.local.transport import Transport, fragment_name
 from elastic.people import status
 from elastic.run.ledger import count
 from elastic.run.records import Header
 from elastic.saved.versions import read_layout
 from running import Running, running
+from stores import BothSides
 
 SLOT = 7
 LEASE = {"job_id": "fake", "node": "here", "pid": 1, "state": "loading", "version": 0, "step": 0,
@@ -33,7 +34,7 @@ BATCH = 16
 class Fake:
     """A worker of the test's own, and the delta it would deliver."""
 
-    def __init__(self, run: Running, store: Store):
+    def __init__(self, run: Running, store: BothSides):
         self.run, self.store = run, store
         self.attempt = run.run.slots.claim(SLOT, {"job_id": "fake"})
         assert store.claim(SLOT, self.attempt, LEASE, 600.0)

@@ -17,6 +17,7 @@ from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import Line, NoLine, Place
 from elastic.local.worker.worker_round import WorkerRound
+from elastic.local.worker_store import WorkerStore
 from elastic.run.records import Commit, Header
 from elastic.train.group import Group
 from helpers import commit_of
@@ -59,7 +60,7 @@ class Worker:
         commits = SimpleNamespace(told_version=told)
         run = SimpleNamespace(path=Path("/nowhere"), commits=commits)
         self.line = Line(Place(run, 0, 1, "7"), False)
-        self.line.reach = lambda action, role="worker": action(store)
+        self.line.reach = lambda action, kind=None: action(store)
         self.line.commit = commit_of
         health = SimpleNamespace(max_bad_batches=3)
         self.hand = InHand(self.line, SimpleNamespace(health=health))
@@ -155,7 +156,7 @@ def test_who_is_told_of_a_version_that_is_damaged_ends():
 def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():
     closed, store = [], SimpleNamespace(close=lambda: closed.append(True))
     own = Line(Place(None, 0, 1, "7"), False)
-    own._stores["worker"] = store
+    own._stores[WorkerStore] = store
     own.close()
     assert not own._stores
     assert not closed

@@ -27,7 +27,7 @@ from elastic.base.durable import make_folder, write_atomic
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import free_port, listens
 from elastic.base.signals import die_with_parent
-from elastic.local.store import Store
+from elastic.local.master_store import MasterStore
 from elastic.run.rundir import SECRETS, Endpoint, RunDir
 
 OLDEST = (6, 0)
@@ -148,20 +148,13 @@ def trial(config: Config, folder: Path) -> bool:
     return bool(server.endpoint.certificate)
 
 
-def connect(run: RunDir, endpoint: Endpoint) -> Store:
-    """The master's own store."""
-    store = Store.connect(endpoint, run.password("master", endpoint), run.key, user="master")
-    store.seal, store.proof = run.secret("seal"), run.password("seal", endpoint)
-    return store
-
-
 def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
             # Another user may listen on a port that ours could not bind.
             if server.alive() and listens(server.endpoint.host, server.endpoint.port):
-                store = connect(run, server.endpoint)
+                store = MasterStore.of(run, server.endpoint)
                 store.load_scripts()
                 store.close()
                 return

@@ -13,8 +13,9 @@ from dataclasses import replace
 from elastic.base.config import Config
 from elastic.base.errors import TryAgain
 from elastic.base.network import bind_address
-from elastic.local.master.redis_server import RedisServer, connect, start
-from elastic.local.store import Listener, Store, Useless
+from elastic.local.master.redis_server import RedisServer, start
+from elastic.local.master_store import MasterStore
+from elastic.local.store import Listener, Useless
 from elastic.run.membership import Slot, live
 from elastic.run.rundir import Endpoint, RunDir
 
@@ -28,7 +29,7 @@ class Server:
     def __init__(self, run: RunDir, config: Config):
         self.run, self.config = run, config
         self.endpoint: Endpoint | None = None
-        self.store: Store | None = None
+        self.store: MasterStore | None = None
         self._redis: RedisServer | None = None  # the run's own
         self._listener: Listener | None = None
         self.attempts: dict[int, int] = {}  # slot -> its newest
@@ -47,7 +48,7 @@ class Server:
             address = bind_address(self.config.redis.bind, self._node_address())
             self._redis = start(self.run, self.config, address, epoch)
             self.endpoint = self._redis.endpoint
-        self.store = connect(self.run, self.endpoint)
+        self.store = MasterStore.of(self.run, self.endpoint)
         self._listener = self.store.listen("wake")
 
     def _node_address(self) -> str:

@@ -36,7 +36,7 @@ from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import WORKER
 from elastic.jobs.program import Program, start_rank
 from elastic.jobs.slurm_info import notice_here
-from elastic.local.store import Store
+from elastic.local.worker_store import WorkerStore
 from elastic.run import wording
 from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
@@ -121,7 +121,7 @@ class Lease:
 
     def __init__(self, program: Program):
         self._program, self._health = program, program.run.config().health
-        self._store: Store | None = None
+        self._store: WorkerStore | None = None
         self.served = time.monotonic()  # when the server last answered
 
     @property
@@ -134,7 +134,7 @@ class Lease:
         run, slot, attempt = self._program.run, self._program.slot, self._program.attempt
         try:
             if self._store is None:
-                self._store = Store.open(run, self._health.heartbeat_s + 1, "worker")
+                self._store = WorkerStore.open(run, self._health.heartbeat_s + 1)
             lease = (slot, attempt, fields, self._health.lease_s)
             if not self._store.beat(*lease) and not self._store.claim(*lease):
                 raise TryAgain(f"slot {slot} has an attempt higher than {attempt}")
@@ -157,7 +157,7 @@ class Lease:
         """The last word. Where nobody hears it, the exit record is looked at."""
         with contextlib.suppress(ElasticError):
             if self._store is None:
-                self._store = Store.open(self._program.run, role="worker")
+                self._store = WorkerStore.open(self._program.run)
             self._store.release(self._program.slot, self._program.attempt)
         self.drop()
 

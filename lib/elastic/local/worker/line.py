@@ -24,6 +24,7 @@ from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
 from elastic.local.store import Ask, Store
+from elastic.local.worker_store import WorkerStore
 from elastic.run.ledger import Range
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
@@ -33,7 +34,7 @@ RETRY_S = 0.5
 DRY_S = 0.5  # between two looks at what may change at any time
 UNSEEN_S = 120.0  # how long a filesystem may hide a version
 
-T = TypeVar("T")
+S, T = TypeVar("S", bound=Store), TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Line(NoLine):
         super().__init__(place, notice)
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._stores: dict[str, Store] = {}  # by role
+        self._stores: dict[type[Store], Store] = {}  # by who speaks
         self._sequence = 0
         self._said: dict = {}
         self._said_at = 0.0
@@ -142,7 +143,7 @@ class Line(NoLine):
 
     # ---- calls that survive a lost line
 
-    def reach(self, action: Callable[[Store], T], role: str = "worker") -> T:
+    def reach(self, action: Callable[[S], T], kind: type[S] = WorkerStore) -> T:
         """`action(store)`, again and again until Redis answers.
 
         Raises TryAgain if nobody answers until the notice has run out, or the run is
@@ -151,19 +152,19 @@ class Line(NoLine):
         while True:
             self.say()
             try:
-                return action(self._store(role))
+                return action(self._store(kind))
             except TryAgain:
                 self._hang_up()
                 if self.notice.has_run_out() or self._is_over():
                     raise
                 self._closed.wait(RETRY_S)
 
-    def _store(self, role: str) -> Store:
+    def _store(self, kind: type[S]) -> S:
         """Where the newest known master is: the server of one before it may still
         answer."""
-        store = self._stores.get(role)
+        store = self._stores.get(kind)
         if store is None or store.epoch < self.news.epoch:
-            store = self._stores[role] = Store.open(self.run, role=role)
+            store = self._stores[kind] = kind.open(self.run)
         return store
 
     def _is_over(self) -> bool:
@@ -223,7 +224,7 @@ class Line(NoLine):
 
     def refresh(self) -> News:
         """Read the master's word now."""
-        self._note(*self.reach(lambda s: (s.master(), s.now()), role="reader"))
+        self._note(*self.reach(lambda s: (s.master(), s.now()), kind=Store))
         return self.news
 
     def _watch(self) -> None:

@@ -1,0 +1,96 @@
+"""The store as an agent and its trainer speak to it: leases, offers, asks, inner state."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+
+from elastic.base.errors import Fenced
+from elastic.local.scripts import BEAT, CLAIM, OFFER, RELEASE
+from elastic.local.store import MALFORMED, Ask, Store, reaches_redis
+
+
+@reaches_redis
+class WorkerStore(Store):
+    role = "worker"
+
+    # ---- a slot's lease
+
+    def claim(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
+        """Take the slot's lease. False if a higher attempt has claimed it."""
+        words = {"slot": slot, "attempt": attempt, **fields}
+        return self._of_lease(CLAIM, slot, attempt, int(lease_s * 1000), words) == 1
+
+    def beat(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
+        """Renew the lease. False: this server does not know it, claim again. Raises
+        Fenced."""
+        answer = self._of_lease(BEAT, slot, attempt, int(lease_s * 1000), fields)
+        return _held(answer, slot, attempt)
+
+    def release(self, slot: int, attempt: int) -> None:
+        """Give the lease up; nothing happens if a higher attempt has it."""
+        self._of_lease(RELEASE, slot, attempt, self._key("wake"))
+
+    def _of_lease(
+        self, script: str, slot: int, attempt: int, how: object, fields: Mapping = {}
+    ) -> int:
+        keys = [self._key("slot", slot), self._key("attempts")]
+        return self._run(script, keys, [slot, attempt, how], fields)
+
+    # ---- a delta
+
+    def offer(self, slot: int, attempt: int, base: int, header: dict) -> bool:
+        """Announce a delta. False: this server does not know the lease. Raises Fenced."""
+        keys = [self._key("offers", base), self._key("attempts")]
+        body = self._sealed(keys[0], f"{slot}:{attempt}", header)
+        answer = self._run(OFFER, keys, [slot, attempt, body, self._key("wake")], {})
+        return _held(answer, slot, attempt)
+
+    def offered(self, slot: int, attempt: int, base: int) -> bool:
+        """Is the offer still known? A flushed or new server has forgotten it."""
+        return bool(self._redis.hexists(self._key("offers", base), f"{slot}:{attempt}"))
+
+    def take_verdict(self, slot: int, attempt: int) -> dict | None:
+        """The verdict on this attempt, if there is one; it is told once."""
+        key, name = self._key("verdicts"), f"{slot}:{attempt}"
+        pipe = self._redis.pipeline(transaction=True)
+        body, _ = pipe.hget(key, name).hdel(key, name).execute()
+        text = self._unsealed(key, name, body or b"")
+        return json.loads(text) if text else None
+
+    # ---- samples
+
+    def ask(self, ask: Ask) -> None:
+        """Ask for samples, or (want 0) say which ones are held."""
+        key, name = self._key("asks"), f"{ask.slot}:{ask.attempt}"
+        body = self._sealed(key, name, [ask.sequence, ask.want, ask.held])
+        self._redis.hset(key, name, body)
+        self._redis.publish(self._key("wake"), f"ask {ask.slot}")
+
+    def granted(self, ask: Ask, timeout_s: float) -> list | None:
+        """The ranges granted to `ask`, or None if no answer came within `timeout_s`."""
+        answer = self._redis.blpop(self._key("grant", ask.slot, ask.attempt), timeout_s)
+        if answer is None:
+            return None
+        sequence, ranges = json.loads(answer[1])
+        return [tuple(each) for each in ranges] if sequence == ask.sequence else None
+
+    # ---- inner state
+
+    def set_inner(self, slot: int, pointer: dict) -> None:
+        key = self._key("inner")
+        self._redis.hset(key, str(slot), self._sealed(key, str(slot), pointer))
+
+    def inner(self) -> dict[int, dict]:
+        """Slot -> what its worker has said, whatever that is."""
+        found, key = {}, self._key("inner")
+        for slot, body in self._redis.hgetall(key).items():
+            with contextlib.suppress(*MALFORMED):
+                found[int(slot)] = json.loads(self._unsealed(key, slot.decode(), body))
+        return found
+
+
+def _held(answer: int, slot: int, attempt: int) -> bool:
+    """What HELD answered."""
+    if answer < 0:
+        raise Fenced(f"slot {slot}: an attempt higher than {attempt} has claimed it")
+    return answer == 1
