@@ -1,9 +1,11 @@
 """Both ends of the wire in one: what a test says as a worker, and then reads as the master."""
 
 from elastic.local.master_store import MasterStore
+from elastic.local.store import reaches_redis
 from elastic.local.worker_store import WorkerStore
 
 
+@reaches_redis
 class BothSides(WorkerStore, MasterStore):
     """Connects as the master, who may do all that a worker may."""
 

@@ -31,6 +31,7 @@ SUBMIT, CANCEL, GROW, FAIL, WAIT = "submit", "cancel", "grow", "fail", "wait"
 # Time to leave by themselves: the master leaves last, a trainer saves a checkpoint first.
 # A hang is their own to find, so this is on top of `hang_timeout_s`.
 LEAVE_S = {WORKER: 60.0, MASTER: 120.0, TRAINER: 300.0}
+AFTER_LEAVE_S = 2.0  # from a worker's leave to the pass that replaces it: its job has to end
 MAX_BACKOFF_S = 3600.0
 NEXT_MASTER_S = 3600.0  # before the old one's time is up
 MAX_EXCLUDED = 8  # nodes; more than that is not the nodes' fault

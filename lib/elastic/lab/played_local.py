@@ -9,21 +9,25 @@ is not.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from math import ceil, inf
 
 from elastic.jobs.history import MASTER, WORKER, JobSeen, Memory
-from elastic.jobs.plan import SUBMIT, Limits, World, plan
+from elastic.jobs.plan import AFTER_LEAVE_S, SUBMIT, Limits, World, plan
 from elastic.lab.played import Change, Costs
 from elastic.local import rounds
+from elastic.local.master.open_round import OpenRound
+from elastic.local.master.recipe import Checked
+from elastic.local.rounds import Facts
 from elastic.run.goodput import Allocation, Work, ledger
-from elastic.run.records import Commit
+from elastic.run.ledger import Ledger
+from elastic.run.ledger import Offer as Key
+from elastic.run.records import Commit, Header
 
-AFTER_LEAVE_S = 2.0  # from a worker's leave to the pass that replaces it, as the master has it
 LATE_S = 0.01  # that the master looks after a deadline has passed
 OVER = -inf  # nothing of a worker is left
+MANY = 2**60  # samples: more than are trained
 THE_MASTER = JobSeen("master", MASTER, 0, "RUNNING", started_at=0.0)
 
 State = Enum("State", "QUEUED LOADING TRAINING DELIVERING WAITING READING KILLED")
@@ -31,7 +35,7 @@ State = Enum("State", "QUEUED LOADING TRAINING DELIVERING WAITING READING KILLED
 
 @dataclass(eq=False)
 class Worker:
-    """A job with a slot, and its round as rounds.py reads it in a header."""
+    """A job with a slot, and its round."""
 
     slot: int
     submitted: float
@@ -40,89 +44,75 @@ class Worker:
     life: Iterator[float] = iter(())  # see Local._life
     until: float = inf  # then it goes on with it
     attempt: int = 0
-    started: float | None = None
+    joined: float | None = None
     notice: float | None = None
     killed: float = inf  # at the end of its notice
     base: int = -1  # version that it trains on
     began: float = 0.0
     steps: int = 0
     stopped: float | None = None  # the end of its last step
-    seconds: float = 0.0  # from the start of its round to the delivery
     stall_s: float = 0.0  # between its last step and its round
-    answered: int = -1  # version of which the master has heard from it
 
 
 class Master:
-    """The rounds: what rounds.py makes of the workers that there are."""
+    """The run's real rounds, of the workers that there are. A step is a sample, and a
+    token."""
 
     def __init__(self, settings, total_steps: float):
-        self.settings = settings
-        self.commit = Commit(version=0, master_epoch=1, time=0.0, tokens=0, samples=(), deltas=(),
-                             total_tokens=total_steps or inf)  # fmt: skip
-        self.opened = self.due_s = inf  # the first worker opens the first round
-        self.called: float | None = None
+        self.attempts: Counter[int] = Counter()  # by slot, the newest
         self.merged = inf  # when there is the next version
-        self._paces_s: dict[int, float] = {}  # by slot
-        self._accepted: list[Worker] = []  # copies, as they were when they delivered
-        self._merging: list[Worker] = []
+        commit = Commit(version=0, master_epoch=1, time=0.0, tokens=0, samples=(),
+                        deltas=(), total_tokens=total_steps or inf)  # fmt: skip
+        facts = Facts("", 0, "", {"": ()}, settings.max_staleness, self.attempts, frozenset())
+        # The first worker opens the first round.
+        self.round = OpenRound(commit, inf, True, Ledger(MANY, 0), facts, settings, {})
+        self._trained = 0  # steps so far
+        self._work: dict[Key, Work] = {}  # of the deltas that have come
+        self._offers: list[Header] = []  # that it has not looked at
 
-    @property
-    def version(self) -> int:
-        return self.commit.version
-
-    @property
-    def inner_steps(self) -> int:
-        """K of the round."""
-        return rounds.inner_steps(self.commit, self.settings)
-
-    def accept(self, worker: Worker, now: float) -> None:
-        """Its delta has come, and been checked."""
-        behind, worker.answered = self.version - worker.base, worker.base
-        if worker.steps and behind <= self.settings.max_staleness:
-            worker.seconds = now - worker.began
-            self._accepted.append(copy(worker))
-            since = worker.began if behind or self._merging else self.opened
-            self._paces_s[worker.slot] = rounds.pace_s(worker, now - since, self.inner_steps)
-
-    def deadline(self) -> float:
-        return self.opened + rounds.deadline_s(self.due_s, self.settings)
-
-    def due(self, now: float) -> float:
-        """When the round is due; as the master says it."""
-        is_lost = now > self.deadline() and not (self._accepted or self._merging)
-        return inf if is_lost else self.opened + self.due_s
+    def deliver(self, worker: Worker, now: float) -> None:
+        """Its delta is there, or its word that it has none."""
+        first, self._trained = self._trained, self._trained + worker.steps
+        header = Header(
+            run="", slot=worker.slot, attempt=worker.attempt, job_id="", base=worker.base,
+            layout="", codec="", steps=worker.steps, tokens=worker.steps,
+            samples=((0, first, self._trained),) if worker.steps else (), loss=0.0,
+            first_loss=0.0, fragments=(), seconds=now - worker.began,
+            stall_s=worker.stall_s,
+        )  # fmt: skip
+        times = (worker.began, worker.stopped, worker.steps, worker.stall_s)
+        self._work[header.key] = Work(header.key[:2], *times)
+        self._offers.append(header)
 
     def moments(self, now: float) -> list[float]:
         """When it has to look."""
-        over = inf if self.called is None else self.called + self.settings.last_call_s
-        late = (time + LATE_S for time in (self.deadline(), over))
+        called, opened = self.round.called, self.round.opened
+        over = inf if called is None else called + self.round.settings.last_call_s
+        deadline = opened + rounds.deadline_s(self.round.due_s, self.round.settings)
+        late = (time + LATE_S for time in (deadline, over))
         return [self.merged, *(time for time in late if time > now)]
 
     def look(self, workers: Sequence[Worker], now: float, average_s: float) -> None:
-        """Wait, call, or close the round."""
+        """Judge what has come; wait, call, or close the round."""
+        for header in self._offers:
+            if self.round.hear(header)[0].verdict is rounds.Verdict.ACCEPT:
+                self.round.accept(Checked(header), now)
+        self._offers.clear()
         newest = {worker.slot: worker for worker in workers if worker.attempt}
-        paces_s = [pace_s for slot, pace_s in self._paces_s.items() if slot in newest]
-        self.due_s = min(self.due_s, rounds.due_s(paces_s, self.inner_steps, self.settings))
-        there = [worker for worker in newest.values() if worker.state is not State.LOADING]
-        answered = frozenset(w.slot for w in there if w.answered == self.version)
-        view = rounds.View(self.opened, self.called, {w.slot: w.started for w in there}, answered,
-                           len(self._accepted), 0, self.due_s)  # fmt: skip
-        move, _ = rounds.decide(view, self.settings, now)
-        if move is rounds.Move.CALL:
-            self.called = now
-        elif move is rounds.Move.CLOSE:
-            late = rounds.superseded(self._accepted)
-            self._merging = [delta for delta in self._accepted if delta not in late]
-            self._accepted, self.merged = [], now + average_s
+        there = {slot: w for slot, w in newest.items() if w.state is not State.LOADING}
+        paces_s = [pace for slot, pace in self.round.paces_s.items() if slot in newest]
+        move, _ = self.round.decide(there, 0, -inf, paces_s, now)
+        if move is rounds.Move.CLOSE:
+            for key in self.round.superseded():
+                self.round.forget(key)
+            self.merged = now + average_s
 
     def publish(self, now: float) -> list[Work]:
         """There is a new version, of this work."""
-        deltas = self._merging
-        steps = self.commit.tokens + sum(delta.steps for delta in deltas)
-        self.commit = replace(self.commit, version=self.version + 1, tokens=steps)
-        self.opened, self.called, self.due_s, self.merged, self._merging = now, None, inf, inf, []
-        return [Work((delta.slot, delta.attempt), delta.began, delta.stopped, delta.steps,
-                     delta.stall_s) for delta in deltas]  # fmt: skip
+        merged = sorted(self.round.accepted)
+        commit = self.round.close(can_revert=False, epoch=1, now=now).commit
+        self.round, self.merged = self.round.after(commit, now), inf
+        return [self._work.pop(key) for key in merged]
 
 
 class Local:
@@ -136,7 +126,6 @@ class Local:
         self.work: list[Work] = []
         self.workers: list[Worker] = []
         self._changes, self._there = [*trace], {}  # node -> its GPUs
-        self._attempts: Counter[int] = Counter()  # by slot
         self._next_pass = 0.0
 
     def play(self, until: float) -> dict[str, float]:
@@ -222,8 +211,8 @@ class Local:
         worker.state, worker.node = State.KILLED, ""
 
     def _job(self, worker: Worker, outcome: str) -> Allocation:
-        attempts = ((worker.started, (worker.slot, worker.attempt)),)
-        return Allocation(self.gpus, worker.submitted, worker.started, self.now, outcome, attempts,
+        attempts = ((worker.joined, (worker.slot, worker.attempt)),)
+        return Allocation(self.gpus, worker.submitted, worker.joined, self.now, outcome, attempts,
                           worker.notice)  # fmt: skip
 
     # ---- workers
@@ -234,14 +223,16 @@ class Local:
     def _life(self, worker: Worker) -> Iterator[float]:
         """What a worker does once it has been in the queue; each time, until when."""
         costs, master = self.costs, self.master
-        self._attempts[worker.slot] += 1
-        worker.attempt, worker.started = self._attempts[worker.slot], self.now
+        master.attempts[worker.slot] += 1
+        worker.attempt, worker.joined = master.attempts[worker.slot], self.now
         worker.state = State.LOADING
         yield self.now + costs.startup_s
         while worker.notice is None:
-            worker.state, worker.base, worker.began = State.TRAINING, master.version, self.now
-            worker.stall_s, worker.answered = self.now - (worker.stopped or self.now), -1
-            master.opened = min(master.opened, self.now)
+            worker.state, worker.base = State.TRAINING, master.round.version
+            worker.began = self.now
+            worker.stall_s = self.now - (worker.stopped or self.now)
+            master.round.opened = min(master.round.opened, self.now)
+            master.round.forget_pass((worker.slot, worker.attempt))
             yield inf  # it is planned anew whenever something happens, see _look
             worker.steps = round((self.now - worker.began) / self.step_s(worker))
             if worker.steps:
@@ -249,10 +240,10 @@ class Local:
                 alone = worker.notice is not None
                 yield self.now + (costs.deliver_alone_s if alone else costs.deliver_s)
             worker.state = State.WAITING
-            master.accept(worker, self.now)
-            if worker.notice is None and worker.base == master.version:
+            master.deliver(worker, self.now)
+            if worker.notice is None and worker.base == master.round.version:
                 yield inf  # this, too
-            if worker.notice is None and worker.base < master.version:
+            if worker.notice is None and worker.base < master.round.version:
                 worker.state = State.READING
                 yield self.now + costs.pull_s
         yield self.now + costs.leave_s
@@ -261,16 +252,17 @@ class Local:
     def _next_round(self, worker: Worker) -> float:
         """When the next version is there; or now, if its steps are wanted after all: it
         came too late to have one, but nobody had."""
-        is_wanted = not worker.steps and self.master.due(self.now) == inf
+        is_wanted = not worker.steps and self.master.round.due_at([], self.now) == inf
         return self.now if is_wanted else self.master.merged
 
     def _steps(self, worker: Worker) -> int:
         """Of its round, as things are."""
-        step_s, most = self.step_s(worker), self.master.inner_steps
+        round_, step_s = self.master.round, self.step_s(worker)
+        most = round_.inner_steps
         steps = min(most, max(0, ceil((self.now - worker.began) / step_s - 1e-6)))
-        is_called = self.master.called is not None or worker.base < self.master.version
+        is_called = round_.called is not None or worker.base < round_.version
         if is_called or worker.notice is not None:
             return steps
-        left_s = self.master.due(self.now) - self.costs.deliver_s - worker.began
+        left_s = round_.due_at([], self.now) - self.costs.deliver_s - worker.began
         return bisect_left(range(most), True, steps, key=lambda steps: rounds.is_due(
             left_s - steps * step_s, steps, steps * step_s))  # fmt: skip

@@ -1,6 +1,7 @@
 """The open round: what came of each delta offered to it, and when it is over. Pure.
 
-    judge      a header as it came: rejected, passed, or judged good, its samples offered
+    judge      a header as it came (heard: once it is read): rejected, passed, or judged
+               good, its samples offered
     accept     its bytes are good, too
     forget     as if the delta had never come
     decide     wait, call or close?
@@ -83,6 +84,10 @@ class OpenRound:
                 raise ValueError(f"it says {header.key}, and came {where}")
         except (ValueError, RecursionError) as error:
             return rounds.refusal(Rule.MALFORMED, str(error)), None
+        return self.hear(header)
+
+    def hear(self, header: Header) -> tuple[Judgement, Header]:
+        """Its tokens are believed as far as its samples can hold them."""
         tokens, samples = self.commit.tokens, len(self.ledger.committed)
         header = rounds.credited(header, tokens / max(1, samples))
         facts = replace(self.facts, judged=frozenset(self.judged))

@@ -5,10 +5,10 @@ import subprocess
 import time
 
 from elastic.base.config import Config
+from elastic.jobs.plan import AFTER_LEAVE_S
 from elastic.jobs.program import PASS_S, pass_command, reconcile_now
 from elastic.run.rundir import RunDir
 
-AFTER_LEAVE_S = 2.0
 SHARED_S = 30.0  # age of an answer of squeue that many masters and status share
 
 
