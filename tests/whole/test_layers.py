@@ -24,10 +24,10 @@ FOLDERS = {
     "saved": 1046,  # tensors on disk, committed by link(): what both modes begin with
     "local": 649,  # local mode: what both sides of the wire speak
     "local/worker": 1352,  # one slot: hold the lease, train, deliver
-    "local/master": 1184,  # one master: Redis, samples, rounds, commits
+    "local/master": 1181,  # one master: Redis, samples, rounds, commits
     "sync": 953,  # sync mode: one job that resizes
     "people": 2009,  # what a person asks and sees
-    "lab": 1531,  # trying and proving; nothing imports it
+    "lab": 1530,  # trying and proving; nothing imports it
     "commands": 478,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }

@@ -135,14 +135,15 @@ def test_a_new_master_knows_the_pace_of_those_that_made_the_newest_version():
     deltas = (*told, delta_of(0, steps=7))  # of sync mode, which says nothing of seconds
     round_ = round_5(deltas=deltas)
     assert round_.paces_s == {1: 0.5, 3: 1.5}
-    assert round_.due_at([1.5], 0.0) == 8 * 1.5
-    assert round_.due_at([9.0], 0.0) == 8 * 1.5
-    assert round_.due_at([0.5], 0.0) == 8 * 0.5
+    assert round_.due_at([3], 0.0) == 8 * 1.5
+    for pace_s, due_s in ((9.0, 8 * 1.5), (0.5, 8 * 0.5)):
+        round_.paces_s[3] = pace_s
+        assert round_.due_at([3], 0.0) == due_s
 
 
-def test_only_the_paces_of_those_that_are_live_count(server):
-    server.paces_s, server._workers = {1: 0.5, 3: 1.5}, {3: None}
-    assert server.live_paces_s() == [1.5]
+def test_only_the_paces_of_those_that_are_live_count():
+    round_ = replace(round_5(), paces_s={1: 0.5, 3: 1.5})
+    assert round_.due_at([3], 0.0) == 8 * 1.5
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def test_leases_that_lapse_in_a_silence_say_nothing(server, heard_s_ago, record,
     server.now = lambda: 100.0
     server.allow_for_silence({}, 100.0)
     server.now = lambda: 100.0 + heard_s_ago
-    server._workers = {3: SimpleNamespace(attempt=1, joined=50.0, job_id="7")}
+    server.workers = {3: SimpleNamespace(attempt=1, joined=50.0, job_id="7")}
     slots = {3: SimpleNamespace(attempt=1, joined=claimed)} if claimed else {}
     server.allow_for_silence(slots, 100.0)
     assert server.has_doubts == settles

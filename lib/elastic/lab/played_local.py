@@ -100,8 +100,7 @@ class Master:
         self._offers.clear()
         newest = {worker.slot: worker for worker in workers if worker.attempt}
         there = {slot: w for slot, w in newest.items() if w.state is not State.LOADING}
-        paces_s = [pace for slot, pace in self.round.paces_s.items() if slot in newest]
-        move, _ = self.round.decide(there, 0, -inf, paces_s, now)
+        move, _ = self.round.decide(there, newest, 0, -inf, now)
         if move is rounds.Move.CLOSE:
             for key in self.round.superseded():
                 self.round.forget(key)
@@ -252,7 +251,7 @@ class Local:
     def _next_round(self, worker: Worker) -> float:
         """When the next version is there; or now, if its steps are wanted after all: it
         came too late to have one, but nobody had."""
-        is_wanted = not worker.steps and self.master.round.due_at([], self.now) == inf
+        is_wanted = not worker.steps and self.master.round.due_at((), self.now) == inf
         return self.now if is_wanted else self.master.merged
 
     def _steps(self, worker: Worker) -> int:
@@ -263,6 +262,6 @@ class Local:
         is_called = round_.called is not None or worker.base < round_.version
         if is_called or worker.notice is not None:
             return steps
-        left_s = round_.due_at([], self.now) - self.costs.deliver_s - worker.began
+        left_s = round_.due_at((), self.now) - self.costs.deliver_s - worker.began
         return bisect_left(range(most), True, steps, key=lambda steps: rounds.is_due(
             left_s - steps * step_s, steps, steps * step_s))  # fmt: skip

@@ -212,8 +212,8 @@ class Master:
         facts = self._facts(newest, averager, frozenset(reverted))
         is_own = commit.master_epoch == self.epoch
         ledger, settings = self.samples.ledger, self.config.local_sgd
-        now, paces_s = self.server.now(), self.server.paces_s
-        round_ = OpenRound(commit, now, is_own, ledger, facts, settings, paces_s)
+        now = self.server.now()
+        round_ = OpenRound(commit, now, is_own, ledger, facts, settings, {})
         self.begin_round(round_, averager)
         self.publish_state(wake=f"version {newest}")
         self.intake.meet(range(max(0, newest - settings.max_staleness), newest + 1))
@@ -245,7 +245,7 @@ class Master:
         """Say everything workers need; also mends a server that was emptied."""
         said = {"version": -1, "call": -1, "due": inf}
         if self.intake:
-            said = self.intake.round.said(self.server.live_paces_s(), self.server.now())
+            said = self.intake.round.said(self.server.workers, self.server.now())
         said |= {"state": self.state, "node": node_name(), "job_id": self.job_id,
                  "reason": self.journal.reason}  # fmt: skip
         self.server.store.set_master(self.epoch, said, wake)
@@ -273,8 +273,8 @@ class Master:
         """Wait, call or close."""
         round_, preparing = self.intake.round, len(self.intake.checks)
         present = expected(list(slots.values()), now, self.config.health.stall_after_s)
-        settled_at, paces_s = self.samples.settled_at, self.server.live_paces_s()
-        move, reason = round_.decide(present, preparing, settled_at, paces_s, now)
+        live, settled_at = self.server.workers, self.samples.settled_at
+        move, reason = round_.decide(present, live, preparing, settled_at, now)
         if not preparing:
             self.journal.say(f"round {round_.version}: {reason}")
         if move is Move.CALL:

@@ -13,7 +13,7 @@ outlives it but the paces of workers.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -50,7 +50,7 @@ class OpenRound:
     ledger: Ledger
     facts: Facts
     settings: object  # config section local_sgd
-    paces_s: dict[int, float]  # of a step, by slot
+    paces_s: dict[int, float]  # of a step, by slot: its newest delta's
     called: float | None = None  # when the last call went out
     due_s: float = inf  # after the opening
     seen: dict[int, dict[str, bytes]] = field(default_factory=dict)  # base -> name -> header
@@ -138,31 +138,31 @@ class OpenRound:
 
     # ---- its end
 
-    def said(self, live_paces_s: list[float], now: float) -> dict:
-        """What workers are told of it."""
+    def said(self, live: Collection[int], now: float) -> dict:
+        """What workers are told of it; `live`: slots whose paces count."""
         called = self.version if self.called is not None else -1
-        due_at = self.due_at(live_paces_s, now)
-        return {"version": self.version, "call": called, "due": due_at}
+        return {"version": self.version, "call": called, "due": self.due_at(live, now)}
 
-    def due_at(self, live_paces_s: list[float], now: float) -> float:
+    def due_at(self, live: Collection[int], now: float) -> float:
         """Redis TIME at which the round is due; inf: whenever. One that nobody has
         delivered to by its deadline has lost its workers, and those that come are to
         do all steps."""
-        due_s = self._put_due(live_paces_s)
+        due_s = self._put_due(live)
         is_late = now - self.opened > rounds.deadline_s(due_s, self.settings)
         if is_late and not self.accepted:
             return inf
         return round(self.opened + due_s, 3)
 
-    def _put_due(self, live_paces_s: list[float]) -> float:
+    def _put_due(self, live: Collection[int]) -> float:
         """It is put off no more in a round: who has stopped would wait."""
-        due_s = rounds.due_s(live_paces_s, self.inner_steps, self.settings)
+        paces_s = [pace_s for slot, pace_s in self.paces_s.items() if slot in live]
+        due_s = rounds.due_s(paces_s, self.inner_steps, self.settings)
         self.due_s = min(self.due_s, due_s)
         return self.due_s
 
     def decide(
-        self, present: dict[int, Slot], preparing: int, settled_at: float,
-        paces_s: list[float], now: float,
+        self, present: dict[int, Slot], live: Collection[int], preparing: int,
+        settled_at: float, now: float,
     ) -> tuple[Move, str]:  # fmt: skip
         """Of `present` the round waits for each; `preparing` deltas are being checked."""
         view = rounds.View(
@@ -173,7 +173,7 @@ class OpenRound:
             answered=frozenset(slot for slot, worker in present.items()
                                if (slot, worker.attempt, self.version) in self.answered),
             accepted=len(self.accepted), preparing=preparing,
-            due_s=self._put_due(paces_s),
+            due_s=self._put_due(live),
         )  # fmt: skip
         move, reason = rounds.decide(view, self.settings, now)
         if move is Move.CALL:

@@ -33,9 +33,8 @@ class Server:
         self._redis: RedisServer | None = None  # the run's own
         self._listener: Listener | None = None
         self.attempts: dict[int, int] = {}  # slot -> its newest
-        self.paces_s: dict[int, float] = {}  # slot -> of a step: its newest delta's
         self.has_doubts = False
-        self._workers: dict[int, Slot] = {}  # with a lease, as of the last turn
+        self.workers: dict[int, Slot] = {}  # with a lease, as of the last turn
         self._ahead_s = 0.0  # Redis TIME, before the clock of this process
         self._looked_at = 0.0  # Redis TIME
 
@@ -144,7 +143,7 @@ class Server:
         health = self.config.health
         if self.now() - before <= health.lease_s - health.heartbeat_s:
             return
-        for slot, known in self._workers.items():
+        for slot, known in self.workers.items():
             lease = slots.get(slot)
             has_claimed = lease and lease.attempt == known.attempt and lease.joined > before
             if has_claimed or (not lease and not self._has_left(known)):
@@ -159,22 +158,19 @@ class Server:
     def _greet(self, slots: dict[int, Slot]) -> dict[int, Slot]:
         """The leases, with the time at which each worker joined first."""
         for slot, worker in slots.items():
-            known = self._workers.get(slot)
+            known = self.workers.get(slot)
             if known and known.attempt == worker.attempt:  # it may have claimed again
                 slots[slot] = replace(worker, joined=min(known.joined, worker.joined))
             else:
                 self.event("join", slot=slot, attempt=worker.attempt, node=worker.node,
                            job_id=worker.job_id)  # fmt: skip
-        self._workers |= slots
+        self.workers |= slots
         return slots
 
     def dismiss(self, slots: dict[int, Slot]) -> None:
         """Forget those without a lease; who has not said that it left is lost."""
-        for slot in [slot for slot in self._workers if slot not in slots]:
-            worker = self._workers.pop(slot)
+        for slot in [slot for slot in self.workers if slot not in slots]:
+            worker = self.workers.pop(slot)
             if not self._has_left(worker):
                 self.event("lost", slot=slot, attempt=worker.attempt, job_id=worker.job_id,
                            node=worker.node, steps=worker.step)  # fmt: skip
-
-    def live_paces_s(self) -> list[float]:
-        return [pace_s for slot, pace_s in self.paces_s.items() if slot in self._workers]
