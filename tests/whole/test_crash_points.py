@@ -146,7 +146,7 @@ class Worker:
 def go_on(run: RunDir, workers: list[Worker], until: Callable[[], object]) -> Turns:
     """A new master takes over and turns with the workers until something is so."""
     one = Turns(run)
-    one.record({"state": "started"})
+    one.program.record("started")
     one.take_over()
     for _ in range(60):
         if until():

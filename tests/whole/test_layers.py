@@ -19,12 +19,12 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 939,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1402,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1677,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1679,  # jobs on a cluster: what is there, what should be, one pass
     "train": 876,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1046,  # tensors on disk, committed by link(): what both modes begin with
     "local": 649,  # local mode: what both sides of the wire speak
     "local/worker": 1352,  # one slot: hold the lease, train, deliver
-    "local/master": 1181,  # one master: Redis, samples, rounds, commits
+    "local/master": 1179,  # one master: Redis, samples, rounds, commits
     "sync": 953,  # sync mode: one job that resizes
     "people": 2009,  # what a person asks and sees
     "lab": 1530,  # trying and proving; nothing imports it

@@ -157,7 +157,8 @@ def server() -> Server:
 def master(server) -> Master:
     """One that has just opened round 5."""
     found = Master.__new__(Master)
-    found.epoch, found.state, found.commit, found.server = 1, "running", None, server
+    found.program = SimpleNamespace(attempt=1, job_id="7")
+    found.state, found.commit, found.server = "running", None, server
     found.samples, found.journal = Samples(), SimpleNamespace(say=lambda text: None)
     found.samples.begin(commit_of(dataset_samples=100, epochs=1), [])
     found.intake = Intake(server, SimpleNamespace(close=lambda: None), round_5())
@@ -255,7 +256,7 @@ def test_leases_that_lapse_in_a_silence_say_nothing(server, heard_s_ago, record,
 
 def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(master):
     mine, written = Endpoint("n2", 6379, 2), []
-    master.epoch, master.server.endpoint = 2, mine
+    master.program.attempt, master.server.endpoint = 2, mine
     master.controlled_at, master.publish_state = 0.0, lambda wake="": None
     master.server.store.now = lambda: 1000.0
     master.journal = SimpleNamespace(is_short_of_space=lambda: False,

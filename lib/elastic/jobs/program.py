@@ -54,9 +54,13 @@ class Program:
     def end(self, end: End, worked: Mapping[str, int], **measured) -> int:
         """Say how it ended, and what it had `worked` (steps, if they are known); the exit
         code."""
-        code = EXIT_CODES[self.role].get(end.outcome, Exit.OK)
         self.event(EVENTS.get(end.outcome, "leave"), reason=end.reason, **worked)
-        self.record("ended", **asdict(end), code=code, **{**measured, **worked})
+        return self.record_end(end, **{**measured, **worked})
+
+    def record_end(self, end: End, **fields) -> int:
+        """Its last record; the exit code."""
+        code = EXIT_CODES[self.role].get(end.outcome, Exit.OK)
+        self.record("ended", **asdict(end), **{"code": code, **fields})
         return code
 
 

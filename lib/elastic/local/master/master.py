@@ -18,10 +18,12 @@ from math import inf
 from pathlib import Path
 
 from elastic.base.durable import PASSING, exists
-from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import node_name
 from elastic.base.signals import Notice
+from elastic.jobs.ending import End, end_of_run
+from elastic.jobs.history import MASTER
+from elastic.jobs.program import Program
 from elastic.local import rounds
 from elastic.local.master.averaging import Averager, DeltaLost
 from elastic.local.master.intake import Intake
@@ -33,7 +35,7 @@ from elastic.local.master.server import TICK_S, Server
 from elastic.local.rounds import Facts, Move, Rule
 from elastic.local.store import Ask
 from elastic.run.membership import Slot, expected
-from elastic.run.records import Commit
+from elastic.run.records import Commit, Outcome
 from elastic.run.rundir import RunDir
 from elastic.saved.versions import remove_drafts
 
@@ -44,8 +46,7 @@ NEWER = rounds.refusal(Rule.SUPERSEDED, "the slot delivered a newer delta")
 class Master:
     def __init__(self, run: RunDir, notice: Notice):
         self.run, self.notice, self.config = run, notice, run.config()
-        self.job_id = env("ELASTIC_JOB_ID") or f"master-{node_name()}-{time.time_ns()}"
-        self.epoch, self.state = 0, "running"
+        self.program, self.state = Program(run, MASTER), "running"
         least_bytes = self.config.checkpoint.min_free_bytes
         self.journal = Journal(run, notice, least_bytes, self.stay)
         self.server = Server(run, self.config)
@@ -55,12 +56,17 @@ class Master:
         self.reconcile = Reconcile(run, self.config)
         self.controlled_at = self.ending_since = 0.0  # Redis TIME
 
+    @property
+    def epoch(self) -> int:
+        """Its number; 0: it has not taken over yet."""
+        return self.program.attempt
+
     # ---- the program
 
     def main(self) -> int:
-        self.record({"state": "started"})
-        if self.run.closing("local"):
-            return self._end_as_the_run()
+        self.program.record("started")
+        if closing := self.run.closing("local"):
+            return self.end(end_of_run(closing))
         try:
             self.take_over()
             while self.state != "over":
@@ -68,21 +74,22 @@ class Master:
                     raise Leaving(f"notice: {self.notice.signal_name}")
                 self.step()
         except Leaving as error:
-            return self.end("yielded", Exit.OK, str(error))
+            return self.end(End(Outcome.YIELDED, str(error)))
         except Fenced as error:
-            return self.end("fenced", Exit.DO_NOT_RESTART, str(error))
+            return self.end(End(Outcome.FENCED, str(error)))
         finally:
             self.close()
-        return self._end_as_the_run()
+        return self.end(end_of_run(self.run.closing("local") or "stopped"))
 
     def take_over(self) -> None:
         self.journal.wait_for_space()
-        record = {"job_id": self.job_id, "node": node_name(), "time": time.time()}
-        self.epoch = self.journal.written(self.run.masters.claim, record)
+        job_id = self.program.job_id
+        record = {"job_id": job_id, "node": node_name(), "time": time.time()}
+        self.program.attempt = self.journal.written(self.run.masters.claim, record)
         self._open_redis()
         if self.epoch > 1:
             self._settle()
-        self.run.event("master", epoch=self.epoch, node=node_name(), job_id=self.job_id)
+        self.run.event("master", epoch=self.epoch, node=node_name(), job_id=job_id)
         self.journal.say(f"epoch {self.epoch}, Redis at {self.server.store.where}")
 
     def step(self) -> None:
@@ -246,7 +253,7 @@ class Master:
         said = {"version": -1, "call": -1, "due": inf}
         if self.intake:
             said = self.intake.round.said(self.server.workers, self.server.now())
-        said |= {"state": self.state, "node": node_name(), "job_id": self.job_id,
+        said |= {"state": self.state, "node": node_name(), "job_id": self.program.job_id,
                  "reason": self.journal.reason}  # fmt: skip
         self.server.store.set_master(self.epoch, said, wake)
 
@@ -356,24 +363,14 @@ class Master:
         self.reconcile.close()
         self.server.stop()
 
-    def _end_as_the_run(self) -> int:
-        outcome = "done" if self.run.done() else "stopped"
-        over = self.run.closing("local") or outcome
-        return self.end(outcome, Exit.OK, f"the run is {over}")
-
-    def end(self, outcome: str, code: int, reason: str, detail: str = "") -> int:
-        said = {"outcome": outcome, "code": code, "reason": reason, "detail": detail}
-        self.record({"state": "ended", **said})
-        self.journal.say(f"{outcome}: {reason}")
-        if outcome != "failed":
+    def end(self, end: End, **fields) -> int:
+        """Say how it ended; the exit code."""
+        steps = self.commit.version if self.commit else 0
+        code = self.program.record_end(end, steps=steps, **fields)
+        self.journal.say(f"{end.outcome}: {end.reason}")
+        if end.outcome != Outcome.FAILED:
             self.reconcile.last()
         return code
-
-    def record(self, fields: dict) -> None:
-        """Its exit record."""
-        steps = self.commit.version if self.commit else 0
-        who = {"role": "master", "slot": 0, "attempt": self.epoch, "node": node_name()}
-        self.run.jobs.write_ending(self.job_id, {**who, "steps": steps, **fields})
 
 
 def from_sync(run: RunDir, commit: Commit, epoch: int, server: Server) -> Commit:
@@ -405,5 +402,6 @@ def run(notice: Notice) -> int:
     except Exception as error:
         known = isinstance(error, ElasticError)
         said = (str(error), "") if known else (repr(error), traceback.format_exc())
-        master.end("failed", error.code if known else Exit.ERROR, *said)
+        code = error.code if known else Exit.ERROR
+        master.end(End(Outcome.FAILED, *said), code=code)
         raise
