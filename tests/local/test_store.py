@@ -11,7 +11,7 @@ import pytest
 
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port
-from elastic.local.master_store import EVENTS_KEPT, MasterStore
+from elastic.local.master_store import MasterStore
 from elastic.local.store import Ask, Store, Useless
 from elastic.local.worker_store import WorkerStore
 from elastic.run.rundir import Endpoint
@@ -322,15 +322,6 @@ def test_pointers_to_inner_state_are_kept_by_slot(store):
     store.set_inner(4, {"version": 6})
     store.set_inner(3, {"version": 8})
     assert store.inner() == {3: {"version": 8}, 4: {"version": 6}}
-
-
-def test_the_live_copy_of_events_is_capped(store, redis_server):
-    for number in range(EVENTS_KEPT + 300):
-        store.add_event({"kind": "join", "slot": number})
-    key = store._key("events")
-    kept = redis_server.client().xrange(key)
-    assert EVENTS_KEPT <= len(kept) <= EVENTS_KEPT + 200
-    assert b'"slot": 1299' in kept[-1][1][b"json"]
 
 
 def test_runs_on_one_server_do_not_see_each_other(make_store):

@@ -74,9 +74,6 @@ class Server:
     def publish(self, channel: str, word: str) -> None:
         pass  # wake-ups only; whoever waits looks again
 
-    def xadd(self, key: str, fields: dict, maxlen: int) -> None:
-        pass
-
     # ---- the scripts of elastic.local.scripts
 
     def held(self, attempts: str, slot, attempt) -> int:

@@ -107,7 +107,8 @@ def intake() -> Intake:
     facts = Facts("a", 5, "abc", {"none": (400, 400)}, 2, {3: 2}, frozenset(),
                   most_steps=20, most_samples=160)  # fmt: skip
     round_ = OpenRound(commit_of(5), 0.0, True, Ledger(1000, 1), facts, settings, {})
-    server = SimpleNamespace(store=FakeStore(), event=lambda kind, **fields: None)
+    run = SimpleNamespace(event=lambda kind, **fields: None)
+    server = SimpleNamespace(store=FakeStore(), run=run)
     averager = SimpleNamespace(drop=lambda keys: None, check_later=lambda header: header)
     return Intake(server, averager, round_)
 

@@ -22,7 +22,7 @@ FOLDERS = {
     "jobs": 1679,  # jobs on a cluster: what is there, what should be, one pass
     "train": 876,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1046,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 649,  # local mode: what both sides of the wire speak
+    "local": 646,  # local mode: what both sides of the wire speak
     "local/worker": 1352,  # one slot: hold the lease, train, deliver
     "local/master": 1179,  # one master: Redis, samples, rounds, commits
     "sync": 953,  # sync mode: one job that resizes

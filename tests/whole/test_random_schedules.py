@@ -148,9 +148,7 @@ def test_only_the_paces_of_those_that_are_live_count():
 
 @pytest.fixture
 def server() -> Server:
-    found = Server(SimpleNamespace(event=lambda kind, **fields: None), None)
-    found.store = SimpleNamespace(add_event=lambda record: None)
-    return found
+    return Server(SimpleNamespace(event=lambda kind, **fields: None), None)
 
 
 @pytest.fixture

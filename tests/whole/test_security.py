@@ -298,7 +298,6 @@ def test_a_role_may_do_its_own_work(server):
     assert worker.take_verdict(3, 1) == {"base": 5}
     assert master.offers([5]) == {5: {"3:1": b'{"a": 1}'}}
     master.drop_offers(5, ["3:1"])
-    master.add_event({"kind": "x"})
     assert list(reader.slots()) == [3]
     worker.release(3, 1)
     assert (reader.slots(), reader.attempts()) == ({}, {3: 1})

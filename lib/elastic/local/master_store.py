@@ -1,4 +1,4 @@
-"""The store as the run's master speaks to it: epochs, fences, verdicts, grants, events."""
+"""The store as the run's master speaks to it: epochs, fences, verdicts, grants."""
 
 import contextlib
 import json
@@ -8,7 +8,6 @@ from elastic.base.errors import Fenced
 from elastic.local import scripts
 from elastic.local.store import MALFORMED, Ask, Forgetful, Store, reaches_redis
 
-EVENTS_KEPT = 1000
 GRANT_KEPT_MS = 60_000
 
 
@@ -89,10 +88,7 @@ class MasterStore(Store):
             pipe.rpush(key, json.dumps(answer)).pexpire(key, GRANT_KEPT_MS)
         pipe.execute()
 
-    # ---- events, and everything
-
-    def add_event(self, record: dict) -> None:
-        self._redis.xadd(self._key("events"), {"json": json.dumps(record)}, maxlen=EVENTS_KEPT)
+    # ---- everything
 
     def forget_everything(self) -> int:
         """Remove every key of the run, as a server that was replaced has none."""

@@ -14,7 +14,6 @@ asks                        hash     "slot:attempt" -> sample ranges wanted and 
 grant:SLOT:ATTEMPT          list     sample ranges granted to the newest ask; expires
 inner                       hash     slot -> pointer to its saved inner optimizer state
 proof                       string   what nobody but the run's own master could tell the server
-events                      stream   the live copy of events.jsonl, capped
 ctl                         pub/sub  the master's wake-ups for all: version V, last-call V, stop
 wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
 

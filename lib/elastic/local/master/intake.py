@@ -58,8 +58,10 @@ class Intake:
                 continue
             self.round.accept(checked, self.server.now())
             header = checked.header
-            self.server.event("delta", slot=header.slot, attempt=header.attempt,
-                              base=header.base, steps=header.steps, tokens=header.tokens)
+            self.server.run.event(
+                "delta", slot=header.slot, attempt=header.attempt, base=header.base,
+                steps=header.steps, tokens=header.tokens,
+            )  # fmt: skip
 
     def withdraw(self, key: Key, why: Judgement) -> None:
         """A delta that was judged good by its header is not merged after all."""
@@ -78,7 +80,7 @@ class Intake:
         slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
         self.server.store.set_verdict(name, what)
         self.server.store.drop_offers(base, [name])
-        self.server.event("reject", slot=slot, attempt=attempt, **what)
+        self.server.run.event("reject", slot=slot, attempt=attempt, **what)
 
     def forget_pass(self, owner: Owner) -> None:
         """A worker that had nothing to give goes on: the round is not to close without
@@ -110,7 +112,7 @@ class Intake:
         what = f"version {version} is taken back: {reason}"
         with contextlib.suppress(TryAgain):
             suspect = commit.suspect or []
-            self.server.event("taken-back", version=version, reason=reason, suspect=suspect)
+            self.server.run.event("taken-back", version=version, reason=reason, suspect=suspect)
             for header in void:
                 why = rounds.refusal(Rule.TAKEN_BACK, what)
                 self.reject(f"{header.slot}:{header.attempt}", why, header.base)

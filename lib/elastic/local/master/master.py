@@ -204,7 +204,7 @@ class Master:
         remove_drafts(self.run, commit)
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             self.fence()
-            commit = self.journal.written(from_sync, self.run, commit, self.epoch, self.server)
+            commit = self.journal.written(from_sync, self.run, commit, self.epoch)
         committed, reverted, newest = [], set(), -1
         for record in self.run.commits.all():
             newest = record.version
@@ -285,7 +285,7 @@ class Master:
         if not preparing:
             self.journal.say(f"round {round_.version}: {reason}")
         if move is Move.CALL:
-            self.server.event("last-call", version=round_.version, reason=reason)
+            self.run.event("last-call", version=round_.version, reason=reason)
             self.publish_state(wake=f"last-call {round_.version}")
         elif move is Move.CLOSE:
             self.close_round(reason)
@@ -320,7 +320,7 @@ class Master:
         self.begin_round(before.after(commit, self.server.now()), averager)
         with contextlib.suppress(TryAgain):
             self.publish_state(wake=f"version {commit.version}")
-            self.server.event(
+            self.run.event(
                 "outer-step", version=commit.version, tokens=commit.tokens,
                 loss=commit.loss, workers=commit.workers,
                 seconds=round(self.intake.round.opened - before.opened, 3), reason=reason,
@@ -373,7 +373,7 @@ class Master:
         return code
 
 
-def from_sync(run: RunDir, commit: Commit, epoch: int, server: Server) -> Commit:
+def from_sync(run: RunDir, commit: Commit, epoch: int) -> Commit:
     """The newest version, which is the newest checkpoint if sync mode went on from
     `commit`."""
     from elastic.saved import handover  # a second of imports: seldom used
@@ -382,7 +382,7 @@ def from_sync(run: RunDir, commit: Commit, epoch: int, server: Server) -> Commit
     for reason in refused:
         run.event("checkpoint-refused", reason=reason)
     if newest.version > commit.version:
-        server.event("mode", mode="local", version=newest.version, tokens=newest.tokens)
+        run.event("mode", mode="local", version=newest.version, tokens=newest.tokens)
     return newest
 
 

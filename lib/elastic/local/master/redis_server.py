@@ -40,7 +40,7 @@ _WORKER = "time ping get multi exec evalsha publish exists del pexpire hget hmge
 _WORKER += " hgetall blpop"
 # Role -> its commands, and its keys and channels, all of them after the run's prefix.
 ROLES = {
-    "master": (f"{_WORKER} set script|load rpush scan unlink xadd subscribe unsubscribe", "*", "*"),
+    "master": (f"{_WORKER} set script|load rpush scan unlink subscribe unsubscribe", "*", "*"),
     "worker": (_WORKER, "slot:* attempts offers:* verdicts asks grant:* inner proof", "wake"),
     "reader": ("time ping get hgetall subscribe unsubscribe", "*", "ctl"),
 }

@@ -101,13 +101,6 @@ class Server:
                 return words
         return self._listener.wait(0)
 
-    # ---- events
-
-    def event(self, kind: str, **fields) -> None:
-        """For the run directory, and for who looks at Redis."""
-        self.run.event(kind, **fields)
-        self.store.add_event({"time": time.time(), "kind": kind, **fields})
-
     # ---- leases
 
     def introduce(self) -> None:
@@ -162,8 +155,8 @@ class Server:
             if known and known.attempt == worker.attempt:  # it may have claimed again
                 slots[slot] = replace(worker, joined=min(known.joined, worker.joined))
             else:
-                self.event("join", slot=slot, attempt=worker.attempt, node=worker.node,
-                           job_id=worker.job_id)  # fmt: skip
+                self.run.event("join", slot=slot, attempt=worker.attempt, node=worker.node,
+                               job_id=worker.job_id)  # fmt: skip
         self.workers |= slots
         return slots
 
@@ -172,5 +165,6 @@ class Server:
         for slot in [slot for slot in self.workers if slot not in slots]:
             worker = self.workers.pop(slot)
             if not self._has_left(worker):
-                self.event("lost", slot=slot, attempt=worker.attempt, job_id=worker.job_id,
-                           node=worker.node, steps=worker.step)  # fmt: skip
+                self.run.event("lost", slot=slot, attempt=worker.attempt,
+                               job_id=worker.job_id, node=worker.node,
+                               steps=worker.step)  # fmt: skip
