@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic.local.worker import courier
+from elastic.local.worker import deliver
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from running import running
@@ -68,12 +68,12 @@ def test_the_next_delta_holds_exactly_the_steps_since_the_last(replica):
 
 def test_a_courier_delivers_first_and_brings_what_it_fetched():
     said = []
-    sent = courier.send(lambda: said.append("delivered"), lambda: said.append("fetched") or 7)
+    sent = deliver.send(lambda: said.append("delivered"), lambda: said.append("fetched") or 7)
     assert (sent.result(20), said, sent.done()) == (7, ["delivered", "fetched"], True)
 
 
 def test_what_goes_wrong_on_the_way_is_raised_where_it_is_waited_for():
-    sent = courier.send(lambda: 1 // 0, lambda: None)
+    sent = deliver.send(lambda: 1 // 0, lambda: None)
     with pytest.raises(ZeroDivisionError):
         sent.result(20)
 

@@ -6,7 +6,9 @@ that are done meanwhile are put on top of the version that the courier brings.
 
 import contextlib
 import math
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -15,7 +17,6 @@ import torch
 from elastic.base.errors import ElasticError
 from elastic.local import guards, rounds
 from elastic.local.transport import Transport, fragment_name
-from elastic.local.worker import courier
 from elastic.local.worker.exchange import Exchange
 from elastic.local.worker.in_hand import Ahead, InHand
 from elastic.local.worker.moments import Moments
@@ -140,7 +141,7 @@ class Deliver:
             return None
         hand.sent, hand.round = done, WorkerRound(done.base, time.monotonic())
         hand.ahead = Ahead(hand.round, deltas)
-        return courier.send(lambda: self.deliver(done, deltas), lambda: self._bring(done))
+        return send(lambda: self.deliver(done, deltas), lambda: self._bring(done))
 
     def _copied(self) -> list[torch.Tensor]:
         replica = self.exchange.replica
@@ -178,3 +179,19 @@ class Deliver:
             hand.void("were rejected")
         else:
             hand.ahead.fetched = brought
+
+
+def send(deliver: Callable[[], None], fetch: Callable[[], object]) -> Future:
+    """A courier: a thread that does `deliver()`, then `fetch()`, whose result is what it
+    brings. Nobody waits for it where the worker dies."""
+    courier: Future = Future()
+
+    def run() -> None:
+        try:
+            deliver()
+            courier.set_result(fetch())
+        except BaseException as error:  # raised where the worker asks for the result
+            courier.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="courier").start()
+    return courier

@@ -133,7 +133,7 @@ class LocalSGD:
         refuse_inexact(self.model)
         self.line.warn(self.optimizer.untrained(self.model))
         layout = layout_of_run(
-            self.line, self.group, self.config, self.model, len(dataset), self.tokens_per_sample
+            self.line, self.group, self.model, len(dataset), self.tokens_per_sample
         )
         exchange = Exchange(self.run, self.config, Replica(self.model, layout), self.group)
         exchange.moved = self.line.moved

@@ -19,16 +19,18 @@ from elastic.train.group import Group
 
 
 def layout_of_run(
-    line: NoLine, group: Group, config: Config, model: torch.nn.Module, samples: int,
-    tokens_per_sample: int,
-) -> Layout:  # fmt: skip
+    line: NoLine, group: Group, model: torch.nn.Module, samples: int, tokens_per_sample: int
+) -> Layout:
     """The layout of the run's versions, of which there is one from now on. Collective.
 
     Raises ElasticError if the run has another number of samples, or another model.
     """
     run = line.run
     if group.decide(lambda: run.commits.told_version() < 0):
-        _create(line, group, config, model, samples, tokens_per_sample)
+        config = run.config()
+        layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
+        commit = first_commit(layout, config, samples, tokens_per_sample)
+        _create(line, group, Replica(model, layout), commit)
     newest = line.commit(run.commits.told_version())
     settle(run, newest)
     layout = read_layout(run, newest.version)
@@ -47,14 +49,10 @@ def layout_of_run(
     return layout
 
 
-def _create(
-    line: NoLine, group: Group, config: Config, model: torch.nn.Module, samples: int,
-    tokens_per_sample: int,
-) -> None:  # fmt: skip
+def _create(line: NoLine, group: Group, replica: Replica, commit: Commit) -> None:
     """Commit version 0, without outer momentum, if no other worker is first.
     Collective."""
-    layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
-    replica, draft, files = Replica(model, layout), None, []
+    layout, draft, files = replica.layout, None, []
     if group.leads:
         draft = Draft(line.run, 0, f"slot{line.place.slot}.{line.place.attempt}")
     for index in range(len(layout.fragments)):
@@ -63,7 +61,6 @@ def _create(
             zeros = torch.zeros_like(params)
             files += line.written(partial(draft.write_fragment, layout, index, params, zeros))
     if draft:
-        commit = first_commit(layout, config, samples, tokens_per_sample)
         line.written(lambda: draft.commit(layout, files, commit))
     group.broadcast("version 0 is there")
 
