@@ -24,7 +24,7 @@ FOLDERS = {
     "saved": 1046,  # tensors on disk, committed by link(): what both modes begin with
     "local": 646,  # local mode: what both sides of the wire speak
     "local/worker": 1347,  # one slot: hold the lease, train, deliver
-    "local/master": 1179,  # one master: Redis, samples, rounds, commits
+    "local/master": 1168,  # one master: Redis, samples, rounds, commits
     "sync": 953,  # sync mode: one job that resizes
     "people": 2009,  # what a person asks and sees
     "lab": 1530,  # trying and proving; nothing imports it

@@ -57,18 +57,15 @@ class Averager:
         self._codec = codec(config.local_sgd.compression)
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self.outer = merge.Outer(self.layout, list(empty), list(empty), mu=0.0)
-        self._recipe: Recipe | None = None
-        self._begun: set[int] = set()  # fragments that may not be those of `_base`
-        self._stepped: dict[int, merge.Products] = {}  # those of the next version
         self._own = threading.local()
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         # One thread of torch's in each: sums have the same bits on every machine.
-        self.threads = ThreadPoolExecutor(threads, "arithmetic", torch.set_num_threads, (1,))
+        self.threads = ThreadPoolExecutor(threads, "sums", torch.set_num_threads, (1,))
         self._pool = ThreadPoolExecutor(threads)  # waits for those
         self._cleaning: Future | None = None
         self.transport = Transport(run)
-        self._base = base
-        self._all(lambda index: self._load(index, base))
+        self._held = -1  # the version that is here; -1: not all of one
+        self._hold(base)
 
     def close(self) -> None:
         if self._cleaning:
@@ -142,42 +139,33 @@ class Averager:
 
     def advance(self, recipe: Recipe, draft: Draft) -> tuple[dict, list[dict]]:
         """Write the next version into a draft; what the commit says of that, and its
-        files. May be asked again. Raises DeltaLost; OSError, as of a full disk;
-        TryAgain."""
-        self._be_at(recipe)
+        files. May be asked again: then it begins with what the base's files hold. Raises
+        DeltaLost; OSError, as of a full disk; TryAgain."""
+        if self._held != recipe.base:
+            self._hold(recipe.base)
+        self._held, self.outer.mu = -1, recipe.momentum
         parts = self._all(lambda index: self._advance_one(index, recipe, draft))
+        self._held = recipe.base + 1
         products, files = zip(*parts, strict=True)
-        cos, files = merge.cosine(products), sorted(sum(files, []), key=lambda e: e["path"])
+        files = sorted(sum(files, []), key=lambda entry: entry["path"])
+        cos = merge.cosine(products)
         gain = rounds.outer_gain(recipe.lr, recipe.momentum, cos)
         return {"cos": cos, "outer_gain": gain}, files
 
-    def _be_at(self, recipe: Recipe) -> None:
-        """Hold version `recipe.base`, or what became of it by this very recipe."""
-        if recipe.base == self._base + 1 and len(self._stepped) == len(self.indices):
-            self._base, self._begun, self._stepped = recipe.base, set(), {}
-        elif recipe != self._recipe or recipe.base != self._base:
-            if recipe.base != self._base:
-                self._begun = set(self.indices)
-            self._base, self._recipe, self._stepped = recipe.base, None, {}
-            again = [self.threads.submit(self._load, index, recipe.base) for index in self._begun]
-            wait_for(again)  # where one fails, all of them are still to be loaded
-            self._begun = set()
-        self._recipe, self.outer.mu = recipe, recipe.momentum
+    def _hold(self, version: int) -> None:
+        self._held = -1
+        self._all(lambda index: self._load(index, version))
+        self._held = version
 
     def _load(self, index: int, version: int) -> None:
         """Hold a fragment as of a version."""
-        params, momentum = read_exactly(self.run, self.run.commits.of(version), self.layout, index)
-        self.outer.params[index], self.outer.momentum[index] = params, momentum
+        found = read_exactly(self.run, self.run.commits.of(version), self.layout, index)
+        self.outer.params[index], self.outer.momentum[index] = found
 
     def _advance_one(self, index: int, recipe: Recipe, draft: Draft) -> Part:
-        if index not in self._stepped:
-            if index in self._begun:
-                self._load(index, recipe.base)
-            self._begun.add(index)
-            self._stepped[index] = self._step(index, recipe)
+        products = self._step(index, recipe)
         params, momentum = self.outer.params[index], self.outer.momentum[index]
-        files = draft.write_fragment(self.layout, index, params, momentum)
-        return self._stepped[index], files
+        return products, draft.write_fragment(self.layout, index, params, momentum)
 
     def _step(self, index: int, recipe: Recipe) -> merge.Products:
         products = (0.0, 0.0, 0.0)
