@@ -356,6 +356,8 @@ class NoMoments:
 class Life(LocalSGD):
     """The life of a worker, without a model."""
 
+    run = property(lambda self: self.place.run)
+
     def open(self, dataset) -> None:
         if self.run.commits.newest_version() < 0:
             first = opening.first_commit(LAYOUT, self.config, len(dataset), 1)

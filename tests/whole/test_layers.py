@@ -22,9 +22,9 @@ FOLDERS = {
     "jobs": 1679,  # jobs on a cluster: what is there, what should be, one pass
     "train": 876,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1046,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 646,  # local mode: what both sides of the wire speak
-    "local/worker": 1347,  # one slot: hold the lease, train, deliver
-    "local/master": 1168,  # one master: Redis, samples, rounds, commits
+    "local": 652,  # local mode: what both sides of the wire speak
+    "local/worker": 1345,  # one slot: hold the lease, train, deliver
+    "local/master": 1163,  # one master: Redis, samples, rounds, commits
     "sync": 953,  # sync mode: one job that resizes
     "people": 2009,  # what a person asks and sees
     "lab": 1530,  # trying and proving; nothing imports it

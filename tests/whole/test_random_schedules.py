@@ -148,7 +148,9 @@ def test_only_the_paces_of_those_that_are_live_count():
 
 @pytest.fixture
 def server() -> Server:
-    return Server(SimpleNamespace(event=lambda kind, **fields: None), None)
+    found = Server(SimpleNamespace(event=lambda kind, **fields: None), None)
+    found.store = SimpleNamespace()
+    return found
 
 
 @pytest.fixture

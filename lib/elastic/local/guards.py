@@ -22,7 +22,8 @@ from elastic.run.records import Commit, Delta
 
 MEMORY_ROUNDS = 20  # horizon of the running means
 STRAY = 10.0  # expected lengths: a delta that its worker takes for broken
-MOST_RATE = 4.0  # usual learning rates a step: of who joins they are lower, never so much higher
+# Usual learning rates a step: of who joins they are lower, never so much higher.
+MOST_RATE = 4.0
 STANDS_OUT = 1.5  # medians: the longest delta of a version that is taken back
 CANARY_SAMPLES = 128  # of a round whose loss can tell
 CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
@@ -55,7 +56,8 @@ class Reach:
 
     def length(self, moved: Moved) -> float:
         """The norm that is expected of such steps; 0: unknown."""
-        return moved.lr_sum * max(self.straight, self.wandering / math.sqrt(max(1, moved.steps)))
+        wandering = self.wandering / math.sqrt(max(1, moved.steps))
+        return moved.lr_sum * max(self.straight, wandering)
 
     def after(self, moves: Sequence[Moved]) -> "Reach":
         """One round later. Deltas of few steps say little of what all of them do."""
@@ -127,7 +129,7 @@ def blend(mean: float, value: float) -> float:
     return value if mean == 0.0 else mean + (value - mean) / MEMORY_ROUNDS
 
 
-# ---- at the worker ------------------------------------------------------------------------------
+# ---- at the worker ---------------------------------------------------------------------
 
 
 def stray(moved: Moved, reach: Reach) -> str:
@@ -136,11 +138,12 @@ def stray(moved: Moved, reach: Reach) -> str:
         return "non-finite: its own delta"
     usual = reach.length(moved)
     if usual and moved.norm > STRAY * usual:
-        return f"outlier: its own delta, of norm {moved.norm:.3g}; its steps make {usual:.3g}"
+        what = f"outlier: its own delta, of norm {moved.norm:.3g}"
+        return f"{what}; its steps make {usual:.3g}"
     return ""
 
 
-# ---- at the master ------------------------------------------------------------------------------
+# ---- at the master ---------------------------------------------------------------------
 
 
 def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]:
@@ -151,7 +154,8 @@ def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]
     known = whole(moves)
     now = _reach(known) if len(known) >= 3 else Reach()
     usual = now if now.rate else reach if reach.rounds >= 3 else now
-    rate = MOST_RATE * max(now.rate, reach.rate) if now.rate else math.inf  # of two, who lies?
+    # Of two, who lies?
+    rate = MOST_RATE * max(now.rate, reach.rate) if now.rate else math.inf
     told = [replace(each, lr_sum=min(each.lr_sum, rate * each.steps)) for each in moves]
     most = [clip_norm * usual.length(each) for each in told]
     return [min(1.0, m / each.norm) if m and each.norm else 1.0
@@ -185,7 +189,7 @@ def canary(loss: float, running: Running, most_rise: float) -> str:
     """
     if not most_rise or running.rounds < KNOWN_ROUNDS or not (loss and running.loss):
         return ""
-    bound = max(most_rise, CANARY_SIGMAS * math.sqrt(running.unrest))
-    if loss - running.loss <= bound:
+    most = max(most_rise, CANARY_SIGMAS * math.sqrt(running.unrest))
+    if loss - running.loss <= most:
         return ""
-    return f"the loss rose from {running.loss:.3f} to {loss:.3f}, by more than {bound:.3f}"
+    return f"the loss rose from {running.loss:.3f} to {loss:.3f}, by more than {most:.3f}"

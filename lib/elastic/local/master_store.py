@@ -51,10 +51,11 @@ class MasterStore(Store):
         removed."""
         found = {}
         for base, table in self._tables("offers", list(bases)).items():
-            key, names = self._key("offers", base), {k.decode("latin-1"): k for k in table}
-            texts = {name: self._unsealed(key, name, table[k]) for name, k in names.items()}
+            key = self._key("offers", base)
+            sealed = {name.decode("latin-1"): body for name, body in table.items()}
+            texts = {name: self._unsealed(key, name, sealed[name]) for name in sealed}
             found[base] = {name: text for name, text in texts.items() if text}
-            self.drop_offers(base, names.keys() - found[base].keys())
+            self.drop_offers(base, sealed.keys() - found[base].keys())
         return found
 
     def drop_offers(self, base: int, names: Iterable[str]) -> None:
@@ -77,7 +78,11 @@ class MasterStore(Store):
         key, asks = self._key("asks"), []
         for name, body in pipe.hgetall(key).delete(key).execute()[0].items():
             with contextlib.suppress(*MALFORMED):
-                asks.append(Ask.parse(name, self._unsealed(key, name.decode(), body)))
+                text = self._unsealed(key, name.decode(), body)
+                sequence, want, held = json.loads(text)
+                ranges = tuple((int(e), int(start), int(stop)) for e, start, stop in held)
+                who = map(int, name.split(b":"))
+                asks.append(Ask(*who, int(sequence), int(want), ranges))
         return asks
 
     def grant(self, grants: dict[tuple[int, int], tuple[int, list]]) -> None:

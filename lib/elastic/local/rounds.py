@@ -1,7 +1,7 @@
 """A round: the work that turns version v into v+1. All of its decisions, none of its I/O.
 Pure.
 
-    judge(header, facts)    may this delta be merged?        -> Judgement: verdict, reason, rule
+    judge(header, facts)    may this delta be merged?        -> verdict, reason, rule
     decide(view, now)       wait, call, or close the round?  -> Move with its reason
     shares(accepted, ...)   how much does each delta weigh?  -> weights and clips
     outer_lr(...)           the step of a thin round
@@ -20,13 +20,15 @@ from elastic.local.guards import Moved, Running, clips
 from elastic.run.ledger import count
 from elastic.run.records import Commit, Header
 
-MOST_TOKENS, MORE_TOKENS = 2**24, 16  # of a sample, and how often what one has had in the run
+# Of a sample, and how often what one has had in the run.
+MOST_TOKENS, MORE_TOKENS = 2**24, 16
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
-DOUBLES_ROUNDS, COLD = 10, 0.05  # of a cold start: K doubles in so many, until so much is trained
+# Of a cold start: K doubles in so many, until so much is trained.
+DOUBLES_ROUNDS, COLD = 10, 0.05
 FEW_STEPS, EARLY_MOMENTUM = 20, 0.5
 
 
-# ---- may this delta be merged? ------------------------------------------------------------------
+# ---- may this delta be merged? ---------------------------------------------------------
 
 
 class Verdict(Enum):
@@ -87,7 +89,8 @@ def credited(header: Header, tokens_per_sample: float) -> Header:
     """The header, with no more tokens than its samples can hold: many times as many a
     sample as the run has had so far (0: nobody knows yet)."""
     most = MORE_TOKENS * tokens_per_sample or MOST_TOKENS
-    return replace(header, tokens=min(header.tokens, math.ceil(most * count(header.samples))))
+    tokens = math.ceil(most * count(header.samples))
+    return replace(header, tokens=min(header.tokens, tokens))
 
 
 def judge(header: Header, facts: Facts, samples_refused: str) -> Judgement:
@@ -96,38 +99,38 @@ def judge(header: Header, facts: Facts, samples_refused: str) -> Judgement:
     `samples_refused` is the ledger's answer for the header's samples; empty if it has
     none.
     """
-    base, behind = header.base, facts.version - header.base
-    attempt, claimed = header.attempt, facts.attempts.get(header.slot, 0)
+    (slot, attempt, base), behind = header.key, facts.version - header.base
+    claimed, losses = facts.attempts.get(slot, 0), header.loss + header.first_loss
     sizes = tuple(fragment.bytes for fragment in header.fragments)
-    losses, known = header.loss + header.first_loss, facts.fragment_bytes
-    trained = count(header.samples)
+    layout, codec, known = header.layout, header.codec, facts.fragment_bytes
+    steps, trained, based = header.steps, count(header.samples), f"version {base}"
     is_foreign = [
         (header.run != facts.run, Rule.OTHER_RUN, f"it is a delta of run {header.run!r}"),
-        (header.key in facts.judged, Rule.DUPLICATE, f"slot {header.slot} delivered it before"),
-        (behind > facts.max_staleness, Rule.STALE, f"based on version {base}, {behind} behind"),
-        (base in facts.taken_back, Rule.TAKEN_BACK, f"version {base} has made the loss rise"),
-        (attempt > claimed, Rule.FENCED, f"attempt {attempt} never claimed slot {header.slot}"),
+        (header.key in facts.judged, Rule.DUPLICATE, f"slot {slot} delivered it before"),
+        (behind > facts.max_staleness, Rule.STALE, f"based on {based}, {behind} behind"),
+        (base in facts.taken_back, Rule.TAKEN_BACK, f"{based} has made the loss rise"),
+        (attempt > claimed, Rule.FENCED, f"attempt {attempt} never claimed slot {slot}"),
     ]
     is_unfit = [
-        (header.layout != facts.layout, Rule.SHAPE, f"layout {header.layout}, not {facts.layout}"),
-        (header.codec not in known, Rule.SHAPE, f"codec {header.codec}, not {' or '.join(known)}"),
-        (sizes != known.get(header.codec), Rule.SHAPE, "the fragments' sizes are not the model's"),
+        (layout != facts.layout, Rule.SHAPE, f"layout {layout}, not {facts.layout}"),
+        (codec not in known, Rule.SHAPE, f"codec {codec}, not {' or '.join(known)}"),
+        (sizes != known.get(codec), Rule.SHAPE, "the fragments' sizes are not the run's"),
         (not 0 < trained <= facts.most_samples, Rule.SAMPLES,
          f"{trained} are not those of a round"),
-        (header.steps > facts.most_steps, Rule.SHAPE, f"{header.steps} steps, a round has fewer"),
+        (steps > facts.most_steps, Rule.SHAPE, f"{steps} steps, a round has fewer"),
         (not math.isfinite(losses), Rule.NON_FINITE, f"the loss is {losses}"),
         (bool(samples_refused), Rule.SAMPLES, samples_refused),
     ]  # fmt: skip
-    has_nothing = header.tokens == 0 or header.steps == 0
+    has_nothing = header.tokens == 0 or steps == 0
     for is_broken, rule, what in is_foreign if has_nothing else is_foreign + is_unfit:
         if is_broken:
             return refusal(rule, what)
     if has_nothing:
         return Judgement(Verdict.PASS, "no steps to give")
-    return Judgement(Verdict.ACCEPT, f"{header.tokens} tokens in {header.steps} steps")
+    return Judgement(Verdict.ACCEPT, f"{header.tokens} tokens in {steps} steps")
 
 
-# ---- wait, call, or close? ----------------------------------------------------------------------
+# ---- wait, call, or close? -------------------------------------------------------------
 
 
 class Move(Enum):
@@ -167,7 +170,8 @@ def momentum(steps: int, settings) -> float:
     """mu of a round of that many inner steps: less while they are few only because it is
     early."""
     is_early = steps < min(FEW_STEPS, settings.inner_steps)
-    return min(settings.outer_momentum, EARLY_MOMENTUM) if is_early else settings.outer_momentum
+    most = EARLY_MOMENTUM if is_early else math.inf
+    return min(settings.outer_momentum, most)
 
 
 def pace_s(delta: Header, took_s: float, inner_steps: int) -> float:
@@ -178,7 +182,8 @@ def pace_s(delta: Header, took_s: float, inner_steps: int) -> float:
     delivery) is taken for part of each. So a round may be due too late once, and the next
     delta is of all steps; one that is due too early does not stay so.
     """
-    late_s = min(took_s - delta.seconds, delta.stall_s)  # who joined late has had no stall
+    # Who joined late has had no stall.
+    late_s = min(took_s - delta.seconds, delta.stall_s)
     return delta.seconds / delta.steps + late_s / inner_steps
 
 
@@ -193,7 +198,8 @@ def due_s(paces_s: list[float], inner_steps: int, settings) -> float:
     """
     if not paces_s:
         return math.inf
-    return max(settings.min_deadline_s, inner_steps * sorted(paces_s)[(len(paces_s) - 1) // 4])
+    pace_s = sorted(paces_s)[(len(paces_s) - 1) // 4]
+    return max(settings.min_deadline_s, inner_steps * pace_s)
 
 
 def is_due(left_s: float, steps: int, trained_s: float) -> bool:
@@ -228,7 +234,8 @@ def decide(view: View, settings, now: float) -> tuple[Move, str]:
             return Move.CLOSE, f"last call is over, without slots {_some(missing)}"
         return Move.WAIT, f"last call: waiting for slots {_some(missing)}"
     if all(view.expected[slot] > view.opened for slot in missing):
-        return Move.CALL, f"only workers that joined late are still at it: slots {_some(missing)}"
+        late = "only workers that joined late are still at it"
+        return Move.CALL, f"{late}: slots {_some(missing)}"
     enough = max(1, math.ceil(settings.quorum * len(view.expected)))
     answered = len(view.expected) - len(missing)
     if answered < enough or view.due_s == math.inf:
@@ -245,7 +252,7 @@ def _some(slots: list[int]) -> str:
     return shown if len(slots) <= 8 else f"{shown} and {len(slots) - 8} more"
 
 
-# ---- how much does each delta weigh? ------------------------------------------------------------
+# ---- how much does each delta weigh? ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -266,11 +273,11 @@ def superseded(headers: list[Header]) -> list[Header]:
 
 
 def shares(
-    headers: list[Header], moves: list[Moved], version: int, clip_norm: float, running: Running
-) -> list[Share]:
+    headers: list[Header], moves: list[Moved], version: int, clip_norm: float,
+    running: Running,
+) -> list[Share]:  # fmt: skip
     """Weight by tokens, discount staleness, clip what is too long for its steps."""
-    late = [version - header.base for header in headers]
-    weights = [h.tokens / (1 + STALE_DISCOUNT * s) for h, s in zip(headers, late, strict=True)]
+    weights = [h.tokens / (1 + STALE_DISCOUNT * (version - h.base)) for h in headers]
     return list(map(Share, weights, clips(moves, clip_norm, running.reach)))
 
 

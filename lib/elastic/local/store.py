@@ -5,24 +5,24 @@ live workers say again, so a flushed or replaced server costs a moment and no wo
 
 key (after `elastic:RUN:ID:`)
                             type     content
-master                      hash     epoch, version, call (version being called), state, beat, ...
-slot:N                      hash/TTL the lease and last heartbeat of a slot (membership.Slot)
+master                      hash     epoch, version, call (that is being called), ...
+slot:N                      hash/TTL the lease and last heartbeat of a slot
 attempts                    hash     slot -> newest attempt; a lower one is fenced
-offers:V                    hash     "slot:attempt" -> header of a delta based on version V
+offers:V                    hash     "slot:attempt" -> header of a delta on version V
 verdicts                    hash     "slot:attempt" -> why its delta was rejected
 asks                        hash     "slot:attempt" -> sample ranges wanted and held
 grant:SLOT:ATTEMPT          list     sample ranges granted to the newest ask; expires
 inner                       hash     slot -> pointer to its saved inner optimizer state
-proof                       string   what nobody but the run's own master could tell the server
-ctl                         pub/sub  the master's wake-ups for all: version V, last-call V, stop
+proof                       string   what nobody but the run's own master could tell it
+ctl                         pub/sub  wake-ups for all: version V, last-call V, stop
 wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
 
 Who speaks has a class, and connects as what it is called in `role` (a server of the
 site's has the user and the password of its URL instead):
 
     Store         reader   whoever only looks
-    WorkerStore   worker   an agent, or a trainer: leases, offers, asks     worker_store.py
-    MasterStore   master   the run's master: verdicts, grants, epochs       master_store.py
+    WorkerStore   worker   an agent, or a trainer: leases, offers, asks  worker_store.py
+    MasterStore   master   the run's master: verdicts, grants, epochs    master_store.py
 
 What a role may do is in redis_server.py.
 
@@ -45,7 +45,7 @@ import hmac
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -60,8 +60,10 @@ from elastic.run.rundir import Endpoint, RunDir
 
 MOST_WORDS = 10_000  # that are heard at once
 MARK_BYTES = 64  # of a seal
-ANY_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME: this node's clock may be behind the master's
-MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)  # what parsing nonsense raises
+# X509_V_FLAG_NO_CHECK_TIME: this node's clock may be behind the master's.
+ANY_TIME = 0x200000
+# What parsing nonsense raises.
+MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)
 
 
 class Useless(TryAgain):
@@ -87,7 +89,8 @@ def _or_try_again(method: Callable) -> Callable:
         try:
             return method(self, *args, **kwargs)
         except redis.exceptions.AuthenticationError as error:
-            raise TryAgain(f"Redis at {self.where} refused the password: {error}") from None
+            what = f"Redis at {self.where} refused the password: {error}"
+            raise TryAgain(what) from None
         except redis.exceptions.NoPermissionError as error:
             raise ElasticError(f"Redis at {self.where} refuses: {error}") from None
         except redis.exceptions.ResponseError as error:
@@ -112,14 +115,6 @@ class Ask:
     want: int
     held: tuple[tuple[int, int, int], ...]
 
-    @classmethod
-    def parse(cls, name: bytes, body: bytes) -> "Ask":
-        """Raises one of MALFORMED if it is none."""
-        sequence, want, held = json.loads(body)
-        ranges = tuple((int(epoch), int(start), int(stop)) for epoch, start, stop in held)
-        slot, attempt = map(int, name.split(b":"))
-        return cls(slot, attempt, int(sequence), int(want), ranges)
-
 
 @reaches_redis
 class Store:
@@ -137,8 +132,9 @@ class Store:
     # ---- the connection
 
     @classmethod
-    def connect(cls, endpoint: Endpoint, password: str, run_key: str, timeout_s=5.0) -> Self:
-        """A store on the server at `endpoint`; the first call connects."""
+    def connect(cls, endpoint: Endpoint, password: str, key: str, timeout_s=5.0) -> Self:
+        """A store of the run of that key, on the server at `endpoint`; the first call
+        connects."""
         limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
         # Callers know when to try again, and what to do first.
         limits["retry"] = Retry(NoBackoff(), 1)
@@ -146,21 +142,22 @@ class Store:
             check_value("redis.url", endpoint.url)
             client = redis.Redis.from_url(endpoint.url, **limits)
             where = shown_url(endpoint.url).partition("//")[2]
-            return cls(client, run_key, where, endpoint.epoch)
-        if endpoint.certificate:  # redis-py believes every authority, too, but of no such address
+            return cls(client, key, where, endpoint.epoch)
+        # redis-py believes every authority, too, but of no such address.
+        if endpoint.certificate:
             limits |= {"ssl": True, "ssl_ca_data": endpoint.certificate}
             limits |= {"ssl_check_hostname": True, "ssl_include_verify_flags": [ANY_TIME]}
         who = {"username": cls.role, "password": password}
         client = redis.Redis(endpoint.host, endpoint.port, **who, **limits)
-        return cls(client, run_key, f"{endpoint.host}:{endpoint.port}", endpoint.epoch)
+        return cls(client, key, f"{endpoint.host}:{endpoint.port}", endpoint.epoch)
 
     @classmethod
     def of(cls, run: RunDir, endpoint: Endpoint, timeout_s: float = 5.0) -> Self:
         """The run's store on its server at `endpoint`, whoever answers there."""
-        store = cls.connect(endpoint, run.password(cls.role, endpoint), run.key, timeout_s)
-        store.seal = "" if cls.role == "reader" else run.secret("seal")
-        store.proof = run.password("seal", endpoint)
-        return store
+        own = cls.connect(endpoint, run.password(cls.role, endpoint), run.key, timeout_s)
+        own.seal = "" if cls.role == "reader" else run.secret("seal")
+        own.proof = run.password("seal", endpoint)
+        return own
 
     @classmethod
     def open(cls, run: RunDir, timeout_s: float = 2.0) -> Self:
@@ -168,7 +165,8 @@ class Store:
         somebody else's server answers."""
         endpoint = run.endpoint()
         if endpoint is None:
-            raise TryAgain(f"run {run.name} has had no master yet", "elastic-status RUN says why")
+            what = f"run {run.name} has had no master yet"
+            raise TryAgain(what, "elastic-status RUN says why")
         store = cls.of(run, endpoint, timeout_s)
         store.meet() if endpoint.nonce else store.now()
         return store
@@ -181,10 +179,10 @@ class Store:
     def close(self) -> None:
         self._redis.close()
 
-    def _run(self, script: str, keys: list[str], arguments: list, fields: Mapping) -> int:
+    def _run(self, script: str, keys: list[str], arguments: list, fields=()) -> int:
         """Run one of scripts.py; `fields` of a hash come last. Raises Forgetful."""
         digest = hashlib.sha1(script.encode()).hexdigest()  # Redis's name of a script
-        words = [*arguments, *itertools.chain.from_iterable(fields.items())]
+        words = [*arguments, *itertools.chain.from_iterable(dict(fields).items())]
         try:
             return self._redis.evalsha(digest, len(keys), *keys, *words)
         except redis.exceptions.NoScriptError as error:
@@ -271,4 +269,5 @@ class Listener:
 
 
 def _text(table: dict[bytes, bytes]) -> dict[str, str]:
-    return {k.decode(errors="replace"): v.decode(errors="replace") for k, v in table.items()}
+    pairs = ((key.decode(errors="replace"), value) for key, value in table.items())
+    return {key: value.decode(errors="replace") for key, value in pairs}

@@ -57,7 +57,8 @@ class Transport:
             with insist((self._root / name).open, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != fragment.bytes or file.readinto(into) != size:
-                    raise Damaged(Rule.TRUNCATED, f"{name} has {size} of {fragment.bytes} bytes")
+                    whole = fragment.bytes
+                    raise Damaged(Rule.TRUNCATED, f"{name} has {size} of {whole} bytes")
         except (OSError, TryAgain) as error:
             raise Damaged(Rule.UNREADABLE, f"{name}: {error}") from None
         xxh3 = checksum(into)

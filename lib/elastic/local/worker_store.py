@@ -1,8 +1,7 @@
-"""The store as an agent and its trainer speak to it: leases, offers, asks, inner state."""
+"""The store as an agent and its trainer speak to it: leases, offers, asks, moments."""
 
 import contextlib
 import json
-from collections.abc import Mapping
 
 from elastic.base.errors import Fenced
 from elastic.local.scripts import BEAT, CLAIM, OFFER, RELEASE
@@ -30,9 +29,7 @@ class WorkerStore(Store):
         """Give the lease up; nothing happens if a higher attempt has it."""
         self._of_lease(RELEASE, slot, attempt, self._key("wake"))
 
-    def _of_lease(
-        self, script: str, slot: int, attempt: int, how: object, fields: Mapping = {}
-    ) -> int:
+    def _of_lease(self, script: str, slot: int, attempt: int, how, fields=()) -> int:
         keys = [self._key("slot", slot), self._key("attempts")]
         return self._run(script, keys, [slot, attempt, how], fields)
 
@@ -42,7 +39,7 @@ class WorkerStore(Store):
         """Announce a delta. False: this server does not know the lease. Raises Fenced."""
         keys = [self._key("offers", base), self._key("attempts")]
         body = self._sealed(keys[0], f"{slot}:{attempt}", header)
-        answer = self._run(OFFER, keys, [slot, attempt, body, self._key("wake")], {})
+        answer = self._run(OFFER, keys, [slot, attempt, body, self._key("wake")])
         return _held(answer, slot, attempt)
 
     def offered(self, slot: int, attempt: int, base: int) -> bool:

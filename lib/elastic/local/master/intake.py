@@ -58,10 +58,9 @@ class Intake:
                 continue
             self.round.accept(checked, self.server.now())
             header = checked.header
-            self.server.run.event(
-                "delta", slot=header.slot, attempt=header.attempt, base=header.base,
-                steps=header.steps, tokens=header.tokens,
-            )  # fmt: skip
+            self.server.run.event("delta", slot=header.slot, attempt=header.attempt,
+                                  base=header.base, steps=header.steps,
+                                  tokens=header.tokens)  # fmt: skip
 
     def withdraw(self, key: Key, why: Judgement) -> None:
         """A delta that was judged good by its header is not merged after all."""
@@ -77,7 +76,8 @@ class Intake:
         self.round.note_rejected(base, name, why.rule)
         what = {"base": base, "rule": why.rule, "reason": why.reason[:MOST_REASON]}
         is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
-        slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
+        who = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
+        slot, attempt = who
         self.server.store.set_verdict(name, what)
         self.server.store.drop_offers(base, [name])
         self.server.run.event("reject", slot=slot, attempt=attempt, **what)
@@ -94,9 +94,9 @@ class Intake:
         """Those that are merged by now go. Those of workers that have left went with
         their server: nobody brings them again but the run directory."""
         run = self.server.run
-        merged = {
+        merged = {  # but sync mode's, which have no base
             (delta.base, f"{delta.slot}:{delta.attempt}") for version in versions
-            for delta in run.commits.of(version).deltas if delta.base is not None  # not sync mode's
+            for delta in run.commits.of(version).deltas if delta.base is not None
         }  # fmt: skip
         for base, name in merged:
             self.server.store.drop_offers(base, [name])
@@ -111,8 +111,8 @@ class Intake:
         version = commit.taken_back
         what = f"version {version} is taken back: {reason}"
         with contextlib.suppress(TryAgain):
-            suspect = commit.suspect or []
-            self.server.run.event("taken-back", version=version, reason=reason, suspect=suspect)
+            told = {"version": version, "reason": reason}
+            self.server.run.event("taken-back", **told, suspect=commit.suspect or [])
             for header in void:
                 why = rounds.refusal(Rule.TAKEN_BACK, what)
                 self.reject(f"{header.slot}:{header.attempt}", why, header.base)

@@ -20,10 +20,10 @@ class Journal:
     """`meanwhile` is called again and again while there is no space; `reason` says so,
     or ""."""
 
-    def __init__(self, run: RunDir, notice: Notice, least_bytes: int, meanwhile: Callable):
-        self.run, self.notice = run, notice
-        self.reason = ""
-        self._least_bytes, self._meanwhile = least_bytes, meanwhile
+    def __init__(self, run: RunDir, notice: Notice, meanwhile: Callable):
+        self.run, self.notice, self.reason = run, notice, ""
+        self._least_bytes = run.config().checkpoint.min_free_bytes
+        self._meanwhile = meanwhile
         self._last_line = ""
 
     def say(self, text: str) -> None:

@@ -47,8 +47,7 @@ class Master:
     def __init__(self, run: RunDir, notice: Notice):
         self.run, self.notice, self.config = run, notice, run.config()
         self.program, self.state = Program(run, MASTER), "running"
-        least_bytes = self.config.checkpoint.min_free_bytes
-        self.journal = Journal(run, notice, least_bytes, self.stay)
+        self.journal = Journal(run, notice, self.stay)
         self.server = Server(run, self.config)
         self.samples = Samples()
         self.commit: Commit | None = None  # the newest version's
@@ -113,7 +112,8 @@ class Master:
         """Asks, then leases, then offers: who asked before its lease was there asks
         again, and a worker offers before it leaves or asks."""
         now = self.observe_control()
-        asks = self.server.store.take_asks() if self.intake else []  # else there is no answer
+        # There is no answer before there is a version.
+        asks = self.server.store.take_asks() if self.intake else []
         slots = self.server.look(now)
         if self.server.has_doubts:
             self._settle()
@@ -144,7 +144,7 @@ class Master:
             return now
         self.controlled_at = now
         self.fence()
-        if self.run.endpoint() != self.server.endpoint:  # an older master wrote its own last
+        if self.run.endpoint() != self.server.endpoint:  # an older master's came last
             self.journal.written(self.run.set_endpoint, self.server.endpoint)
         self.journal.is_short_of_space()
         if self.intake and self.state == "running" and self.is_behind():
@@ -216,24 +216,20 @@ class Master:
             self.run.commits.tell(newest)
         self.samples.begin(commit, committed)
         averager = Averager(self.run, self.config, newest)
-        facts = self._facts(newest, averager, frozenset(reverted))
-        is_own = commit.master_epoch == self.epoch
         ledger, settings = self.samples.ledger, self.config.local_sgd
+        facts = Facts(
+            run=self.run.key, version=newest, layout=averager.layout.hash,
+            fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
+            attempts=self.server.attempts, judged=frozenset(),
+            taken_back=frozenset(reverted), most_steps=settings.inner_steps,
+            most_samples=settings.inner_steps * self.config.step_samples,
+        )  # fmt: skip
+        is_own = commit.master_epoch == self.epoch
         now = self.server.now()
         round_ = OpenRound(commit, now, is_own, ledger, facts, settings, {})
         self.begin_round(round_, averager)
         self.publish_state(wake=f"version {newest}")
         self.intake.meet(range(max(0, newest - settings.max_staleness), newest + 1))
-
-    def _facts(self, version: int, averager: Averager, reverted: frozenset) -> Facts:
-        settings = self.config.local_sgd
-        return Facts(
-            run=self.run.key, version=version, layout=averager.layout.hash,
-            fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
-            attempts=self.server.attempts, judged=frozenset(), taken_back=reverted,
-            most_steps=settings.inner_steps,
-            most_samples=settings.inner_steps * self.config.step_samples,
-        )  # fmt: skip
 
     def begin_round(self, round_: OpenRound, averager: Averager) -> None:
         """Open a round, or see that the one before was the last. Needs no Redis."""
@@ -345,8 +341,8 @@ class Master:
         self.ending_since = self.ending_since or now
         health, intake = self.config.health, self.intake
         most_s = health.lease_s if self.state == "done" else health.hang_timeout_s
-        is_still_checking = intake and intake.checks
-        if is_still_checking or may_deliver(slots, self.ending_since, most_s, now):
+        is_checking = bool(intake and intake.checks)
+        if is_checking or may_deliver(slots, self.ending_since, most_s, now):
             return
         if self.state == "stopping" and intake and intake.round.accepted:
             self.close_round("the run is being stopped")

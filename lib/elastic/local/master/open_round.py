@@ -53,7 +53,8 @@ class OpenRound:
     paces_s: dict[int, float]  # of a step, by slot: its newest delta's
     called: float | None = None  # when the last call went out
     due_s: float = inf  # after the opening
-    seen: dict[int, dict[str, bytes]] = field(default_factory=dict)  # base -> name -> header
+    # Base -> name -> header.
+    seen: dict[int, dict[str, bytes]] = field(default_factory=dict)
     judged: set[Key] = field(default_factory=set)  # and found good
     accepted: dict[Key, Checked] = field(default_factory=dict)
     answered: set[Key] = field(default_factory=set)
@@ -117,7 +118,7 @@ class OpenRound:
         self.accepted.pop(key, None)
         self.judged.discard(key)
         self._unanswer(key)
-        if not self.accepted:  # who was called trains no more: there would never be another
+        if not self.accepted:  # who was called trains no more, and would give no other
             self.called = None
 
     def has_passed(self, owner: Owner) -> bool:
@@ -196,7 +197,8 @@ class OpenRound:
             reverts = guards.canary(loss, Running.of(self.commit), self.settings.canary)
         if reverts:
             how, said = recipe.reverted(self.commit)
-            return Closing(how, replace(self._following((), epoch, now), **said), reverts, headers)
+            commit = replace(self._following((), epoch, now), **said)
+            return Closing(how, commit, reverts, headers)
         how, said = recipe.merged(deltas, self.commit, self.settings)
         commit = self._following(tuple(checked.delta for checked in deltas), epoch, now)
         return Closing(how, replace(commit, **said))

@@ -24,24 +24,30 @@ from pathlib import Path
 
 from elastic.base.config import Config
 from elastic.base.durable import make_folder, write_atomic
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import ElasticError
 from elastic.base.network import free_port, listens
 from elastic.base.signals import die_with_parent
 from elastic.local.master_store import MasterStore
 from elastic.run.rundir import SECRETS, Endpoint, RunDir
 
 OLDEST = (6, 0)
-KNOWS_CHANNELS = (6, 2)  # before, a worker may announce what it likes: that costs others a look
+# Before, a worker may announce what it likes: that costs others a look.
+KNOWS_CHANNELS = (6, 2)
 START_S = 20.0
-IDLE_S = 60  # then a connection is closed, unless it is subscribed; every client comes again
-MOST_CLIENTS = 50_000  # more than one address has ports for: nobody alone keeps others out
+HEARD = {"capture_output": True, "text": True}
+# Then a connection is closed, unless it is subscribed; every client comes again.
+IDLE_S = 60
+# More than one address has ports for: nobody alone keeps others out.
+MOST_CLIENTS = 50_000
 
-_WORKER = "time ping get multi exec evalsha publish exists del pexpire hget hmget hset hdel hexists"
-_WORKER += " hgetall blpop"
+_WORKER = "time ping get multi exec evalsha publish exists del pexpire"
+_WORKER += " hget hmget hset hdel hexists hgetall blpop"
+_MASTER = f"{_WORKER} set script|load rpush scan unlink subscribe unsubscribe"
+_OF_WORKERS = "slot:* attempts offers:* verdicts asks grant:* inner proof"
 # Role -> its commands, and its keys and channels, all of them after the run's prefix.
 ROLES = {
-    "master": (f"{_WORKER} set script|load rpush scan unlink subscribe unsubscribe", "*", "*"),
-    "worker": (_WORKER, "slot:* attempts offers:* verdicts asks grant:* inner proof", "wake"),
+    "master": (_MASTER, "*", "*"),
+    "worker": (_WORKER, _OF_WORKERS, "wake"),
     "reader": ("time ping get hgetall subscribe unsubscribe", "*", "ctl"),
 }
 
@@ -49,13 +55,13 @@ ROLES = {
 def find(configured: str = "") -> str:
     """Path of a redis-server, version 6 or newer. ElasticError says how to get one."""
     own = Path(sys.prefix) / "bin" / "redis-server"  # where `make venv` puts one
-    candidates = [configured] if configured else ["redis-server", "valkey-server", str(own)]
-    for candidate in candidates:
-        path = shutil.which(candidate)
+    programs = [configured] if configured else ["redis-server", "valkey-server", str(own)]
+    for program in programs:
+        path = shutil.which(program)
         if path and version(path) >= OLDEST:
             return path
     raise ElasticError(
-        f"no redis-server (6.0 or newer): looked for {', '.join(candidates)}",
+        f"no redis-server (6.0 or newer): looked for {', '.join(programs)}",
         "apt-get install redis-server, or module load redis, or make redis (x86_64), "
         "or set redis.server in etc/site.toml",
     )
@@ -64,7 +70,7 @@ def find(configured: str = "") -> str:
 def version(path: str) -> tuple[int, ...]:
     """(major, minor) from `redis-server --version`; (0,) if it says something else."""
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+        answer = subprocess.run([path, "--version"], timeout=10, **HEARD)
     except (OSError, subprocess.TimeoutExpired):
         return (0,)
     parts = answer.stdout.partition("v=")[2].split(".")[:2]
@@ -83,7 +89,8 @@ class RedisServer:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        self.process.kill()  # it keeps nothing, and while a script runs it heeds nothing else
+        # It keeps nothing, and while a script runs it heeds nothing else.
+        self.process.kill()
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -94,20 +101,21 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
     Raises ElasticError with the server's last words (a port that is taken, say).
     """
     if config.redis.tls == "auto":
-        with contextlib.suppress(ElasticError):  # there is no openssl, or a server without TLS
-            return _start(run, config, address, epoch, over_tls=True)
-    return _start(run, config, address, epoch, over_tls=config.redis.tls is True)
+        with contextlib.suppress(ElasticError):  # no openssl, or a server without TLS
+            return _start(run, config, address, epoch, tls=True)
+    return _start(run, config, address, epoch, tls=config.redis.tls is True)
 
 
-def _start(run: RunDir, config: Config, address: str, epoch: int, over_tls: bool) -> RedisServer:
-    port = config.redis.port or free_port(address)
+def _start(run: RunDir, config: Config, host: str, epoch: int, tls: bool) -> RedisServer:
+    port = config.redis.port or free_port(host)
     folder = _folder(run, epoch)
     make_folder(folder, 0o700)
-    shutil.rmtree(_folder(run, epoch - 1), ignore_errors=True)  # of a master that was killed
+    # Of a master that was killed.
+    shutil.rmtree(_folder(run, epoch - 1), ignore_errors=True)
     program = find(config.redis.server)
-    certificate = _make_certificate(folder, address) if over_tls else ""
+    certificate = _make_certificate(folder, host) if tls else ""
     nonce = secrets.token_hex(16)
-    endpoint = Endpoint(address, port, epoch, certificate=certificate, nonce=nonce)
+    endpoint = Endpoint(host, port, epoch, certificate=certificate, nonce=nonce)
     settings = folder / "redis.conf"
     text = _settings(config, endpoint) + _users(run, endpoint, version(program))
     write_atomic(settings, text.encode(), mode=0o600)
@@ -120,17 +128,15 @@ def _start(run: RunDir, config: Config, address: str, epoch: int, over_tls: bool
             preexec_fn=die_with_parent,
         )  # fmt: skip
     server = RedisServer(process, endpoint, folder)
-    try:
-        _wait_until_it_answers(run, server)
-    except ElasticError:
-        words = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-        server.stop()
-        raise ElasticError(
-            f"redis-server did not start on {address}:{port}:\n{words}",
-            "set redis.port = 0 for a free port, redis.bind to an address of this node, "
-            "and redis.tls = false if this redis-server was built without TLS",
-        ) from None
-    return server
+    if _answers(run, server):
+        return server
+    words = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+    server.stop()
+    raise ElasticError(
+        f"redis-server did not start on {host}:{port}:\n{words}",
+        "set redis.port = 0 for a free port, redis.bind to an address of this node, "
+        "and redis.tls = false if this redis-server was built without TLS",
+    )
 
 
 def _folder(run: RunDir, epoch: int) -> Path:
@@ -143,26 +149,24 @@ def trial(config: Config, folder: Path) -> bool:
     run = RunDir(folder)
     for name in SECRETS.values():
         write_atomic(folder / name, secrets.token_hex(24).encode(), mode=0o600)
-    server = start(run, replace(config, redis=replace(config.redis, port=0)), "127.0.0.1", 0)
+    on_any_port = replace(config, redis=replace(config.redis, port=0))
+    server = start(run, on_any_port, "127.0.0.1", 0)
     server.stop()
     return bool(server.endpoint.certificate)
 
 
-def _wait_until_it_answers(run: RunDir, server: RedisServer) -> None:
+def _answers(run: RunDir, server: RedisServer) -> bool:
     deadline = time.monotonic() + START_S
-    while True:
-        try:
-            # Another user may listen on a port that ours could not bind.
-            if server.alive() and listens(server.endpoint.host, server.endpoint.port):
+    while server.alive() and time.monotonic() < deadline:
+        # Another user may listen on a port that ours could not bind.
+        if listens(server.endpoint.host, server.endpoint.port):
+            with contextlib.suppress(ElasticError):
                 store = MasterStore.of(run, server.endpoint)
                 store.load_scripts()
                 store.close()
-                return
-        except TryAgain:
-            pass
-        if not server.alive() or time.monotonic() > deadline:
-            raise ElasticError("no answer")
+                return True
         time.sleep(0.02)
+    return False
 
 
 def _make_certificate(folder: Path, address: str) -> str:
@@ -170,12 +174,14 @@ def _make_certificate(folder: Path, address: str) -> str:
     as PEM."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     write_atomic(key, b"", mode=0o600)  # for openssl to fill
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-days", "3650", "-subj", "/CN=elastic"]
-    command += ["-addext", f"subjectAltName=IP:{address}"]
-    command += ["-keyout", str(key), "-out", str(certificate)]
+    command = [
+        "openssl", "req", "-x509", "-nodes", "-days", "3650", "-subj", "/CN=elastic",
+        "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+        "-addext", f"subjectAltName=IP:{address}",
+        "-keyout", str(key), "-out", str(certificate),
+    ]  # fmt: skip
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=START_S)
+        subprocess.run(command, check=True, timeout=START_S, **HEARD)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", "") or error
         raise ElasticError(

@@ -15,7 +15,8 @@ from elastic.run.records import Commit, Delta
 class Samples:
     def __init__(self):
         self.ledger: Ledger | None = None
-        self.granted: dict[Owner, tuple[int, list[Range]]] = {}  # an ask's number, the answer
+        # An ask's number, and the answer.
+        self.granted: dict[Owner, tuple[int, list[Range]]] = {}
         self.settled_at = 0.0  # Redis TIME
         self._may_settle_at = 0.0
         self._has_told: set[Owner] = set()  # it has asked this master, or declared

@@ -84,22 +84,17 @@ class Server:
     def wait(self, checks: list[Future], workers: int) -> list[str]:
         """Wake-ups since the last turn; returns at the first, or when a delta has been
         checked."""
-        if checks:
-            return self._wait_for_checks(checks)
-        words = self._listener.wait(TICK_S)
+        until = time.monotonic() + TICK_S
+        # A big delta must not keep those waiting that ask meanwhile.
+        while checks and not any(check.done() for check in checks):
+            words = self._listener.wait(LOOK_S)
+            if words or time.monotonic() > until:
+                return words
+        words = self._listener.wait(0 if checks else TICK_S)
         if words and workers > CROWD:
             time.sleep(min(0.05, 0.0005 * workers))
             words += self._listener.wait(0)
         return words
-
-    def _wait_for_checks(self, checks: list[Future]) -> list[str]:
-        """While deltas are checked, workers may ask: a big delta must not keep them
-        waiting."""
-        until = time.monotonic() + TICK_S
-        while not any(check.done() for check in checks) and time.monotonic() < until:
-            if words := self._listener.wait(LOOK_S):
-                return words
-        return self._listener.wait(0)
 
     # ---- leases
 
@@ -138,7 +133,8 @@ class Server:
             return
         for slot, known in self.workers.items():
             lease = slots.get(slot)
-            has_claimed = lease and lease.attempt == known.attempt and lease.joined > before
+            is_known = lease and lease.attempt == known.attempt
+            has_claimed = is_known and lease.joined > before
             if has_claimed or (not lease and not self._has_left(known)):
                 self.has_doubts = True
 
@@ -155,8 +151,8 @@ class Server:
             if known and known.attempt == worker.attempt:  # it may have claimed again
                 slots[slot] = replace(worker, joined=min(known.joined, worker.joined))
             else:
-                self.run.event("join", slot=slot, attempt=worker.attempt, node=worker.node,
-                               job_id=worker.job_id)  # fmt: skip
+                self.run.event("join", slot=slot, attempt=worker.attempt,
+                               node=worker.node, job_id=worker.job_id)  # fmt: skip
         self.workers |= slots
         return slots
 
@@ -165,6 +161,5 @@ class Server:
         for slot in [slot for slot in self.workers if slot not in slots]:
             worker = self.workers.pop(slot)
             if not self._has_left(worker):
-                self.run.event("lost", slot=slot, attempt=worker.attempt,
-                               job_id=worker.job_id, node=worker.node,
-                               steps=worker.step)  # fmt: skip
+                self.run.event("lost", slot=slot, attempt=worker.attempt, job_id=worker.job_id,
+                               node=worker.node, steps=worker.step)  # fmt: skip

@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-import torch
+from torch.nn import Module
 
 from elastic.base.errors import ElasticError
 from elastic.local.worker.deliver import Deliver
@@ -15,7 +15,7 @@ from elastic.train.inner_optimizer import Probe
 
 
 class Adopt:
-    def __init__(self, hand: InHand, moments: Moments, deliver: Deliver, model: torch.nn.Module):
+    def __init__(self, hand: InHand, moments: Moments, deliver: Deliver, model: Module):
         self._hand, self._line, self._probe = hand, hand.line, Probe(model)
         self._moments, self._deliver = moments, deliver
         self._exchange, self._group = deliver.exchange, deliver.exchange.group

@@ -216,9 +216,11 @@ class Agent:
             return end_of_run(closing)
         if code > 0 and code != Exit.TRY_AGAIN:
             training.error = wording.last_error(training.last_words())
-        ended = "left before the run was over" if code == 0 else f"ended with {name_of(code)}"
-        ended = f"the training process {ended}"
-        return End(Outcome.CRASHED, f"{training.error} ({ended})" if training.error else ended)
+        how = f"ended with {name_of(code)}" if code else "left before the run was over"
+        how = f"the training process {how}"
+        if training.error:
+            how = f"{training.error} ({how})"
+        return End(Outcome.CRASHED, how)
 
     def _after_crash(self, end: End, training: Training) -> End | None:
         """None: it is worth another attempt."""
@@ -253,16 +255,18 @@ class Agent:
         who = f"slot {program.slot} attempt {program.attempt} job {program.job_id}"
         print(f"agent  {who}", flush=True)
         reader, writer = os.pipe()
-        rendezvous = os.memfd_create("rendezvous")  # whoever opens a port opens it to all users
+        # Whoever opens a port opens it to all users.
+        rendezvous = os.memfd_create("rendezvous")
         shared = {
             "ELASTIC_RUN_DIR": str(program.run.path), "ELASTIC_SLOT": str(program.slot),
             "ELASTIC_ATTEMPT": str(program.attempt), "ELASTIC_JOB_ID": program.job_id,
             "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
-            "ELASTIC_NOTICE_S": str(self.notice.window_s),
+            "ELASTIC_NOTICE_S": str(self.notice.window_s), "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
-            "GLOO_SOCKET_IFNAME": "lo", "ELASTIC_RENDEZVOUS": f"/proc/self/fd/{rendezvous}",
+            "ELASTIC_RENDEZVOUS": f"/proc/self/fd/{rendezvous}",
         }  # fmt: skip
-        processes = [self._start_rank(rank, shared, [writer, rendezvous]) for rank in range(ranks)]
+        files = [writer, rendezvous]
+        processes = [self._start_rank(rank, shared, files) for rank in range(ranks)]
         os.close(writer)
         os.close(rendezvous)
         return Training(processes, reader)
@@ -313,11 +317,11 @@ class Agent:
     def kill_if_hung(self, training: Training) -> None:
         """After a notice, too, whoever moves may deliver: then it is the scheduler that
         kills."""
-        if not self.lease.is_held:  # without a line to the master there may be nothing to do
+        if not self.lease.is_held:  # without a master there may be nothing to do
             training.moved = training.heard = time.monotonic()
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
             self.program.event("hang", seconds=round(still_s))
-            training.tail += f"agent  no sign of life for {still_s:.0f} s: killed\n".encode()
+            training.tail += b"agent  no sign of life for %.0f s: killed\n" % still_s
             training.signal(signal.SIGABRT)  # prints its stacks
             time.sleep(ABORT_S)
             training.signal(signal.SIGKILL)
@@ -352,13 +356,14 @@ class Agent:
     def _fields(self, training: Training) -> dict:
         report, program = training.report, self.program
         silent_s = time.monotonic() - training.heard
+        failure = "" if report["steps_total"] else self._failure
         if report["state"] == "waiting" and silent_s > self.config.health.stall_after_s:
             report = report | {"state": "stalled"}
         return {
             "slot": program.slot, "attempt": program.attempt, "job_id": program.job_id,
             "node": node_name(), "pid": training.processes[0].pid,
             **{name: report[name] for name in SILENT},
-            "trouble": report["trouble"] or ("" if report["steps_total"] else self._failure),
+            "trouble": report["trouble"] or failure,
         }  # fmt: skip
 
 

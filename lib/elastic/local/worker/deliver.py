@@ -35,7 +35,7 @@ class Deliver:
         self._delivered = 0
         self._memory: list[torch.Tensor] = []  # kept: a new one costs more than a copy
 
-    def deliver(self, done: WorkerRound, deltas: list[torch.Tensor] | None = None) -> None:
+    def deliver(self, done: WorkerRound, deltas: list | None = None) -> None:
         """Send base - local with the steps there are; `deltas`: as they were when the
         round ended. Collective among the worker's ranks."""
         line, self._hand.is_dry, began = self._line, False, time.monotonic()

@@ -71,7 +71,7 @@ class InHand:
         if self._void_rounds > self.config.health.max_bad_batches:
             raise ElasticError(
                 f"{self._void_rounds} deltas in a row {what}",
-                "elastic-status shows the reasons; lower train.learning_rate, or look at the data",
+                "elastic-status says why; lower train.learning_rate, or look at the data",
             )
 
     def is_over(self) -> bool:

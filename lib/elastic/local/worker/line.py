@@ -61,7 +61,7 @@ class Place:
         folder = env("ELASTIC_RUN_DIR")
         if folder is None:
             raise ElasticError(
-                "ELASTIC_RUN_DIR is not set: this process was not started by `elastic agent`",
+                "ELASTIC_RUN_DIR is not set: `elastic agent` did not start this process",
                 'set run.command = ["python", "train.py"] and use elastic-submit',
             )
         return cls(
@@ -112,8 +112,9 @@ class NoLine:
         until = time.monotonic() + UNSEEN_S
         while (commit := self.run.commits.of(version)) is None:
             if self.notice or time.monotonic() > until:
-                raise ElasticError(f"version {version} is announced, and not to be seen here",
-                                   f"is {self.run.path} the same folder on all nodes?")  # fmt: skip
+                what = f"version {version} is announced, and not to be seen here"
+                hint = f"is {self.run.path} the same folder on all nodes?"
+                raise ElasticError(what, hint)
             self.say(state="loading")
             time.sleep(DRY_S)
         return commit
@@ -139,7 +140,7 @@ class Line(NoLine):
 
     def close(self) -> None:
         self._closed.set()
-        self._hang_up()
+        self._stores.clear()
 
     # ---- calls that survive a lost line
 
@@ -154,8 +155,8 @@ class Line(NoLine):
             try:
                 return action(self._store(kind))
             except TryAgain:
-                self._hang_up()
-                if self.notice.has_run_out() or self._is_over():
+                self._stores.clear()  # a courier may use one: it ends with its last user
+                if self.notice.has_run_out() or self.news.over:
                     raise
                 self._closed.wait(RETRY_S)
 
@@ -166,14 +167,6 @@ class Line(NoLine):
         if store is None or store.epoch < self.news.epoch:
             store = self._stores[kind] = kind.open(self.run)
         return store
-
-    def _is_over(self) -> bool:
-        with contextlib.suppress(TryAgain):
-            return bool(self.run.closing("local"))
-        return False
-
-    def _hang_up(self) -> None:
-        self._stores.clear()  # a courier may be using one: it ends with its last user
 
     def offer(self, header: Header) -> None:
         """Announce a delta, once the lease is there. Raises Fenced if files say so,
@@ -194,7 +187,7 @@ class Line(NoLine):
         with contextlib.suppress(OSError):
             self.run.offers.leave(header)
 
-    def ask(self, want: int, held: list[Range], enough: Callable[[], bool]) -> list[Range] | None:
+    def ask(self, want: int, held: list[Range], enough: Callable) -> list[Range] | None:
         """Ask for samples, and wait for the answer; None if `enough()` is true before."""
         ask = self._ask(want, held)
         while not enough():
@@ -235,7 +228,7 @@ class Line(NoLine):
                 while not self._closed.is_set():
                     self._note(store.master(), store.now())
                     listener.wait(POLL_S)
-            except (ElasticError, OSError):  # files may be refused as well: too many are open
+            except (ElasticError, OSError):  # files, too, where too many are open
                 with contextlib.suppress(ElasticError, OSError):
                     if over := self.run.closing("local"):
                         state = "done" if over == "done" else "stopping"
@@ -249,9 +242,10 @@ class Line(NoLine):
         version, called = int(master["version"]), int(master.get("call", -1))
         with self._changed:
             is_new = version >= self.news.version
-            due = float(master.get("due", inf)) - now + time.monotonic() if is_new else inf
+            left_s = float(master.get("due", inf)) - now if is_new else inf
             version, epoch = max(version, self.news.version), int(master.get("epoch", -1))
-            self.news = News(version, called, master["state"], epoch, due)
+            due, state = time.monotonic() + left_s, master["state"]
+            self.news = News(version, called, state, epoch, due)
             self._changed.notify_all()
 
     # ---- to the agent, and to people
@@ -275,12 +269,13 @@ class Line(NoLine):
     def say(self, **progress) -> None:
         """Report progress, or just being alive, to the agent: at once if the state
         changed, else twice a second."""
-        new_state = progress.get("state", self._said.get("state")) != self._said.get("state")
+        before = self._said.get("state")
         self._said |= progress
-        if not new_state and "end" not in progress and time.monotonic() - self._said_at < 0.5:
+        is_news = self._said.get("state") != before or "end" in progress
+        if not is_news and time.monotonic() - self._said_at < 0.5:
             return
         self._said_at = time.monotonic()
         if self.place.progress_fd >= 0:
             line = json.dumps(self._said).encode() + b"\n"
-            with contextlib.suppress(BrokenPipeError):  # the agent is gone, and so are we soon
+            with contextlib.suppress(BrokenPipeError):  # no agent: so are we, soon
                 os.write(self.place.progress_fd, line)

@@ -40,7 +40,6 @@ from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import DRY_S, Line, NoLine, Place
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.opening import layout_of_run
-from elastic.run.rundir import RunDir
 from elastic.saved.replica import Replica, refuse_inexact
 from elastic.train import loading
 from elastic.train.device import Profile, seed_by
@@ -50,11 +49,11 @@ from elastic.train.loading import Loader
 
 
 class LocalSGD:
-    def __init__(self, model, inner_optimizer, place: Place, notice: Notice, group: Group):
+    def __init__(self, model, optimizer, place: Place, notice: Notice, group: Group):
         self.model, self.group, self.place = model, group, place
         self.config = place.run.config()
         train = self.config.train
-        self.optimizer = InnerOptimizer(inner_optimizer, sets_rates=train.schedule != "own")
+        self.optimizer = InnerOptimizer(optimizer, sets_rates=train.schedule != "own")
         self.ends_step = False  # is the batch at hand the last of its step?
         self.tokens_per_sample = 1  # where step() is not told the tokens
         self.outcome = ""  # done | stopped | yielded
@@ -86,10 +85,6 @@ class LocalSGD:
     @property
     def slot(self) -> int:
         return self.place.slot
-
-    @property
-    def run(self) -> RunDir:
-        return self.place.run
 
     @property
     def accumulate(self) -> int:
@@ -135,11 +130,13 @@ class LocalSGD:
         layout = layout_of_run(
             self.line, self.group, self.model, len(dataset), self.tokens_per_sample
         )
-        exchange = Exchange(self.run, self.config, Replica(self.model, layout), self.group)
+        place, seed = self.place, self.config.run.seed
+        replica = Replica(self.model, layout)
+        exchange = Exchange(place.run, self.config, replica, self.group)
         exchange.moved = self.line.moved
         self.join(exchange, Moments(self._hand, exchange, self.optimizer))
         # Noise that workers do not share is what averaging takes out.
-        seed_by(f"{self.config.run.seed}/{self.slot}/{self.place.attempt}/{self.group.rank}")
+        seed_by(f"{seed}/{place.slot}/{place.attempt}/{self.group.rank}")
 
     def join(self, exchange: Exchange, moments: Moments) -> None:
         """Train with these from now on: what moves tensors, and what keeps inner
@@ -193,7 +190,7 @@ class LocalSGD:
                 raise ElasticError(
                     "sgd.step() was called before the last batch of its step" if left else
                     "sgd.step() was not called after the batch",
-                    f"a step of the optimizer is {self.accumulate} batches, train.accumulate;"
+                    f"an optimizer's step is {self.accumulate} batches, train.accumulate;"
                     " sgd.skip() is for one that is to have no effect",
                 )  # fmt: skip
 
@@ -226,7 +223,7 @@ class LocalSGD:
             return int(pending * self.tokens_per_sample)
         if not (0 <= told < math.inf and int(told) == told):
             raise ElasticError(f"sgd.step(loss, tokens): {told} is no count of tokens",
-                               "give the tokens of the step's batches on this worker")  # fmt: skip
+                               "give those of the step's own batches")  # fmt: skip
         return int(told) if pending == whole else max(1, round(told * pending / whole))
 
     def _look_at_optimizer(self) -> None:
@@ -234,7 +231,7 @@ class LocalSGD:
         if self._adopt.is_ignored():
             names = ", ".join(type(each).__name__ for each in self.optimizer.each)
             raise ElasticError(
-                f"{names} does not train from the parameters of a version: its first step brings"
-                " them back to where they were before",
+                f"{names} does not train from the parameters of a version: its first step"
+                " brings them back to where they were before",
                 "it keeps copies of its own (master weights): give LocalSGD one without",
             )

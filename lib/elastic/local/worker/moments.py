@@ -31,11 +31,11 @@ class Moments:
         settings = self._config.train
         if not self._optimizer.sets_rates:
             return
-        factor = learning_rate(self._hand.progress, 1.0, settings) / settings.learning_rate
+        scale = learning_rate(self._hand.progress, 1.0, settings) / settings.learning_rate
         if self._ramp:
             most = self._config.local_sgd.join_ramp
-            factor *= (most - self._ramp + 1) / most
-        self._optimizer.set_rates(factor)
+            scale *= (most - self._ramp + 1) / most
+        self._optimizer.set_rates(scale)
 
     def step(self) -> None:
         """An inner step is done."""
@@ -100,8 +100,8 @@ class Moments:
         place = self._line.place
         try:
             return insist(
-                inner_state.save, place.run.slots.path(place.slot), stem, self._optimizer.each,
-                self._group.rank,
+                inner_state.save, place.run.slots.path(place.slot), stem,
+                self._optimizer.each, self._group.rank,
             )  # fmt: skip
         except (OSError, TryAgain) as error:
             place.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")

@@ -6,7 +6,7 @@ A data set or a model that is not the run's is refused.
 import time
 from functools import partial
 
-import torch
+from torch.nn import Module
 
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
@@ -19,7 +19,7 @@ from elastic.train.group import Group
 
 
 def layout_of_run(
-    line: NoLine, group: Group, model: torch.nn.Module, samples: int, tokens_per_sample: int
+    line: NoLine, group: Group, model: Module, samples: int, tokens_per_sample: int
 ) -> Layout:
     """The layout of the run's versions, of which there is one from now on. Collective.
 
@@ -41,9 +41,10 @@ def layout_of_run(
             "every worker must see the same data: the same files, the same Python",
         )
     own, of_run = shapes(model), sum(layout.to_json(), [])
-    if of_run not in (own, [shape for shape in own if len(shape) == 2]):  # before: no buffers
+    # An older run's layout has no buffers.
+    if of_run not in (own, [shape for shape in own if len(shape) == 2]):
         raise ElasticError(
-            f"this model is not the run's: {len(own)} parameters, the run has {len(of_run)}",
+            f"this model, of {len(own)} parameters, is not the run's, of {len(of_run)}",
             "a run keeps its model; submit a new run for another one",
         )
     return layout
@@ -58,19 +59,18 @@ def _create(line: NoLine, group: Group, replica: Replica, commit: Commit) -> Non
     for index in range(len(layout.fragments)):
         params = replica.whole(index)
         if draft:
-            zeros = torch.zeros_like(params)
-            files += line.written(partial(draft.write_fragment, layout, index, params, zeros))
+            zeros = params.new_zeros(params.shape)
+            write = partial(draft.write_fragment, layout, index, params, zeros)
+            files += line.written(write)
     if draft:
         line.written(lambda: draft.commit(layout, files, commit))
     group.broadcast("version 0 is there")
 
 
-def first_commit(
-    layout: Layout, config: Config, samples: int, tokens_per_sample: int
-) -> Commit:
+def first_commit(layout: Layout, config: Config, samples: int, per_sample: int) -> Commit:
     """That of version 0."""
     train = config.train
-    total = max(1, train.max_tokens or train.epochs * samples * tokens_per_sample)
+    total = max(1, train.max_tokens or train.epochs * samples * per_sample)
     return Commit(
         version=0, master_epoch=0, time=time.time(), layout=layout.hash,
         dataset_samples=samples, epochs=train.epochs, total_tokens=total,

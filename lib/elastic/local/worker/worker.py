@@ -28,7 +28,8 @@ from elastic.train.health import NaNDetector, require_gpu, warn
 from elastic.train.loading import check
 from elastic.train.task import count_tokens, default_optimizer, load_task
 
-PATIENCE_S = 30 * 86400.0  # rank 0 may wait for the master for days, and the others for it
+# Rank 0 may wait for the master for days, and the others for it.
+PATIENCE_S = 30 * 86400.0
 
 
 def run(notice: Notice) -> int:
@@ -38,7 +39,8 @@ def run(notice: Notice) -> int:
     config = place.run.config()
     device = choose_device(config)
     require_gpu(device, warn)
-    group = join_group(place.rank, place.world, device, PATIENCE_S)  # the agent sees a hang
+    # The agent sees a hang.
+    group = join_group(place.rank, place.world, device, PATIENCE_S)
     task = load_task(config.run.task, config.task, Path(config.run.folder))
     model = build_model(task, config, device, group)
     # It may be the one that makes version 0.
