@@ -23,7 +23,7 @@ import pytest
 from elastic.base.durable import to_json, write_atomic
 from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
-from elastic.jobs.sched import Job, parse_job_name
+from elastic.jobs.history import Job
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.local.transport import checksum
 from elastic.run.audit import audit
@@ -103,7 +103,7 @@ class Running:
     def jobs(self) -> dict[tuple[str, int], Job]:
         """(role, slot) -> its running job."""
         running = [job for job in self.scheduler.jobs() if job.state == "RUNNING"]
-        return {parse_job_name(job.name)[1:]: job for job in running}
+        return {job.place: job for job in running}
 
     def pids(self, kind: str) -> list[int]:
         """The processes of a kind: trainer, agent, master or redis, or a word of their command."""

@@ -16,7 +16,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from elastic.jobs import history
-from elastic.jobs.history import Ended, JobSeen, Memory, UnsureSubmission, has_ended
+from elastic.jobs.history import Ended, Job, Memory, UnsureSubmission, has_ended
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Limits, World, bad_nodes, plan
 from elastic.jobs.sizing import Growth
 
@@ -92,7 +92,7 @@ def random_job(rng, job_id):
     where = (at, rng.choice(NODES)) if state in STARTED else (None, "")
     cancelled = rng.choice((None, None, None, NOW - rng.choice(AGO_S)))
     limit = NOW + rng.choice(AGO_S) if state in STARTED and rng.random() < 0.3 else None
-    return JobSeen(job_id, *random_place(rng), state, rng.choice(REASONS), at, *where, cancelled,
+    return Job(job_id, *random_place(rng), state, rng.choice(REASONS), at, *where, cancelled,
                    limit_at=limit)  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def after(world, actions, now=NOW):
     for number, action in enumerate(actions):
         if action.verb == SUBMIT:
             place = (action.role, action.slot)
-            job = JobSeen(f"7{number}", *place, "PENDING", submitted_at=now)
+            job = Job(f"7{number}", *place, "PENDING", submitted_at=now)
             memory = replace(memory, jobs=(*memory.jobs, job))
         elif action.verb == CANCEL:
             jobs = [
@@ -398,7 +398,7 @@ def test_at_most_eight_nodes_are_avoided():
         for i in range(12)
         for k in range(2)
     ]
-    witness = JobSeen("1", "worker", 50, "RUNNING", "", 0.0, 0.0, "good")
+    witness = Job("1", "worker", 50, "RUNNING", "", 0.0, 0.0, "good")
     bad = bad_nodes(Memory(0.0, jobs=(witness,), ended=tuple(crashes)), NOW)
     assert sorted(bad) == sorted(f"n{i}" for i in range(4, 12))
 
@@ -426,7 +426,7 @@ def test_every_end_is_news_once_and_no_job_is_forgotten_while_it_is_listed(round
             elif state[0] != "purged":
                 states[job] = (rng.choice(QUEUED + STARTED + ODD[:4] + ENDED), state[1])
         listed = [
-            JobSeen(str(job), "worker", job, state, submitted_at=at)
+            Job(str(job), "worker", job, state, submitted_at=at)
             for job, (state, at) in states.items()
             if state != "purged"
         ]
@@ -444,7 +444,7 @@ def test_every_end_is_news_once_and_no_job_is_forgotten_while_it_is_listed(round
 @many
 @given(st.sampled_from((0.0, 10.0, 29.0, 31.0, 500.0)))
 def test_a_job_that_a_listing_misses_is_gone_only_when_it_is_old_enough(age_s):
-    job = JobSeen("1", "worker", 0, "PENDING", submitted_at=NOW - age_s)
+    job = Job("1", "worker", 0, "PENDING", submitted_at=NOW - age_s)
     memory = Memory(0.0, jobs=(job,))
     news = history.gone(memory, [], NOW)
     memory = history.learn(memory, [], [history.ending(j, None, NOW) for j in news], NOW, 4)
@@ -483,18 +483,18 @@ def ended(outcome, **more):
     ],
 )
 def test_how_a_job_ended_is_told_by_its_record_else_by_its_state(state, record, outcome):
-    job = JobSeen("1", "worker", 0, state, submitted_at=NOW - 10)
+    job = Job("1", "worker", 0, state, submitted_at=NOW - 10)
     assert history.ending(job, record, NOW).outcome == outcome
 
 
 def test_a_job_that_left_as_it_was_asked_was_not_taken_away_and_has_worked():
-    job = JobSeen("1", "worker", 0, "COMPLETED", cancelled_at=NOW - 5)
+    job = Job("1", "worker", 0, "COMPLETED", cancelled_at=NOW - 5)
     end = history.ending(job, ended("yielded", steps=5), NOW)
     assert (end.outcome, end.worked) == ("cancelled", True)
 
 
 def test_a_crash_of_a_job_that_was_told_to_go_is_no_crash():
-    job = JobSeen("1", "worker", 0, "CANCELLED", cancelled_at=NOW - 5)
+    job = Job("1", "worker", 0, "CANCELLED", cancelled_at=NOW - 5)
     assert history.ending(job, ended("failed"), NOW).outcome == "cancelled"
 
 
@@ -504,7 +504,7 @@ def test_a_crash_of_a_job_that_was_told_to_go_is_no_crash():
 def master(job_id="1", state="RUNNING", limit_s=None, whole_s=86_400.0):
     limit = {} if limit_s is None else {"limit_at": NOW + limit_s}
     started = {"started_at": NOW + (limit_s or 0) - whole_s} if state == "RUNNING" else {}
-    return JobSeen(job_id, "master", 0, state, submitted_at=NOW - whole_s, **limit, **started)
+    return Job(job_id, "master", 0, state, submitted_at=NOW - whole_s, **limit, **started)
 
 
 def masters_world(*jobs):
@@ -539,7 +539,7 @@ def test_one_master_follows_another_and_is_left_in_peace(state):
 
 def trainer(job_id="1", state="RUNNING", **more):
     times = {"submitted_at": NOW - 900, "started_at": NOW - 900}
-    return JobSeen(job_id, "trainer", 0, state, **times, **more)
+    return Job(job_id, "trainer", 0, state, **times, **more)
 
 
 def sync_world(*jobs, ended=(), growth=None):
@@ -615,8 +615,8 @@ def test_new_limits_reach_the_successor_and_a_trainer_that_is_too_large():
 
 def test_a_job_of_the_other_mode_that_has_said_its_last_word_is_not_waited_for():
     """The pass that the master ends with is the last, where there is no cron."""
-    at_work = JobSeen("6", "worker", 1, "RUNNING")
-    jobs = (JobSeen("5", "master", 0, "RUNNING", over="stopped"), replace(at_work, over="stopped"))
+    at_work = Job("6", "worker", 1, "RUNNING")
+    jobs = (Job("5", "master", 0, "RUNNING", over="stopped"), replace(at_work, over="stopped"))
     memory = Memory(0.0, jobs=jobs, mode="sync", mode_since=NOW - 10)
     (start,) = plan(World(0, memory, mode="sync"), NOW)
     assert (start.verb, start.role) == ("submit", "trainer")
@@ -627,7 +627,7 @@ def test_a_job_of_the_other_mode_that_has_said_its_last_word_is_not_waited_for()
 
 
 def test_a_run_that_changes_its_mode_waits_for_the_other_modes_jobs():
-    jobs = (JobSeen("5", "master", 0, "RUNNING"), JobSeen("6", "worker", 1, "PENDING"))
+    jobs = (Job("5", "master", 0, "RUNNING"), Job("6", "worker", 1, "PENDING"))
     memory = Memory(0.0, jobs=jobs, mode="sync", mode_since=NOW - 10)
     stop, wait = plan(World(0, memory, mode="sync"), NOW)
     assert (stop.verb, stop.job_id) == (CANCEL, "6")
@@ -649,7 +649,7 @@ class Cluster:
     gpus: int = 4
     nodes: tuple = NODES
     now: float = NOW
-    rows: dict = field(default_factory=dict)  # job id -> JobSeen, ended ones included
+    rows: dict = field(default_factory=dict)  # job id -> Job, ended ones included
     records: dict = field(default_factory=dict)
     late: list = field(default_factory=list)  # submissions that turn up later
     memory: Memory = field(default_factory=lambda: Memory(born=NOW))
@@ -664,7 +664,7 @@ class Cluster:
 
     def add(self, role, slot):
         job_id, self.next_id = str(self.next_id), self.next_id + 1
-        self.rows[job_id] = JobSeen(job_id, role, slot, "PENDING", submitted_at=self.now)
+        self.rows[job_id] = Job(job_id, role, slot, "PENDING", submitted_at=self.now)
         return job_id
 
     def submit(self, action):

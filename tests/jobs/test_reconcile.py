@@ -21,8 +21,9 @@ import pytest
 
 from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
+from elastic.jobs.history import Job
 from elastic.jobs.reconcile import run_pass
-from elastic.jobs.sched import Job, Refused, RetryLater, Unsure, job_name, parse_job_name
+from elastic.jobs.sched import Refused, RetryLater, Unsure, job_name, parse_job_name
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.rundir import Control
 from helpers import ROOT, wait_until
@@ -55,7 +56,8 @@ class Answers:
 
     def add(self, name, state="PENDING"):
         job_id = str(len(self.listed) + 100)
-        self.listed[job_id] = Job(job_id, name, state, "", self.now)
+        run, *place = parse_job_name(name)
+        self.listed[job_id] = Job(job_id, *place, state, "", self.now, run=run)
         return job_id
 
     def cancel(self, job_id, now=False):
@@ -64,13 +66,12 @@ class Answers:
 
     def becomes(self, state, *names):
         for job in list(self.listed.values()):
-            name = parse_job_name(job.name)[1:]
-            if not job.ended and (not names or name in names):
-                started = {"start_time": self.now, "node": "n1"} if state == "RUNNING" else {}
+            if not job.ended and (not names or (job.role, job.slot) in names):
+                started = {"started_at": self.now, "node": "n1"} if state == "RUNNING" else {}
                 self.listed[job.job_id] = replace(job, state=state, **started)
 
     def places(self):
-        return [parse_job_name(job.name)[1:] for job in self.listed.values() if not job.ended]
+        return [job.place for job in self.listed.values() if not job.ended]
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ class Shared(Answers):
     """Others have asked, too: it answers with what it listed `within_s` ago."""
 
     def jobs(self, within_s=0.0):
-        then = [job for job in super().jobs() if job.submit_time <= self.now - within_s]
+        then = [job for job in super().jobs() if job.submitted_at <= self.now - within_s]
         self.asked -= bool(within_s)
         return then
 
@@ -175,10 +176,10 @@ def test_slots_are_max_divided_by_the_gpus_of_a_worker(make_run, slurm, again):
 def test_one_question_is_enough_for_all_runs_and_jobs_are_told_apart(make_run, slurm, again):
     a, b = make_run(name="a"), make_run(name="b")
     slurm.add(job_name("a", "worker", 1))
-    slurm.add("not one of ours")
+    slurm.add(job_name("another", "worker", 1))
     again(runs=[a, b])
     assert slurm.asked == 1
-    assert Counter(job.name for job in slurm.listed.values()).most_common(1)[0][1] == 1
+    assert Counter((job.run, job.place) for job in slurm.listed.values()).most_common(1)[0][1] == 1
     assert len(slurm.listed) == 11
 
 
@@ -406,8 +407,8 @@ def test_a_submit_limit_is_waited_for_and_said_once(run, slurm, again):
 
 
 def ending(run, slurm, slot, outcome, **fields):
-    name = job_name("run-a", "worker", slot)
-    (job,) = [job for job in slurm.listed.values() if job.name == name and not job.ended]
+    place = ("worker", slot)
+    (job,) = [job for job in slurm.listed.values() if job.place == place and not job.ended]
     record = {"job_id": job.job_id, "role": "worker", "slot": slot, "state": "ended", "steps": 0}
     times = {"time": slurm.now + 1, "started": slurm.now}
     run.jobs.write_ending(job.job_id, {**record, "outcome": outcome, **times, **fields})
@@ -571,7 +572,7 @@ def test_many_passes_at_once_some_killed_make_one_job_per_place(local, home):
 
     def live():
         jobs = [job for job in scheduler.jobs() if not job.ended]
-        places = Counter(parse_job_name(job.name)[1:] for job in jobs)
+        places = Counter(job.place for job in jobs)
         assert not places or max(places.values()) == 1, places
         return jobs
 
@@ -586,7 +587,7 @@ def test_many_passes_at_once_some_killed_make_one_job_per_place(local, home):
                 third.send_signal(SIGKILL)
 
         def complete():
-            running = [parse_job_name(j.name)[1:] for j in live() if j.state == "RUNNING"]
+            running = [j.place for j in live() if j.state == "RUNNING"]
             return sorted(running) == everyone
 
         wait_until(complete, 90, "a master and four workers")

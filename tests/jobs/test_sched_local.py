@@ -20,7 +20,7 @@ import pytest
 from elastic.base import proc
 from elastic.base.config import load
 from elastic.jobs import sched_local
-from elastic.jobs.sched import JobSpec, parse_job_name
+from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_local import LocalScheduler
 from helpers import ROOT, wait_until
 
@@ -110,9 +110,9 @@ def test_a_job_is_listed_from_its_submission_to_long_after_its_end(site):
     before = time.time()
     job_id = site.submit(slot=3)
     (job,) = site.scheduler.jobs()
-    assert parse_job_name(job.name) == ("run", "worker", 3)
+    assert (job.run, *job.place) == ("run", "worker", 3)
     assert (job.job_id, job.state, job.ended) == (job_id, "RUNNING", False)
-    assert before - 1 <= job.submit_time <= job.start_time + 1 <= time.time() + 2
+    assert before - 1 <= job.submitted_at <= job.started_at + 1 <= time.time() + 2
     assert job.node == os.uname().nodename
     site.scheduler.kill(job_id)
     (job,) = site.scheduler.jobs()
@@ -324,7 +324,7 @@ def test_a_caller_killed_at_any_moment_leaves_every_job_started_once_or_pending(
     wait_until(lambda: set(site.states().values()) <= {"RUNNING"}, 30, "all jobs run")
     jobs = site.scheduler.jobs()
     assert set(told) <= {job.job_id for job in jobs}
-    assert max(Counter(job.name for job in jobs).values()) == 1
+    assert max(Counter((job.run, job.place) for job in jobs).values()) == 1
     for job in jobs:
         site.started(job.job_id)
     assert Counter(site.lines("starts")) == Counter(job.job_id for job in jobs)

@@ -14,8 +14,8 @@ from elastic.base import config
 from elastic.base.environment import elastic_home, user_name
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import sched, sched_slurm
-from elastic.jobs.history import JobSeen
-from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
+from elastic.jobs.history import Job
+from elastic.jobs.sched import JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.jobs.sched_slurm import (
     SlurmScheduler,
     _job_python,
@@ -47,15 +47,15 @@ SQUEUE = """\
 
 def test_squeue_answer_becomes_the_elastic_jobs_in_it():
     assert parse_squeue(SQUEUE) == [
-        Job("41", "elastic:big/worker/3", "RUNNING", "None", 1795257556.0, 1795257557.0, "n1",
-            limit_time=1795343957.0),
-        Job("42", "big/w4@elastic", "PENDING", "Nodes are DOWN, DRAINED", 1795257558.0, None, ""),
-        Job("40", "elastic:big/worker/5", "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2",
-            1795257540.0),
-        Job("38", "elastic:big/trainer/0", "RUNNING", "None", 1795257480.0, 1795257481.0, "n[2-3]",
-            is_headless=True, limit_time=1795343957.0),
-        Job("39", "elastic:big/master/0", "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1",
-            1795257499.0),
+        Job("41", "worker", 3, "RUNNING", "None", 1795257556.0, 1795257557.0, "n1",
+            limit_at=1795343957.0, run="big"),
+        Job("42", "worker", 4, "PENDING", "Nodes are DOWN, DRAINED", 1795257558.0, run="big"),
+        Job("40", "worker", 5, "PREEMPTED", "None", 1795257500.0, 1795257501.0, "n2",
+            ended_at=1795257540.0, run="big"),
+        Job("38", "trainer", 0, "RUNNING", "None", 1795257480.0, 1795257481.0, "n[2-3]",
+            is_headless=True, limit_at=1795343957.0, run="big"),
+        Job("39", "master", 0, "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1",
+            ended_at=1795257499.0, run="big"),
     ]  # fmt: skip
     assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, False, True]
 
@@ -468,14 +468,14 @@ def test_a_job_runs_the_agent_as_a_step_and_ends_with_its_code(stage):
     job_id = stage.submit()
     stage.started(job_id)
     job = stage.job(job_id)
-    assert (job.name, job.state, job.ended) == ("elastic:big/worker/7", "RUNNING", False)
+    assert (job.run, *job.place, job.state, job.ended) == ("big", "worker", 7, "RUNNING", False)
     assert job.node in ("n1", "n2", "n3", "n4")
-    assert before - 2 < job.submit_time <= job.start_time < time.time() + 2
+    assert before - 2 < job.submitted_at <= job.started_at < time.time() + 2
     assert stage.said() == f"start job={job_id} home={stage.home} gpus=0,1 tasks=1\n"
 
     twin = stage.submit()
     wait_until(lambda: stage.job(twin).reason == "Dependency", 10, "the second of a name waits")
-    assert stage.job(twin).start_time is None
+    assert stage.job(twin).started_at is None
     stage.scheduler.cancel(twin)
     assert stage.ended(twin).state == "CANCELLED"
 
@@ -548,7 +548,7 @@ def test_what_slurm_can_never_run_is_refused_and_does_not_wait(stage, change):
     with pytest.raises(Refused, match="sbatch: "):
         stage.submit(TOML.replace(*change.split("|")), slot=6)
     # Some refusals leave a record of a job that ended where it began (FAILED, BadConstraints).
-    assert all(job.ended for job in stage.scheduler.jobs() if job.name.endswith("/6"))
+    assert all(job.ended for job in stage.scheduler.jobs() if job.slot == 6)
 
 
 @pytest.mark.slurm
@@ -573,7 +573,7 @@ def test_while_the_controller_hangs_nothing_is_known_and_the_job_may_exist_after
 
     def ghost() -> list[Job]:
         try:
-            return [job for job in stage.scheduler.jobs() if job.name == "elastic:big/worker/7"]
+            return [job for job in stage.scheduler.jobs() if job.place == ("worker", 7)]
         except TryAgain:
             return []
 
@@ -627,8 +627,7 @@ def test_a_job_whose_reservation_is_gone_never_starts(stage):
     job_id = stage.submit(TOML.replace("cpus_per_gpu = 2", options))
     wait_until(lambda: stage.job(job_id).state != "PENDING", 60, "the end of the reservation")
     job = stage.job(job_id)
-    seen = JobSeen(job_id, "worker", 7, job.state, job.reason)
-    assert (seen.queued, seen.broken_hold) == (True, "Reservation mine was deleted")
+    assert (job.queued, job.broken_hold) == (True, "Reservation mine was deleted")
 
 
 @pytest.mark.slurm

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.jobs.sched import Job, job_name
+from elastic.jobs.history import Job
 from elastic.people import status
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.run.wording import unit
@@ -47,7 +47,7 @@ def runs(tmp_path, make_config, monkeypatch) -> list[RunDir]:
     names = [f"run{number}" for number in range(status.ASKED + 1)]
     control = Control("local", "running", 1, 4)
     made = [RunDir.create(tmp_path / "runs", make_config(name=name), control, {}) for name in names]
-    jobs = [Job(f"{run.name}.{slot}", job_name(run.name, "worker", slot), state, node="n1")
+    jobs = [Job(f"{run.name}.{slot}", "worker", slot, state, node="n1", run=run.name)
             for run in made for slot, state in enumerate(["RUNNING", "PENDING"])]  # fmt: skip
     scheduler = SimpleNamespace(jobs=lambda _within_s: jobs)
     monkeypatch.setattr(status, "open_scheduler", lambda *_: scheduler)

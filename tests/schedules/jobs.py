@@ -15,10 +15,10 @@ from unittest import mock
 
 from elastic.base.errors import TryAgain
 from elastic.jobs import history, reconcile, sched_slurm
-from elastic.jobs.history import TRAINER, WORKER
+from elastic.jobs.history import TRAINER, WORKER, Job
 from elastic.jobs.plan import CANCEL, SUBMIT
 from elastic.jobs.reconcile import run_pass
-from elastic.jobs.sched import Job, Refused, RetryLater, Unsure, job_name
+from elastic.jobs.sched import Refused, RetryLater, Unsure
 from elastic.run import told
 from elastic.run.rundir import Control, RunDir
 from schedules.actors import Actor, Cast, Violation, must, operations
@@ -143,8 +143,8 @@ class Slurm:
             self.silent = True
             return sched_slurm.parse_squeue("17\x1fRUNNING\x1f1")
         rows = world.rows if world.listing == "fresh" else world.as_of(world.now - LAG_S)
-        return [Job(r.job_id, job_name("run-a", r.role, r.slot), r.state, r.reason, r.submitted,
-                    r.started, r.node) for r in rows.values()]  # fmt: skip
+        return [Job(r.job_id, r.role, r.slot, r.state, r.reason, r.submitted, r.started, r.node,
+                    run="run-a") for r in rows.values()]  # fmt: skip
 
     def look(self) -> None:
         wanted = self.world.run.control()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic.base.errors import TryAgain
-from elastic.jobs.sched import Job
+from elastic.jobs.history import Job
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.jobs.slurm_info import expand_hostlist
 from elastic.lab.sandbox import Sandbox
@@ -119,7 +119,7 @@ class Cluster:
 
     def set_time_limit(self, job: Job) -> None:
         """Let the job have two to three minutes more; its warning may come a minute early."""
-        minutes = int((time.time() - job.start_time) // 60) + 3
+        minutes = int((time.time() - job.started_at) // 60) + 3
         self.box.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={minutes}")
 
     def ended_jobs(self) -> dict[str, str]:

@@ -20,9 +20,9 @@ from elastic.base import config
 from elastic.base.durable import to_json, write_atomic
 from elastic.base.environment import clean_environment
 from elastic.base.errors import TryAgain
-from elastic.jobs.history import SETTLE_S
+from elastic.jobs.history import SETTLE_S, Job
 from elastic.jobs.reconcile import UNSURE_S, _Pass, run_pass
-from elastic.jobs.sched import Job, Unsure, parse_job_name
+from elastic.jobs.sched import Unsure, parse_job_name
 from elastic.people import submission
 from elastic.run import rundir
 from elastic.run.rundir import Control, RunDir
@@ -31,6 +31,12 @@ NOW, LAG_S, PASS_S = 1_800_000_000.0, 5.0, 2.0
 WAYS |= dict.fromkeys(("submit", "cancel"), (KILLED, REFUSED, UNANSWERED)) | {
     "list": (KILLED, REFUSED)
 }
+
+
+def _job(row: dict) -> Job:
+    run, role, slot = parse_job_name(row["name"])
+    fields = {name: value for name, value in row.items() if name != "name"}
+    return Job(run=run, role=role, slot=slot, **fields)
 
 
 class Filed:
@@ -56,12 +62,12 @@ class Filed:
         at = self.now if at is None else at
         started = at if state != "PENDING" else None
         rows.append({"job_id": str(len(rows) + 1), "name": name, "state": state,
-                     "submit_time": at, "start_time": started})  # fmt: skip
+                     "submitted_at": at, "started_at": started})  # fmt: skip
         self.write(rows)
         return rows[-1]["job_id"]
 
     def jobs(self, within_s: float = 0.0) -> list[Job]:
-        return [Job(**row) for row in self.rows() if row["submit_time"] <= self.now - LAG_S]
+        return [_job(row) for row in self.rows() if row["submitted_at"] <= self.now - LAG_S]
 
     def submit(self, spec) -> str:
         return self.add(spec.name)
@@ -150,7 +156,7 @@ def changing(run, slurm) -> RunDir:
     one_pass(run, slurm, 0.0)
     rows = slurm.rows()
     for row in rows:
-        row |= {"state": "RUNNING", "start_time": NOW}
+        row |= {"state": "RUNNING", "started_at": NOW}
     slurm.write(rows)
     one_pass(run, slurm, 100.0)
     rows[0]["state"] = "PREEMPTED"
@@ -204,7 +210,7 @@ def fail_worker_0(run: RunDir, slurm: Filed) -> None:
     rows = slurm.rows()
     for row in rows:
         if row["state"] == "PENDING":
-            row |= {"state": "RUNNING", "start_time": slurm.now}
+            row |= {"state": "RUNNING", "started_at": slurm.now}
     last = [row for row in rows if parse_job_name(row["name"])[1:] == ("worker", 0)][-1]
     last["state"] = "ENDED"
     slurm.write(rows)

@@ -16,7 +16,7 @@ import pytest
 from elastic.base.errors import ElasticError
 from elastic.jobs import history
 from elastic.jobs.cadence import observed_mtbi_s
-from elastic.jobs.history import JobSeen
+from elastic.jobs.history import Job
 from elastic.lab import trace
 from elastic.people import timeline
 from elastic.run import goodput, membership, sound, wording
@@ -132,7 +132,7 @@ def of_use_as_ending(run: RunDir, path: Path) -> None:
     endings = [*run.jobs.endings(), *filter(None, [run.jobs.ending("7")])]
     if not endings:
         raise ElasticError("it says nothing")
-    job = JobSeen("7", "worker", 1, "FAILED", "", 1.0, started_at=2.0)
+    job = Job("7", "worker", 1, "FAILED", "", 1.0, started_at=2.0)
     history.ending(job, endings[0], 50.0)
     history.said_at_end(job, endings[0])
     timeline.stays([], endings, 50.0)

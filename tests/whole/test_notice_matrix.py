@@ -24,7 +24,6 @@ import pytest
 
 from counting import EVERY
 from elastic.base.durable import read_json
-from elastic.jobs.sched import parse_job_name
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.lab.sandbox import Sandbox
 from elastic.run.rundir import RunDir
@@ -187,9 +186,8 @@ class Site:
         """Jobs that have not ended, by run and role, running ones first."""
         found: dict[tuple[str, str], list] = {}
         for job in self._asks.jobs():
-            run, role, _ = parse_job_name(job.name)
             if not job.ended:
-                found.setdefault((run, role), []).append(job)
+                found.setdefault((job.run, job.role), []).append(job)
         for jobs in found.values():
             jobs.sort(key=lambda job: job.state != "RUNNING")
         return found

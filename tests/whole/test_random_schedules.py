@@ -274,9 +274,9 @@ def test_a_job_that_an_old_listing_brings_back_is_not_the_one_that_may_have_been
     gone = history.Ended("1", "worker", 0, "lost", at=900.0, submitted_at=100.0)
     unsure = history.UnsureSubmission("worker", 0, until=1500.0)
     memory = history.Memory(0.0, ended=(gone,), unsure=(unsure,))
-    listed = [history.JobSeen("1", "worker", 0, "RUNNING", submitted_at=100.0)]
+    listed = [history.Job("1", "worker", 0, "RUNNING", submitted_at=100.0)]
     assert history.learn(memory, listed, [], 1000.0, keep=4).unsure == (unsure,)
-    new = history.JobSeen("2", "worker", 0, "PENDING", submitted_at=950.0)
+    new = history.Job("2", "worker", 0, "PENDING", submitted_at=950.0)
     assert history.learn(memory, [*listed, new], [], 1000.0, keep=4).unsure == ()
 
 
@@ -480,13 +480,13 @@ JOBS = {
         (reconcile, "MOST_LATER_S"): 1e9, (reconcile, "LATER_S"): 1e9
     },
     "a job is known by its id alone": {
-        (history.JobSeen, "key"): property(lambda self: (self.job_id, "", 0))
+        (history.Job, "key"): property(lambda self: (self.job_id, "", 0))
     },
     "a broken hold is waited for": {
-        (history.JobSeen, "broken_hold"): property(lambda self: "")
+        (history.Job, "broken_hold"): property(lambda self: "")
     },
     "a cancelled job is taken for gone": {
-        (history.JobSeen, "place"): property(
+        (history.Job, "place"): property(
             lambda self: ("", 0) if self.cancelled_at is not None else (self.role, self.slot)
         )
     },

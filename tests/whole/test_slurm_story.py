@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.jobs.history import has_ended
-from elastic.jobs.sched import Job, job_name, parse_job_name
+from elastic.jobs.history import Job, has_ended
+from elastic.jobs.sched import job_name, parse_job_name
 from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.lab.sandbox import Sandbox
 from elastic.local.store import Store
@@ -106,7 +106,7 @@ class Story:
     def jobs(self) -> dict[tuple[str, int], Job]:
         """(role, slot) -> its job; there is never more than one."""
         jobs = [job for job in self._asks.jobs() if not job.ended]
-        found = {parse_job_name(job.name)[1:]: job for job in jobs}
+        found = {job.place: job for job in jobs}
         assert len(found) == len(jobs), jobs
         return found
 

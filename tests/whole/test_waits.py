@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.base.signals import Notice
+from elastic.jobs.history import Job
 from elastic.jobs.reconcile import run_pass
-from elastic.jobs.sched import Job, JobSpec
+from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_slurm import sbatch_argv
 from elastic.local.master.master import Master
 from elastic.local.master.samples import Samples
@@ -170,7 +171,8 @@ def test_workers_wait_in_the_queue_for_a_master_that_is_there(tmp_path, make_con
         """Jobs that wait."""
 
         def jobs(self, within_s: float = 0.0) -> list[Job]:
-            return [Job(str(n), spec.name, "PENDING") for n, spec in enumerate(asked, 1)]
+            return [Job(str(n), spec.role, spec.slot, "PENDING", run=spec.run)
+                    for n, spec in enumerate(asked, 1)]  # fmt: skip
 
         def submit(self, spec: JobSpec) -> str:
             asked.append(spec)

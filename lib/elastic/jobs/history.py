@@ -61,15 +61,16 @@ class _Placed:
         return (self.role, 0 if self.role in ALONE else self.slot)
 
 
-class _Job(_Placed):
+class _Known(_Placed):
     @property
     def key(self) -> tuple[str, str, int]:
         return (self.job_id, self.role, self.slot)
 
 
 @dataclass(frozen=True)
-class JobSeen(_Job):
-    """A job as a listing showed it, or as it was submitted a moment ago."""
+class Job(_Known):
+    """A job as a listing showed it, or as it was submitted a moment ago, and what memory
+    knows of it. Times are seconds since the epoch; node "" before the start."""
 
     job_id: str
     role: str
@@ -82,10 +83,15 @@ class JobSeen(_Job):
     cancelled_at: float | None = None  # when reconcile asked it to leave
     over: str = ""  # the outcome it has written: its ranks have left, whatever the state says
     ended_at: float | None = None
-    limit_at: float | None = None  # when its time limit ends it
-    is_headless: bool = False  # the node of its script has left it: nothing would ever end it
+    limit_at: float | None = None  # when its time limit ends it, if it runs
+    is_headless: bool = False  # the node of its script has left it: nothing will end it
     asked: tuple[int, int] | None = None  # of a trainer: the fewest and the most GPUs
     grows_until: float = 0.0  # it waits for the GPUs of a growth, but not for longer
+    run: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return has_ended(self.state)
 
     @property
     def queued(self) -> bool:
@@ -108,7 +114,7 @@ class JobSeen(_Job):
 
 
 @dataclass(frozen=True)
-class Ended(_Job):
+class Ended(_Known):
     """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held,
     refused."""
 
@@ -146,7 +152,7 @@ class Memory:
     count."""
 
     born: float
-    jobs: tuple[JobSeen, ...] = ()
+    jobs: tuple[Job, ...] = ()
     ended: tuple[Ended, ...] = ()  # oldest first
     unsure: tuple[UnsureSubmission, ...] = ()
     closing: str = ""  # "", or why nothing is submitted any more: done, failed, stopped
@@ -171,7 +177,7 @@ def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:
     return memory if closing else replace(memory, born=now, ended=())
 
 
-def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]:
+def gone(memory: Memory, listed: Sequence[Job], now: float) -> list[Job]:
     """Jobs whose end is news, with what was last known of them and the state they ended
     in."""
     known = {job.key: job for job in memory.jobs}
@@ -181,11 +187,11 @@ def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]
     for key, job in known.items():
         if key not in rows and now - job.submitted_at >= SETTLE_S:
             news.append(replace(job, state="VANISHED"))
-        elif key in rows and has_ended(rows[key].state):
+        elif key in rows and rows[key].ended:
             news.append(_joined(rows[key], job))
     for key, row in rows.items():
         is_new = key not in known and (*key, row.submitted_at) not in told
-        if is_new and has_ended(row.state) and row.submitted_at >= memory.born:
+        if is_new and row.ended and row.submitted_at >= memory.born:
             # Nobody submitted it and it never had a node: what a refused sbatch may leave
             # behind.
             was_refused = _word(row.state) == "FAILED" and not row.node
@@ -194,13 +200,13 @@ def gone(memory: Memory, listed: Sequence[JobSeen], now: float) -> list[JobSeen]
 
 
 def learn(
-    memory: Memory, listed: Sequence[JobSeen], endings: Sequence[Ended], now: float, keep: int
+    memory: Memory, listed: Sequence[Job], endings: Sequence[Ended], now: float, keep: int
 ) -> Memory:
     """The next memory: jobs that exist, and how the `gone` ones ended (`keep` or more per
     slot)."""
     known = {job.key: job for job in memory.jobs}
     rows = {row.key for row in listed}
-    jobs = [_joined(row, known.get(row.key)) for row in listed if not has_ended(row.state)]
+    jobs = [_joined(row, known.get(row.key)) for row in listed if not row.ended]
     jobs += [j for j in memory.jobs if j.key not in rows and now - j.submitted_at < SETTLE_S]
     old = known.keys() | {end.key for end in memory.ended}
     arrived = {each.place for each in (*jobs, *endings) if each.key not in old}
@@ -215,7 +221,7 @@ def learn(
     return replace(memory, jobs=tuple(jobs), ended=tuple(reversed(kept)), unsure=unsure)
 
 
-def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
+def ending(job: Job, record: Mapping | None, now: float) -> Ended:
     """How a `gone` job ended: by its exit record, else by the state it was last seen
     in."""
     record = _own(job, record)
@@ -239,20 +245,20 @@ def ending(job: JobSeen, record: Mapping | None, now: float) -> Ended:
     )
 
 
-def said_at_end(job: JobSeen, record: Mapping) -> str:
+def said_at_end(job: Job, record: Mapping) -> str:
     """The outcome that this very job has written, or "" if it has not ended."""
     own = _own(job, record)
     return str(own.get("outcome", "ended")) if own.get("state") == "ended" else ""
 
 
-def _own(job: JobSeen, record: Mapping | None) -> Mapping:
+def _own(job: Job, record: Mapping | None) -> Mapping:
     """`record` if this very job wrote it: its id may have been another job's before."""
     if not record or (record.get("role"), record.get("slot")) != (job.role, job.slot):
         return {}
     return record if record.get("time", 0.0) >= job.submitted_at - CLOCK_SKEW_S else {}
 
 
-def _outcome(job: JobSeen, record: Mapping) -> tuple[str, str]:
+def _outcome(job: Job, record: Mapping) -> tuple[str, str]:
     state, held, cancelled = _word(job.state), job.broken_hold, job.cancelled_at is not None
     said = record.get("outcome", "") if record.get("state") == "ended" else ""
     # By its owner: no preemption ends so.
@@ -273,12 +279,12 @@ def _outcome(job: JobSeen, record: Mapping) -> tuple[str, str]:
     return Outcome.FAILED, f"it ended before it could start ({state}{why})"
 
 
-def _joined(row: JobSeen, known: JobSeen | None) -> JobSeen:
+def _joined(row: Job, known: Job | None) -> Job:
     """A listing's row with what only memory knows: an ended job loses its reason and its
     node."""
     if known is None:
         return row
-    reason = known.reason if has_ended(row.state) and known.reason else row.reason
+    reason = known.reason if row.ended and known.reason else row.reason
     return replace(row, reason=reason, cancelled_at=known.cancelled_at, node=row.node or known.node,
                    started_at=row.started_at or known.started_at, asked=known.asked,
                    grows_until=known.grows_until)  # fmt: skip

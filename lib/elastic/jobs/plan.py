@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic.jobs.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, JobSeen, Memory
+from elastic.jobs.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, Job, Memory
 from elastic.jobs.sizing import Growth
 
 SUBMIT, CANCEL, GROW, FAIL, WAIT = "submit", "cancel", "grow", "fail", "wait"
@@ -134,7 +134,7 @@ def _works_elsewhere(memory: Memory, node: str, since: float) -> bool:
     return any(witness not in ("", node) for witness in witnesses)
 
 
-def _training_since(memory: Memory, since: float) -> list[JobSeen]:
+def _training_since(memory: Memory, since: float) -> list[Job]:
     workers = (job for job in memory.jobs if job.role == WORKER and job.started)
     return [job for job in workers if job.started_at is not None and job.started_at <= since]
 
@@ -173,7 +173,7 @@ def _hopeless(world: World, chain: Sequence[Ended]) -> str:
 # ---- what has to go
 
 
-def _close(jobs: Sequence[JobSeen], why: str, closing_s: float, now: float) -> Iterator[Action]:
+def _close(jobs: Sequence[Job], why: str, closing_s: float, now: float) -> Iterator[Action]:
     """Queued jobs go at once; started ones may leave by themselves first."""
     for job in sorted(jobs, key=lambda job: (not job.queued, job.role == MASTER, -job.slot)):
         is_over = job.queued or closing_s >= LEAVE_S.get(job.role, max(LEAVE_S.values()))
@@ -207,7 +207,7 @@ def _resize(world: World, now: float) -> Iterator[Action]:
 def _cancel(world: World, now: float) -> Iterator[Action]:
     """Jobs that are held for good, second in their place, or too many; each at most once.
     A job in a state that is not understood is left alone."""
-    places: dict[Place, list[JobSeen]] = defaultdict(list)
+    places: dict[Place, list[Job]] = defaultdict(list)
     for job in filter(lambda job: world.own(job.role), world.memory.jobs):
         if job.queued and job.broken_hold and not job.leaving(now):
             yield _cancelled(job, f"held: {job.reason}")
@@ -239,7 +239,7 @@ def _failing(memory: Memory, place: Place) -> str:
     return next(failed, "")
 
 
-def _shrink(workers: Sequence[JobSeen], slots: int) -> Iterator[Action]:
+def _shrink(workers: Sequence[Job], slots: int) -> Iterator[Action]:
     """Queued for a slot that is no more, then the highest of too many, queued ones first.
     A worker at work in a slot that is no more is only one of many."""
     too_many = len(workers) - slots
@@ -250,12 +250,12 @@ def _shrink(workers: Sequence[JobSeen], slots: int) -> Iterator[Action]:
             too_many -= 1
 
 
-def _seniority(job: JobSeen) -> tuple:
+def _seniority(job: Job) -> tuple:
     rank = 0 if job.started else 2 if job.queued else 1
     return (rank, job.submitted_at, len(job.job_id), job.job_id)
 
 
-def _cancelled(job: JobSeen, reason: str) -> Action:
+def _cancelled(job: Job, reason: str) -> Action:
     asked = job.cancelled_at is not None
     return Action(CANCEL, job.role, job.slot, reason, job.job_id, now=asked)
 
@@ -307,7 +307,7 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
         workers, pending = workers + is_worker, pending + 1
 
 
-def _may_be_followed(job: JobSeen, now: float) -> bool:
+def _may_be_followed(job: Job, now: float) -> bool:
     """A trainer at work, or told to leave: its successor can be in the queue already. A
     master near the end of its time: the next one takes over when the queue lets it, so no
     worker waits."""

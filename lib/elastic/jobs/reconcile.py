@@ -31,9 +31,9 @@ from elastic.base.durable import read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import node_name
 from elastic.jobs import cadence, history, sched, sizing
-from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, JobSeen, Memory, UnsureSubmission
+from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, Job, Memory, UnsureSubmission
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
-from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Scheduler, Unsure
+from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler, Unsure
 from elastic.run.records import Outcome
 from elastic.run.rundir import Control, RunDir
 
@@ -176,7 +176,7 @@ def _load(run: RunDir, now: float) -> _Notes:
     try:
         notes = read_json(run.path / "reconcile.json") or {}
         memory = {"born": now, **notes.get("memory", {})}
-        for name, kind in (("jobs", JobSeen), ("ended", Ended), ("unsure", UnsureSubmission)):
+        for name, kind in (("jobs", Job), ("ended", Ended), ("unsure", UnsureSubmission)):
             memory[name] = tuple(kind(**row) for row in memory.get(name, ()))
         said = tuple(notes.get("said", ()))
         return _Notes(Memory(**memory), said, notes.get("settled", ""))
@@ -319,7 +319,7 @@ class _Pass:
             self._not_taken(action, refusal)
             return False
         asked = spec.limits if action.role == TRAINER else None
-        job = JobSeen(job_id, *place, "PENDING", submitted_at=self._clock(), asked=asked)
+        job = Job(job_id, *place, "PENDING", submitted_at=self._clock(), asked=asked)
         self.memory = replace(before, jobs=(*before.jobs, job))
         if before.later_host == node_name():
             self.memory = replace(self.memory, later_s=0.0)
@@ -441,7 +441,7 @@ def plan_of(facts: Facts, now: float) -> list[Action]:
 
 def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
     """Memory up to date with a listing and exit records, and the ends that are news."""
-    listed = [row for job in facts.jobs if (row := _seen(job, facts))]
+    listed = [_with_last_word(job, facts) for job in facts.jobs if job.run == facts.run]
     memory = history.enter(facts.memory, facts.closing, now, facts.control.mode)
     listed_at = now - facts.within_s  # at the earliest
     news = history.gone(memory, listed, listed_at)
@@ -474,22 +474,17 @@ def reasons_of(waits: Sequence[Action]) -> dict[str, str]:
             for reason, (first, *others) in places.items()}  # fmt: skip
 
 
-def _trainer_at_work(memory: Memory) -> JobSeen | None:
+def _trainer_at_work(memory: Memory) -> Job | None:
     working = (job for job in memory.jobs if job.role == TRAINER and job.started)
     return next((job for job in working if not job.over), None)
 
 
-def _seen(job: Job, facts: Facts) -> JobSeen | None:
-    """`job` if it belongs to the run."""
-    name = sched.parse_job_name(job.name)
-    if name is None or name[0] != facts.run:
-        return None
-    times = {"submitted_at": job.submit_time, "started_at": job.start_time,
-             "ended_at": job.end_time, "limit_at": job.limit_time}  # fmt: skip
-    own = JobSeen(job.job_id, name[1], name[2], job.state, job.reason, node=job.node,
-                  is_headless=job.is_headless, **times)  # fmt: skip
-    over = "" if own.queued else history.said_at_end(own, facts.ending(job.job_id) or {})
-    is_foreign = (name[1] == TRAINER) != (facts.control.mode == "sync")
-    if (name[1] == TRAINER and own.started) or (is_foreign and over == Outcome.STOPPED):
-        own = replace(own, over=over)
-    return own
+def _with_last_word(job: Job, facts: Facts) -> Job:
+    """`job`, and the outcome that it has written itself, where that counts before the
+    scheduler knows of its end."""
+    over = "" if job.queued else history.said_at_end(job, facts.ending(job.job_id) or {})
+    is_foreign = (job.role == TRAINER) != (facts.control.mode == "sync")
+    is_trainer_at_work = job.role == TRAINER and job.started
+    if is_trainer_at_work or (is_foreign and over == Outcome.STOPPED):
+        return replace(job, over=over)
+    return job

@@ -10,7 +10,6 @@ included, is a job that still exists.
 `jobs` answers completely or raises `TryAgain`: a partial answer is no answer.
 """
 
-import functools
 import os
 import re
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from elastic.base.environment import elastic_home
 from elastic.base.errors import ElasticError
-from elastic.jobs.history import MASTER, TRAINER, WORKER, has_ended
+from elastic.jobs.history import MASTER, TRAINER, WORKER, Job
 
 if TYPE_CHECKING:
     from elastic.base.config import Config
@@ -44,28 +43,6 @@ class RetryLater(ElasticError):
 
 class Unsure(ElasticError):
     """The submission failed and may have succeeded all the same. Look for it by name."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job as the scheduler lists it. Times are seconds since the epoch; node "" before
-    start. `is_headless`: the node of its script has left the job, and nothing would ever
-    end it."""
-
-    job_id: str
-    name: str
-    state: str
-    reason: str = ""
-    submit_time: float = 0.0
-    start_time: float | None = None
-    node: str = ""
-    end_time: float | None = None
-    is_headless: bool = False
-    limit_time: float | None = None  # of a running job: when its time limit ends it
-
-    @property
-    def ended(self) -> bool:
-        return has_ended(self.state)
 
 
 @dataclass(frozen=True)
@@ -146,7 +123,6 @@ def job_name(run: str, role: str, slot: int) -> str:
     return f"{run}/{role[0]}{slot}@elastic"
 
 
-@functools.lru_cache(1 << 14)  # of every job in a listing each run asks whether it is its own
 def parse_job_name(text: str) -> tuple[str, str, int] | None:
     """(run, role, slot) of a name that `job_name` made, or of a job's token; else
     None."""

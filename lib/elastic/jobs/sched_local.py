@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM
 
@@ -33,7 +34,8 @@ from elastic.base import proc
 from elastic.base.config import Config
 from elastic.base.durable import create_once, make_folder, own, read_json, to_json, write_atomic
 from elastic.base.environment import elastic_home, environment, registry_dir
-from elastic.jobs.sched import Job, JobSpec
+from elastic.jobs.history import Job
+from elastic.jobs.sched import JobSpec, parse_job_name
 from elastic.run.rundir import RunDir
 
 # Becomes the job: the redirection fails where the claim exists (set -C opens with
@@ -134,12 +136,14 @@ class LocalScheduler:
 
     def _job(self, job_id: str, why_pending: str) -> Job:
         record, claim = self._record(job_id), self._path(job_id, "claim")
+        run, role, slot = parse_job_name(record["name"])
+        job = Job(job_id, role, slot, "PENDING", why_pending, record["submit_time"], run=run)
         if not claim.exists():
-            return Job(job_id, record["name"], "PENDING", why_pending, record["submit_time"])
+            return job
         ended = "" if self._leader(job_id) else proc.read(self._path(job_id, "cause")) or "ENDED"
-        start_time = None if claim.read_bytes() == NEVER else claim.stat().st_mtime
-        times = (record["submit_time"], start_time)
-        return Job(job_id, record["name"], ended or "RUNNING", "", *times, os.uname().nodename)
+        started_at = None if claim.read_bytes() == NEVER else claim.stat().st_mtime
+        return replace(job, state=ended or "RUNNING", reason="", started_at=started_at,
+                       node=os.uname().nodename)  # fmt: skip
 
     def _record(self, job_id: str) -> dict:
         return read_json(self._path(job_id, "json")) or {}

@@ -30,9 +30,9 @@ from elastic.base.durable import write_atomic
 from elastic.base.environment import clean_environment, elastic_home, env, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import sizing
-from elastic.jobs.history import MASTER, TRAINER, WORKER, has_ended
+from elastic.jobs.history import MASTER, TRAINER, WORKER, Job, has_ended
 from elastic.jobs.hostlist import expand_hostlist
-from elastic.jobs.sched import Job, JobSpec, Refused, RetryLater, Unsure, parse_job_name
+from elastic.jobs.sched import JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.run.records import Node, gpus_of
 from elastic.run.rundir import RunDir
 
@@ -365,17 +365,18 @@ def parse_squeue(text: str) -> list[Job]:
         job_id, state, submitted, started, ended, node, reason, host, *names = fields
         # The comment first: a site's submit plugin may rename a job, to what looks like
         # another's.
-        name = next((name for name in names if parse_job_name(name)), None)
-        if name:
-            # A pending job's start is only a forecast.
-            start_time = None if state == "PENDING" else _epoch(started)
-            end_time = _epoch(ended) if has_ended(state) else None  # else another forecast
-            times = (_epoch(submitted) or 0.0, start_time)
+        whose = next(filter(None, map(parse_job_name, names)), None)
+        if whose:
             is_running = state == "RUNNING"
-            is_headless = is_running and host not in expand_hostlist(node)
-            limit = _epoch(ended) if is_running else None
-            seen = (*times, node, end_time, is_headless, limit)
-            jobs.append(Job(job_id, name, state, reason, *seen))
+            run, role, slot = whose
+            jobs.append(Job(
+                job_id, role, slot, state, reason, _epoch(submitted) or 0.0, run=run, node=node,
+                # Before, start and end are only forecasts.
+                started_at=None if state == "PENDING" else _epoch(started),
+                ended_at=_epoch(ended) if has_ended(state) else None,
+                limit_at=_epoch(ended) if is_running else None,
+                is_headless=is_running and host not in expand_hostlist(node),
+            ))  # fmt: skip
     return jobs
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from elastic.base.environment import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.base.proc import read
-from elastic.jobs.history import MASTER
-from elastic.jobs.sched import Job, parse_job_name, scheduler_of
+from elastic.jobs.history import MASTER, Job
+from elastic.jobs.sched import scheduler_of
 from elastic.lab import faults
 from elastic.lab.faults import Cost, Fault
 from elastic.lab.sandbox import Sandbox
@@ -169,7 +169,7 @@ class Chaos:
 
     def _kill_master(self, _victim: Slot) -> str:
         if not self.is_here:
-            job_ids = [j.job_id for j in self._jobs() if parse_job_name(j.name)[1] == MASTER]
+            job_ids = [j.job_id for j in self._jobs() if j.role == MASTER]
             for job_id in job_ids:
                 self.scheduler.cancel(job_id, now=True)
             return f"jobs {job_ids}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import ceil, inf
 
-from elastic.jobs.history import MASTER, WORKER, JobSeen, Memory
+from elastic.jobs.history import MASTER, WORKER, Job, Memory
 from elastic.jobs.plan import AFTER_LEAVE_S, SUBMIT, Limits, World, plan
 from elastic.lab.played import Change, Costs
 from elastic.local import rounds
@@ -28,7 +28,7 @@ from elastic.run.records import Commit, Header
 LATE_S = 0.01  # that the master looks after a deadline has passed
 OVER = -inf  # nothing of a worker is left
 MANY = 2**60  # samples: more than are trained
-THE_MASTER = JobSeen("master", MASTER, 0, "RUNNING", started_at=0.0)
+THE_MASTER = Job("master", MASTER, 0, "RUNNING", started_at=0.0)
 
 State = Enum("State", "QUEUED LOADING TRAINING DELIVERING WAITING READING KILLED")
 
@@ -182,7 +182,7 @@ class Local:
         for worker in self.workers:
             if worker.state is not State.KILLED:
                 state = "PENDING" if worker.state is State.QUEUED else "RUNNING"
-                jobs.append(JobSeen("", WORKER, worker.slot, state))
+                jobs.append(Job("", WORKER, worker.slot, state))
         limits = Limits(self.config.elastic.max_pending)
         world = World(self.config.elastic.max // self.gpus, Memory(0.0, tuple(jobs)), limits)
         self.workers += [Worker(action.slot, self.now) for action in plan(world, self.now)

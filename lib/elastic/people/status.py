@@ -21,15 +21,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import reconcile
-from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER, Memory
+from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER, Job, Memory
 from elastic.jobs.plan import WAIT
 from elastic.jobs.reconcile import Facts
-from elastic.jobs.sched import Job, cluster_of, open_scheduler, parse_job_name
+from elastic.jobs.sched import cluster_of, open_scheduler
 from elastic.local.rounds import inner_steps
 from elastic.run import membership, wording
 from elastic.run.audit import read_checkpoints
@@ -60,13 +60,12 @@ class Listing:
     trouble: str = ""
 
     @functools.cached_property
-    def by_run(self) -> Mapping[str, list[tuple[str, int, Job]]]:
-        """(role, slot, job) of every run, in this order."""
+    def by_run(self) -> Mapping[str, list[Job]]:
+        """The jobs of every run, by role and slot."""
         runs = defaultdict(list)
-        for job in self.listed:
-            if name := parse_job_name(job.name):
-                runs[name[0]].append((*name[1:], job))
-        return {run: sorted(jobs, key=itemgetter(0, 1)) for run, jobs in runs.items()}
+        for job in sorted(self.listed, key=attrgetter("role", "slot")):
+            runs[job.run].append(job)
+        return runs
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,14 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
     of 0 (for a table) nothing is known of the next pass."""
     now, config, control = time.time(), run.config(), run.control()
     listed = listing.by_run.get(run.name, [])
-    jobs = [_job(*named) for named in listed if not named[-1].ended]
+    jobs = [_job(job) for job in listed if not job.ended]
     done, last, progress = run.done(), run.commits.told_version(), run.jobs.progress() or {}
     record = done or run.failed() or {}
     over = "done" if done else "failed" if record else ""
     facts = Facts(
         run.name, config, control, over or ("stopped" if control.state == "stopped" else ""),
         reconcile.remembered(run, now) if commits else Memory(born=now),
-        [job for *_, job in listed], functools.cache(run.jobs.ending),
+        listed, functools.cache(run.jobs.ending),
     )  # fmt: skip
     newest = [*filter(None, map(run.commits.of, range(max(0, last - commits), last + 1)))]
     if not _is_sync(facts):
@@ -153,10 +152,10 @@ def _on_top(run: RunDir, facts: Facts, progress: Mapping, version: int) -> dict:
             for name in ("tokens", "loss")}  # fmt: skip
 
 
-def _job(role: str, slot: int, job: Job) -> dict:
-    return {"job_id": job.job_id, "role": role, "slot": slot, "state": job.state,
+def _job(job: Job) -> dict:
+    return {"job_id": job.job_id, "role": job.role, "slot": job.slot, "state": job.state,
             "reason": "" if job.reason == "None" else job.reason, "node": job.node,
-            "submitted": job.submit_time or None}  # fmt: skip
+            "submitted": job.submitted_at or None}  # fmt: skip
 
 
 def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> Listing:

@@ -25,7 +25,8 @@ from elastic.base.durable import check_private
 from elastic.base.environment import clean_environment, registry_dir
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.jobs.command import NAMES, expand
-from elastic.jobs.sched import Job, Scheduler, open_scheduler, parse_job_name, scheduler_of
+from elastic.jobs.history import Job
+from elastic.jobs.sched import Scheduler, open_scheduler, scheduler_of
 from elastic.run import estimate
 from elastic.run.records import EventKind
 from elastic.run.rundir import Control, RunDir
@@ -153,8 +154,7 @@ def end_jobs(run: str, scheduler: Scheduler) -> bool:
 
 def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:
     """The jobs of the run of that name that have not ended. Raises TryAgain."""
-    named = [(parse_job_name(job.name), job) for job in scheduler.jobs() if not job.ended]
-    return [job for name, job in named if name and name[0] == run]
+    return [job for job in scheduler.jobs() if job.run == run and not job.ended]
 
 
 def _check_root(root: Path, config: Config) -> None:

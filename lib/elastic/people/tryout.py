@@ -27,7 +27,8 @@ from elastic.base.environment import clean_environment, env, environment, runs_r
 from elastic.base.errors import ElasticError
 from elastic.base.network import bind_address, free_port
 from elastic.jobs import sched_slurm
-from elastic.jobs.sched import Job, JobSpec
+from elastic.jobs.history import TRAINER, Job
+from elastic.jobs.sched import JobSpec
 from elastic.people import submission
 from elastic.people.diagnosis import Unknown
 from elastic.sync import launch
@@ -59,9 +60,9 @@ def tried(facts: dict) -> dict | Unknown:
 
 
 def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
-    began, job = time.time(), Job(job_id, "", "PENDING")
+    began, job = time.time(), Job(job_id, TRAINER, 0, "PENDING")
     while not job.ended:
-        wait_s = time.time() - (job.start_time or began)
+        wait_s = time.time() - (job.started_at or began)
         if wait_s > LIMIT_S:
             seen = f"job {job_id} is {job.state} ({job.reason}) after {wait_s / 60:.0f} minutes"
             return Unknown(seen, "try again when two nodes are free", meant=True)
@@ -69,7 +70,7 @@ def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
         job = next((each for each in scheduler.jobs() if each.job_id == job_id), job)
     if not (report := durable.read_json(folder / "report.json")):
         raise ElasticError(f"it is {job.state}: {last_words(folder / 'logs/trainer-0000.log')}")
-    waited_s, startup_s = job.start_time - job.submit_time, report["up"] - job.start_time
+    waited_s, startup_s = job.started_at - job.submitted_at, report["up"] - job.started_at
     return report | {"waited_s": waited_s, "startup_s": startup_s}
 
 
