@@ -37,7 +37,7 @@ NOT_PURE = {"time", "os", "random", "logging", "torch", "redis", "socket", "subp
 ONE_HOME = {"redis": {"store"}, "rich": {"views"}}
 WITHOUT_TORCH = ("base", "run", "jobs", "commands")
 FAST = ("status", "submission", "views", "agent", "launch", "sandbox")
-MOST_SHELL_LINES = 750
+MOST_SHELL_LINES = 720
 MOST_FUNCTION_LINES = 60
 
 
