@@ -118,10 +118,7 @@ class Pass(reconcile._Pass):
 
     def save(self) -> None:
         self.run.world.cast.edge("write reconcile.json")
-        memory = self.memory
-        is_over = memory.closing and not memory.jobs and not memory.unsure
-        settled = memory.closing if is_over else ""
-        self.run.notes = replace(self.notes, memory=memory, settled=settled)
+        self.run.notes = self.memory
 
 
 class Slurm:
@@ -482,10 +479,10 @@ def lock(run: MemoryRun):
 def in_memory():
     """The outside of reconcile.py replaced by that of `CLOCK.world`, for the time of the tests."""
 
-    def load(run, now):
-        return run.notes or reconcile._Notes(history.Memory(born=now))
+    def remembered(run, now):
+        return run.notes or history.Memory(born=now)
 
-    names = {"_Pass": Pass, "_load": load, "_lock": lock, "time": CLOCK}
+    names = {"_Pass": Pass, "remembered": remembered, "_lock": lock, "time": CLOCK}
     with contextlib.ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(mock.patch.object(reconcile, name, value))

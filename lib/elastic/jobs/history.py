@@ -6,7 +6,8 @@ joins the three: which jobs existed at the last pass, how they ended, which subm
 may or may not have succeeded.
 
 - A job exists unless its state is a known ended one; a word never seen before is no end.
-- A job is its name (role, slot) and its id; ids alone are reused after a controller crash.
+- A job is its name (role, slot) and its id; ids alone are reused after a controller
+  crash.
 - Absence from a listing is an end only for a job old enough to be missed (`SETTLE_S`).
 - Every end becomes news exactly once, and is kept while it can matter.
 """
@@ -81,7 +82,8 @@ class Job(_Known):
     started_at: float | None = None
     node: str = ""
     cancelled_at: float | None = None  # when reconcile asked it to leave
-    over: str = ""  # the outcome it has written: its ranks have left, whatever the state says
+    # The outcome it has written: its ranks have left, whatever the state says.
+    over: str = ""
     ended_at: float | None = None
     limit_at: float | None = None  # when its time limit ends it, if it runs
     is_headless: bool = False  # the node of its script has left it: nothing will end it
@@ -164,6 +166,11 @@ class Memory:
     mode: str = ""
     mode_since: float = 0.0
     spare_passes: int = 0  # in a row, that found more GPUs for a trainer at work
+    said: tuple[str, ...] = ()  # why places are empty, as the pass before has said
+
+    def is_closed(self, closing: str) -> bool:
+        """Is the run over for this reason, and no job of it left?"""
+        return self.closing == closing and not (self.jobs or self.unsure)
 
 
 def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:

@@ -2,11 +2,14 @@
 Pure.
 
 Invariants, whatever the world looks like:
-- a job that exists, in whatever state, occupies its slot; so does a submission that is unsure;
-- at most one job per slot, one master or, in sync mode, one trainer; of several the one furthest
-  along stays. Behind a trainer at work one successor waits in the queue, held back by Slurm's
-  `singleton`: it starts within a second of the other's end, whoever ended it and however;
-- nothing starts in one mode while a job of the other mode is there and has not said its last word;
+- a job that exists, in whatever state, occupies its slot; so does a submission that is
+  unsure;
+- at most one job per slot, one master or, in sync mode, one trainer; of several the one
+  furthest along stays. Behind a trainer at work one successor waits in the queue, held
+  back by Slurm's `singleton`: it starts within a second of the other's end, whoever ended
+  it and however;
+- nothing starts in one mode while a job of the other mode is there and has not said its
+  last word;
 - worker jobs <= slots, queued jobs <= max_pending (only a missing master may exceed it);
 - nothing is submitted for a run that is done, failed or stopped;
 - in the world that carrying out a plan leads to, the next plan does nothing.
@@ -58,7 +61,7 @@ class World:
     limits: Limits = field(default_factory=Limits)
     mode: str = "local"
     growth: Growth | None = None  # sync mode: what a restart now might gain
-    limits_of_gpus: tuple[int, int] | None = None  # sync mode: the fewest and the most, now
+    limits_of_gpus: tuple[int, int] | None = None  # sync mode: fewest and most, now
     gpus: int = 0  # sync mode: of the trainer at work
 
     def own(self, role: str) -> bool:
@@ -188,11 +191,12 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
     started = [job for job in jobs if job.started and job.cancelled_at is None]
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
-    outdated = [job for job in waiting if limits and job.asked and [*job.asked] != [*limits]]
-    if outdated := [job for job in outdated if now >= job.grows_until]:
+    asking = [job for job in waiting if limits and job.asked and now >= job.grows_until]
+    if outdated := [job for job in asking if [*job.asked] != [*limits]]:
         for job in (each for each in outdated if not each.leaving(now)):
-            missed = f"{job.asked[0]} GPUs have not become free" if job.grows_until else ""
-            yield _cancelled(job, missed or "the run has other limits now")
+            missed = f"{job.asked[0]} GPUs have not become free"
+            other = "the run has other limits now"
+            yield _cancelled(job, missed if job.grows_until else other)
     elif len(started) == 1 and waiting:
         if limits and world.gpus > limits[1]:
             reason = f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
@@ -218,7 +222,8 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
     workers = []
     for place, jobs in places.items():
         if failed := _failing(world.memory, place):
-            yield from (_cancelled(job, f"job {failed} has failed") for job in jobs if job.queued)
+            queued = [job for job in jobs if job.queued]
+            yield from (_cancelled(job, f"job {failed} has failed") for job in queued)
             continue
         first, *others = sorted(jobs, key=_seniority)
         surplus = [job for job in others if job.queued or job.started]
@@ -235,8 +240,8 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
 def _failing(memory: Memory, place: Place) -> str:
     """The job in this place that has failed, and is still listed: what follows has to
     wait."""
-    failed = (job.job_id for job in memory.jobs if job.place == place and job.over == "failed")
-    return next(failed, "")
+    there = [job for job in memory.jobs if job.place == place]
+    return next((job.job_id for job in there if job.over == "failed"), "")
 
 
 def _shrink(workers: Sequence[Job], slots: int) -> Iterator[Action]:
@@ -300,10 +305,11 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
         if wait:
             yield Action(WAIT, *place, wait)
             continue
-        exclude = blamed if is_worker else ()
         ahead = sorted((job for job in memory.jobs if job.place == place), key=_seniority)
-        reason = f"to follow job {ahead[0].job_id} at once" if ahead else _occasion(last.get(place))
-        yield Action(SUBMIT, *place, reason, exclude=exclude)
+        reason = _occasion(last.get(place))
+        if ahead:
+            reason = f"to follow job {ahead[0].job_id} at once"
+        yield Action(SUBMIT, *place, reason, exclude=blamed if is_worker else ())
         workers, pending = workers + is_worker, pending + 1
 
 
@@ -323,8 +329,9 @@ def _backing_off(chain: Sequence[Ended], limits: Limits, now: float) -> str:
     if not chain:
         return ""
     delay_s = min(limits.backoff_s * 2 ** min(len(chain) - 1, 30), MAX_BACKOFF_S)
-    is_due = now >= chain[0].at + delay_s
-    return "" if is_due else f"waits {delay_s:g} s after failure {len(chain)}: {chain[0].reason}"
+    if now >= chain[0].at + delay_s:
+        return ""
+    return f"waits {delay_s:g} s after failure {len(chain)}: {chain[0].reason}"
 
 
 def _occasion(last: Ended | None) -> str:

@@ -12,7 +12,7 @@ is unknown, and nothing is done.
 
 RUN/reconcile.json carries history.Memory from pass to pass. Before every submission the
 pass notes that it may happen, so that a pass that dies in the middle of it submits
-nothing twice. What has been said is kept there too: a pass in which nothing changes says
+nothing twice. What has been said is kept there, too: a pass in which nothing changes says
 nothing, as cron likes it.
 """
 
@@ -37,8 +37,9 @@ from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler, Unsure
 from elastic.run.records import Outcome
 from elastic.run.rundir import Control, RunDir
 
-DYING_S = 60.0  # how long a submission may still turn up whose pass was killed: past SETTLE_S, too
-UNSURE_S = 600.0  # … whose answer was lost: the controller may hang for minutes
+# How long a submission may still turn up whose pass was killed (past SETTLE_S, too), or
+# whose answer was lost: the controller may hang for minutes.
+DYING_S, UNSURE_S = 60.0, 600.0
 LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
 LOCK = "reconcile.lock"  # its time is that of the last pass
 MOST_LATER_S = 1800.0  # … after many
@@ -142,51 +143,32 @@ def _lock(run: RunDir) -> Iterator[bool]:
     submit a job twice: `singleton` keeps one of the two from starting, and the next pass
     cancels it.
     """
-    descriptor = os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        if is_mine := _has_locked(descriptor):
-            os.utime(descriptor)
+    with os.fdopen(os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as file:
+        is_mine = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            is_mine = not isinstance(error, BlockingIOError)
+        if is_mine:
+            os.utime(file.fileno())
         yield is_mine
-    finally:
-        os.close(descriptor)
-
-
-def _has_locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
 
 
 # ---- what a pass leaves to the next
 
 
-@dataclass(frozen=True)
-class _Notes:
-    """The content of RUN/reconcile.json."""
-
-    memory: Memory
-    said: tuple[str, ...] = ()
-    settled: str = ""  # why a run is over of which no job is left
-
-
-def _load(run: RunDir, now: float) -> _Notes:
-    """A lost or outdated file only costs what is in it: jobs are known by their names."""
+def remembered(run: RunDir, now: float) -> Memory:
+    """What the newest pass over the run has left to the next. A lost or outdated file
+    only costs what is in it: jobs are known by their names."""
     try:
         notes = read_json(run.path / "reconcile.json") or {}
-        memory = {"born": now, **notes.get("memory", {})}
+        memory = {"born": now, "said": (), **notes.get("memory", {})}
+        memory["said"] = tuple(memory["said"])
         for name, kind in (("jobs", Job), ("ended", Ended), ("unsure", UnsureSubmission)):
             memory[name] = tuple(kind(**row) for row in memory.get(name, ()))
-        said = tuple(notes.get("said", ()))
-        return _Notes(Memory(**memory), said, notes.get("settled", ""))
+        return Memory(**memory)
     except (ElasticError, TypeError, AttributeError):
-        return _Notes(Memory(born=now))
-
-
-def remembered(run: RunDir, now: float) -> Memory:
-    """What the newest pass over the run has left to the next."""
-    return _load(run, now).memory
+        return Memory(born=now)
 
 
 def since_last(run: RunDir) -> float:
@@ -198,7 +180,7 @@ def since_last(run: RunDir) -> float:
 
 def _is_closed(run: RunDir) -> bool:
     closing = run.closing()
-    return bool(closing) and _load(run, 0.0).settled == closing
+    return bool(closing) and remembered(run, 0.0).is_closed(closing)
 
 
 # ---- one run
@@ -213,43 +195,35 @@ class _Pass:
         self.config, self.environment = run.config(), run.environment()
         self.kind = self.config.run.scheduler
         self.report = RunReport(run.name)
-        self.notes = _load(run, now)
-        self.memory = self.notes.memory
+        self.memory = remembered(run, now)
 
-    def world(self, scheduler: Scheduler) -> World:
-        control = self.facts.control
-        growth = self._growth(scheduler, control.max) if control.mode == "sync" else None
-        return world_of(replace(self.facts, memory=self.memory), growth)
-
-    def _growth(self, scheduler: Scheduler, most: int) -> sizing.Growth | None:
+    def _growth(self, scheduler: Scheduler) -> sizing.Growth | None:
         """What a restart of the trainer would gain; None if it is not the time to ask."""
-        job = _trainer_at_work(self.memory)
-        least_age_s = self.config.sync.grow_after_s
+        job, most = _trainer_at_work(self.memory), self.facts.control.max
         # A program of the user's may save but once an epoch.
         if job is None or job.started_at is None or self.dry_run or self.config.run.command:
             return None
-        endings, gpus = self.run.jobs.endings(), self._gpus_of(job.job_id)
+        endings, gpus = self.run.jobs.endings(), self.facts.gpus_of(job)
         if not 0 < gpus < most:
             return None
-        said = (*endings, self.run.jobs.progress() or {})
-        measured = [end for end in said if end.get("tokens_per_s")]
-        speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"] for end in measured}
+        told = (*endings, self.run.jobs.progress() or {})
+        speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"]
+                  for end in told if end.get("tokens_per_s")}  # fmt: skip
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
-        restart_s = statistics.median(restarts or [RESTART_S])
-        horizon_s = cadence.observed_mtbi_s(endings)
-        best = sizing.Growth(gpus, most, speeds, restart_s, horizon_s, least_age_s)
+        best = sizing.Growth(
+            gpus, most, speeds, restart_s=statistics.median(restarts or [RESTART_S]),
+            horizon_s=cadence.observed_mtbi_s(endings),
+            least_age_s=self.config.sync.grow_after_s,
+        )  # fmt: skip
         if not best.pays(self.now - job.started_at)[0]:
             return None
         spec = self._spec(TRAINER, 0)
         counts = sizing.node_counts(spec.gpu_range, 1, spec.sizes)
         more = sizing.fit(counts, gpus + scheduler.spare_gpus(spec, most - gpus))
-        passes = self.memory.spare_passes + 1 if more > gpus else min(0, self.memory.spare_passes)
+        before = self.memory.spare_passes
+        passes = before + 1 if more > gpus else min(0, before)
         self.memory = replace(self.memory, spare_passes=passes)
         return replace(best, more=more) if passes >= SPARE_PASSES else None
-
-    def _gpus_of(self, job_id: str) -> int:
-        """As the job has noted itself; 0: not yet."""
-        return (self.run.jobs.ending(job_id) or {}).get("gpus", 0)
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes
@@ -258,22 +232,20 @@ class _Pass:
                            self.memory, jobs, self.run.jobs.ending, self.within_s)  # fmt: skip
         self.memory, endings = learned(self.facts, self.now)
         for end in endings:
-            fields = {"role": end.role, "slot": end.slot, "job_id": end.job_id, "node": end.node}
-            times = {"submitted": end.submitted_at, "started": end.started_at,
-                     "ended": end.ended_at}  # fmt: skip
-            self._event("end", **fields, **times, gpus=self._gpus(end), outcome=end.outcome,
-                        reason=end.reason)
-
-    def _gpus(self, end: Ended) -> int:
-        """How many GPUs a job that has ended had."""
-        per_job = {WORKER: self.config.slurm.gpus_per_worker, MASTER: 0}
-        return per_job.get(end.role) or self._gpus_of(end.job_id)
+            self._event(
+                "end", role=end.role, slot=end.slot, job_id=end.job_id, node=end.node,
+                submitted=end.submitted_at, started=end.started_at, ended=end.ended_at,
+                gpus=self.facts.gpus_of(end), outcome=end.outcome, reason=end.reason,
+            )  # fmt: skip
 
     def act(self, scheduler: Scheduler) -> None:
         """Plan, and carry the plan out as far as the scheduler goes along."""
-        planned = plan(self.world(scheduler), self.now)
+        is_sync = self.facts.control.mode == "sync"
+        growth = self._growth(scheduler) if is_sync else None
+        planned = plan(world_of(replace(self.facts, memory=self.memory), growth), self.now)
         self._tell_waiting([action for action in planned if action.verb == WAIT])
-        verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit, GROW: self._grow}
+        verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit,
+                 GROW: self._grow}  # fmt: skip
         for action in planned:
             if self.dry_run and action.verb != WAIT:
                 self._tell(action)
@@ -285,16 +257,14 @@ class _Pass:
 
     def left_unknown(self) -> bool:
         """Nothing is known, nothing is done. True if that is news."""
-        is_news = "unknown" not in self.notes.said
-        self.notes = replace(self.notes, said=("unknown",))
+        is_news = "unknown" not in self.memory.said
+        self.memory = replace(self.memory, said=("unknown",))
         self.save()
         return is_news
 
     def save(self) -> None:
-        memory = self.memory
-        is_over = memory.closing and not memory.jobs and not memory.unsure
-        notes = replace(self.notes, memory=memory, settled=memory.closing if is_over else "")
-        path, data = self.run.path / "reconcile.json", to_json(asdict(notes))
+        path = self.run.path / "reconcile.json"
+        data = to_json({"memory": asdict(self.memory)})
         if not self.dry_run and (not path.exists() or path.read_bytes() != data):
             write_atomic(path, data)
 
@@ -316,7 +286,7 @@ class _Pass:
             return False
         except (Refused, RetryLater) as refusal:
             self.memory = before
-            self._not_taken(action, refusal)
+            self._not_taken(action, refusal, scheduler)
             return False
         asked = spec.limits if action.role == TRAINER else None
         job = Job(job_id, *place, "PENDING", submitted_at=self._clock(), asked=asked)
@@ -344,20 +314,24 @@ class _Pass:
         control, run = self.run.control(), self.run
         masters = [job for job in self.memory.jobs if job.role == MASTER]
         at_work = any(job.started for job in masters)
-        waited_for = next((job.job_id for job in masters if job.queued and not at_work), "")
-        return JobSpec(run.path, run.name, role, slot, self.config, self.environment, exclude,
-                       limits=(control.min, control.max), sizes=self.config.sync.sizes,
-                       after=waited_for if role == WORKER else "",
-                       alone=not (role == MASTER and at_work))  # fmt: skip
+        queued = [job.job_id for job in masters if job.queued and not at_work]
+        return JobSpec(
+            run.path, run.name, role, slot, self.config, self.environment, exclude,
+            limits=(control.min, control.max), sizes=self.config.sync.sizes,
+            after=queued[0] if queued and role == WORKER else "",
+            alone=not (role == MASTER and at_work),
+        )  # fmt: skip
 
-    def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
+    def _not_taken(
+        self, action: Action, refusal: Refused | RetryLater, scheduler: Scheduler
+    ) -> None:
         """A refusal at the run's start is a mistake in its settings. Later it may be this
         host's alone (compute nodes may not submit everywhere), or a site's of today."""
         memory, delay_s = self.memory, LATER_S
         if isinstance(refusal, Refused):
             reason, host = f"{action.role} refused: {refusal.what}", node_name()
             if memory.born == self.now:
-                self._fail(reason, refusal.hint)
+                self._give_up(replace(action, reason=reason, detail=refusal.hint), scheduler)
                 return
             delay_s = min(max(LATER_S, 2 * memory.later_s), MOST_LATER_S)
             memory = replace(memory, later_s=delay_s)
@@ -376,13 +350,9 @@ class _Pass:
         return True
 
     def _give_up(self, action: Action, scheduler: Scheduler) -> bool:
-        self._fail(action.reason, action.detail)
-        self.memory = history.enter(self.memory, "failed", self.now)
+        self.run.mark_failed(action.reason, action.detail)
+        self._say(f"failed: {action.reason}")
         return True
-
-    def _fail(self, reason: str, detail: str) -> None:
-        self.run.mark_failed(reason, detail)
-        self._say(f"failed: {reason}")
 
     def _note_unsure(self, place: tuple[str, int], duration_s: float) -> None:
         others = (u for u in self.memory.unsure if u.place != place)
@@ -393,8 +363,9 @@ class _Pass:
 
     def _tell(self, action: Action) -> None:
         self.report.actions.append(action)
-        who = f"{action.role} {action.slot}" + (f" job {action.job_id}" if action.job_id else "")
-        self._say(f"{'would ' * self.dry_run}{action.verb} {who}: {action.reason}")
+        job = f" job {action.job_id}" if action.job_id else ""
+        said = f"{action.verb} {action.role} {action.slot}{job}: {action.reason}"
+        self._say("would " * self.dry_run + said)
         fields = {"role": action.role, "slot": action.slot, "job_id": action.job_id}
         self._event(action.verb, **fields, reason=action.reason)
 
@@ -403,9 +374,9 @@ class _Pass:
         reasons = reasons_of(waits)
         for reason, text in reasons.items():
             self.report.waiting.append(text)
-            if reason not in self.notes.said:
+            if reason not in self.memory.said:
                 self._say(text)
-        self.notes = replace(self.notes, said=tuple(reasons))
+        self.memory = replace(self.memory, said=tuple(reasons))
 
     def _say(self, line: str) -> None:
         self.report.lines.append(line)
@@ -431,6 +402,12 @@ class Facts:
     jobs: Sequence[Job]
     ending: Callable[[str], Mapping | None]
     within_s: float = 0.0
+
+    def gpus_of(self, job: Job | Ended) -> int:
+        """How many GPUs the job has, or had; a trainer notes it itself (0: not yet)."""
+        if job.role == WORKER:
+            return self.config.slurm.gpus_per_worker
+        return (self.ending(job.job_id) or {}).get("gpus", 0)
 
 
 def plan_of(facts: Facts, now: float) -> list[Action]:
@@ -460,7 +437,7 @@ def world_of(facts: Facts, growth: sizing.Growth | None = None) -> World:
         memory = replace(memory, later_until=0.0)
     if control.mode == "sync":
         job = _trainer_at_work(memory)
-        gpus = (facts.ending(job.job_id) or {}).get("gpus", 0) if job else 0
+        gpus = facts.gpus_of(job) if job else 0
         return World(0, memory, limits, "sync", growth, (control.min, control.max), gpus)
     return World(control.max // max(1, config.slurm.gpus_per_worker), memory, limits)
 

@@ -309,7 +309,7 @@ def _upcoming(world: World) -> str:
     """What the next reconcile pass would do, and what it waits for; "" if all is as
     wanted."""
     memory, closing = world.facts.memory, world.facts.closing
-    if closing and memory.closing == closing and not (memory.jobs or memory.unsure):
+    if closing and memory.is_closed(closing):
         return "nothing"
     if world.trouble:
         return "nothing, until the scheduler answers"
