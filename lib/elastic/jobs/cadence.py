@@ -15,7 +15,8 @@ from elastic.base import units
 from elastic.run.records import Outcome
 
 PRIOR_S = 4 * 3600.0
-LEAST_SAVES = 10.0  # an interval is at least so many saves: a tenth of the time, of the disk's too
+# An interval is at least so many saves: a tenth of the time, of the disk's too.
+LEAST_SAVES = 10.0
 LEAST_S, MOST_S = 5.0, 3600.0
 
 

@@ -1,10 +1,13 @@
 """Any program as the ranks of a synchronous job: what it is told, and where it goes on.
 Pure.
 
-    command = ["{python}", "train.py", "--checkpoint_dir", "{checkpoints}", "--resume", "{resume}"]
-    command = ["{python}", "train.py", "--out_dir={checkpoints}", "{resume?--init_from=resume}"]
+    command = ["{python}", "train.py", "--checkpoint_dir", "{checkpoints}",
+               "--resume", "{resume}"]
+    command = ["{python}", "train.py", "--out_dir={checkpoints}",
+               "{resume?--init_from=resume}"]
     command = ["torchrun", "--nnodes={nodes}", "--nproc-per-node={gpus_per_node}",
-               "--rdzv-backend=c10d", "--rdzv-endpoint={master_addr}:{master_port}", "train.py"]
+               "--rdzv-backend=c10d", "--rdzv-endpoint={master_addr}:{master_port}",
+               "train.py"]
 
 The same values are in the environment (ELASTIC_RESUME, ELASTIC_CHECKPOINTS, …) beside
 torch's own RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Where there is
@@ -23,7 +26,8 @@ NAMES = {
              "master_port", "nodes", "gpus_per_node", "gpus"),
     "local": ("python", "run", "slot", "attempt"),
 }  # fmt: skip
-STACKS = {"PYTHONFAULTHANDLER": "1"}  # environment of a program that prints them at a SIGABRT
+# The environment of a program that is to print them at a SIGABRT.
+STACKS = {"PYTHONFAULTHANDLER": "1"}
 _NAME = re.compile(r"(\$?){([a-z_]+)(?:\?([^{}]*))?}")
 
 

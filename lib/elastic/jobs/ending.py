@@ -13,7 +13,8 @@ EXIT_CODES = {  # others: 0
     TRAINER: {Outcome.STOPPED: Exit.DO_NOT_RESTART, Outcome.FENCED: Exit.DO_NOT_RESTART,
               Outcome.FAILED: Exit.ERROR},
 }  # fmt: skip
-EVENTS = {Outcome.YIELDED: EventKind.PREEMPT, Outcome.FAILED: EventKind.LOST}  # others: leave
+# For all others: leave.
+EVENTS = {Outcome.YIELDED: EventKind.PREEMPT, Outcome.FAILED: EventKind.LOST}
 
 
 @dataclass(frozen=True)

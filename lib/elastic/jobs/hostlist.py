@@ -12,7 +12,8 @@ def expand_hostlist(text: str) -> list[str]:
     if not re.fullmatch(r"(\[\d+(-\d+)?(,\d+(-\d+)?)*\]|[^\[\]])*", text):
         raise ElasticError(f"not a Slurm host list: {text!r}", "echo $SLURM_JOB_NODELIST")
     hosts = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):  # up to a comma outside of brackets
+    # Up to a comma outside of brackets.
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         pieces = re.findall(r"\[([^\]]*)\]|([^\[]+)", part)
         choices = [numbers(inside) if inside else [plain] for inside, plain in pieces]
         hosts += map("".join, itertools.product(*choices))

@@ -4,9 +4,10 @@ laptop.
 There is no daemon: jobs are files in a state directory, and whoever calls starts what
 fits.
 
-    jobs/17.json   the job as submitted; never changes; written before anything else happens
-    jobs/17.claim  made once, by the job's first process (its line of /proc/PID/stat) or by whoever
-                   cancels it before it starts: the one who makes it decides what the job becomes
+    jobs/17.json   the job as submitted; never changes; written before all else
+    jobs/17.claim  made once, by the job's first process (its line of /proc/PID/stat) or by
+                   whoever cancels it before it starts: the one who makes it decides what
+                   the job becomes
     jobs/17.cause  why it ends: CANCELLED or PREEMPTED (it was told to), else ENDED
     jobs/17.swept  it has ended, and so have all its processes
     capacity.json  {"gpus": N} in place of what configurations say, if somebody writes it
@@ -83,7 +84,8 @@ class LocalScheduler:
                 "capacity": spec.config.local_scheduler.gpus, "submit_time": time.time(),
             }  # fmt: skip
             write_atomic(self._path(job_id, "json"), to_json(record), 0o600)
-            with contextlib.suppress(OSError):  # it is queued: whoever lists it says why it waits
+            # It is queued: whoever lists it says why it waits.
+            with contextlib.suppress(OSError):
                 self._start_pending()
         return job_id
 
@@ -115,7 +117,8 @@ class LocalScheduler:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with open(self.state / "lock", "ab", opener=own) as file:  # to cut it would take room
+        # To cut it would take room.
+        with open(self.state / "lock", "ab", opener=own) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

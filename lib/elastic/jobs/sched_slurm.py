@@ -40,7 +40,8 @@ BEFORE_LIMIT = "TERM@120"  # a checkpoint may take longer than KillWait
 STEPS_END_S = 15.0
 LEAST_MB = 1024  # per GPU; Slurm takes a node whose memory nobody has named to have 1 MB
 PROBES_AT_ONCE = 16  # steps; a burst of them is what a busy controller likes least
-COMMAND_TIMEOUT_S = 25.0  # Slurm's own MessageTimeout is 10 s, and some questions are asked twice
+# Slurm's own MessageTimeout is 10 s, and some questions are asked twice.
+COMMAND_TIMEOUT_S = 25.0
 
 # Names, comments and reasons hold any printable character: separate by ones that are not.
 _FIELD, _RECORD = "\x1f", "\x1e"
@@ -85,7 +86,7 @@ class SlurmScheduler:
         with contextlib.suppress(OSError):
             if time.time() - self._listing.stat().st_mtime < within_s:
                 return parse_squeue(self._listing.read_text())
-        answer = _checked(slurm_command(_SQUEUE, environment=self._environment))
+        answer = self._ask(*_SQUEUE)
         with contextlib.suppress(OSError):
             write_atomic(self._listing, answer.encode(), 0o600)
         return parse_squeue(answer)
@@ -120,8 +121,10 @@ class SlurmScheduler:
     def wait_for(self, job_id: str, spec: JobSpec) -> None:
         """Have a trainer that is queued wait for all GPUs of `spec`. Raises TryAgain."""
         nodes = spec.gpus // spec.config.slurm.gpus_per_node
-        update = ("scontrol", "update", f"JobId={job_id}", f"NumNodes={nodes}-{nodes}")
-        _checked(slurm_command(update, environment=self._environment))
+        self._ask("scontrol", "update", f"JobId={job_id}", f"NumNodes={nodes}-{nodes}")
+
+    def _ask(self, *argv: str) -> str:
+        return ask(*argv, environment=self._environment)
 
     def _forget(self) -> None:
         """What is about to be done shall be seen by who looks next."""
@@ -147,19 +150,22 @@ class SlurmScheduler:
     def _others_wait(self, partition: str) -> bool:
         """Would a job of somebody else get what is free, or what a restart lets go for a
         moment?"""
-        argv = ("squeue", "--noheader", "--states=PENDING", f"--partition={partition}",
-                f"--format={_FIELD.join(('%r', '%j', '%k'))}")  # fmt: skip
-        lines = _checked(slurm_command(argv, environment=self._environment)).splitlines()
-        waiting = [line.split(_FIELD) for line in lines]
-        return any(reason in ("Resources", "Priority") and not any(map(parse_job_name, names))
-                   for reason, *names in waiting)  # fmt: skip
+        columns = f"--format={_FIELD.join(('%r', '%j', '%k'))}"
+        where = ("--states=PENDING", f"--partition={partition}")
+        for line in self._ask("squeue", "--noheader", *where, columns).splitlines():
+            reason, *names = line.split(_FIELD)
+            is_ours = any(map(parse_job_name, names))
+            if reason in ("Resources", "Priority") and not is_ours:
+                return True
+        return False
 
 
 def release_nodes(job_id: str, kept: int) -> None:
     """Give back all nodes of this job but the first `kept`. TryAgain if Slurm does not do
     it."""
-    _checked(slurm_command(("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")))
-    for script in Path().glob(f"slurm_job_{job_id}_resize.*"):  # for shells, which scontrol leaves
+    ask("scontrol", "update", f"JobId={job_id}", f"NumNodes={kept}")
+    # For shells, which scontrol leaves.
+    for script in Path().glob(f"slurm_job_{job_id}_resize.*"):
         script.unlink(missing_ok=True)
 
 
@@ -175,8 +181,9 @@ def end_steps(job_id: str) -> None:
     argv = ("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
     until = time.monotonic() + STEPS_END_S
     while time.monotonic() < until:
-        steps = _checked(slurm_command(argv)).split()
-        if not (left := [step for step in steps if step.rpartition(".")[2].isdigit()]):
+        steps = ask(*argv).split()
+        left = [step for step in steps if step.rpartition(".")[2].isdigit()]
+        if not left:
             return
         slurm_command(("scancel", "--signal=KILL", *left))
         time.sleep(0.5)
@@ -213,7 +220,8 @@ def answering(nodes: Sequence[str]) -> list[str]:
             probe = [*argv, f"--nodelist={node}", "true"]
             if subprocess.run(probe, timeout=COMMAND_TIMEOUT_S, **quiet).returncode == 0:
                 return True
-        return tries > 1 and starts(node, tries - 1)  # a busy controller may have been slow
+        # Once more: a busy controller may have been slow.
+        return tries > 1 and starts(node, tries - 1)
 
     with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
         return list(itertools.compress(nodes, pool.map(starts, nodes)))
@@ -232,7 +240,7 @@ def node_address() -> str:
 def show(*what: str) -> str:
     """What scontrol shows of a node, job or partition, on one line. TryAgain if it does
     not say."""
-    return _checked(slurm_command(("scontrol", "--oneliner", "show", *what)))
+    return ask("scontrol", "--oneliner", "show", *what)
 
 
 # ---- what the cluster is like
@@ -240,12 +248,8 @@ def show(*what: str) -> str:
 
 def cluster() -> dict[str, str]:
     """Slurm's settings by name; "now": the controller's clock, in whole seconds since
-    1970."""
-    return parse_settings(show("config"))
-
-
-def parse_settings(text: str) -> dict[str, str]:
-    """What `scontrol show config` printed. TryAgain if it is something else."""
+    1970. TryAgain if Slurm does not say, or something else."""
+    text = show("config")
     as_of = re.search(r"data as of (\S+)", text)
     found = dict(re.findall(r"(?m)^(\w\S*) += (.*?) *$", text))
     if not as_of or "SLURM_VERSION" not in found:
@@ -255,18 +259,20 @@ def parse_settings(text: str) -> dict[str, str]:
 
 def partitions() -> dict[str, dict[str, str]]:
     """The properties of every partition, hidden ones included, by its name."""
-    argv = ("scontrol", "--all", "--oneliner", "show", "partition")
-    lines = _checked(slurm_command(argv)).splitlines()
-    found = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+    found = map(_properties, ask("scontrol", "--all", "-o", "show", "partition").splitlines())
     return {properties["PartitionName"]: properties for properties in found if properties}
+
+
+def _properties(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
     """Every node, once per partition that it is in."""
     columns = f"--format={_FIELD.join(('%R', '%N', '%n', '%o', '%T', '%G'))}"
     argv = ("sinfo", "--all", "--noheader", "--Node", columns)
-    lines = _checked(slurm_command(argv, environment=environment)).splitlines()
-    return [Node(*(field.strip() for field in line.split(_FIELD))) for line in lines]
+    lines = ask(*argv, environment=environment).splitlines()
+    return [Node(*map(str.strip, line.split(_FIELD))) for line in lines]
 
 
 def share_of_gpu(slurm) -> tuple[int, str]:
@@ -276,12 +282,12 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     first = slurm.partition.split(",")[0]
     settings = [*partitions().get(first, {}).items(), *cluster().items()]
     defaults = " ".join(f"{key}={value}" for key, value in settings if value != "UNLIMITED")
-    names = {node.name: gpus_of(node.gres, slurm.gres) for node in nodes()
-             if node.partition == first}  # fmt: skip
+    inside = [node for node in nodes() if node.partition == first]
+    gpus_on = {node.name: gpus_of(node.gres, slurm.gres) for node in inside}
     shares = []
-    for line in show("node", ",".join(names)).splitlines() if any(names.values()) else ():
-        node = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if gpus := names.get(node["NodeName"]):
+    lines = show("node", ",".join(gpus_on)).splitlines() if any(gpus_on.values()) else ()
+    for node in map(_properties, lines):
+        if gpus := gpus_on.get(node["NodeName"]):
             spared_mb = int(node.get("MemSpecLimit", "0"))
             shares.append((int(node.get("CPUEfctv", node["CPUTot"])) // gpus,
                            (int(node["RealMemory"]) - spared_mb) // gpus))  # fmt: skip
@@ -309,7 +315,7 @@ def qos(*names: str) -> list[dict[str, str]]:
 
 def _accounting(what: str, *conditions: str) -> list[dict[str, str]]:
     argv = ("sacctmgr", "--parsable2", "--readonly", "show", what, "where", *conditions)
-    header, *lines = _checked(slurm_command(argv)).splitlines() or [""]
+    header, *lines = ask(*argv).splitlines() or [""]
     return [dict(zip(header.split("|"), line.split("|"), strict=True)) for line in lines]
 
 
@@ -318,11 +324,15 @@ def scrontab() -> subprocess.CompletedProcess[str]:
     return slurm_command(("scrontab", "-l"))
 
 
+def ask(*argv: str, environment: Mapping[str, str] | None = None) -> str:
+    """What a client command says. TryAgain if it has failed, or gives no answer."""
+    return _checked(slurm_command(argv, environment=environment))
+
+
 def slurm_command(
-    argv: Sequence[str],
-    timeout_s: float = COMMAND_TIMEOUT_S,
+    argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run a client command. TryAgain when it gives no answer in time.
 
     Its environment is this process's, or `environment`, cleaned of what steers Slurm's
@@ -339,16 +349,12 @@ def slurm_command(
         )
     try:
         return subprocess.run(
-            [program, *argv[1:]],
-            env=given | _TIMES.get(argv[0], {}),
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
+            [program, *argv[1:]], env=given | _TIMES.get(argv[0], {}), timeout=timeout_s,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise TryAgain(f"{argv[0]} gave no answer in {timeout_s:g} s", "is slurmctld up?") from None
+        silence = f"{argv[0]} gave no answer in {timeout_s:g} s"
+        raise TryAgain(silence, "is slurmctld up?") from None
 
 
 def parse_squeue(text: str) -> list[Job]:
@@ -458,18 +464,16 @@ def _resources(spec: JobSpec, lists: bool = False) -> list[str]:
     is_master, is_trainer = spec.role == MASTER, spec.role == TRAINER
     gpus = slurm.gpus_per_node if is_trainer else spec.gpus  # per node
     cpus = slurm.master_cpus if is_master else slurm.cpus_per_gpu * gpus
-    wanted = {
-        "partition": slurm.master_partition if is_master else slurm.partition,
-        "account": slurm.master_account if is_master else slurm.account,
-        "qos": slurm.master_qos if is_master else slurm.qos,
-        "time": slurm.master_time if is_master else slurm.time,
+    of = "master_" if is_master else ""
+    names = ("partition", "account", "qos", "time")
+    wanted = {name: getattr(slurm, of + name) for name in names} | {
         "gres": f"{slurm.gres}:{gpus}" if gpus and slurm.gres else "",
         "cpus-per-task": str(cpus or ""),
         "mem": slurm.master_mem if is_master else _memory(slurm.mem_per_gpu, gpus),
         # Never `B:`, which would warn the batch shell and not the step, where the agent
         # is.
         "signal": slurm.signal.removeprefix("B:") or (BEFORE_LIMIT if is_trainer else ""),
-        "exclude": ",".join(part for part in (slurm.exclude, *spec.exclude) if part),
+        "exclude": ",".join(filter(None, (slurm.exclude, *spec.exclude))),
     }
     options = [f"--{name}={value}" for name, value in wanted.items() if value]
-    return [*_size(spec, lists), *options, *(slurm.master_options if is_master else slurm.options)]
+    return [*_size(spec, lists), *options, *getattr(slurm, of + "options")]

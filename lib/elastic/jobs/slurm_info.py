@@ -27,7 +27,8 @@ _NUMBERED = re.compile(rf"(?:(?:{_WORDS})[-_=.]?|^(?=\d+(?:\.|$)))(\d+)", re.IGN
 _POINTER = re.compile(r"(^|[-_.])(latest|last)([-_.]|$)", re.IGNORECASE)
 _PLAIN = re.compile(r"(^|[-_.])(checkpoint|ckpt|snapshot|state)(\.(pt|pth|ckpt|tar|bin|pkl))+$")
 _OTHER = re.compile(r"(^|[-_.])best([-_.]|$)|-of-\d|\.(txt|jsonl?|ya?ml|toml|log|csv|md|py)$")
-_OF_TRAINER = {"training_args.bin", "config.json", "adapter_config.json"}  # Hugging Face's
+# Files of Hugging Face's Trainer.
+_OF_TRAINER = {"training_args.bin", "config.json", "adapter_config.json"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def get_slurm_info() -> SlurmInfo | None:
     """The job around this process, from its environment alone; None outside of Slurm."""
     if not (job_id := env("SLURM_JOB_ID")):
         return None
-    gpus = _either("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")  # a bare srun has no SLURM_GPUS_ON_NODE
+    # A bare srun has no SLURM_GPUS_ON_NODE.
+    gpus = _either("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
     layout = _either("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # 2(x3),1
     tasks = [(int(n), int(x or 1)) for n, x in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout)]
     until = env("SLURM_JOB_END_TIME", "")
@@ -182,7 +184,8 @@ def resume_order(names: Iterable[str]) -> list[str]:
 
 
 def _step(name: str) -> int:
-    _, number = max(_NUMBERED.findall(name), key=lambda match: match[0] != "")  # epoch=3-step=1200
+    # Both may be there: epoch=3-step=1200.
+    _, number = max(_NUMBERED.findall(name), key=lambda match: match[0] != "")
     return int(number)
 
 
