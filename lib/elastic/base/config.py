@@ -6,6 +6,7 @@ starts. What depends on other values ("auto", an empty name) is filled in here, 
 nobody asks again.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -26,8 +27,8 @@ SECTIONS = [*KEYS, "task"]
 
 # ---- what is resolved ------------------------------------------------------------------
 
-_SECTION_TYPES = {section: make_dataclass(section, [key.field for key in rows], frozen=True)
-                  for section, rows in KEYS.items()}  # fmt: skip
+_SECTION_TYPES = {name: make_dataclass(name, [key.field for key in rows], frozen=True)
+                  for name, rows in KEYS.items()}  # fmt: skip
 _Sections = make_dataclass("_Sections", KEYS, frozen=True)
 
 
@@ -61,7 +62,8 @@ class Config(_Sections):
 
     def explain(self) -> list[Row]:
         """Every key. Of redis.url only the server is there."""
-        return [row._replace(value=keys.shown_url(row.value)) if row.key == "redis.url" else row
+        url = keys.shown_url(self.redis.url)
+        return [row._replace(value=url) if row.key == "redis.url" else row
                 for row in self._rows()]  # fmt: skip
 
     def to_toml(self) -> str:
@@ -80,7 +82,8 @@ class Config(_Sections):
             for key in rows:
                 name = f"{section}.{key.name}"
                 value = keys.written(key.kind, getattr(getattr(self, section), key.field))
-                yield Row(name, value, key.unit, key.default, self.origin(name), key.meaning)
+                origin = self.origin(name)
+                yield Row(name, value, key.unit, key.default, origin, key.meaning)
         for name, value in self.task.items():
             name = f"task.{name}"
             yield Row(name, value, "", "", self.origin(name), "handed to the task")
@@ -122,47 +125,40 @@ def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config
 
 class _Layer(NamedTuple):
     tables: dict[str, Any]  # by section
-    places: Mapping[str, str]  # "section" and "section.key" -> where it is written
-
-
-def _names(tables: dict[str, Any]) -> list[str]:
-    inner = [f"{section}.{name}" for section, table in tables.items() if isinstance(table, dict)
-             for name in table]  # fmt: skip
-    return [*tables, *inner]
+    place: Callable[[str], str]  # where a section or a "section.key" is written
 
 
 def _read(path: Path) -> _Layer:
     shown = _shown(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        # Some editors begin a file with a mark.
+        text = path.read_text(encoding="utf-8-sig")
         tables = _parsed(text)
     except OSError as error:
         raise UsageError(f"cannot read {shown}: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise UsageError(f"{shown} is not TOML: no text in UTF-8", "save it as UTF-8") from None
+        what = f"{shown} is not TOML: no text in UTF-8"
+        raise UsageError(what, "save it as UTF-8") from None
     except ValueError as error:
         raise UsageError(f"{shown} is not TOML: {error}") from error
     lines = _line_numbers(text)
-    return _Layer(tables, {name: f"{shown}:{lines[name]}" if name in lines else shown
-                           for name in _names(tables)})  # fmt: skip
+    return _Layer(tables, lambda name: f"{shown}:{lines[name]}" if name in lines else shown)
 
 
 def _parsed(text: str) -> dict[str, Any]:
     """TOML of a depth that all who walk it can bear. ValueError: it is none."""
-    try:
+    with contextlib.suppress(RecursionError):
         tables = tomllib.loads(text)
-        is_too_deep = _reaches(tables, MOST_DEEP)
-    except RecursionError:
-        is_too_deep = True
-    if is_too_deep:
-        raise ValueError(f"tables and arrays are nested deeper than {MOST_DEEP}")
-    return tables
+        if not _reaches(tables, MOST_DEEP):
+            return tables
+    raise ValueError(f"tables and arrays are nested deeper than {MOST_DEEP}")
 
 
 def _reaches(value: Any, levels: int) -> bool:
     """Is there something so many levels below `value`?"""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_reaches(each, levels - 1) for each in inner)
+    inner = value.values() if isinstance(value, dict) else value
+    is_nested = isinstance(value, dict | list)
+    return levels == 0 or (is_nested and any(_reaches(each, levels - 1) for each in inner))
 
 
 def _read_site(path: Path) -> _Layer:
@@ -181,7 +177,8 @@ def _line_numbers(text: str) -> dict[str, int]:
             section = header[1].replace('"', "")
             lines.setdefault(section, number)
         elif assignment := re.match(r'\s*("[^"]+"|[\w.-]+)\s*=', line):
-            lines.setdefault(f"{section}.{assignment[1]}".replace('"', "").lstrip("."), number)
+            name = f"{section}.{assignment[1]}".replace('"', "").lstrip(".")
+            lines.setdefault(name, number)
     return lines
 
 
@@ -191,12 +188,13 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
         name, equals, text = override.partition("=")
         section, _, key = map(str.strip, name.partition("."))
         if not (equals and section and key and TEXT.accepts(override)):
-            raise UsageError(f"not an override: {override[:100]!r}", "write section.key=value")
+            what = f"not an override: {override[:100]!r}"
+            raise UsageError(what, "write section.key=value")
         if (section, key) == ("redis", "url") and ("@" in text or "password=" in text):
             raise UsageError("a password on the command line is no secret: redis.url",
                              "write it into the run's file, with mode 0600")  # fmt: skip
         tables.setdefault(section, {})[key] = _override_value(section, key, text.strip())
-    return _Layer(tables, dict.fromkeys(_names(tables), "command line"))
+    return _Layer(tables, lambda name: "command line")
 
 
 def _override_value(section: str, name: str, text: str) -> Any:
@@ -221,21 +219,23 @@ def _resolve(layers: Sequence[_Layer], path: Path, left_open: Set[str] = frozens
     task: dict[str, Any] = {}
     origins: dict[str, str] = {}
     problems: list[_Problem] = []
-    for tables, places in layers:
+    for tables, place in layers:
         for section, table in tables.items():
             if not isinstance(table, dict) or section not in SECTIONS:
-                problems.append(_bad_section(section, places[section]))
-            elif section == "task":
+                problems.append(_bad_section(section, place(section)))
+                continue
+            places = {name: place(f"{section}.{name}") for name in table}
+            origins |= {f"{section}.{name}": where for name, where in places.items()}
+            if section == "task":
                 task |= table
             else:
                 problems += _take(section, table, places, values[section])
-        origins |= places
     _fill_in(values, path)
     problems += _conflicts(values, {name for name, _ in problems} | left_open)
     if problems:
         texts = [text for _, text in problems]
         raise UsageError("\n  ".join([f"{_shown(path)} cannot be used:", *texts]))
-    sections = {section: _SECTION_TYPES[section](**fields) for section, fields in values.items()}
+    sections = {name: _SECTION_TYPES[name](**fields) for name, fields in values.items()}
     return Config(**sections, task=task, origins=origins)
 
 
@@ -243,7 +243,7 @@ def _take(section: str, table: dict, places: Mapping, fields: dict) -> Iterator[
     """Put a layer's `table` into the `fields` of its section; yield the problems."""
     known = {key.name: key for key in KEYS[section]}
     for name, value in table.items():
-        where = f"{places[f'{section}.{name}']}: {section}.{name}"
+        where = f"{places[name]}: {section}.{name}"
         if name not in known:
             near, guess = _nearest(name, known)
             text = f"{where}: unknown key{guess}; [{section}] has {', '.join(known)}"
@@ -259,7 +259,8 @@ def _bad_section(section: str, place: str) -> _Problem:
     if section in SECTIONS:
         return section, f"{place}: {section} is a section, not a key"
     near, guess = _nearest(section, SECTIONS)
-    return near, f"{place}: unknown section {section}{guess}; there are {', '.join(SECTIONS)}"
+    known = ", ".join(SECTIONS)
+    return near, f"{place}: unknown section {section}{guess}; there are {known}"
 
 
 def _nearest(name: str, legal: Iterable[str]) -> tuple[str, str]:

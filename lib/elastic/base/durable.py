@@ -39,8 +39,9 @@ LOCK_TRIES, LOCK_S = 10, 0.01
 AGAIN_S = (0.1, 0.5, 2.0)  # before each further try where the filesystem fails for now
 # What a network filesystem says now and then, of a file that is sound: a server that is
 # replaced, a file that was replaced between two calls.
-PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY,
-           errno.ESHUTDOWN, errno.ENOTCONN, errno.ECONNRESET, errno.EREMOTEIO)  # fmt: skip
+PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR,
+           errno.EBUSY, errno.ESHUTDOWN, errno.ENOTCONN, errno.ECONNRESET,
+           errno.EREMOTEIO)  # fmt: skip
 # What a filesystem gets over, as soon as somebody makes room or raises a limit.
 FULL = (*PASSING, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 
@@ -147,7 +148,8 @@ def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: N
             if error.errno not in FULL:
                 raise
             if hurry():
-                raise TryAgain(f"a notice came while waiting for space: {error}") from None
+                why = f"a notice came while waiting for space: {error}"
+                raise TryAgain(why) from None
             if not is_told:
                 print(f"waiting for space, will try on: {error}", flush=True)
             is_told = True
@@ -174,16 +176,16 @@ def log_what_fits() -> None:
 def insist(action: Callable[..., T], *args) -> T:
     """What `action(*args)` returns, tried again a beat later where the filesystem fails
     for now. Raises TryAgain if it goes on failing."""
-    for wait_s in (*AGAIN_S, None):
+    waits_s = iter(AGAIN_S)
+    while True:
         try:
             return action(*args)
         except OSError as error:
             if error.errno not in PASSING:
                 raise
-            if wait_s is None:
+            if (wait_s := next(waits_s, None)) is None:
                 raise TryAgain(f"the filesystem fails for now: {error}") from None
             time.sleep(wait_s)
-    raise AssertionError("the last try has returned or raised")
 
 
 def names(folder: Path) -> list[str]:
@@ -214,13 +216,14 @@ def read_json(path: Path) -> dict | None:
     damaged, and TryAgain if the filesystem does not say."""
     try:
         data = json.loads(insist(path.read_bytes))
+        if isinstance(data, dict):
+            return data
+        why = "not a JSON table"
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise ElasticError(f"damaged file: {path}: {error}", "restore it, or remove it") from None
-    if not isinstance(data, dict):
-        raise ElasticError(f"damaged file: {path}: not a JSON table", "restore it, or remove it")
-    return data
+        why = str(error)
+    raise ElasticError(f"damaged file: {path}: {why}", "restore it, or remove it")
 
 
 def check_private(path: Path, is_above: bool = False) -> Path:
@@ -240,16 +243,13 @@ def check_folder(folder: Path, may_be_sticky: bool = False) -> Path:
     """`folder`, of which those above are known to be private: so it is, itself."""
     status = insist(folder.lstat)
     if status.st_uid not in (0, os.getuid()):
-        raise ElasticError(
-            f"{folder} is another user's (uid {status.st_uid}, not {os.getuid()})",
-            "work below folders that are root's or your own (ELASTIC_RUNS), or as that user",
-        )
+        what = f"{folder} is another user's (uid {status.st_uid}, not {os.getuid()})"
+        own_folders = "folders that are root's or your own (ELASTIC_RUNS)"
+        raise ElasticError(what, f"work below {own_folders}, or as that user")
     if status.st_mode & 0o022 and not (may_be_sticky and status.st_mode & stat.S_ISVTX):
-        raise ElasticError(
-            f"others may write to {folder} (mode {stat.S_IMODE(status.st_mode):04o})",
-            f"chmod go-w {shlex.quote(str(folder))}"
-            + ", or +t, or choose another place" * may_be_sticky,
-        )
+        what = f"others may write to {folder} (mode {stat.S_IMODE(status.st_mode):04o})"
+        else_ways = ", or +t, or choose another place" * may_be_sticky
+        raise ElasticError(what, f"chmod go-w {shlex.quote(str(folder))}{else_ways}")
     return folder
 
 
@@ -305,10 +305,8 @@ def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum)
         return f"committed file cannot be read: {path}: {why}"
     if (size, xxh3) == (entry.get("bytes"), entry.get("xxh3")):
         return ""
-    return (
-        f"committed file is damaged: {path}: {size} bytes, xxh3 {xxh3}; "
-        f"the commit says {entry.get('bytes')} bytes, xxh3 {entry.get('xxh3')}"
-    )
+    said = f"the commit says {entry.get('bytes')} bytes, xxh3 {entry.get('xxh3')}"
+    return f"committed file is damaged: {path}: {size} bytes, xxh3 {xxh3}; {said}"
 
 
 def draft_of(final: Path, writer: str) -> Path:

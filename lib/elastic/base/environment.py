@@ -59,8 +59,9 @@ def commands() -> Path:
     """The folder of the commands for crontabs and people: of versions side by side the
     one that leads to the current one."""
     home = elastic_home()
-    follows = home.parent / "bin"
-    return follows if (home.parent / "current").is_symlink() and follows.is_dir() else home / "bin"
+    beside = home.parent
+    follows = (beside / "current").is_symlink() and (beside / "bin").is_dir()
+    return (beside if follows else home) / "bin"
 
 
 def cron_line() -> str:

@@ -13,7 +13,8 @@ class Exit(IntEnum):
     OK = 0
     ERROR = 1
     USAGE = 2
-    TRY_AGAIN = 75  # sysexits' EX_TEMPFAIL: preempted, or Redis or Slurm cannot be reached
+    # EX_TEMPFAIL of sysexits: preempted, or Redis or Slurm cannot be reached.
+    TRY_AGAIN = 75
     DO_NOT_RESTART = 93  # the job asks not to be replaced: the run is done or was stopped
 
 

@@ -28,7 +28,8 @@ class Kind(NamedTuple):
     convert: Callable[[Any], Any] = lambda value: value
     units: Mapping[str, float] = {}  # name -> size, where a number may carry its unit
     suffix: str = ""  # of the field's name inside
-    rule: str = ""  # "must be ..." in the error for what is of this kind and breaks the rule
+    # "must be ..." in the error for what is of this kind, and breaks the rule.
+    rule: str = ""
     holds: Callable[[Any], bool] = lambda value: True
 
     def that_is(self, rule: str, holds: Callable[[Any], bool]) -> "Kind":
@@ -88,7 +89,8 @@ def _list_of(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) is list and all(map(accepts, value))
 
 
-_OPTION = (r"(db=\d{1,9}|(username|password)=[^&#\s]+|(?(tls)"  # the others are TLS's alone
+# Those of TLS are for TLS alone.
+_OPTION = (r"(db=\d{1,9}|(username|password)=[^&#\s]+|(?(tls)"
            r"ssl_(ca_certs|certfile|keyfile|password|cert_reqs|check_hostname)=[^&#\s]+|(?!)))")
 _URL = re.compile(
     r"(?P<scheme>redis(?P<tls>s)?://)([^/?#\[\]\s]*@)?"  # what is before the @ is secret
@@ -115,6 +117,11 @@ def _listens(text: str) -> bool:
     except ValueError:
         return re.fullmatch(r"(?=.*[A-Za-z])[^\s/]{1,15}", text) is not None
     return not (address.is_unspecified or address.is_multicast or address.is_reserved)
+
+
+def _names_a_class(text: str) -> bool:
+    names = re.split("[.:]", text)
+    return all(map(str.isidentifier, names)) and text.count(":") == 1
 
 
 def _one_of(*choices: str) -> Kind:
@@ -145,27 +152,22 @@ SIZE = Kind('a size below 2^63 bytes ("64kb", "256mb", "1gb" or bytes)',
 NATURAL, COUNT, GPUS = INT.at_least(0), INT.at_least(1), INT.between(1, 100_000)
 AMOUNT, POSITIVE, FRACTION = REAL.at_least(0), REAL.above_zero(), REAL.between(0, 1)
 SPAN, BEAT = TIME.above_zero(), TIME.that_is("at least 10ms", lambda value: value >= 0.01)
-ROOM = SIZE.that_is("at least 16mb", lambda value: value >= 16 << 20)  # an empty server takes four
+# An empty server takes four.
+ROOM = SIZE.that_is("at least 16mb", lambda value: value >= 16 << 20)
 NAME = TEXT.like("letters, digits, '.', '_' and '-', at most 63, a letter or digit first",
                  r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})?")  # fmt: skip
-CLASS = TEXT.that_is(
-    'written "package.module:Class"',
-    lambda value: all(map(str.isidentifier, re.split("[.:]", value))) and value.count(":") == 1,
-)
+CLASS = TEXT.that_is('written "package.module:Class"', _names_a_class)
 SIGNAL = TEXT.that_is("TERM, INT, USR1 or USR2", ("TERM", "INT", "USR1", "USR2").__contains__)
 BIND = TEXT.that_is('"auto", an interface or the IPv4 address of one', _listens)
 BELOW = TEXT.like('relative, without ".." and "**"', r"(?!/)((?!\.\.|\*\*).)*")
 WINDOW = TEXT.like('written "FIRST:LAST"', r"(\d+:\d+)?")
-INTERVAL = TEXT.that_is(
-    '"auto", "N steps" or a duration ("10m")',
-    lambda value: value == "auto" or units.interval(value)[0] > 0,
-)
+INTERVAL = TEXT.that_is('"auto", "N steps" or a duration ("10m")',
+                        lambda value: value == "auto" or units.interval(value)[0] > 0)  # fmt: skip
 MEMORY = TEXT.like("written as 64G, without a fraction", r"([1-9]\d{0,8}[KMGT]?)?")
 COUNTS = INTS.that_is("of integers that are at least 1", lambda value: min(value, default=1) >= 1)
 OPTIONS = LIST.that_is(
     "without --clusters (squeue would never show the jobs: set SLURM_CONF to that cluster's)",
-    lambda words: not any(re.match("-M|--cl", word) for word in words),
-)
+    lambda words: not any(re.match("-M|--cl", word) for word in words))  # fmt: skip
 
 # ---- the table -------------------------------------------------------------------------
 
@@ -197,8 +199,8 @@ KINDS = {
     "sync": {"global_batch_size": NATURAL, "sizes": COUNTS, "checkpoints": TEXT, "resume": BELOW,
              "silent_timeout": TIME, "notice_signal": SIGNAL, "ranks_per_node": NATURAL,
              "bind": TEXT, "grow_after": TIME, "crash_retries": NATURAL},
-    "checkpoint": {"interval": INTERVAL, "max_rate": SIZE, "keep": COUNT, "keep_every": NATURAL,
-                   "min_free": SIZE},
+    "checkpoint": {"interval": INTERVAL, "max_rate": SIZE, "min_free": SIZE,
+                   "keep": COUNT, "keep_every": NATURAL},
     "health": {"heartbeat": BEAT, "lease": SPAN, "stall_after": SPAN, "hang_timeout": SPAN,
                "master_wait": SPAN, "liveness_interval": SPAN, "liveness_timeout": SPAN,
                "nan_action": _one_of("skip", "stop", "warn", "rollback"),
@@ -265,7 +267,8 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", list: "array", dict: "
 def _brief(value: Any) -> str:
     """A value for a message."""
     if type(value) is int and not _integer(value):
-        return f"of {value.bit_length()} bits, and 63 are the most"  # its digits may be too many
+        # Its digits may be too many.
+        return f"of {value.bit_length()} bits, and 63 are the most"
     text = toml_value(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -294,7 +297,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{toml_key(k)} = {toml_value(v)}' for k, v in value.items())}}}"
+        pairs = [f"{toml_key(name)} = {toml_value(each)}" for name, each in value.items()]
+        return f"{{{', '.join(pairs)}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

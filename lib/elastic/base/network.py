@@ -43,10 +43,8 @@ def bind_address(wanted: str, node_address: str, key: str = "redis.bind") -> str
         return str(ipaddress.IPv4Address(wanted))
     except ValueError:
         known = ", ".join(f"{name} ({address})" for name, address in interfaces().items())
-        raise ElasticError(
-            f"{key} = {wanted!r} is no IPv4 address and no interface here",
-            f"interfaces with an IPv4 address: {known}",
-        ) from None
+        what = f"{key} = {wanted!r} is no IPv4 address and no interface here"
+        raise ElasticError(what, f"interfaces with an IPv4 address: {known}") from None
 
 
 def interfaces() -> dict[str, str]:
@@ -55,11 +53,9 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            try:
+            with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, request)
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
+                found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 

@@ -57,7 +57,8 @@ def families(
     parents = {process.pid: process.parent for process in map(Process.of, numbers) if process}
 
     def owner(pid: int) -> str:
-        if f"\nUid:\t{os.getuid()}\t" not in read(f"/proc/{pid}/status"):  # who started it
+        # Its owner is who started it.
+        if f"\nUid:\t{os.getuid()}\t" not in read(f"/proc/{pid}/status"):
             return ""
         words = read(f"/proc/{pid}/environ").split("\0")
         given = dict(word.split("=", 1) for word in words if "=" in word)

@@ -34,7 +34,8 @@ class Notice:
         self.signal_name = ""
         self.since: float | None = None
         self.window_s = KILL_WAIT_S  # from a notice to the kill, as the scheduler has it
-        self.ask: Callable[[], float | None] | None = None  # the scheduler, when the kill comes
+        # Asks the scheduler when the kill comes.
+        self.ask: Callable[[], float | None] | None = None
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
 
@@ -55,7 +56,8 @@ class Notice:
 
     def _learn(self, ask: Callable[[], float | None]) -> None:
         kill_at = ask()
-        if kill_at and kill_at - self.since < LATEST_S:  # else a pass has told it to leave
+        # Later than that: a pass has told it to leave.
+        if kill_at and kill_at - self.since < LATEST_S:
             self.window_s = kill_at - self.since
 
     def fileno(self) -> int:
