@@ -41,7 +41,8 @@ class Samples:
         self._config, self._group = config, group
         self._dataset = check(task.dataset())
         self._order = Order(len(self), config.run.seed)
-        self.tokens_each = count_tokens(task, default_collate([self._dataset[0]]))  # of the first
+        # As many as in the first.
+        self.tokens_each = count_tokens(task, default_collate([self._dataset[0]]))
         most = config.train.batch_size * config.elastic.max
         self.batch_size = config.sync.global_batch_size or most
         self.set()

@@ -27,7 +27,8 @@ class Keepalive:
         self._server.setblocking(False)
         self._password = secrets.token_hex(16)
         self.place = f"{address}:{self._server.getsockname()[1]}:{self._password}"
-        self._lines: dict[socket.socket, str] = {}  # with the node, once it has said its name
+        # With the node, once it has said its name.
+        self._lines: dict[socket.socket, str] = {}
 
     def lost(self) -> str:
         """A node that was there and is no more; "" if there is none. Never waits."""

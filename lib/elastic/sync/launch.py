@@ -1,7 +1,7 @@
 """The launcher of a synchronous job: starts the ranks, starts them again, and says how it
 ended.
 
-    python -m elastic.sync.launch RUNDIR      (`elastic launch`, the command of a trainer job)
+    python -m elastic.sync.launch RUNDIR    (`elastic launch`, what a trainer job runs)
 
 It claims an attempt, which fences older jobs of the run, and starts one trainer per GPU:
 on this machine as child processes, in a Slurm job through one `srun`. A notice goes to
@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -48,18 +47,21 @@ from elastic.sync.resume import Resume
 
 TAIL_LINES = 60
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
-LINGER_S = 10.0  # for the others to end after a rank has crashed; where they hang, they never do
+# For the other ranks to end after one has crashed; where they hang, they never do.
+LINGER_S = 10.0
 POLL_S = 0.1
 CONTROL_S = 2.0  # between looks at what the user wants; trainers look themselves
 PASSES_S = 300.0  # between passes of a job at work
 SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
-AT_ONCE_S = 300.0  # a program that dies so soon may have died of the checkpoint that it was given
+# A program that dies so soon may have died of the checkpoint that it was given.
+AT_ONCE_S = 300.0
 ABORT_S = 0.5  # to print stack traces
 BAD_EXIT = re.compile(
     r"srun: error: (Node failure on |"
     r"\S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93)))"
 )
-LEFT = (Exit.OK, Exit.TRY_AGAIN, Exit.DO_NOT_RESTART)  # exit codes of ranks that did not crash
+# Exit codes of ranks that did not crash.
+LEFT = (Exit.OK, Exit.TRY_AGAIN, Exit.DO_NOT_RESTART)
 
 
 class Launcher:
@@ -81,9 +83,9 @@ class Launcher:
 
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
-        self._record("started")
+        self.program.record("started", gpus=0)
         if info := get_slurm_info():
-            log_job_info(with_end_time(info), lambda line: print(f"trainer  {line}", flush=True))
+            log_job_info(with_end_time(info), _say)
         if closing := self.run.closing("sync"):
             return self._end(end_of_run(closing))
         self._release_nodes()
@@ -99,18 +101,17 @@ class Launcher:
         self.program.claim(self.notice)
         ranks = self._start()
         code = self._wait(ranks)
-        end = judge(self._facts(code, ranks.error_of(code)))
+        end = judge(Facts(
+            code=code, left=name_of(code), error=ranks.error_of(code), told=self._told,
+            closing=self.run.closing("sync"), notice=self.notice.signal_name,
+            attempt=self.program.attempt, newest_attempt=self.run.slots.latest(0),
+            is_own=bool(self.config.run.command),
+        ))  # fmt: skip
         if end.outcome == Outcome.DONE and not self.run.done():
             self.run.mark_done({"reason": "run.command has ended", "time": time.time()})
             self.run.event("done", reason="run.command has ended")
-        return self._after_crash(end, ranks, before) if end.outcome == Outcome.CRASHED else end
-
-    def _facts(self, code: int, error: str) -> Facts:
-        return Facts(
-            code=code, left=name_of(code), error=error, closing=self.run.closing("sync"),
-            told=self._told, notice=self.notice.signal_name, attempt=self.program.attempt,
-            newest_attempt=self.run.slots.latest(0), is_own=bool(self.config.run.command),
-        )  # fmt: skip
+        has_crashed = end.outcome == Outcome.CRASHED
+        return self._after_crash(end, ranks, before) if has_crashed else end
 
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:
         """None: it is worth another attempt. `before`: the checkpoints that were
@@ -122,8 +123,9 @@ class Launcher:
         at_once = time.time() - ranks.began < AT_ONCE_S and not (progressed or lost)
         self._resume.older = self._resume.older + 1 if at_once else 0
         if lost:
-            if not (nodes := self._fitting(self.config.slurm.gpus_per_node, len(self._nodes))):
-                return End(Outcome.YIELDED, f"only {len(self._nodes)} nodes still answer")
+            left = len(self._nodes)
+            if not (nodes := self._fitting(self.config.slurm.gpus_per_node, left)):
+                return End(Outcome.YIELDED, f"only {left} nodes still answer")
             self._nodes, self._crashes = self._nodes[:nodes], 0
         if self._crashes > self.config.sync.crash_retries or self.notice:
             return failed
@@ -141,7 +143,8 @@ class Launcher:
         """How many of the nodes make a size that the run may have; 0: they are too
         few."""
         gpus = (self.run.control().min, self.run.control().max)
-        return sizing.fit(sizing.node_counts(gpus, gpus_per_node, self.config.sync.sizes), nodes)
+        counts = sizing.node_counts(gpus, gpus_per_node, self.config.sync.sizes)
+        return sizing.fit(counts, nodes)
 
     def _release_nodes(self) -> None:
         """Give back the nodes that make no size: Slurm before 23.02 takes no list of
@@ -154,7 +157,7 @@ class Launcher:
                 sched_slurm.release_nodes(job_id, kept)
                 self.run.event("nodes-released", nodes=over, left=kept, job_id=job_id)
             except ElasticError as error:
-                print(f"trainer  {over} nodes stay idle, not given back: {error}", flush=True)
+                _say(f"{over} nodes stay idle, not given back: {error}")
 
     def _lost_nodes(self) -> list[str]:
         """Go on without those nodes of the job that no longer answer; which these are."""
@@ -170,26 +173,25 @@ class Launcher:
     # ---- the ranks
 
     def _start(self) -> "Ranks":
-        processes = self._start_in_slurm() if env("SLURM_JOB_ID") else self._start_here()
-        limit_s = self.config.sync.silent_timeout_s if self.config.run.command else 0.0
-        return Ranks(processes, self._lines, limit_s, self._resume)
-
-    def _start_here(self) -> list[subprocess.Popen]:
+        """One process for each, or the `srun` that stands for all of them, in a group of
+        its own, so that a program's own children go with it."""
+        config, nodes, is_in_slurm = self.config, self._nodes, bool(env("SLURM_JOB_ID"))
         given = int(env("ELASTIC_GPUS", "1"))
-        gpus = self._fitting(1, given) or given
-        ranks, shared = self._ranks(gpus), self._shared(1)
-        command = self._rank_command(1, gpus, shared)
-        shared["WORLD_SIZE"] = str(ranks)
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        return [self._spawn(command, {**shared, **place}) for place in places]
-
-    def _start_in_slurm(self) -> list[subprocess.Popen]:
-        gpus, nodes = self.config.slurm.gpus_per_node, self._nodes
+        gpus = config.slurm.gpus_per_node if is_in_slurm else self._fitting(1, given) or given
+        ranks = (config.run.command and config.sync.ranks_per_node) or gpus  # on a node
         shared = self._shared(len(nodes))
         command = self._rank_command(len(nodes), gpus, shared)
-        options = self.config.slurm.srun_options
-        step = sched_slurm.step_argv(nodes, self._ranks(gpus), command, options)
-        return [self._spawn(step, shared)]
+        if is_in_slurm:
+            options, places = config.slurm.srun_options, [{}]
+            command = sched_slurm.step_argv(nodes, ranks, command, options)
+        else:
+            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                      for rank in range(ranks)]  # fmt: skip
+        folder = config.run.folder if config.run.command else None
+        ways = {"text": True, "errors": "replace", "process_group": 0}
+        processes = [start_rank(command, shared | place, folder, **ways) for place in places]
+        limit_s = config.sync.silent_timeout_s if config.run.command else 0.0
+        return Ranks(processes, self._lines, limit_s, self._resume)
 
     def _shared(self, nodes: int) -> dict[str, str]:
         """What every rank finds in its environment; they meet on this node, and where
@@ -201,7 +203,8 @@ class Launcher:
             self._lines = Keepalive(address)
         else:
             self._lines = None
-            self._rendezvous = os.fdopen(os.memfd_create("rendezvous"))  # as long as the attempt
+            # It lives as long as the attempt.
+            self._rendezvous = os.fdopen(os.memfd_create("rendezvous"))
             file = f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}"
         return {"ELASTIC_RENDEZVOUS": file,
                 "ELASTIC_KEEPALIVE": self._lines.place if self._lines else "",
@@ -211,16 +214,12 @@ class Launcher:
                 "ELASTIC_NOTICE_S": str(notice_here(self.config) or ""),
                 "MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}  # fmt: skip
 
-    def _ranks(self, gpus: int) -> int:
-        """How many processes a node of so many GPUs gets."""
-        return (self.config.run.command and self.config.sync.ranks_per_node) or gpus
-
     def _rank_command(self, nodes: int, gpus_per_node: int, shared: dict[str, str]) -> list[str]:
         """What every rank runs; adds what a program of the user's may read to
         `shared`."""
         self.gpus = nodes * gpus_per_node
         # Reconcile compares the GPUs with what there might be.
-        self._record("training", trouble=self._failure)
+        self.program.record("training", gpus=self.gpus, trouble=self._failure)
         program = [str(elastic_home() / "sbatch/rank.sh"), *self.config.slurm.rank_prefix]
         if not self.config.run.command:
             return [*program, *torch_program("trainer"), str(self.run.path)]
@@ -237,11 +236,6 @@ class Launcher:
         self.run.event("restore", resume=values["resume"], world=self.gpus,
                        attempt=self.program.attempt, job_id=self.program.job_id)  # fmt: skip
         return [*program, *expand(self.config.run.command, values)]
-
-    def _spawn(self, command: list[str], extra: Mapping[str, str]) -> subprocess.Popen:
-        """In a group of its own, so that a program's own children go with it."""
-        folder = self.config.run.folder if self.config.run.command else None
-        return start_rank(command, extra, folder, text=True, errors="replace", process_group=0)
 
     def _wait(self, ranks: "Ranks") -> int:
         """Until all have left, or one has crashed: the others cannot go on without it.
@@ -274,7 +268,7 @@ class Launcher:
         worked = {} if self.config.run.command else {"steps": progress.get("step", 0)}
         measured |= {"gpus": self.gpus, "steps": int(self._resume.has_progressed())}
         code = self.program.end(end, worked, **measured)
-        print(f"trainer  {end.outcome}: {end.reason}", flush=True)
+        _say(f"{end.outcome}: {end.reason}")
         if self._follower and end.outcome not in (Outcome.YIELDED, Outcome.FAILED):
             os.killpg(self._follower.pid, signal.SIGKILL)
         reconcile_now(self.run)
@@ -295,8 +289,9 @@ class Launcher:
             time.sleep(PASSES_S)
             reconcile_now(self.run, within_s=PASSES_S / 10)
 
-    def _record(self, state: str, **fields) -> None:
-        self.program.record(state, gpus=self.gpus, **fields)
+
+def _say(line: str) -> None:
+    print(f"trainer  {line}", flush=True)
 
 
 class Ranks:
@@ -381,7 +376,8 @@ class Ranks:
         """Leave nothing behind."""
         if code not in LEFT and (job_id := env("SLURM_JOB_ID")):
             with contextlib.suppress(TryAgain):
-                sched_slurm.end_steps(job_id)  # before srun: the next ones need their GPUs
+                # Before srun: the next ones need their GPUs.
+                sched_slurm.end_steps(job_id)
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

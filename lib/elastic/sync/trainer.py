@@ -1,9 +1,11 @@
 """A rank of a synchronous job: one process per GPU.
 
-    restore   the newest checkpoint that verifies, resharded to the ranks there are; if none is on
-              top of the newest version (handover.py), that version
-    step      the next global batch (batches.py), shared by all ranks; one agreement at its end
-    save      when due (saving.py), in the background; at a notice at once, if there is time
+    restore   the newest checkpoint that verifies, resharded to the ranks there are; if
+              none is on top of the newest version (handover.py), that version
+    step      the next global batch (batches.py), shared by all ranks; one agreement at
+              its end
+    save      when due (saving.py), in the background; at a notice at once, if there is
+              time
 
 All that a step depends on, its samples, its learning rate, its random numbers, follows
 from the state that checkpoints carry, so a run that comes back at another size goes on
@@ -82,7 +84,8 @@ class Trainer:
     def __init__(self, rank: Rank, notice: Notice):
         config, group = rank.config, rank.group
         self.rank, self.notice, self.train = rank, notice, config.train
-        self.state = self._base = State()  # where the run is; where its newest version was
+        # Where the run is; where its newest version was.
+        self.state = self._base = State()
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         self.samples = Samples(task, config, group)
         self.learner = Learner(task, config, group)
@@ -389,7 +392,8 @@ class Journal:
         self._rank = rank
         self._progress_at = 0.0
         self._rate_since = (time.monotonic(), 0)  # time, tokens
-        self._startup_s = 0.0  # from the launcher's start of the ranks to the first step's end
+        # From the launcher's start of the ranks to the first step's end.
+        self._startup_s = 0.0
 
     def write(self, line: dict, more: dict) -> None:
         """`more`: what status wants to know beside it."""

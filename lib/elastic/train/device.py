@@ -35,9 +35,8 @@ def choose_device(config: Config) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ElasticError(
-            'train.device = "cuda", and this node has no usable GPU', "nvidia-smi shows why"
-        )
+        what = 'train.device = "cuda", and this node has no usable GPU'
+        raise ElasticError(what, "nvidia-smi shows why")
     # A rank may see its own GPU alone.
     torch.cuda.set_device(int(env("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
@@ -98,10 +97,9 @@ def _require_loadable(model: torch.nn.Module) -> None:
     buffers = [name for name, _ in model.named_buffers()]
     names = {name for name, _ in model.named_parameters()}
     if odd := buffers or sorted(names ^ set(model.state_dict())):
-        raise ElasticError(
-            f"the task has initial_values(), and its model's {odd[0]} is a buffer or tied",
-            "without initial_values() the whole model is built on every rank",
-        )
+        what = f"the task has initial_values(), and its model's {odd[0]}"
+        hint = "without initial_values() the whole model is built on every rank"
+        raise ElasticError(f"{what} is a buffer or tied", hint)
 
 
 @torch.no_grad()
@@ -134,7 +132,8 @@ class Profile:
 
     def __init__(self, window: str, folder: Path):
         self._first, self._last = map(int, (window or "-1:-1").split(":"))
-        self._path, self._profiler = folder / f"steps-{self._first}-{self._last}.json", None
+        self._path = folder / f"steps-{self._first}-{self._last}.json"
+        self._profiler = None
 
     def at(self, step: int) -> None:
         """So many steps are done."""

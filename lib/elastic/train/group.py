@@ -31,10 +31,8 @@ def part_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return whole
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = param.device_mesh
-    placed = distribute_tensor(
-        whole.to(own_part(param).device), mesh, param.placements, src_data_rank=None
-    )
+    there, mesh = whole.to(own_part(param).device), param.device_mesh
+    placed = distribute_tensor(there, mesh, param.placements, src_data_rank=None)
     return placed.to_local()
 
 
@@ -65,10 +63,9 @@ class Group:
         if world == 1:
             return cls()
         if not dist.is_initialized():
-            raise ElasticError(
-                f"this worker has {world} ranks (slurm.gpus_per_worker), and they are no group yet",
-                "call torch.distributed.init_process_group() before LocalSGD.from_env()",
-            )
+            what = f"this worker has {world} ranks (slurm.gpus_per_worker)"
+            call = "torch.distributed.init_process_group() before LocalSGD.from_env()"
+            raise ElasticError(f"{what}, and they are no group yet", f"call {call}")
         device = torch.device("cpu")
         if "nccl" in dist.get_backend():
             device = torch.device("cuda", torch.cuda.current_device())

@@ -28,7 +28,8 @@ from elastic.train.group import Group, is_sharded
 ACTIONS = ("warn", "skip", "rollback", "stop")
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 POLL_S = 0.02
-FOREIGN_SHARE = 0.2  # of a GPU's memory that a process may hold outside of torch's allocator
+# What a process may hold of a GPU's memory outside of torch's allocator.
+FOREIGN_SHARE = 0.2
 
 
 class NaNDetector:
@@ -130,7 +131,8 @@ def examine_gpu(device: torch.device | str) -> tuple[list[str], bool]:
         if device.type == "cuda":
             problems += _taken_memory(device) + _worn_memory(device)
     except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
-        return [*problems, f"{device} cannot be used: {str(error).splitlines()[0]}"], False
+        why = str(error).splitlines()[0]
+        return [*problems, f"{device} cannot be used: {why}"], False
     return problems, is_fit
 
 
@@ -149,19 +151,21 @@ def warn(problem: str) -> None:
 
 
 def _wrong_arithmetic(device: torch.device) -> list[str]:
-    numbers = torch.arange(256 * 256).reshape(256, 256) % 5 - 2  # exact in every precision
+    # Exact in every precision.
+    numbers = torch.arange(256 * 256).reshape(256, 256) % 5 - 2
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         product = numbers.float().to(device) @ numbers.T.float().to(device)
     wrong = int((product.cpu() != (numbers @ numbers.T).float()).sum())
-    return [f"{device} computes wrongly: {wrong} of 65536 products of a matmul"] if wrong else []
+    problem = f"{device} computes wrongly: {wrong} of 65536 products of a matmul"
+    return [problem] if wrong else []
 
 
 def _taken_memory(device: torch.device) -> list[str]:
     free, total = torch.cuda.mem_get_info(device)
     foreign = total - free - torch.cuda.memory_reserved(device)
     sizes = f"{foreign / 2**30:.1f} of {total / 2**30:.1f} GiB"
-    taken = foreign > FOREIGN_SHARE * total
-    return [f"{device}: others hold {sizes} of its memory, see nvidia-smi"] if taken else []
+    problem = f"{device}: others hold {sizes} of its memory, see nvidia-smi"
+    return [problem] if foreign > FOREIGN_SHARE * total else []
 
 
 def _worn_memory(device: torch.device) -> list[str]:
@@ -176,10 +180,12 @@ def _worn_memory(device: torch.device) -> list[str]:
         _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(handle)
     except Exception:  # no NVML, no ECC, a MIG slice: nothing is known
         return []
-    problems = [f"{errors} uncorrected memory errors (ECC)"] if errors else []
-    problems += ["a memory row waits to be remapped (Xid 63): reset the GPU"] if pending else []
-    problems += ["a memory row cannot be remapped (Xid 64): replace the GPU"] if failed else []
-    return [f"{device}: {problem}" for problem in problems]
+    counts = {
+        f"{errors} uncorrected memory errors (ECC)": errors,
+        "a memory row waits to be remapped (Xid 63): reset the GPU": pending,
+        "a memory row cannot be remapped (Xid 64): replace the GPU": failed,
+    }
+    return [f"{device}: {problem}" for problem, count in counts.items() if count]
 
 
 class HangDetector(contextlib.AbstractContextManager):
@@ -225,7 +231,8 @@ class ShutdownHandler:
 
     def deadline_s(self, now: float) -> float:
         """Until the kill; infinite before a notice."""
-        return math.inf if self.notice.since is None else self.notice.since + self.window_s - now
+        since = self.notice.since
+        return math.inf if since is None else since + self.window_s - now
 
 
 def shield_workers(worker_id: int = 0) -> None:

@@ -24,11 +24,10 @@ def check(dataset: Dataset) -> Dataset:
     """Raise ElasticError if samples cannot be handed out by number."""
     is_numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, DataLoader | IterableDataset) or not is_numbered:
-        raise ElasticError(
-            f"samples are handed out by number, and a {type(dataset).__name__} has none",
-            "give a map-style data set (len() and [i]); batches are made by train.batch_size, and"
-            " by the collate of sgd.batches(dataset, collate)",
-        )
+        what = f"samples are handed out by number, and a {type(dataset).__name__} has none"
+        made = "by train.batch_size, and by the collate of sgd.batches(dataset, collate)"
+        hint = f"give a map-style data set (len() and [i]); batches are made {made}"
+        raise ElasticError(what, hint)
     if not len(dataset):
         raise ElasticError("the data set is empty", "are its files there, on this machine?")
     return dataset

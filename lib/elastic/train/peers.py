@@ -57,7 +57,8 @@ def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 
 def _store(rank: int, world: int, timeout: timedelta) -> dist.Store:
-    host, port, file = env("MASTER_ADDR"), int(env("MASTER_PORT")), env("ELASTIC_RENDEZVOUS", "")
+    host, port = env("MASTER_ADDR"), int(env("MASTER_PORT"))
+    file = env("ELASTIC_RENDEZVOUS", "")
     is_torchruns = env("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not is_torchruns and os.path.exists(file):  # not from another PID namespace
         store = dist.FileStore(file, world)
@@ -67,7 +68,8 @@ def _store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     if is_torchruns or rank > 0:
         return dist.TCPStore(host, port, **common)
     address = bind_address("auto", host)
-    listener = socket.create_server((address, port), backlog=BACKLOG)  # torch's own: on all of them
+    # Torch's own would listen on all addresses.
+    listener = socket.create_server((address, port), backlog=BACKLOG)
     common["master_listen_fd"] = listener.detach()
     return dist.TCPStore(address, port, is_master=True, **common)
 
