@@ -41,15 +41,17 @@ class Program:
         self.attempt = until_written(claim, notice.__bool__)
         self.event("start", node=node_name())
 
+    @property
+    def _who(self) -> dict:
+        return {"role": self.role, "slot": self.slot, "attempt": self.attempt}
+
     def event(self, kind: str, **fields) -> None:
-        who = {"role": self.role, "slot": self.slot, "attempt": self.attempt,
-               "job_id": self.job_id}  # fmt: skip
-        self.run.event(kind, **who, **fields)
+        self.run.event(kind, **self._who, job_id=self.job_id, **fields)
 
     def record(self, state: str, **fields) -> None:
         """What becomes of the job: started | training | leaving | ended."""
-        who = {"role": self.role, "slot": self.slot, "attempt": self.attempt, "node": node_name()}
-        self.run.jobs.write_ending(self.job_id, {**who, "state": state, **fields})
+        record = {**self._who, "node": node_name(), "state": state, **fields}
+        self.run.jobs.write_ending(self.job_id, record)
 
     def end(self, end: End, worked: Mapping[str, int], **measured) -> int:
         """Say how it ended, and what it had `worked` (steps, if they are known); the exit

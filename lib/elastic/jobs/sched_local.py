@@ -151,12 +151,6 @@ class LocalScheduler:
     def _record(self, job_id: str) -> dict:
         return read_json(self._path(job_id, "json")) or {}
 
-    def _forget_if_old(self, job_id: str) -> None:
-        if time.time() - self._path(job_id, "cause").stat().st_mtime > KEEP_S:
-            # The claim last: it says "ended".
-            for kind in ("json", "devices", "cause", "swept", "claim"):
-                self._path(job_id, kind).unlink(missing_ok=True)
-
     # ---- starting
 
     def _start_pending(self) -> None:
@@ -192,7 +186,10 @@ class LocalScheduler:
                 self.kill(job_id)
                 create_once(self._path(job_id, "cause"), b"ENDED")
                 create_once(self._path(job_id, "swept"), b"")
-            self._forget_if_old(job_id)
+            if time.time() - self._path(job_id, "cause").stat().st_mtime > KEEP_S:
+                # The claim last: it says "ended".
+                for kind in ("json", "devices", "cause", "swept", "claim"):
+                    self._path(job_id, kind).unlink(missing_ok=True)
 
     def _start(self, job_id: str, record: Mapping, count: int, in_use: Sequence[int]) -> list[int]:
         """Start a job's first process on `count` GPUs; returns those of them that are
@@ -228,9 +225,7 @@ class LocalScheduler:
         if grace_s > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(leader.pid, SIGTERM)
-            given = environment()
-            given.pop(MARK, None)  # it must outlive the job that may have called
-            given["PYTHONPATH"] = str(elastic_home() / "lib")
+            given = _outliving() | {"PYTHONPATH": str(elastic_home() / "lib")}
             program = (sys.executable, "-P", "-m", "elastic.jobs.sched_local")
             _detached([*program, str(self.state), job_id, str(grace_s)], given)
         else:
@@ -262,26 +257,28 @@ class LocalScheduler:
         return {job_id: pids - {here} for job_id, pids in families.items() if pids != {here}}
 
 
+def _outliving() -> dict[str, str]:
+    """The environment of what must outlive the job that starts it."""
+    return {name: value for name, value in environment().items() if name != MARK}
+
+
 def _detached(
     command: Sequence[str], environment: Mapping[str, str], output=None, folder: str = "/"
 ) -> None:
     """Run `command` in a session of its own, as nobody's child. Raises OSError if it
     cannot."""
-    given = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL}
     output = output or subprocess.DEVNULL
-    subprocess.run(["setsid", "--fork", *command], stdout=output, stderr=output, **given)
+    subprocess.run(["setsid", "--fork", *command], env=environment, cwd=folder,
+                   stdin=subprocess.DEVNULL, stdout=output, stderr=output)  # fmt: skip
 
 
 def pass_after_me(run_dir: Path) -> subprocess.Popen:
     """A reconcile pass over the run once this process has ended, however that was: nobody
     may call again. Returns the process group that waits for it."""
-    given = environment()
-    given.pop(MARK, None)  # it must outlive this process
     program = elastic_home() / "bin" / "elastic-reconcile"
-    arguments = [str(each) for each in (os.getpid(), program, run_dir)]
+    command = ["sh", "-c", AFTERWARDS, *map(str, (os.getpid(), program, run_dir))]
     nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    return subprocess.Popen(["sh", "-c", AFTERWARDS, *arguments], env=given, cwd="/",
-                            start_new_session=True, **nothing)  # fmt: skip
+    return subprocess.Popen(command, env=_outliving(), cwd="/", start_new_session=True, **nothing)
 
 
 def _least_used(in_use: Sequence[int], count: int) -> list[int]:
