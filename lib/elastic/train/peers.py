@@ -59,13 +59,12 @@ def meet(rank: int, world: int, timeout: timedelta) -> dist.Store:
 def _store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     host, port = env("MASTER_ADDR"), int(env("MASTER_PORT"))
     file = env("ELASTIC_RENDEZVOUS", "")
-    is_torchruns = env("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not is_torchruns and os.path.exists(file):  # not from another PID namespace
+    if os.path.exists(file):  # not from another PID namespace
         store = dist.FileStore(file, world)
         store.set_timeout(timeout)
         return store
     common = {"world_size": world, "timeout": timeout, "wait_for_workers": False}
-    if is_torchruns or rank > 0:
+    if rank > 0:
         return dist.TCPStore(host, port, **common)
     address = bind_address("auto", host)
     # Torch's own would listen on all addresses.
