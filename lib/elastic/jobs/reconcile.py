@@ -12,7 +12,7 @@ is unknown, and nothing is done.
 
 RUN/reconcile.json carries history.Memory from pass to pass. Before every submission the
 pass notes that it may happen, so that a pass that dies in the middle of it submits
-nothing twice. What has been said is kept there, too: a pass in which nothing changes says
+nothing twice. What has been said is kept there too: a pass in which nothing changes says
 nothing, as cron likes it.
 """
 
@@ -196,8 +196,9 @@ class _Pass:
         self.kind = self.config.run.scheduler
         self.report = RunReport(run.name)
         self.memory = remembered(run, now)
+        self.scheduler: Scheduler | None = None
 
-    def _growth(self, scheduler: Scheduler) -> sizing.Growth | None:
+    def _growth(self) -> sizing.Growth | None:
         """What a restart of the trainer would gain; None if it is not the time to ask."""
         job, most = _trainer_at_work(self.memory), self.facts.control.max
         # A program of the user's may save but once an epoch.
@@ -219,7 +220,7 @@ class _Pass:
             return None
         spec = self._spec(TRAINER, 0)
         counts = sizing.node_counts(spec.gpu_range, 1, spec.sizes)
-        more = sizing.fit(counts, gpus + scheduler.spare_gpus(spec, most - gpus))
+        more = sizing.fit(counts, gpus + self.scheduler.spare_gpus(spec, most - gpus))
         before = self.memory.spare_passes
         passes = before + 1 if more > gpus else min(0, before)
         self.memory = replace(self.memory, spare_passes=passes)
@@ -240,8 +241,8 @@ class _Pass:
 
     def act(self, scheduler: Scheduler) -> None:
         """Plan, and carry the plan out as far as the scheduler goes along."""
-        is_sync = self.facts.control.mode == "sync"
-        growth = self._growth(scheduler) if is_sync else None
+        self.scheduler = scheduler
+        growth = self._growth() if self.facts.control.mode == "sync" else None
         planned = plan(world_of(replace(self.facts, memory=self.memory), growth), self.now)
         self._tell_waiting([action for action in planned if action.verb == WAIT])
         verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit,
@@ -249,7 +250,7 @@ class _Pass:
         for action in planned:
             if self.dry_run and action.verb != WAIT:
                 self._tell(action)
-            elif action.verb != WAIT and not verbs[action.verb](action, scheduler):
+            elif action.verb != WAIT and not verbs[action.verb](action):
                 break
         if not self.memory.closing and self.run.failed():
             self.memory = history.enter(self.memory, "failed", self.now)
@@ -274,19 +275,19 @@ class _Pass:
 
     # ---- the verbs: each returns whether to go on with the plan
 
-    def _submit(self, action: Action, scheduler: Scheduler) -> bool:
+    def _submit(self, action: Action) -> bool:
         before, place = self.memory, (action.role, action.slot)
         self._note_unsure(place, DYING_S)
         self.save()
         try:
-            job_id = scheduler.submit(spec := self._spec(*place, action.exclude))
+            job_id = self.scheduler.submit(spec := self._spec(*place, action.exclude))
         except (Unsure, TryAgain) as silence:
             self._note_unsure(place, UNSURE_S)
             self._say(f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}")
             return False
         except (Refused, RetryLater) as refusal:
             self.memory = before
-            self._not_taken(action, refusal, scheduler)
+            self._not_taken(action, refusal)
             return False
         asked = spec.limits if action.role == TRAINER else None
         job = Job(job_id, *place, "PENDING", submitted_at=self._clock(), asked=asked)
@@ -296,11 +297,12 @@ class _Pass:
         self._tell(replace(action, job_id=job_id))
         return True
 
-    def _grow(self, action: Action, scheduler: Scheduler) -> bool:
+    def _grow(self, action: Action) -> bool:
         """The nodes that its predecessor leaves are free only after their epilog: a
         successor that would take less starts at once on the others alone."""
         wanted = (action.gpus, action.gpus)
-        scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), limits=wanted))
+        spec = replace(self._spec(TRAINER, 0), limits=wanted)
+        self.scheduler.wait_for(action.job_id, spec)
         self._change(action, asked=wanted, grows_until=self._clock() + GROWS_S)
         return True
 
@@ -322,16 +324,14 @@ class _Pass:
             alone=not (role == MASTER and at_work),
         )  # fmt: skip
 
-    def _not_taken(
-        self, action: Action, refusal: Refused | RetryLater, scheduler: Scheduler
-    ) -> None:
+    def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
         """A refusal at the run's start is a mistake in its settings. Later it may be this
         host's alone (compute nodes may not submit everywhere), or a site's of today."""
         memory, delay_s = self.memory, LATER_S
         if isinstance(refusal, Refused):
             reason, host = f"{action.role} refused: {refusal.what}", node_name()
             if memory.born == self.now:
-                self._give_up(replace(action, reason=reason, detail=refusal.hint), scheduler)
+                self._give_up(replace(action, reason=reason, detail=refusal.hint))
                 return
             delay_s = min(max(LATER_S, 2 * memory.later_s), MOST_LATER_S)
             memory = replace(memory, later_s=delay_s)
@@ -341,15 +341,15 @@ class _Pass:
         until = self._clock() + delay_s
         self.memory = replace(memory, later_until=until, later_reason=reason, later_host=host)
 
-    def _cancel(self, action: Action, scheduler: Scheduler) -> bool:
-        scheduler.cancel(action.job_id, now=action.now)
+    def _cancel(self, action: Action) -> bool:
+        self.scheduler.cancel(action.job_id, now=action.now)
         self._change(action, cancelled_at=self._clock())
         if any(job.job_id == action.job_id and job.grows_until for job in self.memory.jobs):
             self.memory = replace(self.memory, spare_passes=-NO_GROWTH_PASSES)
         self._tell(action)
         return True
 
-    def _give_up(self, action: Action, scheduler: Scheduler) -> bool:
+    def _give_up(self, action: Action) -> bool:
         self.run.mark_failed(action.reason, action.detail)
         self._say(f"failed: {action.reason}")
         return True
