@@ -56,7 +56,7 @@ from elastic.train.device import (
     to_device,
 )
 from elastic.train.group import Group, clip_gradients
-from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu, warn
+from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
 from elastic.train.schedule import learning_rate, peak
 from elastic.train.task import count_tokens, default_optimizer, load_task
 
@@ -304,7 +304,7 @@ class Trainer:
         group, timeout_s = self.rank.group, self.rank.config.health.liveness_timeout_s
         if problem := check_nccl_health(group, timeout_s):
             raise ElasticError(f"rank {group.rank}: {problem}", "see logs/ranks of the run")
-        require_gpu(group.device, warn)
+        require_gpu(group.device)
 
     # ---- validation
 
@@ -422,7 +422,7 @@ def run(notice: Notice) -> int:
     if info and (problem := check_layout(info, config.slurm.gpus_per_node)):
         raise ElasticError(problem)
     device = choose_device(config)
-    require_gpu(device, warn)
+    require_gpu(device)
     number, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
     group = join_group(number, world, device, config.health.hang_timeout_s)
     attempt, job_id = int(env("ELASTIC_ATTEMPT", "1")), env("ELASTIC_JOB_ID", "")

@@ -136,18 +136,14 @@ def examine_gpu(device: torch.device | str) -> tuple[list[str], bool]:
     return problems, is_fit
 
 
-def require_gpu(device: torch.device, say: Callable[[str], object]) -> None:
+def require_gpu(device: torch.device) -> None:
     """Say what `check_gpu_health` finds; ElasticError if the device is not fit to compute
     on."""
     problems, is_fit = examine_gpu(device)
     for problem in problems:
-        say(problem)
+        print(f"rank {env('RANK', '0')}: {problem}", file=sys.stderr, flush=True)
     if not is_fit:
         raise ElasticError("; ".join(problems), "keep away from the node: slurm.exclude")
-
-
-def warn(problem: str) -> None:
-    print(f"rank {env('RANK', '0')}: {problem}", file=sys.stderr, flush=True)
 
 
 def _wrong_arithmetic(device: torch.device) -> list[str]:

@@ -24,7 +24,7 @@ from elastic.train.device import (
     to_device,
 )
 from elastic.train.group import clip_gradients
-from elastic.train.health import NaNDetector, require_gpu, warn
+from elastic.train.health import NaNDetector, require_gpu
 from elastic.train.loading import check
 from elastic.train.task import count_tokens, default_optimizer, load_task
 
@@ -38,7 +38,7 @@ def run(notice: Notice) -> int:
     place = Place.from_env()
     config = place.run.config()
     device = choose_device(config)
-    require_gpu(device, warn)
+    require_gpu(device)
     # The agent sees a hang.
     group = join_group(place.rank, place.world, device, PATIENCE_S)
     task = load_task(config.run.task, config.task, Path(config.run.folder))
