@@ -56,7 +56,7 @@ def join_group(rank: int, world: int, device: torch.device, timeout_s: float) ->
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=timeout)
         if problem := check_nccl_health(group, min(PING_S, timeout_s)):
-            raise ElasticError(problem, "NCCL_DEBUG=INFO says more, in the logs of the ranks")
+            raise ElasticError(problem, "NCCL_DEBUG=INFO says more, in the ranks' logs")
     return group
 
 

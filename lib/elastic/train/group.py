@@ -38,9 +38,8 @@ def part_like(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def sharded_like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """A tensor that is sharded as `param` is, of which this rank has `part`."""
-    return type(param.data).from_local(
-        part, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
-    )
+    whole = {"shape": param.shape, "stride": param.stride()}
+    return type(param.data).from_local(part, param.device_mesh, param.placements, **whole)
 
 
 def clip_gradients(model: torch.nn.Module, most: float) -> float:

@@ -41,7 +41,7 @@ class NaNDetector:
 
     def __init__(self, action: str, group: Group, max_bad: int):
         if action not in ACTIONS:
-            raise ElasticError(f"no such action: {action!r}", f"one of {', '.join(ACTIONS)}")
+            raise ElasticError(f"no action: {action!r}", f"one of {', '.join(ACTIONS)}")
         self.action, self.group, self.max_bad = action, group, max_bad
         self.bad_in_a_row = 0
         self.reason = ""
@@ -88,8 +88,8 @@ def check_nccl_health(group: Group, timeout_s: float) -> str:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(timeout_s + 10 * POLL_S)
-    silence = "no answer from the store (kept by rank 0 or torchrun), or from NCCL's start"
-    problem = answers[0] if answers else silence
+    words = "no answer from the store (kept by rank 0 or torchrun), or from NCCL's start"
+    problem = answers[0] if answers else words
     return f"{problem} (within {timeout_s:g} s)" if problem else ""
 
 

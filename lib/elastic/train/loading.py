@@ -29,7 +29,7 @@ def check(dataset: Dataset) -> Dataset:
         hint = f"give a map-style data set (len() and [i]); batches are made {made}"
         raise ElasticError(what, hint)
     if not len(dataset):
-        raise ElasticError("the data set is empty", "are its files there, on this machine?")
+        raise ElasticError("the data set is empty", "are its files on this machine?")
     return dataset
 
 

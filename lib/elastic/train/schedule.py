@@ -59,5 +59,5 @@ def _fall(progress: float, settings) -> float:
         along = max(progress - start, 0.0) / (1.0 - start) if start < 1.0 else 0.0
         share = (1.0 + math.cos(math.pi * along)) / 2
     else:
-        raise ValueError(f"unknown schedule {settings.schedule!r}: wsd, cosine or constant")
+        raise ValueError(f"no schedule: {settings.schedule!r}: wsd, cosine or constant")
     return final + (1.0 - final) * share
