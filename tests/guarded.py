@@ -19,6 +19,7 @@ from elastic.run.records import Header
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from elastic.train.schedule import learning_rate, tokens_at
+from helpers import commit_of
 
 SIZE, BATCH = 256, 8
 LAYOUT = Layout.of([("x", (SIZE,))], 1 << 30)
@@ -108,7 +109,7 @@ class Run:
         return self.told
 
     def round(self) -> None:
-        commit = {"version": self.version, "tokens": self.samples, "total_tokens": self.total}
+        commit = commit_of(self.version, tokens=self.samples, total_tokens=self.total)
         steps = rounds.inner_steps(commit, self.settings)
         crew = self.workers
         if self.world.swinging:

@@ -113,7 +113,7 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
         to_local(run)
         (folded,) = by_trainer(run)
         assert folded.version == base.version + 1
-        assert folded["step"] == saved_steps(run.run)[0] == step(run)  # notice: no step is lost
+        assert folded.step == saved_steps(run.run)[0] == step(run)  # notice: no step is lost
         assert folded.tokens == steps(run)[-1]["tokens"]
         seen.append(tokens(run))
         finish(run)

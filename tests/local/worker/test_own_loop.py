@@ -19,10 +19,14 @@ def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path
         run.workers(2)
         run.versions(2)
         run.pace(1.0)  # the other one is not to finish the run meanwhile
-        (first, *_) = run.pids("own_loop")
+        before = {*run.pids("own_loop")}
         run.kill("own_loop")
-        run.until(lambda: len(run.pids("own_loop")) == 2, 30, "the killed one is started again")
-        assert first not in run.pids("own_loop")
+
+        def are_others() -> bool:
+            now = {*run.pids("own_loop")}
+            return len(now) == 2 and now != before
+
+        run.until(are_others, 30, "the killed one is started again")
         run.workers(2)
         job = run.jobs()["worker", 1]
         run.scheduler.preempt(job.job_id)
