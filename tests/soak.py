@@ -4,15 +4,17 @@
 
 Two runs on one sandbox, one after the other: the first has workers killed and preempted, one every
 29 s on average; the second has every kind of fault that can be done here. Both are watched
-undisturbed for a while first (`--before`). Their inner steps take a fixed wall time, most of it
-waiting: that stands in for a GPU, so that 16 workers fit on two cores and what is measured is the
-time that faults cost, not how CPUs are shared.
+undisturbed for a while first (`--before`). What is outside a run and no fault of a user's goes
+wrong beside the second: Slurm's controller hangs, the clocks of the jobs are off. Inner steps take
+a fixed wall time, most of it waiting: that stands in for a GPU, so that 16 workers fit on two
+cores and what is measured is the time that faults cost, not how CPUs are shared.
 
 The clocks of the jobs go wrong by a trick (skewed/sitecustomize.py): one machine has one clock.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -34,6 +36,9 @@ from running import TESTS, toml
 
 FAST = ("MessageTimeout=2", "SlurmdTimeout=6", "KillWait=2")
 CRON_S = 5.0
+CALM_S = 15.0  # between two troubles outside the run
+HUNG_S = 10.0
+SKEW_S, SKEWED_S = 90, 20.0
 SETTINGS = {
     "run.task": "tiny_task:Tiny",
     "run.scheduler": "slurm",
@@ -62,10 +67,10 @@ class Stage:
         self.box.up(Shape(nodes=workers, gpus=1, grace_s=5, settings=FAST))
         self.env = environment(folder, PYTHONPATH=str(TESTS), **self.box.environment())
         self.pace, self._over = folder / "pace", threading.Event()
-        clock = folder / "clock"
-        clock.write_text("+0\n")
+        self._clock = folder / "clock"
+        self._clock.write_text("+0\n")
         self.in_jobs = {"PYTHONPATH": f"{TESTS}/skewed:{TESTS}",
-                        "FAKETIME_TIMESTAMP_FILE": str(clock)}  # fmt: skip
+                        "FAKETIME_TIMESTAMP_FILE": str(self._clock)}  # fmt: skip
 
     def submit(self, name: str, step_s: float, samples: int, **settings) -> RunDir:
         """Start a run whose inner steps take `step_s`."""
@@ -99,6 +104,29 @@ class Stage:
         """What a crontab does, more often than one can."""
         while not self._over.wait(CRON_S):
             elastic("reconcile", env=self.env)
+
+    @contextlib.contextmanager
+    def troubled(self) -> Iterator[None]:
+        """Around the run, something goes wrong again and again."""
+        over = threading.Event()
+        trouble = threading.Thread(target=self._trouble, args=[over])
+        trouble.start()
+        try:
+            yield
+        finally:
+            over.set()
+            trouble.join()
+
+    def _trouble(self, over: threading.Event) -> None:
+        for skew_s in itertools.cycle((SKEW_S, -SKEW_S)):
+            if over.wait(CALM_S):
+                return
+            self.box.hang_controller(HUNG_S)
+            if over.wait(HUNG_S + CALM_S):
+                return
+            self._clock.write_text(f"{skew_s:+d}\n")
+            over.wait(SKEWED_S)
+            self._clock.write_text("+0\n")
 
     def close(self) -> None:
         self._over.set()
@@ -138,7 +166,8 @@ def soak(there: Stage, name: str, step_s: float, settings: dict, **options: obje
     seconds = sum(parse(TIME, options[each]) for each in ("before", "for"))
     per_s = there.workers * SETTINGS["train.batch_size"] / step_s
     run = there.submit(name, step_s, int(per_s * seconds), **settings)
-    report = there.chaos(run, **options)
+    with there.troubled() if "faults" not in options else contextlib.nullcontext():
+        report = there.chaos(run, **options)
     report["audit"] = there.finish(run)
     views.console().print(f"\n{name}: {there.workers} workers, steps of {step_s} s")
     views.console().print(views.chaos_view(report))

@@ -105,10 +105,13 @@ def test_a_fault_that_cannot_be_done_is_refused_or_left_out_by_name(tmp_path):
         agent = chaos.Chaos(run.run)
         kinds, refused = chaos.choose(agent, "")
         assert set(kinds) | set(refused) == set(chaos.DO)
-        assert set(refused) >= {"corrupt-checkpoint", "hang-controller", "clock-skew"}
+        assert not refused
+        agent.is_here = False
+        kinds, refused = chaos.choose(agent, "")
+        assert set(refused) == {"kill-redis", "hang-worker", "kill-node"}
         assert "kill-worker" in kinds
-        with pytest.raises(UsageError, match="hang-controller cannot be done.*no sandbox"):
-            chaos.choose(agent, "kill-worker,hang-controller")
+        with pytest.raises(UsageError, match="kill-node cannot be done.*on other machines"):
+            chaos.choose(agent, "kill-worker,kill-node")
         with pytest.raises(UsageError, match="no such fault: 'kill-all'"):
             chaos.choose(agent, "kill-all")
 
@@ -173,29 +176,39 @@ def test_the_command_does_faults_to_a_live_run_and_reports_them(tmp_path):
 
 
 def test_sync_mode_survives_and_counts_the_steps_that_came_again(tmp_path):
-    """A rank is killed and the job preempted; checkpoints may be damaged, and older ones do."""
+    """A rank is killed and the job preempted; a checkpoint is damaged, and an older one does."""
     settings = {"run.mode": "sync", "elastic.max": 2, "checkpoint.interval": "10 steps",
                 "sync.global_batch_size": 8, "health.hang_timeout": "60s"}  # fmt: skip
     with running(tmp_path, settings, samples=8000, step_s=0.05) as run:
         agent = chaos.Chaos(run.run)
         run.until(lambda: len(list(run.run.path.glob("checkpoints/step-*.json"))) > 1, 60, "two")
-        for kind in ("kill-worker", "preempt", "corrupt-checkpoint"):
+        hits = (("kill-worker", False), ("preempt", False), ("kill-worker", True))
+        for kind, is_damaged in hits:
             run.until(agent.training, 60, "it trains")
+            if is_damaged:
+                damage_newest_checkpoint(run.run)
             attempt, fault = run.run.slots.latest(0), agent.inject(kind)
             run.until(lambda n=attempt: run.run.slots.latest(0) > n, 60, "the next attempt")
             run.until(lambda: agent.costs()[-1][1].back_s < math.inf, 60, f"{kind} is over")
             assert fault.what
         run.pace(0)
         run.until(lambda: run.run.done() and not run.jobs(), 80, "the end of the run")
-        costs = {fault.kind: cost for fault, cost in agent.costs()}
-        assert costs["preempt"].steps_lost == 0
-        assert costs["corrupt-checkpoint"].steps_lost > 0
+        _, preempted, damaged = [cost.steps_lost for _, cost in agent.costs()]
+        assert preempted == 0
+        assert damaged > 0
         assert "checkpoint-refused" in {event["kind"] for event in run.events()}
         report = agent.report(0)["audit"]
         told = report["gpu_seconds"]
         assert told["replay"] > 0
         assert sum(told[part] for part in PARTS) == pytest.approx(told["allocated"], rel=0.01)
     assert (report["problems"], report["committed"], report["repeated"]) == ([], 8000, 0)
+
+
+def damage_newest_checkpoint(run: RunDir) -> None:
+    path = sorted(run.path.glob("checkpoints/step-*/*.distcp"))[-1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
 
 
 # ---- everything at once, on a sandbox: the short form of `make soak`

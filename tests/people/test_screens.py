@@ -149,8 +149,8 @@ SCREENS_OF = {
             dict(zip(("check", "verdict", "seen", "why", "fix"), each, strict=True))
             for each in CHECKS]}),
     "chaos": lambda: views.chaos_view({
-        "run": "7b", "faults": 3, "seconds": 600.0, "restarts": 2, "steps_lost": 9, "kept": 0.986,
-        "tokens_per_s": 41_000.0, "worst": "preempt: job 4711 of slot 3",
+        "run": "7b", "faults": 3, "seconds": 600.0, "steps_lost": 9, "kept": 0.986,
+        "tokens_per_s": 41_000.0,
         "kinds": [{"kind": "kill-worker", "count": 2, "steps_lost": 9, "next_commit_s": [1.6, 4.6],
                    "back_s": [7.0, 9.8], "kept": 0.993},
                   {"kind": "preempt", "count": 1, "steps_lost": 0, "next_commit_s": [2.8, 2.8],

@@ -36,18 +36,16 @@ from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 
-BRIEFLY_S = 5.0  # how long a hang, a partition lasts
+TAKEN_S = 5.0  # how long a preemptor keeps a node
+HUNG_S = 10.0  # how long a process stands still
 GONE_S = 15.0  # how long a killed node stays away
-SKEW_S = 90
 LOOK_S = 0.5
 BACK_S = 120.0  # how long the last faults are given to be over
-FAKETIME = "FAKETIME_TIMESTAMP_FILE"  # the file that libfaketime reads in the run's jobs
 DO = ("kill-worker", "preempt", "kill-master", "kill-redis", "flush-redis", "hang-worker",
-      "kill-node", "hang-controller", "corrupt-checkpoint", "partition",
-      "clock-skew")  # each by the method of its name
+      "kill-node")  # each by the method of its name
 HITS_ONE = ("kill-worker", "preempt", "hang-worker", "kill-node")
-IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis", "partition")
-HERE_ONLY = ("kill-redis", "partition", "hang-worker", "corrupt-checkpoint")
+IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis")
+HERE_ONLY = ("kill-redis", "hang-worker", "kill-node")
 
 
 class Chaos:
@@ -57,7 +55,8 @@ class Chaos:
         self.run, self.config, self.draw = run, run.config(), random.Random(seed)
         self.scheduler = scheduler_of(run)
         self.is_local = self.config.run.scheduler == "local"
-        self.box = None if self.is_local else _sandbox(run.environment().get("SLURM_CONF", ""))
+        conf = "" if self.is_local else run.environment().get("SLURM_CONF", "")
+        self.box = _sandbox(conf)
         self.is_here = self.is_local or bool(self.box)  # and so are the run's processes
         self.done: list[Fault] = []
         self._began = max(0, run.commits.newest_version())
@@ -109,7 +108,7 @@ class Chaos:
             if program in names and not names[0].endswith("sh"):  # no wrapper of it
                 around = read(folder / "environ").split("\0")
                 with contextlib.suppress(OSError):  # it is another user's, or gone
-                    place = Path(os.readlink(folder / "cwd")).parent  # a Redis has its own folder
+                    place = Path(os.readlink(folder / "cwd")).parent  # of a Redis: its own
                     marks = {f"ELASTIC_RUN_DIR={self.run.path}", str(self.run.path)}
                     if place == self.run.path or marks & {*around, *words}:
                         pids.append(int(folder.name))
@@ -119,17 +118,11 @@ class Chaos:
 
     def why_not(self, kind: str) -> str:
         """Why this fault cannot be done to this run; empty if it can."""
-        here, mode = self.is_here, self.run.control().mode
-        rules = {
-            "the run is in sync mode": kind in IN_LOCAL_MODE and mode == "sync",
-            "the run is in local mode": kind == "corrupt-checkpoint" and mode == "local",
-            "its processes are on other machines": kind in HERE_ONLY and not here,
-            "there is no sandbox": kind == "hang-controller" and not self.box,
-            "a node of a cluster is not a user's": kind == "kill-node" and not here,
-            f"its jobs do not run under libfaketime or the like ({FAKETIME} is not set)":
-                kind == "clock-skew" and FAKETIME not in self.run.environment(),
-        }  # fmt: skip
-        return next((reason for reason, holds in rules.items() if holds), "")
+        if kind in IN_LOCAL_MODE and self.in_sync_mode:
+            return "the run is in sync mode"
+        if kind in HERE_ONLY and not self.is_here:
+            return "its processes are on other machines"
+        return ""
 
     def inject(self, kind: str, until: float = inf) -> Fault:
         """Do it to a worker as soon as one trains.
@@ -161,7 +154,7 @@ class Chaos:
 
     def _preempt(self, victim: Slot) -> str:
         if self.box:  # a job of higher priority takes a node; Slurm chooses whose
-            self.box.preempt(nodes=1, seconds=BRIEFLY_S)
+            self.box.preempt(nodes=1, seconds=TAKEN_S)
             return "one node is needed elsewhere"
         # On a cluster: the signals of a preemption without GraceTime.
         getattr(self.scheduler, "preempt", self.scheduler.cancel)(victim.job_id)
@@ -169,7 +162,7 @@ class Chaos:
 
     def _kill_master(self, _victim: Slot) -> str:
         if not self.is_here:
-            job_ids = [j.job_id for j in self._jobs() if j.role == MASTER]
+            job_ids = [job.job_id for job in self._jobs() if job.role == MASTER]
             for job_id in job_ids:
                 self.scheduler.cancel(job_id, now=True)
             return f"jobs {job_ids}"
@@ -185,21 +178,16 @@ class Chaos:
         with self._store() as store:
             return f"{store.forget_everything()} keys removed"
 
-    def _partition(self, _victim: Slot) -> str:
-        for pid in self._pids("redis-server"):
-            _stop(pid, BRIEFLY_S)
-        return f"Redis answers nobody for {BRIEFLY_S:g} s"
-
     def _hang_worker(self, victim: Slot) -> str:
-        _stop(victim.pid, 2 * BRIEFLY_S)
-        return f"{_process(victim)} stands still for {2 * BRIEFLY_S:g} s"
+        _detach('kill -STOP "$0"; sleep "$1"; kill -CONT "$0"', victim.pid, HUNG_S)
+        return f"{_process(victim)} stands still for {HUNG_S:g} s"
 
     def _kill_node(self, victim: Slot) -> str:
         if self.is_local:
             self.scheduler.kill(victim.job_id)
             return f"all processes of job {victim.job_id}, slot {victim.slot}"
         node = next((job.node for job in self._jobs() if job.job_id == victim.job_id), "")
-        self.box.kill_node(node)  # not as its processes call it: they all see this machine's name
+        self.box.kill_node(node)  # by Slurm's name: its processes see this machine's
         revive = (elastic_home() / "bin/elastic-sandbox", "revive-node", node)
         where = ("--dir", self.box.path.parent, "--name", self.box.path.name)
         _detach('sleep "$0"; exec "$@"', GONE_S, *revive, *where)
@@ -207,23 +195,6 @@ class Chaos:
 
     def _jobs(self) -> list[Job]:
         return jobs_of(self.run.name, self.scheduler)
-
-    def _hang_controller(self, _victim: Slot) -> str:
-        self.box.hang_controller(2 * BRIEFLY_S)
-        return f"slurmctld answers nobody for {2 * BRIEFLY_S:g} s"
-
-    def _corrupt_checkpoint(self, _victim: Slot) -> str:
-        """The newest, and the ranks are killed, so that it is read."""
-        folders = sorted((self.run.path / "checkpoints").glob("step-*/"))
-        files = [path for folder in folders[-1:] for path in folder.glob("*.distcp")]
-        what = _flip_a_byte(files[0]) if files else "there is none yet"
-        _kill(*self._pids("trainer"))
-        return what
-
-    def _clock_skew(self, _victim: Slot) -> str:
-        path, skew_s = self.run.environment()[FAKETIME], self.draw.choice((-SKEW_S, SKEW_S))
-        _detach('echo "$1" >"$0"; sleep "$2"; echo +0 >"$0"', path, f"{skew_s:+d}", 4 * BRIEFLY_S)
-        return f"clocks of the jobs are {skew_s:+d} s off for {4 * BRIEFLY_S:g} s"
 
     # ---- what came of it
 
@@ -238,29 +209,31 @@ class Chaos:
     def report(self, began: float, baseline: tuple[float, float] | None = None) -> dict:
         """What the faults cost; `baseline`: a window without faults, from and to."""
         work = goodput.work_in(self.run.commits.all(), read_metrics(self.run))
-        costs, end = self.costs(), min(time.time(), (self.run.done() or {}).get("time", inf))
+        costs = self.costs()
+        end = min(time.time(), (self.run.done() or {}).get("time", inf))
         before = goodput.tokens_per_s(work, *baseline) if baseline else None
         rate = goodput.tokens_per_s(work, began, end)
         kinds = list(faults.by_kind(costs, work, end))
         for row in kinds:
             row["kept"] = row["tokens_per_s"] / before if before else None
-        worst = max(costs, key=lambda pair: pair[1].back_s, default=None)
-        proof = {"epochs": [], "problems": [], "unknown": "run.command keeps count of its samples"}
         if has_ledger(self.run):
             proof = audit(self.run.path, self.config.checkpoint.keep)
+        else:
+            unknown = "run.command keeps count of its samples"
+            proof = {"epochs": [], "problems": [], "unknown": unknown}
         return {
             "run": self.run.name, "seconds": round(end - began, 1), "faults": len(costs),
             "kinds": kinds, "tokens_per_s": rate, "baseline_tokens_per_s": before,
             "kept": rate / before if before else None,
-            "restarts": sum(e["kind"] == "start" and e["time"] > began and e["attempt"] > 1
-                            for e in self.run.events()),
             "steps_lost": sum(cost.steps_lost for _, cost in costs),
-            "worst": f"{worst[0].kind}: {worst[0].what}" if worst else "",
             "audit": {**proof, "gpu_seconds": gpu_seconds(self.run)},
         }  # fmt: skip
 
 
-def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Callable[[str], None]) -> None:
+Say = Callable[[str], object]
+
+
+def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Say) -> None:
     """Do what is planned, each when its time has come, until all is over or the run is.
 
     Says each fault when it is done, and again when everybody is back.
@@ -281,7 +254,7 @@ def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Callable[[s
             say(f"{kind}: not done: {error.what}")
 
 
-def _tell_what_is_over(chaos: Chaos, told: int, say: Callable[[str], None]) -> int:
+def _tell_what_is_over(chaos: Chaos, told: int, say: Say) -> int:
     """Tell, in their order, the faults of which nothing is left; how many are told
     then."""
     for fault, cost in chaos.costs()[told:] if told < len(chaos.done) else ():
@@ -321,21 +294,8 @@ def _kill(*pids: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _stop(pid: int, seconds: float) -> None:
-    _detach('kill -STOP "$0"; sleep "$1"; kill -CONT "$0"', pid, seconds)
-
-
 def _detach(script: str, *words: object) -> None:
     """Have a shell do it that lives on without this process."""
     argv = ["setsid", "--fork", "/bin/sh", "-c", script, *map(str, words)]
     subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                    stderr=subprocess.DEVNULL, check=True)  # fmt: skip
-
-
-def _flip_a_byte(path: Path) -> str:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 0xFF]))
-    return f"a byte of {path.parent.name}/{path.name}"

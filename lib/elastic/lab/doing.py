@@ -10,13 +10,12 @@ from elastic.base.config import load
 from elastic.base.environment import runs_root
 from elastic.base.errors import UsageError
 from elastic.lab import chaos, faults, trace, validation
+from elastic.lab.chaos import Say
 from elastic.lab.forecast import costs, forecast
 from elastic.people import submission
 from elastic.people.steering import progress_of
 from elastic.run import rundir
 from elastic.run.rundir import RunDir
-
-Say = Callable[[str], None]
 
 
 def advise(
@@ -56,8 +55,8 @@ def compare(
     base = load(path, overrides)
     evaluation.load(base)  # what cannot be evaluated need not be trained
     trials = [*validation.trials(lambda more: load(path, [*overrides, *more]), arms, seeds)]
-    folder = runs_root() / f"{base.run.name}-validate"
-    runs = validation.train(trials, folder, at_once, lambda r: tell(progress_of(r, len(trials))))
+    folder, count = runs_root() / f"{base.run.name}-validate", len(trials)
+    runs = validation.train(trials, folder, at_once, lambda r: tell(progress_of(r, count)))
     losses, curves = {}, {}
     for trial in trials:
         loss = validation.final_loss(runs[trial], metric)
@@ -79,7 +78,7 @@ def harm(
         raise UsageError("--every 0: faults need time between them", "give --every 10s")
     if over := run.closing():
         what = f"run {run.name} is {over}: there is nobody to hit"
-        raise UsageError(what, f"elastic-scale {run.name}, if it was stopped or has failed")
+        raise UsageError(what, f"elastic-scale {run.name} starts a stopped or failed run")
     agent = chaos.Chaos(run, seed)
     chosen, refused = chaos.choose(agent, kinds)
     for kind, why in refused.items():

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console, Group, RenderableType, group
@@ -33,7 +34,7 @@ STATE_STYLES = {
 }  # fmt: skip
 LOSS, BEAT = "{:.3f}", "{:.0f}s"
 BARS = "▁▂▃▄▅▆▇█"
-MOST_ROWS, MOST_EVENTS = 24, 8  # rows of workers, and lines of events, where one can scroll
+MOST_ROWS, MOST_EVENTS = 24, 8  # of workers, and of events, where one can scroll
 HEAD_LINES = 14  # of a run, without its tables
 ROOMY_LINES = 32  # a screen of so many lines shows the path of the run, too
 
@@ -67,14 +68,14 @@ def busy(what: str) -> AbstractContextManager:
 @contextmanager
 def progress() -> Iterator[Callable[[tuple[float, str]], None]]:
     """A bar on a terminal, moved by (the part that is done, words); elsewhere nothing."""
-    from rich.progress import Progress  # which takes longer to import than most commands run
+    from rich.progress import Progress  # its import takes longer than most commands
 
     with Progress(console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda done: bar.update(task, completed=done[0], description=escape(done[1]))
 
 
-# ---- status -------------------------------------------------------------------------------------
+# ---- status --------------------------------------------------------------------------
 
 
 def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
@@ -109,8 +110,9 @@ def run_view(seen: dict, height: int = 0) -> Iterator[RenderableType]:
     if waiting:
         yield from ("", *_jobs_table(waiting, max(2, rows // 2)))
     if seen["events"]:
-        lines = map(event_line, seen["events"][-(rows if height else MOST_EVENTS) :])
-        yield from ("", *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
+        yield ""
+        for event in seen["events"][-(rows if height else MOST_EVENTS) :]:
+            yield Text(event_line(event), no_wrap=True, overflow="ellipsis")
 
 
 def _summary(seen: dict, height: int) -> RenderableType:
@@ -149,7 +151,8 @@ def _round(seen: dict) -> str:
     done, most = sum(steps), len(steps) * seen["inner_steps"]
     states = Counter(worker["state"] for worker in seen["workers"])
     words = ", ".join(f"{count} {state}" for state, count in states.most_common())
-    return f"{_bar(done, most)} steps {min(steps)}..{max(steps)} of {seen['inner_steps']} · {words}"
+    span = f"{min(steps)}..{max(steps)} of {seen['inner_steps']}"
+    return f"{_bar(done, most)} steps {span} · {words}"
 
 
 def _waits(jobs: Sequence[dict]) -> str:
@@ -162,14 +165,15 @@ def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[Render
     """A row per worker; of too many, those that are in trouble, then those that are
     slowest."""
     speed = {"tokens": ">tok/s"}.get(unit, f">{unit}/s")
-    table = _table(">slot", ">try", "job", "node", "state", ">version", ">step", speed, ">beat")
-    telling = sorted(workers, key=lambda w: (w["state"] == "training", w["tokens_per_s"]))[:most]
-    for worker in sorted(telling, key=lambda each: each["slot"]):
+    columns = (">slot", ">try", "job", "node", "state", ">version", ">step", speed, ">beat")
+    table = _table(*columns)
+    telling = sorted(workers, key=lambda w: (w["state"] == "training", w["tokens_per_s"]))
+    for worker in sorted(telling[:most], key=itemgetter("slot")):
+        version = None if worker["version"] == -1 else worker["version"]
         table.add_row(
-            str(worker["slot"]), str(worker["attempt"]), str(worker["job_id"]),
-            worker["node"], _state(worker["state"]),
-            _number(None if worker["version"] == -1 else worker["version"]),
-            str(worker["step"]), si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
+            *(str(worker[name]) for name in ("slot", "attempt", "job_id", "node")),
+            _state(worker["state"]), _number(version), str(worker["step"]),
+            si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
         )  # fmt: skip
     return [table, *_rest(workers, most, ", none of them slower or in trouble")]
 
@@ -177,8 +181,8 @@ def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[Render
 def _jobs_table(jobs: Sequence[dict], most: int) -> list[RenderableType]:
     table = _table("job", "role", ">slot", "scheduler says", "because")
     for job in jobs[:most]:
-        reason = "" if job["reason"] in ("None", "none") else job["reason"]
-        table.add_row(str(job["job_id"]), job["role"], str(job["slot"]), job["state"], reason)
+        names = ("job_id", "role", "slot", "state", "reason")
+        table.add_row(*(str(job[name]) for name in names))
     return [table, *_rest(jobs, most, " jobs that do not run")]
 
 
@@ -188,7 +192,7 @@ def event_line(event: dict) -> str:
     return f"{clock} {wording.event_words(event)}"
 
 
-# ---- audit, configuration -----------------------------------------------------------------------
+# ---- audit, configuration ------------------------------------------------------------
 
 
 @group()
@@ -206,7 +210,7 @@ def audit_view(run: str, report: dict) -> Iterator[RenderableType]:
     if report.get("gpu_seconds"):
         yield _gpu_seconds(report["gpu_seconds"])
     for version, samples in report.get("taken_back", []):
-        yield f"version {version} was taken back: its {samples:,} samples are in no parameters"
+        yield f"version {version} was taken back: no parameters have its {samples:,} samples"
     for problem in report["problems"]:
         yield Text(f"wrong: {problem}", style="red")
     state = "finished" if report.get("finished") else "not finished"
@@ -216,7 +220,7 @@ def audit_view(run: str, report: dict) -> Iterator[RenderableType]:
 
 def chaos_view(report: dict) -> RenderableType:
     """What faults cost a run: a row per kind, then the sums."""
-    kept = [">kept"] if report["kept"] is not None else []  # of the rate before the first fault
+    kept = [">kept"] if report["kept"] is not None else []  # of the rate before any fault
     table = _table("fault", ">times", ">steps lost", ">next commit after (worst)",
                    ">all back after (worst)", *kept)  # fmt: skip
     for row in report["kinds"]:
@@ -224,12 +228,11 @@ def chaos_view(report: dict) -> RenderableType:
                  for middle, worst in (row["next_commit_s"], row["back_s"])]  # fmt: skip
         spans += [_number(row["kept"], "{:.1%}") for _ in kept]
         table.add_row(row["kind"], str(row["count"]), str(row["steps_lost"]), *spans)
-    sums = (f"{report['faults']} faults in {report['seconds']:.0f} s, "
-            f"{report['restarts']} restarts, {report['steps_lost']} steps lost; "
-            f"{si(report['tokens_per_s'])} {report['audit'].get('unit', 'tokens')}/s"
-            + (f", {report['kept']:.1%} of those without faults" if kept else ""))  # fmt: skip
-    worst = [f"the longest to recover from: {report['worst']}"] if report["worst"] else []
-    return Group(table, "", sums, *worst, "", audit_view(report["run"], report["audit"]))
+    rate = f"{si(report['tokens_per_s'])} {report['audit'].get('unit', 'tokens')}/s"
+    rate += f", {report['kept']:.1%} of those without faults" if kept else ""
+    lost = f"{report['steps_lost']} steps lost"
+    sums = f"{report['faults']} faults in {report['seconds']:.0f} s, {lost}; {rate}"
+    return Group(table, "", sums, "", audit_view(report["run"], report["audit"]))
 
 
 def doctor_view(report: dict) -> RenderableType:
@@ -252,7 +255,8 @@ def plan_view(forecast: dict) -> RenderableType:
     """A row per way to train through a trace, and what to do."""
     trace, best = forecast["trace"], forecast["recommended"]
     columns = ("start-up", "waiting", "replay", "lost", "notice")
-    table = _table("way", ">GPUs", ">K", ">goodput", ">kept", *(f">{name}" for name in columns))
+    every = ("GPUs", "K", "goodput", "kept", *columns)
+    table = _table("way", *(f">{name}" for name in every))
     for way in forecast["ways"]:
         whole, sizes = way["allocated"] or 1.0, dict.fromkeys(way["gpus"])
         table.add_row(
@@ -266,8 +270,8 @@ def plan_view(forecast: dict) -> RenderableType:
     if best["mode"] == "local":
         saves = f"inner_steps {best['inner_steps']} (a version every {every_s:.0f} s)"
     return Group(
-        f"{hours:.3g} hours of {trace['nodes']} nodes, up to {trace['most_gpus']} GPUs at a time;"
-        f" nodes were taken {trace['taken']} times, at {trace['moments']} moments",
+        f"{hours:.3g} hours of {trace['nodes']} nodes, up to {trace['most_gpus']} GPUs at a"
+        f" time; nodes were taken {trace['taken']} times, at {trace['moments']} moments",
         "", table, "",
         f"take --mode {best['mode']} --min {best['min']} --max {best['max']}, {saves}:"
         f" {best['reason']}",
@@ -279,7 +283,8 @@ def _gpu_seconds(ledger: dict[str, float]) -> str:
     share = shares(ledger)
     others = [f"{part} {share[part]:.1%}" for part in PARTS[1:] if share[part]]
     goodput = f"training {share['training']:.1%} of {si(ledger['allocated'])} GPU-seconds"
-    return f"goodput: {', '.join([goodput, *others])}; {si(ledger['queued'])} more were waited for"
+    words, queued = ", ".join([goodput, *others]), si(ledger["queued"])
+    return f"goodput: {words}; {queued} more were waited for"
 
 
 def validation_view(comparison: dict, curves: dict) -> RenderableType:
@@ -289,8 +294,8 @@ def validation_view(comparison: dict, curves: dict) -> RenderableType:
         table.add_row(row["arm"], LOSS.format(row["loss"]), _number(row["spread"], LOSS),
                       _number(row["gap"], "{:+.3f}"), _number(row["bound"], "{:+.3f}"),
                       row["words"])  # fmt: skip
-    drawn = [Text(f"{arm}: training loss {sparkline(curve)}") for arm, curve in curves.items()]
-    return Group(*drawn, "", table, "", Text(f"runs: {comparison['runs']}"))
+    drawn = (f"{arm}: training loss {sparkline(curve)}" for arm, curve in curves.items())
+    return Group(*map(Text, drawn), "", table, "", Text(f"runs: {comparison['runs']}"))
 
 
 def config_view(rows: Sequence[dict]) -> RenderableType:
@@ -303,7 +308,7 @@ def config_view(rows: Sequence[dict]) -> RenderableType:
     return table
 
 
-# ---- small parts --------------------------------------------------------------------------------
+# ---- small parts ---------------------------------------------------------------------
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -314,8 +319,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     count = min(width, len(values))
     cuts = [len(values) * i // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(means), max(means)
-    bars = "".join(BARS[round((v - low) / ((high - low) or 1) * (len(BARS) - 1))] for v in means)
+    low, most = min(means), len(BARS) - 1
+    height = (max(means) - low) or 1
+    bars = "".join(BARS[round((mean - low) / height * most)] for mean in means)
     return f"{LOSS.format(values[0])} {bars} {LOSS.format(values[-1])}"
 
 
@@ -333,7 +339,8 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         side = "right" if column[0] == ">" else "left"
-        table.add_column(column.lstrip(">"), justify=side, overflow="fold")  # it may be copied
+        # Folded, not cut: it may be copied.
+        table.add_column(column.lstrip(">"), justify=side, overflow="fold")
     return table
 
 
