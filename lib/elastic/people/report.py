@@ -2,8 +2,9 @@
 
     gather      reads the run directory once, into `Facts`
     draw_*      each draws a panel with matplotlib, whose one importer this file is
-    page        the panels as SVG inside one HTML file: no script, no network, text that can be
-                searched; the tooltip of a bar in the chart of jobs tells all about that job
+    page        the panels as SVG inside one HTML file: no script, no network, text that
+                can be searched; the tooltip of a bar in the chart of jobs tells all about
+                that job
 """
 
 import functools
@@ -13,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from elastic.base.errors import ElasticError
@@ -25,21 +27,24 @@ from elastic.run.records import EventKind, Outcome
 from elastic.run.rundir import RunDir
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
-MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}  # at the end of a job
+# At the end of a job.
+MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}
 MARK_OF_DEATH = ("X", RED)
 LINES = (EventKind.CHAOS, EventKind.MASTER, EventKind.REDIS_LOST, EventKind.TAKEN_BACK)
-# Of a time axis: the longest run that has it (seconds), its size (seconds), its name.
-UNITS = ((300, 1, "seconds"), (3 * 3600, 60, "minutes"), (5 * 86400, 3600, "hours"))
-PART_COLOURS = dict(zip(PARTS, ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00",
-                                "#bbbbbb"), strict=True))  # fmt: skip
+COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#bbbbbb")
+PART_COLOURS = dict(zip(PARTS, COLOURS, strict=True))
 WIDTH, HEIGHT = 9.0, 3.0  # inches of a panel
 MOST_POINTS = 2000  # of a curve: more than a screen can show
 MOST_STAYS = 5000  # jobs that are drawn
 MOST_INCIDENTS = 500  # rows of the table: the newest
+HEAD = """<!doctype html>
+<html lang='en'><head><meta charset='utf-8'><title>{run}</title><style>{style}</style>
+</head><body><h1>{run}</h1>"""
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem } svg { max-width: 100% }
-table { border-collapse: collapse } td, th { text-align: left; padding: .15rem 1rem .15rem 0 }
+body { font: 15px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem }
+svg { max-width: 100% } table { border-collapse: collapse }
+td, th { text-align: left; padding: .15rem 1rem .15rem 0 }
 td { border-top: 1px solid #ddd; vertical-align: top } .number { text-align: right }
 """
 
@@ -55,21 +60,14 @@ class Facts:
     incidents: Sequence[Incident]
     gpu_seconds: dict[str, float]
 
+    @property
+    def losses(self) -> list[float]:
+        return [point.loss for point in self.points]
+
     @functools.cached_property
     def last(self) -> float:
         times = [stay.end for stay in self.stays] + [point.time for point in self.points[-1:]]
         return max(times, default=self.began + 1)
-
-    @functools.cached_property
-    def unit(self) -> tuple[float, str]:
-        """Seconds, and the name, of what the time axes count."""
-        length_s = self.last - self.began
-        units = ((unit_s, name) for most_s, unit_s, name in UNITS if length_s < most_s)
-        return next(units, (86400, "days"))
-
-    def at(self, time_: float) -> float:
-        """Where a time is on the axes."""
-        return (time_ - self.began) / self.unit[0]
 
 
 def gather(run: RunDir) -> Facts:
@@ -103,42 +101,42 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def draw_loss_by_tokens(axes: Any, facts: Facts) -> None:
-    axes.plot([p.tokens for p in facts.points], [p.loss for p in facts.points], color=BLUE)
+    axes.plot([p.tokens for p in facts.points], facts.losses, color=BLUE)
     axes.set(xlabel=f"committed {facts.seen['unit']}", ylabel="training loss")
-    axes.xaxis.set_major_formatter(lambda value, _at: wording.si(value))
+    axes.xaxis.set_major_formatter(lambda value, _place: wording.si(value))
 
 
 def draw_loss_by_time(axes: Any, facts: Facts) -> None:
-    axes.plot([facts.at(p.time) for p in facts.points], [p.loss for p in facts.points], color=BLUE)
-    axes.set(ylabel="training loss")
     _along_time(axes, facts)
+    axes.plot([_at(p.time) for p in facts.points], facts.losses, color=BLUE)
+    axes.set(ylabel="training loss")
 
 
 def draw_throughput(axes: Any, facts: Facts) -> None:
-    times, rates = [facts.at(p.time) for p in facts.points], [p.tokens_per_s for p in facts.points]
-    axes.step(times, rates, where="pre", color=BLUE)
-    axes.set(ylabel=f"{facts.seen['unit']}/s", ylim=(0, None))
-    axes.yaxis.set_major_formatter(lambda value, _at: wording.si(value))
     _along_time(axes, facts)
+    rates = [p.tokens_per_s for p in facts.points]
+    axes.step([_at(p.time) for p in facts.points], rates, where="pre", color=BLUE)
+    axes.set(ylabel=f"{facts.seen['unit']}/s", ylim=(0, None))
+    axes.yaxis.set_major_formatter(lambda value, _place: wording.si(value))
 
 
 def draw_jobs(axes: Any, facts: Facts) -> None:
     """A Gantt chart: a row per place, a bar per job, a line per fault."""
+    _along_time(axes, facts)
     places = list(dict.fromkeys(stay.place for stay in facts.stays))
     axes.figure.set_figheight(1.2 + 0.18 * min(60, len(places)))
     for number, stay in enumerate(facts.stays):
-        row, start, end = places.index(stay.place), facts.at(stay.start), facts.at(stay.end)
+        row, start, end = places.index(stay.place), _at(stay.start), _at(stay.end)
         axes.barh(row, end - start, left=start, height=0.6, gid=f"job-{number}", color=LIGHT)
         if stay.outcome and not Outcome(stay.outcome).is_wanted:
             marker, colour = MARKS.get(stay.outcome, MARK_OF_DEATH)
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
     for incident in facts.incidents:
         if incident.event in LINES:
-            axes.axvline(facts.at(incident.time), color=RED, linewidth=0.7, linestyle=":")
+            axes.axvline(_at(incident.time), color=RED, linewidth=0.7, linestyle=":")
     shown = range(0, len(places), 1 + len(places) // 40)
     axes.set_yticks(shown, [places[at] for at in shown])
     axes.invert_yaxis()
-    _along_time(axes, facts)
 
 
 def draw_goodput(axes: Any, facts: Facts) -> None:
@@ -146,24 +144,28 @@ def draw_goodput(axes: Any, facts: Facts) -> None:
     axes.figure.set_figheight(1.8)
     left = 0.0
     for part, share in shares(facts.gpu_seconds).items():
-        percent = 100 * share
-        words = f"{part} {percent:.1f} %"
-        axes.barh(0, percent, left=left, color=PART_COLOURS[part], label=words)
-        left += percent
+        words = f"{part} {share:.1%}"
+        axes.barh(0, 100 * share, left=left, color=PART_COLOURS[part], label=words)
+        left += 100 * share
     axes.set(xlim=(0, 100), ylim=(-0.6, 2.0), yticks=())
     axes.set(xlabel=f"% of {wording.si(facts.gpu_seconds['allocated'])} GPU-seconds")
     axes.legend(ncols=4, loc="upper center", frameon=False)
 
 
 def _along_time(axes: Any, facts: Facts) -> None:
-    axes.set(xlim=(0, facts.at(facts.last)), xlabel=f"{facts.unit[1]} since {_clock(facts.began)}")
+    axes.set(xlim=(_at(facts.began), _at(facts.last)), xlabel="time")
+
+
+def _at(time_: float) -> datetime:
+    """Where a time is on the axes."""
+    return datetime.fromtimestamp(time_)
 
 
 PANELS: dict[str, Callable[[Any, Facts], None]] = {
     "Loss against tokens": draw_loss_by_tokens,
     "Loss against time": draw_loss_by_time,
     "Throughput": draw_throughput,
-    "Jobs (triangle: preempted with notice; cross: died without; bar: as asked; dotted: a fault)":
+    "Jobs (triangle: preempted with notice; cross: without; bar: as asked; dotted: a fault)":
         draw_jobs,
     "What the time of the GPUs went into, from the first job on": draw_goodput,
 }  # fmt: skip
@@ -177,13 +179,12 @@ def page(facts: Facts) -> str:
     seen = facts.seen
     tooltips = {f"job-{number}": stay.words for number, stay in enumerate(facts.stays)}
     words = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
-    parts = [f"<h1>{_safe(seen['run'])}</h1>", *(f"<p>{_safe(each)}</p>" for each in words)]
+    parts = [HEAD.format(run=_safe(seen["run"]), style=STYLE)]
+    parts += [f"<p>{_safe(each)}</p>" for each in words]
     for title in PANELS:
         parts += [f"<h2>{_safe(title)}</h2>", with_titles(_svg(title, facts), tooltips)]
     parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]
-    head = f"<meta charset='utf-8'><title>{_safe(seen['run'])}</title><style>{STYLE}</style>"
-    return "\n".join(["<!doctype html>", f"<html lang='en'><head>{head}</head><body>", *parts,
-                      "</body></html>", ""])  # fmt: skip
+    return "\n".join([*parts, "</body></html>", ""])
 
 
 def _svg(title: str, facts: Facts) -> str:
@@ -218,9 +219,11 @@ def _pyplot() -> Any:
     matplotlib.use("agg")  # no display
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif",
-                            "axes.spines.top": False, "axes.grid": True, "grid.alpha": 0.3,
-                            "axes.axisbelow": True})  # fmt: skip
+    pyplot.rcParams.update({
+        "svg.fonttype": "none", "font.family": "sans-serif", "axes.spines.top": False,
+        "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
+        "date.converter": "concise",
+    })  # fmt: skip
     return pyplot
 
 
