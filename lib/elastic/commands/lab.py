@@ -16,7 +16,7 @@ from elastic.base.environment import elastic_home
 from elastic.base.errors import Exit, UsageError
 from elastic.base.keys import NAME, TIME, parse
 from elastic.commands import shared
-from elastic.commands.shared import SETTINGS, Ordered, show, warn
+from elastic.commands.shared import SETTINGS, Ordered, flag, show, warn
 from elastic.lab.sandbox import Sandbox, Shape, default_folder
 from elastic.run import rundir
 
@@ -24,7 +24,7 @@ command = functools.partial(shared.command, of="elastic lab")
 
 
 @command("demo", "demo --slurm")
-@click.option("--slurm", is_flag=True, help="On a private Slurm of several nodes.")
+@flag("--slurm", help="On a private Slurm of several nodes.")
 def demo(slurm: bool):
     """Train for a minute while the workers are killed.
 
@@ -34,7 +34,7 @@ def demo(slurm: bool):
     os.execv(program, [program, *["--slurm"] * slurm])
 
 
-@command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace last-run --measured last-run")
+@command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace old-run --measured old-run")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--trace", "source", required=True, metavar="FILE|RUN",
               help="When nodes came and went: a CSV file, an events.jsonl, a run.")
@@ -59,15 +59,14 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
 
 @command("validate etc/demo.toml", "validate 7b.toml --arms int8,int4 --seeds 5 --at-once 8")
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--arms", default="int8", show_default=True, metavar="A,B",
+@click.option("--arms", default="int8", metavar="A,B",
               help="Compressions of local mode to try.")
-@click.option("--seeds", default=3, show_default=True, type=click.IntRange(1, 10),
+@click.option("--seeds", default=3, type=click.IntRange(1, 10),
               help="Runs of each; the noise is judged by them.")
-@click.option("--margin", default=0.02, show_default=True,
-              help="How much more loss is still as good, in its unit.")
-@click.option("--metric", default="", help="Of validate() (default: the first that says loss).")
-@click.option("--at-once", default=1, show_default=True, type=click.IntRange(1),
-              help="Runs at a time.")  # fmt: skip
+@click.option("--margin", default=0.02, help="How much more loss is still as good.")
+@click.option("--metric", default="", show_default="the first that says loss",
+              help="A number that validate() returns.")
+@click.option("--at-once", default=1, type=click.IntRange(1), help="Runs at a time.")
 @shared.overrides_option
 @shared.json_option
 def validate(config: Path, arms: str, as_json: bool, **given):
@@ -94,9 +93,8 @@ def seconds(_ctx: click.Context, _option: click.Parameter, text: str) -> float:
         raise click.BadParameter(error.what) from None
 
 
-def _duration(flag: str, field: str, default: str, what: str) -> Callable:
-    return click.option(flag, field, default=default, callback=seconds, show_default=True,
-                        help=what)  # fmt: skip
+def _duration(option: str, field: str, default: str, what: str) -> Callable:
+    return click.option(option, field, default=default, callback=seconds, help=what)
 
 
 @command("chaos demo --every 29s --for 30m", "chaos demo --faults kill-worker,preempt --seed 7")
@@ -104,14 +102,15 @@ def _duration(flag: str, field: str, default: str, what: str) -> Callable:
 @_duration("--every", "every_s", "29s", "A fault so often, on average.")
 @_duration("--for", "for_s", "10m", "How long.")
 @_duration("--before", "before_s", "0s", "Look on for so long first, to compare with.")
-@click.option("--seed", default=0, show_default=True, help="The same faults in the same order.")
-@click.option("--faults", "kinds", default="", metavar="A,B,...", help="Of these kinds only.")
+@click.option("--seed", default=0, help="The same faults in the same order.")
+@click.option("--faults", "kinds", default="", show_default="all", metavar="A,B,...",
+              help="The kinds of faults.")
 @shared.json_option
 def chaos(run: str, as_json: bool, **plan):
     """Do real faults to RUN, and report what they cost.
 
-    Kills and stops the run's own processes and jobs, and what else can be
-    done here. Nothing that is committed can be lost by it.
+    Kills and stops the run's own processes and jobs. Nothing that is
+    committed can be lost by it.
     """
     from elastic.lab import doing
     from elastic.people import views
@@ -131,6 +130,7 @@ def sandbox():
 
 def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> None:
     """Make a subcommand of a function of a sandbox; what it returns is printed."""
+    verb = method.__name__.strip("_").replace("_", "-")
 
     @functools.wraps(method)
     def call(name: str, folder: Path | None, **given: Any) -> None:
@@ -139,16 +139,16 @@ def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> Non
         if not (name and NAME.holds(name)):  # it is a path, say
             raise UsageError(f"unfit name of a sandbox: {name!r}", NAME.rule)
         box = Sandbox((folder or default_folder()).absolute() / name)
-        with views.busy(f"sandbox {name}: {method.__name__.strip('_').replace('_', ' ')}"):
+        with views.busy(f"sandbox {name}: {verb}"):
             answer = method(box, **given)
         if answer:
             click.echo(answer)
 
     call = click.option("--dir", "folder", type=Path, help="Folder of sandboxes.")(call)
-    call = click.option("--name", default="default", show_default=True, help="Which one.")(call)
+    call = click.option("--name", default="default", help="Which one.")(call)
     for parameter in reversed(parameters):
         call = parameter(call)
-    sandbox.command(method.__name__.strip("_").replace("_", "-"))(call)
+    sandbox.command(verb)(call)
 
 
 def _up(box: Sandbox, **shape: Any) -> str:
@@ -157,24 +157,19 @@ def _up(box: Sandbox, **shape: Any) -> str:
     return f"up; to use it:\n{box.env()}"
 
 
-def _number(flag: str, default: float, least: float, what: str) -> Callable:
+def _number(option: str, default: float, least: float, what: str) -> Callable:
     kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
-    return click.option(*flag.split(), type=kind, default=default, show_default=True, help=what)
+    return click.option(*option.split(), type=kind, default=default, help=what)
 
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_FOLDER = click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path)
 _NODE, _SECONDS = click.argument("node"), _number("--seconds", 30.0, 0.0, "For how long.")
 _of_sandbox(
     _up,
     _number("--nodes", Shape.nodes, 1, "Nodes with GPUs."),
     _number("--gpus", Shape.gpus, 0, "GPUs of each."),
     _number("--grace grace_s", Shape.grace_s, 0, "Seconds of notice before a preemption."),
-    click.option("--accounting", is_flag=True, help="With slurmdbd and MariaDB, for sacct."),
+    flag("--accounting", help="With slurmdbd and MariaDB, for sacct."),
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
-    click.option("--job-submit", type=_FILE, help="A job_submit.lua that judges all jobs."),
-    click.option("--host-names", is_flag=True, help="Nodes call themselves NAME.cluster.local."),
-    click.option("--stale", type=_FOLDER, help="Nodes see it through a cache (root, bindfs)."),
 )
 _of_sandbox(Sandbox.env)
 _of_sandbox(Sandbox.status)

@@ -12,7 +12,7 @@ import click
 
 from elastic.base.errors import Exit
 from elastic.commands import shared
-from elastic.commands.shared import command, say, warn
+from elastic.commands.shared import command, flag, say, warn
 from elastic.jobs import reconcile as reconciling
 from elastic.people import steering
 from elastic.run import rundir
@@ -39,11 +39,10 @@ class Overridable(click.Command):
 @click.option("--scheduler", "run_scheduler", metavar="slurm|local", help="Who runs the jobs.")
 @click.option("--name", "run_name", help="Name of the run (default: that of CONFIG).")
 @shared.overrides_option
-@click.option("--dry-run", is_flag=True,
-              help="Check everything, say what a round would cost, start nothing.")
-@click.option("--no-try", is_flag=True, help="Do not try a first step of the task here.")
-@click.option("--parsable", is_flag=True, help="Print the name of the run and nothing else.")
-@click.option("--wait", "wait_for_it", is_flag=True, help="Return when the run has ended.")
+@flag("--dry-run", help="Check everything, say what a round would cost, start nothing.")
+@flag("--no-try", help="Do not try a first step of the task here.")
+@flag("--parsable", help="Print the name of the run and nothing else.")
+@flag("--wait", "wait_for_it", help="Return when the run has ended.")
 def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
            wait_for_it: bool, **named):  # fmt: skip
     """Start the run that CONFIG describes and return.
@@ -73,10 +72,10 @@ def settings(named: dict) -> list[str]:
             if value is not None]  # fmt: skip
 
 
-@command("reconcile", "reconcile demo --dry-run", "reconcile --jitter    # as cron calls it")
+@command("reconcile", "reconcile demo --dry-run", "reconcile --jitter  # as cron does")
 @click.argument("runs", nargs=-1)
-@click.option("--dry-run", is_flag=True, help="Print the plan with its reasons, do nothing.")
-@click.option("--jitter", is_flag=True, help="Sleep up to 20 s first, so that users take turns.")
+@flag("--dry-run", help="Print the plan with its reasons, do nothing.")
+@flag("--jitter", help="Sleep up to 20 s first, so that users take turns.")
 @click.option("--within", default=0.0, metavar="SECONDS", type=click.FloatRange(0),
               help="Accept a listing of jobs that is up to SECONDS old.")
 @shared.json_option
@@ -89,14 +88,15 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float,
     """
     if jitter:
         time.sleep(random.uniform(0, JITTER_S))
-    found = shared.named_or_all(runs)
+    found = [rundir.find(name) for name in runs] or rundir.registered()
     report = reconciling.run_pass(found, time.time(), dry_run, within_s=within)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=1))
     else:
         for line in report.lines():
             say(line)
-    sys.exit(Exit.TRY_AGAIN if report.unknown else Exit.ERROR if report.errors else Exit.OK)
+    code = Exit.ERROR if report.errors else Exit.OK
+    sys.exit(Exit.TRY_AGAIN if report.unknown else code)
 
 
 def take_effect(run: RunDir) -> None:
@@ -127,8 +127,8 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
 
 @command("stop demo", "stop demo --now", "stop demo --wait")
 @shared.run_argument()
-@click.option("--now", is_flag=True, help="Kill the jobs: steps of the open round are lost.")
-@click.option("--wait", "wait_for_it", is_flag=True, help="Return when its jobs are gone.")
+@flag("--now", help="Kill the jobs: steps of the open round are lost.")
+@flag("--wait", "wait_for_it", help="Return when its jobs are gone.")
 def stop(run: str, now: bool, wait_for_it: bool):
     """Stop RUN; nothing committed is lost.
 

@@ -4,7 +4,7 @@ output."""
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import click
 
 from elastic.base.durable import write_atomic
 from elastic.run import rundir, wording
-from elastic.run.rundir import RunDir
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80,
+            "show_default": True}  # fmt: skip
 
 
 class Ordered(click.Group):
@@ -36,7 +36,8 @@ overrides_option = click.option(
     "--set", "overrides", multiple=True, metavar="SEC.KEY=VALUE",
     help="Set any key of the configuration (repeatable; submit also takes --SEC.KEY=VALUE).",
 )  # fmt: skip
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+flag = functools.partial(click.option, is_flag=True)
+json_option = flag("--json", "as_json", help="Print JSON for scripts.")
 
 
 def runs_like(_ctx: click.Context, _argument: click.Parameter, typed: str) -> list[str]:
@@ -44,11 +45,6 @@ def runs_like(_ctx: click.Context, _argument: click.Parameter, typed: str) -> li
 
 
 run_argument = functools.partial(click.argument, "run", shell_complete=runs_like)
-
-
-def named_or_all(names: Sequence[str]) -> list[RunDir]:
-    """The runs of these names; without any, all that are registered."""
-    return [rundir.find(name) for name in names] if names else rundir.registered()
 
 
 def say(text: str, err: bool = False) -> None:

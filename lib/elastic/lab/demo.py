@@ -14,6 +14,7 @@ Ctrl-C too.
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -42,8 +43,8 @@ SETTINGS = [
     "checkpoint.keep_every=1000000",  # version 0 stays, to compare with
 ]  # fmt: skip
 ON_SLURM = ["run.scheduler=slurm", "slurm.partition=preempt", "slurm.master_partition=cpu"]
-TOLD = ("submit", "join", "end", "lost", "preempt", "restart", "master", "redis-lost", "reject",
-        "taken-back", "leave", "scale", "fail", "done")  # fmt: skip
+TOLD = ("submit", "join", "outer-step", "end", "lost", "preempt", "restart", "master",
+        "redis-lost", "reject", "taken-back", "leave", "scale", "fail", "done")  # fmt: skip
 
 
 def story(demo: "Demo") -> bool:
@@ -81,7 +82,7 @@ class Demo:
 
     def start(self) -> RunDir:
         file = elastic_home() / "etc" / "demo.toml"
-        self.config = configuration.load(file, [*SETTINGS, *(ON_SLURM if self.on_slurm else [])])
+        self.config = configuration.load(file, SETTINGS + ON_SLURM * self.on_slurm)
         submission.check(self.config, runs_root())
         self.run = submission.start(self.config, runs_root())
         self.chaos = Chaos(self.run)
@@ -117,18 +118,16 @@ class Demo:
         if self.notice:
             raise KeyboardInterrupt
         if time.time() - self.began > LONGEST_S:
-            raise ElasticError(f"the demo is not over after {LONGEST_S:.0f} s", str(self.run.path))
+            what = f"the demo is not over after {LONGEST_S:.0f} s"
+            raise ElasticError(what, str(self.run.path))
         time.sleep(0.1)
 
     def _tell_events(self) -> None:
         events = self.run.events()
         for event in events[self._told :]:
-            at = f"{event['time'] - self.began:6.1f}s"
             if event["kind"] in TOLD:
-                print(f"{at}  {wording.event_words(event)}"[:98])
-            elif event["kind"] == "outer-step":
-                print(f"{at}  version {event['version']:>3}  loss {event['loss']:.3f}  "
-                      f"{event['workers']} workers  {event['reason']}")  # fmt: skip
+                at_s = event["time"] - self.began
+                print(f"{at_s:6.1f}s  {wording.event_words(event)}"[:98])
         self._told = len(events)
         sys.stdout.flush()
 
@@ -152,7 +151,7 @@ class Demo:
         wrong = unexplained(self.run.events())
         for event in wrong:
             print(f"WRONG: {views.event_line(event)}")
-        pauses = [b.time - a.time for a, b in zip(commits, commits[1:], strict=False)]
+        pauses = [after.time - before.time for before, after in pairwise(commits)]
         print(f"what the faults cost (a round usually takes {median(pauses):.1f} s)\n")
         report = self.chaos.report(self.began)
         views.show(views.chaos_view, report)
@@ -166,7 +165,8 @@ class Demo:
         """Nats per byte of the held-out text for who knows how frequent each byte is, and
         no more. It depends on the text, which is another with every Python."""
         windows = load(self.run.config()).windows(held_out=True)
-        counts = torch.bincount(torch.cat([windows[i] for i in range(len(windows))]).long())
+        text = torch.cat([windows[i] for i in range(len(windows))])
+        counts = torch.bincount(text.long())
         return torch.special.entr(counts / counts.sum()).sum().item()
 
 

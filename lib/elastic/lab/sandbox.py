@@ -55,8 +55,9 @@ class Shape:
     accounting: bool = False
     settings: tuple[str, ...] = ()
     job_submit: Path | None = None  # a job_submit.lua
-    host_names: bool = False  # nodes call themselves NAME.cluster.local, as root may
-    stale: Path | None = None  # a folder that such nodes see as it was up to a minute ago
+    # A folder that nodes see as it was up to a minute ago; they then have host names of
+    # their own, NAME.cluster.local. For root.
+    stale: Path | None = None
 
     @property
     def names(self) -> list[str]:
@@ -100,7 +101,8 @@ class Sandbox:
         """Show nodes and jobs."""
         self._check_up()
         nodes = self.run("sinfo", "--Node", "--format=%6N %9P %8t %5c %G")
-        return nodes + "\n" + self.run("squeue", "--format=%8i %9P %10T %10M %6N %30j %r").rstrip()
+        jobs = self.run("squeue", "--format=%8i %9P %10T %10M %6N %30j %r")
+        return f"{nodes}\n{jobs.rstrip()}"
 
     def idle_nodes(self) -> set[str]:
         """The nodes that could take a job now."""
@@ -110,9 +112,10 @@ class Sandbox:
     def preempt(self, nodes: int, seconds: float) -> str:
         """Take whole nodes with a job of high priority; print its id."""
         self._check_up()
-        options = ("--parsable", "--job-name=preemptor", "--output=/dev/null", "--chdir=/")
+        options = ("--job-name=preemptor", "--output=/dev/null", "--chdir=/")
         where = ("--partition=high", f"--nodes={nodes}", "--exclusive")
-        return self.run("sbatch", *options, *where, f"--wrap=exec sleep {seconds:g}").strip()
+        what = f"--wrap=exec sleep {seconds:g}"
+        return self.run("sbatch", "--parsable", *options, *where, what).strip()
 
     def kill_node(self, node: str) -> None:
         """Kill a node's slurmd and all that runs there, as if the power went."""
@@ -176,7 +179,7 @@ class Sandbox:
         there = [path for path in (self.path, *self.path.parents) if os.path.lexists(path)]
         for path in there:
             if path.lstat().st_uid not in (0, os.getuid()):
-                raise ElasticError(f"{path} is another user's", "use --dir, or work as that user")
+                raise ElasticError(f"{path} is another user's", "choose another --dir")
         check_private(there[0], is_above=there[0] != self.path)
         return there[0] == self.path
 
@@ -191,14 +194,15 @@ class Sandbox:
             raise UsageError(f"no such node: {node!r}", f"one of {', '.join(nodes)}")
 
     def _make_folders(self, shape: Shape) -> None:
-        if not re.fullmatch(r"/[\w./+-]+", str(self.path)) or len(str(self.path)) > _PATH_BYTES:
-            hint = f"letters, digits and ./_+- only, {_PATH_BYTES} characters at most; see --dir"
-            raise UsageError(f"unfit folder for a sandbox: {str(self.path)!r}", hint)
+        path = str(self.path)
+        if not re.fullmatch(r"/[\w./+-]+", path) or len(path) > _PATH_BYTES:
+            hint = f"letters, digits and ./_+- only, {_PATH_BYTES} at most; see --dir"
+            raise UsageError(f"unfit folder for a sandbox: {path!r}", hint)
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remove()  # a sandbox that a reboot ended
         self.path.mkdir(0o700)
         self._mark.touch()
-        if shape.host_names or shape.stale:
+        if shape.stale:
             named = "".join(f"{ADDRESS} {node}.{_DOMAIN}\n" for node in shape.names)
             self._hosts.write_text(Path("/etc/hosts").read_text() + named)
         for part in ["log", "state", "spool", "tmp", *(f"spool/{node}" for node in shape.names)]:
@@ -229,8 +233,9 @@ class Sandbox:
         stem = f"{self.path}/{name}"
         own = [f"--{what}-file={stem}.{what}" for what in ("pid", "log", "seed")]
         # --force: it refuses a folder that some other user cannot enter.
-        daemon = [program, "--foreground", "--force", f"--key-file={self.path}/munge.key", *own]
-        self.daemons.start(name, *daemon, f"--socket={stem}.socket", *more, ready=f"{stem}.socket")
+        own += [f"--key-file={self.path}/munge.key", f"--socket={stem}.socket", *more]
+        daemon = [program, "--foreground", "--force", *own]
+        self.daemons.start(name, *daemon, ready=f"{stem}.socket")
 
     def _start_node(self, node: str, paths: dict[str, str]) -> None:
         daemon = [paths["slurmd"], "-D", "-b", "-N", node]  # -b: as if it had booted
@@ -242,7 +247,7 @@ class Sandbox:
     def _start_accounting(self, paths: dict[str, str], port: int) -> None:
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
         common = ["--no-defaults", f"--datadir={data}", f"--user={user_name()}",
-                  f"--tmpdir={self.path}/tmp"]  # where it removes what others began, as it starts
+                  f"--tmpdir={self.path}/tmp"]  # it removes what others began there
         self.daemons.call("install", paths["mariadb-install-db"], *common, "--skip-test-db")
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
@@ -303,7 +308,8 @@ def _gpu_devices(count: int) -> list[str]:
     GPUs."""
     devices = sorted(str(path) for path in Path("/dev").rglob("*") if path.is_char_device())
     if len(devices) < count:
-        raise ElasticError(f"/dev has {len(devices)} character devices, not {count}", "see --gpus")
+        what = f"/dev has {len(devices)} character devices, not {count}"
+        raise ElasticError(what, f"--gpus {len(devices)}")
     return sorted(devices, key=lambda name: not name.startswith("/dev/tty"))[:count]
 
 
@@ -318,7 +324,8 @@ def programs(accounting: bool = False) -> dict[str, str]:
     paths = {name: shutil.which(name, path=path) for name in packages}
     if missing := [name for name, where in paths.items() if where is None]:
         names = " ".join(sorted({packages[name] for name in missing}))
-        raise ElasticError(f"Command not found: {', '.join(missing)}", f"apt-get install {names}")
+        what = f"Command not found: {', '.join(missing)}"
+        raise ElasticError(what, f"apt-get install {names}")
     return paths
 
 
