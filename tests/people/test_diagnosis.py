@@ -37,7 +37,7 @@ NODES = [
     Node("gpu", "n2", "n2.site", "n2", "down*", "gpu:a100:4(S:0-1)"),
     Node("cpu", "c1", "c1.site", "c1", "mixed", "(null)"),
 ]
-DISK = Disk("/runs", "lustre", "", (), 1e12, 1e9, 2e9)
+DISK = Disk("/runs", "lustre", "", (), 1e12, 1e9)
 TORCH = {"python": "3.11.2", "version": "2.6.0", "import_s": 3.0, "gpus": 2, "problems": [],
          "unfit": False}  # fmt: skip
 LOOPBACK = {"address": "127.0.0.1", "interface": "lo", "up": True, "routed": "ib0"}
@@ -145,7 +145,7 @@ MISCONFIGURED = {
     "no grace, and a short KillWait": (
         [], {**partition(GraceTime="0"), **cluster(KillWait="2 sec"), "save": Save(3e9, 3e9)},
         "notice", FAIL, "1 s (GraceTime=0, KillWait=2)"),
-    "JobRequeue=0": ([], cluster(JobRequeue="0"), "job requeue", WARN, "JobRequeue=0"),
+    "JobRequeue=0": ([], cluster(JobRequeue="0"), "requeue delay", WARN, "JobRequeue=0"),
     "the default requeue delay": ([], cluster(AuthInfo="(null)"), "requeue delay", WARN, "121 s"),
     "a requeue delay of its own": (
         [], cluster(SchedulerParameters="requeue_delay=60"), "requeue delay", WARN, "61 s"),
@@ -163,15 +163,15 @@ MISCONFIGURED = {
         [], {"disk": Unknown("cannot write to /runs: Permission denied", "set ELASTIC_RUNS")},
         "run folder", FAIL, "Permission denied"),
     "a filesystem without link": (
-        [], {"disk": Disk("/r", "beegfs", "", ("link or fsync: not supported",), 1e9, 1e9, 1e9)},
+        [], {"disk": Disk("/r", "beegfs", "", ("link or fsync: not supported",), 1e9, 1e9)},
         "run folder", FAIL, "link or fsync"),
-    "no space": ([], {"disk": Disk("/r", "nfs", "no space on /r", (), 1e3, 1e9, 1e9)},
+    "no space": ([], {"disk": Disk("/r", "nfs", "no space on /r", (), 1e3, 1e9)},
                  "run folder", FAIL, "no space on /r"),
-    "a folder of one machine": ([], {"disk": Disk("/tmp", "tmpfs", "", (), 1e9, 1e9, 1e9)},
-                                "filesystem", WARN, "tmpfs, which c1.site and 2 others"),
+    "a folder of one machine": ([], {"disk": Disk("/tmp", "tmpfs", "", (), 1e9, 1e9)},
+                                "run folder", WARN, "; c1.site and n1.site may not see it"),
     "a slow filesystem": (
-        [], {"disk": Disk("/r", "nfs", "", (), 1e9, 5e6, 1e9), "save": Save(1, 1)},
-        "bandwidth", WARN, "writes 5 MB/s"),
+        [], {"disk": Disk("/r", "nfs", "", (), 1e9, 5e6), "save": Save(1, 1)},
+        "run folder", WARN, "writes 5 MB/s"),
     "no redis-server": ([], {"redis": Unknown("no redis-server (6.0 or newer)", "apt-get …")},
                         "redis", FAIL, "no redis-server"),
     "no such interface": (

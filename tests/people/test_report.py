@@ -331,4 +331,4 @@ def test_without_matplotlib_the_way_to_it_is_said(monkeypatch):
 def test_nowhere_to_write_to_is_wrong_usage(tmp_path: Path):
     env = environment(tmp_path)
     assert elastic("metrics", env=env).returncode == 2
-    assert "of which RUN" in elastic("metrics", "--jsonl", tmp_path / "x", env=env).stderr
+    assert "which RUN?" in elastic("metrics", "--jsonl", tmp_path / "x", env=env).stderr

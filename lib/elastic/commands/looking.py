@@ -14,7 +14,7 @@ from elastic.base import config as configuration
 from elastic.base.durable import checksum
 from elastic.base.errors import ElasticError, Exit, UsageError
 from elastic.commands import shared
-from elastic.commands.shared import command, say, show
+from elastic.commands.shared import command, flag, say, show
 from elastic.run import rundir
 from elastic.run.audit import audit as audit_ledger
 from elastic.run.audit import gpu_seconds, has_ledger
@@ -27,7 +27,7 @@ LISTED_S = 30.0  # in a loop, jobs may be those of so long ago: sites count who 
 
 @command("status", "status demo --watch", "status demo --json")
 @shared.run_argument(required=False)
-@click.option("--watch", is_flag=True, help="Redraw every 2 s until Ctrl-C.")
+@flag("--watch", help="Redraw every 2 s until Ctrl-C.")
 @shared.json_option
 def status(run: str | None, watch: bool, as_json: bool):
     """Show all runs, or all about one.
@@ -38,7 +38,7 @@ def status(run: str | None, watch: bool, as_json: bool):
     from elastic.people import views  # and with it rich: a pass needs it not
 
     if watch and as_json:
-        raise UsageError("--watch is for a screen, and --json for a script", "give one of them")
+        raise UsageError("--watch is for a screen, --json for a script", "give one of them")
     look = functools.partial(observe, run, not (run or as_json))
     view = views.run_view if run else views.runs_table
     if watch:
@@ -54,7 +54,8 @@ def observe(run: str | None, is_short: bool, within_s: float) -> dict | list[dic
     ago."""
     from elastic.people import status  # and with it redis
 
-    observed = status.observe_all(shared.named_or_all([run] if run else []), is_short, within_s)
+    runs = [rundir.find(run)] if run else rundir.registered()
+    observed = status.observe_all(runs, is_short, within_s)
     return observed[0] if run else observed
 
 
@@ -70,8 +71,8 @@ def redraw(view: Callable, look: Callable[[float], dict | list[dict]]) -> None:
 @command("logs demo", "logs demo 3 -f", "logs demo master")
 @shared.run_argument()
 @click.argument("slot", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Go on printing what is added.")
-@click.option("-n", "--lines", default=200, show_default=True, help="Lines of each log.")
+@flag("-f", "--follow", help="Go on printing what is added.")
+@click.option("-n", "--lines", default=200, help="Lines of each log.")
 def logs(run: str, slot: str | None, follow: bool, lines: int):
     """Print the logs of RUN.
 
@@ -80,7 +81,7 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
     logged = rundir.find(run)
     paths = [path for path in logs_of(logged, slot) if path.exists()]
     if not paths:
-        raise ElasticError(f"no log of {slot or 'any job'} yet", f"elastic-status {logged.name}")
+        raise ElasticError(f"no log of {slot or 'a job'} yet", f"elastic-status {logged.name}")
     follows = follow and not (logged.done() or logged.failed())
     sys.exit(tail(["-n", str(lines), *["-F"] * follows, "--", *paths]))
 
@@ -110,7 +111,7 @@ def tail(words: Sequence[str | Path]) -> int:
 
 @command("audit demo", "audit demo --files --json")
 @shared.run_argument()
-@click.option("--files", is_flag=True, help="Check the checksums of all kept files, too.")
+@flag("--files", help="Check the checksums of all kept files, too.")
 @shared.json_option
 def audit(run: str, files: bool, as_json: bool):
     """Prove that RUN trained every sample once.
@@ -123,8 +124,8 @@ def audit(run: str, files: bool, as_json: bool):
 
     audited = rundir.find(run)
     if not has_ledger(audited):
-        raise UsageError(f"run {audited.name} has no ledger: in sync mode run.command keeps count "
-                         "of its samples itself", f"elastic-logs {audited.name}")  # fmt: skip
+        what = f"run {audited.name} has no ledger: run.command counts its samples itself"
+        raise UsageError(what, f"elastic-logs {audited.name}")
     keep = audited.config().checkpoint.keep
     report = audit_ledger(audited.path, keep, checksum if files else None)
     report["gpu_seconds"] = gpu_seconds(audited)
@@ -135,7 +136,7 @@ def audit(run: str, files: bool, as_json: bool):
 @command("report demo")
 @shared.run_argument()
 @click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="Where to (default: RUN.html, here).")
+              show_default="RUN.html, here", help="The file to write.")
 def report(run: str, out: Path | None):
     """Draw RUN: loss, speed, jobs, goodput, incidents.
 
@@ -162,7 +163,7 @@ def report(run: str, out: Path | None):
 @click.option("--tensorboard", type=click.Path(path_type=Path), metavar="DIR",
               help="Likewise; needs the package tensorboard.")
 @click.option("--wandb", metavar="PROJECT", help="Likewise; needs the package wandb.")
-@click.option("--follow", is_flag=True, help="Go on until RUN has ended, or for ever.")
+@flag("--follow", help="Go on until RUN has ended, or for ever.")
 def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
     """Hand the numbers of runs to other tools.
 
@@ -172,9 +173,9 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
     from elastic.people import metrics as numbers
 
     if not (prometheus or any(series.values())):
-        raise UsageError("nowhere to write to", "elastic-metrics --help lists the formats")
+        raise UsageError("no file to write to", "elastic-metrics --help lists the formats")
     if any(series.values()) and not run:
-        raise UsageError("of which RUN? Only --prometheus takes all of them", "elastic-status")
+        raise UsageError("which RUN? Only --prometheus takes all of them", "elastic-status")
     measured = rundir.find(run) if run else None
     sinks = numbers.sinks(measured, **series) if measured else []
     with contextlib.suppress(KeyboardInterrupt):
@@ -199,7 +200,8 @@ def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, follow: bo
 
 @command("evaluate demo", "evaluate demo --version 0 --json")
 @shared.run_argument()
-@click.option("--version", type=int, metavar="V", help="A version still on disk (default: newest).")
+@click.option("--version", type=int, metavar="V", show_default="newest",
+              help="A version that is still on disk.")
 @shared.json_option
 def evaluate(run: str, version: int | None, as_json: bool):
     """Validate what RUN has trained.
@@ -229,9 +231,8 @@ def config(config: Path, overrides: tuple[str, ...], as_json: bool):
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @shared.overrides_option
 @shared.json_option
-@click.option("--try", "tries", is_flag=True, help="Also run a job: two nodes, about a minute.")
-@click.option("--init", is_flag=True, help="Write the site file from what is found here.")
-@click.option("--force", is_flag=True, help="With --init: replace one that sets something.")
+@flag("--try", "tries", help="Also run a job: two nodes, about a minute.")
+@flag("--init", help="Write the site file from what is found here.")
 def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, **how: bool):
     """Look at this cluster and say what will work.
 
@@ -243,10 +244,11 @@ def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, **how
     from elastic.people import tryout, views
 
     if how["init"]:
-        path, text = examining.init(how["force"])
+        path, text = examining.init()
         click.echo(f"{text}\nwritten to {path}")
         return
+    more = [("tried", tryout.tried)] if how["tries"] else []
     with views.progress() as tell:
-        report = examining.report(config, overrides, tell, [("tried", tryout.tried)] * how["tries"])
+        report = examining.report(config, overrides, tell, more)
     show(as_json, report, views.doctor_view)
     sys.exit(Exit.ERROR if report["FAIL"] else Exit.OK)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from elastic.base.units import size
@@ -34,7 +35,8 @@ SLOW_END_S = 10.0  # until none of a killed step is left
 SKEWED_S, WRONG_S = 1.0, 30.0
 TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE|Partition_Limit")
 OF_ONE_MACHINE = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
-_UNFIT = ("down", "drain", "fail", "error", "unknown", "inval", "maint", "future", "not_resp")
+_UNFIT = ("down", "drain", "fail", "error", "unknown", "inval", "maint", "future",
+          "not_resp")  # fmt: skip
 
 
 class Unknown(NamedTuple):
@@ -65,18 +67,19 @@ class Disk:
     shortage: str  # "" if there is room
     faults: tuple[str, ...]  # of rename, link and fsync
     free_bytes: float
-    write: float  # bytes/s
-    read: float
+    write: float  # bytes/s, of one process
+
+
+Judgement = tuple[str, str, str]  # verdict, seen, fix
 
 
 class Check(NamedTuple):
-    """`judge` gets the facts that its parameters name, and returns (verdict, seen, fix).
-    It is not called if one of them is Unknown, unless that parameter is keyword-only. An
-    Unknown `vital` fact is a FAIL."""
+    """`judge` gets the facts that its parameters name. It is not called if one of them is
+    Unknown, unless that parameter is keyword-only. An Unknown `vital` fact is a FAIL."""
 
     name: str
     why: str
-    judge: Callable[..., tuple[str, str, str]]
+    judge: Callable[..., Judgement]
     vital: str = ""
 
 
@@ -95,50 +98,59 @@ def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
 def _finding(check: Check, facts: Mapping[str, Any], missing: Unknown | None) -> Finding:
     if missing:
         is_vital = facts.get(check.vital) is missing and not missing.meant
-        return Finding(check.name, FAIL if is_vital else SKIP, missing.why, check.why, missing.fix)
+        verdict, seen, fix = FAIL if is_vital else SKIP, missing.why, missing.fix
+        return Finding(check.name, verdict, seen, check.why, fix)
     try:
         needs = {name: facts[name] for name in signature(check.judge).parameters}
         verdict, seen, fix = check.judge(**needs)
-    except (ValueError, KeyError, IndexError) as error:  # an answer in words that are not known
+    except (ValueError, KeyError, IndexError) as error:  # an answer in unknown words
         verdict, seen, fix = SKIP, f"not understood: {type(error).__name__}: {error}", ""
     return Finding(check.name, verdict, seen, check.why, fix)
 
 
-def _warn_if(could_be_better: bool, seen: str, fix: str) -> tuple[str, str, str]:
-    return (WARN, seen, fix) if could_be_better else (OK, seen, "")
+def judged(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:
+    """OK, unless one of the problems is there: (is it?, verdict, what else is seen, fix).
+    The first decides."""
+    for is_there, verdict, more, fix in problems:
+        if is_there:
+            return verdict, f"{seen}; {more}" if more else seen, fix
+    return OK, seen, ""
 
 
-# ---- Slurm --------------------------------------------------------------------------------------
+# ---- Slurm ---------------------------------------------------------------------------
 
 
-def _slurm(cluster: Mapping[str, str]) -> tuple[str, str, str]:
+def _slurm(cluster: Mapping[str, str]) -> Judgement:
     version = cluster["SLURM_VERSION"]
     is_old = [int(part) for part in version.split(".")[:2]] < [*OLDEST_SLURM]
-    seen = f"{version}, cluster {cluster['ClusterName']}"
-    return _warn_if(is_old, seen, "22.05 is the oldest that this was tried with")
+    fix = "upgrade Slurm: 22.05 is the oldest that Elastic was tried with"
+    return judged(f"{version}, cluster {cluster['ClusterName']}", (is_old, WARN, "", fix))
 
 
-def _workers_partition(config, partitions, nodes) -> tuple[str, str, str]:
+def _workers_partition(config, partitions, nodes) -> Judgement:
     slurm, names = config.slurm, config.slurm.partition.split(",")
-    problems = [_closed(name, "slurm.partition", partitions, nodes) for name in names]
-    if all(problems) or not partitions.keys() >= {*names}:
-        return next(filter(None, problems))
+    closed = [_closed(name, "slurm.partition", partitions, nodes) for name in names]
+    if all(closed) or not partitions.keys() >= {*names}:
+        return next(filter(None, closed))
     inside = {node.name: node for node in nodes if node.partition in names}.values()
     counts = [gpus_of(node.gres, slurm.gres) for node in inside]
-    seen = f"{slurm.partition}: UP, {counted(len(inside), 'node')}, {sum(counts)} GPUs"
-    seen += _away(node.state for node in inside)
-    per_job = slurm.gpus_per_worker if config.run.mode == "local" else slurm.gpus_per_node
-    if slurm.gres and max(counts) < per_job:
-        fit = sorted({n.partition for n in nodes if gpus_of(n.gres, "gpu") >= per_job})
-        there = f"nodes with {per_job} GPUs are in: {', '.join(fit) or 'no partition'}"
-        return FAIL, f"{seen}; no node with {slurm.gres}:{per_job}", f"set slurm.partition; {there}"
-    if slurm.gres and sum(counts) < config.elastic.max:
-        return WARN, f"{seen}; elastic.max is {config.elastic.max}", "lower elastic.max"
+    most, wants_gpus = max(counts), bool(slurm.gres)
+    is_local = config.run.mode == "local"
+    per_job = slurm.gpus_per_worker if is_local else slurm.gpus_per_node
+    fit = {node.partition for node in nodes if gpus_of(node.gres, "gpu") >= per_job}
+    there = f"nodes with {per_job} GPUs are in: {', '.join(sorted(fit)) or 'no partition'}"
     whole = next(filter(None, (_gives_whole_nodes(partitions[name]) for name in names)), "")
-    if whole and slurm.gres and per_job < max(counts):
-        way_out = f"set slurm.gpus_per_worker (gpus_per_node in sync mode) to {max(counts)}"
-        return WARN, f"{seen}; {whole}: a job gets whole nodes", way_out
-    return OK, seen, ""
+    key = f"slurm.{'gpus_per_worker' if is_local else 'gpus_per_node'}"
+    return judged(
+        f"{slurm.partition}: UP, {counted(len(inside), 'node')}, {sum(counts)} GPUs"
+        + _away(node.state for node in inside),
+        (wants_gpus and most < per_job, FAIL, f"no node with {slurm.gres}:{per_job}",
+         f"set slurm.partition; {there}"),
+        (wants_gpus and sum(counts) < config.elastic.max, WARN,
+         f"elastic.max is {config.elastic.max}", "lower elastic.max"),
+        (wants_gpus and whole and per_job < most, WARN,
+         f"{whole}: a job gets whole nodes", f"set {key} to {most}"),
+    )  # fmt: skip
 
 
 def _gives_whole_nodes(partition: Mapping[str, str]) -> str:
@@ -150,40 +162,41 @@ def _gives_whole_nodes(partition: Mapping[str, str]) -> str:
 def _away(states: Iterable[str]) -> str:
     """How many nodes no job can use now, by their states: ", 2 drained, 1 powered
     down"."""
-    words = ("powered down" if state.endswith("~") else state.rstrip("*") for state in states)
-    counts = Counter(word for word in words if word.startswith((*_UNFIT, "powered", "reserved")))
+    words = ("powered down" if state[-1:] == "~" else state.rstrip("*") for state in states)
+    away = (*_UNFIT, "powered", "reserved")
+    counts = Counter(word for word in words if word.startswith(away))
     return "".join(f", {count} {word}" for word, count in sorted(counts.items()))
 
 
-def _masters_partition(config, cluster, partitions, nodes) -> tuple[str, str, str]:
+def _masters_partition(config, cluster, partitions, nodes) -> Judgement:
     if config.run.mode == "sync":
         return SKIP, "sync mode has no master", ""
     name = config.slurm.master_partition
-    if problem := _closed(name, "slurm.master_partition", partitions, nodes):
-        return problem
+    if closed := _closed(name, "slurm.master_partition", partitions, nodes):
+        return closed
     mode = preempt_mode(cluster, name, partitions, nodes)
     seen = f"{name}: UP, {counted(sum(node.partition == name for node in nodes), 'node')}"
-    if mode not in ("OFF", ""):
-        return WARN, f"{seen}; PreemptMode={mode}", "set slurm.master_partition to a CPU partition"
-    return OK, seen, ""
+    fix = "set slurm.master_partition to a partition where nothing is preempted"
+    return judged(seen, (mode not in ("OFF", ""), WARN, f"PreemptMode={mode}", fix))
 
 
-def _closed(name: str, key: str, partitions, nodes) -> tuple[str, str, str] | None:
+def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
     """The finding on a partition in which no job can run; None if jobs can run."""
     if name not in partitions:
-        there = f"there are {', '.join(partitions)}"
-        return FAIL, f"no partition {name}" if name else f"{key} is not set", f"set {key}: {there}"
+        seen = f"no partition {name}" if name else f"{key} is not set"
+        return FAIL, seen, f"set {key}: there are {', '.join(partitions)}"
     state = partitions[name]["State"]
     if state != "UP":
         return FAIL, f"{name}: {state}", f"wait for it, or set {key} to another"
     states = [node.state for node in nodes if node.partition == name]
     if all(state.startswith(_UNFIT) for state in states):
-        seen = f"{name}: none of {len(states)} nodes is up ({', '.join(sorted(set(states)))})"
+        words = ", ".join(sorted(set(states)))
+        seen = f"{name}: none of {len(states)} nodes is up ({words})"
         return FAIL, seen, f"see sinfo -R, or set {key} to another"
     return None
 
 
-def _time(config, partitions) -> tuple[str, str, str]:
+def _time(config, partitions) -> Judgement:
     slurm, seen, short, brief = config.slurm, [], [], []
     kinds = [("time", slurm.partition.split(",")[0]), ("master_time", slurm.master_partition)]
     for key, name in kinds[: 1 if config.run.mode == "sync" else 2]:
@@ -191,13 +204,14 @@ def _time(config, partitions) -> tuple[str, str, str]:
         most, usual = partition.get("MaxTime", "UNLIMITED"), partition.get("DefaultTime", "NONE")
         seen.append(f"{name}: MaxTime={most}" + (f", slurm.{key} = {wanted}" if wanted else ""))
         if wanted and not TIME.fullmatch(wanted):
-            short.append(f"slurm.{key} = {wanted!r} is no time to Slurm: minutes, H:M:S, D-H")
+            short.append(f"write slurm.{key} = {wanted!r} as Slurm does: minutes, H:M:S, D-H")
         elif wanted and limit_s(wanted) > limit_s(most):
             short.append(f"lower slurm.{key} to {most}")
         elif not wanted and limit_s(usual) < min(limit_s(most), LONG_ENOUGH_S):
             seen[-1] += f", DefaultTime={usual}"
             brief.append(f"set slurm.{key}: without it every job ends after {usual}")
-    return FAIL if short else WARN if brief else OK, "; ".join(seen), "; ".join(short + brief)
+    fix = "; ".join(short + brief)
+    return judged("; ".join(seen), (short, FAIL, "", fix), (brief, WARN, "", fix))
 
 
 def limit_s(text: str) -> float:
@@ -213,7 +227,7 @@ def limit_s(text: str) -> float:
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
-# ---- preemption ---------------------------------------------------------------------------------
+# ---- preemption ----------------------------------------------------------------------
 
 
 MODIFIERS = ("GANG", "PRIORITY", "WITHIN")  # stand beside the mode in PreemptMode
@@ -242,95 +256,101 @@ def _is_below_another(name: str, partitions, nodes) -> bool:
     if tier is None or isinstance(nodes, Unknown):
         return True
     mine = {node.name for node in nodes if node.partition == name}
-    others = {node.partition for node in nodes if node.name in mine}
-    return any(int(partitions[other].get("PriorityTier", 0)) > int(tier)
-               for other in others if other in partitions)  # fmt: skip
+    others = {node.partition for node in nodes if node.name in mine} & partitions.keys()
+    return any(int(partitions[other].get("PriorityTier", 0)) > int(tier) for other in others)
 
 
-_BY_QOS = "PreemptType=preempt/qos: mode and GraceTime are those of the job's QOS"
-_SEE_QOS = "look: sacctmgr show qos format=Name,PreemptMode,GraceTime; wanted: REQUEUE, 30 s"
+class Preemption(NamedTuple):
+    """How jobs of the run are preempted. `decides`: the partition, or the QOS."""
+
+    decides: str
+    mode: str
+    grace_s: int
 
 
-def _mode(config, cluster, partitions, *, nodes, qos) -> tuple[str, str, str]:
+def _preemption(config, cluster, partitions, nodes, qos) -> Preemption | Unknown:
     name = config.slurm.partition.split(",")[0]
     if name not in partitions:
-        return SKIP, f"no partition {name}", ""
-    mode = preempt_mode(cluster, name, partitions, nodes)
-    if not mode and isinstance(qos, Unknown):
-        return SKIP, f"{_BY_QOS}; {qos.why}", _SEE_QOS
-    if not mode:
-        name, mode = f"QOS {qos['Name']}", qos["PreemptMode"].upper()
-        mode = cluster["PreemptMode"] if mode == "CLUSTER" else mode
-    seen = f"{name}: {mode} ({cluster['PreemptType']})"
-    verdict, fix = {
-        "REQUEUE": (OK, ""),
-        "CANCEL": (WARN, f"runs go on: their jobs are submitted again, if elastic-reconcile is in a"
-                         f" crontab. For jobs of your own: PreemptMode=REQUEUE for {name}"),
-        "OFF": (WARN, "nothing is ever taken here: if another partition is the preemptible one, set"
-                      f" slurm.partition; if this is it: PreemptMode=REQUEUE for {name}"),
-    }.get(mode, (FAIL, f"PreemptMode=REQUEUE for {name}: a stopped job gets no notice, looks lost,"
-                       " and keeps its GPUs' memory"))  # fmt: skip
-    return verdict, seen, fix
+        return Unknown(f"no partition {name}")
+    if mode := preempt_mode(cluster, name, partitions, nodes):
+        return Preemption(name, mode, int(partitions[name]["GraceTime"]))
+    if isinstance(qos, Unknown):
+        seen = "PreemptType=preempt/qos: mode and GraceTime are those of the job's QOS"
+        return Unknown(f"{seen}; {qos.why}", "look: sacctmgr show qos"
+                       " format=Name,PreemptMode,GraceTime; wanted: REQUEUE, 30 s")  # fmt: skip
+    mode, grace_s = qos["PreemptMode"].upper(), round(limit_s(qos["GraceTime"]))
+    mode = cluster["PreemptMode"] if mode == "CLUSTER" else mode
+    return Preemption(f"QOS {qos['Name']}", mode, grace_s)
 
 
-def _notice(config, cluster, partitions, *, nodes, disk, save, qos) -> tuple[str, str, str]:
-    name = config.slurm.partition.split(",")[0]
-    mode = preempt_mode(cluster, name, partitions, nodes) if name in partitions else "OFF"
-    if mode == "OFF":
+def _mode(config, cluster, partitions, *, nodes, qos) -> Judgement:
+    found = _preemption(config, cluster, partitions, nodes, qos)
+    if isinstance(found, Unknown):
+        return SKIP, found.why, found.fix
+    fix = f"PreemptMode=REQUEUE for {found.decides}"
+    return judged(
+        f"{found.decides}: {found.mode} ({cluster['PreemptType']})",
+        (found.mode == "CANCEL", WARN, "", "runs go on, as elastic-reconcile in a crontab"
+         f" submits their jobs again. For jobs of your own: {fix}"),
+        (found.mode == "OFF", WARN, "", "nothing is preempted here: if it is in another"
+         f" partition, set slurm.partition; else {fix}"),
+        (found.mode != "REQUEUE", FAIL, "", f"{fix}: a stopped job gets no notice, looks"
+         " lost, and keeps its GPUs' memory"),
+    )  # fmt: skip
+
+
+def _notice(config, cluster, partitions, *, nodes, disk, save, qos) -> Judgement:
+    found = _preemption(config, cluster, partitions, nodes, qos)
+    if isinstance(found, Unknown):
+        return SKIP, found.why, found.fix
+    if found.mode == "OFF":
         return SKIP, "nothing is preempted there", ""
-    if not mode and isinstance(qos, Unknown):
-        return SKIP, f"{_BY_QOS}; {qos.why}", _SEE_QOS
     wait = re.search(r"\d+", cluster["KillWait"])
     kill_s = int(wait[0]) if wait else 0
-    grace_s = int(partitions[name]["GraceTime"]) if mode else round(limit_s(qos["GraceTime"]))
-    name = name if mode else f"QOS {qos['Name']}"
-    notice_s = grace_s + kill_s - NOTICE_MARGIN_S
-    seen = f"{notice_s:g} s (GraceTime={grace_s}, KillWait={kill_s})"
+    notice_s = found.grace_s + kill_s - NOTICE_MARGIN_S
+    seen = f"{notice_s:g} s (GraceTime={found.grace_s}, KillWait={kill_s})"
     for missing in (disk, save):
         if isinstance(missing, Unknown):
             return OK, f"{seen}; what a save takes is not known: {missing.why}", ""
+    speed = f"{size(disk.write)}/s"
     if not save.whole_bytes:
-        return OK, f"{seen}, for {size(notice_s * disk.write)} at {size(disk.write)}/s", ""
+        return OK, f"{seen}, for {size(notice_s * disk.write)} at {speed}", ""
     whole_s, work_s = save.whole_bytes / disk.write, save.work_bytes / disk.write
     part = f" ({work_s:.2g} s for what counts)" if work_s < whole_s else ""
-    seen += f"; a save takes {whole_s:.2g} s{part}: "
-    seen += f"{size(save.whole_bytes)} at {size(disk.write)}/s"
-    if 2 * whole_s <= notice_s:
-        return OK, seen, ""
     least_s = math.ceil(2 * whole_s + NOTICE_MARGIN_S - kill_s)
-    fix = f"GraceTime={least_s} for {name}, or a faster filesystem"
-    return FAIL if work_s > notice_s else WARN, seen, fix
+    fix = f"GraceTime={least_s} for {found.decides}, or a faster filesystem"
+    return judged(
+        f"{seen}; a save takes {whole_s:.2g} s{part}: {size(save.whole_bytes)} at {speed}",
+        (work_s > notice_s, FAIL, "", fix),
+        (2 * whole_s > notice_s, WARN, "", fix),
+    )
 
 
-_NOTHING = (None, "", "(null)", "UNLIMITED", "NONE", "0")  # as Slurm writes what is not set
+_NOTHING = (None, "", "(null)", "UNLIMITED", "NONE", "0")  # what Slurm writes if not set
 
 
-def _habits(config, cluster, partitions) -> tuple[str, str, str]:
+def _habits(config, cluster, partitions) -> Judgement:
     """What this site does to every job, of which nothing is wrong."""
     first = partitions.get(config.slurm.partition.split(",")[0], {})
-    scripts = {name: cluster.get(f"{name}[0]", cluster.get(name))  # from 24.11 on there are several
-               for name in ("Prolog", "Epilog")}  # fmt: skip
-    told = {"submit plugins": cluster.get("JobSubmitPlugins"), **scripts,
-            "per job": first.get("JobDefaults"),
-            "DefMemPerCPU": first.get("DefMemPerCPU"), "DefMemPerNode": first.get("DefMemPerNode"),
-            "MaxBatchRequeue": cluster.get("MaxBatchRequeue")}  # fmt: skip
-    known = {name: value for name, value in told.items() if value not in _NOTHING}
-    return OK, "; ".join(f"{name} {value}" for name, value in known.items()) or "none", ""
+    every = cluster | first
+    names = {"submit plugins": "JobSubmitPlugins", "Prolog": "Prolog", "Epilog": "Epilog",
+             "per job": "JobDefaults", "DefMemPerCPU": "DefMemPerCPU",
+             "DefMemPerNode": "DefMemPerNode", "MaxBatchRequeue": "MaxBatchRequeue"}  # fmt: skip
+    told = {word: every.get(f"{name}[0]", every.get(name))  # several scripts from 24.11 on
+            for word, name in names.items()}  # fmt: skip
+    known = [f"{word} {value}" for word, value in told.items() if value not in _NOTHING]
+    return OK, "; ".join(known) or "none", ""
 
 
-def _job_requeue(cluster) -> tuple[str, str, str]:
-    setting = cluster["JobRequeue"]
-    fix = "give sbatch --requeue, or set JobRequeue=1. Runs do not need it"
-    return _warn_if(setting == "0", f"JobRequeue={setting}", fix)
-
-
-def _requeue_delay(cluster) -> tuple[str, str, str]:
-    delay_s = _delay_s(cluster)
-    if _expedites(cluster):
-        return OK, f"{delay_s} s; none for jobs of --requeue=expedite", ""
-    fix = ("AuthInfo=cred_expire=10 and a restart of slurmctld, or scontrol update JobId=ID"
-           " StartTime=now each time. Runs do not wait: their jobs are submitted anew")  # fmt: skip
-    return _warn_if(delay_s > LONG_REQUEUE_S, f"{delay_s} s", fix)
+def _requeue(cluster) -> Judgement:
+    delay_s, is_off = _delay_s(cluster), cluster["JobRequeue"] == "0"
+    at_once = "; none for jobs of --requeue=expedite" if _expedites(cluster) else ""
+    return judged(
+        f"JobRequeue={cluster['JobRequeue']}, after {delay_s} s{at_once}",
+        (is_off, WARN, "", "give sbatch --requeue, or set JobRequeue=1"),
+        (delay_s > LONG_REQUEUE_S and not at_once, WARN, "", "AuthInfo=cred_expire=10, and"
+         " restart slurmctld; or scontrol update JobId=ID StartTime=now each time"),
+    )  # fmt: skip
 
 
 def _delay_s(cluster: Mapping[str, str]) -> int:
@@ -345,25 +365,22 @@ def _expedites(cluster: Mapping[str, str]) -> bool:
     return "enable_expedited_requeue" in cluster.get("SlurmctldParameters", "")
 
 
-# ---- limits -------------------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------
 
 
-def _limits(config, cluster, *, limits) -> tuple[str, str, str]:
+def _limits(config, cluster, *, limits) -> Judgement:
     most, fewest = wanted_jobs(config)
-    known = {} if isinstance(limits, Unknown) else limits
-    enforced = {"limits", "safe", "all"} & {*cluster["AccountingStorageEnforce"].split(",")}
-    if config.run.mode == "sync":  # of the two only one runs
-        known = {name: limit for name, limit in known.items() if "Submit" in name}
     every = {"MaxJobCount of the cluster": int(cluster["MaxJobCount"])}
-    every |= known if enforced else {}
-    name, limit = min(every.items(), key=lambda item: item[1])
-    if limit < most:
-        fix = f"ask for {most}, or lower elastic.max (and min) to what fits"
-        seen = f"{name} is {limit}, the run has up to {most} jobs"
-        return FAIL if limit < fewest else WARN, seen, fix
-    if isinstance(limits, Unknown):
+    enforces = {"limits", "safe", "all"} & {*cluster["AccountingStorageEnforce"].split(",")}
+    if enforces and not isinstance(limits, Unknown):
+        is_sync = config.run.mode == "sync"  # of whose two jobs only one runs
+        every |= {name: n for name, n in limits.items() if "Submit" in name or not is_sync}
+    name, limit = min(every.items(), key=itemgetter(1))
+    if isinstance(limits, Unknown) and limit >= most:
         return SKIP, limits.why, limits.fix
-    return OK, f"{name} is {limit}, {most} jobs are wanted" if enforced else "not enforced", ""
+    fix = f"ask for {most}, or lower elastic.max (and min) to what fits"
+    return judged(f"{name} is {limit}, the run has up to {most} jobs",
+                  (limit < fewest, FAIL, "", fix), (limit < most, WARN, "", fix))  # fmt: skip
 
 
 def wanted_jobs(config) -> tuple[int, int]:
@@ -371,27 +388,27 @@ def wanted_jobs(config) -> tuple[int, int]:
     GPUs."""
     if config.run.mode == "sync":
         return 2, 1  # one, and its successor behind it
-    per_worker = config.slurm.gpus_per_worker
-    return 1 + config.elastic.max // per_worker, 1 + math.ceil(config.elastic.min / per_worker)
+    limits, per_worker = config.elastic, config.slurm.gpus_per_worker
+    return 1 + limits.max // per_worker, 1 + math.ceil(limits.min / per_worker)
 
 
-# ---- files, Redis, network ----------------------------------------------------------------------
+# ---- files, Redis, network -----------------------------------------------------------
 
 
-def _folder(disk: Disk) -> tuple[str, str, str]:
-    if disk.faults:
-        return FAIL, f"{disk.folder}: {'; '.join(disk.faults)}", "set ELASTIC_RUNS to another"
-    if disk.shortage:
-        return FAIL, disk.shortage, "make room, or set ELASTIC_RUNS to another filesystem"
-    return OK, f"{disk.folder}: rename, link, fsync work; {size(disk.free_bytes)} free", ""
-
-
-def _shared(config, disk: Disk, here: str, *, nodes) -> tuple[str, str, str]:
+def _folder(config, disk: Disk, here: str, *, nodes) -> Judgement:
     others = other_hosts(config, nodes, here)
-    if disk.kind in OF_ONE_MACHINE and others:
-        seen = f"{disk.kind}, which {others[0]} and {len(others) - 1} others may not see"
-        return WARN, seen, "set ELASTIC_RUNS to a folder on the shared filesystem"
-    return OK, disk.kind, ""
+    works = "; ".join(disk.faults) or "rename, link, fsync, flock work"
+    return judged(
+        f"{disk.folder}: {disk.kind}; {works}; {size(disk.free_bytes)} free;"
+        f" one process writes {size(disk.write)}/s",
+        (disk.faults, FAIL, "", "set ELASTIC_RUNS to another folder"),
+        (disk.shortage, FAIL, disk.shortage,
+         "make room, or set ELASTIC_RUNS to another filesystem"),
+        (disk.kind in OF_ONE_MACHINE and others, WARN,
+         f"{' and '.join(others[:2])} may not see it",
+         "set ELASTIC_RUNS to a folder on the shared filesystem"),
+        (disk.write < SLOW_DISK, WARN, "", "set ELASTIC_RUNS to a faster filesystem"),
+    )  # fmt: skip
 
 
 def other_hosts(config, nodes, here: str) -> list[str]:
@@ -399,56 +416,54 @@ def other_hosts(config, nodes, here: str) -> list[str]:
     if isinstance(nodes, Unknown):
         return []
     ours = {*config.slurm.partition.split(","), config.slurm.master_partition}
-    return sorted({n.host for n in nodes if n.partition in ours and n.host.split(".")[0] != here})
+    hosts = {node.host for node in nodes if node.partition in ours}
+    return sorted(host for host in hosts if host.split(".")[0] != here)
 
 
-def _bandwidth(disk: Disk) -> tuple[str, str, str]:
-    seen = f"writes {size(disk.write)}/s, reads {size(disk.read)}/s, one process"
-    is_slow = min(disk.write, disk.read) < SLOW_DISK
-    return _warn_if(is_slow, seen, "set ELASTIC_RUNS to a faster filesystem")
-
-
-def _interface(config, network, here, *, nodes) -> tuple[str, str, str]:
+def _interface(config, network, here, *, nodes) -> Judgement:
     if trouble := network.get("trouble"):
         return WARN, f"{trouble.what}; the master's node may have it", trouble.hint
     seen = f"{config.redis.bind}: {network['address']}"
     seen += f" ({network['interface']})" if network["interface"] else ""
-    if not network["up"]:
-        return FAIL, f"{seen} is down", "set redis.bind to an interface that is up, or to auto"
-    if network["address"].startswith("127.") and other_hosts(config, nodes, here):
-        fix = f"set redis.bind to the interface that routes to them: {network['routed']}"
-        return WARN, f"{seen}: other machines cannot reach it", fix
-    return OK, seen, ""
+    is_hidden = network["address"].startswith("127.") and other_hosts(config, nodes, here)
+    return judged(
+        seen,
+        (not network["up"], FAIL, "it is down",
+         "set redis.bind to an interface that is up, or to auto"),
+        (is_hidden, WARN, "other machines cannot reach it",
+         f"set redis.bind to the interface that routes to them: {network['routed']}"),
+    )  # fmt: skip
 
 
-def _clock(clocks: Mapping[str, float]) -> tuple[str, str, str]:
-    seen = ", ".join(f"{name} {round(skew_s, 1) + 0.0:+} s" for name, skew_s in clocks.items())
+def _clock(clocks: Mapping[str, float]) -> Judgement:
     if not clocks:
         return SKIP, "nobody else's clock is known", ""
+    seen = (f"{name} {round(skew_s, 1) + 0.0:+} s" for name, skew_s in clocks.items())
     worst_s, fix = max(map(abs, clocks.values())), "run NTP (chrony) on all of them"
-    return (FAIL, seen, fix) if worst_s > WRONG_S else _warn_if(worst_s > SKEWED_S, seen, fix)
+    return judged(", ".join(seen), (worst_s > WRONG_S, FAIL, "", fix),
+                  (worst_s > SKEWED_S, WARN, "", fix))  # fmt: skip
 
 
-# ---- Python, GPUs, cron -------------------------------------------------------------------------
+# ---- Python, GPUs, cron --------------------------------------------------------------
 
 
-def _torch(torch: Mapping[str, Any]) -> tuple[str, str, str]:
+def _torch(torch: Mapping[str, Any]) -> Judgement:
     version, import_s = torch["version"], torch["import_s"]
-    seen = f"Python {torch['python']}; torch {version}, imported in {import_s:.1f} s"
     fix = "put the venv on a faster filesystem, and see ELASTIC_PYTHON"
-    return _warn_if(import_s > SLOW_IMPORT_S, seen, fix)
+    return judged(f"Python {torch['python']}; torch {version}, imported in {import_s:.1f} s",
+                  (import_s > SLOW_IMPORT_S, WARN, "", fix))  # fmt: skip
 
 
-def _gpus(torch: Mapping[str, Any]) -> tuple[str, str, str]:
+def _gpus(torch: Mapping[str, Any]) -> Judgement:
     if not torch["gpus"]:
         return SKIP, "torch sees no GPU here", "on a node: srun --gres=gpu:1 elastic-doctor"
     if torch["problems"]:
-        verdict = FAIL if torch["unfit"] else WARN
-        return verdict, "; ".join(torch["problems"]), "keep jobs away from the node: slurm.exclude"
+        fix = "keep jobs away from the node: slurm.exclude"
+        return FAIL if torch["unfit"] else WARN, "; ".join(torch["problems"]), fix
     return OK, f"{torch['gpus']} compute rightly, and report no memory errors", ""
 
 
-def _cron(config, cron: str | None, cron_line: str, *, partitions) -> tuple[str, str, str]:
+def _cron(config, cron: str | None, cron_line: str, *, partitions) -> Judgement:
     if cron and re.search(r"(?m)^[^#\n]*elastic[- ]reconcile", cron):
         return OK, "elastic-reconcile is in the crontab", ""
     none = "there is no crontab and no scrontab here"
@@ -465,37 +480,34 @@ def _cron(config, cron: str | None, cron_line: str, *, partitions) -> tuple[str,
 CHECKS = (
     Check("slurm", "without it nothing can be submitted", _slurm, "cluster"),
     Check("partition", "workers and trainers run there", _workers_partition),
-    Check("master partition", "rounds stand still while the master is away", _masters_partition),
+    Check("master partition", "rounds wait while the master is away", _masters_partition),
     Check("habits", "what this site does to every job", _habits),
     Check("time limit", "a job that asks for more never starts", _time),
     Check("preemption", "what becomes of a job whose GPUs are taken", _mode),
     Check("notice", "what is not saved before the kill is lost", _notice),
-    Check("job requeue", "whether sbatch scripts of your own come back", _job_requeue),
-    Check("requeue delay", "a job that Slurm requeues waits so long", _requeue_delay),
+    Check("requeue delay", "sbatch scripts of your own wait so long, if they come back. Runs"
+          " do not: their jobs are submitted anew", _requeue),
     Check("limits", "a run gets no more GPUs than it may have jobs", _limits),
-    Check("run folder", "it is the durable truth of a run", _folder, "disk"),
-    Check("filesystem", "all jobs of a run work in one folder", _shared),
-    Check("bandwidth", "saves, versions and deltas wait for it", _bandwidth),
+    Check("run folder", "all jobs of a run work there, and wait for it", _folder, "disk"),
     Check("redis", "workers and master find each other there", lambda redis: (OK, redis, ""),
           "redis"),
     Check("interface", "the master listens there for its workers", _interface, "network"),
-    Check("clock", "jobs, Slurm and the pass compare times that each other wrote", _clock),
+    Check("clock", "jobs, Slurm and the pass compare times of each other", _clock),
     Check("torch", "every start of a worker waits for its import", _torch, "torch"),
     Check("gpus", "one that computes wrongly spoils the run", _gpus),
     Check("cron", "only its pass replaces jobs when no master does", _cron),
 )
 
 
-# ---- a job that was tried (tryout.py) -----------------------------------------------------------
+# ---- a job that was tried (tryout.py) ------------------------------------------------
 
 
 def _tried(words: str, *problems: tuple[Callable, str, str]) -> Callable:
-    """A judge with these words. A problem is (is it there?, verdict, fix), and the first
-    one that is there decides."""
+    """A judge with these words. A problem is (is it there?, verdict, fix)."""
 
-    def judge(tried) -> tuple[str, str, str]:
-        verdict, fix = next(((v, fix) for is_so, v, fix in problems if is_so(tried)), (OK, ""))
-        return verdict, words.format(**tried), fix
+    def judge(tried) -> Judgement:
+        there = ((is_so(tried), verdict, "", fix) for is_so, verdict, fix in problems)
+        return judged(words.format(**tried), *there)
 
     return judge
 
@@ -503,11 +515,11 @@ def _tried(words: str, *problems: tuple[Callable, str, str]) -> Callable:
 TRIED = (
     Check("try job", "the jobs of runs are submitted and started so", _tried(
         "2 nodes after {waited_s:.0f} s, their ranks {startup_s:.0f} s later",
-        (lambda t: t["startup_s"] > SLOW_START_S, WARN, "see prologs, and the disk")), "tried"),
+        (lambda t: t["startup_s"] > SLOW_START_S, WARN, "see prologs, the disk")), "tried"),
     Check("try ranks", "a rank can use no more than it sees", _tried(
         "{ranks[0][view]}; {ranks[3][view]}",
         (lambda t: any(rank["gpus"] < rank["given_gpus"] for rank in t["ranks"]), FAIL,
-         "every rank must see all GPUs of its node: see slurm.options, slurm.srun_options"),
+         "every rank must see all GPUs of its node: slurm.options, slurm.srun_options"),
         (lambda t: any(rank["cores"] < rank["given_cores"] for rank in t["ranks"]), WARN,
          "they are bound to fewer cores than Slurm gave: see slurm.srun_options"))),
     Check("try train", "ranks meet, and exchange gradients in every step", _tried(
@@ -517,23 +529,23 @@ TRIED = (
         "{seen[0]} of 4 ranks see a file after {seen[1]:.1f} s; {locks} of 3 find one locked",
         (lambda t: t["seen"][0] < 4, FAIL, "set ELASTIC_RUNS to a shared filesystem"),
         (lambda t: t["seen"][1] > STALE_S, WARN, "mount it with actimeo=1 (NFS)"),
-        (lambda t: t["locks"] < 3, WARN, "two passes may submit a job twice: mount with flock"))),
+        (lambda t: t["locks"] < 3, WARN, "passes may submit jobs twice: mount with flock"))),
     Check("try kill", "the launcher starts ranks again when one dies", _tried(
         "srun tells {killed[0]} of 1 death within {killed[1]:.1f} s; steps end in {ended_s:.1f} s",
-        (lambda t: not t["killed"][0], FAIL, "it must say so in words that launch.py knows"),
-        (lambda t: t["ended_s"] > SLOW_END_S, WARN, "new ranks may meet old ones on their GPUs"))),
+        (lambda t: not t["killed"][0], FAIL, "it must say so in words of launch.BAD_EXIT"),
+        (lambda t: t["ended_s"] > SLOW_END_S, WARN, "new ranks may meet old ones on GPUs"))),
     Check("try notice", "what is not saved before the kill is lost", _tried(
         "{told[0]} of 3 ranks hear TERM within {told[1]:.1f} s; srun and batch script {lives};"
         " {saved[0]} of 4 that train save their last step within {saved[1]:.1f} s",
-        (lambda t: t["told"][0] < 3, FAIL, "TERM must get to every rank: see slurm.rank_prefix"),
-        (lambda t: t["lives"] != "live on", FAIL, "srun must not end at a notice to its step"),
-        (lambda t: t["saved"][0] < t["trained"], FAIL, "what was trained is lost: see the logs"))),
+        (lambda t: t["told"][0] < 3, FAIL, "every rank must get TERM: see slurm.rank_prefix"),
+        (lambda t: t["lives"] != "live on", FAIL, "srun must not end at its step's notice"),
+        (lambda t: t["saved"][0] < t["trained"], FAIL, "ranks lose steps: see the logs"))),
     Check("try shrink", "a job that loses a node goes on with the others", _tried(
-        "{shrunk}", (lambda t: t["is_stuck"], WARN, "without it such a job ends, and waits"))),
+        "{shrunk}", (lambda t: t["is_stuck"], WARN, "without it the job ends, and waits"))),
 )  # fmt: skip
 
 
-# ---- what a site file should say ----------------------------------------------------------------
+# ---- what a site file should say -----------------------------------------------------
 
 
 def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -548,11 +560,11 @@ def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     network, others = facts["network"], {n.host.split(".")[0] for n in facts["nodes"]}
     is_hidden = not isinstance(network, Unknown) and network["address"].startswith("127.")
     if is_hidden and network["routed"] and others - {facts["here"]}:
-        proposals.append(("redis.bind", network["routed"], "leads to other machines from here"))
+        proposals.append(("redis.bind", network["routed"], "leads to other machines"))
     cluster = facts["cluster"]
-    why = "--requeue=expedite" if _expedites(cluster) else "AuthInfo and SchedulerParameters"
+    why = "--requeue=expedite" if _expedites(cluster) else "AuthInfo, SchedulerParameters"
     delay_s = 1 if _expedites(cluster) else _delay_s(cluster)
-    return [*proposals, ("plan.requeue", f"{delay_s}s", f"what a requeued job waits here: {why}")]
+    return [*proposals, ("plan.requeue", f"{delay_s}s", f"a requeued job waits: {why}")]
 
 
 def _best_partition(facts: Mapping[str, Any], with_gpus: bool) -> tuple[str, str] | None:

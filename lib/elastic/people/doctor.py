@@ -11,13 +11,14 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,40 +30,35 @@ from elastic.base.environment import cron_line, runs_root, site_path, user_name
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.keys import toml_value
 from elastic.jobs import sched_slurm
-from elastic.people.diagnosis import (
-    VERDICTS,
-    Disk,
-    Finding,
-    Unknown,
-    diagnose,
-    other_hosts,
-    propose,
-)
+from elastic.people import submission
+from elastic.people.diagnosis import VERDICTS, Disk, Unknown, diagnose, other_hosts, propose
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
 
-BYTES = 64 << 20  # written and read to measure a filesystem
+BYTES = 64 << 20  # written to measure a filesystem
 TORCH_TIMEOUT_S = 120.0
 
 
-def unheard(_progress: tuple[float, str]) -> None:
-    """Show no progress, which is (the part of the work that is done, the probe at
-    work)."""
+def unheard(_done: tuple[float, str]) -> None:
+    """Show no progress, which is (the part that is done, the probe at work)."""
 
 
-def report(path: Path | None, overrides: Sequence[str], tell: Callable = unheard, more=()) -> dict:
+def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -> dict:
     """Findings for the run that `path` describes (None: for any run of this site), as
     JSON has them: "checks", and how many checks got each verdict. `more`: further probes,
     by name."""
-    config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
-    findings = examine(config, [str(path), *overrides] if path else [], tell, more)
+    if path:
+        config, given = configuration.load(path, overrides), [str(path), *overrides]
+    else:
+        config, given = configuration.load_site(overrides), []
+    findings = examine(config, given, tell, more)
     verdicts = [finding.verdict for finding in findings]
     counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
     return counts | {"checks": [finding._asdict() for finding in findings]}
 
 
-def examine(config: Config, given: list[str], tell: Callable = unheard, more=()) -> list[Finding]:
-    """Look at everything. `given`: the run's file, if there is one, and its overrides."""
+def examine(config: Config, given: list[str], tell=unheard, more=()) -> list:
+    """The findings of all checks. `given`: the run's file, if there is one, and its overrides."""
     tell((0.0, "cluster"))
     facts = {"config": config, "given": given, "here": _here(), "clocks": {}}
     facts["cron_line"] = cron_line()
@@ -94,9 +90,8 @@ def _here() -> str:
 def _cluster(facts: dict) -> dict[str, str] | Unknown:
     if facts["config"].run.scheduler == "local":
         return Unknown('run.scheduler = "local"', meant=True)
-    before = time.time()
-    cluster = sched_slurm.cluster()
-    facts["clocks"]["slurmctld"] = off_s(float(cluster["now"]), before, time.time(), within_s=1.0)
+    before, cluster, after = time.time(), sched_slurm.cluster(), time.time()
+    facts["clocks"]["slurmctld"] = off_s(float(cluster["now"]), before, after, within_s=1.0)
     return cluster
 
 
@@ -108,12 +103,13 @@ def _limits(facts: dict) -> Any:
     if isinstance(row, Unknown):
         return row
     partition = facts["partitions"].get(slurm.partition, {}).get("QoS", "")
-    own = slurm.qos or row["Def QOS"] or row["QOS"]  # where there is but one, a job gets that
+    own = slurm.qos or row["Def QOS"] or row["QOS"]  # of one, a job gets that
     names = {name for name in (own, partition) if name not in ("", "N/A") and "," not in name}
     owners = {f"the account {row['Account']}": row}
-    owners |= {f"the QOS {qos['Name']}": qos for qos in (sched_slurm.qos(*names) if names else ())}
+    for qos in sched_slurm.qos(*names) if names else ():
+        owners[f"the QOS {qos['Name']}"] = qos
     return {f"{name} of {owner}": int(value) for owner, table in owners.items()
-            for name, value in table.items() if value and ("Max" in name or "Grp" in name)}
+            for name, value in table.items() if value and re.search("Max|Grp", name)}
 
 
 def _qos(facts: dict) -> dict[str, str] | Unknown:
@@ -133,9 +129,9 @@ def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | U
     """What accounting says of this user."""
     if "slurmdbd" not in cluster["AccountingStorageType"]:
         return Unknown("Slurm keeps no accounts here, and so no limits")
-    user = user_name()
+    user, named = user_name(), account or "(default)"
     row = sched_slurm.association(user, account, cluster["ClusterName"])
-    return row or Unknown(f"accounting does not know {user} in account {account or '(default)'}")
+    return row or Unknown(f"accounting does not know {user} in account {named}")
 
 
 # ---- files
@@ -143,30 +139,28 @@ def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | U
 
 def _disk(facts: dict) -> Disk:
     """What the folder of runs can do, and how fast."""
-    root = runs_root()
-    there = next(path for path in (root, *root.parents) if path.exists())
+    there = submission.nearest(runs_root())
     try:
         folder = Path(tempfile.mkdtemp(prefix=".elastic-doctor-", dir=there))
     except OSError as error:
-        why = f"cannot write to {there}: {error.strerror}"
-        raise ElasticError(why, "set ELASTIC_RUNS to a folder on the shared filesystem") from None
+        raise submission.cannot_write(there, f": {error.strerror}") from None
     try:
         facts["clocks"]["run folder"] = _written_off_s(folder)
         faults = tuple(_faults(folder))
-        write, read = _speeds(folder / "bytes")
+        write = _speed(folder / "bytes")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     free = os.statvfs(there)
     least = facts["config"].checkpoint.min_free_bytes
     return Disk(str(there), filesystem_of(there.resolve()), RunDir(there).shortage(least), faults,
-                free.f_bavail * free.f_frsize, write, read)  # fmt: skip
+                free.f_bavail * free.f_frsize, write)  # fmt: skip
 
 
 def _faults(folder: Path) -> list[str]:
     """What of it does not work: rename and link, by which durable.py writes, and a pass's
     flock."""
-    faults = []
-    for name, works in (("rename", _replaces), ("link", _links_once), ("flock", _locks_once)):
+    faults, trials = [], {"rename": _replaces, "link": _links_once, "flock": _locks_once}
+    for name, works in trials.items():
         try:
             faults += [] if works(folder / name) else [f"{name} does not do what it says"]
         except OSError as error:
@@ -194,21 +188,15 @@ def _locks_once(path: Path) -> bool:
     return True
 
 
-def _speeds(path: Path) -> tuple[float, float]:
-    """Bytes a second, written and synced, and read (past the page cache, if the kernel
-    lets go)."""
+def _speed(path: Path) -> float:
+    """Bytes a second, written and synced."""
     block, began = os.urandom(1 << 20), time.perf_counter()
     with path.open("wb") as file:
         for _ in range(BYTES >> 20):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    middle = time.perf_counter()
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while file.read(1 << 20):
-            pass
-    return BYTES / (middle - began), BYTES / (time.perf_counter() - middle)
+    return BYTES / (time.perf_counter() - began)
 
 
 def filesystem_of(path: Path) -> str:
@@ -216,7 +204,7 @@ def filesystem_of(path: Path) -> str:
     lines = [line.split()[1:3] for line in proc.read("/proc/mounts").splitlines()]
     points = [(point.replace("\\040", " "), kind) for point, kind in reversed(lines)]
     inside = [(len(point), kind) for point, kind in points if path.is_relative_to(point)]
-    return max(inside, key=lambda each: each[0], default=(0, "unknown"))[1]
+    return max(inside, key=itemgetter(0), default=(0, "unknown"))[1]
 
 
 # ---- Redis, network, clocks
@@ -289,8 +277,7 @@ def off_s(seen: float, before: float, after: float, within_s: float = 0.0) -> fl
 
 def _torch(facts: dict) -> dict[str, Any]:
     """What the child that imports torch says."""
-    given = [] if facts["config"].run.command else facts["given"]  # its model is its own
-    argv = [sys.executable, "-P", "-m", "elastic.people.doctor", *given]
+    argv = [sys.executable, "-P", "-m", "elastic.people.doctor"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -298,18 +285,21 @@ def _torch(facts: dict) -> dict[str, Any]:
         raise ElasticError(why, "put the venv on a faster filesystem") from None
     if done.returncode:
         why = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1]
-        raise ElasticError(why, f"{sys.executable} -c 'import torch'; or set ELASTIC_PYTHON")
-    return json.loads(done.stdout.splitlines()[-1])  # the task's code may print, too
+        raise ElasticError(why, f"try {sys.executable} -c 'import torch'")
+    return json.loads(done.stdout)
 
 
 def _save(facts: dict) -> estimate.Save | Unknown:
     """What a save of the run's model writes; nothing, where no run was named."""
-    if not facts["given"] or isinstance(facts["torch"], Unknown):
-        return facts["torch"] if facts["given"] else estimate.Save(0, 0)
-    model = facts["torch"]["model"]
-    if "trouble" in model:
-        return Unknown(model["trouble"])
-    return estimate.save_of(estimate.Model(**model), facts["config"])
+    if not facts["given"]:
+        return estimate.Save(0, 0)
+    if facts["config"].run.command:
+        return Unknown("only run.command knows its model")
+    if isinstance(facts["torch"], Unknown):
+        return facts["torch"]
+    path, *overrides = facts["given"]
+    model, reason, _ = submission.described(Path(path), overrides)
+    return estimate.save_of(model, facts["config"]) if model else Unknown(reason)
 
 
 def _cron(facts: dict) -> str | None:
@@ -346,33 +336,29 @@ OF_SLURM = ("partitions", "nodes", "limits", "qos", "tried")
 # ---- the site file
 
 
-def init(force: bool) -> tuple[Path, str]:
+def init() -> tuple[Path, str]:
     """Write the site file from what is found here. Returns its path and its text.
 
-    UsageError if a file that sets anything is there, unless `force`; ElasticError without
-    Slurm.
+    UsageError if a file that sets anything is there; ElasticError without Slurm.
     """
     path = site_path().resolve()  # several versions of Elastic share one file
-    _check_untouched(path, force)
+    _check_untouched(path)
     facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
     facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions(),
               "nodes": sched_slurm.nodes()}  # fmt: skip
     for name, probe in (("network", _network), ("server", _server)):
         facts[name] = _fact(probe, facts)
     text = site_text(facts["cluster"], propose(facts))
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as draft:
-        draft.write(text)
-        draft.flush()
-        configuration.load_site(site=Path(draft.name))  # raises: an invalid file is not written
     write_atomic(path, text.encode())
     return path, text
 
 
-def _check_untouched(path: Path, force: bool) -> None:
+def _check_untouched(path: Path) -> None:
     if path.exists() and not path.is_file():
-        raise UsageError(f"not a file: {path}", "set ELASTIC_SITE to where the site file is to be")
-    if path.exists() and not force and "." in "".join(configuration.load_site(site=path).origins):
-        raise UsageError(f"{path} sets something already", "--force replaces it")
+        raise UsageError(f"not a file: {path}", "set ELASTIC_SITE to the path of a new file")
+    known = configuration.load_site(site=path).origins if path.exists() else ()
+    if any("." in key for key in known):
+        raise UsageError(f"{path} sets something already", f"mv {path} {path}.old")
 
 
 def _server(_facts: dict) -> str:
@@ -385,8 +371,8 @@ def site_text(cluster: Mapping[str, str], proposals: list[tuple[str, str, str]])
     """A site file with these values, and a remark on each that says where it comes
     from."""
     which = f"{cluster['ClusterName']} (Slurm {cluster['SLURM_VERSION']})"
-    lines = [f"# What is true of cluster {which}. Every run file inherits it and may override it.",
-             "# Written by elastic-doctor --init. Every key, with its default: etc/keys.toml"]
+    lines = [f"# Settings of cluster {which}. A run file inherits and may override them.",
+             "# Written by elastic-doctor --init. Every key and default: etc/keys.toml"]
     section = ""
     for name, value, why in proposals:
         table, key = name.split(".")
@@ -399,7 +385,7 @@ def site_text(cluster: Mapping[str, str], proposals: list[tuple[str, str, str]])
 # ---- the child that imports torch
 
 
-def _look_with_torch(given: list[str]) -> dict[str, Any]:
+def _look_with_torch() -> dict[str, Any]:
     began, waited_s = time.perf_counter(), _waited_s()
     import torch
 
@@ -409,8 +395,9 @@ def _look_with_torch(given: list[str]) -> dict[str, Any]:
     gpus = torch.cuda.device_count()
     examined = [examine_gpu(f"cuda:{index}") for index in range(gpus)]
     return {
-        "python": sys.version.split()[0], "version": torch.__version__, "import_s": import_s,
-        "gpus": gpus, "model": _model(given), "unfit": not all(is_fit for _, is_fit in examined),
+        "python": sys.version.split()[0], "version": torch.__version__,
+        "import_s": import_s, "gpus": gpus,
+        "unfit": not all(is_fit for _, is_fit in examined),
         "problems": [problem for problems, _ in examined for problem in problems],
     }  # fmt: skip
 
@@ -421,17 +408,5 @@ def _waited_s() -> float:
     return int((proc.read("/proc/self/schedstat").split() or [0, 0])[1]) / 1e9
 
 
-def _model(given: list[str]) -> dict[str, Any]:
-    from elastic.saved.describe import describe
-
-    if not given:
-        return {"trouble": "only run.command knows its model"}
-    try:
-        path, *overrides = given
-        return asdict(describe(configuration.load(Path(path), overrides)))
-    except Exception as error:  # the user's code is run here
-        return {"trouble": getattr(error, "what", repr(error))}
-
-
 if __name__ == "__main__":
-    print(json.dumps(_look_with_torch(sys.argv[1:])))
+    print(json.dumps(_look_with_torch()))

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,8 +77,8 @@ def described(
     lines = trial.stderr.strip().splitlines()
     if trial.returncode == Exit.USAGE:
         what = "\n".join(["the task fails:", *lines[-LAST_LINES:]])
-        raise ElasticError(what, "mend it; --no-try, if it can only work on a compute node")
-    answers = [line for line in trial.stdout.splitlines() if line.startswith('{"model": ')]
+        raise ElasticError(what, "correct it; --no-try if it needs a compute node")
+    answers = re.findall(r'(?m)^{"model": .*', trial.stdout)
     if trial.returncode or not answers:  # its task may print, and end the process, too
         errors = [line for line in lines if not line.startswith("  hint: ")]
         return None, *[errors[-1] if errors else f"exit {trial.returncode}"] * 2
@@ -100,7 +101,7 @@ def check_mode(run: RunDir, mode: str) -> None:
     config = configuration.load_written(run.path / "run.toml", settings)
     if config.run.command:
         raise UsageError(
-            f"run {run.name} keeps its mode: run.command is a loop for {run.control().mode} mode",
+            f"run {run.name} keeps its mode: its run.command is a loop for one mode",
             "only a run of a task (run.task) can change it",
         )
     _check_redis(config)
@@ -120,8 +121,9 @@ def with_shares(config: Config, model: estimate.Model | None) -> Config:
     held = estimate.held_bytes(model, slurm.master_cpus or 1) if model else 0.0
     master = f"{math.ceil(MASTER_GB + MASTER_MARGIN * held / 1e9)}G" if held else ""
     return replace(config, slurm=replace(
-        slurm, cpus_per_gpu=slurm.cpus_per_gpu or cpus, mem_per_gpu=slurm.mem_per_gpu or memory,
-        master_mem=slurm.master_mem or master))  # fmt: skip
+        slurm, cpus_per_gpu=slurm.cpus_per_gpu or cpus,
+        mem_per_gpu=slurm.mem_per_gpu or memory, master_mem=slurm.master_mem or master,
+    ))  # fmt: skip
 
 
 def start(config: Config, root: Path) -> RunDir:
@@ -135,7 +137,7 @@ def start(config: Config, root: Path) -> RunDir:
 
 def undo(run: RunDir) -> None:
     """Remove a run that the scheduler refused: its jobs, its directory, its name."""
-    if end_jobs(run.name, scheduler_of(run)):  # else it stays, and says why the run failed
+    if end_jobs(run.name, scheduler_of(run)):  # else it stays, and says why it failed
         shutil.rmtree(run.path)
         (registry_dir() / "runs" / run.name).unlink(missing_ok=True)
 
@@ -157,12 +159,20 @@ def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:
     return [job for job in scheduler.jobs() if job.run == run and not job.ended]
 
 
+def nearest(folder: Path) -> Path:
+    """The folder, or the first above it that is there."""
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+
+
+def cannot_write(there: Path, why: str = "") -> ElasticError:
+    hint = "set ELASTIC_RUNS to a folder on the shared filesystem"
+    return ElasticError(f"cannot write to {there}{why}", hint)
+
+
 def _check_root(root: Path, config: Config) -> None:
-    there = next(path for path in (root, *root.parents) if os.path.lexists(path))
+    there = nearest(root)
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise ElasticError(
-            f"cannot write to {there}", "set ELASTIC_RUNS to a folder on the shared filesystem"
-        )
+        raise cannot_write(there)
     check_private(there, is_above=True)
     if short := RunDir(there).shortage(config.checkpoint.min_free_bytes):
         raise ElasticError(short, "or set ELASTIC_RUNS to a folder on another filesystem")
@@ -170,22 +180,20 @@ def _check_root(root: Path, config: Config) -> None:
 
 def _check_redis(config: Config) -> None:
     if config.run.mode == "local" and not config.redis.url:
-        from elastic.local.master import (
-            redis_server,  # and with it redis, which a cron pass has no use for
-        )
+        from elastic.local.master import redis_server  # and redis, of no use for a pass
 
         redis_server.find(config.redis.server)
 
 
 def _check_command(run) -> None:
     """Is what the first start would run there, and are its {names} known?"""
-    values = {**dict.fromkeys(NAMES[run.mode], "0"), "resume": "", "python": sys.executable}
-    words = expand(run.command, {name: values[name] for name in NAMES[run.mode]})
-    programs = [*words[:1], *(word for word in words[1:2] if word.endswith((".py", ".sh")))]
-    for number, program in enumerate(programs):
+    values = dict.fromkeys(NAMES[run.mode], "0") | {"python": sys.executable}
+    words = expand(run.command, values)
+    scripts = [word for word in words[1:2] if word.endswith((".py", ".sh"))]
+    for number, program in enumerate([*words[:1], *scripts]):
         is_path = number > 0 or "/" in program
-        if not (Path(run.folder, program).is_file() if is_path else shutil.which(program)):
-            raise ElasticError(
-                f"no program {program!r}, which run.command names",
-                f"put it {f'into {run.folder}' if is_path else 'on PATH'}, or write its whole path",
-            )
+        found = Path(run.folder, program).is_file() if is_path else shutil.which(program)
+        if not found:
+            place = f"into {run.folder}" if is_path else "on PATH"
+            what = f"no program {program!r}, which run.command names"
+            raise ElasticError(what, f"put it {place}, or write its whole path")

@@ -1,10 +1,10 @@
 """elastic-doctor --try: one real job of two nodes, which shows what this cluster does to
 ranks.
 
-    tried(facts)                        here: submits it as a trainer's, waits, and removes it
-    python -m elastic.people.tryout FOLDER     there, in the launcher's place: starts four ranks of
-                                        sbatch/probe.sh, and does to them what happens to ranks;
-                                        four of train/trial.py train beside them
+    tried(facts)     here: submits it as a trainer's, waits, and removes it
+    lead(folder)     there, in the launcher's place: starts four ranks of sbatch/probe.sh,
+                     and does to them what happens to ranks; four of train/trial.py train
+                     beside them
 
 They share a folder beside the runs: what each rank sees (rank-N.json), a file that all
 ranks wait for (word), and what came of it (report.json). What a rank does later it says
@@ -36,23 +36,25 @@ from elastic.sync import launch
 NODES, RANKS = 2, 4
 LIMIT_S = 600.0  # in the queue, and then for the job
 QUERY_S = 10.0  # most time between two looks at the job
-PATIENCE_S = 65.0  # for each thing that ranks do: an NFS client trusts its cache for up to 60 s
+PATIENCE_S = 65.0  # for each thing that ranks do: NFS clients trust their cache for 60 s
 
 
 def tried(facts: dict) -> dict | Unknown:
     """What the job reports. It and its folder are gone afterwards, whatever happens."""
-    slurm, root = facts["config"].slurm, runs_root()
-    slurm = replace(slurm, time=slurm.time and f"{LIMIT_S / 60:.0f}", signal="")
-    train = replace(facts["config"].train, epochs=1, max_tokens=0)  # a run has one of the two
-    config = submission.with_shares(replace(facts["config"], slurm=slurm, train=train), None)
+    config, slurm = facts["config"], facts["config"].slurm
+    gpus, limit = NODES * slurm.gpus_per_node, slurm.time and f"{LIMIT_S / 60:.0f}"
+    config = submission.with_shares(replace(
+        config, slurm=replace(slurm, time=limit, signal=""),
+        train=replace(config.train, epochs=1, max_tokens=0),  # a run has one of the two
+    ), None)  # fmt: skip
+    scheduler = sched_slurm.SlurmScheduler(config)
     given = clean_environment() | {"ELASTIC_TRY": "1"}
-    scheduler, gpus = sched_slurm.SlurmScheduler(config), NODES * slurm.gpus_per_node
-    there = next(path for path in (root, *root.parents) if path.exists())
-    with tempfile.TemporaryDirectory("", "elastic-try-", there, ignore_cleanup_errors=True) as name:
+    place = {"prefix": "elastic-try-", "dir": submission.nearest(runs_root())}
+    with tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "logs").mkdir()
         (folder / "run.toml").write_text(config.to_toml())
-        spec = JobSpec(folder, folder.name, "trainer", 0, config, given, limits=(gpus, gpus))
+        spec = JobSpec(folder, folder.name, TRAINER, 0, config, given, limits=(gpus, gpus))
         try:
             return _watched(scheduler, scheduler.submit(spec), folder)
         finally:
@@ -69,7 +71,8 @@ def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
         time.sleep(min(QUERY_S, launch.POLL_S + wait_s / 10))
         job = next((each for each in scheduler.jobs() if each.job_id == job_id), job)
     if not (report := durable.read_json(folder / "report.json")):
-        raise ElasticError(f"it is {job.state}: {last_words(folder / 'logs/trainer-0000.log')}")
+        words = last_words(folder / "logs/trainer-0000.log")
+        raise ElasticError(f"it is {job.state}: {words}")
     waited_s, startup_s = job.started_at - job.submitted_at, report["up"] - job.started_at
     return report | {"waited_s": waited_s, "startup_s": startup_s}
 
@@ -87,16 +90,16 @@ class Step:
 
     def __init__(self, nodes: list[str], command: list[str], said: Path):
         self.said, config = said, load_written(said.with_name("run.toml"))
-        argv = sched_slurm.step_argv(nodes, RANKS // NODES, command, config.slurm.srun_options)
-        known_as = sched_slurm.node_address()
-        address = bind_address(config.sync.bind, known_as, "sync.bind")
+        options = config.slurm.srun_options
+        argv = sched_slurm.step_argv(nodes, RANKS // NODES, command, options)
+        address = bind_address(config.sync.bind, sched_slurm.node_address(), "sync.bind")
         meet = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}
         with said.open("w") as file:
             self.process = subprocess.Popen(
                 argv, env=environment() | meet, stdin=subprocess.DEVNULL, stderr=file
             )
 
-    def heard(self, words: str, wanted: int, limit_s: float = PATIENCE_S) -> tuple[int, float]:
+    def heard(self, words: str, wanted: int, limit_s=PATIENCE_S) -> tuple[int, float]:
         """How many lines begin with `words`, as soon as enough do, or when that takes too
         long or all is over; and after how many seconds."""
         began = time.time()
@@ -110,15 +113,17 @@ class Step:
 
 def lead(folder: Path) -> dict:
     """Do to ranks what happens to ranks; what came of it. Exits if they do not start."""
-    signals.install()  # as the launcher does: a notice to this process, too, does not end it
-    home, prefix = env("ELASTIC_HOME"), load_written(folder / "run.toml").slurm.rank_prefix
-    job_id, nodes = env("SLURM_JOB_ID"), sched_slurm.expand_hostlist(env("SLURM_JOB_NODELIST"))
+    signals.install()  # as the launcher does: a notice does not end this process either
+    home, job_id = env("ELASTIC_HOME"), env("SLURM_JOB_ID")
+    nodes = sched_slurm.expand_hostlist(env("SLURM_JOB_NODELIST"))
+    prefix = load_written(folder / "run.toml").slurm.rank_prefix
     rank = [f"{home}/sbatch/rank.sh", *prefix]
     step = Step(nodes, [*rank, f"{home}/sbatch/probe.sh", str(folder)], folder / "said")
     if (here := step.heard("rank . is here", RANKS, LIMIT_S / 2)[0]) < RANKS:
         sys.exit(f"{here} of {RANKS} ranks started: {last_words(step.said)}")
     ranks = [durable.read_json(folder / f"rank-{number}.json") for number in range(RANKS)]
-    training = Step(nodes, [*rank, *torch_program("trial"), str(folder)], folder / "trained")
+    trial = [*rank, *torch_program("trial"), str(folder)]
+    training = Step(nodes, trial, folder / "trained")
     report = {"up": time.time(), "ranks": ranks} | _trained(training)
     durable.write_atomic(folder / "word", b"")
     report["seen"] = step.heard("rank . sees it", RANKS)
@@ -153,8 +158,10 @@ def _shrunk(job_id: str, kept: list[str], folder: Path) -> dict:
             raise ElasticError(f"no step starts on what is left: {last_words(step.said)}")
     except ElasticError as error:
         return {"shrunk": error.what, "is_stuck": True}
-    return {"shrunk": f"a step on one node took {time.time() - began:.1f} s", "is_stuck": False}
+    took = f"a step on one node took {time.time() - began:.1f} s"
+    return {"shrunk": took, "is_stuck": False}
 
 
 if __name__ == "__main__":
-    durable.write_atomic(Path(sys.argv[1], "report.json"), durable.to_json(lead(Path(sys.argv[1]))))
+    given = Path(sys.argv[1])
+    durable.write_atomic(given / "report.json", durable.to_json(lead(given)))
