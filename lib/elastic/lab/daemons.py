@@ -22,7 +22,7 @@ from elastic.base.errors import ElasticError
 
 ADDRESS = "127.0.0.1"  # where they listen
 START_TIMEOUT_S = 60.0
-_MEMBER = "ELASTIC_SANDBOX_MEMBER"  # in the environment of keepers and daemons: FOLDER:NAME
+_MEMBER = "ELASTIC_SANDBOX_MEMBER"  # FOLDER:NAME, for keepers and daemons
 _MULTIPLE = "this Slurm was built without --enable-multiple-slurmd; Debian's has it"
 
 _KEEPER = """
@@ -61,7 +61,8 @@ class Daemons:
     def _node_of(self, pid: int, given: dict[str, str]) -> str:
         """The node of a job's process; a stepd overwrites its environment, and has the
         log open."""
-        if given.get("SLURM_CONF") == str(self.path / "slurm.conf") and "SLURMD_NODENAME" in given:
+        is_ours = given.get("SLURM_CONF") == str(self.path / "slurm.conf")
+        if is_ours and "SLURMD_NODENAME" in given:
             return given["SLURMD_NODENAME"]
         logs = map(Path, _files_of_stepd(pid))
         return next((log.stem for log in logs if log.parent == self.path / "log"), "")
@@ -78,13 +79,14 @@ class Daemons:
         given = clean_environment() | {
             _MEMBER: f"{self.path}:{name}",
             "SLURM_CONF": str(self.path / "slurm.conf"),
-            "MYSQL_UNIX_PORT": f"{self.path}/mariadb.socket",  # where slurmdbd looks for MariaDB
+            "MYSQL_UNIX_PORT": f"{self.path}/mariadb.socket",  # for slurmdbd
         }
         with open(self.path / f"log/{name}.out", "ab") as out:
             files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
             done = subprocess.run(argv, env=given, cwd="/", umask=0o022, **files)
         if done.returncode != 0:
-            raise ElasticError(f"the sandbox did not start: {name} failed\n{self._last_words()}")
+            logs = self._last_words()
+            raise ElasticError(f"the sandbox did not start: {name} failed\n{logs}")
 
     def wait(self, condition: Callable[[], bool], what: str, name: str) -> None:
         """ElasticError when it takes too long or when the daemon `name` ends before."""
@@ -96,13 +98,14 @@ class Daemons:
             if time.monotonic() > deadline or unseen > 3:
                 logs = self._last_words()
                 hint = _MULTIPLE if "NodeAddr are required" in logs else ""
-                raise ElasticError(f"the sandbox did not start: waited for {what}\n{logs}", hint)
+                why = f"the sandbox did not start: waited for {what}\n{logs}"
+                raise ElasticError(why, hint)
             time.sleep(0.02)
 
     def _last_words(self) -> str:
         logs = sorted((self.path / "log").iterdir())
-        lines = [(log.name, line) for log in logs for line in proc.read(log).splitlines()[-3:]]
-        return "\n".join(f"  {name}: {line}" for name, line in lines)
+        return "\n".join(f"  {log.name}: {line}" for log in logs
+                         for line in proc.read(log).splitlines()[-3:])  # fmt: skip
 
 
 def listens(where: str | int) -> bool:

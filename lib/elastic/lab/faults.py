@@ -70,13 +70,15 @@ def cost_in_sync_mode(fault: Fault, metrics: Sequence[Mapping]) -> Cost:
     later = [line for line in later if line["attempt"] == later[0]["attempt"]]
     reached = max((line["step"] for line in metrics if line["attempt"] <= hit.attempt), default=0)
     again = {line["step"] for line in later if line["step"] <= reached}
-    least = reached if later else hit.version  # who goes on in the same attempt was not stopped
+    least = reached if later else hit.version  # the same attempt was not stopped
     further = (line["time"] for line in later or after if line["step"] > least)
     next_s = after[0]["time"] - fault.time if after else inf
     return Cost(len(again), next_s, next(further, inf) - fault.time)
 
 
-def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work], end: float) -> Iterator:
+def by_kind(
+    faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work], end: float
+) -> Iterator[dict]:
     """A row per kind: how often, median and worst of what it cost, and the rate of
     training from each to the next fault."""
     times = [fault.time for fault, _ in faults]

@@ -1,6 +1,7 @@
 """What a trace of preemptions would do to a run, for each way to train through it. Pure.
 
-    requeue   a job of a fixed size that Slurm requeues: it saves now and then, and heeds no notice
+    requeue   a job of a fixed size that Slurm requeues: it saves now and then, and heeds
+              no notice
     sync      one job of the size there is, with a successor that waits behind it
     local     a job per worker, averaged in rounds
 
@@ -24,14 +25,14 @@ from dataclasses import dataclass, replace
 
 from elastic.base.errors import UsageError
 from elastic.jobs import cadence, sizing
-from elastic.lab.played import Change, Costs, Requeue, Sync, best_every_s
+from elastic.lab.played import Costs, Requeue, Sync, Trace, best_every_s
 from elastic.lab.played_local import Local
 from elastic.run import estimate
 
 PASS_FLOPS = 6  # per parameter and token, forth and back
 SAVED = 12  # bytes an element of a checkpoint: float32, and AdamW's two
 MOSTLY = 0.9  # of the time; --min: so many GPUs are there
-AS_GOOD = 0.95  # of the best: then rounds are better short, because workers drift apart in them
+AS_GOOD = 0.95  # of the best: then rounds are better short: workers drift apart in them
 WORTH_SYNC = 0.97  # of local mode: then it is better, because it trains as if undisturbed
 KS = (25, 50, 100, 200, 500)
 MOST_ROUNDS = 50_000  # that are played
@@ -76,7 +77,8 @@ class Forecast:
 
     @property
     def goodput(self) -> float:
-        return self.parts["training"] / max(self.parts["allocated"] - self.parts["open"], 1e-9)
+        closed_s = self.parts["allocated"] - self.parts["open"]
+        return self.parts["training"] / max(closed_s, 1e-9)
 
     @property
     def kept(self) -> float:
@@ -96,7 +98,7 @@ class Forecaster:
     """A trace until `end`, played to a run of that configuration at those costs. Takes
     seconds: `say` is told of each play."""
 
-    def __init__(self, trace: Sequence[Change], end: float, config, costs: Costs, say=silence):
+    def __init__(self, trace: Trace, end: float, config, costs: Costs, say=silence):
         self.trace, self.end, self.config, self.costs = trace, end, config, costs
         self._say = say
         self._limits = _, most = config.elastic.min, config.elastic.max
@@ -107,14 +109,15 @@ class Forecaster:
         steps = inner_steps or sgd.inner_steps
         self._say(f"playing the trace to local mode, inner_steps = {steps}")
         config = replace(self.config, local_sgd=replace(sgd, inner_steps=steps))
-        return self._of("local", self._limits, steps, Local(self.trace, config, self.costs))
+        play = Local(self.trace, config, self.costs)
+        return self._of("local", self._limits, steps, play)
 
     def sync(self, least: int = 0) -> Forecast:
         limits = self.config.elastic
         limits = replace(limits, min=least or limits.min)
         self._say(f"playing the trace to sync mode, min = {limits.min}")
-        config = replace(self.config, elastic=limits)
-        return self._of("sync", (limits.min, limits.max), 0, Sync(self.trace, config, self.costs))
+        play = Sync(self.trace, replace(self.config, elastic=limits), self.costs)
+        return self._of("sync", (limits.min, limits.max), 0, play)
 
     def requeue(self) -> Forecast:
         """Of the size that turns out to be the best, of all from min to max."""
@@ -130,7 +133,7 @@ class Forecaster:
         return Forecast(mode, gpus, inner_steps, play.play(self.end), self._offered_s)
 
 
-def spans(trace: Sequence[Change], end: float) -> Iterator[tuple[int, float]]:
+def spans(trace: Trace, end: float) -> Iterator[tuple[int, float]]:
     """(GPUs that are there, for so many seconds)."""
     there: dict[str, int] = {}
     at = 0.0
@@ -141,7 +144,7 @@ def spans(trace: Sequence[Change], end: float) -> Iterator[tuple[int, float]]:
     yield sum(there.values()), end - at
 
 
-def mostly_there(trace: Sequence[Change], end: float) -> int:
+def mostly_there(trace: Trace, end: float) -> int:
     """GPUs that are there for nine tenths of the time."""
     left_s = (1 - MOSTLY) * end
     for gpus, seconds in sorted(spans(trace, end)):
@@ -151,7 +154,7 @@ def mostly_there(trace: Sequence[Change], end: float) -> int:
     return 0
 
 
-def forecast(trace: Sequence[Change], end: float, config, costs: Costs, say=silence) -> dict:
+def forecast(trace: Trace, end: float, config, costs: Costs, say=silence) -> dict:
     """All ways to train as `config` has them, and what to change: for views and for
     scripts."""
     _check(end, config, costs)
@@ -169,7 +172,8 @@ def forecast(trace: Sequence[Change], end: float, config, costs: Costs, say=sile
         why = f"run.command keeps its mode; as a task, {why}"
     taken = [change.at for change in trace if not change.gpus]
     moments, steps = len(set(taken)), best.inner_steps or config.local_sgd.inner_steps
-    every_s = best_every_s(costs, costs.stall_s, (end + cadence.PRIOR_S) / max(1, moments))
+    mtbi_s = (end + cadence.PRIOR_S) / max(1, moments)
+    every_s = best_every_s(costs, costs.stall_s, mtbi_s)
     if best.mode == "local":
         every_s = steps * costs.step_s + costs.deliver_s + costs.average_s + costs.pull_s
     return {
@@ -220,6 +224,6 @@ def _choose(rows: Sequence[Forecast]) -> tuple[Forecast, str]:
     best, other = (sync, local) if sync.kept >= WORTH_SYNC * local.kept else (local, sync)
     exactly = ", step for step as if undisturbed," * (best is sync)
     return best, (
-        f"it trains{exactly} for {best.kept:.0%} of the GPU time that is there, {other.mode} mode"
-        f" for {other.kept:.0%}, --requeue for {requeue.kept:.0%}"
+        f"it trains{exactly} for {best.kept:.0%} of the GPU time that is there,"
+        f" {other.mode} mode for {other.kept:.0%}, --requeue for {requeue.kept:.0%}"
     )

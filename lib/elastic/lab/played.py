@@ -30,6 +30,9 @@ class Change:
     gpus: int
 
 
+Trace = Sequence[Change]
+
+
 @dataclass(frozen=True)
 class Costs:
     """What things take, in seconds: section [plan], estimate.cost, or what a run has
@@ -63,14 +66,14 @@ class Leave:
 class Requeue:
     """A job of whole nodes, which is requeued when one of them goes."""
 
-    def __init__(self, trace: Sequence[Change], config, costs: Costs, counts: Sequence[int]):
-        self.config, self.costs, self.counts = config, costs, counts  # nodes a job may have
+    def __init__(self, trace: Trace, config, costs: Costs, counts: Sequence[int]):
+        self.config, self.costs, self.counts = config, costs, counts  # of nodes of a job
         self.per_node = config.slurm.gpus_per_node
         self.stall_s = costs.save_s  # a plain script stands still while it saves
         self.jobs: list[Allocation] = []
         self.work: list[Work] = []
         self._saved = self._furthest = 0.0  # positions
-        self._moments, self._nodes = [0.0], [[]]  # which are there from then on, the oldest first
+        self._moments, self._nodes = [0.0], [[]]  # there from then on, the oldest first
         for change in trace:
             there = [node for node in self._nodes[-1] if node != change.node]
             self._moments.append(change.at)
@@ -162,7 +165,7 @@ class Sync(Requeue):
     """The trainer of a run, and its successor, which waits behind it since the next
     pass."""
 
-    def __init__(self, trace: Sequence[Change], config, costs: Costs):
+    def __init__(self, trace: Trace, config, costs: Costs):
         limits = (config.elastic.min, config.elastic.max)
         counts = sizing.node_counts(limits, config.slurm.gpus_per_node, config.sync.sizes)
         super().__init__(trace, config, costs, counts)
@@ -185,8 +188,10 @@ class Sync(Requeue):
         for time in passes if gpus < self.config.elastic.max else ():
             now = {"role": TRAINER, "started": start, "time": time}
             horizon_s = cadence.observed_mtbi_s([*self._endings(), now])
-            growth = sizing.Growth(gpus, self._fit(time) * self.per_node, {}, self.costs.startup_s,
-                                   horizon_s, self.config.sync.grow_after_s)  # fmt: skip
+            growth = sizing.Growth(
+                gpus, self._fit(time) * self.per_node, {}, self.costs.startup_s, horizon_s,
+                self.config.sync.grow_after_s,
+            )  # fmt: skip
             if growth.pays(time - start)[0]:
                 return time
         return inf

@@ -5,7 +5,7 @@ A trace file has lines `milliseconds,add|remove,node`. A run's jobs make one, to
 GPUs are there from its start to its notice or its end, unless it had nothing left to do.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -13,10 +13,12 @@ from statistics import fmean, median
 from elastic.base.errors import UsageError
 from elastic.lab.played import Change
 from elastic.run import goodput, rundir
+from elastic.run.goodput import Allocation
 from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 
 MOST_MS = 366 * 86400 * 1000
+LINE = "a line is MILLISECONDS,add|remove,NODE"
 
 
 def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
@@ -34,7 +36,7 @@ def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
         changes, end = of_events(events, run.jobs.endings(), gpus_per_node)
     if not end or not any(change.gpus for change in changes):
         what = "no end" if not end else "no GPUs: nothing is added in it"
-        raise UsageError(f"trace {source} has {what}", "a line is MILLISECONDS,add|remove,NODE")
+        raise UsageError(f"trace {source} has {what}", LINE)
     return changes, end
 
 
@@ -46,8 +48,8 @@ def _of_lines(path: Path, gpus: int) -> Iterator[Change]:
                 raise ValueError("no time of a trace")
             yield Change(int(milliseconds) / 1000, node, {"add": gpus, "remove": 0}[verb])
         except (ValueError, KeyError):
-            raise UsageError(f"{path}:{number}: {line[:80]!r} is no change of a trace of a year",
-                             "a line is MILLISECONDS,add|remove,NODE") from None  # fmt: skip
+            what = f"{path}:{number}: {line[:80]!r} is no change in a year"
+            raise UsageError(what, LINE) from None
 
 
 def of_events(
@@ -63,7 +65,7 @@ def of_events(
     return sorted(_of_jobs(jobs, began, gpus), key=lambda change: change.at), now - began
 
 
-def _of_jobs(jobs: Sequence[goodput.Allocation], began: float, gpus: int) -> Iterator[Change]:
+def _of_jobs(jobs: Iterable[Allocation], began: float, gpus: int) -> Iterator[Change]:
     for job in jobs:
         slot = job.attempts[0][1][0] if job.attempts else -1
         for part in range(job.gpus // gpus):
@@ -105,5 +107,5 @@ def measured(run: RunDir) -> dict[str, float]:
     return shown
 
 
-def _stops(job: goodput.Allocation, works: Mapping) -> list[float]:
+def _stops(job: Allocation, works: Mapping) -> list[float]:
     return [work.stop for _, attempt in job.attempts for work in works.get(attempt, ())]

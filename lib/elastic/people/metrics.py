@@ -28,9 +28,8 @@ GAUGES = {
     "tokens": ("tokens", "Committed tokens; samples, of a task without tokens()."),
     "tokens_goal": ("tokens_goal", "Tokens at which the run is done."),
     "loss": ("loss", "Mean training loss of the newest version."),
-    "tokens_per_second": ("tokens_per_s", "Committed tokens per second, over ten versions."),
-    "preemptions_per_hour": ("preemptions_per_h", "Jobs that the scheduler took away, by the last"
-                             " half hour."),
+    "tokens_per_second": ("tokens_per_s", "Committed tokens, over ten versions."),
+    "preemptions_per_hour": ("preemptions_per_h", "Preempted jobs, by the last half hour."),
     "gpus": ("gpus", "GPUs at work."),
     "gpus_min": ("min", "Fewest GPUs wanted."),
     "gpus_max": ("max", "Most GPUs to use."),
@@ -56,7 +55,7 @@ def prometheus(observations: Sequence[dict]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _gauge(name: str, words: str, samples: Iterable[tuple[dict, str, Any]]) -> Iterator[str]:
+def _gauge(name: str, words: str, samples: Iterable[tuple]) -> Iterator[str]:
     """The lines of one gauge. A sample is (run, state or "", number)."""
     yield f"# HELP elastic_{name} {words}"
     yield f"# TYPE elastic_{name} gauge"
@@ -114,7 +113,7 @@ class JsonLines:
             if torn and not any(torn.startswith(start[: len(torn)]) for start in STARTS):
                 raise ValueError("no line of it")
         except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{path} has something else in it", "name a new file") from None
+            raise UsageError(f"{path} has other lines in it", "name a new file") from None
         os.truncate(path, len(whole + end))
 
     def add(self, rows: Sequence[dict]) -> None:
@@ -126,10 +125,10 @@ class TensorBoard:
     """Scalars by committed tokens; those that no mark tells of are written again."""
 
     def __init__(self, folder: Path):
-        writer = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard").SummaryWriter
+        package = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard")
         self._mark = folder / "elastic.json"
         self.newest = (read_json(self._mark) or {}).get("tokens", 0)
-        self._writer = writer(str(folder), purge_step=self.newest + 1)
+        self._writer = package.SummaryWriter(str(folder), purge_step=self.newest + 1)
 
     def add(self, rows: Sequence[dict]) -> None:
         for row in rows:

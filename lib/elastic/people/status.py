@@ -2,7 +2,7 @@
 (--json).
 
     look       reads what there is of a run, each file once, into a `World`
-    observe    all about the run, and `row` what a table of runs shows: functions of that World
+    observe    all about the run, and `row` what a table of runs shows, from that World
 
 Workers come from Redis when it answers, else from what the jobs wrote into the run
 directory, and the reason says so. Jobs come from one question to the scheduler for all
@@ -104,8 +104,8 @@ class World:
 
     @property
     def gpus(self) -> int:
-        is_sync, per_worker = _is_sync(self.facts), self.facts.config.slurm.gpus_per_worker
-        return len(self.crew.workers) * (1 if is_sync else per_worker)
+        per_worker = self.facts.config.slurm.gpus_per_worker
+        return len(self.crew.workers) * (1 if _is_sync(self.facts) else per_worker)
 
 
 def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE) -> World:
@@ -285,7 +285,8 @@ def _reasons(world: World, crew: Crew) -> Iterator[str]:
     yield f"slots {', '.join(stalled)} beat but do not advance" if stalled else ""
     troubled = [worker for worker in workers if worker.get("trouble")]
     slots = ", ".join(str(worker["slot"]) for worker in troubled)
-    waits = "cannot write, and wait: " if any(w["state"] == "blocked" for w in troubled) else ""
+    is_blocked = any(worker["state"] == "blocked" for worker in troubled)
+    waits = "cannot write, and wait: " if is_blocked else ""
     yield f"slots {slots}: {waits}{troubled[0]['trouble']}" if troubled else ""
     pending = wording.awaited(world.jobs, workers)
     waits = f"{counted(len(pending), 'job')} {'waits' if len(pending) == 1 else 'wait'}"
@@ -294,8 +295,8 @@ def _reasons(world: World, crew: Crew) -> Iterator[str]:
     if not (workers or world.jobs or world.trouble):
         yield "no job is queued or running"
     if world.pass_s > NO_PASS_S:
-        yield (f"no pass since {wording.span(world.pass_s)}: is elastic-reconcile in your "
-               "crontab?")  # fmt: skip
+        since = wording.span(world.pass_s)
+        yield f"no pass since {since}: is elastic-reconcile in your crontab?"
 
 
 def _since(newest: Commit | None) -> str:
@@ -315,7 +316,7 @@ def _upcoming(world: World) -> str:
         return "nothing, until the scheduler answers"
     try:
         plan = reconcile.plan_of(world.facts, world.now)
-    except Exception as error:  # the memory may be damaged in a way that nobody has foreseen
+    except Exception as error:  # the memory may be damaged in any way
         return f"nothing: {error!r}"
     words = [f"{each.verb} {each.role} {each.slot} ({each.reason})" for each in plan
              if each.verb != WAIT]  # fmt: skip
@@ -330,7 +331,7 @@ def _upcoming(world: World) -> str:
 
 def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
     """What workers and master say in Redis, if that answers."""
-    from elastic.local.store import Store  # a third of the time that status takes, and only here
+    from elastic.local.store import Store  # a third of the time that status takes
 
     try:
         with contextlib.closing(Store.open(run, NOT_REACHED_S)) as store:
@@ -340,21 +341,25 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
     silence = "" if master else f"Redis at {store.where} knows no master"
     stall_after_s, hang = facts.config.health.stall_after_s, ""
     if master and (still_s := now - float(master["beat"])) > stall_after_s:
-        hang = (f"the master has stood still for {wording.span(still_s)}: to have another, "
-                f"end its job {master['job_id']}")  # fmt: skip
+        hang = f"the master has stood still for {wording.span(still_s)}: to have another,"
+        hang += f" end its job {master['job_id']}"
     workers = [_worker(slots[n], now, stall_after_s) for n in sorted(slots)]
     return Crew(workers, master.get("reason", ""), silence, hang)
 
 
 def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
-    state = membership.state(slot, now, stall_after_s)
-    return {**asdict(slot), "state": state, "last_beat_s": round(max(0.0, now - slot.beat), 3)}
+    state, beat_s = membership.state(slot, now, stall_after_s), max(0.0, now - slot.beat)
+    return {**asdict(slot), "state": state, "last_beat_s": round(beat_s, 3)}
 
 
 def _by_jobs(jobs: Sequence[dict]) -> list[dict]:
     """Workers whose job is running; their progress is not known."""
     return [{**UNKNOWN, **{name: job[name] for name in ("slot", "job_id", "node")}}
-            for job in jobs if job["role"] == WORKER and job["state"] == "RUNNING"]  # fmt: skip
+            for job in _running(jobs, WORKER)]  # fmt: skip
+
+
+def _running(jobs: Sequence[dict], role: str) -> list[dict]:
+    return [job for job in jobs if job["role"] == role and job["state"] == "RUNNING"]
 
 
 def _on_record(facts: Facts, jobs: Sequence[dict]) -> list[dict]:
@@ -383,7 +388,7 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
 def _program(facts: Facts, jobs: Sequence[dict], log: Path, now: float) -> Crew:
     """The same of a program that says nothing of its progress, by its job's record
     alone."""
-    running = [job for job in jobs if job["role"] == TRAINER and job["state"] == "RUNNING"]
+    running = _running(jobs, TRAINER)
     record = facts.ending(running[0]["job_id"]) if running else None
     if not record or record["state"] != "training":
         return Crew()
@@ -414,5 +419,6 @@ def _speed(commits: Sequence[Commit], now: float) -> float | None:
     running."""
     if len(commits) < 2:
         return None
-    passed_s = max(now, commits[-1].time) - commits[0].time
-    return (commits[-1].tokens - commits[0].tokens) / passed_s if passed_s > 0 else None
+    first, last = commits[0], commits[-1]
+    passed_s = max(now, last.time) - first.time
+    return (last.tokens - first.tokens) / passed_s if passed_s > 0 else None

@@ -68,7 +68,8 @@ def start(ready: Prepared) -> tuple[RunDir, list[str]]:
     failed = run.failed()
     if failed or report.errors:
         submission.undo(run)
-        raise ElasticError(*([failed["reason"], failed["detail"]] if failed else report.errors[:1]))
+        words = (failed["reason"], failed["detail"]) if failed else report.errors[:1]
+        raise ElasticError(*words)
     waits = [report.unknown, *(reason for one in report.runs for reason in one.waiting)]
     return run, [reason for reason in waits if reason]
 
@@ -148,8 +149,8 @@ def _check_limits(run: RunDir, fewest: int, most: int) -> None:
         raise UsageError(f"min {fewest} is above max {most}", "give both")
     least = run.config().slurm.gpus_per_worker
     if most < least and run.config().run.scheduler != "local":
-        raise UsageError(f"max {most} is below one worker: slurm.gpus_per_worker is {least}",
-                         "give a larger --max")  # fmt: skip
+        what = f"max {most} is below one worker: slurm.gpus_per_worker is {least}"
+        raise UsageError(what, "give a larger --max")
 
 
 def stop(run: RunDir, now: bool) -> None:
