@@ -26,9 +26,9 @@ FOLDERS = {
     "local/worker": 1345,  # one slot: hold the lease, train, deliver
     "local/master": 1163,  # one master: Redis, samples, rounds, commits
     "sync": 948,  # sync mode: one job that resizes
-    "people": 2009,  # what a person asks and sees
-    "lab": 1530,  # trying and proving; nothing imports it
-    "commands": 478,  # click: options, checks, exit codes
+    "people": 2024,  # what a person asks and sees
+    "lab": 1515,  # trying and proving; nothing imports it
+    "commands": 474,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),
