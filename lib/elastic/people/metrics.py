@@ -113,7 +113,7 @@ class JsonLines:
             if torn and not any(torn.startswith(start[: len(torn)]) for start in STARTS):
                 raise ValueError("no line of it")
         except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{path} has other lines in it", "name a new file") from None
+            raise UsageError(f"{path} has something else in it", "name a new file") from None
         os.truncate(path, len(whole + end))
 
     def add(self, rows: Sequence[dict]) -> None:
