@@ -15,8 +15,8 @@ from elastic.run.shuffle import Shuffle
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.saved.versions import remove_drafts
+from elastic.train.optimizers import default_optimizer
 from elastic.train.schedule import learning_rate
-from elastic.train.task import default_optimizer
 from merging import Rounds
 from validate import report, rig
 from validate.noisy_task import Noisy

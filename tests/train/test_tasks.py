@@ -14,10 +14,13 @@ from torch.utils.data import default_collate
 
 from elastic.base.errors import ElasticError, UsageError
 from elastic.tasks import ByteText, TokenFiles
-from elastic.train.task import count_tokens, default_optimizer, load_task
+from elastic.train.optimizers import default_optimizer
+from elastic.train.task import count_tokens, load_task
 from helpers import ROOT
 
-TRAIN = SimpleNamespace(learning_rate=4e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
+TRAIN = SimpleNamespace(
+    optimizer="adamw", learning_rate=4e-3, weight_decay=0.1, beta1=0.9, beta2=0.95
+)
 TINY = {"context": 8, "dim": 16, "layers": 1, "heads": 2}
 
 
@@ -383,7 +386,7 @@ def trained(make) -> list[torch.Tensor]:
 
 
 def test_the_default_optimizer_has_the_bits_of_torch_adamw():
-    settings = SimpleNamespace(weight_decay=0.1, learning_rate=0.01, beta1=0.9, beta2=0.95)
+    settings = SimpleNamespace(**vars(TRAIN) | {"learning_rate": 0.01})
 
     def plain(model):
         groups = [
@@ -403,11 +406,13 @@ def test_a_worker_does_not_import_the_compiler():
         from types import SimpleNamespace
         from elastic.local.worker import worker
         from elastic.train.group import clip_gradients
-        from elastic.train.task import default_optimizer
-        model = torch.nn.Linear(2, 2)
-        train = SimpleNamespace(weight_decay=0.1, learning_rate=0.01, beta1=0.9, beta2=0.95)
+        from elastic.train.optimizers import default_optimizer
+        from elastic.tasks import ByteText
+        model = ByteText({}).model()
+        train = SimpleNamespace(
+            optimizer="muon", weight_decay=0.1, learning_rate=0.01, beta1=0.9, beta2=0.95)
         optimizer = default_optimizer(model, train)
-        model(torch.ones(2)).sum().backward()
+        model(torch.ones(1, 2, dtype=torch.long)).sum().backward()
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -39,8 +39,9 @@ from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.device import seed_by
 from elastic.train.group import Group
+from elastic.train.optimizers import default_optimizer
 from elastic.train.schedule import learning_rate, tokens_at
-from elastic.train.task import count_tokens, default_optimizer
+from elastic.train.task import count_tokens
 from helpers import commit_of
 from merging import read_outer
 

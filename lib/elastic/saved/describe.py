@@ -28,7 +28,8 @@ from elastic.saved.codec import codec
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
 from elastic.train.loading import check
-from elastic.train.task import count_tokens, default_optimizer, load_task
+from elastic.train.optimizers import default_optimizer
+from elastic.train.task import count_tokens, load_task
 
 # Parameters: seconds of two cores, 0.5 GB with gradients and the rest.
 MOST_TRIED = 30_000_000

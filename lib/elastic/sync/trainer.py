@@ -57,8 +57,9 @@ from elastic.train.device import (
 )
 from elastic.train.group import Group, clip_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
+from elastic.train.optimizers import default_optimizer
 from elastic.train.schedule import learning_rate, peak
-from elastic.train.task import count_tokens, default_optimizer, load_task
+from elastic.train.task import count_tokens, load_task
 
 PROGRESS_S = 1.0
 

@@ -152,6 +152,12 @@ def norm(shape: Shape) -> nn.Module:
     return nn.RMSNorm(shape.dim, eps=NORM_EPS)
 
 
+def table(rows: int, dim: int) -> nn.Embedding:
+    """One without values: torch draws them by code that imports its compiler, a second
+    and more at every start of a worker."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
+
+
 class Layer(nn.Module):
     """Attention, then the feed-forward network, each normalised before and added
     after."""
@@ -179,9 +185,8 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.shape = shape
-        self.tokens = nn.Embedding(shape.vocabulary, shape.dim)
-        learned = shape.style == "gpt"
-        self.positions = nn.Embedding(shape.context, shape.dim) if learned else None
+        self.tokens = table(shape.vocabulary, shape.dim)
+        self.positions = table(shape.context, shape.dim) if shape.style == "gpt" else None
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = norm(shape)
         self.head = nn.Linear(shape.dim, shape.vocabulary, bias=False)

@@ -8,14 +8,12 @@ the audit counts them. Two tasks come with the toolkit: tasks.py.
 """
 
 import importlib
-import inspect
 import sys
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -27,12 +25,12 @@ REQUIRED = ("model", "dataset", "loss")
 class Task(Protocol):
     """What `run.task` names. Its constructor gets the [task] table of the run file.
 
-    It may also have `optimizer(model)` (else `default_optimizer`), `tokens(batch) -> int`
-    (else the samples of the batch; the unit of the schedule and of the weight of a
-    delta), `validate(model) -> dict[str, float]`, which is run on the global parameters,
-    and `initial_values(model)`, which yields name and values of all that is in the state
-    of a model: `model()` is then called under torch.device("meta"), and no rank ever has
-    the whole of it.
+    It may also have `optimizer(model)` (else the one that `train.optimizer` names),
+    `tokens(batch) -> int` (else the samples of the batch; the unit of the schedule and of
+    the weight of a delta), `validate(model) -> dict[str, float]`, which is run on the
+    global parameters, and `initial_values(model)`, which yields name and values of all
+    that is in the state of a model: `model()` is then called under torch.device("meta"),
+    and no rank ever has the whole of it.
     """
 
     def model(self) -> nn.Module:
@@ -85,34 +83,6 @@ def _blaming(what: str, hint: str = ""):
         inside = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
         where = f" ({inside[-1].filename}:{inside[-1].lineno})" if inside else ""
         raise ElasticError(f"{what}: {type(error).__name__}: {error}{where}", hint) from error
-
-
-class EagerAdamW(torch.optim.AdamW):
-    """torch's own, without the calls by which it imports torch's compiler at the first
-    step: a second and a half, and a thousand files of a shared filesystem, at every start
-    of a worker."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
-    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
-
-
-def default_optimizer(model: nn.Module, train) -> torch.optim.Optimizer:
-    """AdamW as the [train] section has it; only matrices decay, not the gains of
-    norms."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return EagerAdamW(
-        [group for group in groups if group["params"]],
-        lr=train.learning_rate,
-        betas=(train.beta1, train.beta2),
-        fused=True if all(p.is_cuda for p in parameters) else None,
-    )
 
 
 def count_tokens(task: Task, batch: Any) -> int:

@@ -26,7 +26,8 @@ from elastic.train.device import (
 from elastic.train.group import clip_gradients
 from elastic.train.health import NaNDetector, require_gpu
 from elastic.train.loading import check
-from elastic.train.task import count_tokens, default_optimizer, load_task
+from elastic.train.optimizers import default_optimizer
+from elastic.train.task import count_tokens, load_task
 
 # Rank 0 may wait for the master for days, and the others for it.
 PATIENCE_S = 30 * 86400.0

@@ -1,0 +1,107 @@
+"""The inner optimizers that come with the toolkit: `train.optimizer`.
+
+    adamw    AdamW; matrices decay, the gains of norms do not
+    muon     Muon (torch.optim) for the weights of linear layers, AdamW for all the rest:
+             embeddings, the last linear layer, which is the head, and the gains of norms
+
+Muon makes the update of a matrix orthogonal, so that all its directions move alike; the
+update is scaled to the size of AdamW's, and the same learning rate serves both (Liu et
+al., arXiv 2502.16982). Its deltas agree better between workers than AdamW's (MuLoCo,
+arXiv 2505.23725), and its state is half as large.
+"""
+
+import inspect
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.optim import Muon, Optimizer
+
+
+class EagerAdamW(torch.optim.AdamW):
+    """torch's own, without the calls by which it imports torch's compiler at the first
+    step: a second and a half, and a thousand files of a shared filesystem, at every start
+    of a worker."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+
+
+class EagerMuon(Muon):
+    """Likewise."""
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+
+
+class MuonAdamW(Optimizer):
+    """Both, as one optimizer with the groups and the state of the two."""
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
+        self._parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def step(self, closure=None) -> None:
+        for part in self._parts:
+            part.step()
+
+    def __setstate__(self, state: dict) -> None:
+        """What `load_state_dict` ends with: other groups, and another state."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+
+def default_optimizer(model: nn.Module, train) -> Optimizer:
+    """The one that the [train] section names."""
+    if train.optimizer == "adamw":
+        return _adamw(model.parameters(), train)
+    hidden = hidden_matrices(model)
+    chosen = {id(param) for param in hidden}
+    others = [param for param in model.parameters() if id(param) not in chosen]
+    if not hidden:
+        return _adamw(others, train)
+    muon = EagerMuon(
+        hidden,
+        lr=train.learning_rate,
+        weight_decay=train.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonAdamW(muon, _adamw(others, train))
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of linear layers, but for the head's: the last one, or one that is an
+    embedding's, too."""
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    left = {id(module.weight) for module in chain(tables, linear[-1:])}
+    return [each.weight for each in linear
+            if each.weight.requires_grad and id(each.weight) not in left]  # fmt: skip
+
+
+def _adamw(parameters, train) -> EagerAdamW:
+    parameters = [param for param in parameters if param.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return EagerAdamW(
+        [group for group in groups if group["params"]],
+        lr=train.learning_rate,
+        betas=(train.beta1, train.beta2),
+        fused=True if all(p.is_cuda for p in parameters) else None,
+    )
