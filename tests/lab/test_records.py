@@ -1,0 +1,62 @@
+"""`make records`: every arm spends the same tokens, and a table says what came out.
+
+    pytest tests/lab/test_records.py
+"""
+
+import pytest
+
+from helpers import ROOT
+from validate import records, report
+from validate.records import ARMS, Point, Trial
+
+REF = records.REFERENCE
+TOKENS = 5 * records.GLOBAL_BATCH * records.CONTEXT
+
+
+@pytest.mark.parametrize("point", ["2x4", "3x1", "2xswing"])
+def test_workers_share_the_tokens_to_the_last_one(point, monkeypatch):
+    steps = []
+    monkeypatch.setattr(records.Simulator, "validate", lambda self: {"validation_loss": 0.0})
+
+    def noted(simulator, crew):
+        deltas = real(simulator, crew)
+        steps.extend(delta.steps for delta in deltas)
+        assert len({sample for delta in deltas for sample in delta.samples}) == len(deltas)
+        return deltas
+
+    real = records.works
+    monkeypatch.setattr(records, "works", noted)
+    row = records.run(Trial("muon", Point.read(point), 0, TOKENS))
+    batch = Point.read(point).batch
+    assert sum(steps) * batch * records.CONTEXT == TOKENS
+    assert row["versions"] > 1
+
+
+def test_a_synchronous_arm_is_one_trial_for_all_points():
+    keys = {Trial("sync-adamw", point, 0, TOKENS).key for point in records.POINTS}
+    assert len(keys) == 1
+    assert len({Trial("muon", point, 0, TOKENS).key for point in records.POINTS}) == 6
+
+
+def test_a_row_has_the_paired_difference_and_its_bound():
+    point, losses = Point(30, "4"), {REF: [1.0, 1.2, 1.1], "muon": [0.9, 1.1, 1.0]}
+    results = {
+        Trial(arm, point, seed, TOKENS): {
+            "loss": loss, "versions": 9, "bytes_per_token": 1234.5, "minutes": 2.0}
+        for arm, of_seed in losses.items() for seed, loss in enumerate(of_seed)
+    }  # fmt: skip
+    *_, reference, muon = records.table(results).splitlines()
+    assert reference == "| 30 | 4 | synchronous AdamW | 1.1000 |  |  |  | 4,938 | 2.0 |"
+    assert muon == "| 30 | 4 | local mode, Muon | 1.0000 | -0.1000 | -0.1000 | 9 | 1,234 | 2.0 |"
+
+
+def test_the_published_table_is_of_arms_and_points_that_there_are():
+    page = (ROOT / "docs" / "records.md").read_text()
+    head, line, *rows = report.published(page, "records").splitlines()
+    assert f"{head}\n{line}\n" == records.HEADER
+    assert rows
+    titles = {arm.title for arm in ARMS.values()}
+    for row in rows:
+        steps, workers, title = [cell.strip() for cell in row.split("|")[1:4]]
+        assert Point.read(f"{steps}x{workers}") in records.POINTS
+        assert title in titles

@@ -1,0 +1,280 @@
+"""`make records`: DiLoCo on two cores. How well does each way of training learn at equal tokens?
+
+    make records RECORDS_ARGS='--seeds 3 --points 30x4 --arms adamw,muon'
+
+A point is a number of inner steps K and of workers M (`swing`: one to eight, others every round),
+from random parameters; an arm is a way to train. All train ByteText's model (dim 128: 475,776
+parameters) on the standard library's sources, 4,096 tokens per global step, cosine schedule. The
+arms of a seed are paired: they begin with the same parameters and see the same samples in the same
+order. Each arm has its own best learning rate, which `--tune` finds on a seed that no table has.
+
+Workers and master are played in one process (simulator.py) by the product's own training loop,
+replica, codec, cold start, weights and outer step; tests/test_trace.py shows that this gives the
+bits of real processes. What ran is kept in build/records.jsonl, and not run again.
+
+The table: final validation loss in nats per byte, mean over the seeds; its paired difference from
+synchronous AdamW with the one-sided 95 % bound above it; versions made; bytes that all workers send
+per token; minutes of one core. `--publish` writes it into docs/records.md.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from random import Random
+from statistics import mean
+
+import torch
+
+from elastic.base import config as configuration
+from elastic.lab.validation import half_width
+from elastic.saved.codec import codec
+from elastic.tasks import ByteText
+from helpers import commit_of
+from validate import report, rig
+from validate.simulator import Planned, Simulator
+
+KEPT = rig.BUILD / "records.jsonl"
+GLOBAL_BATCH, CONTEXT = 32, 128  # samples of a global step, and bytes of a sample
+MOST_WORKERS, TUNING_SEED = 8, 100
+REFERENCE = "sync-adamw"
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train. A synchronous one is a single worker with the whole batch, and no rounds."""
+
+    title: str
+    learning_rate: float  # the best of RATES for that arm
+    settings: tuple[str, ...] = ()
+    synchronous: bool = False
+
+
+PLAIN = ("local_sgd.cold_start_steps=0", "local_sgd.compression=none")
+SYNCHRONOUS = (*PLAIN, "local_sgd.outer_lr=1.0", "local_sgd.outer_momentum=0.0")
+MUON = ("train.optimizer=muon",)
+ARMS = {
+    REFERENCE: Arm("synchronous AdamW", 4e-3, SYNCHRONOUS, synchronous=True),
+    "sync-muon": Arm("synchronous Muon", 8e-3, (*MUON, *SYNCHRONOUS), synchronous=True),
+    "diloco": Arm("DiLoCo as published (0.7, 0.9)", 4e-3, (
+        *PLAIN, "local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.9", "local_sgd.clip_norm=0",
+        "local_sgd.thin_rounds=false")),
+    "adamw": Arm("local mode, AdamW", 4e-3),
+    "muon": Arm("local mode, Muon", 8e-3, MUON),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """K, and M: a number, or "swing"."""
+
+    steps: int
+    workers: str
+
+    @classmethod
+    def read(cls, text: str) -> "Point":
+        steps, _, workers = text.partition("x")
+        return cls(int(steps), workers)
+
+    def __str__(self) -> str:
+        return f"{self.steps}x{self.workers}"
+
+    @property
+    def most(self) -> int:
+        return MOST_WORKERS if self.workers == "swing" else int(self.workers)
+
+    @property
+    def batch(self) -> int:
+        """Samples of a worker's step: all workers together have the global batch."""
+        return GLOBAL_BATCH // self.most
+
+    def crews(self, seed: int):
+        """The slots that train in each round, without an end."""
+        rng = Random(seed)
+        while True:
+            if self.workers == "swing":
+                yield sorted(rng.sample(range(MOST_WORKERS), rng.randint(1, MOST_WORKERS)))
+            else:
+                yield list(range(int(self.workers)))
+
+
+POINTS = tuple(map(Point.read, ("10x4", "30x4", "100x4", "30x1", "30x8", "30xswing")))
+
+
+@dataclass(frozen=True)
+class Trial:
+    arm: str
+    point: Point
+    seed: int
+    tokens: int
+    more: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> list[str]:
+        """A synchronous arm is the same at every point."""
+        arm, point = ARMS[self.arm], self.point
+        steps, batch = point.steps, point.batch
+        if arm.synchronous:
+            steps, batch = self.tokens // (GLOBAL_BATCH * CONTEXT), GLOBAL_BATCH
+        return [f"run.seed={self.seed}", f"train.max_tokens={self.tokens}", "train.threads=1",
+                f"train.batch_size={batch}", f"train.learning_rate={arm.learning_rate}",
+                "train.warmup_fraction=0.05", f"local_sgd.inner_steps={steps}",
+                "local_sgd.compression=int8", *arm.settings, *self.more]  # fmt: skip
+
+    @property
+    def key(self) -> str:
+        crew = "" if ARMS[self.arm].synchronous else self.point.workers
+        return json.dumps([*self.settings, crew, torch.__version__])
+
+
+def run(trial: Trial) -> dict:
+    """Train to the end of the tokens."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    config = configuration.load(rig.HERE / "parity.toml", trial.settings, rig.NO_SITE)
+    task = ByteText(config.task)
+    start = rig.untrained(task, config)
+    simulator = Simulator(task, config, start, len(task.dataset()), trial.tokens)
+    alone = ARMS[trial.arm].synchronous
+    crews = iter(lambda: [0], None) if alone else trial.point.crews(trial.seed)
+    sent, encoded = 0, sum(map(codec(config.local_sgd.compression).size_bytes,
+                               simulator.outer.layout.fragments))  # fmt: skip
+    while deltas := works(simulator, next(crews)):
+        sent += len(deltas) * encoded
+        for _ in simulator.replay([commit_of(deltas=tuple(deltas))]):
+            pass
+    loss = simulator.validate()["validation_loss"]
+    if alone:  # of one worker: a ring moves each gradient twice, every step
+        sent = 2 * 4 * sum(map(torch.numel, simulator.outer.params)) * config.local_sgd.inner_steps
+    return {"key": trial.key, "arm": trial.arm, "point": str(trial.point), "seed": trial.seed,
+            "loss": loss, "versions": simulator.version, "bytes_per_token": sent / trial.tokens,
+            "minutes": (time.monotonic() - began) / 60}  # fmt: skip
+
+
+def works(simulator: Simulator, crew: list[int]) -> list[Planned]:
+    """What the crew trains in the next round; of the last round what is left."""
+    now, batch = simulator.versions[simulator.version], simulator.config.train.batch_size
+    left = (simulator.total_tokens - now.tokens) // (CONTEXT * batch)
+    first, deltas = now.tokens // CONTEXT, []
+    for slot in crew:
+        steps = min(now.steps, left)
+        left -= steps
+        if steps:
+            samples = [(0, first, first + steps * batch)]
+            first += steps * batch
+            deltas.append(Planned(slot=slot, attempt=1, base=simulator.version, steps=steps,
+                                  samples=samples, inner="start"))  # fmt: skip
+    return deltas
+
+
+# ---- all of them -------------------------------------------------------------------------
+
+
+def kept() -> dict[str, dict]:
+    if not KEPT.exists():
+        return {}
+    return {row["key"]: row for row in map(json.loads, KEPT.read_text().splitlines())}
+
+
+def run_all(trials: list[Trial], processes: int) -> dict[Trial, dict]:
+    """What came of each: those that are kept, and the others, which are run now."""
+    known = kept()
+    waiting = {trial.key: trial for trial in trials if trial.key not in known}
+    print(f"{len(trials)} trials, {len(waiting)} to run", flush=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for future in as_completed([pool.submit(run, trial) for trial in waiting.values()]):
+            row = future.result()
+            known[row["key"]] = row
+            KEPT.parent.mkdir(exist_ok=True)
+            with KEPT.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            what = f"{row['arm']:12} {row['point']:9} seed {row['seed']:<4}"
+            print(what, f"{row['loss']:.4f}, {row['versions']} versions", flush=True)
+    return {trial: known[trial.key] for trial in trials}
+
+
+HEADER = """\
+| K | M | | loss | − synchronous AdamW | bound | versions | bytes per token | minutes |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def table(results: dict[Trial, dict]) -> str:
+    """Markdown: of each point, its arms."""
+    rows = [HEADER]
+    for point in dict.fromkeys(trial.point for trial in results):
+        by_arm: dict[str, dict[int, dict]] = {}
+        for trial, row in results.items():
+            if trial.point == point:
+                by_arm.setdefault(trial.arm, {})[trial.seed] = row
+        rows += [_row(point, arm, by_seed, by_arm.get(REFERENCE, {}))
+                 for arm, by_seed in by_arm.items()]  # fmt: skip
+    return "".join(rows)
+
+
+def _row(point: Point, arm: str, by_seed: dict[int, dict], reference: dict[int, dict]) -> str:
+    def average(name: str) -> float:
+        return mean(row[name] for row in by_seed.values())
+
+    gaps = [row["loss"] - reference[seed]["loss"]
+            for seed, row in by_seed.items() if seed in reference]  # fmt: skip
+    half = half_width(gaps)
+    gap = f"{mean(gaps):+.4f}" if gaps and arm != REFERENCE else ""
+    bound = f"{mean(gaps) + half:+.4f}" if half is not None and arm != REFERENCE else ""
+    loss, sent, minutes = map(average, ("loss", "bytes_per_token", "minutes"))
+    versions = f"{average('versions'):.0f}"
+    if ARMS[arm].synchronous:
+        versions, sent = "", sent * point.most
+    cells = [str(point.steps), point.workers, ARMS[arm].title, f"{loss:.4f}", gap, bound,
+             versions, f"{sent:,.0f}", f"{minutes:.1f}"]  # fmt: skip
+    return f"| {' | '.join(cells)} |\n"
+
+
+def tune(tokens: int, processes: int, arms: list[str]) -> None:
+    """Every arm's loss at K = 30, M = 4 with each learning rate; the table's are set by hand."""
+    point = Point(30, "4")
+    trials = [Trial(arm, point, TUNING_SEED, tokens, (f"train.learning_rate={rate}",))
+              for rate in RATES for arm in arms]  # fmt: skip
+    for trial, row in run_all(trials, processes).items():
+        print(f"{trial.arm:12} {trial.more[0]:30} {row['loss']:.4f}")
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    arms = options.arms.split(",")
+    if options.tune:
+        tune(options.tokens, options.processes, arms)
+        return 0
+    points = [Point.read(text) for text in options.points.split(",")]
+    trials = [Trial(arm, point, seed, options.tokens, tuple(options.set))
+              for seed in range(options.seeds) for point in points for arm in arms]  # fmt: skip
+    found = table(run_all(trials, options.processes))
+    print(found)
+    (rig.BUILD / "records.md").write_text(found)
+    if options.publish:
+        page = rig.HERE.parents[1] / "docs" / "records.md"
+        page.write_text(report.replaced(page.read_text(), found, "records"))
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="records")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--points", default=",".join(map(str, POINTS)))
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--tokens", type=int, default=3_276_800)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--publish", action="store_true")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
