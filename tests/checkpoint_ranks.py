@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,11 @@ from torch.distributed.tensor import DTensor
 from elastic.run.rundir import RunDir
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
+from elastic.train.optimizers import default_optimizer
+
+TRAIN = SimpleNamespace(
+    optimizer="muon", learning_rate=0.1, weight_decay=0.01, beta1=0.9, beta2=0.999
+)
 
 
 class Net(nn.Module):
@@ -45,14 +51,15 @@ class Net(nn.Module):
 
 
 def make(seed: int) -> tuple[Net, torch.optim.Optimizer]:
-    """A model of its own, sharded where there are several ranks, and AdamW."""
+    """A model of its own, sharded where there are several ranks, and its optimizer: Muon for the
+    matrices of its layers, AdamW for all the rest."""
     torch.manual_seed(seed)
     net = Net()
     if dist.is_initialized():
         for layer in net.layers:
             fully_shard(layer)
         fully_shard(net)
-    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+    return net, default_optimizer(net, TRAIN)
 
 
 def train(net: Net, optimizer: torch.optim.Optimizer, number: int = 1) -> None:

@@ -1,6 +1,7 @@
 """What runs only where there is a GPU: `make gpu-check`. On a machine without one it says so.
 
-    one GPU     the demo run on CUDA in bf16: base parameters pinned on the host, loss falls, audit
+    one GPU     the demo run on CUDA in bf16: base parameters pinned on the host, loss falls, audit;
+                the same with Muon
     two GPUs    the same with slurm.gpus_per_worker = 2: FSDP2 over NCCL inside the worker
 
 Prints one line per check with its figures. Exit 1 if one of them fails.
@@ -34,8 +35,10 @@ def main() -> int:
     check_pinned()
     check_codecs()
     check_run("one GPU, bf16", gpus_per_worker=1)
+    check_run("one GPU, bf16, Muon", gpus_per_worker=1, optimizer="muon")
     if gpus > 1:
         check_run("two GPUs, FSDP2 over NCCL", gpus_per_worker=2)
+        check_run("two GPUs, FSDP2, Muon", gpus_per_worker=2, optimizer="muon")
     else:
         print("two GPUs, FSDP2 over NCCL: skipped, this machine has one GPU")
     return 0
@@ -73,10 +76,11 @@ def check_codecs() -> None:
         print(f"{name}: the GPU's bytes are the CPU's, {time.monotonic() - began:.3f} s: ok")
 
 
-def check_run(what: str, gpus_per_worker: int) -> None:
+def check_run(what: str, gpus_per_worker: int, optimizer: str = "adamw") -> None:
     with tempfile.TemporaryDirectory() as folder:
         env = environment(Path(folder))
         settings = ["train.device=cuda", "train.precision=bf16", "task.samples=24000",
+                    f"train.optimizer={optimizer}",
                     f"slurm.gpus_per_worker={gpus_per_worker}"]  # fmt: skip
         options = [part for setting in settings for part in ("--set", setting)]
         size = ("--min", gpus_per_worker, "--max", gpus_per_worker)

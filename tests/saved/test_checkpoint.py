@@ -120,12 +120,18 @@ def test_an_optimizer_that_never_stepped_is_saved_and_loaded_without_state(run):
 
 def test_the_learning_rate_and_the_other_settings_of_the_optimizer_come_back(run):
     net, optimizer = trained(1)
-    optimizer.param_groups[0] |= {"lr": 0.025, "betas": (0.8, 0.9)}
+    optimizer.param_groups[0] |= {"lr": 0.025, "momentum": 0.9}
+    optimizer.param_groups[1] |= {"lr": 0.05, "betas": (0.8, 0.9)}
     Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})
     other, fresh = make(seed=2)
     Checkpoints(run, Group(), "job2").load(other, fresh)
-    assert fresh.param_groups[0]["lr"] == 0.025
-    assert fresh.param_groups[0]["betas"] == (0.8, 0.9)
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["momentum"]) == (0.025, 0.9)
+    assert (fresh.param_groups[1]["lr"], fresh.param_groups[1]["betas"]) == (0.05, (0.8, 0.9))
+    torch.manual_seed(3)
+    train(net, optimizer)
+    torch.manual_seed(3)
+    train(other, fresh)
+    assert_equal(everything(other, fresh), everything(net, optimizer))
 
 
 def test_a_step_that_is_committed_is_not_written_again(run):

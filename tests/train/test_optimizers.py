@@ -1,0 +1,109 @@
+"""The inner optimizers that come along: who trains which parameter, with whose arithmetic.
+
+    pytest tests/train/test_optimizers.py
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.train.inner_optimizer import InnerOptimizer
+from elastic.train.optimizers import MuonAdamW, default_optimizer, hidden_matrices
+
+TRAIN = SimpleNamespace(
+    optimizer="muon", learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95
+)
+
+
+class Net(nn.Module):
+    def __init__(self, is_tied: bool = False):
+        super().__init__()
+        self.table = nn.Embedding(7, 6)
+        self.inner = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, bias=False)])
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 7, bias=False)
+        if is_tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for layer in self.inner:
+            x = x + torch.tanh(layer(x))
+        return self.head(self.norm(x))
+
+
+def net(**kind) -> Net:
+    torch.manual_seed(1)
+    return Net(**kind)
+
+
+def train(model: nn.Module, optimizers: list, steps: int = 3) -> list[torch.Tensor]:
+    for step in range(steps):
+        x = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_muon_trains_the_matrices_between_the_embedding_and_the_head(is_tied):
+    model = net(is_tied=is_tied)
+    assert [id(p) for p in hidden_matrices(model)] == [id(layer.weight) for layer in model.inner]
+    groups = default_optimizer(model, TRAIN).param_groups
+    held = [id(param) for group in groups for param in group["params"]]
+    assert sorted(held) == sorted(id(param) for param in model.parameters())
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+
+
+def test_frozen_matrices_are_left_alone():
+    model = net()
+    model.inner[0].weight.requires_grad = False
+    assert [id(p) for p in hidden_matrices(model)] == [id(model.inner[1].weight)]
+
+
+def test_a_model_without_such_matrices_gets_adamw():
+    assert type(default_optimizer(nn.Linear(2, 2), TRAIN)).__name__ == "EagerAdamW"
+
+
+def test_both_have_the_bits_of_torchs_own():
+    mine, theirs = net(), net()
+    hidden = [layer.weight for layer in theirs.inner]
+    rest = [p for p in theirs.parameters() if not any(p is h for h in hidden)]
+    muon = torch.optim.Muon(hidden, 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": [p for p in rest if p.dim() == dim], "weight_decay": 0.1 * (dim == 2)}
+         for dim in (2, 1)], lr=0.02, betas=(0.9, 0.95))  # fmt: skip
+    ours = train(mine, [default_optimizer(mine, TRAIN)])
+    assert all(map(torch.equal, ours, train(theirs, [muon, adamw])))
+
+
+def test_the_rate_and_what_is_loaded_reach_both():
+    model, other = net(), net()
+    optimizer, fresh = default_optimizer(model, TRAIN), default_optimizer(other, TRAIN)
+    assert isinstance(fresh, MuonAdamW)
+    InnerOptimizer(optimizer, sets_rates=True).set_rates(0.5)
+    train(model, [optimizer])
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert {group["lr"] for group in fresh.param_groups} == {0.01}
+    assert all(map(torch.equal, train(model, [optimizer]), train(other, [fresh])))
+    fresh.state.clear()  # as where moments are suspect
+    train(other, [fresh], steps=1)
+    assert len(fresh.state) == len([*other.parameters()])
+
+
+def test_an_update_of_muon_is_as_large_as_one_of_adamw():
+    """RMS 0.2 of the learning rate, which is what AdamW's updates mostly have."""
+    layer = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 200))
+    before = layer[0].weight.detach().clone()
+    train = SimpleNamespace(**vars(TRAIN) | {"weight_decay": 0.0})
+    optimizer = default_optimizer(layer, train)
+    layer(torch.randn(128, 64)).square().sum().backward()
+    optimizer.step()
+    moved = (layer[0].weight - before).square().mean().sqrt().item()
+    assert 0.5 < moved / (0.2 * 0.02) < 1.5
