@@ -17,16 +17,16 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 934,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1402,  # one run on disk: its folder, its records, its samples, its proof
+    "base": 935,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1428,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1653,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 873,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1046,  # tensors on disk, committed by link(): what both modes begin with
+    "train": 933,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 1047,  # tensors on disk, committed by link(): what both modes begin with
     "local": 652,  # local mode: what both sides of the wire speak
-    "local/worker": 1345,  # one slot: hold the lease, train, deliver
+    "local/worker": 1398,  # one slot: hold the lease, train, deliver
     "local/master": 1163,  # one master: Redis, samples, rounds, commits
-    "sync": 948,  # sync mode: one job that resizes
-    "people": 2024,  # what a person asks and sees
+    "sync": 944,  # sync mode: one job that resizes
+    "people": 2044,  # what a person asks and sees
     "lab": 1515,  # trying and proving; nothing imports it
     "commands": 474,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

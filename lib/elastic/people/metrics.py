@@ -12,7 +12,7 @@ command is started again.
 import importlib
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from elastic.base.durable import own, read_json, to_json, write_atomic
 from elastic.base.environment import user_name
 from elastic.base.errors import ElasticError, UsageError
+from elastic.run import scores
 from elastic.run.rundir import RunDir
 
 GAUGES = {
@@ -88,9 +89,13 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
     new = list(takewhile(lambda commit: commit and commit.tokens > after, commits))
     versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
                 for commit in new[::-1]]  # fmt: skip
+    news = deque(scores.read(run))
     for row in sorted(versions + steps, key=lambda row: row["tokens"]):
+        said = {}  # by the newest validation since the row before
+        while news and news[0].time <= row["time"]:
+            said = {**news[0].values, "validated_tokens": news.popleft().tokens}
         if row["tokens"] > after:
-            yield row
+            yield {**row, **said}
             after = row["tokens"]
 
 

@@ -20,11 +20,12 @@ from typing import Any
 from elastic.base.errors import ElasticError
 from elastic.people import status, timeline
 from elastic.people.timeline import Incident, Point, Stay
-from elastic.run import wording
+from elastic.run import scores, wording
 from elastic.run.audit import gpu_seconds, read_metrics
 from elastic.run.goodput import PARTS, shares
 from elastic.run.records import EventKind, Outcome
 from elastic.run.rundir import RunDir
+from elastic.run.scores import Score
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
 # At the end of a job.
@@ -56,13 +57,10 @@ class Facts:
     seen: dict
     began: float
     points: Sequence[Point]
+    scores: Sequence[Score]
     stays: Sequence[Stay]
     incidents: Sequence[Incident]
     gpu_seconds: dict[str, float]
-
-    @property
-    def losses(self) -> list[float]:
-        return [point.loss for point in self.points]
 
     @functools.cached_property
     def last(self) -> float:
@@ -79,6 +77,7 @@ def gather(run: RunDir) -> Facts:
         seen=status.observe(run),
         began=events[0]["time"],
         points=thinned(timeline.points(commits, read_metrics(run))),
+        scores=thinned([each for each in scores.read(run) if each.loss is not None]),
         stays=newest(timeline.stays(events, run.jobs.endings(), now)),
         incidents=timeline.incidents(events),
         gpu_seconds=gpu_seconds(run),
@@ -91,7 +90,7 @@ def newest(stays: Sequence[Stay]) -> list[Stay]:
     return [stay for stay in stays if stay.end >= ended[0]]
 
 
-def thinned(points: Sequence[Point]) -> Sequence[Point]:
+def thinned(points: Sequence[Any]) -> Sequence[Any]:
     """At most MOST_POINTS of them, evenly, and the last one."""
     step = -(-len(points) // MOST_POINTS) or 1
     return [*points[:-1:step], *points[-1:]]
@@ -101,15 +100,21 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def draw_loss_by_tokens(axes: Any, facts: Facts) -> None:
-    axes.plot([p.tokens for p in facts.points], facts.losses, color=BLUE)
-    axes.set(xlabel=f"committed {facts.seen['unit']}", ylabel="training loss")
+    _losses(axes, facts, lambda point: point.tokens)
+    axes.set(xlabel=f"committed {facts.seen['unit']}")
     axes.xaxis.set_major_formatter(lambda value, _place: wording.si(value))
 
 
 def draw_loss_by_time(axes: Any, facts: Facts) -> None:
     _along_time(axes, facts)
-    axes.plot([_at(p.time) for p in facts.points], facts.losses, color=BLUE)
-    axes.set(ylabel="training loss")
+    _losses(axes, facts, lambda point: _at(point.time))
+
+
+def _losses(axes: Any, facts: Facts, place: Callable[[Any], Any]) -> None:
+    """A line for training, a dot for each validation on the way."""
+    for points, colour, mark in ((facts.points, BLUE, "-"), (facts.scores, ORANGE, "o")):
+        axes.plot([place(p) for p in points], [p.loss for p in points], mark, color=colour)
+    axes.set(ylabel="loss (dots: validation)" if facts.scores else "training loss")
 
 
 def draw_throughput(axes: Any, facts: Facts) -> None:

@@ -31,7 +31,7 @@ from elastic.jobs.plan import WAIT
 from elastic.jobs.reconcile import Facts
 from elastic.jobs.sched import cluster_of, open_scheduler
 from elastic.local.rounds import inner_steps
-from elastic.run import membership, wording
+from elastic.run import membership, scores, wording
 from elastic.run.audit import read_checkpoints
 from elastic.run.records import Commit, EventKind, Outcome
 from elastic.run.rundir import RunDir
@@ -199,11 +199,12 @@ def observe_all(
 def _damaged(run: RunDir, trouble: str) -> dict:
     """What there is to say of a run whose directory cannot be read."""
     unknown = dict.fromkeys(("version", "tokens_goal", "loss", "tokens_per_s",
-                             "inner_steps", "min", "max"))  # fmt: skip
-    return {**unknown, "run": run.name, "path": str(run.path), "mode": "", "state": "damaged",
-            "reason": trouble, "summary": f"damaged: {trouble}", "detail": "", "next": "nothing",
-            "tokens": 0, "unit": "tokens", "losses": [], "preemptions_per_h": 0.0,
-            "gpus": 0, "workers": [], "jobs": [], "events": []}  # fmt: skip
+                             "inner_steps", "min", "max", "validated"))  # fmt: skip
+    nothing = {name: [] for name in ("losses", "workers", "jobs", "events")}
+    return {**unknown, **nothing, "run": run.name, "path": str(run.path), "mode": "",
+            "state": "damaged", "reason": trouble, "summary": f"damaged: {trouble}",
+            "detail": "", "next": "nothing", "tokens": 0, "unit": "tokens",
+            "preemptions_per_h": 0.0, "gpus": 0}  # fmt: skip
 
 
 def row(world: World) -> dict:
@@ -241,6 +242,7 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
         "next": upcoming or wording.AS_WANTED,
         "losses": [[commit.tokens, commit.loss] for commit in world.commits
                    if whole and commit.loss is not None],
+        "validated": _validated(run) if whole else None,
         "preemptions_per_h": _preemptions_per_h(world),
         "inner_steps": None if is_sync or not newest
                        else inner_steps(newest, world.facts.config.local_sgd),
@@ -249,6 +251,12 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
         "events": [event for event in events if event["kind"] != EventKind.DELTA][-EVENTS:],
     }  # fmt: skip
     return {**seen, "summary": wording.sentence(seen, upcoming, world.now)}
+
+
+def _validated(run: RunDir) -> dict | None:
+    """The newest score on the way: `tokens`, and the task's own names and numbers."""
+    newest = scores.read(run, 1)
+    return {"tokens": newest[-1].tokens, **newest[-1].values} if newest else None
 
 
 # ---- why

@@ -24,7 +24,7 @@ from rich.text import Text
 from elastic.people.diagnosis import VERDICTS
 from elastic.run import wording
 from elastic.run.goodput import PARTS, shares
-from elastic.run.wording import si
+from elastic.run.wording import brief, si
 
 STATE_STYLES = {
     "running": "green", "training": "green", "done": "green", "ok": "green",
@@ -133,6 +133,7 @@ def _summary(seen: dict, height: int) -> RenderableType:
         ("progress", " ".join([_bar(seen["tokens"], seen["tokens_goal"]), numbers]).strip()),
         ("round", _round(seen)),
         ("loss", sparkline([loss for _, loss in seen["losses"]])),
+        ("validated", _validated(seen)),
         ("workers", alive if seen["workers"] or seen["state"] in ("running", "waiting") else ""),
         ("why", seen["reason"]),
         ("waits", _waits(wording.awaited(seen["jobs"], seen["workers"]))),
@@ -141,6 +142,15 @@ def _summary(seen: dict, height: int) -> RenderableType:
         if text:
             rows.add_row(name, text)
     return rows
+
+
+def _validated(seen: dict) -> str:
+    """The newest score on the way, and when that was."""
+    found = dict(seen.get("validated") or {})
+    if not found:
+        return ""
+    where = f"at {si(found.pop('tokens'))} {seen['unit']}"
+    return f"{' · '.join(f'{name} {brief(value)}' for name, value in found.items())}, {where}"
 
 
 def _round(seen: dict) -> str:

@@ -11,7 +11,7 @@ Two clocks never meet here: `beat` and `moved` are Redis TIME, and so is `now`.
 import re
 from dataclasses import dataclass, replace
 
-STATES = ("loading", "training", "delivering", "waiting", "blocked", "stalled")
+STATES = ("loading", "training", "validating", "delivering", "waiting", "blocked", "stalled")
 NAME = re.compile(r"\w[\w.@:+-]{0,254}", re.ASCII)  # of a job or a node: no path, no option
 MOST = 2**53  # of any number
 MOST_TROUBLE = 300  # characters

@@ -18,13 +18,15 @@ KINDS = {name: kind for kind, names in (
     (int, "gpus code dataset_samples epochs total_tokens world"),
     (str, "kind role job_id node reason outcome state mode host url certificate layout writer"),
     (str, "detail fault"),
-    (list, "samples deltas files"), (dict, "extra"),
+    (list, "samples deltas files"), (dict, "extra scores"),
 ) for name in names.split()}  # fmt: skip
 # What is always there; and in an event or the record of a job, by its kind or its state.
 CONTROL, ENDPOINT, ENDING = "mode state min max", "host port epoch", (
     "job_id role slot time started state")
 COMMIT = "version master_epoch time tokens samples deltas"
-LOGS = {"events.jsonl": "time kind", "metrics.jsonl": "time step seconds tokens attempt world loss"}
+SCORES = "scores.jsonl"
+LOGS = {"events.jsonl": "time kind", SCORES: "time tokens scores",
+        "metrics.jsonl": "time step seconds tokens attempt world loss"}  # fmt: skip
 DELTA = "slot attempt steps tokens samples"
 MORE = {"start": "role slot attempt job_id", "ended": "role slot outcome reason", "join": "slot",
         "end": "role slot job_id outcome reason gpus submitted ended", "master": "epoch",

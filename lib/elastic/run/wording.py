@@ -47,7 +47,7 @@ EVENTS = {
     EventKind.CHECKPOINT_REFUSED: "a checkpoint was not used: {reason}",
     EventKind.CHECKPOINT_FAILED: "the checkpoint of step {step} was not saved: {reason}",
     EventKind.NOT_FINITE: "not finite at {reason}",
-    EventKind.VALIDATE: "validation at step {step}: {scores}",
+    EventKind.VALIDATE: "validation of {model}: {scores}",
 }
 AS_WANTED = "nothing: all is as wanted"  # what the next pass will do
 STARTED = "started, for {min} to {max} GPUs on {scheduler}"  # of a run, not of a job
@@ -120,7 +120,8 @@ def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
         "who": who(event),
         "done": event.get("reason", "nothing is left to train"),
         "from": event.get("resume") or step,
-        "scores": _values(event, ("time", "kind", "step", "tokens")),
+        "model": f"version {event['version']}" if "version" in event else step,
+        "scores": _values(event, ("time", "kind", "step", "version", "slot", "tokens")),
     }
     if "workers" in event:
         derived["workers"] = counted(event["workers"], "worker")

@@ -24,7 +24,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Exit
 from elastic.base.signals import Notice
 from elastic.jobs.slurm_info import check_layout, get_slurm_info
+from elastic.run import scores
 from elastic.run.ledger import Range, Ranges
 from elastic.run.rundir import RunDir
 from elastic.saved import handover
@@ -59,7 +60,7 @@ from elastic.train.group import Group, clip_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
 from elastic.train.optimizers import default_optimizer
 from elastic.train.schedule import learning_rate, peak
-from elastic.train.task import count_tokens, load_task
+from elastic.train.task import count_tokens, load_task, score
 
 PROGRESS_S = 1.0
 
@@ -315,7 +316,8 @@ class Trainer:
         They agree at each pass over the model, too: validation ends at a notice, and
         comes again.
         """
-        state, every = self.state, self.train.validate_every
+        state, task = self.state, self.learner.task
+        every = self.train.validate_every if hasattr(task, "validate") else 0
         if not every or state.step // every == state.validated_step // every:
             return Wish.GO_ON
 
@@ -326,11 +328,12 @@ class Trainer:
                 raise _Interrupted(wish)
 
         try:
-            measured = self.learner.validate(before_pass)
+            measured = score(task, self.learner.model, before_pass)
         except _Interrupted as interruption:
             return interruption.args[0]
         state.validated_step = state.step
-        self.rank.event("validate", step=state.step, tokens=state.tokens, **measured)
+        if self.rank.group.leads:
+            scores.add(self.rank.run, state.tokens, measured, step=state.step)
         return Wish.GO_ON
 
 
@@ -374,16 +377,6 @@ class Learner:
         if factor != 1.0:
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
             torch._foreach_mul_(grads, factor)
-
-    def validate(self, before_pass: Callable[[], object]) -> dict[str, float]:
-        """What the task says of the model. `before_pass` may raise: that ends it."""
-        validate = getattr(self.task, "validate", lambda model: {})
-        hook = self.model.register_forward_pre_hook(lambda *_: before_pass())
-        try:
-            return validate(self.model)
-        finally:
-            hook.remove()
-            self.model.train()
 
 
 class Journal:

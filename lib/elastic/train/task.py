@@ -10,10 +10,12 @@ the audit counts them. Two tasks come with the toolkit: tasks.py.
 import importlib
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -92,3 +94,19 @@ def count_tokens(task: Task, batch: Any) -> int:
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return len(batch)
+
+
+def score(
+    task: Task, model: nn.Module, before_pass: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """What the task's validate() says of the model. `before_pass` is called before each
+    pass over the model, and may raise: that ends it. Random numbers go on as if it had
+    not been."""
+    hook = model.register_forward_pre_hook(lambda *_: before_pass())
+    device, is_training = next(model.parameters()).device, model.training
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return task.validate(model)
+    finally:
+        hook.remove()
+        model.train(is_training)

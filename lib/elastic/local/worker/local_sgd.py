@@ -30,6 +30,7 @@ from concurrent.futures import Future, wait
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.base.signals import Notice, install
 from elastic.jobs.slurm_info import kill_at
@@ -40,6 +41,7 @@ from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import DRY_S, Line, NoLine, Place
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.opening import layout_of_run
+from elastic.local.worker.validation import Validation
 from elastic.saved.replica import Replica, refuse_inexact
 from elastic.train import loading
 from elastic.train.device import Profile, seed_by
@@ -51,19 +53,20 @@ from elastic.train.loading import Loader
 class LocalSGD:
     def __init__(self, model, optimizer, place: Place, notice: Notice, group: Group):
         self.model, self.group, self.place = model, group, place
-        self.config = place.run.config()
-        train = self.config.train
+        config = place.run.config()
+        train = config.train
         self.optimizer = InnerOptimizer(optimizer, sets_rates=train.schedule != "own")
         self.ends_step = False  # is the batch at hand the last of its step?
         self.tokens_per_sample = 1  # where step() is not told the tokens
         self.outcome = ""  # done | stopped | yielded
         notice.window_s, notice.ask = place.notice_s, kill_at
         self.line = Line(place, notice) if group.leads else NoLine(place, notice)
-        self._hand = InHand(self.line, self.config)
+        self._hand = InHand(self.line, config)
         is_traced = group.leads and place.slot == 0
         window = train.profile if is_traced else ""
         self._profile = Profile(window, place.run.path / "profile")
         self._last_step_at = 0.0
+        self._validation: Validation | None = None
 
     @classmethod
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
@@ -87,6 +90,10 @@ class LocalSGD:
         return self.place.slot
 
     @property
+    def config(self) -> Config:
+        return self._hand.config
+
+    @property
     def accumulate(self) -> int:
         """Batches of a step."""
         return self.config.train.accumulate
@@ -101,6 +108,11 @@ class LocalSGD:
         """How much of the run is trained, from 0 to 1, as far as this worker can tell."""
         return self._hand.progress
 
+    def validate_by(self, task) -> None:
+        """Let `task.validate(model)`, which says names and numbers, score versions, as
+        often as `train.validate_every` says."""
+        self._validation = Validation(self._hand, task, self.group, self.slot)
+
     # ---- the life of a worker
 
     def batches(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
@@ -112,6 +124,8 @@ class LocalSGD:
         is_on_gpu = next(self.model.parameters()).is_cuda
         loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
         while not (outcome := self._adopt.newest()):
+            if self._validation:
+                self._validation.if_due(self.model)
             yield from self._train(loader)
             began = time.monotonic()
             if courier := self._deliver.send_ahead():

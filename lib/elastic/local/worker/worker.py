@@ -51,6 +51,8 @@ def run(notice: Notice) -> int:
     optimizer = make(model) if make else default_optimizer(model, config.train)
     notice.exit_code = None
     with LocalSGD(model, optimizer, place, notice, group) as sgd:
+        if hasattr(task, "validate"):
+            sgd.validate_by(task)
         train(task, model, optimizer, sgd, device)
     return Exit.OK
 

@@ -1,0 +1,58 @@
+"""Versions are validated on their way (`train.validate_every`), so that nobody trains
+blind: between two rounds, by the worker with the lowest slot of those whose deltas are in
+the version. The others do not wait for it: their round goes on."""
+
+from torch import nn
+
+from elastic.local.worker.in_hand import InHand
+from elastic.run import scores
+from elastic.run.records import Commit
+from elastic.train.group import Group
+from elastic.train.task import Task, score
+
+
+def is_due(commit: Commit, slot: int, every_versions: int) -> bool:
+    """Is the version to be validated, and by this slot? 0: none is."""
+    if not every_versions or not commit.deltas or commit.version % every_versions:
+        return False
+    return slot == min(delta.slot for delta in commit.deltas)
+
+
+class _Interrupted(Exception):
+    """Out of a validation, by a notice."""
+
+
+class Validation:
+    def __init__(self, hand: InHand, task: Task, group: Group, slot: int):
+        self._hand, self._task, self._group, self._slot = hand, task, group, slot
+        train, local_sgd = hand.config.train, hand.config.local_sgd
+        every = train.validate_every / local_sgd.inner_steps
+        self._every_versions = max(1, round(every)) if every else 0
+        self._newest = -1  # that this worker has validated
+
+    def if_due(self, model: nn.Module) -> None:
+        """Score the version just adopted, all ranks alike; a notice ends that."""
+        if not self._group.decide(self._is_due):
+            return
+        commit = self._hand.commit
+        self._newest = commit.version
+        try:
+            said = score(self._task, model, self._before_pass)
+        except _Interrupted:
+            return
+        if self._group.leads:
+            run = self._hand.line.run
+            scores.add(run, commit.tokens, said, version=commit.version, slot=self._slot)
+
+    def _is_due(self) -> bool:
+        """Of steps ahead on top of the version the score would be theirs."""
+        commit, has_steps = self._hand.commit, self._hand.round.steps > 0
+        if has_steps or commit.version == self._newest:
+            return False
+        return is_due(commit, self._slot, self._every_versions)
+
+    def _before_pass(self) -> None:
+        line = self._hand.line
+        line.say(state="validating")
+        if self._group.decide(lambda: bool(line.notice)):
+            raise _Interrupted
