@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 
-from helpers import ROOT, elastic, environment
-
-sys.path.insert(0, str(ROOT / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 from elastic.saved.codec import CODECS  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
 from elastic.saved.replica import Replica, shapes  # noqa: E402
 from elastic.tasks import ByteText  # noqa: E402
+from helpers import ROOT, elastic, environment  # noqa: E402
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic.people import status
+from elastic.run.records import Delta
 from helpers import elastic, environment, wait_until
 from running import TESTS, Running, members, running, second_master
 
@@ -186,12 +187,12 @@ def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(r
     assert delta.tokens == delta.steps * 4
     assert [event["slot"] for event in run.events("preempt")] == [0]
 
-    def heir() -> dict | None:
+    def heir() -> Delta | None:
         deltas = deltas_after(run, slot.version)
         return next((d for d in deltas if d.slot == 0 and d.attempt > slot.attempt), None)
 
     run.even_pace()
-    assert run.until(heir, 60, "the next attempt")["inner"] == f"own of version {slot.version}"
+    assert run.until(heir, 60, "the next attempt").inner == f"own of version {slot.version}"
     assert run.trainer_of(1) == other
 
 
@@ -298,7 +299,7 @@ def test_a_stopped_run_keeps_every_step_and_goes_on_when_it_is_scaled(run: Runni
     assert not members(run.home)
     for number, slot in workers.items():
         mine = {"slot": number, "attempt": slot.attempt}
-        deltas = [d for d in deltas_after(run, -1) if mine.items() <= d.items()]
+        deltas = [d for d in deltas_after(run, -1) if (d.slot, d.attempt) == (number, slot.attempt)]
         void = [event for event in run.events("reject") if mine.items() <= event.items()]
         steps = run.run.jobs.ending(slot.job_id)["steps"]
         assert steps >= slot.steps_total

@@ -223,5 +223,5 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason(tmp_path):
         env = environment(run.home)
         answer = elastic("scale", run.run.path, "--mode", "sync", env=env)
         assert (answer.returncode, run.run.control().mode) == (2, "local")
-        assert "run.command is a loop for local mode" in answer.stderr
+        assert "run.command is a loop for one mode" in answer.stderr
         assert elastic("scale", run.run.path, "--mode", "fast", env=env).returncode == 2

@@ -18,7 +18,7 @@ from elastic.local.master.samples import Samples
 from elastic.local.worker.agent import SILENT, Agent, Training
 from elastic.run.membership import Slot
 from elastic.run.rundir import Control, RunDir
-from helpers import wait_until
+from helpers import commit_of, delta_of, wait_until
 from running import running
 
 HEALTH = SimpleNamespace(lease_s=15.0, hang_timeout_s=600.0, stall_after_s=60.0, heartbeat_s=5.0)
@@ -107,8 +107,8 @@ def test_at_a_stop_one_damaged_delta_does_not_cost_the_others(master):
 
 def settling() -> Samples:
     one = Samples()
-    one.begin({"dataset_samples": 100, "epochs": 1}, [])
-    one.settle(1000.0, {"deltas": [{"seconds": 350.0, "steps": 10}]}, HEALTH)
+    one.begin(commit_of(dataset_samples=100, epochs=1), [])
+    one.settle(1000.0, (delta_of(seconds=350.0, steps=10),), HEALTH)
     return one
 
 
