@@ -21,12 +21,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic.base.durable import read_json
 from elastic.base.errors import TryAgain
 from elastic.base.keys import TIME, parse
+from elastic.jobs.reconcile import remembered
 from elastic.lab.sandbox import Sandbox, Shape
 from elastic.local.store import Store
 from elastic.people import views
@@ -135,7 +136,8 @@ class Stage:
 
 def _settled(run: RunDir) -> bool:
     """Is it over, and does the reconcile pass know the ends of all its jobs?"""
-    return bool((read_json(run.path / "reconcile.json") or {}).get("settled"))
+    memory = remembered(run, time.time())
+    return bool(memory.closing) and memory.is_closed(memory.closing)
 
 
 def _training(run: RunDir) -> list:
