@@ -38,3 +38,9 @@ class Noisy:
             time.sleep(0.01)
         x, y = batch
         return nn.functional.mse_loss(model(x), y)
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """With dropout: it draws random numbers, which training has to go on without."""
+        x, y = zip(*(self._samples[index] for index in range(32)), strict=True)
+        loss = nn.functional.mse_loss(model(torch.stack(x)), torch.stack(y))
+        return {"validation_loss": loss.item()}

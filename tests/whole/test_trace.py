@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic.run import scores
 from elastic.run.rundir import RunDir
 from merging import read_outer
 from running import Running, running
@@ -165,6 +166,14 @@ def test_the_recorded_run_has_everything_that_can_happen_to_a_worker(recorded):
 def test_the_processes_end_in_exactly_the_parameters_of_the_simulator(recorded):
     assert recorded.commits.newest_version() > 5
     assert differs(recorded) == 0
+
+
+def test_muon_and_validations_on_the_way_end_there_too(tmp_path):
+    settings = SETTINGS | {"train.optimizer": "muon", "train.validate_every": STEPS}
+    with running(tmp_path, settings, samples=600) as run:
+        run.finish()
+        assert len(scores.read(run.run)) > 1
+        assert differs(run.run) == 0
 
 
 # ---- and it would notice
