@@ -3,6 +3,9 @@
     pytest tests/lab/test_records.py
 """
 
+import re
+import subprocess
+
 import pytest
 
 from helpers import ROOT
@@ -10,6 +13,7 @@ from validate import records, report
 from validate.records import ARMS, Point, Trial
 
 REF = records.REFERENCE
+PAGE = ROOT / "docs" / "records.md"
 TOKENS = 5 * records.GLOBAL_BATCH * records.CONTEXT
 
 
@@ -50,9 +54,19 @@ def test_a_row_has_the_paired_difference_and_its_bound():
     assert muon == "| 30 | 4 | local mode, Muon | 1.0000 | -0.1000 | -0.1000 | 9 | 1,234 | 2.0 |"
 
 
+def test_the_command_runs_each_trial_once_and_prints_the_table(tmp_path):
+    (line,) = re.findall(r"^    make records RECORDS_ARGS='(.*)'$", PAGE.read_text(), re.M)
+    few = f"{line} --seeds 2 --tokens {TOKENS} --processes 1 --build {tmp_path}"
+    command = ["make", "-s", "records", f"RECORDS_ARGS={few}"]
+    for trials in (4, 0):
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert answer.returncode == 0, answer.stderr
+        assert f"4 trials, {trials} to run" in answer.stdout
+        assert answer.stdout.count("| 30 | 4 |") == 2
+
+
 def test_the_published_table_is_of_arms_and_points_that_there_are():
-    page = (ROOT / "docs" / "records.md").read_text()
-    head, line, *rows = report.published(page, "records").splitlines()
+    head, line, *rows = report.published(PAGE.read_text(), "records").splitlines()
     assert f"{head}\n{line}\n" == records.HEADER
     assert rows
     titles = {arm.title for arm in ARMS.values()}

@@ -25,6 +25,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from statistics import mean
 
@@ -38,7 +39,7 @@ from helpers import commit_of
 from validate import report, rig
 from validate.simulator import Planned, Simulator
 
-KEPT = rig.BUILD / "records.jsonl"
+KEPT = "records.jsonl"
 GLOBAL_BATCH, CONTEXT = 32, 128  # samples of a global step, and bytes of a sample
 MOST_WORKERS, TUNING_SEED = 8, 100
 REFERENCE = "sync-adamw"
@@ -175,15 +176,14 @@ def works(simulator: Simulator, crew: list[int]) -> list[Planned]:
 # ---- all of them -------------------------------------------------------------------------
 
 
-def kept() -> dict[str, dict]:
-    if not KEPT.exists():
-        return {}
-    return {row["key"]: row for row in map(json.loads, KEPT.read_text().splitlines())}
+def kept(build: Path) -> dict[str, dict]:
+    lines = (build / KEPT).read_text().splitlines() if (build / KEPT).exists() else []
+    return {row["key"]: row for row in map(json.loads, lines)}
 
 
-def run_all(trials: list[Trial], processes: int) -> dict[Trial, dict]:
+def run_all(trials: list[Trial], processes: int, build: Path) -> dict[Trial, dict]:
     """What came of each: those that are kept, and the others, which are run now."""
-    known = kept()
+    known = kept(build)
     waiting = {trial.key: trial for trial in trials if trial.key not in known}
     print(f"{len(trials)} trials, {len(waiting)} to run", flush=True)
     context = multiprocessing.get_context("spawn")
@@ -191,8 +191,8 @@ def run_all(trials: list[Trial], processes: int) -> dict[Trial, dict]:
         for future in as_completed([pool.submit(run, trial) for trial in waiting.values()]):
             row = future.result()
             known[row["key"]] = row
-            KEPT.parent.mkdir(exist_ok=True)
-            with KEPT.open("a") as file:
+            build.mkdir(exist_ok=True)
+            with (build / KEPT).open("a") as file:
                 file.write(json.dumps(row) + "\n")
             what = f"{row['arm']:12} {row['point']:9} seed {row['seed']:<4}"
             print(what, f"{row['loss']:.4f}, {row['versions']} versions", flush=True)
@@ -236,27 +236,25 @@ def _row(point: Point, arm: str, by_seed: dict[int, dict], reference: dict[int, 
     return f"| {' | '.join(cells)} |\n"
 
 
-def tune(tokens: int, processes: int, arms: list[str]) -> None:
-    """Every arm's loss at K = 30, M = 4 with each learning rate; the table's are set by hand."""
-    point = Point(30, "4")
-    trials = [Trial(arm, point, TUNING_SEED, tokens, (f"train.learning_rate={rate}",))
-              for rate in RATES for arm in arms]  # fmt: skip
-    for trial, row in run_all(trials, processes).items():
-        print(f"{trial.arm:12} {trial.more[0]:30} {row['loss']:.4f}")
+def to_tune(tokens: int, arms: list[str]) -> list[Trial]:
+    """Every arm at K = 30, M = 4 with each learning rate; ARMS has the best, set by hand."""
+    return [Trial(arm, Point(30, "4"), TUNING_SEED, tokens, (f"train.learning_rate={rate}",))
+            for rate in RATES for arm in arms]  # fmt: skip
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
     arms = options.arms.split(",")
     if options.tune:
-        tune(options.tokens, options.processes, arms)
+        tried = run_all(to_tune(options.tokens, arms), options.processes, options.build)
+        for trial, row in tried.items():
+            print(f"{trial.arm:12} {trial.more[0]:30} {row['loss']:.4f}")
         return 0
     points = [Point.read(text) for text in options.points.split(",")]
     trials = [Trial(arm, point, seed, options.tokens, tuple(options.set))
               for seed in range(options.seeds) for point in points for arm in arms]  # fmt: skip
-    found = table(run_all(trials, options.processes))
+    found = table(run_all(trials, options.processes, options.build))
     print(found)
-    (rig.BUILD / "records.md").write_text(found)
     if options.publish:
         page = rig.HERE.parents[1] / "docs" / "records.md"
         page.write_text(report.replaced(page.read_text(), found, "records"))
@@ -271,6 +269,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=3_276_800)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--build", type=Path, default=rig.BUILD, help="where what ran is kept")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--publish", action="store_true")
     return parser.parse_args(words)

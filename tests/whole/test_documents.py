@@ -41,6 +41,7 @@ NODES = "test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled"
 NODE = "test_one_node_trains_under_srun_and_under_torchrun"
 VALIDATE = "test_the_command_trains_compares_and_goes_on"
 PLAN = "test_the_forecast_in_the_manual_is_what_the_command_says"
+RECORDS = "test_the_command_runs_each_trial_once_and_prints_the_table"
 ALL = "all of them"
 
 # Every command line of the documents (without its comment), and the test that runs it.
@@ -52,6 +53,7 @@ SHOWN_BY = {
     "bin/elastic-validate etc/demo.toml --arms int8,int4 --seeds 3": VALIDATE,
     "bin/elastic-plan etc/125m.toml --set elastic.max=32"
     " --trace etc/traces/spot-addremove-aws-p3.csv": PLAN,
+    "make records RECORDS_ARGS='--seeds 3 --points 30x4 --arms sync-adamw,muon'": RECORDS,
     "make demo": DEMO,
     "make demo-slurm": DEMO,
     "git clone … elastic && cd elastic": DEMO,
