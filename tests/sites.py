@@ -133,4 +133,4 @@ def finished(cluster: Cluster, *incidents: str) -> None:
     env = {"PATH": os.environ["PATH"], "HOME": str(cluster.home), "ELASTIC_SITE": os.devnull}
     assert elastic("audit", "story", "--files", env=env).returncode == 0
     lost = [event for event in cluster.run.events() if event["kind"] in ("fail", "restart")]
-    assert [event["kind"] for event in lost] == list(incidents)
+    assert [event["kind"] for event in lost] == list(incidents), lost

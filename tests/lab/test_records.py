@@ -46,12 +46,12 @@ def test_a_row_has_the_paired_difference_and_its_bound():
     point, losses = Point(30, "4"), {REF: [1.0, 1.2, 1.1], "muon": [0.9, 1.1, 1.0]}
     results = {
         Trial(arm, point, seed, TOKENS): {
-            "loss": loss, "versions": 9, "bytes_per_token": 1234.5, "minutes": 2.0}
+            "loss": loss, "versions": 9, "bytes_per_token": 1234.5}
         for arm, of_seed in losses.items() for seed, loss in enumerate(of_seed)
     }  # fmt: skip
     *_, reference, muon = records.table(results).splitlines()
-    assert reference == "| 30 | 4 | synchronous AdamW | 1.1000 |  |  |  | 4,938 | 2.0 |"
-    assert muon == "| 30 | 4 | local mode, Muon | 1.0000 | -0.1000 | -0.1000 | 9 | 1,234 | 2.0 |"
+    assert reference == "| 30 | 4 | synchronous AdamW | 1.1000 |  |  |  | 4,938 |"
+    assert muon == "| 30 | 4 | local mode, Muon | 1.0000 | -0.1000 | -0.1000 | 9 | 1,234 |"
 
 
 def test_the_command_runs_each_trial_once_and_prints_the_table(tmp_path):

@@ -191,7 +191,8 @@ def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     event = {"kind": "warning", "time": facts.began, "reason": evil}
     seen = facts.seen | {"run": evil, "summary": evil, "reason": evil, "path": evil}
     stays = [timeline.Stay("worker", 0, evil, evil, facts.began, facts.began + 9, evil, evil)]
-    found = report.Facts(seen, facts.began, facts.points, stays, timeline.incidents([event]),
+    incidents = timeline.incidents([event])
+    found = report.Facts(seen, facts.began, facts.points, facts.scores, stays, incidents,
                          facts.gpu_seconds)  # fmt: skip
     text = report.page(found)
     assert "<script" not in text
@@ -201,7 +202,7 @@ def test_nothing_in_a_run_can_become_part_of_the_page(lived):
 def test_a_run_that_has_only_begun_is_drawn(lived):
     facts = report.gather(lived[0].run)
     none = dict.fromkeys(facts.gpu_seconds, 0.0)
-    empty = report.Facts(facts.seen, facts.began, [], [], [], none)
+    empty = report.Facts(facts.seen, facts.began, [], [], [], [], none)
     drawn = report.page(empty)
     assert "None." in drawn
     assert drawn.count(">nothing yet<") == len(report.PANELS)
@@ -275,7 +276,11 @@ def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: P
     steps = [{"step": n, "tokens": 10 * n + 100, "time": 2.0, "loss": 3.0, "world": 4}
              for n in (1, 2, 1, 2, 3)]  # fmt: skip
     commits = SimpleNamespace(newest_version=lambda: 2, of=commits.__getitem__)
-    run = SimpleNamespace(commits=commits, lines=lambda _name: steps)
+
+    def lines(name: str, _last: int = 0) -> list[dict]:
+        return steps if name == "metrics.jsonl" else []
+
+    run = SimpleNamespace(commits=commits, lines=lines)
     found = [(row.get("version"), row.get("step"), row["tokens"]) for row in metrics.rows(run, 0)]
     assert found == [(1, None, 100), (None, 1, 110), (None, 2, 120), (None, 3, 130), (2, None, 300)]
 

@@ -14,7 +14,7 @@ bits of real processes. What ran is kept in build/records.jsonl, and not run aga
 
 The table: final validation loss in nats per byte, mean over the seeds; its paired difference from
 synchronous AdamW with the one-sided 95 % bound above it; versions made; bytes that all workers send
-per token; minutes of one core. `--publish` writes it into docs/records.md.
+per token. `--publish` writes it into docs/records.md.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +135,6 @@ class Trial:
 def run(trial: Trial) -> dict:
     """Train to the end of the tokens."""
     torch.set_num_threads(1)
-    began = time.monotonic()
     config = configuration.load(rig.HERE / "parity.toml", trial.settings, rig.NO_SITE)
     task = ByteText(config.task)
     start = rig.untrained(task, config)
@@ -153,8 +151,8 @@ def run(trial: Trial) -> dict:
     if alone:  # of one worker: a ring moves each gradient twice, every step
         sent = 2 * 4 * sum(map(torch.numel, simulator.outer.params)) * config.local_sgd.inner_steps
     return {"key": trial.key, "arm": trial.arm, "point": str(trial.point), "seed": trial.seed,
-            "loss": loss, "versions": simulator.version, "bytes_per_token": sent / trial.tokens,
-            "minutes": (time.monotonic() - began) / 60}  # fmt: skip
+            "loss": loss, "versions": simulator.version,
+            "bytes_per_token": sent / trial.tokens}  # fmt: skip
 
 
 def works(simulator: Simulator, crew: list[int]) -> list[Planned]:
@@ -200,8 +198,8 @@ def run_all(trials: list[Trial], processes: int, build: Path) -> dict[Trial, dic
 
 
 HEADER = """\
-| K | M | | loss | − synchronous AdamW | bound | versions | bytes per token | minutes |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| K | M | | loss | − synchronous AdamW | bound | versions | bytes per token |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -227,12 +225,12 @@ def _row(point: Point, arm: str, by_seed: dict[int, dict], reference: dict[int, 
     half = half_width(gaps)
     gap = f"{mean(gaps):+.4f}" if gaps and arm != REFERENCE else ""
     bound = f"{mean(gaps) + half:+.4f}" if half is not None and arm != REFERENCE else ""
-    loss, sent, minutes = map(average, ("loss", "bytes_per_token", "minutes"))
+    loss, sent = average("loss"), average("bytes_per_token")
     versions = f"{average('versions'):.0f}"
     if ARMS[arm].synchronous:
         versions, sent = "", sent * point.most
     cells = [str(point.steps), point.workers, ARMS[arm].title, f"{loss:.4f}", gap, bound,
-             versions, f"{sent:,.0f}", f"{minutes:.1f}"]  # fmt: skip
+             versions, f"{sent:,.0f}"]  # fmt: skip
     return f"| {' | '.join(cells)} |\n"
 
 
