@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import struct
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def start_child(action: Callable[[], object]) -> int:
     if child == 0:
         code = 2
         with contextlib.suppress(BaseException):
+            if torch := sys.modules.get("torch"):
+                torch.set_num_threads(1)  # the others stayed behind: it would wait for them
             code = 0 if action() else 1
         os._exit(code)
     return child
