@@ -51,9 +51,8 @@ def recorded(tmp_path_factory) -> RunDir:
 def record(home: Path, compression: str) -> RunDir:
     """A run whose workers join, are preempted with notice, killed, and late."""
     gate = home / "gate"
-    settings = SETTINGS | {"local_sgd.compression": compression}
-    with running(home, settings, samples=10**6, gate=str(gate)) as run:
-        run.until(lambda: run.version >= 2 and len(run.slots()) == 2, 60, "two workers at work")
+    with two_at_work(home, {"local_sgd.compression": compression}, samples=10**6) as run:
+        run.until(lambda: run.version >= 2, 60, "two versions")
         with joining(run, gate, slot=2, attempt=1):
             run.run.set_control(max=3)
         preempt(run, gate, slot=0)
@@ -61,6 +60,23 @@ def record(home: Path, compression: str) -> RunDir:
             os.kill(run.trainer_of(1), 9)
         leave_late(run, gate, slot=2)
     return run.run
+
+
+@contextlib.contextmanager
+def two_at_work(home: Path, settings: dict, samples: int) -> Iterator[Running]:
+    """Both join version 0 before anybody moves: who joins while a round closes is late for it, and
+    what it does next supersedes that."""
+    gate = home / "gate"
+    gate.touch()
+    with running(home, SETTINGS | settings, samples=samples, gate=str(gate)) as run:
+        run.until(lambda: places(run) == [("training", 0)] * 2, 60, "two workers at version 0")
+        time.sleep(HEARD_S)
+        gate.unlink()
+        yield run
+
+
+def places(run: Running) -> list[tuple[str, int]]:
+    return [(slot.state, slot.version) for slot in run.slots().values()]
 
 
 @contextlib.contextmanager
@@ -169,8 +185,8 @@ def test_the_processes_end_in_exactly_the_parameters_of_the_simulator(recorded):
 
 
 def test_muon_and_validations_on_the_way_end_there_too(tmp_path):
-    settings = SETTINGS | {"train.optimizer": "muon", "train.validate_every": STEPS}
-    with running(tmp_path, settings, samples=600) as run:
+    settings = {"train.optimizer": "muon", "train.validate_every": STEPS}
+    with two_at_work(tmp_path, settings, samples=600) as run:
         run.finish()
         assert len(scores.read(run.run)) > 1
         assert differs(run.run) == 0
