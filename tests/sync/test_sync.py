@@ -317,7 +317,8 @@ def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 31))
     found = run.events("validate")
     assert [event["step"] for event in found] == [10, 20, 30]
-    assert found[-1]["validation_loss"] < found[0]["validation_loss"]
+    losses = [event["scores"]["validation_loss"] for event in found]
+    assert losses[-1] < losses[0]
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):

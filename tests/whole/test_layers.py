@@ -18,15 +18,15 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 935,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1428,  # one run on disk: its folder, its records, its samples, its proof
+    "run": 1429,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1653,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 933,  # a process with torch: the task, its ranks, its device, its health
+    "train": 930,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1047,  # tensors on disk, committed by link(): what both modes begin with
     "local": 652,  # local mode: what both sides of the wire speak
-    "local/worker": 1398,  # one slot: hold the lease, train, deliver
+    "local/worker": 1401,  # one slot: hold the lease, train, deliver
     "local/master": 1163,  # one master: Redis, samples, rounds, commits
     "sync": 944,  # sync mode: one job that resizes
-    "people": 2044,  # what a person asks and sees
+    "people": 2045,  # what a person asks and sees
     "lab": 1515,  # trying and proving; nothing imports it
     "commands": 474,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

@@ -93,7 +93,8 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
     for row in sorted(versions + steps, key=lambda row: row["tokens"]):
         said = {}  # by the newest validation since the row before
         while news and news[0].time <= row["time"]:
-            said = {**news[0].values, "validated_tokens": news.popleft().tokens}
+            told = {**news[0].values, "tokens": news.popleft().tokens}
+            said = {f"score/{name}": value for name, value in told.items()}
         if row["tokens"] > after:
             yield {**row, **said}
             after = row["tokens"]

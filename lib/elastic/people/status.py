@@ -256,7 +256,7 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
 def _validated(run: RunDir) -> dict | None:
     """The newest score on the way: `tokens`, and the task's own names and numbers."""
     newest = scores.read(run, 1)
-    return {"tokens": newest[-1].tokens, **newest[-1].values} if newest else None
+    return {**newest[-1].values, "tokens": newest[-1].tokens} if newest else None
 
 
 # ---- why

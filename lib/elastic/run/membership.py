@@ -27,7 +27,7 @@ class Slot:
     job_id: str
     node: str
     pid: int
-    state: str  # loading | training | delivering | waiting | blocked
+    state: str  # loading | training | validating | delivering | waiting | blocked
     version: int
     step: int  # inner steps of this round
     steps_total: int  # inner steps of this attempt

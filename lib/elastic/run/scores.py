@@ -26,8 +26,9 @@ class Score:
 
 
 def add(run: RunDir, tokens: int, values: Mapping[str, float], **where) -> None:
-    """`where`: the version or the step, and who has validated."""
-    run.event(EventKind.VALIDATE, tokens=tokens, **where, **values)
+    """`where`: the version or the step, and who has validated. A task may call its values
+    what it likes."""
+    run.event(EventKind.VALIDATE, tokens=tokens, scores=values, **where)
     line = {"time": time.time(), "tokens": tokens, "scores": values}
     with contextlib.suppress(OSError):  # a full disk loses the line, and nothing else
         append_line(run.path / SCORES, line)

@@ -49,6 +49,7 @@ EVENTS = {
     EventKind.NOT_FINITE: "not finite at {reason}",
     EventKind.VALIDATE: "validation of {model}: {scores}",
 }
+OLD_SCORES = ("time", "kind", "step", "tokens")  # of an event what they were not
 AS_WANTED = "nothing: all is as wanted"  # what the next pass will do
 STARTED = "started, for {min} to {max} GPUs on {scheduler}"  # of a run, not of a job
 CRASHED = "{who} failed: {reason}"  # of a job that says itself that it is lost
@@ -121,7 +122,7 @@ def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
         "done": event.get("reason", "nothing is left to train"),
         "from": event.get("resume") or step,
         "model": f"version {event['version']}" if "version" in event else step,
-        "scores": _values(event, ("time", "kind", "step", "version", "slot", "tokens")),
+        "scores": _values(event.get("scores", event), () if "scores" in event else OLD_SCORES),
     }
     if "workers" in event:
         derived["workers"] = counted(event["workers"], "worker")

@@ -18,38 +18,34 @@ from torch import nn
 from torch.optim import Muon, Optimizer
 
 
-class EagerAdamW(torch.optim.AdamW):
-    """torch's own, without the calls by which it imports torch's compiler at the first
-    step: a second and a half, and a thousand files of a shared filesystem, at every start
-    of a worker."""
+class Eager:
+    """torch's own methods, without the calls by which they import torch's compiler at the
+    first step: a second and a half, and a thousand files of a shared filesystem, at every
+    start of a worker."""
 
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+
+
+class EagerAdamW(Eager, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-    add_param_group = inspect.unwrap(Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(Optimizer.zero_grad)
-    state_dict = inspect.unwrap(Optimizer.state_dict)
-    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
 
 
-class EagerMuon(Muon):
-    """Likewise."""
-
-    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+class EagerMuon(Eager, Muon):
+    pass
 
 
-class MuonAdamW(Optimizer):
+class MuonAdamW(Eager, Optimizer):
     """Both, as one optimizer with the groups and the state of the two."""
-
-    add_param_group = inspect.unwrap(Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(Optimizer.zero_grad)
-    state_dict = inspect.unwrap(Optimizer.state_dict)
-    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
         self._parts = (muon, adamw)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._share()
 
-    def step(self, closure=None) -> None:
+    def step(self, closure: None = None) -> None:
         for part in self._parts:
             part.step()
 

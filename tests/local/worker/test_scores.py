@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic.base.durable import append_line
 from elastic.local.worker.validation import is_due
 from elastic.people import metrics, report, status
+from elastic.people.status import Listing
 from elastic.run import scores
 from helpers import commit_of, delta_of, elastic, environment
 from running import Running, running
@@ -51,12 +53,27 @@ def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Pa
         assert re.search(r"validated +validation_loss [\d.]+, at [\d.]+k? samples", shown), shown
         metrics.feed(run.run, metrics.sinks(run.run, log, None, None))
         told = [json.loads(line) for line in log.read_text().splitlines()]
-        told = [row["validated_tokens"] for row in told if "validated_tokens" in row]
+        told = [row["score/tokens"] for row in told if "score/tokens" in row]
         assert told == [each.tokens for each in found][: len(told)]
         assert len(told) >= len(found) - 1  # of the last version there may be no row after it
         facts = report.gather(run.run)
         assert facts.scores == found
         assert "dots: validation" in report.page(facts)
+
+
+def test_a_task_may_call_its_scores_what_it_likes(make_run):
+    run, values = make_run(), {"time": 1.0, "kind": 2.0, "loss": 3.0, "tokens": 4.0}
+    scores.add(run, 9, values, step=7)
+    line = {"step": 8, "time": 2e9, "tokens": 99, "loss": 0.5, "world": 1}
+    line |= {"seconds": 1.0, "attempt": 1}
+    append_line(run.path / "metrics.jsonl", line)
+    (event,) = run.events()
+    assert (event["kind"], event["tokens"], event["scores"]) == ("validate", 9, values)
+    assert scores.read(run)[0].loss == 3.0
+    (row,) = metrics.rows(run, after=0)
+    assert (row["loss"], row["tokens"]) == (0.5, 99)
+    assert (row["score/loss"], row["score/tokens"]) == (3.0, 9)
+    assert status.observe(run, Listing())["validated"] == {**values, "tokens": 9}
 
 
 def test_ranks_that_share_a_model_score_it_together(tmp_path: Path):
@@ -66,6 +83,14 @@ def test_ranks_that_share_a_model_score_it_together(tmp_path: Path):
         found = scores.read(run.run)
         assert len(found) > 1
         assert found[-1].loss < found[0].loss
+
+
+def test_a_long_validation_keeps_one_worker_and_the_other_trains_on(tmp_path: Path):
+    two = {**EVERY, "elastic.max": 2}
+    with running(tmp_path, two, samples=10**6, step_s=0.02, validation_passes=100) as run:
+        for number in range(1, 4):
+            run.until(lambda n=number: len(run.events("validate")) >= n, 60, f"score {number}")
+            assert run.version > numbers(run)[-1] + 5
 
 
 def test_a_notice_ends_a_validation_and_loses_nothing(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Versions are validated on their way (`train.validate_every`), so that nobody trains
 blind: between two rounds, by the worker with the lowest slot of those whose deltas are in
-the version. The others do not wait for it: their round goes on."""
+the version. The others do not wait for it: their round goes on, and none of them
+validates, too, so that a long validation costs the run one worker."""
 
 from torch import nn
 
@@ -49,7 +50,10 @@ class Validation:
         commit, has_steps = self._hand.commit, self._hand.round.steps > 0
         if has_steps or commit.version == self._newest:
             return False
-        return is_due(commit, self._slot, self._every_versions)
+        if not is_due(commit, self._slot, self._every_versions):
+            return False
+        slots = self._hand.line.reach(lambda store: store.slots())
+        return not any(slot.state == "validating" for slot in slots.values())
 
     def _before_pass(self) -> None:
         line = self._hand.line
