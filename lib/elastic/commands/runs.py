@@ -61,7 +61,7 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
     run, waits = steering.start(ready)
     for reason in waits:
         warn(f"waits: {reason}")
-    click.echo(run.name if parsable else steering.started_text(run))
+    click.echo(run.name if parsable else steering.started_text(run, ready))
     if wait_for_it:
         steering.wait_for_end(run)
 

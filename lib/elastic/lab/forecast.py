@@ -29,7 +29,6 @@ from elastic.lab.played import Costs, Requeue, Sync, Trace, best_every_s
 from elastic.lab.played_local import Local
 from elastic.run import estimate
 
-PASS_FLOPS = 6  # per parameter and token, forth and back
 SAVED = 12  # bytes an element of a checkpoint: float32, and AdamW's two
 MOSTLY = 0.9  # of the time; --min: so many GPUs are there
 AS_GOOD = 0.95  # of the best: then rounds are better short: workers drift apart in them
@@ -55,7 +54,7 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
     cores = slurm.master_cpus or 16
     one, alone = (estimate.cost(model, count, cores, rates) for count in (workers, 1))
     return {
-        "step_s": settings.step_s or PASS_FLOPS * model.numel * tokens / settings.flops,
+        "step_s": estimate.step_s(model, config),
         "save_s": settings.save_s or saved_bytes / min(rates.filesystem, gpus * rates.process),
         "stall_s": saved_bytes / gpus / rates.process,  # into the hosts' memory
         "deliver_s": one.deliver_s, "deliver_alone_s": alone.deliver_s,

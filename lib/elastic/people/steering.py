@@ -16,7 +16,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.base.keys import check_value
 from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import scheduler_of
-from elastic.people import submission
+from elastic.people import dial, submission
 from elastic.run import estimate, wording
 from elastic.run.rundir import RunDir
 
@@ -31,6 +31,8 @@ class Prepared:
     model: estimate.Model | None  # None: it cannot be known here, and `reason` says why
     reason: str
     warnings: list[str]
+    rates: estimate.Rates = estimate.Rates()
+    chosen: Sequence[dial.Choice] = ()
 
 
 def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> Prepared:
@@ -43,7 +45,14 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     if not config.run.command and (is_dry or tries):
         model, reason, untried = submission.described(path, settings, tries)
     warnings += [f"the task was not tried: {untried}"] if untried else []
-    return Prepared(config, model, reason, warnings)
+    if not model or config.run.mode != "local":
+        return Prepared(config, model, reason, warnings)
+    rates = dial.rates(config, submission.nearest(runs_root()))
+    chosen = dial.choose(config, model, rates)
+    before, settings = config, [*settings, *(each.setting for each in chosen)]
+    config = load(path, [*["slurm.partition=any"] * is_dry, *settings])
+    codecs = (each.local_sgd.compression for each in (before, config))
+    return Prepared(config, dial.coded(model, *codecs), reason, warnings, rates, chosen)
 
 
 def on_paper(ready: Prepared) -> str:
@@ -57,7 +66,12 @@ def on_paper(ready: Prepared) -> str:
     if not ready.model:
         return f"{text}\n  model             cannot be known here: {ready.reason}"
     workers = config.elastic.max // config.slurm.gpus_per_worker
-    return f"{text}\n{estimate.report(ready.model, workers, config)}"
+    paper = estimate.report(ready.model, workers, config, ready.rates)
+    return "\n".join([text, *_chosen(ready), paper])
+
+
+def _chosen(ready: Prepared) -> list[str]:
+    return [f"  chosen            {each.setting}: {each.reason}" for each in ready.chosen]
 
 
 def start(ready: Prepared) -> tuple[RunDir, list[str]]:
@@ -74,9 +88,10 @@ def start(ready: Prepared) -> tuple[RunDir, list[str]]:
     return run, [reason for reason in waits if reason]
 
 
-def started_text(run: RunDir) -> str:
-    """What somebody who has started the run may want to do next."""
-    return (f"run {run.name} started in {run.path}\n"
+def started_text(run: RunDir, ready: Prepared) -> str:
+    """What was chosen, and what somebody who has started the run may want to do next."""
+    first = "\n".join([f"run {run.name} started in {run.path}", *_chosen(ready)])
+    return (f"{first}\n"
             f"  watch it:  elastic-status {run.name} --watch\n"
             f"  its logs:  elastic-logs {run.name} -f\n"
             f"  resize it: elastic-scale {run.name} --max N\n"

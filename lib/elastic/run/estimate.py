@@ -17,6 +17,8 @@ KEPT = 8  # bytes per parameter of a version that the master alone reads: float3
 DOWN = 2  # bytes per parameter of a version that workers read: bfloat16
 THREADS = 16  # most threads that average; each holds a fragment of a delta and of a mean
 ENOUGH = 0.05  # share of a round for which workers may stand still
+AHEAD = 4  # of a round's steps, a quarter at most is done while its delta travels
+PASS_FLOPS = 6  # per parameter and token, forth and back
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,13 @@ class Cost:
     @property
     def master_s(self) -> float:
         return self.merge_s + self.publish_s
+
+
+def step_s(model: Model, config) -> float:
+    """Of an inner step: what the site says, else what a GPU takes for the arithmetic."""
+    passes = config.train.accumulate * config.train.batch_size  # of a GPU's step
+    flops = PASS_FLOPS * model.numel * passes * (model.tokens_per_sample or 1)
+    return config.plan.step_s or flops / config.plan.flops
 
 
 def cost(model: Model, workers: int, cores: int = 16, rates: Rates = Rates()) -> Cost:

@@ -15,11 +15,10 @@ from elastic.base.errors import ElasticError
 from elastic.local import rounds
 from elastic.local.worker.line import NoLine
 from elastic.local.worker.worker_round import WorkerRound
+from elastic.run.estimate import AHEAD
 from elastic.run.ledger import Range, count, take
 from elastic.run.records import Commit
 from elastic.train.schedule import tokens_at
-
-AHEAD = 4  # of a round's steps, a quarter at most is done while its delta travels
 
 
 @dataclass

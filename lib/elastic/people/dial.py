@@ -1,0 +1,121 @@
+"""The dial of elastic-submit: what a run leaves open of local mode is chosen by the size
+of its model, the speed of the filesystem and the time of a step.
+
+    inner_steps    the fewest for which workers stand still for less than ENOUGH of a
+                   round: fewer steps learn more (docs/records.md)
+    compression    int4 where int8 needs more than MOST_STEPS
+    overlap        rebase where int4 does, too: steps ahead cost some of the loss
+                   (docs/measurements.md)
+
+The outer step follows from inner_steps, where outer_lr and outer_momentum are "auto".
+What a file or the command line sets is left as it is.
+"""
+
+import contextlib
+import math
+import os
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from elastic.base.config import Config
+from elastic.base.units import size
+from elastic.run import estimate
+from elastic.run.estimate import AHEAD, ENOUGH, Model, Rates
+
+LEAST_STEPS, MOST_STEPS = 30, 200
+CODED = {"none": 4.0, "int8": 258 / 256, "int4": 66 / 128}  # bytes an element of a large tensor
+PROBE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A key, its value, and why it has that."""
+
+    key: str
+    value: object
+    reason: str
+
+    @property
+    def setting(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+def is_open(config: Config, name: str) -> bool:
+    return config.origin(name) == "default"
+
+
+def rates(config: Config, folder: Path) -> Rates:
+    """What the site says of its filesystem, else what writing to `folder` shows."""
+    one = config.plan.process_bytes
+    if is_open(config, "plan.process"):
+        with contextlib.suppress(OSError):
+            one = written_per_s(folder)
+    return Rates(process=one, filesystem=max(one, config.plan.filesystem_bytes))
+
+
+def written_per_s(folder: Path) -> float:
+    """Bytes a second of one process that writes durably. Raises OSError."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        data = os.urandom(PROBE_BYTES)  # which no filesystem can compress
+        began = time.perf_counter()
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return PROBE_BYTES / (time.perf_counter() - began)
+
+
+def choose(config: Config, model: Model, rates: Rates) -> list[Choice]:
+    """Pure. None where the time of a step is not known."""
+    known = model.tokens_per_sample and config.run.scheduler == "slurm"  # which has GPUs
+    if not (known or config.plan.step_s):
+        return []
+    step_s, sgd = estimate.step_s(model, config), config.local_sgd
+    steps_open = is_open(config, "local_sgd.inner_steps")
+    most, least = (MOST_STEPS, LEAST_STEPS) if steps_open else (sgd.inner_steps, 0)
+    needed = {way: _fewest(config, model, rates, way, step_s) for way in _ways(config)}
+    way = next((way for way in needed if needed[way][0] <= most), list(needed)[-1])
+    (steps, stall_s), first = needed[way], next(iter(needed.values()))[0]
+    steps = max(steps, least)
+    moves = f"{stall_s:.2g} s to deliver, merge and pull"
+    found = {
+        "inner_steps": (steps, f"a round is {steps * step_s:.2g} s of steps and {moves}, where one"
+                               f" process writes {size(rates.process)}/s"),
+        "compression": (way[0], f"with int8 a round would need {first} steps"),
+        "overlap": (way[1], f"without it workers would wait for more than {ENOUGH:.0%} of a"
+                            f" round of {most} steps"),
+    }  # fmt: skip
+    return [Choice(f"local_sgd.{name}", value, why) for name, (value, why) in found.items()
+            if is_open(config, f"local_sgd.{name}") and value != getattr(sgd, name)]  # fmt: skip
+
+
+def coded(model: Model, before: str, codec: str) -> Model:
+    """The model whose deltas were compressed in one way, with another."""
+    ratio = CODED[codec] / CODED[before]
+    return replace(model, delta_bytes=round(ratio * model.delta_bytes),
+                   largest_bytes=round(ratio * model.largest_bytes))  # fmt: skip
+
+
+def _ways(config: Config) -> list[tuple[str, str]]:
+    """Codec and overlap, the best for the loss first."""
+    sgd = config.local_sgd
+    codecs = ["int8", "int4"] if is_open(config, "local_sgd.compression") else [sgd.compression]
+    overlaps = ["off", "rebase"] if is_open(config, "local_sgd.overlap") else [sgd.overlap]
+    if config.slurm.gpus_per_worker > 1:
+        overlaps = ["off"]
+    return [(codec, overlap) for overlap, codec in product(overlaps, codecs)]
+
+
+def _fewest(
+    config: Config, model: Model, rates: Rates, way: tuple[str, str], step_s: float
+) -> tuple[int, float]:
+    """Inner steps of a round, and the seconds for which its workers stand still, or, with
+    overlap, train ahead."""
+    codec, overlap = way
+    model = coded(model, config.local_sgd.compression, codec)
+    workers = max(1, config.elastic.max // config.slurm.gpus_per_worker)
+    stall_s = estimate.cost(model, workers, config.slurm.master_cpus or 16, rates).stall_s
+    share = ENOUGH if overlap == "off" else 1 / AHEAD
+    return math.ceil(stall_s / share / step_s), stall_s

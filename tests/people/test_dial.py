@@ -1,0 +1,90 @@
+"""What elastic-submit chooses of local mode, and why.
+
+    pytest tests/people/test_dial.py
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elastic.base.config import Config, load, load_written
+from elastic.people import dial
+from elastic.run.estimate import ENOUGH, Model, Rates, cost
+from elastic.saved.codec import codec
+from elastic.saved.layout import Layout
+from helpers import ROOT, elastic, environment
+
+MODEL = Model(134_105_856, 135_153_558, 14, 8_388_608, 8_454_144, 1024)
+FAST, MIDDLING = Rates(), Rates(process=1.2e9)
+
+
+def run_of(*settings: str) -> Config:
+    return load(ROOT / "etc/125m.toml", ["slurm.partition=x", "plan.step=0.4s", *settings])
+
+
+def chosen(config: Config, rates: Rates, model: Model = MODEL) -> dict[str, object]:
+    return {each.key.partition(".")[2]: each.value for each in dial.choose(config, model, rates)}
+
+
+@pytest.mark.parametrize(("step", "found"), [
+    ("10s", {"inner_steps": dial.LEAST_STEPS}),  # they stand still for 3.17 s of a round
+    ("0.4s", {"inner_steps": 159}),
+    ("0.27s", {"inner_steps": 170, "compression": "int4"}),  # 2.29 s
+    ("0.1s", {"inner_steps": 127, "overlap": "rebase"}),  # a quarter of a round covers 3.17 s
+    ("0.05s", {"inner_steps": 184, "compression": "int4", "overlap": "rebase"}),
+    ("0.02s", {"inner_steps": 459, "compression": "int4", "overlap": "rebase"}),
+])  # fmt: skip
+def test_few_steps_in_a_round_come_first_and_steps_ahead_last(step, found):
+    assert chosen(run_of(f"plan.step={step}"), MIDDLING) == found
+
+
+def test_one_step_less_and_workers_wait_too_long():
+    steps = chosen(run_of(), MIDDLING)["inner_steps"]
+    stall_s = cost(MODEL, 8, 8, MIDDLING).stall_s
+    assert stall_s / (0.4 * steps) <= ENOUGH < stall_s / (0.4 * (steps - 1))
+
+
+@pytest.mark.parametrize(("settings", "found"), [
+    (("local_sgd.inner_steps=159",), {}),
+    (("local_sgd.inner_steps=158",), {"compression": "int4"}),
+    (("local_sgd.inner_steps=60",), {"overlap": "rebase"}),
+    (("local_sgd.inner_steps=2", "local_sgd.overlap=off"), {"compression": "int4"}),
+    (("slurm.gpus_per_worker=2", "plan.step=0.05s"), {"inner_steps": 732, "compression": "int4"}),
+])  # fmt: skip
+def test_what_is_set_stays_and_ranks_that_share_a_model_do_not_train_ahead(settings, found):
+    assert chosen(run_of(*settings), MIDDLING) == found
+
+
+def test_without_the_time_of_a_step_nothing_is_chosen():
+    unknown = Model(**vars(MODEL) | {"tokens_per_sample": 0})
+    assert chosen(run_of("plan.step=0s"), FAST)
+    assert chosen(run_of("plan.step=0s"), FAST, unknown) == {}
+    assert chosen(run_of("plan.step=0s", "run.scheduler=local"), FAST) == {}
+
+
+def test_a_site_that_says_how_fast_it_is_is_believed(tmp_path):
+    assert dial.rates(run_of("plan.process=3gb"), tmp_path).process == 3 * 2**30
+    assert dial.rates(run_of(), tmp_path).process not in (0, run_of().plan.process_bytes)
+    assert dial.rates(run_of(), tmp_path / "none").process == run_of().plan.process_bytes
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", list(dial.CODED))
+def test_bytes_of_an_element_are_those_of_the_codec(name):
+    layout = Layout.of([("weight", (1024, 1024))], 1 << 30)
+    sent = codec(name).size_bytes(layout.fragments[0])
+    assert sent == dial.CODED[name] * 1024 * 1024
+
+
+def test_a_run_has_what_was_chosen_and_says_why(tmp_path: Path):
+    file, env = tmp_path / "mine.toml", environment(tmp_path)
+    demo = (ROOT / "etc/demo.toml").read_text()
+    file.write_text(re.sub("(?m)^inner_steps.*", "", demo))
+    done = elastic("submit", file, "--plan.step=0.3s", "--name", "mine", env=env)
+    assert done.returncode == 0, done.stderr
+    elastic("stop", "mine", "--now", env=env)
+    said = re.search(r"local_sgd\.inner_steps=(\d+): a round is 9 s of steps and", done.stdout)
+    config = load_written(tmp_path / "runs/mine/run.toml")
+    assert config.local_sgd.inner_steps == int(said[1]) == dial.LEAST_STEPS
+    assert config.local_sgd.outer_momentum == 0.8  # as for so many steps
