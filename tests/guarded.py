@@ -36,7 +36,7 @@ class World:
     workers: int = 4
     steps: int = 2000  # of a worker, in all
     inner_steps: int = 50
-    cold_start_steps: int = 1
+    cold_start: float = 0.35
     warmup_fraction: float = 0.01
     learning_rate: float = 0.01
     swinging: bool = False  # workers come and go, with deltas of any length
@@ -91,7 +91,7 @@ class Run:
         start = torch.empty(SIZE).normal_(0, 1, generator=noise)
         momentum = 0.9 if world.inner_steps >= 100 else 0.8
         self.settings = SimpleNamespace(
-            inner_steps=world.inner_steps, cold_start_steps=world.cold_start_steps,
+            inner_steps=world.inner_steps, cold_start=world.cold_start,
             outer_momentum=momentum, outer_lr=0.7, learning_rate=world.learning_rate,
             schedule="cosine", warmup_fraction=world.warmup_fraction, decay_fraction=0.2,
             final_lr_fraction=0.1,

@@ -52,7 +52,7 @@ SETTINGS = {
     "train.epochs": 1,
     "train.learning_rate": 0.01,
     "local_sgd.inner_steps": 5,
-    "local_sgd.cold_start_steps": 0,
+    "local_sgd.cold_start": 0,
     "local_sgd.min_deadline": "1s",
     "local_sgd.last_call": "1s",
     "checkpoint.min_free": "1mb",

@@ -49,7 +49,7 @@ reconcile_interval = "1h"
 max_tokens = 1_000_000_000
 [local_sgd]
 compression = "none"
-cold_start_steps = 0
+cold_start = 0
 min_deadline = "5m"
 last_call = "5m"
 [checkpoint]

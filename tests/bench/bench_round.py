@@ -56,7 +56,7 @@ threads = 1
 schedule = "constant"
 [local_sgd]
 compression = "none"
-cold_start_steps = 0
+cold_start = 0
 inner_steps = 5
 inner_state_every = 0
 thin_rounds = false

@@ -25,7 +25,7 @@ from validate.simulator import Simulator, Start, seeded_model
 SAMPLES = 2000
 TASK = {"samples": SAMPLES, "dropout": 0.0}
 SETTINGS = ("train.batch_size=4", "train.learning_rate=0.02", "train.schedule=cosine",
-            "local_sgd.inner_steps=5", "local_sgd.cold_start_steps=0",
+            "train.optimizer=adamw", "local_sgd.inner_steps=5", "local_sgd.cold_start=0",
             "local_sgd.outer_momentum=0.8", "local_sgd.compression=none")  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from test_views import plain
 AWS = ROOT / "etc/traces/spot-addremove-aws-p3.csv"
 COSTS = Costs(step_s=1, startup_s=10, queue_s=0, requeue_s=20, notice_s=5, leave_s=1)
 WHOLE = {"elastic.max": 2, "checkpoint.interval": "30s", "local_sgd.inner_steps": 10,
-         "local_sgd.cold_start_steps": 0, "local_sgd.min_deadline": "1s",
+         "local_sgd.cold_start": 0, "local_sgd.min_deadline": "1s",
          "local_sgd.last_call": "1s"}  # fmt: skip
 
 

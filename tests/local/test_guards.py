@@ -132,12 +132,12 @@ def test_means_of_a_commit_are_read_back_and_those_of_an_older_one_begin_anew():
 # ---- healthy runs of every kind -----------------------------------------------------------------
 
 AXES = {
-    "workers": (1, 2, 4, 16), "swinging": (False, True), "cold_start_steps": (0, 1, 10),
+    "workers": (1, 2, 4, 16), "swinging": (False, True), "cold_start": (0, 0.35, 1),
     "warmup_fraction": (0.0, 0.01, 0.1), "learning_rate": (1e-3, 1e-2, 1e-1),
     "steps": (500, 3000), "inner_steps": (20, 200),
 }  # fmt: skip
 MOST_STEPS = 6000  # of all workers of a case
-LONG = {"workers": 1, "steps": 100_000, "inner_steps": 200, "cold_start_steps": 1}
+LONG = {"workers": 1, "steps": 100_000, "inner_steps": 200, "cold_start": 0.35}
 SAMPLE = 36
 
 
@@ -195,7 +195,7 @@ def test_a_damaged_delta_is_refused_and_the_run_learns_as_before(name: str, work
     """Or it is merged, and costs little."""
     fault, is_refused = FAULTS[name]
     steps = 1600 if workers < 3 else 800
-    world = World(workers, steps, cold_start_steps=0, learning_rate=1e-3)
+    world = World(workers, steps, cold_start=0, learning_rate=1e-3)
     sound, told = trained(world), trained(replace(world, fault=fault, faulty_rounds=(12,)))
     assert len(told.refused) == is_refused
     assert told.strays == []
@@ -205,7 +205,7 @@ def test_a_damaged_delta_is_refused_and_the_run_learns_as_before(name: str, work
 @pytest.mark.parametrize("bit", range(31))
 def test_no_flipped_bit_carries_a_mean_away(bit: int):
     """It is refused, or the delta is no longer than twice what its steps make."""
-    world = World(2, steps=700, cold_start_steps=0, fault=flipped(bit), faulty_rounds=(9,))
+    world = World(2, steps=700, cold_start=0, fault=flipped(bit), faulty_rounds=(9,))
     told = trained(world)
     assert told.refused or told.faulty_clips
     assert not told.taken_back
@@ -217,7 +217,7 @@ def test_no_flipped_bit_carries_a_mean_away(bit: int):
 
 def test_a_run_with_nothing_but_defaults_refuses_none_of_its_deltas(tmp_path):
     """Thousands of steps of warm-up, with rounds that grow from one step to two hundred."""
-    defaults = {"local_sgd.cold_start_steps": 1, "local_sgd.inner_steps": 200,
+    defaults = {"local_sgd.cold_start": 0.35, "local_sgd.inner_steps": 200,
                 "train.learning_rate": 0.02, "elastic.max": 2}  # fmt: skip
     with running(tmp_path, defaults, step_s=0, samples=24_000) as run:
         run.finish(4 * PATIENCE)

@@ -135,7 +135,7 @@ def test_of_two_deltas_of_an_attempt_the_newer_counts():
 # ---- an open round ------------------------------------------------------------------------------
 
 LOCAL_SGD = SimpleNamespace(
-    inner_steps=20, cold_start_steps=0, outer_lr=0.7, outer_momentum=0.9, thin_rounds=True,
+    inner_steps=20, cold_start=0, outer_lr=0.7, outer_momentum=0.9, thin_rounds=True,
     clip_norm=2.0, canary=0.3, min_deadline_s=5.0, deadline_k=4.0,
 )  # fmt: skip
 COMMIT = commit_of(7, total_tokens=20_000, workers=2)
@@ -568,7 +568,7 @@ def test_a_round_waits_for_workers_that_will_deliver_and_for_no_others():
 
 
 def settings_of(**changes) -> SimpleNamespace:
-    sgd = {"inner_steps": 200, "cold_start_steps": 10, "outer_momentum": 0.9, "clip_norm": 2.0}
+    sgd = {"inner_steps": 200, "cold_start": 0.35, "outer_momentum": 0.9, "clip_norm": 2.0}
     return SimpleNamespace(**sgd | changes)
 
 
@@ -576,22 +576,35 @@ def at(version: int, share: float = 0.0) -> dict:
     return commit_of(version, tokens=int(share * 1e6), total_tokens=1_000_000)
 
 
-def test_a_cold_start_has_few_steps_a_round_and_doubles_them_every_ten_rounds():
-    steps = [rounds.inner_steps(at(version), settings_of()) for version in range(60)]
-    assert [steps[0], steps[10], steps[20], steps[43], steps[44], steps[59]] == [
-        10, 20, 40, 196, 200, 200,
-    ]  # fmt: skip
-    assert steps == sorted(steps)
-    assert sum(steps[:44]) < 14 * 200  # few percent of a run of hundreds of rounds
+def lengths(inner_steps: int, whole: int) -> list[int]:
+    """Steps of each round of a run with the tokens of so many whole ones."""
+    steps, total, found = settings_of(inner_steps=inner_steps), inner_steps * whole, []
+    while sum(found) < total:
+        now = commit_of(len(found), tokens=sum(found), total_tokens=total)
+        found.append(rounds.inner_steps(now, steps))
+    return found
+
+
+@pytest.mark.parametrize(("inner_steps", "whole"), [(10, 80), (20, 40), (30, 27), (200, 100)])
+def test_a_cold_start_begins_with_one_step_and_has_so_many_rounds_more(inner_steps, whole):
+    found = lengths(inner_steps, whole)
+    assert found[0] == 1
+    assert found == sorted(found)
+    assert len(found) == pytest.approx(1.35 * whole, rel=0.07)
+    assert sum(found[: found.index(inner_steps)]) < 0.2 * inner_steps * whole
+
+
+def test_the_cold_start_of_a_long_run_is_a_small_part_of_it():
+    found = lengths(200, 10_000)
+    assert found.index(200) == 306
+    assert len(found) < 1.03 * 10_000
     assert rounds.inner_steps(at(10**9), settings_of()) == 200
 
 
-def test_a_short_run_has_warmed_up_after_a_twentieth_of_its_tokens():
-    assert rounds.inner_steps(at(1, 0.025), settings_of()) == 100
-    assert rounds.inner_steps(at(1, 0.05), settings_of()) == 200
-    assert rounds.inner_steps(at(0), settings_of(inner_steps=8)) == 8
-    assert rounds.inner_steps(at(0), settings_of(cold_start_steps=0)) == 200
-    assert rounds.inner_steps(at(0), settings_of(cold_start_steps=1)) == 1
+def test_there_may_be_no_cold_start():
+    assert rounds.inner_steps(at(0), settings_of(cold_start=0)) == 200
+    assert lengths(1, 10) == [1] * 10
+    assert rounds.inner_steps(commit_of(0), settings_of()) == 1  # nobody knows how long the run is
 
 
 def test_momentum_is_less_while_rounds_are_short_because_it_is_early():

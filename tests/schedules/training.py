@@ -57,7 +57,7 @@ CONFIG = SimpleNamespace(
     step_samples=1,
     local_sgd=SimpleNamespace(
         inner_steps=2, max_staleness=1, compression="none", overlap="off",
-        cold_start_steps=0, clip_norm=2.0, canary=0.3, outer_lr=0.7, thin_rounds=True,
+        cold_start=0, clip_norm=2.0, canary=0.3, outer_lr=0.7, thin_rounds=True,
         quorum=0.5, deadline_k=4.0,
         min_deadline_s=2.0, last_call_s=3.0, outer_momentum=0.5,
     ),

@@ -55,7 +55,7 @@ class Arm:
     synchronous: bool = False
 
 
-PLAIN = ("local_sgd.cold_start_steps=0", "local_sgd.compression=none")
+PLAIN = ("local_sgd.cold_start=0", "local_sgd.compression=none")
 SYNCHRONOUS = (*PLAIN, "local_sgd.outer_lr=1.0", "local_sgd.outer_momentum=0.0")
 MUON = ("train.optimizer=muon",)
 ARMS = {

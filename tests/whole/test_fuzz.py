@@ -103,7 +103,7 @@ class FakeStore:
 @pytest.fixture
 def intake() -> Intake:
     """Of a master in version 5 of a run. What would be checked is in its `checks`."""
-    settings = SimpleNamespace(inner_steps=20, cold_start_steps=0)
+    settings = SimpleNamespace(inner_steps=20, cold_start=0)
     facts = Facts("a", 5, "abc", {"none": (400, 400)}, 2, {3: 2}, frozenset(),
                   most_steps=20, most_samples=160)  # fmt: skip
     round_ = OpenRound(commit_of(5), 0.0, True, Ledger(1000, 1), facts, settings, {})

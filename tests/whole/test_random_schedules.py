@@ -87,7 +87,7 @@ def test_passes_make_no_job_beside_another_and_all_that_are_wanted():
 # ---- what the schedules have found
 
 
-SETTINGS = SimpleNamespace(inner_steps=8, cold_start_steps=0, min_deadline_s=1.0, deadline_k=4.0,
+SETTINGS = SimpleNamespace(inner_steps=8, cold_start=0, min_deadline_s=1.0, deadline_k=4.0,
                            max_staleness=0)  # fmt: skip
 FACTS = Facts("run-a", 5, "abc", {"none": (4,)}, 2, {1: 1}, frozenset())
 

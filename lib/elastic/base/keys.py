@@ -188,7 +188,7 @@ KINDS = {
               "precision": _one_of("float32", "bf16"), "device": _one_of("auto", "cpu", "cuda"),
               "threads": INT.between(0, 4096), "loader_workers": NATURAL,
               "validate_every": NATURAL, "compile": BOOL, "profile": WINDOW},
-    "local_sgd": {"inner_steps": COUNT, "cold_start_steps": NATURAL,
+    "local_sgd": {"inner_steps": COUNT, "cold_start": AMOUNT,
                   "outer_lr": AUTO.above_zero(), "outer_momentum": AUTO.below_one(),
                   "compression": _one_of("none", "int8", "int4"),
                   "overlap": _one_of("off", "rebase"), "max_staleness": NATURAL,

@@ -24,7 +24,7 @@ from elastic.run.records import Commit, Header
 MOST_TOKENS, MORE_TOKENS = 2**24, 16
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
 # Of a cold start: K doubles in so many, until so much is trained.
-DOUBLES_ROUNDS, COLD = 10, 0.05
+DOUBLES_ROUNDS = 40  # K in a long run's cold start
 FEW_STEPS, EARLY_MOMENTUM = 20, 0.5
 
 
@@ -156,14 +156,16 @@ def inner_steps(commit: Commit, settings) -> int:
     """K of the round on top of `commit`: few steps from a cold start, where workers drift
     apart.
 
-    min(K, k₀ 2^(v/10)), and all of K once a twentieth of the tokens is committed.
+    With c = cold_start, K grows with the tokens until c / ln K of them: from 1 on that
+    takes c times the rounds that all tokens would take with K. In a run of many rounds
+    2^(v/40) is more.
     """
-    most, first = settings.inner_steps, settings.cold_start_steps
-    if not first:
+    most, more = settings.inner_steps, settings.cold_start
+    if not more:
         return most
-    by_version = first * 2 ** min(commit.version / DOUBLES_ROUNDS, 60.0)
-    by_tokens = most * commit.tokens / (COLD * max(1, commit.total_tokens))
-    return max(1, min(most, int(max(by_version, by_tokens))))
+    by_version = 2 ** min(commit.version / DOUBLES_ROUNDS, 60.0)
+    by_tokens = math.log(most) / more * most * commit.tokens / max(1, commit.total_tokens)
+    return max(1, min(most, round(max(by_version, by_tokens))))
 
 
 def momentum(steps: int, settings) -> float:

@@ -13,7 +13,7 @@ from elastic.local.transport import fragment_name
 from merging import Rounds
 
 SIZE = 30
-EXACT = ("local_sgd.compression=none", "local_sgd.cold_start_steps=0")
+EXACT = ("local_sgd.compression=none", "local_sgd.cold_start=0")
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def open_rounds(make_run):
     opened = []
 
     def open_(start, *overrides):
-        exact = ("local_sgd.compression=none", "local_sgd.cold_start_steps=0", *overrides)
+        exact = ("local_sgd.compression=none", "local_sgd.cold_start=0", *overrides)
         opened.append(Rounds(make_run(*exact, name=next(names)), start))
         return opened[-1]
 

@@ -15,7 +15,7 @@ from elastic.train.group import Group
 from merging import SHAPES, Rounds
 
 SIZE = 30
-EXACT = ("local_sgd.compression=none", "local_sgd.cold_start_steps=0")
+EXACT = ("local_sgd.compression=none", "local_sgd.cold_start=0")
 
 
 class Shapes(nn.Module):
