@@ -46,6 +46,7 @@ import redis
 from redis.connection import AbstractConnection
 
 from elastic.base.errors import ElasticError
+from forks import stay_alone
 
 KILLED, TORN, LOST, REFUSED, UNANSWERED = "killed", "torn", "lost", "refused", "unanswered"
 DEATHS = (KILLED, TORN, LOST)
@@ -340,6 +341,7 @@ def in_child(action: Callable[[], object]) -> Ended:
     child = os.fork()
     if child == 0:
         os.close(reader)
+        stay_alone()
         gc.disable()  # it would touch, and so copy, all that torch has made
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(PATIENCE_S)

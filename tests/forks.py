@@ -25,11 +25,16 @@ def start_child(action: Callable[[], object]) -> int:
     if child == 0:
         code = 2
         with contextlib.suppress(BaseException):
-            if torch := sys.modules.get("torch"):
-                torch.set_num_threads(1)  # the others stayed behind: it would wait for them
+            stay_alone()
             code = 0 if action() else 1
         os._exit(code)
     return child
+
+
+def stay_alone() -> None:
+    """In a child: torch's other threads stayed behind, and it would wait for them for ever."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 def exit_code(child: int) -> int:
