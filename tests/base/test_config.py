@@ -105,6 +105,20 @@ def test_what_is_left_open_is_settled_once(write):
     assert made.run.folder == str(path.resolve().parent / "sub")
 
 
+@pytest.mark.parametrize(("mode", "optimizer"), [("local", "muon"), ("sync", "adamw")])
+def test_a_run_keeps_the_optimizer_it_began_with(write, mode, optimizer):
+    path = write(LOCAL)
+    named = config.load(path, [f"run.mode={mode}", "train.optimizer=adamw"])
+    assert named.train.optimizer == "adamw"
+    made = config.load(path, [f"run.mode={mode}"])
+    assert made.train.optimizer == optimizer
+    written = write(made.to_toml(), "again.toml")
+    other = {"local": "sync", "sync": "local"}[mode]
+    assert config.load_written(written, [f"run.mode={other}"]).train.optimizer == optimizer
+    older = write(re.sub("(?m)^optimizer.*\n", "", made.to_toml()), "older.toml")
+    assert config.load_written(older).train.optimizer == "adamw"
+
+
 def test_overrides_need_no_quotes_and_keep_text_as_text(write):
     made = config.load(
         write(LOCAL),

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 935,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1435,  # one run on disk: its folder, its records, its samples, its proof
+    "base": 939,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1436,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1653,  # jobs on a cluster: what is there, what should be, one pass
     "train": 930,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1047,  # tensors on disk, committed by link(): what both modes begin with
@@ -27,7 +27,7 @@ FOLDERS = {
     "local/master": 1163,  # one master: Redis, samples, rounds, commits
     "sync": 944,  # sync mode: one job that resizes
     "people": 2138,  # what a person asks and sees
-    "lab": 1514,  # trying and proving; nothing imports it
+    "lab": 1515,  # trying and proving; nothing imports it
     "commands": 474,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }

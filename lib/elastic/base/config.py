@@ -23,6 +23,7 @@ from elastic.base.keys import KEYS, NAME, TEXT, URL, parse, toml_value
 
 MOST_DEEP = 16  # tables and arrays in one another
 SECTIONS = [*KEYS, "task"]
+BEFORE = {"train": {"optimizer": "adamw"}}  # of a file written before there was such a key
 
 
 # ---- what is resolved ------------------------------------------------------------------
@@ -109,6 +110,7 @@ def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
         if isinstance(table := layer.tables[section], dict):
             for name in table.keys() - {key.name for key in KEYS[section]}:
                 del table[name]
+            layer.tables[section] = BEFORE.get(section, {}) | table
     return _resolve([layer, _override_layer(overrides)], path)
 
 
@@ -273,6 +275,8 @@ def _fill_in(values: dict[str, dict[str, Any]], path: Path) -> None:
     run, sgd, slurm = values["run"], values["local_sgd"], values["slurm"]
     run["name"] = run["name"] or path.stem
     run["folder"] = str(path.resolve().parent / expanded(run["folder"], "run.folder"))
+    if values["train"]["optimizer"] == "auto":
+        values["train"]["optimizer"] = "muon" if run["mode"] == "local" else "adamw"
     steps = sgd["inner_steps"]
     if sgd["outer_lr"] == "auto":
         sgd["outer_lr"] = 0.7

@@ -96,12 +96,13 @@ def version_bytes(model: Model) -> int:
 
 
 def save_of(model: Model, config) -> Save:
-    """In local mode a worker's delta, and then AdamW's moments, without which the
+    """In local mode a worker's delta, and then the optimizer's moments, without which the
     learning rate ramps up again. In sync mode a node's part of a checkpoint of the
     smallest job."""
+    moments = (4 if config.train.optimizer == "muon" else 8) * model.numel
     if config.run.mode == "local":
-        return Save(model.delta_bytes, model.delta_bytes + 8 * model.numel)
-    part = 12 * model.numel / max(1, config.elastic.min // config.slurm.gpus_per_node)
+        return Save(model.delta_bytes, model.delta_bytes + moments)
+    part = (4 * model.numel + moments) / max(1, config.elastic.min // config.slurm.gpus_per_node)
     return Save(part, part)
 
 
