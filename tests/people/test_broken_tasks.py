@@ -106,9 +106,14 @@ def tried(path: Path, monkeypatch, capfd) -> tuple[int, str]:
     return code, said.out + said.err
 
 
-def test_a_task_that_works_is_found_to_work(tmp_path, monkeypatch, capfd):
-    code, said = tried(write(tmp_path, "sound_task"), monkeypatch, capfd)
+@pytest.mark.parametrize(("name", "more", "counted"), [
+    ("sound_task", "", 0), ("counting_task", TOKENS.format("4 * len(batch)"), 4),
+])  # fmt: skip
+def test_a_task_that_works_is_found_to_work(tmp_path, monkeypatch, capfd, name, more, counted):
+    """And its tokens are known, if it counts any: of its samples nobody knows the size."""
+    code, said = tried(write(tmp_path, name, more=more), monkeypatch, capfd)
     assert (code, '"untried": ""' in said) == (Exit.OK, True), said
+    assert f'"tokens_per_sample": {counted}' in said
 
 
 @pytest.mark.parametrize("case", BROKEN)

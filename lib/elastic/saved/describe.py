@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -57,18 +57,21 @@ def measured(config, task) -> Model:
     )  # fmt: skip
 
 
-def attempt(config, task, numel: int) -> str:
-    """Do a worker's first step; why it was left out, or "".
-    Raises the task's own errors."""
+def attempt(config, task, numel: int) -> tuple[str, int]:
+    """Do a worker's first step. Returns why it was left out, or "", and the tokens of a
+    sample, if the task counts any. Raises the task's own errors."""
+    per_sample = 0
     try:
         dataset = check(task.dataset())
         batch = default_collate([dataset[index] for index in (0, len(dataset) - 1)])
-        if numel > MOST_TRIED:
-            return f"{numel:,} parameters are too many to train here"
-        torch.manual_seed(config.run.seed)
-        tokens, model = count_tokens(task, batch), task.model()
+        tokens = count_tokens(task, batch)
         if not isinstance(tokens, int) or tokens < 1:
             raise ElasticError(f"tokens(batch) is {tokens!r}: an integer above 0 is needed")
+        per_sample = -(-tokens // 2) if hasattr(task, "tokens") else 0
+        if numel > MOST_TRIED:
+            return f"{numel:,} parameters are too many to train here", per_sample
+        torch.manual_seed(config.run.seed)
+        model = task.model()
         make = getattr(task, "optimizer", None)
         optimizer = make(model) if make else default_optimizer(model, config.train)
         task.loss(model, batch).backward()
@@ -76,8 +79,8 @@ def attempt(config, task, numel: int) -> str:
     except Exception as error:
         if not _is_lacking(error):
             raise
-        return str(error)
-    return ""
+        return str(error), per_sample
+    return "", per_sample
 
 
 def _is_lacking(error: BaseException) -> bool:
@@ -94,7 +97,8 @@ def main() -> int:
     try:
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         model = measured(config, task)
-        untried = attempt(config, task, model.numel) if tries else ""
+        untried, counted = attempt(config, task, model.numel) if tries else ("", 0)
+        model = replace(model, tokens_per_sample=model.tokens_per_sample or counted)
     except (Exception, SystemExit) as error:
         frames = error.__traceback__
         while frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
