@@ -341,12 +341,12 @@ def in_child(action: Callable[[], object]) -> Ended:
     child = os.fork()
     if child == 0:
         os.close(reader)
-        stay_alone()
         gc.disable()  # it would touch, and so copy, all that torch has made
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(PATIENCE_S)
         said = {"error": "", "known": True}
         try:
+            stay_alone()
             said["result"] = action()
         except BaseException as error:
             known = isinstance(error, ElasticError | OSError)

@@ -48,25 +48,36 @@ def test_one_step_less_and_workers_wait_too_long():
 @pytest.mark.parametrize(("settings", "found"), [
     (("local_sgd.inner_steps=159",), {}),
     (("local_sgd.inner_steps=158",), {"compression": "int4"}),
-    (("local_sgd.inner_steps=60",), {"overlap": "rebase"}),
+    (("local_sgd.inner_steps=100", "plan.step=0.2s"), {"overlap": "rebase"}),
+    (("local_sgd.inner_steps=99", "plan.step=0.2s"), {"compression": "int4"}),
     (("local_sgd.inner_steps=2", "local_sgd.overlap=off"), {"compression": "int4"}),
     (("slurm.gpus_per_worker=2", "plan.step=0.05s"), {"inner_steps": 732, "compression": "int4"}),
+    (("train.validate_every=9", "plan.step=0.1s"), {"inner_steps": 459, "compression": "int4"}),
 ])  # fmt: skip
-def test_what_is_set_stays_and_ranks_that_share_a_model_do_not_train_ahead(settings, found):
+def test_what_is_set_stays_and_who_cannot_train_ahead_does_not(settings, found):
     assert chosen(run_of(*settings), MIDDLING) == found
 
 
 def test_without_the_time_of_a_step_nothing_is_chosen():
     unknown = Model(**vars(MODEL) | {"tokens_per_sample": 0})
-    assert chosen(run_of("plan.step=0s"), FAST)
-    assert chosen(run_of("plan.step=0s"), FAST, unknown) == {}
-    assert chosen(run_of("plan.step=0s", "run.scheduler=local"), FAST) == {}
+    assert dial.has_choice(run_of("plan.step=0s"), MODEL)
+    assert dial.has_choice(run_of(), unknown)
+    assert not dial.has_choice(run_of("plan.step=0s"), unknown)
+    assert not dial.has_choice(run_of("plan.step=0s", "run.scheduler=local"), MODEL)
+
+
+def test_where_all_is_set_there_is_nothing_to_choose():
+    settings = ["local_sgd.inner_steps=7", "local_sgd.overlap=off", "local_sgd.compression=int8"]
+    assert dial.has_choice(run_of(*settings[:2]), MODEL)
+    assert not dial.has_choice(run_of(*settings), MODEL)
 
 
 def test_a_site_that_says_how_fast_it_is_is_believed(tmp_path):
     assert dial.rates(run_of("plan.process=3gb"), tmp_path).process == 3 * 2**30
     assert dial.rates(run_of(), tmp_path).process not in (0, run_of().plan.process_bytes)
     assert dial.rates(run_of(), tmp_path / "none").process == run_of().plan.process_bytes
+    slow = dial.rates(run_of("plan.process=3gb", "plan.filesystem=1gb"), tmp_path)
+    assert (slow.process, slow.filesystem) == (2**30, 2**30)
     assert not list(tmp_path.iterdir())
 
 
@@ -81,10 +92,13 @@ def test_a_run_has_what_was_chosen_and_says_why(tmp_path: Path):
     file, env = tmp_path / "mine.toml", environment(tmp_path)
     demo = (ROOT / "etc/demo.toml").read_text()
     file.write_text(re.sub("(?m)^inner_steps.*", "", demo))
-    done = elastic("submit", file, "--plan.step=0.3s", "--name", "mine", env=env)
+    costs = ("--plan.step=0.3s", "--plan.process=1gb")
+    done = elastic("submit", file, *costs, "--name", "mine", env=env)
     assert done.returncode == 0, done.stderr
     elastic("stop", "mine", "--now", env=env)
     said = re.search(r"local_sgd\.inner_steps=(\d+): a round is 9 s of steps and", done.stdout)
+    written = (tmp_path / "runs/mine/run.toml").read_text()
+    assert re.search("(?m)^inner_steps = .*# elastic-submit: a round is 9 s", written)
     config = load_written(tmp_path / "runs/mine/run.toml")
     assert config.local_sgd.inner_steps == int(said[1]) == dial.LEAST_STEPS
     assert config.local_sgd.outer_momentum == 0.8  # as for so many steps

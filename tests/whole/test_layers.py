@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 939,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1436,  # one run on disk: its folder, its records, its samples, its proof
+    "run": 1437,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1653,  # jobs on a cluster: what is there, what should be, one pass
     "train": 930,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1051,  # tensors on disk, committed by link(): what both modes begin with
@@ -26,7 +26,7 @@ FOLDERS = {
     "local/worker": 1401,  # one slot: hold the lease, train, deliver
     "local/master": 1163,  # one master: Redis, samples, rounds, commits
     "sync": 944,  # sync mode: one job that resizes
-    "people": 2138,  # what a person asks and sees
+    "people": 2148,  # what a person asks and sees
     "lab": 1515,  # trying and proving; nothing imports it
     "commands": 474,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

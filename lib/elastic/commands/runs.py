@@ -50,7 +50,8 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
     Makes the run directory below $ELASTIC_RUNS (default ./runs), then runs the
     first reconcile pass. Everything is checked before anything is made: the
     task's model, a batch, loss and backward are tried here (of a model of more
-    than 30 million parameters only the making and the batch).
+    than 30 million parameters only the making and the batch). What the files
+    leave open of local_sgd.inner_steps, compression and overlap is chosen.
     """
     ready = steering.prepare(config, [*overrides, *settings(named)], not no_try, dry_run)
     for warning in ready.warnings:

@@ -23,8 +23,7 @@ from elastic.run.records import Commit, Header
 # Of a sample, and how often what one has had in the run.
 MOST_TOKENS, MORE_TOKENS = 2**24, 16
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
-# Of a cold start: K doubles in so many, until so much is trained.
-DOUBLES_ROUNDS = 40  # K in a long run's cold start
+DOUBLES_ROUNDS = 40  # in which K doubles in the cold start of a long run
 FEW_STEPS, EARLY_MOMENTUM = 20, 0.5
 
 

@@ -4,8 +4,8 @@ of its model, the speed of the filesystem and the time of a step.
     inner_steps    the fewest for which workers stand still for less than ENOUGH of a
                    round: fewer steps learn more (docs/records.md)
     compression    int4 where int8 needs more than MOST_STEPS
-    overlap        rebase where int4 does, too: steps ahead cost some of the loss
-                   (docs/measurements.md)
+    overlap        rebase where int4 does, too: steps ahead cost some of the loss, the
+                   less the longer a round is (docs/measurements.md)
 
 The outer step follows from inner_steps, where outer_lr and outer_momentum are "auto".
 What a file or the command line sets is left as it is.
@@ -25,9 +25,10 @@ from elastic.base.units import size
 from elastic.run import estimate
 from elastic.run.estimate import AHEAD, ENOUGH, Model, Rates
 
-LEAST_STEPS, MOST_STEPS = 30, 200
+LEAST_STEPS, LEAST_AHEAD, MOST_STEPS = 30, 100, 200  # of a round, with and without overlap
 CODED = {"none": 4.0, "int8": 258 / 256, "int4": 66 / 128}  # bytes an element of a large tensor
 PROBE_BYTES = 64 << 20
+CHOSEN = ("inner_steps", "compression", "overlap")
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,22 @@ def is_open(config: Config, name: str) -> bool:
     return config.origin(name) == "default"
 
 
+def has_choice(config: Config, model: Model) -> bool:
+    """Is anything left open, and is the time of a step known?"""
+    is_known = model.tokens_per_sample and config.run.scheduler == "slurm"  # which has GPUs
+    is_any = any(is_open(config, f"local_sgd.{name}") for name in CHOSEN)
+    return is_any and bool(is_known or config.plan.step_s)
+
+
 def rates(config: Config, folder: Path) -> Rates:
     """What the site says of its filesystem, else what writing to `folder` shows."""
-    one = config.plan.process_bytes
+    one, most = config.plan.process_bytes, config.plan.filesystem_bytes
     if is_open(config, "plan.process"):
         with contextlib.suppress(OSError):
             one = written_per_s(folder)
-    return Rates(process=one, filesystem=max(one, config.plan.filesystem_bytes))
+    if is_open(config, "plan.filesystem"):
+        most = max(one, most)
+    return Rates(process=min(one, most), filesystem=most)
 
 
 def written_per_s(folder: Path) -> float:
@@ -68,18 +78,15 @@ def written_per_s(folder: Path) -> float:
 
 
 def choose(config: Config, model: Model, rates: Rates) -> list[Choice]:
-    """Pure. None where the time of a step is not known."""
-    known = model.tokens_per_sample and config.run.scheduler == "slurm"  # which has GPUs
-    if not (known or config.plan.step_s):
-        return []
+    """For a run that has a choice. Pure."""
     step_s, sgd = estimate.step_s(model, config), config.local_sgd
     steps_open = is_open(config, "local_sgd.inner_steps")
-    most, least = (MOST_STEPS, LEAST_STEPS) if steps_open else (sgd.inner_steps, 0)
+    most = MOST_STEPS if steps_open else sgd.inner_steps
     needed = {way: _fewest(config, model, rates, way, step_s) for way in _ways(config)}
     way = next((way for way in needed if needed[way][0] <= most), list(needed)[-1])
     (steps, stall_s), first = needed[way], next(iter(needed.values()))[0]
-    steps = max(steps, least)
-    moves = f"{stall_s:.2g} s to deliver, merge and pull"
+    steps = max(steps, LEAST_STEPS if way[1] == "off" else LEAST_AHEAD)
+    moves = f"{stall_s:.2g} s to deliver, merge, publish and pull"
     found = {
         "inner_steps": (steps, f"a round is {steps * step_s:.2g} s of steps and {moves}, where one"
                                f" process writes {size(rates.process)}/s"),
@@ -87,8 +94,8 @@ def choose(config: Config, model: Model, rates: Rates) -> list[Choice]:
         "overlap": (way[1], f"without it workers would wait for more than {ENOUGH:.0%} of a"
                             f" round of {most} steps"),
     }  # fmt: skip
-    return [Choice(f"local_sgd.{name}", value, why) for name, (value, why) in found.items()
-            if is_open(config, f"local_sgd.{name}") and value != getattr(sgd, name)]  # fmt: skip
+    return [Choice(f"local_sgd.{name}", *found[name]) for name in CHOSEN
+            if is_open(config, f"local_sgd.{name}") and found[name][0] != getattr(sgd, name)]
 
 
 def coded(model: Model, before: str, codec: str) -> Model:
@@ -103,8 +110,9 @@ def _ways(config: Config) -> list[tuple[str, str]]:
     sgd = config.local_sgd
     codecs = ["int8", "int4"] if is_open(config, "local_sgd.compression") else [sgd.compression]
     overlaps = ["off", "rebase"] if is_open(config, "local_sgd.overlap") else [sgd.overlap]
-    if config.slurm.gpus_per_worker > 1:
-        overlaps = ["off"]
+    is_short = not is_open(config, "local_sgd.inner_steps") and sgd.inner_steps < LEAST_AHEAD
+    if config.slurm.gpus_per_worker > 1 or config.train.validate_every or is_short:
+        overlaps = overlaps[:1]  # ranks that share a model, and scores, go without
     return [(codec, overlap) for overlap, codec in product(overlaps, codecs)]
 
 

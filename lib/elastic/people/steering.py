@@ -7,7 +7,7 @@ change the run's control file: the reconcile pass that acts on it is the caller'
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.base.config import Config, load
@@ -45,14 +45,19 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     if not config.run.command and (is_dry or tries):
         model, reason, untried = submission.described(path, settings, tries)
     warnings += [f"the task was not tried: {untried}"] if untried else []
-    if not model or config.run.mode != "local":
-        return Prepared(config, model, reason, warnings)
+    ready = Prepared(config, model, reason, warnings)
+    may_choose = tries and model and config.run.mode == "local"
+    if not (may_choose and dial.has_choice(config, model)):
+        return ready
     rates = dial.rates(config, submission.nearest(runs_root()))
     chosen = dial.choose(config, model, rates)
-    before, settings = config, [*settings, *(each.setting for each in chosen)]
-    config = load(path, [*["slurm.partition=any"] * is_dry, *settings])
-    codecs = (each.local_sgd.compression for each in (before, config))
-    return Prepared(config, dial.coded(model, *codecs), reason, warnings, rates, chosen)
+    settings = [*settings, *(each.setting for each in chosen)]
+    after = load(path, [*["slurm.partition=any"] * is_dry, *settings])
+    origins = {each.key: f"elastic-submit: {each.reason}" for each in chosen}
+    after = replace(after, origins={**after.origins, **origins})
+    codecs = (each.local_sgd.compression for each in (config, after))
+    return replace(ready, config=after, model=dial.coded(model, *codecs), rates=rates,
+                   chosen=chosen)  # fmt: skip
 
 
 def on_paper(ready: Prepared) -> str:

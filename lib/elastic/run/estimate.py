@@ -96,13 +96,12 @@ def version_bytes(model: Model) -> int:
 
 
 def save_of(model: Model, config) -> Save:
-    """In local mode a worker's delta, and then the optimizer's moments, without which the
-    learning rate ramps up again. In sync mode a node's part of a checkpoint of the
-    smallest job."""
-    moments = (4 if config.train.optimizer == "muon" else 8) * model.numel
+    """In local mode a worker's delta, and then AdamW's moments (Muon has fewer), without
+    which the learning rate ramps up again. In sync mode a node's part of a checkpoint of
+    the smallest job."""
     if config.run.mode == "local":
-        return Save(model.delta_bytes, model.delta_bytes + moments)
-    part = (4 * model.numel + moments) / max(1, config.elastic.min // config.slurm.gpus_per_node)
+        return Save(model.delta_bytes, model.delta_bytes + 8 * model.numel)
+    part = 12 * model.numel / max(1, config.elastic.min // config.slurm.gpus_per_node)
     return Save(part, part)
 
 
@@ -140,14 +139,16 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
                      f" a version on disk is {size(version_bytes(model))}"),
         ("it takes", f"{one.stall_s:.3g} s: deliver {one.deliver_s:.3g}, merge {one.merge_s:.3g},"
                      f" publish {one.publish_s:.3g}, pull {one.pull_s:.3g}"),
-        ("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more"),
+        *[("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more")
+          ] * (sgd.overlap == "off"),
         ("memory", f"worker {size(host)} of its host's, beside training; master"
                    f" {size(held_bytes(model, cores))}"),
         ("taken for granted", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
                               f" the filesystem, {cores} cores for the master"),
     ]  # fmt: skip
     if rounds:
-        lines.insert(2, ("rounds", f"{rounds:,.0f} of {per_round:,} tokens each"))
+        whole = f"{rounds:,.0f} of {per_round:,} tokens each, if all were whole"
+        lines.insert(2, ("rounds", whole))
     lines += [("warning", text) for text in warnings(model, workers, config, rounds)]
     return "\n".join(f"  {name:18}{text}" for name, text in lines)
 

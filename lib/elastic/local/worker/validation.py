@@ -1,7 +1,9 @@
 """Versions are validated on their way (`train.validate_every`), so that nobody trains
 blind: between two rounds, by the worker with the lowest slot of those whose deltas are in
 the version. The others do not wait for it: their round goes on, and none of them
-validates, too, so that a long validation costs the run one worker."""
+validates meanwhile, so that a long validation costs the run one worker."""
+
+import math
 
 from torch import nn
 
@@ -26,9 +28,7 @@ class _Interrupted(Exception):
 class Validation:
     def __init__(self, hand: InHand, task: Task, group: Group, slot: int):
         self._hand, self._task, self._group, self._slot = hand, task, group, slot
-        train, local_sgd = hand.config.train, hand.config.local_sgd
-        every = train.validate_every / local_sgd.inner_steps
-        self._every_versions = max(1, round(every)) if every else 0
+        self._every_steps = hand.config.train.validate_every
         self._newest = -1  # that this worker has validated
 
     def if_due(self, model: nn.Module) -> None:
@@ -50,7 +50,8 @@ class Validation:
         commit, has_steps = self._hand.commit, self._hand.round.steps > 0
         if has_steps or commit.version == self._newest:
             return False
-        if not is_due(commit, self._slot, self._every_versions):
+        every_versions = math.ceil(self._every_steps / self._hand.inner_steps)
+        if not is_due(commit, self._slot, every_versions):
             return False
         slots = self._hand.line.reach(lambda store: store.slots())
         return not any(slot.state == "validating" for slot in slots.values())
