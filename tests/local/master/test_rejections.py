@@ -74,7 +74,7 @@ class Fake:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Iterator[Running]:
     settings = {"local_sgd.compression": "none", "local_sgd.inner_steps": 10,
-                
+                "train.optimizer": "adamw",  # whose moments know how many steps they are of
                 "local_sgd.min_deadline": "20s", "local_sgd.max_staleness": 1,
                 "train.batch_size": BATCH,  # a round's loss is that of 160 samples
                 "elastic.max_failures": 50}  # fmt: skip
