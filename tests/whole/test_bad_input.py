@@ -132,7 +132,7 @@ def test_a_server_that_cannot_do_what_is_asked_of_it_fails_the_run(home: Path):
     server = home / "redis-server"
     server.write_text("""#!/bin/bash
         if [ "${1:-}" = --version ]; then exec redis-server --version; fi
-        (cat; echo 'rename-command hset ""') | exec redis-server -
+        exec redis-server - < <(cat; echo 'rename-command hset ""')
     """)
     server.chmod(0o755)
     with running(home, {"redis.server": str(server), "elastic.max_failures": 1}) as run:
