@@ -139,8 +139,8 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
                      f" a version on disk is {size(version_bytes(model))}"),
         ("it takes", f"{one.stall_s:.3g} s: deliver {one.deliver_s:.3g}, merge {one.merge_s:.3g},"
                      f" publish {one.publish_s:.3g}, pull {one.pull_s:.3g}"),
-        *[("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more")
-          ] * (sgd.overlap == "off"),
+        ("", f"less than {ENOUGH:.0%} of a round if an inner step takes {step_s:.2g} s or more"
+             f"{', and less with overlap' if sgd.overlap != 'off' else ''}"),
         ("memory", f"worker {size(host)} of its host's, beside training; master"
                    f" {size(held_bytes(model, cores))}"),
         ("taken for granted", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"

@@ -49,7 +49,7 @@ EVENTS = {
     EventKind.NOT_FINITE: "not finite at {reason}",
     EventKind.VALIDATE: "validation of {model}: {scores}",
 }
-OLD_SCORES = ("time", "kind", "step", "version", "slot", "tokens")  # what else an event said
+OLD_SCORES = ("time", "kind", "step", "version", "slot", "tokens")  # of an old one of VALIDATE
 AS_WANTED = "nothing: all is as wanted"  # what the next pass will do
 STARTED = "started, for {min} to {max} GPUs on {scheduler}"  # of a run, not of a job
 CRASHED = "{who} failed: {reason}"  # of a job that says itself that it is lost

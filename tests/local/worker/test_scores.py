@@ -13,7 +13,7 @@ from elastic.base.durable import append_line
 from elastic.local.worker.validation import is_due
 from elastic.people import metrics, report, status
 from elastic.people.status import Listing
-from elastic.run import scores, wording
+from elastic.run import scores
 from helpers import commit_of, delta_of, elastic, environment
 from running import Running, running
 
@@ -22,11 +22,6 @@ EVERY = {"train.validate_every": 10, "local_sgd.inner_steps": 5}  # every second
 
 def numbers(run: Running) -> list[int]:
     return [event["version"] for event in run.events("validate")]
-
-
-def test_an_event_of_an_older_version_shows_its_scores_alone():
-    old = {"time": 1.0, "kind": "validate", "version": 4, "slot": 0, "tokens": 9, "loss": 2.5}
-    assert wording.event_words(old) == "validation of version 4: loss=2.5"
 
 
 @pytest.mark.parametrize(("version", "slot", "due"), [(4, 2, True), (4, 5, False), (3, 2, False)])
