@@ -603,6 +603,7 @@ def test_the_cold_start_of_a_long_run_is_a_small_part_of_it():
 
 def test_there_may_be_no_cold_start():
     assert rounds.inner_steps(at(0), settings_of(cold_start=0)) == 200
+    assert rounds.inner_steps(at(1, 0.5), settings_of(cold_start=1e-307)) == 200
     assert lengths(1, 10) == [1] * 10
     assert rounds.inner_steps(commit_of(0), settings_of()) == 1  # nobody knows how long the run is
 

@@ -164,7 +164,7 @@ def inner_steps(commit: Commit, settings) -> int:
         return most
     by_version = 2 ** min(commit.version / DOUBLES_ROUNDS, 60.0)
     by_tokens = math.log(most) / more * most * commit.tokens / max(1, commit.total_tokens)
-    return max(1, min(most, round(max(by_version, by_tokens))))
+    return max(1, round(min(most, max(by_version, by_tokens))))
 
 
 def momentum(steps: int, settings) -> float:
