@@ -98,6 +98,7 @@ bench: $(ALL)  ## Rounds beside torchft and hivemind, the master's load, restart
 	$(VENV)/bin/python tests/bench/bench_round.py --params 10 --workers 2 --compression none,int8,int4
 	$(VENV)/bin/python tests/bench/bench_overlap.py
 	$(VENV)/bin/python tests/bench/bench_codec.py
+	$(VENV)/bin/python tests/bench/bench_muon.py
 	$(VENV)/bin/python tests/bench/bench_master.py
 	$(VENV)/bin/python tests/bench/bench_status.py
 	$(VENV)/bin/python tests/bench/bench_restart.py

@@ -20,7 +20,7 @@ FOLDERS = {
     "base": 939,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1437,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1653,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 930,  # a process with torch: the task, its ranks, its device, its health
+    "train": 943,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1051,  # tensors on disk, committed by link(): what both modes begin with
     "local": 652,  # local mode: what both sides of the wire speak
     "local/worker": 1401,  # one slot: hold the lease, train, deliver

@@ -8,14 +8,20 @@ Muon makes the update of a matrix orthogonal, so that all its directions move al
 update is scaled to the size of AdamW's, and the same learning rate serves both (Liu et
 al., arXiv 2502.16982). Its deltas agree better between workers than AdamW's (MuLoCo,
 arXiv 2505.23725), and its state is half as large.
+
+torch's Muon multiplies in bfloat16. A CPU without instructions for bfloat16 needs 18 times as
+long for those products as for float32's; one that has them, half as long
+(tests/bench/bench_muon.py). On CPUs the products are of float32: no machine is far too slow.
 """
 
 import inspect
+from contextlib import nullcontext
 from itertools import chain
 
 import torch
 from torch import nn
 from torch.optim import Muon, Optimizer
+from torch.overrides import TorchFunctionMode
 
 
 class Eager:
@@ -33,8 +39,22 @@ class EagerAdamW(Eager, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
+class Float32(TorchFunctionMode):
+    """While it is entered, what is asked for a copy in bfloat16 gives one in float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)
+        return func(*args, **(kwargs or {}))
+
+
 class EagerMuon(Eager, Muon):
-    pass
+    def step(self, closure: None = None) -> None:
+        with Float32() if self.is_on_cpu() else nullcontext():
+            super().step()
+
+    def is_on_cpu(self) -> bool:
+        return all(param.is_cpu for group in self.param_groups for param in group["params"])
 
 
 class MuonAdamW(Eager, Optimizer):
