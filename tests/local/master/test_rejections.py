@@ -98,8 +98,8 @@ def run(shared: Running) -> Iterator[Running]:
 
 @pytest.fixture
 def fake(run: Running) -> Iterator[Fake]:
-    """A fake worker while a slow round goes on."""
-    run.pace(0.15)
+    """A fake worker while a round goes on that is too slow to close before the fake has offered."""
+    run.pace(1)
     with run.store() as store:
         yield Fake(run, store)
         store.release(SLOT, run.run.slots.latest(SLOT))
@@ -120,6 +120,7 @@ def not_a_number(fake: Fake) -> dict:
 
 
 def too_old(fake: Fake) -> dict:
+    fake.run.pace(0.02)
     fake.run.until(lambda: fake.run.version >= 3, 30, "version 3")
     fake.base = fake.run.version - 2
     return fake.header()
@@ -167,6 +168,7 @@ def test_a_broken_delta_is_refused_with_its_reason(fake: Fake, case: str):
     assert event["reason"].startswith(f"{rule}: ")
     assert event["rule"] == rule
     assert event in status.observe(run.run)["events"]
+    run.pace(0.02)
     run.versions(1)
     committed = [run.run.commits.of(number) for number in range(version + 1, run.version + 1)]
     assert sum(commit.rejected.get(rule, 0) for commit in committed) == 1
@@ -220,6 +222,7 @@ def test_the_same_delta_counts_once(fake: Fake):
     run.until(lambda: any(mine.items() <= e.items() for e in run.events("delta")), 30, "accepted")
     fake.offer(header | {"loss": 0.2})
     rejection(run, "duplicate", **mine)
+    run.pace(0.02)
     run.versions(1)
     deltas = [d for commit in run.commits() for d in commit.deltas
               if (d.slot, d.attempt) == (SLOT, fake.attempt)]  # fmt: skip
@@ -228,9 +231,11 @@ def test_the_same_delta_counts_once(fake: Fake):
 
 def test_a_delta_that_is_one_version_late_is_merged(fake: Fake):
     run = fake.run
+    run.pace(0.5)
     run.versions(1)
     fake.base = run.version - 1
     fake.offer(fake.header())
+    run.pace(0.02)
     mine = (SLOT, fake.attempt, fake.base)
 
     def merged() -> bool:
@@ -278,7 +283,7 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
     """By what its workers say of a whole round. Their deltas do not count, their samples are
     trained again, and the run goes on from the version before."""
     run.until(lambda: run.version > 12, 90, "it is known what is usual")
-    run.pace(0.15)
+    run.pace(0.5)
     with run.store() as store:
         fake = Fake(run, store)
         bad = fake.base
@@ -315,7 +320,7 @@ def steps_in_moments(run: Running) -> int:
 def test_the_worker_that_made_a_version_bad_goes_on_with_fresh_moments(run: Running):
     """The commit that takes the version back names it: of two deltas the one that stands out."""
     run.until(lambda: run.version > 12 and steps_in_moments(run) > 20, 90, "moments of rounds")
-    run.pace(0.15)
+    run.pace(0.5)
     with run.store() as store:
         fake = Fake(run, store)  # its deltas are zero
         fake.offer(fake.header())
