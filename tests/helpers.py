@@ -54,7 +54,7 @@ def elastic(command: str, *args: object, env: dict[str, str], timeout_s: float =
     """Run bin/elastic-COMMAND to its end."""
     return subprocess.run(
         [str(ROOT / "bin" / f"elastic-{command}"), *map(str, args)],
-        env=env, capture_output=True, text=True, timeout=timeout_s,
+        env=env, capture_output=True, text=True, timeout=PATIENCE * timeout_s,
     )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ class Running:
 
     def until_failed(self, timeout_s: float) -> dict:
         """Reconcile until the run has failed and its jobs are gone; failed.json."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE * timeout_s
         while not self.run.failed() or self.jobs():
             assert time.monotonic() < deadline, f"it does not fail\n{self.story()}"
             self.reconcile()

@@ -14,7 +14,7 @@ import pytest
 
 from elastic.sync import keepalive
 from elastic.sync.keepalive import Keepalive
-from helpers import ROOT, wait_until
+from helpers import PATIENCE, ROOT, wait_until
 
 # In a network of its own, where "off" is what a node without power looks like from outside.
 STORY = """
@@ -109,7 +109,7 @@ def test_a_stranger_and_a_launcher_that_is_gone_change_nothing(lines):
         wait_until(lambda: not lines.lost() and stranger.recv(1) == b"", 10, "it is sent away")
     lines.close()
     with rank(lines, "n1", "true") as alone:
-        assert alone.wait(20) == 0
+        assert alone.wait(20 * PATIENCE) == 0
 
 
 def test_the_limits_are_the_kernels(lines):

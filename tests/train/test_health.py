@@ -247,4 +247,4 @@ def test_a_notice_during_the_imports_ends_the_process_at_once(tmp_path: Path, nu
     process = subprocess.Popen(command, env=path, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "imports\n"
     process.send_signal(number)
-    assert process.wait(10) == Exit.TRY_AGAIN
+    assert process.wait(10 * PATIENCE) == Exit.TRY_AGAIN

@@ -172,7 +172,7 @@ def test_a_full_disk_stops_everything_for_a_while_and_breaks_nothing(disk: Disk)
         run.versions(2)
         assert len(set(run.pids("trainer")) & set(trainers)) == 1  # the one that was not killed
         finish(run)
-        others.wait(20)
+        others.wait(20 * PATIENCE)
     assert run.events("fail") == []
 
 

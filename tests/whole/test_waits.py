@@ -18,7 +18,7 @@ from elastic.local.master.samples import Samples
 from elastic.local.worker.agent import SILENT, Agent, Training
 from elastic.run.membership import Slot
 from elastic.run.rundir import Control, RunDir
-from helpers import commit_of, delta_of, wait_until
+from helpers import PATIENCE, commit_of, delta_of, wait_until
 from running import running
 
 HEALTH = SimpleNamespace(lease_s=15.0, hang_timeout_s=600.0, stall_after_s=60.0, heartbeat_s=5.0)
@@ -202,7 +202,7 @@ def test_slurm_is_asked_once_half_way_to_the_end_of_a_notice(kill_after_s, windo
     assert (notice.has_run_out(), asked) == (False, [])
     notice.since -= 10.0
     assert not notice.has_run_out()
-    assert answered.wait(10)
+    assert answered.wait(10 * PATIENCE)
     wait_until(lambda: notice.window_s == pytest.approx(window_s), 10, "the answer counts")
     notice.since -= 15.0
     assert notice.has_run_out() == (window_s < 60)

@@ -4,7 +4,6 @@
 """
 
 import math
-from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -98,23 +97,6 @@ def test_a_run_with_overlap_commits_every_sample_once_whatever_dies(tmp_path):
     assert sum(delta.tokens for delta in every) == 6000
     assert all(1 <= delta.steps <= INNER_STEPS for delta in every)
     assert commits[-1].loss < commits[1].loss / 2
-
-
-def stalls(home, overlap: str) -> float:
-    """The middle of how long workers stood still between rounds, relative to a step."""
-    home.mkdir()
-    settings = SETTINGS | {"local_sgd.overlap": overlap, "elastic.max": 2,
-                           "local_sgd.inner_state_every": 0}  # fmt: skip
-    with running(home, settings, samples=10**6, step_s=0.05) as run:
-        run.workers(2)
-        run.versions(8)
-        commits = run.commits()[4:]
-    return median(delta.stall_s for commit in commits for delta in commit.deltas)
-
-
-def test_workers_stand_still_for_less_than_without_overlap(tmp_path):
-    """Side by side: what is left is to take the delta and to adopt the version."""
-    assert stalls(tmp_path / "on", "rebase") < stalls(tmp_path / "off", "off") / 2
 
 
 def test_steps_ahead_are_part_of_the_next_round(tmp_path):
