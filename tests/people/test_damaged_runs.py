@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from elastic.base.errors import Exit
 from elastic.commands import main
 from elastic.jobs import reconcile
+from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.rundir import Control, RunDir
 
 FILES = ["control.json", "endpoint.json", "failed.json", "newest.json", "commits/000000.json",
@@ -28,6 +29,7 @@ COMMANDS = ["status", "status --json", "reconcile --dry-run", "audit", "audit --
 def runs(tmp_path, make_config, monkeypatch) -> list[RunDir]:
     monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / "registry"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LocalScheduler, "submit", lambda *_: "4712")  # else scale starts a run
     control = Control("local", "stopped", 1, 1)
     return [RunDir.create(tmp_path / "runs", make_config(name=name), control, {})
             for name in ("odd", "sound")]  # fmt: skip
