@@ -321,7 +321,16 @@ def test_the_task_in_the_readme_is_the_protocol():
     assert [name for name in optional if f"`{name}(" not in ast.get_docstring(protocol)] == []
 
 
-def test_the_loop_in_the_manual_trains(tmp_path):
+def loop_of(document: Path, batches: int) -> str:
+    """The loop for steps of so many batches, as the manual has it."""
+    whole = block(document, "elastic.LocalSGD.from_env")
+    if batches == 1:
+        return whole
+    return whole.splitlines()[0] + "\n" + textwrap.indent(block(document, "sgd.ends_step"), "    ")
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_loop_in_the_manual_trains(batches, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent("""\
         import sys, torch, elastic
@@ -330,9 +339,10 @@ def test_the_loop_in_the_manual_trains(tmp_path):
         dataset, model = task.dataset(), Net()
         loss = task.loss
         inner_optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        """) + block(PROGRAMS, "elastic.LocalSGD.from_env"))  # fmt: skip
+        """) + loop_of(PROGRAMS, batches))  # fmt: skip
     command = [sys.executable, str(script), str(tmp_path / "pace")]
-    with running(tmp_path, {"run.command": command, "elastic.max": 1}, step_s=0) as started:
+    settings = {"run.command": command, "elastic.max": 1, "train.accumulate": batches}
+    with running(tmp_path, settings, step_s=0) as started:
         started.finish()
         assert started.commits()[-1].tokens == 400
 
