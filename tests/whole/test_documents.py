@@ -275,6 +275,13 @@ def test_the_forecast_in_the_manual_is_what_the_command_says():
     assert [each.split() for each in said.stdout.splitlines()] == [each.split() for each in shown]
 
 
+def test_the_costs_in_the_readme_have_the_columns_that_are_printed():
+    said = (ROOT / "tests" / "screens" / "chaos-120.txt").read_text()
+    shown, printed = (" ".join(re.search("(?m)^ *fault .*", text)[0].split())
+                      for text in (block(README, "steps lost"), said))  # fmt: skip
+    assert printed.startswith(shown)
+
+
 @pytest.mark.parametrize("row", re.findall(r"^\| `elastic-(\w+).*", README.read_text(), re.M))
 def test_options_in_the_readme_are_those_of_the_help(row, tmp_path):
     (line,) = [each for each in README.read_text().splitlines() if f"| `elastic-{row}" in each]
