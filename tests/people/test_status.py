@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -18,7 +19,7 @@ from elastic.jobs.history import Job
 from elastic.people import status
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.run.wording import unit
-from helpers import commit_of, delta_of
+from helpers import ROOT, commit_of, delta_of
 
 
 @contextlib.contextmanager
@@ -158,3 +159,9 @@ def test_a_damaged_run_does_not_hide_the_others(runs):
     (runs[0].path / "run.toml").write_text("no toml")
     states = [row["state"] for row in status.observe_all(runs, brief=True)]
     assert states == ["damaged"] + ["running"] * status.ASKED
+
+
+def test_the_manual_names_every_key_of_the_json(runs):
+    manual = (ROOT / "README.md").read_text().partition("`--json` prints everything")[2]
+    named = {*re.findall(r"`(\w+)`", manual.partition("\n\n")[0])}
+    assert status.observe(runs[0]).keys() <= named

@@ -60,7 +60,7 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
 @command("validate etc/demo.toml", "validate 7b.toml --arms int8,int4 --seeds 5 --at-once 8")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--arms", default="int8", metavar="A,B",
-              help="Compressions of local mode to try.")
+              help="Compressions of local mode to try; K and overlap are CONFIG's.")
 @click.option("--seeds", default=3, type=click.IntRange(1, 10),
               help="Runs of each; the noise is judged by them.")
 @click.option("--margin", default=0.02, help="How much more loss is still as good.")
