@@ -51,6 +51,15 @@ def test_better_is_ok():
     assert judged(shifted(-0.5)).words.startswith("ok")
 
 
+def test_a_step_of_sync_mode_has_the_samples_of_all_workers_steps(make_config):
+    def load(settings: list[str]):
+        given = ("elastic.max=8", "slurm.gpus_per_worker=4", "train.batch_size=6")
+        return make_config(*given, "train.accumulate=5", *settings)
+
+    sync, local = validation.trials(load, ["int8"], 1)
+    assert sync.config.sync.global_batch_size == 2 * local.config.step_samples == 8 * 6 * 5
+
+
 # ---- for real
 
 

@@ -56,7 +56,8 @@ class Verdict:
 def trials(load: Callable[[list[str]], Config], arms: Sequence[str], seeds: int) -> Iterator[Trial]:
     """Every run there is to make. `load` is CONFIG with settings on top of it."""
     base = load([])
-    samples = base.train.batch_size * base.elastic.max
+    workers = base.elastic.max // base.slurm.gpus_per_worker
+    samples = workers * base.step_samples
     for seed in range(seeds):
         for arm in (BASELINE, *arms):
             settings = [f"run.name={base.run.name}-{arm}-{seed}", f"run.seed={seed}",
