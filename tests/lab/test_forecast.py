@@ -104,47 +104,45 @@ LOCAL = replace(COSTS, deliver_s=1, deliver_alone_s=1, average_s=1, pull_s=1)
 
 
 def test_a_worker_that_is_preempted_delivers_the_steps_it_has():
-    """Rounds from 10, 23, 35 and 48. The second is due as long after its opening as the first one
-    took, which had no version to read before: it has 9 steps, and the others 10. At 50 the second
-    worker has done two, delivers them until 51, and is gone at 52; the round is committed at 60."""
+    """Rounds from 10, 23, 36 and 49. At 50 the second worker has done one step, delivers it until
+    51, and is gone at 52; the other one delivers at 60."""
     found = Local(there(("a", 0, 999), ("b", 0, 50)), run_of(), LOCAL).play(60.5)
     assert parts(found) == {
-        "training": 39 + 31, "start-up": 20, "waiting": 9 + 9, "notice": 2, "open": 2.5,
+        "training": 40 + 31, "start-up": 20, "waiting": 9 + 9, "notice": 2, "open": 1.5,
         "allocated": 60.5 + 52,
     }  # fmt: skip
 
 
 def test_a_worker_that_is_killed_loses_its_round_and_the_others_call_in_vain():
-    """The other one waits from 58 on: for a deadline, 14.4 s after the round was opened at 47, then
+    """The other one waits from 59 on: for a deadline, 14.4 s after the round was opened at 48, then
     for an answer to the last call; the next round begins two seconds later."""
     changes = there(("a", 0, 999), ("b", 0, 50.5))
     found = Local(changes, run_of(), replace(LOCAL, notice_s=0)).play(80)
-    assert parts(found)["lost"] == 50.5 - 45  # since its last step that counts
-    late_s = 61.4 + 1 + 2 - 58
+    assert parts(found)["lost"] == 50.5 - 46  # since its last step that counts
+    late_s = 62.4 + 1 + 2 - 59
     assert found["waiting"] == pytest.approx(9 + 6 + late_s, abs=0.05)
     lease = Local(changes, run_of(health__lease="4s"), replace(LOCAL, notice_s=0)).play(80)
     assert lease["waiting"] == pytest.approx(9 + 6 + 3)
 
 
 def test_a_worker_that_joins_stops_when_the_round_is_due():
-    """The round of 48 is due at 59; who comes at 52 has 6 s until it must deliver."""
+    """The round of 49 is due at 60; who comes at 52 has 7 s until it must deliver."""
     changes = there(("a", 0, 999), ("b", 42, 999))
     found = Local(changes, run_of(), LOCAL)
     found.play(65)
-    steps = {(each.attempt, each.start): each.tokens for each in found.work}
-    assert (steps[(0, 1), 48], steps[(1, 1), 52]) == (10, 6)
+    steps = {(each.attempt[0], each.start): each.tokens for each in found.work}
+    assert (steps[0, 49], steps[1, 52]) == (10, 7)
 
 
 def test_a_worker_that_comes_too_late_for_a_step_is_asked_again():
-    """It reads for 2.2 s, and the second round, which opens at 12, is due at 14, because the first
-    one began without a read. By 14.4 nobody has delivered, and it is due no more: the worker does
-    its 10 steps after all."""
-    costs = replace(COSTS, step_s=0.2, pull_s=2.2)
-    found = Local(there(("a", 0, 999)), run_of(elastic__max=1), costs)
-    found.play(16.5)
-    assert [(each.start, each.stop, each.tokens) for each in found.work] == [
-        (10, 12, 10), (pytest.approx(14.41), pytest.approx(16.41), 10),
-    ]  # fmt: skip
+    """The round that was opened at 48 is due at 60. By 62.4 nobody has delivered, because the one
+    that was at it is dead; and the round is due no more: who came at 59.5 does 10 steps after all.
+    """
+    changes = there(("a", 0, 58), ("b", 49.5, 999))
+    found = Local(changes, run_of(), replace(LOCAL, notice_s=0))
+    found.play(80)
+    last = found.work[-1]
+    assert (last.attempt[0], last.start, last.tokens) == (1, pytest.approx(62.41), 10)
 
 
 def test_a_run_starts_as_many_jobs_at_once_as_may_wait_in_the_queue():

@@ -5,17 +5,24 @@ First the real decisions, played by the book; then real processes.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from math import inf
 from statistics import median
+from typing import NamedTuple
 
 import pytest
 
-from elastic.lab.played_local import Local
-from elastic.run.records import Commit
+from elastic.local import rounds
+from elastic.local.master.open_round import OpenRound
+from elastic.local.master.recipe import Checked
+from elastic.local.rounds import Facts
+from elastic.run.goodput import Work
+from elastic.run.ledger import Ledger
+from elastic.run.ledger import Offer as Key
+from elastic.run.records import Commit, Header
 from running import Running, running
-from test_forecast import COSTS, run_of, there
+from test_forecast import run_of
 
 SETTINGS = {
     "elastic.min": 1,
@@ -26,23 +33,120 @@ SETTINGS = {
 }
 INNER_STEPS = 40
 JOIN_S, SETTLED_S, END_S = 300.0, 600.0, 3000.0
+PART_S = 0.5  # to deliver, to average, to read
 
 # ---- played
 
 
-class Uneven(Local):
-    """`first` workers begin, the others join later. Slot n takes `paces[n]` seconds for a step,
-    times `varies(n, version)`."""
+class Claim(NamedTuple):
+    """What a round asks of a slot."""
+
+    joined: float
+    attempt: int
+
+
+class Uneven:
+    """The real rounds of workers that are not as fast: `first` of them begin, the others join
+    later. Slot n takes `paces[n]` seconds for a step, times `varies(n, version)`."""
 
     def __init__(self, paces: Sequence[float], first: int, varies: Callable[[int, int], float]):
-        nodes = [(f"n{n}", JOIN_S * (n >= first), END_S) for n in range(len(paces))]
-        config = run_of(elastic__max=len(paces), local_sgd__inner_steps=INNER_STEPS)
-        costs = replace(COSTS, deliver_s=0.5, average_s=0.5, pull_s=0.5)
-        super().__init__(there(*nodes), config, costs)
-        self._paces, self._varies = paces, varies
+        self._paces, self._varies, self.now = paces, varies, 0.0
+        self._settings = run_of(local_sgd__inner_steps=INNER_STEPS).local_sgd
+        self._joined = {slot: JOIN_S * (slot >= first) for slot in range(len(paces))}
+        self._wakes = dict(self._joined)  # by slot
+        self._lives = {slot: self._life(slot) for slot in self._joined}
+        commit = Commit(version=0, master_epoch=1, time=0.0, tokens=0, samples=(), deltas=(),
+                        total_tokens=inf)  # fmt: skip
+        facts = Facts("", 0, "", {"": ()}, 2, dict.fromkeys(self._joined, 1), frozenset())
+        self._round = OpenRound(commit, 0.0, True, Ledger(2**60, 0), facts, self._settings, {})
+        self._offers: list[Header] = []  # that the master has not looked at
+        self._merged = inf  # when there is the next version
+        self._trained = 0
+        self._came: dict[Key, Work] = {}
+        self.work: list[Work] = []  # that is in a version
 
-    def step_s(self, worker):
-        return self._paces[worker.slot] * self._varies(worker.slot, worker.base)
+    def play(self, until: float) -> None:
+        while self.now < until:
+            for slot, life in self._lives.items():
+                if self._wakes[slot] <= self.now:
+                    self._wakes[slot] = next(life)
+            self._look()
+            self.now = max(self.now, min(*self._wakes.values(), *self._moments(), until))
+
+    # ---- a worker
+
+    def _life(self, slot: int) -> Iterator[float]:
+        """What it does; each time, until when."""
+        stopped = self.now
+        while True:
+            base, began, steps = self._round.version, self.now, 0
+            step_s = self._paces[slot] * self._varies(slot, base)
+            while not self._is_over(base, began, steps):
+                yield self.now + step_s
+                steps += 1
+            work = Work((slot, 1), began, self.now, steps, began - stopped)
+            stopped = self.now
+            if steps:
+                yield self.now + PART_S
+            self._offer(work, base)
+            while base == self._round.version:
+                yield inf
+            yield self.now + PART_S
+
+    def _is_over(self, base: int, began: float, steps: int) -> bool:
+        round_, trained_s = self._round, self.now - began
+        if steps == INNER_STEPS or base < round_.version or round_.called is not None:
+            return True
+        left_s = round_.due_at(self._joined, self.now) - PART_S - self.now
+        return rounds.is_due(left_s, steps, trained_s)
+
+    def _offer(self, work: Work, base: int) -> None:
+        """Its delta, or its word that it has none. A step is a sample, and a token."""
+        first, self._trained = self._trained, self._trained + work.tokens
+        header = Header(
+            run="", slot=work.attempt[0], attempt=1, job_id="", base=base, layout="", codec="",
+            steps=work.tokens, tokens=work.tokens, loss=0.0, first_loss=0.0, fragments=(),
+            samples=((0, first, self._trained),) if work.tokens else (),
+            seconds=self.now - work.start, stall_s=work.stall_s,
+        )  # fmt: skip
+        self._came[header.key] = work
+        self._offers.append(header)
+
+    # ---- the master
+
+    def _moments(self) -> list[float]:
+        """When it has to look, a moment after each deadline."""
+        round_, called = self._round, self._round.called
+        deadline = round_.opened + rounds.deadline_s(round_.due_s, self._settings)
+        over = inf if called is None else called + self._settings.last_call_s
+        late = (time + 0.01 for time in (deadline, over))
+        return [self._merged, *(time for time in late if time > self.now)]
+
+    def _look(self) -> None:
+        if self._merged <= self.now:
+            self._publish()
+        if self._merged < inf or not (self._offers or self._round.accepted):
+            return
+        for header in self._offers:
+            if self._round.hear(header)[0].verdict is rounds.Verdict.ACCEPT:
+                self._round.accept(Checked(header), self.now)
+        self._offers.clear()
+        there = {slot: Claim(joined, 1) for slot, joined in self._joined.items()
+                 if joined <= self.now}  # fmt: skip
+        move, _ = self._round.decide(there, there, 0, -inf, self.now)
+        if move is rounds.Move.CLOSE:
+            for key in self._round.superseded():
+                self._round.forget(key)
+            self._merged = self.now + PART_S
+
+    def _publish(self) -> None:
+        self.work += [self._came.pop(key) for key in sorted(self._round.accepted)]
+        commit = self._round.close(can_revert=False, epoch=1, now=self.now).commit
+        self._round, self._merged = self._round.after(commit, self.now), inf
+        # Those that wait see it; the others look when they are done.
+        self._wakes = {slot: self.now if at == inf else at for slot, at in self._wakes.items()}
+
+    # ---- what came of it
 
     def shares(self) -> list[float]:
         """By slot: the part of its time that it trains, once all are there and known."""

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import NamedTuple
@@ -82,16 +82,17 @@ def kill_all(find: Callable[[], set[int]]) -> None:
     deadline = time.monotonic() + END_TIMEOUT_S
     stopped: set[int] = set()
     while more := find() - stopped:
-        _send(more, SIGSTOP)
+        send(more, SIGSTOP)
         stopped |= more
-    _send(stopped, SIGKILL)
+    send(stopped, SIGKILL)
     while left := list(filter(Process.of, stopped)):
         if time.monotonic() > deadline:
             raise ElasticError(f"cannot kill processes {left}", "are they another user's?")
         time.sleep(POLL_S)
 
 
-def _send(pids: set[int], number: int) -> None:
+def send(pids: Iterable[int], number: int) -> None:
+    """Signal those that are there still, and this user's."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

@@ -14,16 +14,16 @@ meanwhile.
 import contextlib
 import os
 import random
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
+from signal import SIGKILL
 
 from elastic.base.environment import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
-from elastic.base.proc import read
+from elastic.base.proc import read, send
 from elastic.jobs.history import MASTER, Job
 from elastic.jobs.sched import scheduler_of
 from elastic.lab import faults
@@ -149,7 +149,7 @@ class Chaos:
         if not self.is_here:
             self.scheduler.cancel(victim.job_id, now=True)
             return f"job {victim.job_id} of slot {victim.slot}"
-        _kill(victim.pid)
+        send([victim.pid], SIGKILL)
         return _process(victim)
 
     def _preempt(self, victim: Slot) -> str:
@@ -167,11 +167,11 @@ class Chaos:
                 self.scheduler.cancel(job_id, now=True)
             return f"jobs {job_ids}"
         pids = self._pids("master") + self._pids("redis-server")
-        _kill(*pids)
+        send(pids, SIGKILL)
         return f"master and Redis, processes {pids}"
 
     def _kill_redis(self, _victim: Slot) -> str:
-        _kill(*self._pids("redis-server"))
+        send(self._pids("redis-server"), SIGKILL)
         return "Redis alone"
 
     def _flush_redis(self, _victim: Slot) -> str:
@@ -286,12 +286,6 @@ def _sandbox(conf: str) -> Sandbox | None:
 
 def _process(victim: Slot) -> str:
     return f"process {victim.pid} of slot {victim.slot}, at step {victim.step}"
-
-
-def _kill(*pids: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # it was faster
-            os.kill(pid, signal.SIGKILL)
 
 
 def _detach(script: str, *words: object) -> None:
