@@ -244,10 +244,8 @@ class Launcher:
         while (code := ranks.code()) is None:
             if self.config.run.command and time.monotonic() - looked > CONTROL_S:
                 looked, self._told = time.monotonic(), self.run.closing("sync")
-            if (self.notice or self._told) and not has_told:
-                has_told = True
+            if (self.notice or self._told) and not has_told and (has_told := ranks.tell()):
                 self.program.event("notice", signal=self.notice.signal_name or self._told)
-                ranks.tell()
             if ranks.are_silent():
                 self.program.event("hang", seconds=round(self.config.sync.silent_timeout_s))
                 code = ranks.abort()
@@ -353,13 +351,14 @@ class Ranks:
         saved = max(self._resume.there().values(), default=0) / 1e9
         return time.time() - saved > self._limit_s
 
-    def tell(self) -> None:
-        """Pass a notice on. Never through srun, which would kill its tasks at once."""
+    def tell(self) -> bool:
+        """Pass a notice on, never through srun, which would kill its tasks at once. False:
+        Slurm has not taken it."""
         if job_id := env("SLURM_JOB_ID"):
-            sched_slurm.signal_steps(job_id)
-            return
+            return sched_slurm.signal_steps(job_id)
         for process in self._processes:
             process.send_signal(signal.SIGTERM)
+        return True
 
     def abort(self) -> int:
         """End those that hang; they print their stacks."""
