@@ -45,7 +45,8 @@ from elastic.sync.judging import Facts, judge
 from elastic.sync.keepalive import Keepalive
 from elastic.sync.resume import Resume
 
-TAIL_LINES = 60
+TAIL_LINES = 60  # the last words of the ranks
+HEARD_LINES = 2000  # many ranks say more of a peer that is gone than it did of what it died of
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
 # For the other ranks to end after one has crashed; where they hang, they never do.
 LINGER_S = 10.0
@@ -116,7 +117,7 @@ class Launcher:
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:
         """None: it is worth another attempt. `before`: the checkpoints that were
         there."""
-        failed = replace(end, outcome=Outcome.FAILED, detail="\n".join(ranks.tail))
+        failed = replace(end, outcome=Outcome.FAILED, detail=ranks.last_words())
         is_same, self._failure = ranks.error and ranks.error == self._failure, ranks.error
         progressed, lost = self._resume.has_progressed(before), self._lost_nodes()
         self._crashes = 1 if progressed else self._crashes + 1
@@ -302,7 +303,7 @@ class Ranks:
     ):  # fmt: skip
         """`limit_s`: for how long they may neither say nor save anything; 0: for ever."""
         self.began, self.error = time.time(), ""  # what they died of, if that is known
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._heard: deque[str] = deque(maxlen=HEARD_LINES)
         self._processes, self._lines = processes, lines
         self._limit_s, self._resume = limit_s, resume
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
@@ -313,7 +314,7 @@ class Ranks:
     def _copy(self, stream: TextIO) -> None:
         for line in iter(lambda: stream.readline(MOST_LINE), ""):
             print(line, end="", file=sys.stderr, flush=True)
-            self.tail.append(line.rstrip("\n"))
+            self._heard.append(line.rstrip("\n"))
             if BAD_EXIT.match(line):
                 self._bad_exit_at = min(self._bad_exit_at, time.monotonic())
 
@@ -328,8 +329,11 @@ class Ranks:
     def error_of(self, code: int) -> str:
         """What they died of, once the last word is read."""
         if 0 < code < 128:
-            self.error = wording.last_error("\n".join(self.tail))
+            self.error = wording.last_error("\n".join(self._heard))
         return self.error
+
+    def last_words(self) -> str:
+        return "\n".join([*self._heard][-TAIL_LINES:])
 
     def are_stuck(self) -> bool:
         """Do those that are left wait for one that is gone?"""

@@ -42,6 +42,7 @@ from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 
 TAIL_BYTES = 8192  # the last words of a training process
+HEARD_BYTES = 1 << 18  # many ranks say more of a peer that is gone than it did of its error
 MOST_READ = 1 << 20  # more than a pipe holds; who says more is heard the next time
 ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
@@ -59,7 +60,7 @@ class Training:
     processes: list[subprocess.Popen]
     pipe: int  # read end of what they report through
     report: dict = field(default_factory=SILENT.copy)  # their newest
-    tail: bytes = b""
+    said: bytes = b""
     rest: bytes = b""
     error: str = ""  # the exception that it died of
     moved: float = field(default_factory=time.monotonic)
@@ -87,7 +88,7 @@ class Training:
             words = _available(process.stderr.fileno())
             sys.stderr.buffer.write(words)
             sys.stderr.flush()
-            self.tail = (self.tail + words)[-TAIL_BYTES:]
+            self.said = (self.said + words)[-HEARD_BYTES:]
         *lines, self.rest = (self.rest + _available(self.pipe)).split(b"\n")
         before = dict(self.report)
         for line in lines:
@@ -112,7 +113,7 @@ class Training:
         os.close(self.pipe)
 
     def last_words(self) -> str:
-        return self.tail.decode(errors="replace")
+        return self.said[-TAIL_BYTES:].decode(errors="replace")
 
 
 class Lease:
@@ -215,7 +216,7 @@ class Agent:
         if closing := program.run.closing("local"):
             return end_of_run(closing)
         if code > 0 and code != Exit.TRY_AGAIN:
-            training.error = wording.last_error(training.last_words())
+            training.error = wording.last_error(training.said.decode(errors="replace"))
         how = f"ended with {name_of(code)}" if code else "left before the run was over"
         how = f"the training process {how}"
         if training.error:
@@ -321,7 +322,7 @@ class Agent:
             training.moved = training.heard = time.monotonic()
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
             self.program.event("hang", seconds=round(still_s))
-            training.tail += b"agent  no sign of life for %.0f s: killed\n" % still_s
+            training.said += b"agent  no sign of life for %.0f s: killed\n" % still_s
             training.signal(signal.SIGABRT)  # prints its stacks
             time.sleep(ABORT_S)
             training.signal(signal.SIGKILL)
