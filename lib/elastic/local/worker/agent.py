@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 from elastic.base.durable import log_what_fits
@@ -65,6 +66,7 @@ class Training:
     error: str = ""  # the exception that it died of
     moved: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
+    kill_at: float = inf
 
     def exit_code(self) -> int | None:
         """None while all run; else that of the first rank that failed, or 0."""
@@ -76,6 +78,12 @@ class Training:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
+
+    def send_away(self, within_s: float) -> None:
+        """Notice, once; who is deaf to it is killed after `within_s`."""
+        if self.kill_at == inf:
+            self.kill_at = time.monotonic() + within_s
+            self.signal(signal.SIGTERM)
 
     def sources(self) -> list:
         """What becomes readable when they say something: for select()."""
@@ -292,7 +300,10 @@ class Agent:
                 self.kill_if_hung(training)
                 self._leave_if_deserted(training)
                 if time.monotonic() >= self._next_beat:
+                    self._leave_if_over(training)
                     self.beat(training)
+                if time.monotonic() > training.kill_at:
+                    training.signal(signal.SIGKILL)
             code = training.exit_code()
         except Fenced:
             code = Exit.DO_NOT_RESTART
@@ -336,7 +347,13 @@ class Agent:
         if is_idle and idle_s > self.config.health.master_wait_s and not self._deserted:
             self._deserted = f"no master for {idle_s:.0f} s (health.master_wait)"
             self.program.event("warning", reason=self._deserted)
-            training.signal(signal.SIGTERM)
+            training.send_away(self.notice.window_s)
+
+    def _leave_if_over(self, training: Training) -> None:
+        """Who never opens LocalSGD hears from nobody else that the run is over."""
+        with contextlib.suppress(TryAgain):
+            if training.report["state"] == "loading" and self.program.run.closing("local"):
+                training.send_away(self.notice.window_s)
 
     # ---- heartbeats
 
