@@ -36,7 +36,7 @@ from elastic.jobs import cadence, sched_local, sched_slurm, sizing
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import TRAINER
-from elastic.jobs.program import Program, reconcile_now, start_rank
+from elastic.jobs.program import Program, reconcile_now, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
 from elastic.run import wording
 from elastic.run.records import Outcome
@@ -87,13 +87,13 @@ class Launcher:
         self.program.record("started", gpus=0)
         if info := get_slurm_info():
             log_job_info(with_end_time(info), _say)
-        if closing := self.run.closing("sync"):
-            return self._end(end_of_run(closing))
+        if closing := self.program.closing("sync", self.notice):
+            return self.end(end_of_run(closing))
         self._release_nodes()
         self._have_successors()
         while not (end := self._attempt()):
             pass
-        return self._end(end)
+        return self.end(end)
 
     def _attempt(self) -> End | None:
         """Start the ranks, and wait for their end. None: they crashed, and are started
@@ -104,7 +104,7 @@ class Launcher:
         code = self._wait(ranks)
         end = judge(Facts(
             code=code, left=name_of(code), error=ranks.error_of(code), told=self._told,
-            closing=self.run.closing("sync"), notice=self.notice.signal_name,
+            closing=self.program.closing("sync", self.notice), notice=self.notice.signal_name,
             attempt=self.program.attempt, newest_attempt=self.run.slots.latest(0),
             is_own=bool(self.config.run.command),
         ))  # fmt: skip
@@ -241,26 +241,31 @@ class Launcher:
     def _wait(self, ranks: "Ranks") -> int:
         """Until all have left, or one has crashed: the others cannot go on without it.
         The exit status of the first that failed."""
-        has_told, looked = False, time.monotonic()
-        while (code := ranks.code()) is None:
-            if self.config.run.command and time.monotonic() - looked > CONTROL_S:
-                looked, self._told = time.monotonic(), self.run.closing("sync")
-            if (self.notice or self._told) and not has_told and (has_told := ranks.tell()):
-                self.program.event("notice", signal=self.notice.signal_name or self._told)
-            if ranks.are_silent():
-                self.program.event("hang", seconds=round(self.config.sync.silent_timeout_s))
-                code = ranks.abort()
-            elif ranks.are_stuck():
-                code = -signal.SIGKILL
-            if code is not None:
-                break
-            time.sleep(POLL_S)
-        ranks.end(code)
+        has_told, looked, code = False, time.monotonic(), None
+        try:
+            while (code := ranks.code()) is None:
+                if self.config.run.command and time.monotonic() - looked > CONTROL_S:
+                    looked = time.monotonic()
+                    with contextlib.suppress(TryAgain):
+                        self._told = self.run.closing("sync")
+                if (self.notice or self._told) and not has_told and (has_told := ranks.tell()):
+                    self.program.event("notice", signal=self.notice.signal_name or self._told)
+                if ranks.are_silent():
+                    self.program.event("hang", seconds=round(self.config.sync.silent_timeout_s))
+                    code = ranks.abort()
+                elif ranks.are_stuck():
+                    code = -signal.SIGKILL
+                if code is not None:
+                    break
+                time.sleep(POLL_S)
+        finally:
+            ranks.end(code)
         return code
 
     # ---- the end
 
-    def _end(self, end: End) -> int:
+    def end(self, end: End) -> int:
+        """Say how it ended, and see to what comes next; the exit code."""
         progress = self.run.jobs.progress() or {}
         mine = progress if progress.get("job_id") == self.program.job_id else {}
         measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
@@ -268,7 +273,7 @@ class Launcher:
         measured |= {"gpus": self.gpus, "steps": int(self._resume.has_progressed())}
         code = self.program.end(end, worked, **measured)
         _say(f"{end.outcome}: {end.reason}")
-        if self._follower and end.outcome not in (Outcome.YIELDED, Outcome.FAILED):
+        if self._follower and (end.outcome.is_wanted or end.outcome == Outcome.FENCED):
             os.killpg(self._follower.pid, signal.SIGKILL)
         reconcile_now(self.run)
         return code
@@ -375,8 +380,8 @@ class Ranks:
         time.sleep(ABORT_S)
         return -signal.SIGABRT
 
-    def end(self, code: int) -> None:
-        """Leave nothing behind."""
+    def end(self, code: int | None) -> None:
+        """Leave nothing behind; None: nobody knows how they are."""
         if code not in LEFT and (job_id := env("SLURM_JOB_ID")):
             with contextlib.suppress(TryAgain):
                 # Before srun: the next ones need their GPUs.
@@ -393,7 +398,7 @@ class Ranks:
 
 def main() -> int:
     log_what_fits()
-    return Launcher(RunDir(Path(sys.argv[1])), install()).main()
+    return run_job(Launcher(RunDir(Path(sys.argv[1])), install()))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -35,7 +34,7 @@ from elastic.base.signals import KILL_WAIT_S, Notice, install, name_of
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import WORKER
-from elastic.jobs.program import Program, start_rank
+from elastic.jobs.program import Program, run_job, start_rank
 from elastic.jobs.slurm_info import notice_here
 from elastic.local.worker_store import WorkerStore
 from elastic.run import wording
@@ -193,7 +192,7 @@ class Agent:
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self.program.record("started")
-        if closing := self.program.run.closing("local"):
+        if closing := self.program.closing("local", self.notice):
             return self.end(end_of_run(closing))
         self.notice.window_s = notice_here(self.config) or KILL_WAIT_S
         while True:
@@ -221,7 +220,7 @@ class Agent:
         if code < 0 and self.notice:
             ended = f"notice, and the training process ended with {name_of(code)}"
             return End(Outcome.YIELDED, ended)
-        if closing := program.run.closing("local"):
+        if closing := program.closing("local", self.notice):
             return end_of_run(closing)
         if code > 0 and code != Exit.TRY_AGAIN:
             training.error = wording.last_error(training.said.decode(errors="replace"))
@@ -396,13 +395,7 @@ def _available(descriptor: int) -> bytes:
 def main() -> int:
     folder, slot = sys.argv[1:]
     log_what_fits()
-    agent = Agent(RunDir(Path(folder)), int(slot), install())
-    try:
-        return agent.main()
-    except Exception as error:
-        traceback.print_exc()
-        outcome = Outcome.YIELDED if agent.notice else Outcome.FAILED
-        return agent.end(End(outcome, f"{type(error).__name__}: {error}"))
+    return run_job(Agent(RunDir(Path(folder)), int(slot), install()))
 
 
 if __name__ == "__main__":
