@@ -28,9 +28,9 @@ elastic::ranks_per_node() {
 # elastic::step RANKS_PER_NODE COMMAND...: run it on all nodes, and end with its exit status.
 #
 # Slurm gives its notice to the step; what this shell gets itself (--signal=B:USR1@…, the final TERM)
-# goes there by scancel, never to srun, which would kill the ranks at once. A rank that left on a
-# notice ended with 75: the job then goes back to the queue, unless this shell has had a TERM, too. That
-# means that Slurm ends the job: a preempted one is requeued anyway, a cancelled one must not be.
+# goes there by scancel, again and again while the controller is too busy for it, and never to srun,
+# which would kill the ranks at once. A rank that left on a notice ended with 75: the job then goes back
+# to the queue, unless a TERM says that Slurm ends it: one that is cancelled must not be requeued.
 #
 # The job's own `scontrol requeue` is needed on every Slurm. Before 24.05 nothing else requeues a job that
 # leaves in its grace. From then on Slurm does, whatever the exit status, but takes that for a failed
@@ -51,10 +51,12 @@ elastic::step() {
         --mpi=none --kill-on-bad-exit=1 "${ELASTIC_HOME}/sbatch/rank.sh" "${@:2}" &
     step="$!"
     while :; do
-        code=0
-        wait "${step}" || code="$?"
+        wait "${step}" && code=0 || code="$?"
         kill -0 "${step}" 2>/dev/null || break
-        [[ -z "${told}" || -n "${passed}" ]] || scancel --signal=TERM "${SLURM_JOB_ID}" 2>/dev/null || true
+        until [[ -z "${told}" || -n "${passed}" ]] || ! kill -0 "${step}" ||
+            scancel --signal=TERM "${SLURM_JOB_ID}"; do
+            sleep 1 || true # the final TERM ends it
+        done 2>/dev/null
         passed="${told}"
     done
     ((code != 0)) || { mkdir -p "${ELASTIC_RUN_DIR}" && touch "${over}"; }

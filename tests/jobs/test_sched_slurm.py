@@ -25,6 +25,7 @@ from elastic.jobs.sched_slurm import (
     slurm_command,
 )
 from elastic.run.records import Node
+from elastic.sync.launch import Ranks
 from helpers import ROOT, wait_until
 
 pytest_plugins = ["slurm_sandbox"]
@@ -339,6 +340,18 @@ def test_a_command_that_hangs_is_try_again_after_its_timeout(tmp_path):
     with pytest.raises(TryAgain, match="squeue gave no answer in 0.3 s"):
         slurm_command(["squeue"], 0.3, fake_command(tmp_path, "squeue", "exec sleep 30"))
     assert time.monotonic() - before < 5
+
+
+def test_a_notice_that_slurm_did_not_take_has_not_been_passed_on(tmp_path, monkeypatch):
+    """A launcher told its ranks once, whatever came of that."""
+    fake_command(tmp_path, "scancel", """
+cd "$(dirname "$0")" && echo "$@" >> tries
+[ "$(wc -l < tries)" -gt 2 ]""")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    ranks = Ranks([], None, 0.0, None)
+    assert [ranks.tell() for _ in range(3)] == [False, False, True]
+    assert (tmp_path / "tries").read_text() == 3 * "--signal=TERM 7\n"
 
 
 def test_a_missing_command_is_named(monkeypatch, tmp_path):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -317,14 +318,31 @@ def test_a_job_that_does_not_start_is_cancelled(quick, slurm, monkeypatch):
         wait_until(lambda: len(slurm.idle_nodes()) == 5, 20, "all nodes are idle")
 
 
+def test_a_job_that_slurm_forgets_at_once_is_not_waited_for(quick, home, slurm):
+    """As with a short MinJobAge: it is gone from squeue before anybody has seen its end."""
+    squeue, real = home / "bin/squeue", shutil.which("squeue")
+    squeue.write_text(f"""#!/bin/bash
+exec {real} "${{@/--states=all/--states=PENDING,RUNNING,COMPLETING}}"
+""")
+    squeue.chmod(0o755)
+    found = trying("slurm.gpus_per_node=2")
+    assert {verdict for verdict, _ in found.values()} == {"OK"}, found
+    assert found.keys() == GOOD.keys()
+    ((verdict, seen),) = trying('slurm.rank_prefix=["nosuch"]').values()
+    assert (verdict, seen[:34]) == ("FAIL", "it is gone: 0 of 4 ranks started: ")
+
+
 def test_who_interrupts_it_leaves_no_job_behind(site, home, slurm):
     command = [str(ROOT / "bin/elastic-doctor"), "--try", "--set", "redis.server=/bin/true"]
     own = {name: os.environ[name] for name in ("SLURM_CONF", "ELASTIC_SITE", "PATH")}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    doing = subprocess.Popen(command, env=environment(home, **own), **quiet)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    # A shell makes what it starts in the background deaf to Ctrl-C, and so are these tests there.
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    doing = subprocess.Popen(command, env=environment(home, **own), preexec_fn=hears, **quiet)
     wait_until(lambda: [job for job in jobs(slurm) if job.endswith("RUNNING")], 20, "the job runs")
     doing.send_signal(signal.SIGINT)
-    assert doing.wait(60) == 1
+    _, said = doing.communicate(timeout=60)
+    assert (doing.returncode, "Aborted!" in said) == (1, True), said
     assert (jobs(slurm), list(home.glob("elastic-try-*"))) == ([], [])
 
 

@@ -140,6 +140,22 @@ if not resume:
         assert said(run, r"from (\d+)") == ["0", "1"]
 
 
+@pytest.mark.parametrize("mode", ["local", "sync"])
+def test_what_a_rank_died_of_is_known_however_much_the_others_say_of_it(tmp_path: Path, mode: str):
+    text = """
+import subprocess
+subprocess.run([sys.executable, "-c", "raise ValueError('the cause')"])
+sys.exit(1000 * ("a peer is gone, " * 12 + "a peer is gone\\n"))
+"""
+    settings = program(tmp_path, text) | {"run.mode": mode, "elastic.max_failures": 1}
+    settings["run.command"] = ["{python}", "program.py", str(tmp_path)]
+    with running(tmp_path, settings) as run:
+        failed = run.until_failed(60)
+    assert "ValueError: the cause" in failed["reason"]
+    assert failed["detail"].rstrip().endswith("a peer is gone")
+    assert len(failed["detail"]) < 20_000
+
+
 def test_names_that_say_nothing_are_told(tmp_path: Path):
     folder = tmp_path / "saved"
     folder.mkdir()

@@ -5,6 +5,7 @@ pytest tests/whole/test_templates.py
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,30 @@ def test_a_notice_ends_a_job_for_good_that_wants_it(tmp_path, new_sandbox):
     wait_until(lambda: folder.of_job(job, "JobState") in ("FAILED", "PREEMPTED"), 60, "it ends")
     assert folder.of_job(job, "Restarts") == "0"
     assert "back to the queue" not in folder.log(job)
+
+
+def test_ranks_hear_of_a_notice_also_when_the_controller_was_busy(folder, slurm):
+    """What its shell alone was told got to the ranks by one scancel, whatever came of that."""
+    programs, tries = folder.path / "bin", folder.path / "tries"
+    programs.mkdir()
+    scancel = shutil.which("scancel", path=folder.env["PATH"])
+    (programs / "scancel").write_text(f"""#!/bin/sh
+echo again >> {tries}
+[ "$(wc -l < {tries})" -gt 2 ] || {{ echo "Socket timed out" >&2; exit 1; }}
+exec {scancel} "$@"
+""")
+    (programs / "scancel").chmod(0o755)
+    job = folder.submit(
+        "single-node", "--gres=gpu:1", command=[*PRINT, "stay"], ELASTIC_REQUEUE="0",
+        PATH=f"{programs}:{folder.env['PATH']}",
+    )  # fmt: skip
+    try:
+        wait_until(lambda: "total=1" in folder.log(job), 60, "the rank is there")
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
+        wait_until(lambda: "rank 0 saves" in folder.log(job), 30, "the rank is told")
+        assert tries.read_text().split() == ["again"] * 3  # and not once more
+    finally:
+        slurm.run("scancel", job)
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

@@ -144,8 +144,8 @@ def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: N
     while True:
         try:
             return write()
-        except OSError as error:
-            if error.errno not in FULL:
+        except (OSError, TryAgain) as error:
+            if isinstance(error, OSError) and error.errno not in FULL:
                 raise
             if hurry():
                 why = f"a notice came while waiting for space: {error}"

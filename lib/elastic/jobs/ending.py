@@ -2,19 +2,20 @@
 programs. Pure."""
 
 from dataclasses import dataclass
+from traceback import format_exception
 
-from elastic.base.errors import Exit
+from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.jobs.history import MASTER, TRAINER, WORKER
 from elastic.run.records import EventKind, Outcome
 
+BAD = {Outcome.FAILED: Exit.ERROR, Outcome.KILLED: Exit.TRY_AGAIN}
 EXIT_CODES = {  # others: 0
-    MASTER: {Outcome.FENCED: Exit.DO_NOT_RESTART, Outcome.FAILED: Exit.ERROR},
-    WORKER: {Outcome.STOPPED: Exit.DO_NOT_RESTART, Outcome.FAILED: Exit.ERROR},
-    TRAINER: {Outcome.STOPPED: Exit.DO_NOT_RESTART, Outcome.FENCED: Exit.DO_NOT_RESTART,
-              Outcome.FAILED: Exit.ERROR},
-}  # fmt: skip
+    MASTER: {**BAD, Outcome.FENCED: Exit.DO_NOT_RESTART},
+    WORKER: {**BAD, Outcome.STOPPED: Exit.DO_NOT_RESTART},
+    TRAINER: {**BAD, **dict.fromkeys((Outcome.STOPPED, Outcome.FENCED), Exit.DO_NOT_RESTART)},
+}
 # For all others: leave.
-EVENTS = {Outcome.YIELDED: EventKind.PREEMPT, Outcome.FAILED: EventKind.LOST}
+EVENTS = {**dict.fromkeys(BAD, EventKind.LOST), Outcome.YIELDED: EventKind.PREEMPT}
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,18 @@ def end_of_run(closing: str) -> End:
     """Of a job whose run does not go on; `closing`: why, as RunDir says."""
     outcome = Outcome.DONE if closing == "done" else Outcome.STOPPED
     return End(outcome, f"the run is {closing}")
+
+
+def end_of_error(error: Exception, role: str, has_notice: bool) -> End:
+    """Of a program that an error has ended. `detail` is the way out, or the traceback of
+    an error that nobody foresaw.
+
+    Silence is no crash of the user's program. But a master whose Redis is of no use may
+    never have another one: that has to come to an end.
+    """
+    is_silence = isinstance(error, TryAgain) and role != MASTER
+    outcome = Outcome.KILLED if is_silence else Outcome.FAILED
+    outcome = Outcome.YIELDED if has_notice else outcome
+    if isinstance(error, ElasticError):
+        return End(outcome, error.what, error.hint)
+    return End(outcome, f"{type(error).__name__}: {error}", "".join(format_exception(error)))

@@ -20,7 +20,7 @@ from elastic.base.errors import Exit
 from elastic.base.network import node_name
 from elastic.base.signals import Notice, die_with_parent
 from elastic.jobs.command import STACKS
-from elastic.jobs.ending import EVENTS, EXIT_CODES, End
+from elastic.jobs.ending import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
 PASS_S = 60.0  # for a reconcile pass
@@ -62,8 +62,23 @@ class Program:
     def record_end(self, end: End, **fields) -> int:
         """Its last record; the exit code."""
         code = EXIT_CODES[self.role].get(end.outcome, Exit.OK)
-        self.record("ended", **asdict(end), **{"code": code, **fields})
+        self.record("ended", **asdict(end), code=code, **fields)
         return code
+
+    def closing(self, mode: str, notice: Notice) -> str:
+        """Why the run does not go on in this mode, once the filesystem says."""
+        return until_written(functools.partial(self.run.closing, mode), notice.__bool__)
+
+
+def run_job(job) -> int:
+    """The exit code of an agent, a launcher or a master, whose record says how it ended,
+    also if that was by an error."""
+    try:
+        return job.main()
+    except Exception as error:
+        end = end_of_error(error, job.program.role, bool(job.notice))
+        print(end.detail or end.reason, file=sys.stderr, flush=True)
+        return job.end(end)
 
 
 def start_rank(

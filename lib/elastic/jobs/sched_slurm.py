@@ -169,10 +169,12 @@ def release_nodes(job_id: str, kept: int) -> None:
         script.unlink(missing_ok=True)
 
 
-def signal_steps(job_id: str, name: str = "TERM") -> None:
-    """Notice to the steps of a running job, and to nothing else of it. (KILL would end
-    the job.)"""
-    slurm_command(("scancel", f"--signal={name}", job_id))
+def signal_steps(job_id: str, name: str = "TERM") -> bool:
+    """Notice to the steps of a running job, and to nothing else of it (KILL would end the
+    job); has Slurm taken it?"""
+    with contextlib.suppress(TryAgain):
+        return slurm_command(("scancel", f"--signal={name}", job_id)).returncode == 0
+    return False
 
 
 def end_steps(job_id: str) -> None:

@@ -27,7 +27,7 @@ from elastic.base.environment import clean_environment, env, environment, runs_r
 from elastic.base.errors import ElasticError
 from elastic.base.network import bind_address, free_port
 from elastic.jobs import sched_slurm
-from elastic.jobs.history import TRAINER, Job
+from elastic.jobs.history import SETTLE_S, TRAINER, Job
 from elastic.jobs.sched import JobSpec
 from elastic.people import submission
 from elastic.people.diagnosis import Unknown
@@ -62,18 +62,22 @@ def tried(facts: dict) -> dict | Unknown:
 
 
 def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
-    began, job = time.time(), Job(job_id, TRAINER, 0, "PENDING")
-    while not job.ended:
+    began, job, is_there = time.time(), Job(job_id, TRAINER, 0, "PENDING"), True
+    while is_there and not job.ended:
         wait_s = time.time() - (job.started_at or began)
         if wait_s > LIMIT_S:
             seen = f"job {job_id} is {job.state} ({job.reason}) after {wait_s / 60:.0f} minutes"
             return Unknown(seen, "try again when two nodes are free", meant=True)
         time.sleep(min(QUERY_S, launch.POLL_S + wait_s / 10))
-        job = next((each for each in scheduler.jobs() if each.job_id == job_id), job)
+        row = next((each for each in scheduler.jobs() if each.job_id == job_id), None)
+        # Where MinJobAge is short Slurm forgets a job before its end is seen.
+        is_there = bool(row) or (not job.submitted_at and wait_s < SETTLE_S)
+        job = row or job
     if not (report := durable.read_json(folder / "report.json")):
         words = last_words(folder / "logs/trainer-0000.log")
-        raise ElasticError(f"it is {job.state}: {words}")
-    waited_s, startup_s = job.started_at - job.submitted_at, report["up"] - job.started_at
+        raise ElasticError(f"it is {job.state if is_there else 'gone'}: {words}")
+    started_at = job.started_at or report["up"]
+    waited_s, startup_s = started_at - (job.submitted_at or began), report["up"] - started_at
     return report | {"waited_s": waited_s, "startup_s": startup_s}
 
 

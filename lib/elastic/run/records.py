@@ -14,7 +14,8 @@ MOST_CHARACTERS = 200  # of a header's words
 
 class Outcome(enum.StrEnum):
     """How a job ended, as exit records and events spell it. A job writes the first five
-    itself; the others are what a pass concludes where a job wrote nothing."""
+    itself; the others are what a pass concludes where a job wrote nothing. But killed is
+    also what a worker or a trainer says that had no answer."""
 
     DONE = "done"  # the run is finished
     STOPPED = "stopped"  # by elastic-stop, or the run goes on in the other mode
@@ -58,7 +59,7 @@ class Outcome(enum.StrEnum):
     def is_interruption(self) -> bool:
         """By the exit record of a trainer, which says nothing of its end if it was
         killed."""
-        return self in (Outcome.AT_WORK, Outcome.YIELDED, Outcome.FAILED)
+        return self in (Outcome.AT_WORK, Outcome.YIELDED, Outcome.FAILED, Outcome.KILLED)
 
 
 class EventKind(enum.StrEnum):

@@ -36,7 +36,7 @@ from elastic.jobs import cadence, sched_local, sched_slurm, sizing
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import TRAINER
-from elastic.jobs.program import Program, reconcile_now, start_rank
+from elastic.jobs.program import Program, reconcile_now, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
 from elastic.run import wording
 from elastic.run.records import Outcome
@@ -45,7 +45,8 @@ from elastic.sync.judging import Facts, judge
 from elastic.sync.keepalive import Keepalive
 from elastic.sync.resume import Resume
 
-TAIL_LINES = 60
+TAIL_LINES = 60  # the last words of the ranks
+HEARD_LINES = 2000  # many ranks say more of a peer that is gone than it did of what it died of
 MOST_LINE = 8192  # characters that are copied, and kept, as one line
 # For the other ranks to end after one has crashed; where they hang, they never do.
 LINGER_S = 10.0
@@ -86,13 +87,13 @@ class Launcher:
         self.program.record("started", gpus=0)
         if info := get_slurm_info():
             log_job_info(with_end_time(info), _say)
-        if closing := self.run.closing("sync"):
-            return self._end(end_of_run(closing))
+        if closing := self.program.closing("sync", self.notice):
+            return self.end(end_of_run(closing))
         self._release_nodes()
         self._have_successors()
         while not (end := self._attempt()):
             pass
-        return self._end(end)
+        return self.end(end)
 
     def _attempt(self) -> End | None:
         """Start the ranks, and wait for their end. None: they crashed, and are started
@@ -103,7 +104,7 @@ class Launcher:
         code = self._wait(ranks)
         end = judge(Facts(
             code=code, left=name_of(code), error=ranks.error_of(code), told=self._told,
-            closing=self.run.closing("sync"), notice=self.notice.signal_name,
+            closing=self.program.closing("sync", self.notice), notice=self.notice.signal_name,
             attempt=self.program.attempt, newest_attempt=self.run.slots.latest(0),
             is_own=bool(self.config.run.command),
         ))  # fmt: skip
@@ -116,7 +117,7 @@ class Launcher:
     def _after_crash(self, end: End, ranks: "Ranks", before: dict[Path, int]) -> End | None:
         """None: it is worth another attempt. `before`: the checkpoints that were
         there."""
-        failed = replace(end, outcome=Outcome.FAILED, detail="\n".join(ranks.tail))
+        failed = replace(end, outcome=Outcome.FAILED, detail=ranks.last_words())
         is_same, self._failure = ranks.error and ranks.error == self._failure, ranks.error
         progressed, lost = self._resume.has_progressed(before), self._lost_nodes()
         self._crashes = 1 if progressed else self._crashes + 1
@@ -240,28 +241,31 @@ class Launcher:
     def _wait(self, ranks: "Ranks") -> int:
         """Until all have left, or one has crashed: the others cannot go on without it.
         The exit status of the first that failed."""
-        has_told, looked = False, time.monotonic()
-        while (code := ranks.code()) is None:
-            if self.config.run.command and time.monotonic() - looked > CONTROL_S:
-                looked, self._told = time.monotonic(), self.run.closing("sync")
-            if (self.notice or self._told) and not has_told:
-                has_told = True
-                self.program.event("notice", signal=self.notice.signal_name or self._told)
-                ranks.tell()
-            if ranks.are_silent():
-                self.program.event("hang", seconds=round(self.config.sync.silent_timeout_s))
-                code = ranks.abort()
-            elif ranks.are_stuck():
-                code = -signal.SIGKILL
-            if code is not None:
-                break
-            time.sleep(POLL_S)
-        ranks.end(code)
+        has_told, looked, code = False, time.monotonic(), None
+        try:
+            while (code := ranks.code()) is None:
+                if self.config.run.command and time.monotonic() - looked > CONTROL_S:
+                    looked = time.monotonic()
+                    with contextlib.suppress(TryAgain):
+                        self._told = self.run.closing("sync")
+                if (self.notice or self._told) and not has_told and (has_told := ranks.tell()):
+                    self.program.event("notice", signal=self.notice.signal_name or self._told)
+                if ranks.are_silent():
+                    self.program.event("hang", seconds=round(self.config.sync.silent_timeout_s))
+                    code = ranks.abort()
+                elif ranks.are_stuck():
+                    code = -signal.SIGKILL
+                if code is not None:
+                    break
+                time.sleep(POLL_S)
+        finally:
+            ranks.end(code)
         return code
 
     # ---- the end
 
-    def _end(self, end: End) -> int:
+    def end(self, end: End) -> int:
+        """Say how it ended, and see to what comes next; the exit code."""
         progress = self.run.jobs.progress() or {}
         mine = progress if progress.get("job_id") == self.program.job_id else {}
         measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
@@ -269,7 +273,7 @@ class Launcher:
         measured |= {"gpus": self.gpus, "steps": int(self._resume.has_progressed())}
         code = self.program.end(end, worked, **measured)
         _say(f"{end.outcome}: {end.reason}")
-        if self._follower and end.outcome not in (Outcome.YIELDED, Outcome.FAILED):
+        if self._follower and (end.outcome.is_wanted or end.outcome == Outcome.FENCED):
             os.killpg(self._follower.pid, signal.SIGKILL)
         reconcile_now(self.run)
         return code
@@ -304,7 +308,7 @@ class Ranks:
     ):  # fmt: skip
         """`limit_s`: for how long they may neither say nor save anything; 0: for ever."""
         self.began, self.error = time.time(), ""  # what they died of, if that is known
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._heard: deque[str] = deque(maxlen=HEARD_LINES)
         self._processes, self._lines = processes, lines
         self._limit_s, self._resume = limit_s, resume
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
@@ -315,7 +319,7 @@ class Ranks:
     def _copy(self, stream: TextIO) -> None:
         for line in iter(lambda: stream.readline(MOST_LINE), ""):
             print(line, end="", file=sys.stderr, flush=True)
-            self.tail.append(line.rstrip("\n"))
+            self._heard.append(line.rstrip("\n"))
             if BAD_EXIT.match(line):
                 self._bad_exit_at = min(self._bad_exit_at, time.monotonic())
 
@@ -330,8 +334,11 @@ class Ranks:
     def error_of(self, code: int) -> str:
         """What they died of, once the last word is read."""
         if 0 < code < 128:
-            self.error = wording.last_error("\n".join(self.tail))
+            self.error = wording.last_error("\n".join(self._heard))
         return self.error
+
+    def last_words(self) -> str:
+        return "\n".join([*self._heard][-TAIL_LINES:])
 
     def are_stuck(self) -> bool:
         """Do those that are left wait for one that is gone?"""
@@ -353,13 +360,14 @@ class Ranks:
         saved = max(self._resume.there().values(), default=0) / 1e9
         return time.time() - saved > self._limit_s
 
-    def tell(self) -> None:
-        """Pass a notice on. Never through srun, which would kill its tasks at once."""
+    def tell(self) -> bool:
+        """Pass a notice on, never through srun, which would kill its tasks at once. False:
+        Slurm has not taken it."""
         if job_id := env("SLURM_JOB_ID"):
-            sched_slurm.signal_steps(job_id)
-            return
+            return sched_slurm.signal_steps(job_id)
         for process in self._processes:
             process.send_signal(signal.SIGTERM)
+        return True
 
     def abort(self) -> int:
         """End those that hang; they print their stacks."""
@@ -372,8 +380,8 @@ class Ranks:
         time.sleep(ABORT_S)
         return -signal.SIGABRT
 
-    def end(self, code: int) -> None:
-        """Leave nothing behind."""
+    def end(self, code: int | None) -> None:
+        """Leave nothing behind; None: nobody knows how they are."""
         if code not in LEFT and (job_id := env("SLURM_JOB_ID")):
             with contextlib.suppress(TryAgain):
                 # Before srun: the next ones need their GPUs.
@@ -390,7 +398,7 @@ class Ranks:
 
 def main() -> int:
     log_what_fits()
-    return Launcher(RunDir(Path(sys.argv[1])), install()).main()
+    return run_job(Launcher(RunDir(Path(sys.argv[1])), install()))
 
 
 if __name__ == "__main__":

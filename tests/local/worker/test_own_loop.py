@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, elastic, environment
 from running import TESTS, running
 
 EXAMPLES = ROOT / "etc" / "examples"
@@ -63,3 +63,20 @@ def test_a_loop_that_breaks_off_fails_the_run_and_says_so(tmp_path: Path):
     with running(tmp_path, settings) as run:
         failed = run.until_failed(60)
     assert "left before the run was over" in failed["reason"]
+
+
+@pytest.mark.parametrize("at_a_notice", ["SIG_DFL", "SIG_IGN"])
+def test_a_program_that_never_joins_its_run_ends_with_it(tmp_path: Path, at_a_notice: str):
+    """It stayed for health.master_wait, and elastic-stop --wait with it."""
+    program = ("import signal, sys, time",
+               f"signal.signal(signal.SIGTERM, signal.{at_a_notice})",
+               "print('a stranger is here', flush=True)", "time.sleep(3600)")  # fmt: skip
+    settings = {"run.command": [sys.executable, "-c", "\n".join(program)], "elastic.max": 1,
+                "health.master_wait": "1h", "local_scheduler.grace": "1s"}  # fmt: skip
+    with running(tmp_path, settings) as run:
+        log = run.run.log_path("worker", 0)
+        run.until(lambda: log.exists() and "a stranger" in log.read_text(), 60, "it has started")
+        job = run.jobs()["worker", 0]
+        stopped = elastic("stop", run.run.path, "--wait", env=environment(tmp_path), timeout_s=120)
+        assert stopped.returncode == 0, stopped.stderr
+        assert run.ended(job.job_id)["outcome"] == "stopped"

@@ -13,17 +13,16 @@ that loses that race, or sees a higher epoch, leaves and changes nothing more.
 import contextlib
 import sys
 import time
-import traceback
 from math import inf
 from pathlib import Path
 
 from elastic.base.durable import PASSING, exists
-from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
+from elastic.base.errors import Fenced, TryAgain
 from elastic.base.network import node_name
 from elastic.base.signals import Notice
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import MASTER
-from elastic.jobs.program import Program
+from elastic.jobs.program import Program, run_job
 from elastic.local import rounds
 from elastic.local.master.averaging import Averager, DeltaLost
 from elastic.local.master.intake import Intake
@@ -359,10 +358,9 @@ class Master:
         self.reconcile.close()
         self.server.stop()
 
-    def end(self, end: End, **fields) -> int:
+    def end(self, end: End) -> int:
         """Say how it ended; the exit code."""
-        steps = self.commit.version if self.commit else 0
-        code = self.program.record_end(end, steps=steps, **fields)
+        code = self.program.record_end(end, steps=self.commit.version if self.commit else 0)
         self.journal.say(f"{end.outcome}: {end.reason}")
         if end.outcome != Outcome.FAILED:
             self.reconcile.last()
@@ -392,12 +390,4 @@ def run(notice: Notice) -> int:
     """Be the run's master until the run is over, a notice comes, or another takes
     over."""
     notice.exit_code = None
-    master = Master(RunDir(Path(sys.argv[1])), notice)
-    try:
-        return master.main()
-    except Exception as error:
-        known = isinstance(error, ElasticError)
-        said = (str(error), "") if known else (repr(error), traceback.format_exc())
-        code = error.code if known else Exit.ERROR
-        master.end(End(Outcome.FAILED, *said), code=code)
-        raise
+    return run_job(Master(RunDir(Path(sys.argv[1])), notice))

@@ -22,8 +22,8 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 from elastic.base.durable import log_what_fits
@@ -34,7 +34,7 @@ from elastic.base.signals import KILL_WAIT_S, Notice, install, name_of
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import WORKER
-from elastic.jobs.program import Program, start_rank
+from elastic.jobs.program import Program, run_job, start_rank
 from elastic.jobs.slurm_info import notice_here
 from elastic.local.worker_store import WorkerStore
 from elastic.run import wording
@@ -42,6 +42,7 @@ from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 
 TAIL_BYTES = 8192  # the last words of a training process
+HEARD_BYTES = 1 << 18  # many ranks say more of a peer that is gone than it did of its error
 MOST_READ = 1 << 20  # more than a pipe holds; who says more is heard the next time
 ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
@@ -59,11 +60,12 @@ class Training:
     processes: list[subprocess.Popen]
     pipe: int  # read end of what they report through
     report: dict = field(default_factory=SILENT.copy)  # their newest
-    tail: bytes = b""
+    said: bytes = b""
     rest: bytes = b""
     error: str = ""  # the exception that it died of
     moved: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
+    kill_at: float = inf
 
     def exit_code(self) -> int | None:
         """None while all run; else that of the first rank that failed, or 0."""
@@ -76,6 +78,12 @@ class Training:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
+    def send_away(self, within_s: float) -> None:
+        """Notice, once; who is deaf to it is killed after `within_s`."""
+        if self.kill_at == inf:
+            self.kill_at = time.monotonic() + within_s
+            self.signal(signal.SIGTERM)
+
     def sources(self) -> list:
         """What becomes readable when they say something: for select()."""
         return [self.pipe, *(p.stderr for p in self.processes if p.poll() is None)]
@@ -87,7 +95,7 @@ class Training:
             words = _available(process.stderr.fileno())
             sys.stderr.buffer.write(words)
             sys.stderr.flush()
-            self.tail = (self.tail + words)[-TAIL_BYTES:]
+            self.said = (self.said + words)[-HEARD_BYTES:]
         *lines, self.rest = (self.rest + _available(self.pipe)).split(b"\n")
         before = dict(self.report)
         for line in lines:
@@ -112,7 +120,7 @@ class Training:
         os.close(self.pipe)
 
     def last_words(self) -> str:
-        return self.tail.decode(errors="replace")
+        return self.said[-TAIL_BYTES:].decode(errors="replace")
 
 
 class Lease:
@@ -184,7 +192,7 @@ class Agent:
     def main(self) -> int:
         """Train until the run is over, a notice has been obeyed, or nothing helps."""
         self.program.record("started")
-        if closing := self.program.run.closing("local"):
+        if closing := self.program.closing("local", self.notice):
             return self.end(end_of_run(closing))
         self.notice.window_s = notice_here(self.config) or KILL_WAIT_S
         while True:
@@ -212,10 +220,10 @@ class Agent:
         if code < 0 and self.notice:
             ended = f"notice, and the training process ended with {name_of(code)}"
             return End(Outcome.YIELDED, ended)
-        if closing := program.run.closing("local"):
+        if closing := program.closing("local", self.notice):
             return end_of_run(closing)
         if code > 0 and code != Exit.TRY_AGAIN:
-            training.error = wording.last_error(training.last_words())
+            training.error = wording.last_error(training.said.decode(errors="replace"))
         how = f"ended with {name_of(code)}" if code else "left before the run was over"
         how = f"the training process {how}"
         if training.error:
@@ -291,7 +299,10 @@ class Agent:
                 self.kill_if_hung(training)
                 self._leave_if_deserted(training)
                 if time.monotonic() >= self._next_beat:
+                    self._leave_if_over(training)
                     self.beat(training)
+                if time.monotonic() > training.kill_at:
+                    training.signal(signal.SIGKILL)
             code = training.exit_code()
         except Fenced:
             code = Exit.DO_NOT_RESTART
@@ -321,7 +332,7 @@ class Agent:
             training.moved = training.heard = time.monotonic()
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
             self.program.event("hang", seconds=round(still_s))
-            training.tail += b"agent  no sign of life for %.0f s: killed\n" % still_s
+            training.said += b"agent  no sign of life for %.0f s: killed\n" % still_s
             training.signal(signal.SIGABRT)  # prints its stacks
             time.sleep(ABORT_S)
             training.signal(signal.SIGKILL)
@@ -335,7 +346,13 @@ class Agent:
         if is_idle and idle_s > self.config.health.master_wait_s and not self._deserted:
             self._deserted = f"no master for {idle_s:.0f} s (health.master_wait)"
             self.program.event("warning", reason=self._deserted)
-            training.signal(signal.SIGTERM)
+            training.send_away(self.notice.window_s)
+
+    def _leave_if_over(self, training: Training) -> None:
+        """Who never opens LocalSGD hears from nobody else that the run is over."""
+        with contextlib.suppress(TryAgain):
+            if training.report["state"] == "loading" and self.program.run.closing("local"):
+                training.send_away(self.notice.window_s)
 
     # ---- heartbeats
 
@@ -378,13 +395,7 @@ def _available(descriptor: int) -> bytes:
 def main() -> int:
     folder, slot = sys.argv[1:]
     log_what_fits()
-    agent = Agent(RunDir(Path(folder)), int(slot), install())
-    try:
-        return agent.main()
-    except Exception as error:
-        traceback.print_exc()
-        outcome = Outcome.YIELDED if agent.notice else Outcome.FAILED
-        return agent.end(End(outcome, f"{type(error).__name__}: {error}"))
+    return run_job(Agent(RunDir(Path(folder)), int(slot), install()))
 
 
 if __name__ == "__main__":

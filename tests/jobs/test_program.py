@@ -1,0 +1,100 @@
+"""How the programs of jobs end when an error ends them.
+
+pytest tests/jobs/test_program.py
+"""
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elastic.base import durable
+from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.signals import Notice
+from elastic.jobs.ending import end_of_error
+from elastic.jobs.history import MASTER, TRAINER, WORKER
+from elastic.local.worker.agent import Agent
+from helpers import PATIENCE, ROOT, environment
+from running import kill_all
+
+SILENT = TryAgain("no answer", "wait a bit")
+
+
+@pytest.mark.parametrize(("error", "role", "has_notice", "outcome"), [
+    (SILENT, WORKER, False, "killed"),
+    (SILENT, TRAINER, False, "killed"),
+    (SILENT, MASTER, False, "failed"),  # a site's Redis may be of no use for ever
+    (SILENT, WORKER, True, "yielded"),
+    (SILENT, MASTER, True, "yielded"),
+    (ElasticError("no answer", "wait a bit"), WORKER, False, "failed"),
+])  # fmt: skip
+def test_what_does_not_answer_is_no_crash_of_the_users_program(error, role, has_notice, outcome):
+    end = end_of_error(error, role, has_notice)
+    assert (end.outcome, end.reason, end.detail) == (outcome, "no answer", "wait a bit")
+
+
+@pytest.fixture
+def ended(home, make_run):
+    """ended(program, mode, setting…, **environment) -> its record, its exit status, its words."""
+
+    def run_it(program: str, mode: str, *settings: str, **extra: str) -> tuple[dict, int, str]:
+        run = make_run(*settings)
+        run.set_control(mode=mode)
+        command = [ROOT / "bin" / "elastic", program, run.path, *(["0"] * (program == "agent"))]
+        env = environment(home, ELASTIC_JOB_ID="7", **extra)
+        done = subprocess.run(command, env=env, capture_output=True, text=True,
+                              timeout=60 * PATIENCE)  # fmt: skip
+        return run.jobs.ending("7"), done.returncode, done.stdout + done.stderr
+
+    yield run_it
+    kill_all(home)  # what the last pass of a launcher has started
+
+
+@pytest.mark.parametrize(("program", "mode"), [("agent", "local"), ("launch", "sync")])
+def test_an_error_that_nobody_foresaw_is_in_the_record_with_its_traceback(ended, program, mode):
+    record, code, said = ended(program, mode, 'run.command=["true"]', "run.folder=/no/such/folder")
+    assert (record["state"], record["outcome"], record["code"], code) == ("ended", "failed", 1, 1)
+    assert record["reason"].startswith("FileNotFoundError: ")
+    assert record["detail"] in said
+    assert "Traceback (most recent call last)" in record["detail"]
+
+
+def test_an_error_that_is_known_is_in_the_record_with_its_way_out(ended):
+    record, code, said = ended("master", "local", "redis.server=/no/such/server")
+    assert (record["state"], record["outcome"], record["code"], code) == ("ended", "failed", 1, 1)
+    assert "/no/such/server" in record["reason"]
+    assert record["detail"]
+    assert record["detail"] in said
+    assert "Traceback" not in said
+
+
+def test_a_launcher_that_slurm_does_not_answer_counts_as_killed(ended, tmp_path):
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact' >&2; exit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1",
+           "PATH": f"{tmp_path}:{os.environ['PATH']}"}  # fmt: skip
+    record, code, said = ended("launch", "sync", **job)
+    assert (record["state"], record["outcome"], record["code"], code) == ("ended", "killed", 75, 75)
+    assert record["reason"] == "scontrol failed: Unable to contact"
+    assert "is slurmctld up" in record["detail"]
+    assert "Traceback" not in said
+
+
+def test_an_agent_outlives_a_moments_silence_of_the_filesystem(run, monkeypatch):
+    monkeypatch.setattr(durable, "AGAIN_S", ())
+    monkeypatch.setattr(durable, "SPACE_S", 0)
+    run.set_control(state="stopped")
+    real, tries = os.listdir, iter(range(3))
+
+    def silent(folder):
+        if Path(folder) == run.path and next(tries, None) is not None:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(folder)
+
+    monkeypatch.setattr(os, "listdir", silent)
+    agent = Agent(run, 0, Notice())
+    assert agent.main() == 93
+    assert next(tries, None) is None
+    assert run.jobs.ending(agent.program.job_id)["outcome"] == "stopped"
