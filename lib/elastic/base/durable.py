@@ -70,7 +70,9 @@ def make_folder(path: Path, mode: int = 0o755, parents: bool = False) -> None:
 def own(path: str, flags: int) -> int:
     """`open(…, opener=own)`: a new file is its owner's to write and anybody's to read."""
     descriptor = os.open(path, flags, 0o600)
-    if not os.fstat(descriptor).st_size:
+    status = os.fstat(descriptor)
+    # An empty lock is opened often, and a full quota may refuse what changes nothing.
+    if not status.st_size and stat.S_IMODE(status.st_mode) != 0o644:
         os.fchmod(descriptor, 0o644)
     return descriptor
 
@@ -281,8 +283,7 @@ def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) 
         yield temporary
     except OSError as error:
         # Not a name that nobody has given.
-        error.filename, error.filename2 = str(path), None
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         with contextlib.suppress(OSError):  # gone, or left behind: no reason to fail
             temporary.unlink()
