@@ -511,6 +511,15 @@ def test_a_run_that_cannot_keep_its_notes_is_named_and_the_others_keep_theirs(
     assert "nothing done: squeue: Socket timed out" in report.lines()
 
 
+def test_a_pass_that_cannot_note_its_time_is_made(run, slurm, again, monkeypatch):
+    def full(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "utime", full)
+    report = again()
+    assert (len(did(report)), report.errors) == (5, [])
+
+
 def test_every_run_is_looked_for_on_the_cluster_it_was_submitted_to(make_run, slurm):
     """Whatever SLURM_CONF cron has. A cluster that is gone keeps no run of another one waiting."""
     runs = {name: make_run("run.scheduler=slurm", "slurm.partition=p", name=name) for name in "abc"}

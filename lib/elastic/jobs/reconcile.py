@@ -152,7 +152,8 @@ def _lock(run: RunDir) -> Iterator[bool]:
         except OSError as error:
             is_mine = not isinstance(error, BlockingIOError)
         if is_mine:
-            os.utime(file.fileno())
+            with contextlib.suppress(OSError):  # a full quota costs the note, not the pass
+                os.utime(file.fileno())
         yield is_mine
 
 
