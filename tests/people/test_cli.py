@@ -505,6 +505,23 @@ def test_a_silent_scheduler_means_try_again_and_leaves_nothing(config, env, tmp_
     assert left_behind(tmp_path) == []
 
 
+def test_what_a_silent_scheduler_leaves_undone_is_noted_and_exits_75(config, env, tmp_path):
+    silent = tmp_path / "silent"
+    script = f"[ -e '{silent}' ] || exit 0; echo 'slurm_load_jobs error' >&2; exit 1"
+    path = fake_slurm(tmp_path / "slurm", squeue=script, scancel="exit 0", sbatch="echo 7")
+    env = {**env, "PATH": path}
+    assert elastic("submit", config, *ON_SLURM, env=env).returncode == 0
+    silent.touch()
+    for command, noted in (("scale quiet --max 1", '"max": 1'), ("stop quiet", '"stopped"')):
+        answer = elastic(*command.split(), env=env)
+        assert answer.returncode == 75, answer
+        assert answer.stderr.startswith("run quiet: noted, and left to the next pass: squeue ")
+        assert "squeue" not in answer.stdout
+        assert noted in (tmp_path / "runs" / "quiet" / "control.json").read_text()
+    silent.unlink()
+    assert elastic("stop", "quiet", env=env).returncode == 0
+
+
 def test_a_job_that_is_refused_undoes_the_run(config, env, tmp_path):
     refusal = "sbatch: error: invalid partition specified: p"
     path = fake_slurm(
