@@ -270,20 +270,28 @@ def sync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def naming(place: Path | str) -> Iterator[None]:
+    """Errors name the place that was asked for: that of a flush names none, and some name
+    one that nobody has given."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(place)) from error
+
+
+@contextlib.contextmanager
 def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)
-            file.write(data)
-            file.flush()
-            if synced:
-                os.fsync(file.fileno())
-        yield temporary
-    except OSError as error:
-        # Not a name that nobody has given.
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with naming(path):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                os.fchmod(descriptor, mode)
+                file.write(data)
+                file.flush()
+                if synced:
+                    os.fsync(file.fileno())
+            yield temporary
     finally:
         with contextlib.suppress(OSError):  # gone, or left behind: no reason to fail
             temporary.unlink()
