@@ -5,24 +5,35 @@ pytest tests/people/test_report.py
 """
 
 import contextlib
+import errno
 import getpass
 import html
+import itertools
 import json
+import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from elastic.base import durable
 from elastic.base.errors import ElasticError, UsageError
+from elastic.commands import looking, main
 from elastic.lab.chaos import Chaos
 from elastic.people import metrics, report, timeline
+from elastic.run import scores
+from elastic.run.rundir import RunDir
 from helpers import ROOT, commit_of, elastic, environment
 from running import Running, running
 
@@ -293,6 +304,86 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: bytes):
     with pytest.raises(UsageError, match="something else"):
         metrics.JsonLines(path)
     assert path.read_bytes() == content
+
+
+# ---- told as it comes
+
+
+def told_rows(run: RunDir, sink: Any) -> list[dict]:
+    metrics.feed(run, [sink])
+    return [json.loads(line, parse_constant=pytest.fail)
+            for line in sink.path.read_text().splitlines()]  # fmt: skip
+
+
+def commit(run: RunDir, version: int, **told) -> None:
+    run.commits.link(commit_of(version, **{"time": time.time(), "tokens": 100 * version,
+                                           "loss": 2.0, **told}))  # fmt: skip
+
+
+def test_a_score_is_told_once_however_often_a_version_is(run, tmp_path: Path):
+    sink = metrics.JsonLines(tmp_path / "rows.jsonl")
+    commit(run, 1)
+    scores.add(run, 100, {"loss": 3.0})
+    for version in (2, 3, 4):
+        commit(run, version)
+        told = told_rows(run, sink)
+    assert [row.get("score/tokens") for row in told] == [None, 100, None, None]
+
+
+def test_a_number_that_json_has_none_for_is_null_in_its_lines(run, tmp_path: Path):
+    commit(run, 1, loss=math.nan)
+    (row,) = told_rows(run, metrics.JsonLines(tmp_path / "rows.jsonl"))
+    assert row == {**row, "loss": None, "tokens": 100}
+
+
+def test_rows_for_which_there_was_no_room_come_whole_when_there_is(run, tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    sink, limits = metrics.JsonLines(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for version in (1, 2, 3):
+        commit(run, version)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            metrics.feed(run, [sink])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b""
+    assert [row["version"] for row in told_rows(run, sink)] == [1, 2, 3]
+
+
+def test_who_follows_a_run_lives_through_a_silence(run, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(durable, "AGAIN_S", ())
+    path, real, silences = tmp_path / "rows.jsonl", os.listdir, itertools.count()
+    commit(run, 1)
+
+    def silent(_folder) -> list[str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def later(_seconds: float) -> None:
+        """What happens between two looks."""
+        at = next(silences)
+        monkeypatch.setattr(os, "listdir", silent if at < 2 else real)
+        if at == 2:
+            commit(run, 2)
+            run.mark_done({"reason": "nothing is left to train"})
+
+    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=later))
+    words = ["metrics", run.name, "--jsonl", str(path), "--follow"]
+    done = CliRunner().invoke(main.elastic, words)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("will try on: the filesystem fails for now") == 1
+    assert [json.loads(line)["version"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(("words", "place"), [
+    (["metrics", "--prometheus", "/dev/full"], "/dev/full"), (["status"], "standard output"),
+    (["config", ROOT / "etc/demo.toml", "--json"], "standard output")])  # fmt: skip
+def test_a_full_disk_is_told_of_by_name(tmp_path: Path, words: list, place: str):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([ROOT / "bin/elastic", *words], env=environment(tmp_path), text=True,
+                              stdout=full, stderr=subprocess.PIPE, timeout=60)  # fmt: skip
+    assert done.returncode != 0
+    assert done.stderr.startswith(f"error: No space left on device: {place}\n")
 
 
 class FakeWandb:
