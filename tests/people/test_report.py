@@ -220,6 +220,17 @@ def test_a_run_that_has_only_begun_is_drawn(lived):
     assert "nothing yet" not in report.page(facts)
 
 
+def test_of_a_program_that_counts_its_own_steps_no_goodput_is_told(make_run):
+    run = make_run("run.command=['train']", "run.mode=sync", "train.max_tokens=9")
+    run.set_control(mode="sync")
+    who = {"role": "trainer", "slot": 0, "job_id": "1", "attempt": 1}
+    run.event("start", **who)
+    run.jobs.write_ending("1", {"state": "training", "started": 1.0, "gpus": 4, "node": "n", **who})
+    drawn = report.page(report.gather(run))
+    assert "GPU-seconds" not in drawn
+    assert "Throughput" in drawn
+
+
 def test_of_too_many_jobs_the_newest_are_drawn(monkeypatch):
     monkeypatch.setattr(report, "MOST_STAYS", 2)
     ends = (9, 3, 8)

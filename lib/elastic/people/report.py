@@ -176,6 +176,11 @@ PANELS: dict[str, Callable[[Any, Facts], None]] = {
 }  # fmt: skip
 
 
+def panels(facts: Facts) -> list[str]:
+    """Those of which something is known: a program of the user's counts its steps itself."""
+    return [title for title, draw in PANELS.items() if facts.gpu_seconds or draw != draw_goodput]
+
+
 # ---- the page
 
 
@@ -186,7 +191,7 @@ def page(facts: Facts) -> str:
     words = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
     parts = [HEAD.format(run=_safe(seen["run"]), style=STYLE)]
     parts += [f"<p>{_safe(each)}</p>" for each in words]
-    for title in PANELS:
+    for title in panels(facts):
         parts += [f"<h2>{_safe(title)}</h2>", with_titles(_svg(title, facts), tooltips)]
     parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]
     return "\n".join([*parts, "</body></html>", ""])
