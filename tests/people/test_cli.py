@@ -17,7 +17,7 @@ import pytest
 
 from elastic.base import environment as installed
 from elastic.commands import shared
-from helpers import ROOT, elastic, environment, wait_until
+from helpers import ROOT, commit_of, elastic, environment, wait_until
 from test_layers import FOLDERS
 
 COMMANDS = [
@@ -440,6 +440,18 @@ def test_a_limit_below_one_worker_is_refused(env, tmp_path):
     elastic("submit", config, env=env)
     answer = elastic("scale", "wide", "--min", 4, "--max", 4, env=env)
     assert (answer.returncode, "slurm.gpus_per_worker is 8" in answer.stderr) == (2, True)
+
+
+def test_where_a_terminal_has_no_bars_the_words_are_all_there(make_run, home):
+    run = make_run()
+    for version in range(3):
+        told = {"tokens": 10 * version, "total_tokens": 40, "loss": 3.0 - version}
+        run.commits.link(commit_of(version, **told))
+    env = environment(home, PYTHONIOENCODING="ascii")
+    answer = elastic("status", run.name, env=env)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    for words in ("???????? 50% version 2", "3.000 ??? 1.000", "mode local"):
+        assert words in answer.stdout
 
 
 def test_a_screen_that_is_watched_has_no_json(config, env):
