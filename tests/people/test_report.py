@@ -20,6 +20,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +239,26 @@ def test_of_too_many_jobs_the_newest_are_drawn(monkeypatch):
     stays = [timeline.Stay("worker", slot, "1", "n", 0.0, end) for slot, end in enumerate(ends)]
     assert [stay.end for stay in report.newest(stays)] == [9, 8]
     assert report.newest([]) == []
+
+
+def test_a_job_of_the_hour_that_comes_twice_is_drawn_forwards(lived, monkeypatch):
+    """In Berlin: it is 2:50 when it begins, and 2:10 twenty minutes later."""
+    from matplotlib.figure import Figure
+
+    began = datetime(2026, 10, 25, 0, 50, tzinfo=UTC).timestamp()
+    stay = timeline.Stay("worker", 0, "1", "n", began, began + 1200, "done")
+    facts = replace(report.gather(lived[0].run), began=began, points=[], scores=[], stays=[stay],
+                    incidents=[])  # fmt: skip
+    with monkeypatch.context() as berlin:
+        berlin.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        axes = Figure().subplots()
+        report.draw_jobs(axes, facts)
+        drawn = report.page(facts)
+    time.tzset()
+    (bar,) = axes.patches
+    assert bar.get_width() * 86400 == pytest.approx(1200)
+    assert {label[:2] for label in re.findall(r">(\d\d:\d\d)<", drawn)} == {"02"}  # its clock
 
 
 def test_long_curves_are_thinned_and_keep_their_end():

@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from elastic.base.errors import ElasticError
@@ -158,12 +157,16 @@ def draw_goodput(axes: Any, facts: Facts) -> None:
 
 
 def _along_time(axes: Any, facts: Facts) -> None:
+    from dateutil.tz import tzlocal  # comes with matplotlib
+
+    axes.xaxis_date(tzlocal())
     axes.set(xlim=(_at(facts.began), _at(facts.last)), xlabel="time")
 
 
-def _at(time_: float) -> datetime:
-    """Where a time is on the axes."""
-    return datetime.fromtimestamp(time_)
+def _at(time_: float) -> float:
+    """Where a time is on the axes: in days since 1970, as an hour of local time, in which
+    the ticks are, may come twice."""
+    return time_ / 86400
 
 
 PANELS: dict[str, Callable[[Any, Facts], None]] = {
