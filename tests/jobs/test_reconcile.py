@@ -494,6 +494,32 @@ def test_one_broken_run_does_not_keep_the_others_waiting(make_run, run, slurm, a
     assert report.lines()[:2] == report.errors
 
 
+def test_a_run_that_cannot_keep_its_notes_is_named_and_the_others_keep_theirs(
+    make_run, slurm, again, monkeypatch
+):
+    broken, fine = make_run(name="broken"), make_run(name="fine")
+    slurm.silent, real = True, reconcile.write_atomic
+
+    def full(path, data):
+        if path.parent == broken.path:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+        real(path, data)
+
+    monkeypatch.setattr(reconcile, "write_atomic", full)
+    report = again(runs=[fine, broken])
+    assert [line.split(":")[0] for line in report.errors] == ["broken"]
+    assert "nothing done: squeue: Socket timed out" in report.lines()
+
+
+def test_a_pass_that_cannot_note_its_time_is_made(run, slurm, again, monkeypatch):
+    def full(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "utime", full)
+    report = again()
+    assert (len(did(report)), report.errors) == (5, [])
+
+
 def test_every_run_is_looked_for_on_the_cluster_it_was_submitted_to(make_run, slurm):
     """Whatever SLURM_CONF cron has. A cluster that is gone keeps no run of another one waiting."""
     runs = {name: make_run("run.scheduler=slurm", "slurm.partition=p", name=name) for name in "abc"}

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from elastic.base.errors import ElasticError
+from elastic.jobs.reconcile import PassReport
 from elastic.lab import validation
 from elastic.lab.validation import verdicts
+from elastic.run.rundir import RunDir
 from helpers import elastic, environment
 from running import SETTINGS, TESTS, kill_all, toml
 
+SAID = {"reason": "nothing is left to train"}
 BASE = {0: 2.00, 1: 2.02, 2: 1.98}
 
 
@@ -58,6 +62,33 @@ def test_a_step_of_sync_mode_has_the_samples_of_all_workers_steps(make_config):
 
     sync, local = validation.trials(load, ["int8"], 1)
     assert sync.config.sync.global_batch_size == 2 * local.config.step_samples == 8 * 6 * 5
+
+
+# ---- one after the other
+
+
+def test_a_trial_that_has_failed_is_tried_again(make_config, home: Path, monkeypatch):
+    """Called again, its mistake mended meanwhile: what is done stays as it is."""
+    trials = [validation.Trial("int8", seed, make_config(f"run.seed={seed}", name=f"t{seed}"))
+              for seed in (0, 1)]  # fmt: skip
+    mistaken = {"t1"}
+
+    def a_pass(runs: list[RunDir], _now: float) -> PassReport:
+        for run in runs:
+            run.mark_failed("no such file") if run.name in mistaken else run.mark_done(SAID)
+        return PassReport()
+
+    monkeypatch.setattr(validation, "run_pass", a_pass)
+
+    def train() -> dict:
+        return validation.train(trials, home / "runs", 1, lambda _: None)
+
+    with pytest.raises(ElasticError, match="run t1 failed: no such file"):
+        train()
+    mistaken.clear()
+    again = train()
+    assert [run.name for run in again.values()] == ["t0", "t1"]
+    assert all(run.done() and not run.failed() for run in again.values())
 
 
 # ---- for real

@@ -17,7 +17,7 @@ import pytest
 
 from elastic.base import environment as installed
 from elastic.commands import shared
-from helpers import ROOT, elastic, environment, wait_until
+from helpers import ROOT, commit_of, elastic, environment, wait_until
 from test_layers import FOLDERS
 
 COMMANDS = [
@@ -442,6 +442,18 @@ def test_a_limit_below_one_worker_is_refused(env, tmp_path):
     assert (answer.returncode, "slurm.gpus_per_worker is 8" in answer.stderr) == (2, True)
 
 
+def test_where_a_terminal_has_no_bars_the_words_are_all_there(make_run, home):
+    run = make_run()
+    for version in range(3):
+        told = {"tokens": 10 * version, "total_tokens": 40, "loss": 3.0 - version}
+        run.commits.link(commit_of(version, **told))
+    env = environment(home, PYTHONIOENCODING="ascii")
+    answer = elastic("status", run.name, env=env)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    for words in ("???????? 50% version 2", "3.000 ??? 1.000", "mode local"):
+        assert words in answer.stdout
+
+
 def test_a_screen_that_is_watched_has_no_json(config, env):
     answer = elastic("status", "--watch", "--json", env=env)
     assert (answer.returncode, "--watch is for a screen" in answer.stderr) == (2, True)
@@ -503,6 +515,23 @@ def test_a_silent_scheduler_means_try_again_and_leaves_nothing(config, env, tmp_
     assert answer.returncode == 75
     assert "squeue" in answer.stderr
     assert left_behind(tmp_path) == []
+
+
+def test_what_a_silent_scheduler_leaves_undone_is_noted_and_exits_75(config, env, tmp_path):
+    silent = tmp_path / "silent"
+    script = f"[ -e '{silent}' ] || exit 0; echo 'slurm_load_jobs error' >&2; exit 1"
+    path = fake_slurm(tmp_path / "slurm", squeue=script, scancel="exit 0", sbatch="echo 7")
+    env = {**env, "PATH": path}
+    assert elastic("submit", config, *ON_SLURM, env=env).returncode == 0
+    silent.touch()
+    for command, noted in (("scale quiet --max 1", '"max": 1'), ("stop quiet", '"stopped"')):
+        answer = elastic(*command.split(), env=env)
+        assert answer.returncode == 75, answer
+        assert answer.stderr.startswith("run quiet: noted, and left to the next pass: squeue ")
+        assert "squeue" not in answer.stdout
+        assert noted in (tmp_path / "runs" / "quiet" / "control.json").read_text()
+    silent.unlink()
+    assert elastic("stop", "quiet", env=env).returncode == 0
 
 
 def test_a_job_that_is_refused_undoes_the_run(config, env, tmp_path):

@@ -3,18 +3,29 @@
 pytest tests/people/test_damaged_runs.py
 """
 
+import contextlib
+import errno
+import io
 import json
 import os
+import re
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from elastic.base import durable
+from elastic.base.environment import registry_dir
 from elastic.base.errors import Exit
 from elastic.commands import main
 from elastic.jobs import reconcile
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.rundir import Control, RunDir
+from forks import NOBODY, as_nobody
 
 FILES = ["control.json", "endpoint.json", "failed.json", "newest.json", "commits/000000.json",
          "exit/4711.json", "events.jsonl", "metrics.jsonl", "run.toml"]  # fmt: skip
@@ -58,3 +69,83 @@ def test_an_odd_file_is_said_and_the_other_run_goes_on(runs, name: str, content:
         assert "Traceback" not in done.output, command
     done = CliRunner().invoke(main.elastic, ["status"])
     assert (done.exit_code, "sound" in done.output) == (Exit.OK, True), done.output
+
+
+# ---- a folder that nobody can look into
+
+
+def answers(runs: list[RunDir]) -> dict[str, list]:
+    """What is said of all runs, and of the odd one: (exit code, words) by command."""
+    scrape = runs[1].path.parent / "runs.prom"
+    said = {}
+    for command in ("status", "reconcile", f"metrics --prometheus {scrape}", "status odd"):
+        done = CliRunner().invoke(main.elastic, command.split())
+        kept = None if isinstance(done.exception, SystemExit) else repr(done.exception)
+        said[command.split(" -")[0]] = [done.exit_code, done.output, kept]
+    said["scraped"] = scrape.read_text() if scrape.exists() else ""
+    said["passed"] = (runs[1].path / reconcile.LOCK).exists()
+    return said
+
+
+def assert_the_others_are_served(said: dict[str, list], why: str, code: int) -> None:
+    assert said["status"][0] == Exit.OK, said
+    words = " ".join(said["status"][1].split())
+    assert "odd damaged" in words
+    assert "sound stopped" in words
+    assert (said["reconcile"][0], said["passed"]) == (Exit.ERROR, True), said
+    assert said["reconcile"][1].startswith("odd: error: ")
+    assert why in said["reconcile"][1]
+    assert said["metrics"][0] == Exit.OK, said
+    states = re.findall(r'elastic_state{run="(.*)",user=.*,state="(.*)"} 1\n', said["scraped"])
+    assert states == [("odd", "damaged"), ("sound", "stopped")]
+    assert said["status odd"][0] == code, said
+    assert why in said["status odd"][1]
+
+
+@contextlib.contextmanager
+def failing(run: RunDir, number: int) -> Iterator[None]:
+    """Whatever is asked of a file of the run fails, as where the server of its disk is gone."""
+    places = (str(run.path), f"{registry_dir()}/runs/{run.name}/")
+
+    def wrapped(real):
+        def call(path, *args, **kwargs):
+            if not isinstance(path, int) and os.fspath(path).startswith(places):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((os, "stat"), (os, "lstat"), (os, "open"), (os, "listdir"),
+                            (os, "scandir"), (os, "statvfs"), (io, "open")):  # fmt: skip
+            patch.setattr(owner, name, wrapped(getattr(owner, name)))
+        yield
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_run_whose_filesystem_fails_is_a_damaged_one_of_several(runs, monkeypatch, number: int):
+    monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
+    with failing(runs[0], number):
+        said = answers(runs)
+    assert_the_others_are_served(said, os.strerror(number), Exit.TRY_AGAIN)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_a_run_in_a_folder_that_is_closed_to_its_user_is_a_damaged_one_of_several(make_config):
+    configs = [make_config(name=name) for name in ("odd", "sound")]
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    os.chown(folder, NOBODY, NOBODY)
+
+    def act() -> dict[str, list]:
+        os.environ["ELASTIC_HOME_DIR"] = str(folder / "registry")
+        control = Control("local", "stopped", 1, 1)
+        runs = [RunDir.create(folder / config.run.name, config, control, {}) for config in configs]
+        runs[0].path.parent.chmod(0)
+        return answers(runs)
+
+    try:
+        said = as_nobody(act)
+    finally:
+        shutil.rmtree(folder)
+    assert_the_others_are_served(said, "Permission denied", Exit.ERROR)

@@ -5,24 +5,37 @@ pytest tests/people/test_report.py
 """
 
 import contextlib
+import errno
 import getpass
 import html
+import itertools
 import json
+import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from elastic.base import durable
 from elastic.base.errors import ElasticError, UsageError
+from elastic.commands import looking, main
 from elastic.lab.chaos import Chaos
 from elastic.people import metrics, report, timeline
+from elastic.run import scores
+from elastic.run.rundir import RunDir
 from helpers import ROOT, commit_of, elastic, environment
 from running import Running, running
 
@@ -209,12 +222,43 @@ def test_a_run_that_has_only_begun_is_drawn(lived):
     assert "nothing yet" not in report.page(facts)
 
 
+def test_of_a_program_that_counts_its_own_steps_no_goodput_is_told(make_run):
+    run = make_run("run.command=['train']", "run.mode=sync", "train.max_tokens=9")
+    run.set_control(mode="sync")
+    who = {"role": "trainer", "slot": 0, "job_id": "1", "attempt": 1}
+    run.event("start", **who)
+    run.jobs.write_ending("1", {"state": "training", "started": 1.0, "gpus": 4, "node": "n", **who})
+    drawn = report.page(report.gather(run))
+    assert "GPU-seconds" not in drawn
+    assert "Throughput" in drawn
+
+
 def test_of_too_many_jobs_the_newest_are_drawn(monkeypatch):
     monkeypatch.setattr(report, "MOST_STAYS", 2)
     ends = (9, 3, 8)
     stays = [timeline.Stay("worker", slot, "1", "n", 0.0, end) for slot, end in enumerate(ends)]
     assert [stay.end for stay in report.newest(stays)] == [9, 8]
     assert report.newest([]) == []
+
+
+def test_a_job_of_the_hour_that_comes_twice_is_drawn_forwards(lived, monkeypatch):
+    """In Berlin: it is 2:50 when it begins, and 2:10 twenty minutes later."""
+    from matplotlib.figure import Figure
+
+    began = datetime(2026, 10, 25, 0, 50, tzinfo=UTC).timestamp()
+    stay = timeline.Stay("worker", 0, "1", "n", began, began + 1200, "done")
+    facts = replace(report.gather(lived[0].run), began=began, points=[], scores=[], stays=[stay],
+                    incidents=[])  # fmt: skip
+    with monkeypatch.context() as berlin:
+        berlin.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        axes = Figure().subplots()
+        report.draw_jobs(axes, facts)
+        drawn = report.page(facts)
+    time.tzset()
+    (bar,) = axes.patches
+    assert bar.get_width() * 86400 == pytest.approx(1200)
+    assert {label[:2] for label in re.findall(r">(\d\d:\d\d)<", drawn)} == {"02"}  # its clock
 
 
 def test_long_curves_are_thinned_and_keep_their_end():
@@ -293,6 +337,86 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: bytes):
     with pytest.raises(UsageError, match="something else"):
         metrics.JsonLines(path)
     assert path.read_bytes() == content
+
+
+# ---- told as it comes
+
+
+def told_rows(run: RunDir, sink: Any) -> list[dict]:
+    metrics.feed(run, [sink])
+    return [json.loads(line, parse_constant=pytest.fail)
+            for line in sink.path.read_text().splitlines()]  # fmt: skip
+
+
+def commit(run: RunDir, version: int, **told) -> None:
+    run.commits.link(commit_of(version, **{"time": time.time(), "tokens": 100 * version,
+                                           "loss": 2.0, **told}))  # fmt: skip
+
+
+def test_a_score_is_told_once_however_often_a_version_is(run, tmp_path: Path):
+    sink = metrics.JsonLines(tmp_path / "rows.jsonl")
+    commit(run, 1)
+    scores.add(run, 100, {"loss": 3.0})
+    for version in (2, 3, 4):
+        commit(run, version)
+        told = told_rows(run, sink)
+    assert [row.get("score/tokens") for row in told] == [None, 100, None, None]
+
+
+def test_a_number_that_json_has_none_for_is_null_in_its_lines(run, tmp_path: Path):
+    commit(run, 1, loss=math.nan)
+    (row,) = told_rows(run, metrics.JsonLines(tmp_path / "rows.jsonl"))
+    assert row == {**row, "loss": None, "tokens": 100}
+
+
+def test_rows_for_which_there_was_no_room_come_whole_when_there_is(run, tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    sink, limits = metrics.JsonLines(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for version in (1, 2, 3):
+        commit(run, version)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(path))):
+            metrics.feed(run, [sink])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b""
+    assert [row["version"] for row in told_rows(run, sink)] == [1, 2, 3]
+
+
+def test_who_follows_a_run_lives_through_a_silence(run, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(durable, "AGAIN_S", ())
+    path, real, silences = tmp_path / "rows.jsonl", os.listdir, itertools.count()
+    commit(run, 1)
+
+    def silent(_folder) -> list[str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def later(_seconds: float) -> None:
+        """What happens between two looks."""
+        at = next(silences)
+        monkeypatch.setattr(os, "listdir", silent if at < 2 else real)
+        if at == 2:
+            commit(run, 2)
+            run.mark_done({"reason": "nothing is left to train"})
+
+    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=later))
+    words = ["metrics", run.name, "--jsonl", str(path), "--follow"]
+    done = CliRunner().invoke(main.elastic, words)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("will try on: the filesystem fails for now") == 1
+    assert [json.loads(line)["version"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(("words", "place"), [
+    (["metrics", "--prometheus", "/dev/full"], "/dev/full"), (["status"], "standard output"),
+    (["config", ROOT / "etc/demo.toml", "--json"], "standard output")])  # fmt: skip
+def test_a_full_disk_is_told_of_by_name(tmp_path: Path, words: list, place: str):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([ROOT / "bin/elastic", *words], env=environment(tmp_path), text=True,
+                              stdout=full, stderr=subprocess.PIPE, timeout=60)  # fmt: skip
+    assert done.returncode != 0
+    assert done.stderr.startswith(f"error: No space left on device: {place}\n")
 
 
 class FakeWandb:

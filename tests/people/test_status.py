@@ -137,6 +137,27 @@ def test_of_many_runs_workers_are_counted_by_jobs_and_no_redis_is_asked(runs):
     assert all("not reachable" in row["reason"] for row in few)
 
 
+@pytest.mark.parametrize("brief", [False, True])
+def test_of_a_run_that_is_over_no_redis_is_asked(runs, monkeypatch, brief: bool):
+    """In a table, each would cost the seconds for which a silent one is waited for."""
+    done, failed, stopped, leaving = runs[:4]
+    done.mark_done({"reason": "nothing is left to train"})
+    failed.mark_failed("no such file")
+    stopped.set_control(state="stopped")
+    leaving.set_control(state="stopped")
+    job = Job("1", "worker", 0, "RUNNING", node="n1", run=leaving.name)
+    scheduler = SimpleNamespace(jobs=lambda _within_s: [job])
+    monkeypatch.setattr(status, "open_scheduler", lambda *_: scheduler)
+    came = []
+    with hanging_up(came) as endpoint:
+        for run in runs[:4]:
+            run.set_endpoint(endpoint)
+        states = [row["state"] for row in status.observe_all(runs[:3], brief)]
+        assert (states, came) == (["done", "failed", "stopped"], [])
+        status.observe_all([leaving, done], brief)
+        assert came
+
+
 def test_a_run_that_no_pass_has_looked_at_for_minutes_says_so(runs):
     assert "no pass" not in status.observe_all(runs)[0]["reason"]  # it was just made
     lock = runs[0].path / "reconcile.lock"

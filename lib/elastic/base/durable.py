@@ -70,7 +70,9 @@ def make_folder(path: Path, mode: int = 0o755, parents: bool = False) -> None:
 def own(path: str, flags: int) -> int:
     """`open(…, opener=own)`: a new file is its owner's to write and anybody's to read."""
     descriptor = os.open(path, flags, 0o600)
-    if not os.fstat(descriptor).st_size:
+    status = os.fstat(descriptor)
+    # An empty lock is opened often, and a full quota may refuse what changes nothing.
+    if not status.st_size and stat.S_IMODE(status.st_mode) != 0o644:
         os.fchmod(descriptor, 0o644)
     return descriptor
 
@@ -268,21 +270,28 @@ def sync_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def naming(place: Path | str) -> Iterator[None]:
+    """Errors name the place that was asked for: that of a flush names none, and some name
+    one that nobody has given."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(place)) from error
+
+
+@contextlib.contextmanager
 def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)
-            file.write(data)
-            file.flush()
-            if synced:
-                os.fsync(file.fileno())
-        yield temporary
-    except OSError as error:
-        # Not a name that nobody has given.
-        error.filename, error.filename2 = str(path), None
-        raise
+        with naming(path):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                os.fchmod(descriptor, mode)
+                file.write(data)
+                file.flush()
+                if synced:
+                    os.fsync(file.fileno())
+            yield temporary
     finally:
         with contextlib.suppress(OSError):  # gone, or left behind: no reason to fail
             temporary.unlink()

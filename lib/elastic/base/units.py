@@ -1,6 +1,8 @@
 """Numbers with their units, as people read and write them. Pure."""
 
+import math
 import re
+from typing import Any
 
 
 def size(amount: float) -> str:
@@ -18,3 +20,12 @@ def interval(setting: str) -> tuple[float, str]:
     number, unit = filter(None, found.groups()) if found else ("0", "")
     seconds = {"s": 1, "m": 60, "h": 3600}
     return float(number) * seconds.get(unit, 1), "s" if unit in seconds else unit
+
+
+def finite(data: Any) -> Any:
+    """The same data with null for a number that JSON has none for."""
+    if isinstance(data, dict):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -11,10 +11,10 @@ from pathlib import Path
 import click
 
 from elastic.base import config as configuration
-from elastic.base.durable import checksum
-from elastic.base.errors import ElasticError, Exit, UsageError
+from elastic.base.durable import FULL, checksum
+from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.commands import shared
-from elastic.commands.shared import command, flag, say, show
+from elastic.commands.shared import command, flag, say, show, warn
 from elastic.run import rundir
 from elastic.run.audit import audit as audit_ledger
 from elastic.run.audit import gpu_seconds, has_ledger
@@ -178,24 +178,43 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
         raise UsageError("which RUN? Only --prometheus takes all of them", "elastic-status")
     measured = rundir.find(run) if run else None
     sinks = numbers.sinks(measured, **series) if measured else []
+    within_s = LISTED_S if follow else 0.0
+    write = functools.partial(write_numbers, measured, prometheus, sinks, within_s)
     with contextlib.suppress(KeyboardInterrupt):
-        while write_numbers(measured, prometheus, sinks, follow):
+        write_on(write) if follow else write()
+
+
+def write_on(write: Callable[[], bool]) -> None:
+    """Write for as long as there is more to come. What fails for now is said, once, and
+    tried again."""
+    is_over, told = False, ""
+    while not is_over:
+        try:
+            is_over, why = write(), ""
+        except (TryAgain, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in FULL:
+                raise
+            why = f"will try on: {error}"
+        if why not in ("", told):
+            warn(why)
+        told = why
+        if not is_over:
             time.sleep(FOLLOW_S)
 
 
-def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, follow: bool) -> bool:
-    """Write what is there now; whether there will be more to write."""
+def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, within_s: float) -> bool:
+    """Write what is there now; whether that was the last of it."""
     from elastic.people import metrics as numbers
     from elastic.people import status
 
     if prometheus:
         runs = [run] if run else rundir.registered()
-        observed = status.observe_all(runs, within_s=LISTED_S if follow else 0.0)
+        observed = status.observe_all(runs, within_s=within_s)
         shared.put(prometheus, numbers.prometheus(observed).encode())
     is_over = bool(run and run.closing())
     if sinks:
         numbers.feed(run, sinks)
-    return follow and not is_over
+    return is_over
 
 
 @command("evaluate demo", "evaluate demo --version 0 --json")

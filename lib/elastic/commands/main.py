@@ -8,6 +8,7 @@ torch, and everything that needs it, is imported by `evaluate` and `validate` al
 others run under cron and on login nodes, where seconds and memory count.
 """
 
+import sys
 from pathlib import Path
 
 import click
@@ -61,6 +62,8 @@ def elastic():
 
 
 def main() -> None:
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed one is none
+        stream.reconfigure(errors="replace")  # an 8-bit locale has no bars
     elastic(prog_name="elastic")
 
 

@@ -14,6 +14,7 @@ from elastic.base.errors import Exit
 from elastic.commands import shared
 from elastic.commands.shared import command, flag, say, warn
 from elastic.jobs import reconcile as reconciling
+from elastic.jobs.reconcile import PassReport
 from elastic.people import steering
 from elastic.run import rundir
 from elastic.run.rundir import RunDir
@@ -96,17 +97,24 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float,
     else:
         for line in report.lines():
             say(line)
-    code = Exit.ERROR if report.errors else Exit.OK
-    sys.exit(Exit.TRY_AGAIN if report.unknown else code)
+    sys.exit(code_of(report))
 
 
-def take_effect(run: RunDir) -> None:
-    """Let a change take effect now, and say what that came to."""
+def code_of(report: PassReport) -> Exit:
+    if report.unknown:
+        return Exit.TRY_AGAIN
+    return Exit.ERROR if report.errors else Exit.OK
+
+
+def take_effect(run: RunDir) -> Exit:
+    """Let a change take effect now, say what that came to, and give its exit code."""
     report = reconciling.run_pass([run], time.time())
+    if report.unknown:
+        report.unknown_is_new = False  # it is said here, news or not
+        warn(f"run {run.name}: noted, and left to the next pass: {report.unknown}")
     for line in report.lines():
         say(line)
-    if report.unknown and not report.lines():
-        say(f"nothing done yet: {report.unknown}")
+    return code_of(report)
 
 
 @command("scale demo --max 16", "scale demo --min 4 --max 4", "scale demo --mode sync")
@@ -118,12 +126,13 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
     """Change how many GPUs RUN may have, or how they train together.
 
     In the other mode it goes on from what is committed when its jobs have left.
-    A run that was stopped or has failed starts again.
+    A run that was stopped or has failed starts again. Exits 75 when the
+    scheduler did not answer: the next pass does it then.
     """
     resized = rundir.find(run)
     for line in steering.scale(resized, fewest, most, mode):
         say(line)
-    take_effect(resized)
+    sys.exit(take_effect(resized))
 
 
 @command("stop demo", "stop demo --now", "stop demo --wait")
@@ -134,12 +143,15 @@ def stop(run: str, now: bool, wait_for_it: bool):
     """Stop RUN; nothing committed is lost.
 
     Its workers deliver what they have and leave. "elastic scale RUN" lets the
-    run go on.
+    run go on. Exits 75 when the scheduler did not answer: the next pass stops
+    it then.
     """
     stopped = rundir.find(run)
     steering.stop(stopped, now)
-    take_effect(stopped)
+    code = take_effect(stopped)
     if wait_for_it:
         steering.wait_until_gone(stopped)
+        code = Exit.OK
     state = "is done" if stopped.done() else "is stopped" if wait_for_it else "stops"
     click.echo(f"run {stopped.name} {state}")
+    sys.exit(code)

@@ -3,14 +3,14 @@ output."""
 
 import functools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elastic.base.durable import write_atomic
+from elastic.base.durable import naming, write_atomic
+from elastic.base.units import finite
 from elastic.run import rundir, wording
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 80,
@@ -49,7 +49,8 @@ run_argument = functools.partial(click.argument, "run", shell_complete=runs_like
 
 def say(text: str, err: bool = False) -> None:
     """Print words, of which some may be anybody's."""
-    click.echo(wording.plain(text), err=err)
+    with naming("standard error" if err else "standard output"):
+        click.echo(wording.plain(text), err=err)
 
 
 warn = functools.partial(say, err=True)
@@ -57,26 +58,19 @@ warn = functools.partial(say, err=True)
 
 def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
     """Print data for a script, or the view of it for a person."""
-    if as_json:
-        click.echo(json.dumps(finite(data), indent=1, allow_nan=False))
-    else:
-        from elastic.people import views
+    with naming("standard output"):
+        if as_json:
+            click.echo(json.dumps(finite(data), indent=1, allow_nan=False))
+        else:
+            from elastic.people import views
 
-        views.show(view, data)
-
-
-def finite(data: Any) -> Any:
-    """The same data with null for a number that JSON has none for."""
-    if isinstance(data, dict):
-        return {name: finite(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+            views.show(view, data)
 
 
 def put(path: Path, data: bytes) -> None:
     """Replace a file as a whole; what is none (a pipe, /dev/stdout) is written to."""
     if path.exists() and not path.is_file():
-        path.write_bytes(data)
+        with naming(path):
+            path.write_bytes(data)
     else:
         write_atomic(path, data)

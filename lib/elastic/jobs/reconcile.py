@@ -108,7 +108,9 @@ def _pass_over(passes: Sequence["_Pass"], scheduler: Scheduler, report: PassRepo
         jobs = scheduler.jobs(passes[0].within_s)
     except TryAgain as silence:
         report.unknown = str(silence)
-        report.unknown_is_new = any([one.left_unknown() for one in passes])
+        for one in passes:
+            with _errors_of(one.run, report):
+                report.unknown_is_new |= one.left_unknown()
         return
     for one in passes:
         with _errors_of(one.run, report):
@@ -150,7 +152,8 @@ def _lock(run: RunDir) -> Iterator[bool]:
         except OSError as error:
             is_mine = not isinstance(error, BlockingIOError)
         if is_mine:
-            os.utime(file.fileno())
+            with contextlib.suppress(OSError):  # a full quota costs the note, not the pass
+                os.utime(file.fileno())
         yield is_mine
 
 

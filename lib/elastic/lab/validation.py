@@ -7,8 +7,8 @@
                95 % bound of it (Student's t), against the margin that one is ready to pay
 
 The runs are ordinary ones, in their own folder, on whatever scheduler CONFIG names.
-Started again, it goes on: a run that is done is not done again. What it costs: arms x
-seeds whole runs.
+Started again, it goes on: a run that is done is not done again, one that has failed tries
+again. What it costs: arms x seeds whole runs.
 """
 
 import time
@@ -21,7 +21,7 @@ from elastic.base.config import Config
 from elastic.base.durable import read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, UsageError
 from elastic.jobs.reconcile import run_pass
-from elastic.people import submission, timeline
+from elastic.people import steering, submission, timeline
 from elastic.run.audit import read_metrics
 from elastic.run.rundir import RunDir
 
@@ -110,8 +110,8 @@ def _begin(trial: Trial, root: Path) -> RunDir:
     if run.config() != trial.config:
         raise UsageError(f"{run.path} was trained with another configuration",
                          "remove that folder, or give --set run.name=NAME")  # fmt: skip
-    if run.control().state == "stopped":
-        run.set_control(state="running")
+    if not run.done():  # whether it was stopped or has failed
+        steering.scale(run, None, None, None)
     return run
 
 

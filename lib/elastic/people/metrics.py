@@ -14,14 +14,15 @@ import json
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from elastic.base.durable import own, read_json, to_json, write_atomic
+from elastic.base.durable import naming, own, read_json, to_json, write_atomic
 from elastic.base.environment import user_name
 from elastic.base.errors import ElasticError, UsageError
+from elastic.base.units import finite
 from elastic.run import scores
+from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 
 GAUGES = {
@@ -84,11 +85,8 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
     steps = [{"step": line["step"], "time": line["time"], "tokens": line["tokens"],
               "loss": line["loss"], "workers": line["world"]}
              for line in run.lines("metrics.jsonl")]  # fmt: skip
-    # From the newest on: of a long run few are new.
-    commits = map(run.commits.of, range(run.commits.newest_version(), 0, -1))
-    new = list(takewhile(lambda commit: commit and commit.tokens > after, commits))
     versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
-                for commit in new[::-1]]  # fmt: skip
+                for commit in _since(run, after)]  # fmt: skip
     news = deque(scores.read(run))
     for row in sorted(versions + steps, key=lambda row: row["tokens"]):
         said = {}  # by the newest validation since the row before
@@ -98,6 +96,17 @@ def rows(run: RunDir, after: int) -> Iterator[dict]:
         if row["tokens"] > after:
             yield {**row, **said}
             after = row["tokens"]
+
+
+def _since(run: RunDir, after: int) -> list[Commit]:
+    """The versions beyond `after` tokens, oldest first, and the one before them: it has
+    had the validations of its time."""
+    newest_first: list[Commit] = []
+    for commit in map(run.commits.of, range(run.commits.newest_version(), 0, -1)):
+        newest_first += [commit] if commit else []
+        if not commit or commit.tokens <= after:
+            break
+    return newest_first[::-1]
 
 
 def sinks(run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str | None):
@@ -123,8 +132,13 @@ class JsonLines:
         os.truncate(path, len(whole + end))
 
     def add(self, rows: Sequence[dict]) -> None:
-        with self.path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        size = self.path.stat().st_size
+        try:
+            with naming(self.path), self.path.open("a") as file:
+                file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+        except OSError:
+            os.truncate(self.path, size)  # all of them come again
+            raise
 
 
 class TensorBoard:

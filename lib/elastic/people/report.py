@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from elastic.base.errors import ElasticError
@@ -158,12 +157,16 @@ def draw_goodput(axes: Any, facts: Facts) -> None:
 
 
 def _along_time(axes: Any, facts: Facts) -> None:
+    from dateutil.tz import tzlocal  # comes with matplotlib
+
+    axes.xaxis_date(tzlocal())
     axes.set(xlim=(_at(facts.began), _at(facts.last)), xlabel="time")
 
 
-def _at(time_: float) -> datetime:
-    """Where a time is on the axes."""
-    return datetime.fromtimestamp(time_)
+def _at(time_: float) -> float:
+    """Where a time is on the axes: in days since 1970, as an hour of local time, in which
+    the ticks are, may come twice."""
+    return time_ / 86400
 
 
 PANELS: dict[str, Callable[[Any, Facts], None]] = {
@@ -176,6 +179,11 @@ PANELS: dict[str, Callable[[Any, Facts], None]] = {
 }  # fmt: skip
 
 
+def panels(facts: Facts) -> list[str]:
+    """Those of which something is known: a program of the user's counts its steps itself."""
+    return [title for title, draw in PANELS.items() if facts.gpu_seconds or draw != draw_goodput]
+
+
 # ---- the page
 
 
@@ -186,7 +194,7 @@ def page(facts: Facts) -> str:
     words = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
     parts = [HEAD.format(run=_safe(seen["run"]), style=STYLE)]
     parts += [f"<p>{_safe(each)}</p>" for each in words]
-    for title in PANELS:
+    for title in panels(facts):
         parts += [f"<h2>{_safe(title)}</h2>", with_titles(_svg(title, facts), tooltips)]
     parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]
     return "\n".join([*parts, "</body></html>", ""])

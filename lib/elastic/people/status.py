@@ -124,7 +124,8 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
     )  # fmt: skip
     newest = [*filter(None, map(run.commits.of, range(max(0, last - commits), last + 1)))]
     if not _is_sync(facts):
-        crew = _workers(run, facts, jobs) if asks else Crew(_by_jobs(jobs))
+        is_there = jobs or not facts.closing  # of a run that is over, no master answers
+        crew = _workers(run, facts, jobs) if asks and is_there else Crew(_by_jobs(jobs))
     elif config.run.command:
         crew = _program(facts, jobs, run.log_path(TRAINER, 0), now)
     else:

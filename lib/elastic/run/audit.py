@@ -82,7 +82,10 @@ def has_ledger(run: RunDir) -> bool:
 
 
 def gpu_seconds(run: RunDir) -> dict[str, float]:
-    """What the GPUs of a run were used for, from its commits and events: see goodput."""
+    """What the GPUs of a run were used for, from its commits and events: see goodput.
+    Nothing, of a program that counts its steps itself."""
+    if not has_ledger(run):
+        return {}
     events, per_worker = run.events(), run.config().slurm.gpus_per_worker
     jobs = goodput.allocations(events, run.jobs.endings(), per_worker, time.time())
     return goodput.ledger(jobs, goodput.work_in(run.commits.all(), read_metrics(run)))

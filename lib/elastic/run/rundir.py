@@ -24,6 +24,7 @@ is ever listed.
 """
 
 import contextlib
+import errno
 import functools
 import hmac
 import json
@@ -60,6 +61,7 @@ SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-read
            "seal": "secret-seal"}  # of what workers and the master tell each other: no password
 MOST_LINE = 2048  # bytes of a log's line, on average, that are looked at
 LEAST_FILES = 32  # inodes: a version makes a few
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True)
@@ -277,13 +279,25 @@ def registered() -> list[RunDir]:
     """Every run of this user that still has its directory, by name."""
     folder = registry_dir() / "runs"
     links = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [RunDir(link.resolve()) for link in links if (link / "control.json").exists()]
+    return [RunDir(link.resolve()) for link in links if _is_run(link)]
 
 
 def find(name_or_path: str, what: str = "run") -> RunDir:
     """The run of that name or directory. UsageError names the runs there are."""
     for path in (registry_dir() / "runs" / name_or_path, Path(name_or_path)):
-        if os.path.exists(path / "control.json"):  # False for a name that no path can have
+        if _is_run(path):
             return RunDir(path.resolve())
     names = ", ".join(run.name for run in registered()) or "none"
     raise UsageError(f"no such {what}: {name_or_path!r}", f"runs: {names}")
+
+
+def _is_run(path: Path) -> bool:
+    """Is a run there? One that cannot be looked at may be: who reads it is told why not.
+    """
+    try:
+        (path / "control.json").stat()
+    except ValueError:  # no path can have that name
+        return False
+    except OSError as error:
+        return error.errno not in NOT_THERE
+    return True
