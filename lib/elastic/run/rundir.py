@@ -82,7 +82,7 @@ class Endpoint:
     epoch: int
     url: str = ""  # a server that the site provides
     certificate: str = ""  # PEM, where the server speaks TLS
-    nonce: str = ""  # of one start of the server
+    nonce: str = ""  # of one start of the server, or of one master on the site's
 
 
 class RunDir:
@@ -167,9 +167,10 @@ class RunDir:
 
     def password(self, role: str, endpoint: Endpoint) -> str:
         """Of `role` on that one server: who was told it knows nothing of the next
-        one's."""
+        one's. Of `seal`, that the server is this run's: never the seal itself."""
         secret, nonce = self.secret(role), endpoint.nonce  # none: of a master of before
-        return hmac.digest(secret.encode(), nonce.encode(), "sha256").hex() if nonce else secret
+        is_bare = not nonce and role != "seal"
+        return secret if is_bare else hmac.digest(secret.encode(), nonce.encode(), "sha256").hex()
 
     def control(self) -> Control:
         found = read_json(self.private / "control.json")
