@@ -9,23 +9,26 @@ exist with their size and, on request, their checksum.
 What an epoch lacks is `missing` once it is over: the run has finished its epochs, or made
 PATIENCE versions since the next epoch began. Until then it is `open` below the highest
 committed sample (handed out, or given back) and `not_reached` above. Nothing here asks
-Redis, a process or the scheduler, and nothing is written.
+Redis, a process or the scheduler, and nothing is written. A run may go on meanwhile: what
+it prunes is not missing.
 """
 
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from elastic.base.durable import damage, draft_of
+from elastic.base.durable import damage, draft_of, read_json
 from elastic.base.errors import ElasticError
 from elastic.run import goodput
+from elastic.run.claims import numbers
 from elastic.run.commits import read_commit
 from elastic.run.ledger import Range, count
 from elastic.run.records import CARRIED, Commit
 from elastic.run.rundir import RunDir
-from elastic.run.sound import fault
+from elastic.run.sound import fault, whole
 from elastic.run.wording import unit
 
 PATIENCE = 10  # versions; no delta is merged so late, and samples that come back go out first
@@ -38,7 +41,11 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     The `keep` newest versions must have their files; `checksum` gives a file's xxh3, None
     skips it.
     """
-    commits, problems = read_commits(run_dir / "commits")
+    # First: of what is over now, everything is there to be read.
+    end, problems = read_end(run_dir)
+    finished = end is not None
+    commits, unread = read_commits(run_dir / "commits")
+    problems += unread
     newest = commits[-1].version if commits else 0
     saved = read_checkpoints(run_dir, newest)
     if not (commits or saved):
@@ -51,13 +58,10 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     for before, after in zip(saved, saved[1:], strict=False):
         if after["extra"]["tokens"] < before["extra"]["tokens"]:
             problems.append(f"step {after['step']} has fewer tokens than step {before['step']}")
-    finished = (run_dir / "DONE").exists()
     epochs = count_epochs(trained, finished)
     forgive(epochs, saved[-1]["extra"].get("skipped", []) if saved else [])
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
-    files, altered = check_files(run_dir, commits, keep, checksum)
-    entries = [entry for record in saved for entry in record["files"]]
-    damages = [damage(run_dir / entry["path"], entry, checksum) for entry in entries]
+    files, altered = check_files(run_dir, commits, saved, keep, checksum)
     totals = ("committed", "repeated", "missing", "open", "not_reached")
     return {
         "commits": len(commits) or len(saved),
@@ -69,9 +73,9 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "finished": finished,
         "taken_back": taken_back(commits),
         **{name: sum(epoch[name] for epoch in epochs) for name in totals},
-        "files": files + len(damages),
+        "files": files,
         "epochs": epochs,
-        "problems": problems + altered + [*filter(None, damages)],
+        "problems": problems + altered,
     }
 
 
@@ -123,6 +127,15 @@ def _extra_fault(extra: dict) -> str:
     table."""
     named = {name: value for name, value in extra.items() if name != "state"}
     return fault(named, "tokens samples deltas")
+
+
+def read_end(run_dir: Path) -> tuple[dict | None, list[str]]:
+    """What is written of the end of a run that is done, and what could not be read."""
+    path = run_dir / "DONE"
+    try:
+        return whole(path, read_json(path)), []
+    except ElasticError as error:
+        return {}, [str(error)]
 
 
 def read_commits(commits_dir: Path) -> tuple[list[Commit], list[str]]:
@@ -235,19 +248,43 @@ def check_epoch(epoch: dict) -> list[str]:
 
 
 def check_files(
-    run_dir: Path, commits: Sequence[Commit], keep: int, checksum
+    run_dir: Path, commits: Sequence[Commit], saved: Sequence[dict], keep: int, checksum
 ) -> tuple[int, list[str]]:
-    """Number of files of kept versions, and those that are absent or altered."""
-    count, problems = 0, []
+    """Number of files of kept versions and checkpoints, and those that are absent or
+    altered."""
+    found: list[str] = []
     for commit in commits:
         folder = run_dir / "versions" / f"{commit.version:06d}"
-        draft = draft_of(folder, commit.writer)
-        if draft.exists():  # its writer died between the commit and the folder's last name
-            folder = draft
-        files = [(folder / Path(entry["path"]).name, entry) for entry in commit.files]
-        damages = [damage(path, entry, checksum) for path, entry in files]
-        may_be_pruned = commit.version <= commits[-1].version - keep
-        if folder.exists() or not may_be_pruned:
-            count += len(damages)
-            problems += filter(None, damages)
-    return count, problems
+        is_kept = partial(is_recent, commit.version, commits[-1].version, keep, run_dir)
+        found += damages(folder, commit.writer, commit.files, is_kept, checksum)
+    for record in saved:
+        folder = run_dir / "checkpoints" / f"step-{record['step']:08d}"
+        is_kept = folder.with_suffix(".json").exists
+        found += damages(folder, record.get("writer", ""), record["files"], is_kept, checksum)
+    return len(found), [*filter(None, found)]
+
+
+def is_recent(version: int, newest: int, keep: int, run_dir: Path) -> bool:
+    """Is it among the last `keep` versions: by the newest that was read, and as of now?"""
+    return version > newest - keep and version > max(numbers(run_dir / "commits")) - keep
+
+
+def damages(folder: Path, writer: str, files, is_kept: Callable, checksum) -> list[str]:
+    """What is wrong with each file of a committed folder, "" for nothing. What may be
+    pruned and is gone has no files.
+
+    Looks until two looks agree: meanwhile a folder gets its last name, or is pruned.
+    """
+    found, before = look(folder, writer, files, is_kept, checksum), None
+    while any(found) and found != before:
+        found, before = look(folder, writer, files, is_kept, checksum), found
+    return found
+
+
+def look(folder: Path, writer: str, files, is_kept: Callable, checksum) -> list[str]:
+    draft = draft_of(folder, writer)
+    if draft.exists():  # its writer died between the commit and the folder's last name
+        folder = draft
+    if not folder.exists() and not is_kept():  # in this order: it is pruned once it is old
+        return []
+    return [damage(folder / Path(entry["path"]).name, entry, checksum) for entry in files]
