@@ -137,6 +137,17 @@ def test_a_run_that_stopped_on_tokens_may_end_inside_an_epoch(ledger):
     assert ledger.problems() == ""
 
 
+def test_a_run_that_lost_its_last_versions_is_wrong_also_where_tokens_bound_it(ledger):
+    for start in (0, 10, 20):
+        ledger.commit([delta([[0, start, start + 10]])])
+    ledger.finish(version=3, tokens=240)
+    assert ledger.problems() == ""
+    for version in (2, 3):
+        (ledger.path / "commits" / f"{version:06d}.json").unlink()
+    said = "the run ended with 240 tokens, and what is left of it has 80"
+    assert ledger.problems() == said
+
+
 def test_what_cannot_be_read_of_the_end_of_a_run_is_said(ledger):
     (ledger.path / "DONE").write_text('{"version": 3, "tokens": "240"}')
     assert "DONE: tokens is '240'" in ledger.problems()

@@ -58,6 +58,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     for before, after in zip(saved, saved[1:], strict=False):
         if after["extra"]["tokens"] < before["extra"]["tokens"]:
             problems.append(f"step {after['step']} has fewer tokens than step {before['step']}")
+    problems += check_end(end or {}, trained[-1])
     epochs = count_epochs(trained, finished)
     forgive(epochs, saved[-1]["extra"].get("skipped", []) if saved else [])
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
@@ -177,6 +178,14 @@ def check_sums(before: Commit, after: Commit) -> list[str]:
     if coverage(after.samples) != coverage(samples):
         problems.append(f"{name}: its samples are not those of its deltas")
     return problems
+
+
+def check_end(end: Mapping, last: Commit) -> list[str]:
+    """A run that is done has all that it ended with: of one that is bounded by tokens,
+    nothing else tells of versions that are lost."""
+    if last.tokens >= (ended := end.get("tokens", 0)):
+        return []
+    return [f"the run ended with {ended} tokens, and what is left of it has {last.tokens}"]
 
 
 def taken_back(commits: Sequence[Commit]) -> list[tuple[int, int]]:
