@@ -9,7 +9,7 @@ import pytest
 
 from elastic.base import durable
 from elastic.run import audit as auditing
-from elastic.run.audit import PATIENCE, audit, coverage
+from elastic.run.audit import PATIENCE, audit, coverage, read_checkpoints
 
 SAMPLES = 100
 
@@ -51,7 +51,8 @@ class Ledger:
         (folder / "extra.json").write_bytes(b"x" * 10)
         gained = {**delta(samples), "tokens": tokens - self.tokens}
         extra = {"base_version": base, "tokens": tokens, "samples": samples, "deltas": [gained],
-                 "skipped": skipped, "dataset_samples": SAMPLES, "epochs": 1}  # fmt: skip
+                 "state": {"of": "the trainer"}, "skipped": skipped, "dataset_samples": SAMPLES,
+                 "epochs": 1}  # fmt: skip
         file = {"path": f"checkpoints/{folder.name}/extra.json", "bytes": 10, "xxh3": "aa"}
         record = {"step": step, "writer": "attempt1", "extra": extra, "files": [file]}
         folder.with_suffix(".json").write_text(json.dumps(record))
@@ -326,6 +327,13 @@ def test_a_file_of_a_checkpoint_that_counts_must_be_there(ledger):
     assert ledger.problems() == ""
     (ledger.path / "checkpoints/step-00000001/extra.json").unlink()
     assert "step-00000001/extra.json: it is gone" in ledger.problems()
+
+
+def test_a_checkpoint_is_read_without_its_trainers_state(ledger):
+    ledger.save(1, 0, 400, [[0, 0, 50]])
+    (saved,) = read_checkpoints(ledger.path, 0)
+    assert (saved.step, saved.tokens, saved.samples) == (1, 400, ((0, 0, 50),))
+    assert "the trainer" not in str(saved)
 
 
 def test_coverage_does_not_depend_on_how_it_is_written():

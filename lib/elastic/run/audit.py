@@ -17,6 +17,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +27,9 @@ from elastic.run import goodput
 from elastic.run.claims import numbers
 from elastic.run.commits import read_commit
 from elastic.run.ledger import Range, count
-from elastic.run.records import CARRIED, Commit
+from elastic.run.records import Checkpoint, Commit, as_commit, restored
 from elastic.run.rundir import RunDir
-from elastic.run.sound import fault, whole
+from elastic.run.sound import whole
 from elastic.run.wording import unit
 
 PATIENCE = 10  # versions; no delta is merged so late, and samples that come back go out first
@@ -51,22 +52,22 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     if not (commits or saved):
         return {"commits": 0, "epochs": [], "problems": problems or ["no version is committed"]}
     # The newest checkpoint says all that was trained since the newest version.
-    trained = [*commits, *(as_commit(record, commits) for record in saved[-1:])]
+    trained = [*commits, *(replace(last, version=newest + 1) for last in saved[-1:])]
     problems += check_sequence(commits)
     for before, after in zip(trained, trained[1:], strict=False):
         problems += check_sums(before, after)
     for before, after in zip(saved, saved[1:], strict=False):
-        if after["extra"]["tokens"] < before["extra"]["tokens"]:
-            problems.append(f"step {after['step']} has fewer tokens than step {before['step']}")
+        if after.tokens < before.tokens:
+            problems.append(f"step {after.step} has fewer tokens than step {before.step}")
     problems += check_end(end or {}, trained[-1])
     epochs = count_epochs(trained, finished)
-    forgive(epochs, saved[-1]["extra"].get("skipped", []) if saved else [])
+    forgive(epochs, saved[-1].skipped if saved else ())
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
     files, altered = check_files(run_dir, commits, saved, keep, checksum)
     totals = ("committed", "repeated", "missing", "open", "not_reached")
     return {
         "commits": len(commits) or len(saved),
-        "version": newest if commits else saved[-1]["step"],
+        "version": newest if commits else saved[-1].step,
         "tokens": trained[-1].tokens,
         "unit": unit(trained[-1].deltas),
         "deltas": sum(len(commit.deltas) for commit in commits),
@@ -98,36 +99,22 @@ def read_metrics(run: RunDir) -> list[dict]:
     return run.lines("metrics.jsonl")
 
 
-def forgive(epochs: list[dict], skipped: list[list[int]]) -> None:
+def forgive(epochs: list[dict], skipped: Iterable[Range]) -> None:
     """Batches that were not finite are left out on purpose, and not missing."""
     for epoch in epochs:
         left_out = sum(stop - start for number, start, stop in skipped if number == epoch["epoch"])
         epoch["missing"] -= min(epoch["missing"], left_out)
 
 
-def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
-    """The records of the checkpoints of sync mode on top of version `base`, in order."""
-    records = []
+def read_checkpoints(run_dir: Path, base: int) -> list[Checkpoint]:
+    """The checkpoints of sync mode on top of version `base`, in order, as the version
+    after it. What cannot be read is none, as it is for sync mode."""
+    found = []
     for path in sorted((run_dir / "checkpoints").glob("step-*.json")):
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # pruned
-            records.append(json.loads(path.read_text()))
-    ours = [r for r in records if not (fault(r, "step extra") or _extra_fault(r["extra"]))]
-    return [record for record in ours if record["extra"].get("base_version", 0) == base]
-
-
-def as_commit(record: dict, commits: Sequence[Commit]) -> Commit:
-    """A checkpoint, as if it were made the version after these."""
-    carried = {name: getattr(commits[0], name) for name in CARRIED} if commits else {}
-    version = commits[-1].version + 1 if commits else 1
-    own = {"master_epoch": 0, "time": 0.0, **record["extra"], "version": version}
-    return Commit.of({**carried, **own})
-
-
-def _extra_fault(extra: dict) -> str:
-    """What is wrong with the fields that a commit has, too. `state`, a trainer's, is a
-    table."""
-    named = {name: value for name, value in extra.items() if name != "state"}
-    return fault(named, "tokens samples deltas")
+            record = as_commit(json.loads(path.read_text()))
+            found.append(restored(Checkpoint, record))
+    return [checkpoint for checkpoint in found if checkpoint.base_version == base]
 
 
 def read_end(run_dir: Path) -> tuple[dict | None, list[str]]:
@@ -257,7 +244,7 @@ def check_epoch(epoch: dict) -> list[str]:
 
 
 def check_files(
-    run_dir: Path, commits: Sequence[Commit], saved: Sequence[dict], keep: int, checksum
+    run_dir: Path, commits: Sequence[Commit], saved: Sequence[Checkpoint], keep: int, checksum
 ) -> tuple[int, list[str]]:
     """Number of files of kept versions and checkpoints, and those that are absent or
     altered."""
@@ -266,10 +253,10 @@ def check_files(
         folder = run_dir / "versions" / f"{commit.version:06d}"
         is_kept = partial(is_recent, commit.version, commits[-1].version, keep, run_dir)
         found += damages(folder, commit.writer, commit.files, is_kept, checksum)
-    for record in saved:
-        folder = run_dir / "checkpoints" / f"step-{record['step']:08d}"
+    for checkpoint in saved:
+        folder = run_dir / "checkpoints" / f"step-{checkpoint.step:08d}"
         is_kept = folder.with_suffix(".json").exists
-        found += damages(folder, record.get("writer", ""), record["files"], is_kept, checksum)
+        found += damages(folder, checkpoint.writer, checkpoint.files, is_kept, checksum)
     return len(found), [*filter(None, found)]
 
 

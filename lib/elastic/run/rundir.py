@@ -50,8 +50,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.base.units import size
 from elastic.run.claims import Masters, Slots
 from elastic.run.commits import Commits
-from elastic.run.records import known
-from elastic.run.sound import CONTROL, ENDPOINT, LOGS, announced, fault, whole
+from elastic.run.sound import LOGS, announced, fault, typed, whole
 from elastic.run.told import Jobs, Offers
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
@@ -176,7 +175,7 @@ class RunDir:
         found = read_json(self.private / "control.json")
         if found is None:
             raise ElasticError(f"not a run directory: {self.path}", "elastic-status lists the runs")
-        return Control(**known(Control, whole(self.path / "control.json", found, CONTROL)))
+        return typed(Control, self.path / "control.json", found)
 
     def set_control(self, **changes) -> Control:
         control = replace(self.control(), **changes, time=time.time())
@@ -187,8 +186,7 @@ class RunDir:
 
     def endpoint(self) -> Endpoint | None:
         path = self.private / "endpoint.json"
-        found = whole(path, announced(path), ENDPOINT)
-        return Endpoint(**known(Endpoint, found)) if found else None
+        return typed(Endpoint, path, announced(path))
 
     def set_endpoint(self, endpoint: Endpoint) -> None:
         write_atomic(self.path / "endpoint.json", to_json(asdict(endpoint)), PRIVATE)
