@@ -5,16 +5,18 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port
+from elastic.local.master.server import Server
 from elastic.local.master_store import MasterStore
 from elastic.local.store import Ask, Store, Useless
 from elastic.local.worker_store import WorkerStore
-from elastic.run.rundir import Endpoint
+from elastic.run.rundir import SECRETS, Endpoint
 from helpers import wait_until
 from stores import Anybody
 
@@ -500,6 +502,54 @@ def test_a_server_of_the_site_is_reached_by_its_url_and_its_password_not_shown(r
     with pytest.raises(TryAgain, match="refused the password") as caught:
         wrong.now()
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.fixture
+def masters(run, redis_server) -> Iterator[list[Server]]:
+    """Two masters of a run, one after the other, on a server that others use, too."""
+    url = f"redis://:{redis_server.password}@127.0.0.1:{redis_server.endpoint.port}/0"
+    config = replace(run.config(), redis=replace(run.config().redis, url=url))
+    opened = [Server(run, config), Server(run, config)]
+    for epoch, server in enumerate(opened, 1):
+        server.open(epoch)
+    yield opened
+    opened[0].store.forget_everything()
+
+
+def test_who_reads_a_sites_server_learns_no_secret_of_the_run(run, masters, redis_server):
+    for epoch, server in enumerate(masters, 1):
+        server.store.set_master(epoch, {"version": 7})
+        run.set_endpoint(server.endpoint)
+        worker = WorkerStore.open(run)
+        claim(worker)
+        offer(worker)
+        worker.ask(ask(1))
+        worker.set_inner(3, {"version": 7})
+        server.store.set_verdict("3:1", {"base": 7})
+        said = everything(redis_server.client(), run.key)
+        assert said.keys() >= {"master", "slot:3", "offers:7", "asks", "verdicts", "inner", "proof"}
+        assert not [role for role in SECRETS if run.secret(role) in str(said)]
+
+
+def everything(client, key: str) -> dict[str, object]:
+    """What is on a server of the run of that key."""
+    read, start = {b"string": client.get, b"hash": client.hgetall}, f"elastic:{key}:".encode()
+    names = list(client.scan_iter(start + b"*"))
+    return {name.removeprefix(start).decode(): read[client.type(name)](name) for name in names}
+
+
+def test_each_master_on_a_sites_server_has_a_proof_of_its_own(run, masters):
+    before, after = masters
+    run.set_endpoint(before.endpoint)
+    with pytest.raises(TryAgain, match="does not know this run's master"):
+        WorkerStore.open(run)  # no master has said anything yet
+    before.store.set_master(1, {"version": 7})
+    WorkerStore.open(run).close()
+    after.store.set_master(2, {"version": 7})
+    with pytest.raises(TryAgain, match="does not know this run's master"):
+        WorkerStore.open(run)
+    run.set_endpoint(after.endpoint)
+    WorkerStore.open(run).close()
 
 
 @pytest.mark.parametrize("mark", [b"", b"0" * 64, b"\xff" * 64])

@@ -2,11 +2,14 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
-from elastic.run.audit import PATIENCE, audit, coverage
+from elastic.base import durable
+from elastic.run import audit as auditing
+from elastic.run.audit import PATIENCE, audit, coverage, read_checkpoints
 
 SAMPLES = 100
 
@@ -48,13 +51,19 @@ class Ledger:
         (folder / "extra.json").write_bytes(b"x" * 10)
         gained = {**delta(samples), "tokens": tokens - self.tokens}
         extra = {"base_version": base, "tokens": tokens, "samples": samples, "deltas": [gained],
-                 "skipped": skipped, "dataset_samples": SAMPLES, "epochs": 1}  # fmt: skip
+                 "state": {"of": "the trainer"}, "skipped": skipped, "dataset_samples": SAMPLES,
+                 "epochs": 1}  # fmt: skip
         file = {"path": f"checkpoints/{folder.name}/extra.json", "bytes": 10, "xxh3": "aa"}
-        record = {"step": step, "extra": extra, "files": [file]}
+        record = {"step": step, "writer": "attempt1", "extra": extra, "files": [file]}
         folder.with_suffix(".json").write_text(json.dumps(record))
 
-    def finish(self) -> None:
-        (self.path / "DONE").write_text("{}")
+    def prune(self, name: str) -> None:
+        """A version, or a checkpoint, with its record."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+        shutil.rmtree(self.path / name)
+
+    def finish(self, **reached) -> None:
+        (self.path / "DONE").write_text(json.dumps(reached))
 
     def problems(self, **options) -> str:
         return "\n".join(audit(self.path, **options)["problems"])
@@ -129,6 +138,22 @@ def test_a_run_that_stopped_on_tokens_may_end_inside_an_epoch(ledger):
     assert ledger.problems() == ""
 
 
+def test_a_run_that_lost_its_last_versions_is_wrong_also_where_tokens_bound_it(ledger):
+    for start in (0, 10, 20):
+        ledger.commit([delta([[0, start, start + 10]])])
+    ledger.finish(version=3, tokens=240)
+    assert ledger.problems() == ""
+    for version in (2, 3):
+        (ledger.path / "commits" / f"{version:06d}.json").unlink()
+    said = "the run ended with 240 tokens, and what is left of it has 80"
+    assert ledger.problems() == said
+
+
+def test_what_cannot_be_read_of_the_end_of_a_run_is_said(ledger):
+    (ledger.path / "DONE").write_text('{"version": 3, "tokens": "240"}')
+    assert "DONE: tokens is '240'" in ledger.problems()
+
+
 @pytest.mark.parametrize("span", [[0, 90, 120], [0, -5, 5]])
 def test_samples_outside_the_data_set_are_wrong(ledger, span):
     ledger.commit([delta([span])])
@@ -190,6 +215,79 @@ def test_a_version_whose_writer_died_before_the_last_rename_is_whole(ledger):
     assert ledger.problems() == ""
 
 
+def test_a_checkpoint_whose_writer_died_before_the_last_rename_is_whole(ledger):
+    ledger.save(1, 0, 800, [[0, 0, 100]])
+    folder = ledger.path / "checkpoints" / "step-00000001"
+    folder.rename(folder.with_name(".step-00000001.attempt1"))
+    assert ledger.problems() == ""
+
+
+# ---- a run that goes on while it is audited
+
+
+def when_it_reads(ledger: Ledger, happens, first: str = "000000") -> str:
+    """The problems, where all this happens once it opens the first file of a folder."""
+    todo = [happens]
+
+    def checksum(path: Path) -> str:
+        while path.parent.name.endswith(first) and todo:
+            todo.pop()()
+        durable.checksum(path)
+        return "aa"
+
+    said = ledger.problems(checksum=checksum)
+    assert not todo
+    return said
+
+
+@pytest.mark.parametrize("first", ["000000", "000001"])
+def test_a_version_that_is_pruned_meanwhile_is_not_missing(ledger, first):
+    ledger.commit([delta([[0, 0, 10]])])
+
+    def goes_on() -> None:
+        ledger.commit([delta([[0, 10, 20]])])
+        ledger.prune("versions/000001")
+
+    assert when_it_reads(ledger, goes_on, first) == ""
+
+
+def test_a_version_that_is_lost_meanwhile_is_missing(ledger):
+    ledger.commit([delta([[0, 0, 10]])])
+    said = when_it_reads(ledger, lambda: ledger.prune("versions/000001"))
+    assert "000001/params-00.safetensors: it is gone" in said
+
+
+def test_a_version_that_gets_its_last_name_meanwhile_is_whole(ledger):
+    ledger.commit([delta([[0, 0, 10]])], writer="epoch2")
+    folder = ledger.path / "versions" / "000001"
+    draft = folder.rename(folder.with_name(".000001.epoch2"))
+    assert when_it_reads(ledger, lambda: draft.rename(folder), draft.name) == ""
+
+
+@pytest.mark.parametrize("first", ["000000", "step-00000001"])
+def test_a_checkpoint_that_is_pruned_meanwhile_is_not_missing(ledger, first):
+    ledger.save(1, 0, 400, [[0, 0, 50]])
+
+    def goes_on() -> None:
+        ledger.save(2, 0, 800, [[0, 0, 100]])
+        ledger.prune("checkpoints/step-00000001")
+
+    assert when_it_reads(ledger, goes_on, first) == ""
+
+
+def test_a_run_that_ends_meanwhile_owes_nothing(tmp_path, monkeypatch):
+    ledger, read = Ledger(tmp_path / "run", epochs=1), auditing.read_commits
+
+    def and_then_it_ends(folder: Path):
+        found = read(folder)
+        ledger.commit([delta([[0, 0, SAMPLES]])])
+        ledger.finish(version=1, tokens=SAMPLES * 8)
+        return found
+
+    monkeypatch.setattr(auditing, "read_commits", and_then_it_ends)
+    assert ledger.problems() == ""
+
+
 def test_an_altered_file_is_found_by_its_checksum(ledger):
     assert ledger.problems(checksum=lambda _path: "aa") == ""
     problem = "10 bytes, xxh3 bb; the commit says 10 bytes, xxh3 aa"
@@ -229,6 +327,13 @@ def test_a_file_of_a_checkpoint_that_counts_must_be_there(ledger):
     assert ledger.problems() == ""
     (ledger.path / "checkpoints/step-00000001/extra.json").unlink()
     assert "step-00000001/extra.json: it is gone" in ledger.problems()
+
+
+def test_a_checkpoint_is_read_without_its_trainers_state(ledger):
+    ledger.save(1, 0, 400, [[0, 0, 50]])
+    (saved,) = read_checkpoints(ledger.path, 0)
+    assert (saved.step, saved.tokens, saved.samples) == (1, 400, ((0, 0, 50),))
+    assert "the trainer" not in str(saved)
 
 
 def test_coverage_does_not_depend_on_how_it_is_written():

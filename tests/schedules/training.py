@@ -35,7 +35,7 @@ from elastic.local.worker.local_sgd import LocalSGD
 from elastic.run.claims import Masters, Slots
 from elastic.run.commits import Commits
 from elastic.run.ledger import count
-from elastic.run.records import Commit, Fragment, Header
+from elastic.run.records import Commit, Fragment, Header, restored
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.run.told import Jobs, Offers
 from elastic.train.group import Group
@@ -201,7 +201,7 @@ class MemoryCommits(Commits):
     def of(self, version):
         run = self.run
         run.world.edge("read a commit")
-        return Commit.of(json.loads(run.linked[version])) if version < run.seen() else None
+        return restored(Commit, json.loads(run.linked[version])) if version < run.seen() else None
 
     def newest_version(self):
         self.run.world.edge("look for the newest version")
@@ -703,7 +703,7 @@ class Training:
         for version in range(len(self.seen), len(linked)):
             must(version in linked, f"commit {version} is missing")
             self.seen[version] = linked[version]
-            self.check_commit(version, Commit.of(json.loads(linked[version])))
+            self.check_commit(version, restored(Commit, json.loads(linked[version])))
 
     def check_commit(self, version: int, commit: Commit) -> None:
         deltas, epoch = commit.deltas, commit.master_epoch

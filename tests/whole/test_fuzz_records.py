@@ -3,6 +3,7 @@
 100,000 inputs in all, from fixed seeds. pytest tests/whole/test_fuzz_records.py
 """
 
+import copy
 import json
 import math
 import random
@@ -20,11 +21,20 @@ from elastic.jobs.history import Job
 from elastic.lab import trace
 from elastic.people import timeline
 from elastic.run import goodput, membership, sound, wording
-from elastic.run.audit import check_sequence, check_sums, count_epochs, read_commits
+from elastic.run.audit import (
+    check_files,
+    check_sequence,
+    check_sums,
+    count_epochs,
+    forgive,
+    read_checkpoints,
+    read_commits,
+    taken_back,
+)
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 
-LEASES, RECORDS = 60_000, 8_000  # of each of five kinds
+LEASES, RECORDS = 52_000, 8_000  # of each of six kinds
 JUNK = [None, True, -1, 0, 1, 2**31, 2**53, 2**63, 10**400, 0.5, 1e308, math.inf, math.nan, "", "a",
         "7", "../../x", "--me", "a\0b", "\x1b[2J", "\ud800", "x" * 300, [], {}, [[]], [None],
         [[0, 1]], [[0, 0, 2]], [{}], {"a": []}]  # fmt: skip
@@ -34,15 +44,19 @@ def broken(draw: random.Random, good: dict) -> dict:
     """One to three things are wrong."""
     record = json.loads(json.dumps(good))
     for _ in range(draw.randint(1, 3)):
-        deltas = record.get("deltas")
-        deltas = deltas if isinstance(deltas, list) else []
-        inside = draw.choice([record, record, *(d for d in deltas if isinstance(d, dict) and d)])
+        inside = draw.choice([record, *tables(record)])
         name = draw.choice([*inside, "more"])
         if draw.random() < 0.3:
             inside.pop(name, None)
         else:
-            inside[name] = draw.choice(JUNK)
+            inside[name] = copy.deepcopy(draw.choice(JUNK))
     return record
+
+
+def tables(value: object) -> list[dict]:
+    """Every table in it."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] * isinstance(value, dict) + [each for part in inside for each in tables(part)]
 
 
 def text_of(draw: random.Random, record: dict) -> bytes:
@@ -111,8 +125,16 @@ DELTA = {"slot": 1, "attempt": 1, "job_id": "7", "base": 0, "codec": "none", "st
 FIRST = {"version": 0, "writer": "slot0.1", "master_epoch": 0, "time": 20.0, "tokens": 0,
          "samples": [], "deltas": [], "layout": "abc", "dataset_samples": 100,
          "epochs": 1, "total_tokens": 100, "workers": 1, "files": []}  # fmt: skip
+FILE = {"path": "versions/000001/manifest.json", "bytes": 10, "xxh3": "aa"}
 COMMIT = {**FIRST, "version": 1, "master_epoch": 1, "time": 31.0, "tokens": 4,
-          "samples": [[0, 0, 4]], "deltas": [DELTA], "loss": 2.0}  # fmt: skip
+          "samples": [[0, 0, 4]], "deltas": [DELTA], "loss": 2.0, "step": 3,
+          "rejected": {"stale": 1}, "outer_lr": 0.7, "outer_momentum": 0.5, "inner_steps": 5,
+          "clipped": 0, "taken_back": 0, "suspect": [1, 1], "bytes": 8, "cos": 0.1,
+          "outer_gain": 1.0, "files": [FILE]}  # fmt: skip
+EXTRA = {"state": {}, "base_version": 0, "tokens": 4, "loss": 2.0, "samples": [[0, 0, 4]],
+         "deltas": [DELTA], "skipped": [[0, 4, 8]], "dataset_samples": 100,
+         "epochs": 1}  # fmt: skip
+CHECKPOINT = {"step": 3, "writer": "attempt1", "extra": EXTRA, "files": [FILE]}
 
 
 def of_use_as_control(run: RunDir, path: Path) -> None:
@@ -126,6 +148,7 @@ def of_use_as_endpoint(run: RunDir, path: Path) -> None:
     endpoint = run.endpoint()
     assert f"{endpoint.host}:{endpoint.port + 1}{endpoint.url}{endpoint.certificate}"
     assert run.masters.newest() >= endpoint.epoch
+    assert run.password("worker", endpoint)
 
 
 def of_use_as_ending(run: RunDir, path: Path) -> None:
@@ -158,6 +181,8 @@ def of_use_as_commit(run: RunDir, path: Path) -> None:
         check_sequence(commits)
         check_sums(*commits)
         count_epochs(commits, False)
+        check_files(run.path, commits, [], 1, None)
+        assert len(taken_back(commits)) <= 2
     found = list(run.commits.all())
     if len(commits) != 2:
         assert problems
@@ -167,14 +192,26 @@ def of_use_as_commit(run: RunDir, path: Path) -> None:
     run.commits.newest_version()
 
 
+def of_use_as_checkpoint(run: RunDir, path: Path) -> None:
+    saved = read_checkpoints(run.path, 0)
+    if not saved:
+        raise ElasticError("it says nothing")
+    commits, _ = read_commits(run.path / "commits")
+    check_sums(*commits, *saved)
+    forgive(count_epochs([*commits, *saved], False), saved[0].skipped)
+    check_files(run.path, [], saved, 1, None)
+    assert wording.unit(saved[0].deltas)
+
+
 KINDS: dict[str, tuple[str, list[dict], Callable]] = {
     "control": ("control.json", [{"mode": "local", "state": "running", "min": 1, "max": 4,
                                   "time": 1.0}], of_use_as_control),
     "endpoint": ("endpoint.json", [{"host": "10.0.0.1", "port": 6379, "epoch": 3, "url": "",
-                                    "certificate": ""}], of_use_as_endpoint),
+                                    "certificate": "", "nonce": "a"}], of_use_as_endpoint),
     "exit record": ("exit/7.json", [ENDING], of_use_as_ending),
     "event": ("events.jsonl", EVENTS, of_use_as_event),
     "commit": ("commits/000001.json", [COMMIT], of_use_as_commit),
+    "checkpoint": ("checkpoints/step-00000003.json", [CHECKPOINT], of_use_as_checkpoint),
 }  # fmt: skip
 
 
@@ -218,6 +255,20 @@ def test_the_word_for_a_damaged_record_names_file_field_and_value(make_run):
     path.write_text('{"mode": "local"}')
     with pytest.raises(ElasticError, match="no (state|min|max) in it"):
         run.control()
+
+
+@pytest.mark.parametrize(("field", "value", "said"), [
+    ("inner_steps", "5", "inner_steps is '5'"), ("suspect", [1], r"suspect is '\[1\]'"),
+    ("files", [{**FILE, "bytes": "10"}], "bytes is '10'"), ("deltas", [DELTA, 5], "deltas is "),
+    ("files", [{"path": "a"}], "no bytes in it"), ("deltas", [DELTA | {"norm": []}], "norm is "),
+    ("writer", "../../x", "writer is '../../x'"), ("layout", None, "layout is 'None'"),
+])  # fmt: skip
+def test_whatever_is_wrong_in_a_commit_is_said_with_its_path(make_run, field, value, said):
+    run = make_run()
+    path = run.commits.path(1)
+    path.write_text(json.dumps(COMMIT | {field: value}))
+    with pytest.raises(ElasticError, match=f"damaged file: {path}: {said}"):
+        run.commits.of(1)
 
 
 @pytest.mark.parametrize("job_id", ["../x", "a\0b", "j" * 300, "", "-1", ".."])

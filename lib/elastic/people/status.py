@@ -149,8 +149,8 @@ def _on_top(run: RunDir, facts: Facts, progress: Mapping, version: int) -> dict:
         names = {"version": "step", "tokens": "tokens", "tokens_goal": "total_tokens",
                  "loss": "loss", "tokens_per_s": "tokens_per_s"}  # fmt: skip
         return {name: progress.get(theirs) for name, theirs in names.items()}
-    return {name: record["extra"][name] for record in read_checkpoints(run.path, version)[-1:]
-            for name in ("tokens", "loss")}  # fmt: skip
+    newest = read_checkpoints(run.path, version)[-1:]
+    return {name: getattr(saved, name) for saved in newest for name in ("tokens", "loss")}
 
 
 def _job(job: Job) -> dict:

@@ -9,23 +9,27 @@ exist with their size and, on request, their checksum.
 What an epoch lacks is `missing` once it is over: the run has finished its epochs, or made
 PATIENCE versions since the next epoch began. Until then it is `open` below the highest
 committed sample (handed out, or given back) and `not_reached` above. Nothing here asks
-Redis, a process or the scheduler, and nothing is written.
+Redis, a process or the scheduler, and nothing is written. A run may go on meanwhile: what
+it prunes is not missing.
 """
 
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from elastic.base.durable import damage, draft_of
+from elastic.base.durable import damage, draft_of, read_json
 from elastic.base.errors import ElasticError
 from elastic.run import goodput
+from elastic.run.claims import numbers
 from elastic.run.commits import read_commit
 from elastic.run.ledger import Range, count
-from elastic.run.records import CARRIED, Commit
+from elastic.run.records import Checkpoint, Commit, as_commit, restored
 from elastic.run.rundir import RunDir
-from elastic.run.sound import fault
+from elastic.run.sound import whole
 from elastic.run.wording import unit
 
 PATIENCE = 10  # versions; no delta is merged so late, and samples that come back go out first
@@ -38,30 +42,32 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     The `keep` newest versions must have their files; `checksum` gives a file's xxh3, None
     skips it.
     """
-    commits, problems = read_commits(run_dir / "commits")
+    # First: of what is over now, everything is there to be read.
+    end, problems = read_end(run_dir)
+    finished = end is not None
+    commits, unread = read_commits(run_dir / "commits")
+    problems += unread
     newest = commits[-1].version if commits else 0
     saved = read_checkpoints(run_dir, newest)
     if not (commits or saved):
         return {"commits": 0, "epochs": [], "problems": problems or ["no version is committed"]}
     # The newest checkpoint says all that was trained since the newest version.
-    trained = [*commits, *(as_commit(record, commits) for record in saved[-1:])]
+    trained = [*commits, *(replace(last, version=newest + 1) for last in saved[-1:])]
     problems += check_sequence(commits)
     for before, after in zip(trained, trained[1:], strict=False):
         problems += check_sums(before, after)
     for before, after in zip(saved, saved[1:], strict=False):
-        if after["extra"]["tokens"] < before["extra"]["tokens"]:
-            problems.append(f"step {after['step']} has fewer tokens than step {before['step']}")
-    finished = (run_dir / "DONE").exists()
+        if after.tokens < before.tokens:
+            problems.append(f"step {after.step} has fewer tokens than step {before.step}")
+    problems += check_end(end or {}, trained[-1])
     epochs = count_epochs(trained, finished)
-    forgive(epochs, saved[-1]["extra"].get("skipped", []) if saved else [])
+    forgive(epochs, saved[-1].skipped if saved else ())
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
-    files, altered = check_files(run_dir, commits, keep, checksum)
-    entries = [entry for record in saved for entry in record["files"]]
-    damages = [damage(run_dir / entry["path"], entry, checksum) for entry in entries]
+    files, altered = check_files(run_dir, commits, saved, keep, checksum)
     totals = ("committed", "repeated", "missing", "open", "not_reached")
     return {
         "commits": len(commits) or len(saved),
-        "version": newest if commits else saved[-1]["step"],
+        "version": newest if commits else saved[-1].step,
         "tokens": trained[-1].tokens,
         "unit": unit(trained[-1].deltas),
         "deltas": sum(len(commit.deltas) for commit in commits),
@@ -69,9 +75,9 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         "finished": finished,
         "taken_back": taken_back(commits),
         **{name: sum(epoch[name] for epoch in epochs) for name in totals},
-        "files": files + len(damages),
+        "files": files,
         "epochs": epochs,
-        "problems": problems + altered + [*filter(None, damages)],
+        "problems": problems + altered,
     }
 
 
@@ -96,36 +102,31 @@ def read_metrics(run: RunDir) -> list[dict]:
     return run.lines("metrics.jsonl")
 
 
-def forgive(epochs: list[dict], skipped: list[list[int]]) -> None:
+def forgive(epochs: list[dict], skipped: Iterable[Range]) -> None:
     """Batches that were not finite are left out on purpose, and not missing."""
     for epoch in epochs:
         left_out = sum(stop - start for number, start, stop in skipped if number == epoch["epoch"])
         epoch["missing"] -= min(epoch["missing"], left_out)
 
 
-def read_checkpoints(run_dir: Path, base: int) -> list[dict]:
-    """The records of the checkpoints of sync mode on top of version `base`, in order."""
-    records = []
+def read_checkpoints(run_dir: Path, base: int) -> list[Checkpoint]:
+    """The checkpoints of sync mode on top of version `base`, in order, as the version
+    after it. What cannot be read is none, as it is for sync mode."""
+    found = []
     for path in sorted((run_dir / "checkpoints").glob("step-*.json")):
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # pruned
-            records.append(json.loads(path.read_text()))
-    ours = [r for r in records if not (fault(r, "step extra") or _extra_fault(r["extra"]))]
-    return [record for record in ours if record["extra"].get("base_version", 0) == base]
+            record = as_commit(json.loads(path.read_text()))
+            found.append(restored(Checkpoint, record))
+    return [checkpoint for checkpoint in found if checkpoint.base_version == base]
 
 
-def as_commit(record: dict, commits: Sequence[Commit]) -> Commit:
-    """A checkpoint, as if it were made the version after these."""
-    carried = {name: getattr(commits[0], name) for name in CARRIED} if commits else {}
-    version = commits[-1].version + 1 if commits else 1
-    own = {"master_epoch": 0, "time": 0.0, **record["extra"], "version": version}
-    return Commit.of({**carried, **own})
-
-
-def _extra_fault(extra: dict) -> str:
-    """What is wrong with the fields that a commit has, too. `state`, a trainer's, is a
-    table."""
-    named = {name: value for name, value in extra.items() if name != "state"}
-    return fault(named, "tokens samples deltas")
+def read_end(run_dir: Path) -> tuple[dict | None, list[str]]:
+    """What is written of the end of a run that is done, and what could not be read."""
+    path = run_dir / "DONE"
+    try:
+        return whole(path, read_json(path)), []
+    except ElasticError as error:
+        return {}, [str(error)]
 
 
 def read_commits(commits_dir: Path) -> tuple[list[Commit], list[str]]:
@@ -167,6 +168,14 @@ def check_sums(before: Commit, after: Commit) -> list[str]:
     if coverage(after.samples) != coverage(samples):
         problems.append(f"{name}: its samples are not those of its deltas")
     return problems
+
+
+def check_end(end: Mapping, last: Commit) -> list[str]:
+    """A run that is done has all that it ended with: of one that is bounded by tokens,
+    nothing else tells of versions that are lost."""
+    if last.tokens >= (ended := end.get("tokens", 0)):
+        return []
+    return [f"the run ended with {ended} tokens, and what is left of it has {last.tokens}"]
 
 
 def taken_back(commits: Sequence[Commit]) -> list[tuple[int, int]]:
@@ -238,19 +247,43 @@ def check_epoch(epoch: dict) -> list[str]:
 
 
 def check_files(
-    run_dir: Path, commits: Sequence[Commit], keep: int, checksum
+    run_dir: Path, commits: Sequence[Commit], saved: Sequence[Checkpoint], keep: int, checksum
 ) -> tuple[int, list[str]]:
-    """Number of files of kept versions, and those that are absent or altered."""
-    count, problems = 0, []
+    """Number of files of kept versions and checkpoints, and those that are absent or
+    altered."""
+    found: list[str] = []
     for commit in commits:
         folder = run_dir / "versions" / f"{commit.version:06d}"
-        draft = draft_of(folder, commit.writer)
-        if draft.exists():  # its writer died between the commit and the folder's last name
-            folder = draft
-        files = [(folder / Path(entry["path"]).name, entry) for entry in commit.files]
-        damages = [damage(path, entry, checksum) for path, entry in files]
-        may_be_pruned = commit.version <= commits[-1].version - keep
-        if folder.exists() or not may_be_pruned:
-            count += len(damages)
-            problems += filter(None, damages)
-    return count, problems
+        is_kept = partial(is_recent, commit.version, commits[-1].version, keep, run_dir)
+        found += damages(folder, commit.writer, commit.files, is_kept, checksum)
+    for checkpoint in saved:
+        folder = run_dir / "checkpoints" / f"step-{checkpoint.step:08d}"
+        is_kept = folder.with_suffix(".json").exists
+        found += damages(folder, checkpoint.writer, checkpoint.files, is_kept, checksum)
+    return len(found), [*filter(None, found)]
+
+
+def is_recent(version: int, newest: int, keep: int, run_dir: Path) -> bool:
+    """Is it among the last `keep` versions: by the newest that was read, and as of now?"""
+    return version > newest - keep and version > max(numbers(run_dir / "commits")) - keep
+
+
+def damages(folder: Path, writer: str, files, is_kept: Callable, checksum) -> list[str]:
+    """What is wrong with each file of a committed folder, "" for nothing. What may be
+    pruned and is gone has no files.
+
+    Looks until two looks agree: meanwhile a folder gets its last name, or is pruned.
+    """
+    found, before = look(folder, writer, files, is_kept, checksum), None
+    while any(found) and found != before:
+        found, before = look(folder, writer, files, is_kept, checksum), found
+    return found
+
+
+def look(folder: Path, writer: str, files, is_kept: Callable, checksum) -> list[str]:
+    draft = draft_of(folder, writer)
+    if draft.exists():  # its writer died between the commit and the folder's last name
+        folder = draft
+    if not folder.exists() and not is_kept():  # in this order: it is pruned once it is old
+        return []
+    return [damage(folder / Path(entry["path"]).name, entry, checksum) for entry in files]

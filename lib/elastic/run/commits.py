@@ -18,7 +18,7 @@ from elastic.base.durable import (
 from elastic.base.errors import ElasticError
 from elastic.run.claims import numbers
 from elastic.run.records import Commit
-from elastic.run.sound import COMMIT, Part, announced, hint, whole
+from elastic.run.sound import Part, announced, hint, typed, whole
 
 
 class Commits(Part):
@@ -76,5 +76,4 @@ class Commits(Part):
 
 def read_commit(path: Path) -> Commit | None:
     """What a version's record says. Raises ElasticError if it is damaged."""
-    record = whole(path, read_json(path), COMMIT)
-    return None if record is None else Commit.of(record)
+    return typed(Commit, path, read_json(path))

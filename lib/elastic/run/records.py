@@ -1,15 +1,22 @@
 """The records of a run: what one part of the toolkit hands to another, with its types.
-Pure."""
+Pure.
+"""
 
 import enum
-import math
+import functools
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NewType, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 from elastic.run.ledger import Range
 
 MAX_FRAGMENTS = 100_000
 MOST_CHARACTERS = 200  # of a header's words
+MOST = 2**62  # of any number
+
+T = TypeVar("T")
+Measured = NewType("Measured", float)  # nobody's decision: it may be not finite
 
 
 class Outcome(enum.StrEnum):
@@ -101,6 +108,74 @@ class EventKind(enum.StrEnum):
     VALIDATE = "validate"
 
 
+Name = NewType("Name", str)  # of a file, or in one
+Place = NewType("Place", str)  # in the run directory
+# A lone surrogate can be written nowhere.
+WORDS = {str: "[^\ud800-\udfff]*", Name: r"(?a)[\w.-]{0,100}", Place: r"(?a)[\w./-]+"}
+# What JSON has for a value that is no record: what is 1.0 may be written as 1.
+PLAIN = {int: (int,), float: (float, int), Measured: (float, int), dict: (dict,)}
+
+
+def restored(kind: type[T], raw: object) -> T:
+    """The record in a table from JSON. What it does not tell has its default, and what a
+    later version may have added is left out. Raises ValueError naming what is wrong."""
+    read = _reader(kind)
+    try:
+        return read(raw)
+    except TypeError:
+        raise ValueError("not a JSON table") from None
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable:
+    """Of a value. Raises TypeError for one of another kind, and ValueError naming a field
+    in it that is. A tuple's parts are of one kind."""
+    parts = get_args(kind)
+    if kind in WORDS:
+        return functools.partial(_word, re.compile(WORDS[kind]))
+    if kind in PLAIN:
+        return functools.partial(_plain, kind, PLAIN[kind])
+    if type(None) in parts:
+        read = _reader(parts[0])
+        return lambda raw: None if raw is None else read(raw)
+    if get_origin(kind) is tuple:
+        return functools.partial(_tuple, _reader(parts[0]), 0 if ... in parts else len(parts))
+    readers = {name: _reader(part) for name, part in get_type_hints(kind).items()}
+    return functools.partial(_record, kind, readers)
+
+
+def _plain(kind: Any, types: tuple[type, ...], raw: Any) -> Any:
+    if type(raw) not in types or (kind in (int, float) and not abs(raw) < MOST):
+        raise TypeError
+    return float(raw) if float in types else raw
+
+
+def _word(pattern: re.Pattern, raw: Any) -> str:
+    if not pattern.fullmatch(raw):
+        raise TypeError
+    return raw
+
+
+def _tuple(read: Callable, length: int, raw: object) -> tuple:
+    """Of so many parts; 0: of any number."""
+    if not isinstance(raw, list | tuple) or len(raw) != (length or len(raw)):
+        raise TypeError
+    return tuple([read(each) for each in raw])
+
+
+def _record(kind: type, readers: dict[str, Callable], raw: object) -> Any:
+    told, table = {}, _plain(dict, (dict,), raw)
+    for name, read in readers.items():
+        if name in table:
+            try:
+                told[name] = read(table[name])
+            except (TypeError, OverflowError):
+                raise ValueError(f"{name} is {str(table[name])[:80]!r}") from None
+        elif not hasattr(kind, name):
+            raise ValueError(f"no {name} in it")
+    return kind(**told)
+
+
 @dataclass(frozen=True)
 class Fragment:
     """How to know the bytes of one fragment; where they are follows from the delta's
@@ -124,8 +199,8 @@ class Header:
     steps: int
     tokens: int
     samples: tuple[Range, ...]
-    loss: float
-    first_loss: float
+    loss: Measured
+    first_loss: Measured
     fragments: tuple[Fragment, ...]
     inner: str = ""  # where the inner optimizer state came from, for the record
     seconds: float = 0.0  # from the start of the round to the delivery, on the worker's clock
@@ -141,48 +216,32 @@ class Header:
 
     @classmethod
     def from_json(cls, data: object) -> "Header":
-        """Check every field's type and sign. Raises ValueError naming what is wrong."""
-        if not isinstance(data, dict):
-            raise ValueError("a header is a table")
-        kinds = cls.__annotations__ | {"samples": list, "fragments": list}
-        fields = {"inner": "", "seconds": 0.0, "stall_s": 0.0, "lr_sum": 0.0, **data}
-        if set(fields) != set(kinds):
-            raise ValueError(f"fields differ: {sorted(set(fields) ^ set(kinds))}")
-        for name, kind in kinds.items():
-            value = fields[name]
-            if kind is float and type(value) is int and abs(value) < 2**62:
-                value = fields[name] = float(value)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}, not {kind.__name__}")
-            if name == "inner":  # it quotes what went wrong
-                words = (c if c.isprintable() else " " for c in value[:MOST_CHARACTERS])
-                value = fields[name] = "".join(words)
-            if kind is str and not (len(value) <= MOST_CHARACTERS and value.isprintable()):
+        """Who has a worker's password may have written it. Raises ValueError naming what
+        is wrong."""
+        header = restored(cls, data)
+        if more := data.keys() - vars(header):
+            raise ValueError(f"fields differ: {sorted(more)}")
+        # It quotes what went wrong.
+        words = (c if c.isprintable() else " " for c in header.inner[:MOST_CHARACTERS])
+        header = replace(header, inner="".join(words))
+        for name, value in vars(header).items():
+            is_word = isinstance(value, str) and len(value) <= MOST_CHARACTERS
+            is_amount = isinstance(value, int | float) and ("loss" in name or value >= 0)
+            if not (isinstance(value, tuple) or is_amount or (is_word and value.isprintable())):
                 raise ValueError(f"{name} is {value!r}")
-            if kind is int and not 0 <= value < 2**62:
-                raise ValueError(f"{name} is {value}")
-            if name in ("seconds", "stall_s", "lr_sum") and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}")
-        samples = tuple(_range(each) for each in fields.pop("samples"))
-        fragments = fields.pop("fragments")
-        if len(fragments) > MAX_FRAGMENTS:
-            raise ValueError(f"{len(fragments)} fragments")
-        parsed = tuple(_fragment(each) for each in fragments)
-        return cls(**fields, samples=samples, fragments=parsed)
+        if any(not 0 <= number < 2**53 for each in header.samples for number in each):
+            raise ValueError(f"no sample ranges: {header.samples!r}")
+        if len(header.fragments) > MAX_FRAGMENTS:
+            raise ValueError(f"{len(header.fragments)} fragments")
+        return header
 
 
-def _range(each: object) -> Range:
-    whole = isinstance(each, list | tuple) and len(each) == 3
-    if not whole or any(type(number) is not int or not 0 <= number < 2**53 for number in each):
-        raise ValueError(f"not a sample range: {each!r}")
-    return tuple(each)
+class File(TypedDict):
+    """A file of a commit, as the commit tells of it."""
 
-
-def _fragment(each: object) -> Fragment:
-    whole = isinstance(each, dict) and set(each) == {"bytes", "xxh3"} and len(str(each)) < 100
-    if not whole or type(each["bytes"]) is not int or not isinstance(each["xxh3"], str):
-        raise ValueError(f"not a fragment: {each!r}")
-    return Fragment(**each)
+    path: Place
+    bytes: int
+    xxh3: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,19 +258,14 @@ class Delta:
     steps: int
     tokens: int
     samples: tuple[Range, ...]
-    loss: float | None = None
-    first_loss: float | None = None
+    loss: Measured | None = None
+    first_loss: Measured | None = None
     inner: str | None = None
     seconds: float | None = None
     stall_s: float | None = None
     lr_sum: float | None = None
-    norm: float | None = None
+    norm: Measured | None = None
     delivered: float | None = None  # Redis TIME
-
-    @classmethod
-    def of(cls, record: dict) -> "Delta":
-        samples = tuple(map(tuple, record["samples"]))
-        return cls(**{**known(cls, record), "samples": samples})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +273,7 @@ class Commit:
     """What is true of a version, as `commits/000123.json` has it. None is not told."""
 
     version: int
-    writer: str = ""
+    writer: Name = ""
     master_epoch: int
     time: float
     layout: str = ""
@@ -230,9 +284,9 @@ class Commit:
     samples: tuple[Range, ...]
     deltas: tuple[Delta, ...]
     workers: int = 1
-    loss: float | None = None
+    loss: Measured | None = None
     step: int | None = None  # the checkpoint's that it was
-    rejected: dict[str, int] | None = None
+    rejected: dict | None = None  # by rule, how many deltas
     outer_lr: float | None = None
     outer_momentum: float | None = None
     inner_steps: int | None = None
@@ -241,21 +295,9 @@ class Commit:
     suspect: tuple[int, int] | None = None  # slot and attempt that made that one bad
     running: dict | None = None
     bytes: int | None = None
-    cos: float | None = None
-    outer_gain: float | None = None
-    files: tuple[dict, ...] = ()
-
-    @classmethod
-    def of(cls, record: dict) -> "Commit":
-        """Of a sound record; what a later version may have added is left out."""
-        suspect = record.get("suspect")
-        parts = {
-            "samples": tuple(map(tuple, record["samples"])),
-            "deltas": tuple(map(Delta.of, record["deltas"])),
-            "suspect": tuple(suspect) if isinstance(suspect, list) else None,
-            "files": tuple(record.get("files", ())),
-        }
-        return cls(**{**known(cls, record), **parts})
+    cos: Measured | None = None
+    outer_gain: Measured | None = None
+    files: tuple[File, ...] = ()
 
     def to_json(self) -> dict:
         return {**_told(self), "deltas": [*map(_told, self.deltas)]}
@@ -269,9 +311,21 @@ class Commit:
 CARRIED = ("layout", "dataset_samples", "epochs", "total_tokens")
 
 
-def known(kind: type, record: dict) -> dict:
-    """Without what a later version may have added."""
-    return {name: record[name] for name in kind.__annotations__ if name in record}
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Commit):
+    """One of sync mode, as the version that it could be made."""
+
+    base_version: int = 0
+    step: int
+    skipped: tuple[Range, ...] = ()  # whose batches were not finite
+
+
+def as_commit(record: object) -> dict:
+    """A checkpoint's table as a commit has it, for `restored`: its trainer's state is left
+    out. Raises ValueError."""
+    table = restored(dict, record)
+    told = {**restored(dict, table.get("extra")), **table}
+    return {"version": 0, "master_epoch": 0, "time": 0.0, "step": None, "files": None, **told}
 
 
 def _told(record: Delta | Commit) -> dict:

@@ -51,8 +51,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.base.units import size
 from elastic.run.claims import Masters, Slots
 from elastic.run.commits import Commits
-from elastic.run.records import known
-from elastic.run.sound import CONTROL, ENDPOINT, LOGS, announced, fault, whole
+from elastic.run.sound import LOGS, announced, fault, typed, whole
 from elastic.run.told import Jobs, Offers
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
@@ -84,7 +83,7 @@ class Endpoint:
     epoch: int
     url: str = ""  # a server that the site provides
     certificate: str = ""  # PEM, where the server speaks TLS
-    nonce: str = ""  # of one start of the server
+    nonce: str = ""  # of one start of the server, or of one master on the site's
 
 
 class RunDir:
@@ -169,15 +168,16 @@ class RunDir:
 
     def password(self, role: str, endpoint: Endpoint) -> str:
         """Of `role` on that one server: who was told it knows nothing of the next
-        one's."""
+        one's. Of `seal`, that the server is this run's: never the seal itself."""
         secret, nonce = self.secret(role), endpoint.nonce  # none: of a master of before
-        return hmac.digest(secret.encode(), nonce.encode(), "sha256").hex() if nonce else secret
+        is_bare = not nonce and role != "seal"
+        return secret if is_bare else hmac.digest(secret.encode(), nonce.encode(), "sha256").hex()
 
     def control(self) -> Control:
         found = read_json(self.private / "control.json")
         if found is None:
             raise ElasticError(f"not a run directory: {self.path}", "elastic-status lists the runs")
-        return Control(**known(Control, whole(self.path / "control.json", found, CONTROL)))
+        return typed(Control, self.path / "control.json", found)
 
     def set_control(self, **changes) -> Control:
         control = replace(self.control(), **changes, time=time.time())
@@ -188,8 +188,7 @@ class RunDir:
 
     def endpoint(self) -> Endpoint | None:
         path = self.private / "endpoint.json"
-        found = whole(path, announced(path), ENDPOINT)
-        return Endpoint(**known(Endpoint, found)) if found else None
+        return typed(Endpoint, path, announced(path))
 
     def set_endpoint(self, endpoint: Endpoint) -> None:
         write_atomic(self.path / "endpoint.json", to_json(asdict(endpoint)), PRIVATE)

@@ -1,33 +1,34 @@
 """Records of a run directory, as they are read: whole, or refused with the reason.
 
-Anybody's disk, editor or older version may have been at them. So what a field is to be is
-known by its name, in whatever record it is; what else a record holds is taken as it is.
+Anybody's disk, editor or older version may have been at them. What a field is to be is
+said by the record's type, where it has one (records.py); else its name says it, in
+whatever record it is, and what else such a record holds is taken as it is.
 """
 
 import contextlib
 from pathlib import Path
+from typing import TypeVar
 
 from elastic.base.durable import names, read_json
 from elastic.base.errors import ElasticError
+from elastic.run.records import restored
+
+T = TypeVar("T")
 
 NUMBER = (int, float)
-# What a field is in every record that has it; what else a record holds is taken as it is.
+# What a field is in every record that has no type of its own.
 KINDS = {name: kind for kind, names in (
     (NUMBER, "time started ended submitted seconds stall_s delivered loss"),
-    (int, "slot attempt base version step steps tokens epoch master_epoch workers min max port"),
-    (int, "gpus code dataset_samples epochs total_tokens world"),
-    (str, "kind role job_id node reason outcome state mode host url certificate layout writer"),
-    (str, "detail fault"),
-    (list, "samples deltas files"), (dict, "extra scores"),
+    (int, "slot attempt base version step steps tokens epoch workers min max"),
+    (int, "gpus code total_tokens world"),
+    (str, "kind role job_id node reason outcome state mode detail fault"),
+    (list, "samples"), (dict, "scores"),
 ) for name in names.split()}  # fmt: skip
 # What is always there; and in an event or the record of a job, by its kind or its state.
-CONTROL, ENDPOINT, ENDING = "mode state min max", "host port epoch", (
-    "job_id role slot time started state")
-COMMIT = "version master_epoch time tokens samples deltas"
+ENDING = "job_id role slot time started state"
 SCORES = "scores.jsonl"
 LOGS = {"events.jsonl": "time kind", SCORES: "time tokens scores",
         "metrics.jsonl": "time step seconds tokens attempt world loss"}  # fmt: skip
-DELTA = "slot attempt steps tokens samples"
 MORE = {"start": "role slot attempt job_id", "ended": "role slot outcome reason", "join": "slot",
         "end": "role slot job_id outcome reason gpus submitted ended", "master": "epoch",
         "outer-step": "version tokens", "fail": "reason", "reject": "reason"}  # fmt: skip
@@ -40,11 +41,24 @@ class Part:
         self.run = run  # its path may be resolved later
 
 
+def typed(kind: type[T], path: Path, record: dict | None) -> T | None:
+    """What a file's table tells as a `kind` of records.py. Raises ElasticError if it is
+    damaged."""
+    try:
+        return None if record is None else restored(kind, record)
+    except ValueError as error:
+        raise _damaged(path, str(error)) from None
+
+
 def whole(path: Path, record: dict | None, needed: str = "") -> dict | None:
     """The record. Raises ElasticError if it is damaged."""
     if record is not None and (said := fault(record, needed)):
-        raise ElasticError(f"damaged file: {path}: {said}", "restore it, or remove it")
+        raise _damaged(path, said)
     return record
+
+
+def _damaged(path: Path, said: str) -> ElasticError:
+    return ElasticError(f"damaged file: {path}: {said}", "restore it, or remove it")
 
 
 def hint(path: Path, needed: str = "") -> dict | None:
@@ -72,11 +86,4 @@ def fault(record: object, needed: str = "") -> str:
         sound = sound and (is_loss or kind not in (int, NUMBER) or abs(value) < 2**62)
         if not sound and (value is not None or name in names or name not in ("loss", "started")):
             return f"{name} is {str(value)[:80]!r}" if name in record else f"no {name} in it"
-    # A trainer's metrics have positions instead.
-    if "samples" in names and not all(map(_is_range, record["samples"])):
-        return "samples are no ranges"
-    return next((s for delta in record.get("deltas") or () if (s := fault(delta, DELTA))), "")
-
-
-def _is_range(each: object) -> bool:
-    return isinstance(each, list) and [int] * 3 == [type(number) for number in each]
+    return ""

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.run.records import File, Name, restored
 from elastic.run.rundir import RunDir
 from elastic.saved import storage
 from elastic.saved.drafts import Draft, drop, remove, settle
@@ -50,15 +51,11 @@ class Saved:
     """A committed checkpoint, by its record."""
 
     step: int
-    writer: str
+    writer: Name
     time: float
     world: int  # ranks that wrote it
     extra: dict  # as it was given to save()
-    files: list[dict]
-
-    @classmethod
-    def from_json(cls, record: dict) -> "Saved":
-        return cls(**{field.name: record[field.name] for field in fields(cls)})
+    files: tuple[File, ...]
 
     @property
     def path(self) -> Path:
@@ -162,7 +159,7 @@ class Checkpoints:
             self.finish()
         reasons = []
         for step, record, reason in self._group.decide(lambda: _on_top_of(self._run, base)):
-            saved = Saved.from_json(record) if record else None
+            saved = restored(Saved, record) if record else None
             reason = reason or self._damage(saved)
             if not reason:
                 return saved, reasons
@@ -190,7 +187,7 @@ class Checkpoints:
         """Rank 0: link the record. Another writer of this step may have been first:
         as good."""
         files = [*files, draft.write(EXTRA, durable.to_json(extra))]
-        saved = Saved(step, self._writer, time.time(), self._group.world, extra, files)
+        saved = Saved(step, self._writer, time.time(), self._group.world, extra, tuple(files))
         draft.commit_by(lambda: self._link(asdict(saved)))
 
     def _link(self, record: dict) -> bool:
@@ -312,13 +309,13 @@ def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
         record = durable.read_json(path)
         if record is None:
             return None, f"there is no commit record: {path}"
-        saved = Saved.from_json(record)
+        saved = restored(Saved, record)
         names = {Path(entry["path"]).name for entry in saved.files}
         if saved.step != step or names != {EXTRA, *storage.file_names(saved.world)}:
             raise ValueError(f"it names step {saved.step} and {sorted(names)}")
     except ElasticError as error:
         return None, error.what
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return None, f"damaged commit record: {path}: {error!r}"
     return saved, ""
 

@@ -10,12 +10,14 @@ follows the one it is based on.
 """
 
 import time
+from dataclasses import asdict
 
 import torch
 from torch import nn
 
-from elastic.run.records import Commit, Delta
+from elastic.run.records import Checkpoint, Commit, as_commit
 from elastic.run.rundir import RunDir
+from elastic.run.sound import typed
 from elastic.saved.checkpoint import Checkpoints, read_params
 from elastic.saved.replica import Replica
 from elastic.saved.versions import Draft, read_exactly, read_layout
@@ -39,17 +41,19 @@ def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]
     """
     writer = f"epoch{epoch}"
     saved, refused = Checkpoints(run, Group(), writer).newest(commit.version)
-    if not saved or not saved.extra["samples"]:
+    if not saved:
+        return commit, refused
+    trained = typed(Checkpoint, run.path / f"{saved.path}.json", as_commit(asdict(saved)))
+    if not trained.samples:
         return commit, refused
     layout, files = read_layout(run, commit.version), []
     draft = Draft(run, commit.version + 1, writer)
     for index, tensors in enumerate(layout.fragments):
         params = read_params(run, saved, tensors)
         files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
-    extra = saved.extra
     draft.commit(layout, files, commit.following(
-        master_epoch=epoch, time=time.time(), tokens=extra["tokens"],
-        samples=extra["samples"], deltas=tuple(map(Delta.of, extra["deltas"])),
-        loss=extra["loss"], step=saved.step, running=commit.running or {},
+        master_epoch=epoch, time=time.time(), tokens=trained.tokens, samples=trained.samples,
+        deltas=trained.deltas, loss=trained.loss, step=saved.step, running=commit.running or {},
     ))  # fmt: skip
     return run.commits.newest(), refused
+

@@ -6,6 +6,7 @@ are doubts.
 """
 
 import contextlib
+import secrets
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -42,7 +43,8 @@ class Server:
         """Start the run's server (or use the site's), in place of the one before."""
         self.stop()
         if self.config.redis.url:
-            self.endpoint = Endpoint("", 0, epoch, self.config.redis.url)
+            nonce = secrets.token_hex(16)
+            self.endpoint = Endpoint("", 0, epoch, self.config.redis.url, nonce=nonce)
         else:
             address = bind_address(self.config.redis.bind, self._node_address())
             self._redis = start(self.run, self.config, address, epoch)
