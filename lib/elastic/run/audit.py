@@ -268,22 +268,18 @@ def is_recent(version: int, newest: int, keep: int, run_dir: Path) -> bool:
     return version > newest - keep and version > max(numbers(run_dir / "commits")) - keep
 
 
-def damages(folder: Path, writer: str, files, is_kept: Callable, checksum) -> list[str]:
+def damages(folder: Path, writer: str, files, is_kept: Callable, checksum, before=()) -> list[str]:
     """What is wrong with each file of a committed folder, "" for nothing. What may be
     pruned and is gone has no files.
 
-    Looks until two looks agree: meanwhile a folder gets its last name, or is pruned.
+    Two looks have to agree (`before`: what the last one found), as meanwhile a folder gets
+    its last name, or is pruned.
     """
-    found, before = look(folder, writer, files, is_kept, checksum), None
-    while any(found) and found != before:
-        found, before = look(folder, writer, files, is_kept, checksum), found
-    return found
-
-
-def look(folder: Path, writer: str, files, is_kept: Callable, checksum) -> list[str]:
     draft = draft_of(folder, writer)
-    if draft.exists():  # its writer died between the commit and the folder's last name
-        folder = draft
-    if not folder.exists() and not is_kept():  # in this order: it is pruned once it is old
+    place = draft if draft.exists() else folder  # its writer died before the last rename
+    if not place.exists() and not is_kept():  # in this order: it is pruned once it is old
         return []
-    return [damage(folder / Path(entry["path"]).name, entry, checksum) for entry in files]
+    found = [damage(place / Path(entry["path"]).name, entry, checksum) for entry in files]
+    if any(found) and found != before:
+        return damages(folder, writer, files, is_kept, checksum, found)
+    return found
