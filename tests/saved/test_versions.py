@@ -152,6 +152,22 @@ def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
     assert drafts(run) == []
 
 
+def test_a_version_is_read_where_a_full_quota_refuses_its_folder_a_name(run, monkeypatch):
+    """Its writer did not live to give the name. A trainer that came to read died of the rename."""
+
+    def refused(*_):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refused)
+        assert commit(run, 0)
+        assert len(drafts(run)) == 1
+        assert_whole(run, 0)
+        assert read_layout(run, 0) == LAYOUT
+    assert_whole(run, 0)
+    assert drafts(run) == []
+
+
 def as_often_as_it_takes(rounds: Rounds, accepted: list, wait=lambda: None) -> dict:
     """Commit as the master does."""
     recipe, said = rounds.weigh(accepted)

@@ -17,18 +17,18 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 939,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1437,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1653,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 943,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1051,  # tensors on disk, committed by link(): what both modes begin with
+    "base": 952,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1490,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1675,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 941,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 1057,  # tensors on disk, committed by link(): what both modes begin with
     "local": 652,  # local mode: what both sides of the wire speak
-    "local/worker": 1401,  # one slot: hold the lease, train, deliver
-    "local/master": 1163,  # one master: Redis, samples, rounds, commits
-    "sync": 944,  # sync mode: one job that resizes
-    "people": 2148,  # what a person asks and sees
-    "lab": 1515,  # trying and proving; nothing imports it
-    "commands": 474,  # click: options, checks, exit codes
+    "local/worker": 1407,  # one slot: hold the lease, train, deliver
+    "local/master": 1155,  # one master: Redis, samples, rounds, commits
+    "sync": 949,  # sync mode: one job that resizes
+    "people": 2166,  # what a person asks and sees
+    "lab": 1491,  # trying and proving; nothing imports it
+    "commands": 497,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

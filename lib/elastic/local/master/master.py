@@ -200,7 +200,7 @@ class Master:
         if commit is None:
             return
         self.fence(commit.master_epoch)
-        remove_drafts(self.run, commit)
+        self.journal.written(remove_drafts, self.run, commit)
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             self.fence()
             commit = self.journal.written(from_sync, self.run, commit, self.epoch)

@@ -14,7 +14,7 @@ from elastic.local.worker.line import NoLine
 from elastic.run.records import Commit
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
-from elastic.saved.versions import Draft, read_layout, settle
+from elastic.saved.versions import Draft, read_layout
 from elastic.train.group import Group
 
 
@@ -32,7 +32,6 @@ def layout_of_run(
         commit = first_commit(layout, config, samples, tokens_per_sample)
         _create(line, group, Replica(model, layout), commit)
     newest = line.commit(run.commits.told_version())
-    settle(run, newest)
     layout = read_layout(run, newest.version)
     if samples != newest.dataset_samples:
         raise ElasticError(
