@@ -50,15 +50,15 @@ elastic::step() {
         --ntasks-per-node="$1" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > 0 ? cpus : 1))}" \
         --mpi=none --kill-on-bad-exit=1 "${ELASTIC_HOME}/sbatch/rank.sh" "${@:2}" &
     step="$!"
-    while :; do
-        wait "${step}" && code=0 || code="$?"
-        kill -0 "${step}" 2>/dev/null || break
+    while kill -0 "${step}" 2>/dev/null; do
+        wait "${step}" || true # a signal ends it, too
         until [[ -z "${told}" || -n "${passed}" ]] || ! kill -0 "${step}" ||
             scancel --signal=TERM "${SLURM_JOB_ID}"; do
             sleep 1 || true # the final TERM ends it
         done 2>/dev/null
         passed="${told}"
     done
+    wait "${step}" && code=0 || code="$?"
     ((code != 0)) || { mkdir -p "${ELASTIC_RUN_DIR}" && touch "${over}"; }
     if [[ "${code}" == 75 && "${told}" != TERM && "${ELASTIC_REQUEUE:-1}" == 1 ]]; then
         echo "a notice was obeyed: back to the queue"

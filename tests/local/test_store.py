@@ -304,7 +304,9 @@ def test_an_answer_to_an_earlier_ask_is_passed_over(store):
 
 def test_a_waiting_worker_gets_its_grant_at_once(make_store):
     master, worker, got = make_store(), make_store(), []
-    waiting = threading.Thread(target=lambda: got.append(worker.granted(ask(1), 600.0)))
+    waiting = threading.Thread(
+        target=lambda: got.append(worker.granted(ask(1), 600.0)), daemon=True
+    )
     waiting.start()
     time.sleep(0.1)  # most likely it waits by now; if not, the grant lies there for it
     master.grant({(3, 1): (1, [(0, 0, 4)])})

@@ -384,6 +384,25 @@ def test_rows_for_which_there_was_no_room_come_whole_when_there_is(run, tmp_path
     assert [row["version"] for row in told_rows(run, sink)] == [1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_run_of_tensorboard_that_had_no_room_goes_on_where_there_is(run, tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for version in (1, 2, 3):
+        commit(run, version)
+    sink, limits = metrics.TensorBoard(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            metrics.feed(run, [sink])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    metrics.feed(run, [sink])
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert len(read.Scalars("loss")) == 3
+
+
 def test_who_follows_a_run_lives_through_a_silence(run, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(durable, "AGAIN_S", ())
     path, real, silences = tmp_path / "rows.jsonl", os.listdir, itertools.count()

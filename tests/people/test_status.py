@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic.base.errors import TryAgain
 from elastic.jobs.history import Job
 from elastic.people import status
 from elastic.run.rundir import Control, Endpoint, RunDir
@@ -147,14 +148,23 @@ def test_of_a_run_that_is_over_no_redis_is_asked(runs, monkeypatch, brief: bool)
     leaving.set_control(state="stopped")
     job = Job("1", "worker", 0, "RUNNING", node="n1", run=leaving.name)
     scheduler = SimpleNamespace(jobs=lambda _within_s: [job])
+
+    def silent(_within_s: float) -> list[Job]:
+        raise TryAgain("squeue gave no answer")
+
     monkeypatch.setattr(status, "open_scheduler", lambda *_: scheduler)
     came = []
     with hanging_up(came) as endpoint:
         for run in runs[:4]:
             run.set_endpoint(endpoint)
-        states = [row["state"] for row in status.observe_all(runs[:3], brief)]
-        assert (states, came) == (["done", "failed", "stopped"], [])
+        rows = status.observe_all(runs[:3], brief)
+        assert [row["state"] for row in rows] == ["done", "failed", "stopped"]
+        assert (came, any(row["asked"] for row in rows)) == ([], False)
         status.observe_all([leaving, done], brief)
+        assert came
+        came.clear()
+        scheduler.jobs = silent  # who knows who is there
+        status.observe_all([stopped], brief)
         assert came
 
 

@@ -17,16 +17,16 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 952,  # one home for each thing outside: files, settings, signals, processes, network
+    "base": 954,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1490,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1675,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1684,  # jobs on a cluster: what is there, what should be, one pass
     "train": 941,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1057,  # tensors on disk, committed by link(): what both modes begin with
+    "saved": 1056,  # tensors on disk, committed by link(): what both modes begin with
     "local": 652,  # local mode: what both sides of the wire speak
-    "local/worker": 1407,  # one slot: hold the lease, train, deliver
+    "local/worker": 1408,  # one slot: hold the lease, train, deliver
     "local/master": 1155,  # one master: Redis, samples, rounds, commits
     "sync": 949,  # sync mode: one job that resizes
-    "people": 2166,  # what a person asks and sees
+    "people": 2173,  # what a person asks and sees
     "lab": 1491,  # trying and proving; nothing imports it
     "commands": 497,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

@@ -159,7 +159,8 @@ def master(server) -> Master:
     found = Master.__new__(Master)
     found.program = SimpleNamespace(attempt=1, job_id="7")
     found.state, found.commit, found.server = "running", None, server
-    found.samples, found.journal = Samples(), SimpleNamespace(say=lambda text: None)
+    found.samples = Samples()
+    found.journal = SimpleNamespace(say=lambda _: None, written=lambda write, *args: write(*args))
     found.samples.begin(commit_of(dataset_samples=100, epochs=1), [])
     found.intake = Intake(server, SimpleNamespace(close=lambda: None), round_5())
     found.config = SimpleNamespace(local_sgd=SETTINGS, step_samples=4,

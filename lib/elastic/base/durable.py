@@ -146,8 +146,8 @@ def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: N
     while True:
         try:
             return write()
-        except (OSError, TryAgain) as error:
-            if isinstance(error, OSError) and error.errno not in FULL:
+        except OSError as error:
+            if error.errno not in FULL:
                 raise
             if hurry():
                 why = f"a notice came while waiting for space: {error}"
@@ -276,6 +276,8 @@ def naming(place: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(place)) from error
 
 

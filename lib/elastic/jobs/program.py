@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from elastic.base.durable import until_written
+from elastic.base.durable import SPACE_S, until_written
 from elastic.base.environment import elastic_home, env, environment
-from elastic.base.errors import Exit
+from elastic.base.errors import Exit, TryAgain
 from elastic.base.network import node_name
 from elastic.base.signals import Notice, die_with_parent
 from elastic.jobs.command import STACKS
@@ -24,6 +24,7 @@ from elastic.jobs.ending import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
 PASS_S = 60.0  # for a reconcile pass
+SILENT_S = 600.0  # then the GPUs may go to a node whose filesystem answers
 
 
 class Program:
@@ -66,8 +67,16 @@ class Program:
         return code
 
     def closing(self, mode: str, notice: Notice) -> str:
-        """Why the run does not go on in this mode, once the filesystem says."""
-        return until_written(functools.partial(self.run.closing, mode), notice.__bool__)
+        """Why the run does not go on in this mode, once the filesystem says. Raises TryAgain
+        at a notice, and when it has said nothing for long."""
+        until = time.monotonic() + SILENT_S
+        while True:
+            try:
+                return self.run.closing(mode)
+            except TryAgain:
+                if notice or time.monotonic() > until:
+                    raise
+            time.sleep(SPACE_S)
 
 
 def run_job(job) -> int:
@@ -99,5 +108,5 @@ def pass_command(run: RunDir, within_s: float = 0.0) -> list[str]:
 
 def reconcile_now(run: RunDir, within_s: float = 0.0) -> None:
     """See to the job's successor now, or to the end of the run; cron would come later."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # no memory for a process, say
         subprocess.run(pass_command(run, within_s), stdin=subprocess.DEVNULL, timeout=PASS_S)

@@ -171,9 +171,10 @@ def release_nodes(job_id: str, kept: int) -> None:
 
 def signal_steps(job_id: str, name: str = "TERM") -> bool:
     """Notice to the steps of a running job, and to nothing else of it (KILL would end the
-    job); has Slurm taken it?"""
+    job); has Slurm answered? That of a job which is ending anyway is an answer, too."""
     with contextlib.suppress(TryAgain):
-        return slurm_command(("scancel", f"--signal={name}", job_id)).returncode == 0
+        answer = slurm_command(("scancel", f"--signal={name}", job_id))
+        return not (answer.returncode and _NO_ANSWER.search(answer.stderr))
     return False
 
 

@@ -56,7 +56,7 @@ class Verdict:
 def trials(load: Callable[[list[str]], Config], arms: Sequence[str], seeds: int) -> Iterator[Trial]:
     """Every run there is to make. `load` is CONFIG with settings on top of it."""
     base = load([])
-    workers = base.elastic.max // base.slurm.gpus_per_worker
+    workers = max(1, base.elastic.max // base.slurm.gpus_per_worker)
     samples = workers * base.step_samples
     for seed in range(seeds):
         for arm in (BASELINE, *arms):

@@ -9,6 +9,7 @@ committed tokens it has been told of, and is told what came after, however often
 command is started again.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -148,13 +149,19 @@ class TensorBoard:
         package = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard")
         self._mark = folder / "elastic.json"
         self.newest = (read_json(self._mark) or {}).get("tokens", 0)
-        self._writer = package.SummaryWriter(str(folder), purge_step=self.newest + 1)
+        self._open = functools.partial(package.SummaryWriter, str(folder))
+        self._writer: Any = None
 
     def add(self, rows: Sequence[dict]) -> None:
-        for row in rows:
-            for name, value in _numbers(row).items():
-                self._writer.add_scalar(name, value, row["tokens"], row["time"])
-        self._writer.flush()
+        self._writer = self._writer or self._open(purge_step=self.newest + 1)
+        try:
+            for row in rows:
+                for name, value in _numbers(row).items():
+                    self._writer.add_scalar(name, value, row["tokens"], row["time"])
+            self._writer.flush()
+        except OSError:
+            self._writer = None  # it would tell of that for ever
+            raise
         write_atomic(self._mark, to_json({"tokens": rows[-1]["tokens"]}))
 
 

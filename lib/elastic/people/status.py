@@ -123,9 +123,10 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
         listed, functools.cache(run.jobs.ending),
     )  # fmt: skip
     newest = [*filter(None, map(run.commits.of, range(max(0, last - commits), last + 1)))]
+    # Of a run that is over no master answers. Where the list failed, somebody may be there.
+    asks = asks and bool(jobs or listing.trouble or not facts.closing)
     if not _is_sync(facts):
-        is_there = jobs or not facts.closing  # of a run that is over, no master answers
-        crew = _workers(run, facts, jobs) if asks and is_there else Crew(_by_jobs(jobs))
+        crew = _workers(run, facts, jobs) if asks else Crew(_by_jobs(jobs))
     elif config.run.command:
         crew = _program(facts, jobs, run.log_path(TRAINER, 0), now)
     else:

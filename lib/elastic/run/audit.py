@@ -265,7 +265,7 @@ def check_files(
 
 def is_recent(version: int, newest: int, keep: int, run_dir: Path) -> bool:
     """Is it among the last `keep` versions: by the newest that was read, and as of now?"""
-    return version > newest - keep and version > max(numbers(run_dir / "commits")) - keep
+    return version > newest - keep and version > max(numbers(run_dir / "commits"), default=0) - keep
 
 
 def damages(folder: Path, writer: str, files, is_kept: Callable, checksum, before=()) -> list[str]:

@@ -111,7 +111,7 @@ class EventKind(enum.StrEnum):
 Name = NewType("Name", str)  # of a file, or in one
 Place = NewType("Place", str)  # in the run directory
 # A lone surrogate can be written nowhere.
-WORDS = {str: "[^\ud800-\udfff]*", Name: r"(?a)[\w.-]{0,100}", Place: r"(?a)[\w./-]+"}
+WORDS = {str: "[^\ud800-\udfff]*", Name: r"(?a)[\w.-]{0,100}", Place: r"(?a)(?!/|.*\.\.)[\w./-]+"}
 # What JSON has for a value that is no record: what is 1.0 may be written as 1.
 PLAIN = {int: (int,), float: (float, int), Measured: (float, int), dict: (dict,)}
 

@@ -56,4 +56,3 @@ def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]
         deltas=trained.deltas, loss=trained.loss, step=saved.step, running=commit.running or {},
     ))  # fmt: skip
     return run.commits.newest(), refused
-

@@ -103,11 +103,9 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
     path = run.path / entries[name]["path"]
     try:
         settle(run, commit)
-    except OSError as error:
-        if error.errno not in durable.FULL:
-            raise
-        # A full quota may refuse the name; the bytes are there.
-        path = durable.draft_of(path.parent, commit.writer) / name
+    except OSError:  # of a full quota, say: the bytes are there
+        draft = durable.draft_of(path.parent, commit.writer) / name
+        path = draft if draft.exists() else path
     if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
     return path

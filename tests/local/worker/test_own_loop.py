@@ -65,11 +65,15 @@ def test_a_loop_that_breaks_off_fails_the_run_and_says_so(tmp_path: Path):
     assert "left before the run was over" in failed["reason"]
 
 
-@pytest.mark.parametrize("at_a_notice", ["SIG_DFL", "SIG_IGN"])
+# What a worker says that hears of its notice before there is a version.
+YIELD = "lambda *_: (os.write(fd, b'{\"end\": \"yielded\"}\\n'), os._exit(0))"
+
+
+@pytest.mark.parametrize("at_a_notice", ["signal.SIG_DFL", "signal.SIG_IGN", YIELD])
 def test_a_program_that_never_joins_its_run_ends_with_it(tmp_path: Path, at_a_notice: str):
     """It stayed for health.master_wait, and elastic-stop --wait with it."""
-    program = ("import signal, sys, time",
-               f"signal.signal(signal.SIGTERM, signal.{at_a_notice})",
+    program = ("import os, signal, sys, time", "fd = int(os.environ['ELASTIC_PROGRESS_FD'])",
+               f"signal.signal(signal.SIGTERM, {at_a_notice})",
                "print('a stranger is here', flush=True)", "time.sleep(3600)")  # fmt: skip
     settings = {"run.command": [sys.executable, "-c", "\n".join(program)], "elastic.max": 1,
                 "health.master_wait": "1h", "local_scheduler.grace": "1s"}  # fmt: skip

@@ -63,7 +63,7 @@ class Master:
 
     def main(self) -> int:
         self.program.record("started")
-        if closing := self.run.closing("local"):
+        if closing := self.program.closing("local", self.notice):
             return self.end(end_of_run(closing))
         try:
             self.take_over()
@@ -77,7 +77,7 @@ class Master:
             return self.end(End(Outcome.FENCED, str(error)))
         finally:
             self.close()
-        return self.end(end_of_run(self.run.closing("local") or "stopped"))
+        return self.end(end_of_run(self.program.closing("local", self.notice) or "stopped"))
 
     def take_over(self) -> None:
         self.journal.wait_for_space()

@@ -206,7 +206,8 @@ class Agent:
     def _judge(self, training: Training, code: int) -> End:
         """What the end of the training process means."""
         end, program = training.report.get("end"), self.program
-        if code == 0 and end:
+        is_sent_away = end == Outcome.YIELDED and not (self.notice or self._deserted)
+        if code == 0 and end and not is_sent_away:
             notice = self._deserted or f"notice: {self.notice.signal_name}"
             return End(Outcome(end), notice if end == Outcome.YIELDED else f"run {end}")
         if code == Exit.DO_NOT_RESTART:
@@ -346,11 +347,11 @@ class Agent:
         if is_idle and idle_s > self.config.health.master_wait_s and not self._deserted:
             self._deserted = f"no master for {idle_s:.0f} s (health.master_wait)"
             self.program.event("warning", reason=self._deserted)
-            training.send_away(self.notice.window_s)
+            training.send_away(self.config.health.hang_timeout_s)
 
     def _leave_if_over(self, training: Training) -> None:
         """Who never opens LocalSGD hears from nobody else that the run is over."""
-        with contextlib.suppress(TryAgain):
+        with contextlib.suppress(ElasticError):  # a silence, or a file that is damaged for now
             if training.report["state"] == "loading" and self.program.run.closing("local"):
                 training.send_away(self.notice.window_s)
 
