@@ -18,6 +18,7 @@ from elastic.base.network import free_port
 from elastic.base.signals import die_with_parent
 from elastic.run.rundir import Control, Endpoint, RunDir
 from helpers import wait_until
+from running import command_line, kill_all, members
 from stores import Anybody
 
 os.umask(0o022)  # as bin/elastic has it: what others may write to is refused
@@ -68,10 +69,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def nobodys_home(tmp_path_factory):
-    """What tests ask themselves leaves nothing in the user's home."""
+    """What tests ask themselves leaves nothing in the user's home, and no process."""
+    folder = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ELASTIC_HOME_DIR", str(tmp_path_factory.getbasetemp() / "nobodys"))
+        patch.setenv("ELASTIC_HOME_DIR", str(folder / "nobodys"))
         yield
+    left = [command_line(pid) for pid in members(folder)]
+    kill_all(folder)
+    assert not left
 
 
 @pytest.fixture
