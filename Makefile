@@ -84,7 +84,7 @@ SLURM_COLUMN = --junit-xml=build/slurm-$(or $(SLURM),installed).xml \
 slurm: $(ALL)  ## All tests marked slurm, on another Slurm: SLURM=24.11 or 26.05 (root, 1 GB)
 	mkdir -p build
 	$(if $(SLURM),tests/slurm-root make $(SLURM))
-	$(if $(SLURM),tests/slurm-root run $(SLURM)) $(VENV)/bin/python -m pytest -n 3 --dist loadfile \
+	$(if $(SLURM),tests/slurm-root run $(SLURM)) $(VENV)/bin/python -m pytest -n 2 --dist loadfile \
 	    --no-loadscope-reorder -m slurm $(or $(PYTEST_ARGS),$(SLURM_COLUMN))
 
 lint: $(ALL)  ## ruff and shellcheck
