@@ -21,7 +21,7 @@ FOLDERS = {
     "run": 1490,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1684,  # jobs on a cluster: what is there, what should be, one pass
     "train": 941,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1056,  # tensors on disk, committed by link(): what both modes begin with
+    "saved": 1058,  # tensors on disk, committed by link(): what both modes begin with
     "local": 652,  # local mode: what both sides of the wire speak
     "local/worker": 1408,  # one slot: hold the lease, train, deliver
     "local/master": 1155,  # one master: Redis, samples, rounds, commits

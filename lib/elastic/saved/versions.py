@@ -103,7 +103,10 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
     path = run.path / entries[name]["path"]
     try:
         settle(run, commit)
-    except OSError:  # of a full quota, say: the bytes are there
+    except OSError as error:
+        if error.errno not in durable.FULL:
+            raise
+        # A full quota may refuse the name: the bytes are there.
         draft = durable.draft_of(path.parent, commit.writer) / name
         path = draft if draft.exists() else path
     if reason := durable.damage(path, entries[name]):
