@@ -19,19 +19,16 @@ Then, for all cores: none 0.95 x, int8 0.6 x, as the additions there are bound b
 import argparse
 import math
 import os
-import statistics
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from figures import ROOT, record
+from figures import ROOT, medians_s, record
 
 sys.path.insert(0, str(ROOT / "lib"))
 from elastic.saved.codec import CODECS, codec  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
 
-TRIES = 11
 WIDTH = 1024
 
 
@@ -52,7 +49,7 @@ def measure_encoding(name: str, fragment, delta: torch.Tensor) -> None:
     chosen, numel = codec(name), delta.numel()
     size = chosen.size_bytes(fragment)
     record("codec", f"{name}: bytes of a delta", size / 1e6, "MB", "float32", 4 * numel / 1e6)
-    (encode_s,) = seconds(lambda: chosen.encode(delta, fragment))
+    (encode_s,) = medians_s(lambda: chosen.encode(delta, fragment))
     record("codec", f"{name}: encode", numel / encode_s / 1e9, "G/s")
 
 
@@ -65,7 +62,7 @@ def measure_averaging(fragment, delta: torch.Tensor, threads: int) -> None:
         def additions():
             list(pool.map(plain_add, means, deltas))
 
-        record("codec", f"{words}, add", total / seconds(additions)[0], "G/s")
+        record("codec", f"{words}, add", total / medians_s(additions)[0], "G/s")
         for name in CODECS:
             chosen = codec(name)
             data = torch.frombuffer(bytearray(chosen.encode(delta, fragment)), dtype=torch.uint8)
@@ -77,7 +74,7 @@ def measure_averaging(fragment, delta: torch.Tensor, threads: int) -> None:
             def averaging(work=average, copies=copies):
                 list(pool.map(work, means, copies))
 
-            add_s, merge_s = seconds(additions, averaging)
+            add_s, merge_s = medians_s(additions, averaging)
             record("codec", f"{words}, {name}: average", total / merge_s, "G/s", "add",
                    total / add_s)  # fmt: skip
 
@@ -90,18 +87,6 @@ def add(mean: torch.Tensor, tiles) -> None:
     """As merge.mean_delta does."""
     for start, tile in tiles:
         mean[start : start + tile.numel()].add_(tile, alpha=0.5)
-
-
-def seconds(*works) -> list[float]:
-    """The middle of several tries of each, after one to warm up; by turns, so that what else the
-    machine does meets all of them."""
-    times = [[] for _ in works]
-    for _ in range(TRIES + 1):
-        for took, work in zip(times, works, strict=True):
-            began = time.perf_counter()
-            work()
-            took.append(time.perf_counter() - began)
-    return [statistics.median(took[1:]) for took in times]
 
 
 if __name__ == "__main__":

@@ -9,17 +9,13 @@ float32, 60 ms in bfloat16, AdamW 3.2 ms; there float32 costs a factor of two.
 """
 
 import argparse
-import statistics
 import sys
-import time
 
 import torch
-from figures import ROOT, record
+from figures import ROOT, medians_s, record
 
 sys.path.insert(0, str(ROOT / "lib"))
 from elastic.train.optimizers import EagerMuon  # noqa: E402
-
-TRIES = 11
 
 
 def main() -> None:
@@ -38,18 +34,6 @@ def step(kind: type, width: int):
     matrix = torch.nn.Parameter(torch.randn(width, 4 * width))
     matrix.grad = torch.randn(width, 4 * width)
     return kind([matrix], lr=1e-3).step
-
-
-def medians_s(*works) -> list[float]:
-    """The middle of several tries of each, after one to warm up; by turns, so that what else the
-    machine does meets all of them."""
-    times = [[] for _ in works]
-    for _ in range(TRIES + 1):
-        for took, work in zip(times, works, strict=True):
-            began = time.perf_counter()
-            work()
-            took.append(time.perf_counter() - began)
-    return [statistics.median(took[1:]) for took in times]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Figures of a benchmark: printed as a table, appended to build/bench.jsonl, one object each."""
 
 import json
+import statistics
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
+TRIES = 11
 
 
 def scratch(where: Path = BUILD) -> tempfile.TemporaryDirectory:
@@ -24,6 +27,18 @@ def record(bench: str, case: str, value: float, unit: str, against: str = "", ba
         file.write(json.dumps(row) + "\n")
     beside = f"   {ratio:8.4g} x {against}" if base else ""
     print(f"{bench:10} {case:52} {value:12.4f} {unit:6}{beside}", flush=True)
+
+
+def medians_s(*works) -> list[float]:
+    """The middle of several tries of each, after one to warm up; by turns, so that what else the
+    machine does meets all of them."""
+    times = [[] for _ in works]
+    for _ in range(TRIES + 1):
+        for took, work in zip(times, works, strict=True):
+            began = time.perf_counter()
+            work()
+            took.append(time.perf_counter() - began)
+    return [statistics.median(took[1:]) for took in times]
 
 
 def status_bytes(pid: int, key: str) -> int:

@@ -302,13 +302,14 @@ def test_an_answer_to_an_earlier_ask_is_passed_over(store):
     assert answers == [None, None, [(0, 10, 20)]]
 
 
-def test_a_waiting_worker_gets_its_grant_at_once(make_store):
+def test_a_waiting_worker_gets_its_grant_at_once(make_store, redis_server):
     master, worker, got = make_store(), make_store(), []
     waiting = threading.Thread(
         target=lambda: got.append(worker.granted(ask(1), 600.0)), daemon=True
     )
     waiting.start()
-    time.sleep(0.1)  # most likely it waits by now; if not, the grant lies there for it
+    clients = redis_server.client()
+    wait_until(lambda: clients.info("clients")["blocked_clients"], 10, "it waits")
     master.grant({(3, 1): (1, [(0, 0, 4)])})
     waiting.join(60)
     assert got == [[(0, 0, 4)]]

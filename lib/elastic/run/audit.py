@@ -42,7 +42,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     The `keep` newest versions must have their files; `checksum` gives a file's xxh3, None
     skips it.
     """
-    # First: of what is over now, everything is there to be read.
+    # DONE first: of a run that is over by then, every commit is there to be read.
     end, problems = read_end(run_dir)
     finished = end is not None
     commits, unread = read_commits(run_dir / "commits")

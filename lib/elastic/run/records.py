@@ -21,8 +21,8 @@ Measured = NewType("Measured", float)  # nobody's decision: it may be not finite
 
 class Outcome(enum.StrEnum):
     """How a job ended, as exit records and events spell it. A job writes the first five
-    itself; the others are what a pass concludes where a job wrote nothing. But killed is
-    also what a worker or a trainer says that had no answer."""
+    itself; the others are what a pass concludes where a job wrote nothing. A worker or a
+    trainer that had no answer writes killed, too."""
 
     DONE = "done"  # the run is finished
     STOPPED = "stopped"  # by elastic-stop, or the run goes on in the other mode
