@@ -1,6 +1,7 @@
 """The Slurm back end: its pure parts on literal text, and its three verbs on a private Slurm."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -289,18 +290,28 @@ POLICY = "Job violates accounting/QOS policy (job submit limit, user's size and/
         (Refused, "You must specify an account (--account=NAME)", "Unspecified error"),
         (Refused, "Time limit specification required, but not provided", "Unspecified error"),
         (Refused, "", "Access/permission denied"),
-        (Unsure, "", "Socket timed out on send/recv operation"),
-        (Unsure, "", "Unable to contact slurm controller (connect failure)"),
-        (Unsure, "", "Unexpected message received"),
     ],
 )
-def test_a_failed_submission_is_final_or_for_later_or_unsure(expected, first, last):
+def test_a_failed_submission_is_final_or_for_later(expected, first, last):
     lines = [f"sbatch: error: {first}"] if first else []
     lines += [f"sbatch: error: Batch job submission failed: {last}", ""]
     error = refusal(1, "\n".join(lines))
     assert type(error) is expected
     assert last in error.what
     assert first in error.what
+
+
+@pytest.mark.parametrize("words", [
+    "Socket timed out on send/recv operation", "Unexpected message received",
+    "Unable to contact slurm controller (connect failure)", "exit status -11",
+])  # fmt: skip
+def test_a_command_without_an_answer_is_try_again_and_a_submission_unsure(tmp_path, words):
+    says = f"echo 'sbatch: error: Batch job submission failed: {words}' >&2; exit 1"
+    gone = fake_command(tmp_path, "sbatch", "kill -SEGV $$" if words.endswith("-11") else says)
+    with pytest.raises(TryAgain, match=re.escape(words)):
+        slurm_command(["sbatch"], environment=gone)
+    with pytest.raises(Unsure, match=re.escape(words)):
+        SlurmScheduler(None).submit(make_spec(tmp_path, SLURM_TOML, environment=gone))
 
 
 def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():

@@ -55,7 +55,7 @@ _TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
 _SRUN = ("env", "--unset=SLURM_CPUS_PER_TASK", "--unset=SLURM_TRES_PER_TASK",
          "srun", "--mpi=none", "--overlap")  # fmt: skip
 
-# What sbatch says when it does not know whether the controller took the job.
+# What a command says when it does not know whether the controller did what was asked.
 _NO_ANSWER = re.compile(
     "Socket timed out|Unable to contact|Unexpected message received|Zero Bytes|Connection|"
     "Transport endpoint|communication|standby mode",
@@ -172,10 +172,11 @@ def release_nodes(job_id: str, kept: int) -> None:
 def signal_steps(job_id: str, name: str = "TERM") -> bool:
     """Notice to the steps of a running job, and to nothing else of it (KILL would end the
     job); has Slurm answered? That of a job which is ending anyway is an answer, too."""
-    with contextlib.suppress(TryAgain):
-        answer = slurm_command(("scancel", f"--signal={name}", job_id))
-        return not (answer.returncode and _NO_ANSWER.search(answer.stderr))
-    return False
+    try:
+        slurm_command(("scancel", f"--signal={name}", job_id))
+    except TryAgain:
+        return False
+    return True
 
 
 def end_steps(job_id: str) -> None:
@@ -336,7 +337,7 @@ def slurm_command(
     argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run a client command. TryAgain when it gives no answer in time.
+    """Run a client command. TryAgain when Slurm gives it no answer, or it none in time.
 
     Its environment is this process's, or `environment`, cleaned of what steers Slurm's
     commands.
@@ -351,13 +352,18 @@ def slurm_command(
             "is Slurm's bin directory in PATH? A crontab sets PATH and SLURM_CONF at its top",
         )
     try:
-        return subprocess.run(
+        answer = subprocess.run(
             [program, *argv[1:]], env=given | _TIMES.get(argv[0], {}), timeout=timeout_s,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         silence = f"{argv[0]} gave no answer in {timeout_s:g} s"
         raise TryAgain(silence, "is slurmctld up?") from None
+    # A command that dies says nothing.
+    is_silence = not answer.stderr.strip() or _NO_ANSWER.search(answer.stderr)
+    if answer.returncode != 0 and is_silence:
+        _checked(answer)
+    return answer
 
 
 def parse_squeue(text: str) -> list[Job]:
@@ -411,7 +417,7 @@ def refusal(code: int, stderr: str) -> ElasticError:
     nobody here has seen, are a refusal."""
     said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
     what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
-    if _NO_ANSWER.search(stderr) or code == 0:
+    if code == 0:
         return Unsure(what, "is slurmctld up? scontrol ping")
     if _NOT_NOW.search(stderr):
         return RetryLater(what)
