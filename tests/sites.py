@@ -1,6 +1,6 @@
 """A cluster unlike the usual sandbox in all it can: `pytest_plugins = ["sites"]` brings `cluster`.
 
-Nodes of four GPUs call themselves by names that Slurm does not know, and may not submit jobs. Each
+Nodes of two GPUs call themselves by names that Slurm does not know, and may not submit jobs. Each
 sees the runs' folder through a cache of its own, up to a minute late. The filesystem has no flock.
 Jobs start and end slowly, hold whole nodes, are given cores and memory, and are killed when they
 use more. A QOS says who preempts whom, and with which notice. KillWait is what sites have. A
@@ -8,7 +8,6 @@ plugin wants an account and a time limit, and renames every job. Nodes are reser
 drained, powered down until somebody needs them, and die.
 """
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ from functools import partial
 
 import pytest
 
-from elastic.base.errors import ElasticError
 from helpers import ROOT, elastic
 from running import TESTS
 from test_sync_slurm import Cluster
@@ -79,7 +77,7 @@ def cluster(new_sandbox, tmp_path) -> Cluster:
         f"SuspendProgram={tmp_path}/suspend", f"ResumeProgram={tmp_path}/resume",
         "SuspendTime=3600", "SuspendTimeout=5", "ResumeTimeout=120",
     )  # fmt: skip
-    shape = {"nodes": 2, "gpus": 4, "grace_s": 0, "accounting": True, "stale": tmp_path}
+    shape = {"nodes": 2, "gpus": 2, "grace_s": 0, "accounting": True, "stale": tmp_path}
     rules = tmp_path / "rules.lua"
     box = new_sandbox(settings=settings, job_submit=rules, **shape)
     define = ("sacctmgr", "--immediate", "add", "qos")
@@ -121,8 +119,7 @@ def becomes(cluster: Cluster, node: str, state: str) -> None:
 
 def powered_down(cluster: Cluster, node: str) -> None:
     """Slurm takes the node from its job and turns it off; a job that wants it turns it on again."""
-    with contextlib.suppress(ElasticError):  # Slurm 24.11 looks for the node's name meanwhile: 10 s
-        cluster.box.run("scontrol", "update", f"NodeName={node}", "State=POWER_DOWN_FORCE")
+    cluster.box.run("scontrol", "update", f"NodeName={node}", "State=POWER_DOWN_FORCE")
     cluster.until(lambda: not cluster.box.members(node), f"{node} is off")
 
 

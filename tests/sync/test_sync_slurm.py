@@ -27,7 +27,7 @@ pytest_plugins = ["slurm_sandbox"]
 pytestmark = pytest.mark.slurm
 
 PATIENCE_S = 240.0
-CRON_S = 3.0
+CRON_S = 5.0
 BATCH = 12
 STORY = {
     **SETTINGS,

@@ -18,14 +18,14 @@ from sites import ASKED, NEEDS, becomes, finished, powered_down, taken_reserved_
 pytest_plugins = ["sites"]
 pytestmark = NEEDS
 
-FOUR = {"slurm.gpus_per_node": 4, "task.samples": 6_000,
-        "sync.global_batch_size": 16, "train.batch_size": 2}  # twice the GPUs: half the passes
-SYNC = {**ASKED, **FOUR}
+TWO = {"slurm.gpus_per_node": 2, "task.samples": 6_000,
+       "sync.global_batch_size": 16, "train.batch_size": 2}  # twice the GPUs: half the passes
+SYNC = {**ASKED, **TWO}
 
 
 def test_a_run_without_what_the_site_wants_is_refused_in_its_words(cluster):
-    for mode in ({}, {"run.mode": "local", "slurm.gpus_per_worker": 4}):
-        done = cluster.try_to_submit(4, 8, **FOUR, **mode)
+    for mode in ({}, {"run.mode": "local", "slurm.gpus_per_worker": 2}):
+        done = cluster.try_to_submit(2, 4, **TWO, **mode)
         assert done.returncode != 0
         assert "this site wants --account and --time" in done.stderr
     takes_more = ("python3", "-c", "held = b'x' * (400 << 20); __import__('time').sleep(60)")
@@ -43,7 +43,7 @@ def test_the_doctor_tells_what_is_unusual_there(cluster, tmp_path):
     asked += ["--set=slurm.partition=preempt", "--set=slurm.master_partition=cpu"]
     answer = elastic("doctor", "--json", *asked, env=env)
     seen = {each["check"]: each["seen"] for each in json.loads(answer.stdout)["checks"]}
-    assert seen["partition"].startswith("preempt: UP, 2 nodes, 8 GPUs, 1 drained")
+    assert seen["partition"].startswith("preempt: UP, 2 nodes, 4 GPUs, 1 drained")
     assert "a job gets whole nodes" in seen["partition"]
     assert seen["preemption"] == "QOS low: REQUEUE (preempt/qos)"
     assert seen["notice"].startswith("49 s (GraceTime=20, KillWait=30)")
@@ -69,23 +69,23 @@ def test_a_preemption_ends_a_job_when_the_grace_of_its_qos_is_over(cluster):
 
 
 def test_a_synchronous_run_lives_there(cluster):
-    cluster.submit(4, 8, **SYNC)
-    cluster.trains_on(8)
+    cluster.submit(2, 4, **SYNC)
+    cluster.trains_on(4)
     shrunk = []
 
     def on_what_is_left() -> None:
-        cluster.trains_on(4)
+        cluster.trains_on(2)
         shrunk.append(cluster.running().job_id)
 
     taken_reserved_and_drained(cluster, meanwhile=on_what_is_left)
     assert shrunk == [shrunk[0]] * 3  # it does not leave for what is not there
-    cluster.trains_on(8)
+    cluster.trains_on(4)
     first, last = expand_hostlist(cluster.running().node)
     powered_down(cluster, last)
-    cluster.trains_on(4)  # in the same job, which does not stand still while the node boots
+    cluster.trains_on(2)  # in the same job, which does not stand still while the node boots
     becomes(cluster, last, "idle~")
     cluster.box.run("scontrol", "update", f"NodeName={last}", "State=POWER_UP")
-    cluster.trains_on(8)
-    cluster.box.kill_node(first)
     cluster.trains_on(4)
+    cluster.box.kill_node(first)
+    cluster.trains_on(2)
     finished(cluster, "restart")  # of the ranks in a job that a node was taken from

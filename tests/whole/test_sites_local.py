@@ -10,7 +10,7 @@ pytest_plugins = ["sites"]
 pytestmark = NEEDS
 
 LOCAL = {
-    **ASKED, "run.mode": "local", "task.samples": 12_000, "slurm.gpus_per_worker": 4,
+    **ASKED, "run.mode": "local", "task.samples": 12_000, "slurm.gpus_per_worker": 2,
     "slurm.master_partition": "cpu",
     "local_sgd.inner_steps": 10, "elastic.reconcile_interval": "5s", "health.heartbeat": "0.5s",
     "health.lease": "5s", "local_sgd.min_deadline": "20s", "local_sgd.last_call": "5s",
@@ -28,7 +28,7 @@ def workers_of(cluster: Cluster, version: int) -> set[int]:
 
 
 def test_a_local_run_lives_there(cluster):
-    cluster.submit(8, 8, **LOCAL)
+    cluster.submit(4, 4, **LOCAL)
 
     def both_deliver(after: int) -> None:
         cluster.until(lambda: workers_of(cluster, after) == {0, 1}, "both workers deliver")

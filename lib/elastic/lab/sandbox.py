@@ -74,7 +74,8 @@ class Sandbox:
         self.conf = path / "slurm.conf"
         self.daemons = Daemons(path)
         self._mark = path / ".elastic-sandbox"
-        self._hosts = path / "hosts"  # of nodes with names of their own
+        self._hosts = path / "hosts"  # as nodes with names of their own know each other
+        self._known_hosts = path / "hosts-known"  # as their controller knows them
 
     def environment(self) -> dict[str, str]:
         """The variables that lead Slurm's client commands to this sandbox."""
@@ -89,7 +90,8 @@ class Sandbox:
         given = clean_environment() | self.environment()
         answer = slurm_command(argv, environment=given)
         if answer.returncode != 0:
-            raise ElasticError(f"{shlex.join(argv)}: {answer.stderr.strip()}")
+            said = answer.stderr.strip() or f"exit status {answer.returncode}"
+            raise ElasticError(f"{shlex.join(argv)}: {said}")
         return answer.stdout
 
     def env(self) -> str:
@@ -203,8 +205,9 @@ class Sandbox:
         self.path.mkdir(0o700)
         self._mark.touch()
         if shape.stale:
-            named = "".join(f"{ADDRESS} {node}.{_DOMAIN}\n" for node in shape.names)
-            self._hosts.write_text(Path("/etc/hosts").read_text() + named)
+            for hosts, domain in ((self._hosts, f".{_DOMAIN}"), (self._known_hosts, "")):
+                named = "".join(f"{ADDRESS} {node}{domain}\n" for node in shape.names)
+                hosts.write_text(Path("/etc/hosts").read_text() + named)
         for part in ["log", "state", "spool", "tmp", *(f"spool/{node}" for node in shape.names)]:
             (self.path / part).mkdir()
 
@@ -218,10 +221,19 @@ class Sandbox:
             self._start_munged(paths["munged"], "munge-nodes", f"--origin={_ADDRESS_OF_NODES}")
         if shape.accounting:
             self._start_accounting(paths, ports[1])
-        self.daemons.start("slurmctld", paths["slurmctld"], "-D", ready=ports[0])
+        self._start_controller(paths, ports[0])
         for node in shape.names:
             self._start_node(node, paths)
         self.daemons.wait(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
+
+    def _start_controller(self, paths: dict[str, str], port: int) -> None:
+        """slurmctld, which knows the names of nodes: that of Slurm 24.11 asks for them, stands
+        still for ten seconds where nobody answers, and may die of it."""
+        daemon = [paths["slurmctld"], "-D"]
+        if self._known_hosts.exists():
+            enter = f"mount --bind {self._known_hosts} /etc/hosts; exec \"$@\""
+            daemon = [paths["unshare"], "--mount", "sh", "-c", enter, "sh", *daemon]
+        self.daemons.start("slurmctld", *daemon, ready=port)
 
     def _are_idle(self, names: Sequence[str]) -> bool:
         """False too while slurmctld listens already and has not loaded its plugins."""
