@@ -70,7 +70,8 @@ def text_of(draw: random.Random, record: dict) -> bytes:
 
 LEASE = {"slot": 3, "attempt": 2, "job_id": "17", "node": "n1", "pid": 4711, "state": "training",
          "version": 5, "step": 9, "steps_total": 99, "tokens_per_s": 12.5, "loss": 2.5,
-         "beat": 100.0, "moved": 99.5, "joined": 10.0, "trouble": ""}  # fmt: skip
+         "beat": 100.0, "moved": 99.5, "joined": 10.0, "trouble": "",
+         "step_s": 0.5}  # fmt: skip
 
 
 def test_a_broken_lease_is_nobodys_or_is_names_and_numbers_within_bounds(tmp_path):

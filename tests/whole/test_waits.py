@@ -4,6 +4,7 @@ import re
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from elastic.jobs.sched_slurm import sbatch_argv
 from elastic.local.master.master import Master
 from elastic.local.master.samples import Samples
 from elastic.local.worker.agent import SILENT, Agent, Training
+from elastic.run import membership
 from elastic.run.membership import Slot
 from elastic.run.rundir import Control, RunDir
 from helpers import PATIENCE, commit_of, delta_of, wait_until
@@ -57,6 +59,17 @@ def test_an_agent_leaves_a_trainer_that_moves_to_the_scheduler(make_run):
 
 def a_slot(state: str, moved: float) -> Slot:
     return Slot(0, 1, "7", "n", 1, state, 5, 3, 3, 0.0, 0.0, beat=moved, moved=moved, joined=0.0)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "still_s", "expected"),
+    [(0.0, 59.0, "training"), (0.0, 61.0, "stalled"), (1.0, 61.0, "stalled"),
+     (90.0, 269.0, "training"), (90.0, 271.0, "stalled")],
+)  # fmt: skip
+def test_a_worker_whose_steps_are_long_is_not_stalled_in_one(step_s, still_s, expected):
+    """With steps of 90 s rounds closed without it, and status called it stalled."""
+    slot = replace(a_slot("training", 100.0), step_s=step_s)
+    assert membership.state(slot, 100.0 + still_s, 60.0) == expected
 
 
 @pytest.fixture

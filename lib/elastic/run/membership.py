@@ -1,7 +1,8 @@
 """Who is there: the state of a slot from its record, and nothing else. Pure.
 
     live     beating, and its inner step advances (or it waits for others, or is starting up)
-    stalled  beating, but the step of a training worker has not moved for `stall_after_s`
+    stalled  beating, but the step of a training worker has not moved for `stall_after_s`, nor for
+             as long as three of its steps take
     blocked  its writes are refused (a full disk): no round waits for it, and it tries on
     lost     no record: the lease ran out (Redis dropped the key) or was given up
 
@@ -15,6 +16,7 @@ STATES = ("loading", "training", "validating", "delivering", "waiting", "blocked
 NAME = re.compile(r"\w[\w.@:+-]{0,254}", re.ASCII)  # of a job or a node: no path, no option
 MOST = 2**53  # of any number
 MOST_TROUBLE = 300  # characters
+STALL_STEPS = 3  # that a worker may take without a sign, if they are long
 WORKING = ("training", "delivering", "waiting")  # has something to deliver, now or soon
 
 
@@ -37,6 +39,7 @@ class Slot:
     moved: float  # when `step` or `state` last changed
     joined: float
     trouble: str = ""  # why it is blocked
+    step_s: float = 0.0  # that an inner step takes; 0: not known yet
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> "Slot | None":
@@ -66,9 +69,9 @@ def live(
 
 def state(slot: Slot, now: float, stall_after_s: float) -> str:
     """The worker's state as people see it: its own, or "stalled"."""
-    if slot.state in ("training", "delivering") and now - slot.moved > stall_after_s:
-        return "stalled"
-    return slot.state
+    most_s = max(stall_after_s, STALL_STEPS * slot.step_s)
+    is_still = slot.state in ("training", "delivering") and now - slot.moved > most_s
+    return "stalled" if is_still else slot.state
 
 
 def expected(slots: list[Slot], now: float, stall_after_s: float) -> dict[int, Slot]:

@@ -48,7 +48,7 @@ ABORT_S = 0.5  # to print stack traces
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 # What a training process reports that has not spoken yet.
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
-          "tokens_per_s": 0.0, "trouble": "", "moves": 0}  # fmt: skip
+          "step_s": 0.0, "tokens_per_s": 0.0, "trouble": "", "moves": 0}  # fmt: skip
 
 MOVING = ("state", "step", "version", "moves")  # who changes none of them may hang
 

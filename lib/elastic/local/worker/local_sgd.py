@@ -226,7 +226,7 @@ class LocalSGD:
         self._look_at_optimizer()
         self.line.say(
             state="training", version=hand.round.base, step=self.steps, loss=loss,
-            steps_total=hand.steps_total,
+            steps_total=hand.steps_total, step_s=round(hand.step_s, 3),
             tokens_per_s=round(hand.round.tokens_per_s(now), 1),
         )  # fmt: skip
 
