@@ -103,7 +103,7 @@ FAILING = seen(
                     trouble=NAME_ERROR) for slot in range(2)],
     trouble=f"slot 0: {NAME_ERROR}", jobs=[job(0), job(1)],
     reason=f"2 GPUs, fewer than the 8 wanted; slots 0, 1: {NAME_ERROR}"
-           "; no pass since 3 min: is elastic-reconcile in your crontab?",
+           "; no pass since 6 min: is elastic-reconcile in your crontab?",
     events=[event("restart", 2, slot=0, reason=f"{NAME_ERROR} (the training process ended with "
                                                "code 1)")],
 )  # fmt: skip

@@ -40,7 +40,7 @@ from elastic.run.wording import counted, one_line
 EVENTS, LOOKED_AT = 20, 300  # shown; read, because many are no news
 CURVE = 60  # newest versions whose loss is shown
 WINDOW = 10  # newest versions over which speed is measured
-NO_PASS_S = 180.0  # cron passes every two minutes
+NO_PASS_S = 360.0  # cron passes every two minutes, scrontab every five
 # A worker that says nothing of itself.
 UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
            "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip

@@ -97,14 +97,12 @@ def _check_name(config: Config) -> None:
 
 def check_mode(run: RunDir, mode: str) -> None:
     """Raise ElasticError saying why the run cannot go on in `mode`."""
-    settings = [f"run.mode={mode}"]
-    config = configuration.load_written(run.path / "run.toml", settings)
-    if config.run.command:
+    if run.config().run.command:
         raise UsageError(
             f"run {run.name} keeps its mode: its run.command is a loop for one mode",
             "only a run of a task (run.task) can change it",
         )
-    _check_redis(config)
+    _check_redis(configuration.load_written(run.path / "run.toml", [f"run.mode={mode}"]))
 
 
 def with_shares(config: Config, model: estimate.Model | None) -> Config:
