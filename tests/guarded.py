@@ -174,7 +174,7 @@ class Run:
         mean = sum(part * clip * each[1] for (part, clip), each in zip(parts, sent, strict=True))
         self.outer.mu = rounds.momentum(steps, self.settings)
         lr = rounds.outer_lr(self.settings.outer_lr, weight, self.running, True)
-        self.outer.step_one(0, mean, lr)
+        self.outer.step(0, mean, lr)
         loss = guards.round_loss(headers, self.version)
         self.running = self.running.after(moves, weight, loss)
 

@@ -14,7 +14,7 @@ from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.transport import Transport, fragment_name
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
-from elastic.saved.codec import codec
+from elastic.saved.codec import Codec, Fragment, codec
 from elastic.saved.layout import Layout
 from elastic.saved.merge import Outer
 from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
@@ -30,6 +30,20 @@ def read_outer(run: RunDir, commit: Commit, mu: float) -> Outer:
     layout = read_layout(run, commit.version)
     parts = [read_exactly(run, commit, layout, index) for index in range(len(layout.fragments))]
     return Outer(layout, *map(list, zip(*parts, strict=True)), mu)
+
+
+def decoded(chosen: Codec, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    """All elements of a fragment at once."""
+    values = torch.empty(sum(tensor.numel for tensor in fragment))
+    for start, tile in chosen.tiles(data, fragment):
+        values[start : start + tile.numel()] = tile
+    return values
+
+
+def step(outer: Outer, means: list[torch.Tensor], lr: float) -> None:
+    """The outer step of every fragment."""
+    for index, mean in enumerate(means):
+        outer.step(index, mean, lr)
 
 
 class Rounds:

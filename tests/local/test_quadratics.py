@@ -64,7 +64,7 @@ def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, for
         ]
         if forget:
             outer = merge.Outer(LAYOUT, [theta], [torch.zeros(SIZE)], problem.mu)
-        outer.step([merge.mean_delta(theta, terms, problem.kappa)], problem.eta)
+        outer.step(0, merge.mean_delta(theta, terms, problem.kappa), problem.eta)
         history.append(theta.clone())
     return history
 

@@ -14,6 +14,7 @@ from elastic.base.errors import UsageError
 from elastic.saved.codec import CODECS, as_bytes, codec
 from elastic.saved.layout import Layout
 from elastic.saved.versions import split
+from merging import decoded
 
 floats = st.lists(st.floats(width=32, allow_nan=False), max_size=40)
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -31,7 +32,7 @@ def journey(name, values, fragment=None):
     assert len(encoded) == chosen.size_bytes(fragment)
     received = torch.empty(len(encoded), dtype=torch.uint8)
     as_bytes(received)[:] = encoded
-    return chosen.decode(received, fragment)
+    return decoded(chosen, received, fragment)
 
 
 def normal(*shape, seed=0):

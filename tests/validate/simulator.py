@@ -43,7 +43,7 @@ from elastic.train.optimizers import default_optimizer
 from elastic.train.schedule import learning_rate, tokens_at
 from elastic.train.task import count_tokens
 from helpers import commit_of
-from merging import read_outer
+from merging import decoded, read_outer, step
 
 CPU = torch.device("cpu")
 RAMPED = " with a ramp"  # how a delta's `inner` ends where the learning rate rose from nothing
@@ -264,8 +264,7 @@ class Simulator:
         for delta, part in zip(sent, self.outer.layout.fragments, strict=True):
             chosen = codec_of(part, self._codec)
             data = torch.frombuffer(chosen.encode(delta, part), dtype=torch.uint8)
-            values = chosen.decode(data, part)
-            fragments.append(values.clone())
+            fragments.append(decoded(chosen, data, part))
         return fragments
 
     def _go_ahead(
@@ -418,7 +417,7 @@ class Simulator:
 
     def step(self, means: list[torch.Tensor], lr: float) -> None:
         """The outer step."""
-        self.outer.step(means, lr)
+        step(self.outer, means, lr)
 
     def _publish(self, tokens: int, workers: int) -> Version:
         commit = commit_of(self.version, tokens=tokens, total_tokens=self.total_tokens)

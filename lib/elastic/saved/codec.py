@@ -46,13 +46,6 @@ class Codec(Protocol):
         A piece is good until the next one is asked for: they may share memory.
         """
 
-    def decode(self, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-        """All elements at once."""
-        values = torch.empty(_numel(fragment))
-        for start, tile in self.tiles(data, fragment):
-            values[start : start + tile.numel()] = tile
-        return values
-
 
 class Floats(Codec):
     """Every element, as it is."""

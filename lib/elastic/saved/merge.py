@@ -32,13 +32,9 @@ class Outer:
     ):
         self.layout, self.params, self.momentum, self.mu = layout, params, momentum, mu
 
-    def step(self, means: list[torch.Tensor], lr: float) -> None:
-        """Apply the outer optimizer to every fragment, in place. Consumes `means`."""
-        for index, mean in enumerate(means):
-            self.step_one(index, mean, lr)
-
-    def step_one(self, index: int, mean: torch.Tensor, lr: float) -> None:
-        """Likewise, to one of them; the bits are those of torch.optim.SGD.
+    def step(self, index: int, mean: torch.Tensor, lr: float) -> None:
+        """Apply the outer optimizer to a fragment, in place; consumes its `mean`. The bits
+        are those of torch.optim.SGD.
 
         By hand, because torch.optim imports torch's compiler, which takes a new master a
         second and a half; and by pieces that a cache holds.
@@ -50,9 +46,9 @@ class Outer:
                 g.add_(momentum, alpha=self.mu)
             param.add_(g, alpha=-lr)
 
-    def products(self, index: int, mean: torch.Tensor, start: int = 0) -> Products:
-        """Of a fragment, or of the piece of it from `start` on, before the step."""
-        momentum = self.momentum[index][start : start + mean.numel()]
+    def products(self, index: int, mean: torch.Tensor) -> Products:
+        """Of a fragment, before the step."""
+        momentum = self.momentum[index]
         return (momentum @ mean).item(), norm(momentum) ** 2, norm(mean) ** 2
 
 

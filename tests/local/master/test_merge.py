@@ -23,7 +23,7 @@ from elastic.saved import merge
 from elastic.saved.layout import Layout
 from elastic.saved.versions import Draft
 from helpers import ROOT, commit_of
-from merging import Rounds, read_outer
+from merging import Rounds, read_outer, step
 
 SIZE = 30
 PLAIN = ("local_sgd.outer_lr=1.0", "local_sgd.outer_momentum=0.0")
@@ -178,7 +178,8 @@ def test_the_outer_step_has_the_bits_of_torch_sgd_across_a_restart(run, mu):
     for number in range(1, 51):
         means = [torch.randn(n) for n in layout.numels]
         lr = 0.7 if number % 3 else 0.35
-        for optimizer in (outer, fused, plain):
+        step(outer, [mean.clone() for mean in means], lr)
+        for optimizer in (fused, plain):
             optimizer.step([mean.clone() for mean in means], lr)
         if number in (17, 18, 40):
             outer = written_and_read(run, outer, number, mu)
@@ -209,7 +210,7 @@ def test_a_master_does_not_import_the_compiler():
         from elastic.saved.layout import Layout
         from elastic.saved.merge import Outer
         layout = Layout.of([("w", (3,))], 100)
-        Outer(layout, [torch.ones(3)], [torch.zeros(3)], 0.9).step([torch.ones(3)], 0.7)
+        Outer(layout, [torch.ones(3)], [torch.zeros(3)], 0.9).step(0, torch.ones(3), 0.7)
         assert "torch._dynamo" not in sys.modules
     """
     environment = {"PYTHONPATH": str(ROOT / "lib")}
@@ -227,7 +228,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(run):
         terms = [merge.Term([(0, delta)], 0.3, params.bfloat16()) for delta in deltas]
         mean = merge.mean_delta(params, terms, 0.5)
         products = outer.products(0, mean)
-        outer.step([mean], 0.7)
+        outer.step(0, mean, 0.7)
         results.add(hash((outer.params[0].numpy().tobytes(), outer.momentum[0].numpy().tobytes())))
     torch.set_num_threads(before)
     assert len(results) == 1

@@ -180,7 +180,7 @@ class Averager:
             else:
                 merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
                 products = self.outer.products(index, mean)
-                self.outer.step_one(index, mean, recipe.lr)
+                self.outer.step(index, mean, recipe.lr)
         return products
 
     def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
