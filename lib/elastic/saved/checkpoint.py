@@ -35,7 +35,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.records import File, Name, restored
 from elastic.run.rundir import RunDir
 from elastic.saved import storage
-from elastic.saved.drafts import Draft, drop, remove, settle
+from elastic.saved.drafts import Draft, drop, place, remove, settle
 from elastic.saved.layout import Tensor
 from elastic.train.group import Group
 
@@ -222,7 +222,7 @@ class Checkpoints:
 
     def _damage(self, saved: Saved) -> str:
         """What is wrong with a file of it, else "". The ranks share the work."""
-        folder = self._run.path / saved.path
+        folder = place(self._run.path / saved.path, saved.writer)
         own = saved.files[self._group.rank :: self._group.world]
         reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in own)
         of_all = self._group.gather(next(filter(None, reasons), ""))
@@ -233,7 +233,7 @@ class Checkpoints:
         optimizer.state.clear()
         # Fills the optimizer's state for every parameter, as places to read to.
         model_state, optimizer_state = states.get_state_dict(model, optimizer)
-        reader = storage.Reader(self._run.path / saved.path, saved.files)
+        reader = _reader(self._run, saved)
         held = _prefixes(reader.read_metadata().state_dict_metadata)
         optimizer_state["state"] = {
             name: values for name, values in optimizer_state["state"].items()
@@ -250,7 +250,7 @@ class Checkpoints:
 def read_params(run: RunDir, saved: Saved, tensors: Sequence[Tensor]) -> torch.Tensor:
     """Parameters out of a checkpoint that came from `newest`: flat, float32."""
     values = {tensor.name: torch.empty(tensor.shape) for tensor in tensors}
-    storage.Reader(run.path / saved.path, saved.files).fill({"model": values}, no_dist=True)
+    _reader(run, saved).fill({"model": values}, no_dist=True)
     return torch.cat([value.flatten() for value in values.values()])
 
 
@@ -263,6 +263,10 @@ def _state(model, optimizer) -> dict:
         optimizer.state.clear()
         optimizer_state["state"] = {}
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _reader(run: RunDir, saved: Saved) -> storage.Reader:
+    return storage.Reader(place(run.path / saved.path, saved.writer), saved.files)
 
 
 def _prefixes(names) -> set[str]:
@@ -295,7 +299,7 @@ def _on_top_of(run: RunDir, base: int) -> list[tuple[int, dict | None, str]]:
         if saved is None:
             candidates.append((step, None, reason))
         elif saved.extra.get("base_version", 0) == base:
-            with contextlib.suppress(OSError):  # then its files are found missing
+            with contextlib.suppress(OSError):  # then it is read where it is
                 settle(_final_path(run, step), saved.writer)
             candidates.append((step, asdict(saved), ""))
     return candidates

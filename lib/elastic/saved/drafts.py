@@ -80,6 +80,12 @@ def settle(final: Path, writer: str) -> None:
             os.rename(draft_of(final, writer), final)
 
 
+def place(final: Path, writer: str) -> Path:
+    """Where a committed folder is read: a full quota may refuse it its name."""
+    draft = draft_of(final, writer)
+    return draft if not exists(final) and exists(draft) else final
+
+
 def remove(final: Path) -> None:
     """Remove a folder, its name first: one that has its name is always whole."""
     gone = final.with_name(f".pruned.{final.name}")

@@ -100,15 +100,12 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
     entries = {Path(entry["path"]).name: entry for entry in commit.files}
     if name not in entries:
         raise ElasticError(f"version {commit.version} has no file {name}")
-    path = run.path / entries[name]["path"]
     try:
         settle(run, commit)
     except OSError as error:
         if error.errno not in durable.FULL:
             raise
-        # A full quota may refuse the name: the bytes are there.
-        draft = durable.draft_of(path.parent, commit.writer) / name
-        path = draft if draft.exists() else path
+    path = drafts.place(run.version_path(commit.version), commit.writer) / name
     if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
     return path
