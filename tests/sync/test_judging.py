@@ -26,6 +26,9 @@ CRASH = Facts(1, "code 1", "", "", "", "", attempt=2, newest_attempt=2, is_own=F
         ({"code": 75, "notice": "SIGUSR1"}, "yielded", "notice: SIGUSR1"),
         ({"code": 75}, "yielded", "the ranks left on a notice"),
         ({"code": 93, "newest_attempt": 3}, "fenced", "a higher attempt than 2 has the run"),
+        # Its ranks die of the one that knows.
+        ({"newest_attempt": 3}, "fenced", "a higher attempt than 2 has the run"),
+        ({"code": -6, "newest_attempt": 3}, "fenced", "a higher attempt than 2 has the run"),
         ({"code": 93}, "stopped", "the run is going on in sync mode again"),
         ({"code": 93, "closing": "stopped"}, "stopped", "the run is stopped"),
         ({"closing": "stopped"}, "stopped", "the run is stopped"),

@@ -17,10 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.base.durable import read_json
+from elastic.base.errors import TryAgain
 from elastic.base.signals import Notice
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
-from elastic.sync.rank import Rank, Wishes
+from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.train.group import Group
 from helpers import elastic, environment
@@ -208,7 +209,7 @@ def test_a_batch_that_is_not_finite_is_dealt_with_as_the_run_says(tmp_path, acti
 
 
 def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
-    with synchronous(tmp_path, step_s=0.03) as run:
+    with synchronous(tmp_path, TWO, step_s=0.03) as run:  # what one is refused, both must know
         run.until(lambda: step(run) >= 5, 60, "the first steps")
         folder = run.run.path / "checkpoints"
         folder.rename(tmp_path / "away")
@@ -218,6 +219,24 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
         (tmp_path / "away").rename(folder)
         lines = finish(run)
     assert [line["step"] for line in lines] == list(range(1, 61))
+
+
+def test_a_later_job_of_the_run_ends_all_ranks_alike(tmp_path):
+    """Rank 0 left alone, the other died of that, and the launcher took the run back."""
+    with synchronous(tmp_path, TWO, step_s=0.03) as run:
+        run.until(lambda: step(run) >= 5, 60, "the first steps")
+        job_id = run.jobs()["trainer", 0].job_id
+        run.run.slots.claim(0, {"job_id": "another", "node": "n", "pid": 1, "time": 0.0})
+
+        def end() -> dict | None:
+            said = run.run.jobs.ending(job_id)
+            return said if said["state"] == "ended" else None
+
+        run.until(end, 30, "its end")
+        why = "a higher attempt than 1 has the run"
+        assert (end()["outcome"], end()["reason"]) == ("fenced", why)
+        assert not run.events("restart")
+        finish(run)
 
 
 @pytest.fixture
@@ -268,6 +287,17 @@ def test_checkpoints_write_no_more_in_a_second_than_a_site_allows(rank, make_con
     assert not saving.is_due(11)
     saving._at -= 40
     assert saving.is_due(11)
+
+
+def test_a_filesystem_that_is_silent_is_no_wish_of_anybody(run, monkeypatch):
+    """Rank 0 left its job, without a checkpoint, and as if after a notice."""
+
+    def silent(*_):
+        raise TryAgain("Stale file handle")
+
+    monkeypatch.setattr(RunDir, "closing", silent)
+    rank = Rank(run, run.config(), Group(), 1, "7")
+    assert Wishes(rank, Notice()).mine() is Wish.GO_ON
 
 
 def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkeypatch):

@@ -171,17 +171,20 @@ class Checkpoints:
 
     def _open(self, step: int, extra: dict) -> _Flight | None:
         """A draft, for all ranks at the same time; None if the step is committed."""
-        since, committed = time.monotonic(), None
+        since = time.monotonic()
         draft = Draft(_final_path(self._run, step), _record_path(self._run, step), self._writer)
-        if self._group.leads:
-            committed = durable.exists(draft.record) and step not in self._skipped
-            if not committed:
-                draft.discard()
-                durable.make_folder(draft.folder)
-        if self._group.broadcast(committed):
+        if self._group.decide(lambda: self._has(step, draft)):
             return None
         commit = functools.partial(self._commit, draft, step, extra)
         return _Flight(step, storage.Writer(draft, commit), since)
+
+    def _has(self, step: int, draft: Draft) -> bool:
+        """Rank 0: is the step committed? If not, make its draft."""
+        committed = durable.exists(draft.record) and step not in self._skipped
+        if not committed:
+            draft.discard()
+            durable.make_folder(draft.folder)
+        return committed
 
     def _commit(self, draft: Draft, step: int, extra: dict, files: list[dict]) -> None:
         """Rank 0: link the record. Another writer of this step may have been first:

@@ -32,7 +32,7 @@ def judge(facts: Facts) -> End:
         return End(Outcome.YIELDED, "notice, and the ranks ended with 0")
     if code == Exit.OK and (facts.is_own or is_done):
         return End(Outcome.DONE, "run done")
-    if code == Exit.DO_NOT_RESTART and facts.newest_attempt > facts.attempt:
+    if code != Exit.OK and facts.newest_attempt > facts.attempt:  # whatever its ranks died of
         return End(Outcome.FENCED, f"a higher attempt than {facts.attempt} has the run")
     if code == Exit.TRY_AGAIN:
         notice = f"notice: {facts.notice}" if facts.notice else "the ranks left on a notice"

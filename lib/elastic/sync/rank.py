@@ -1,6 +1,7 @@
 """A rank of a synchronous job: who it is, what it wants, and whether it is still wanted
 itself."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from elastic.base.config import Config
 from elastic.base.durable import until_written
 from elastic.base.environment import env
-from elastic.base.errors import Fenced
+from elastic.base.errors import Fenced, TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs.slurm_info import kill_at
 from elastic.run.rundir import RunDir
@@ -27,6 +28,7 @@ class Wish(IntEnum):
     GO_ON = 0
     NOTICE = 1
     STOPPED = 2
+    FENCED = 3
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,18 @@ class Wishes:
         self._control_at = 0.0
 
     def mine(self) -> Wish:
-        """Rank 0 speaks for the user, too. Raises Fenced."""
+        """Rank 0 speaks for the user, too, and for who has the run now. A filesystem that
+        is silent says nothing new."""
         if self.notice:
             return Wish.NOTICE
         now = time.monotonic()
         if self._rank.group.leads and now - self._control_at >= CONTROL_S:
             self._control_at = now
-            self.fence()
-            if self._rank.run.closing("sync"):
-                return Wish.STOPPED
+            with contextlib.suppress(TryAgain):
+                if self._has_successor():
+                    return Wish.FENCED
+                if self._rank.run.closing("sync"):
+                    return Wish.STOPPED
         return Wish.GO_ON
 
     def of_all(self) -> Wish:
@@ -95,6 +100,13 @@ class Wishes:
 
     def fence(self) -> None:
         """Raise Fenced if a later attempt, or a master, has the run."""
-        run, attempt = self._rank.run, self._rank.attempt
-        if run.slots.latest(0) > attempt or run.masters.newest() > self._epoch:
-            raise Fenced(f"attempt {attempt}: a later one, or a master, has taken over")
+        if self._has_successor():
+            raise self.fenced
+
+    @property
+    def fenced(self) -> Fenced:
+        return Fenced(f"attempt {self._rank.attempt}: a later one, or a master, has taken over")
+
+    def _has_successor(self) -> bool:
+        run = self._rank.run
+        return run.slots.latest(0) > self._rank.attempt or run.masters.newest() > self._epoch

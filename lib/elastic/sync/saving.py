@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from elastic.base.errors import TryAgain
 from elastic.jobs import cadence
 from elastic.saved.checkpoint import Checkpoints, Saved, size_bytes
 from elastic.sync.batches import Samples
@@ -39,6 +40,7 @@ class Saving:
         self.checkpoints = Checkpoints(rank.run, rank.group, f"attempt{rank.attempt}", keep)
         self.words = ""  # how often, and why, for status; or what was refused
         self._auto_s, self._least_s = cadence.LEAST_S, 0.0
+        self._mtbi_s = cadence.PRIOR_S
         self.step, self._at = 0, 0.0  # of the newest one
 
     def load(self, base_version: int) -> tuple[Saved | None, list[str]]:
@@ -53,9 +55,10 @@ class Saving:
     def choose_cadence(self) -> None:
         if not self._rank.group.leads:
             return
-        mtbi_s = cadence.observed_mtbi_s(self._rank.run.jobs.endings())
+        with contextlib.suppress(OSError, TryAgain):  # of this rank alone: it goes on as before
+            self._mtbi_s = cadence.observed_mtbi_s(self._rank.run.jobs.endings())
         stall_s, save_s = self.checkpoints.stall_s, self.checkpoints.save_s
-        self._auto_s, self.words = cadence.interval(stall_s, mtbi_s, save_s)
+        self._auto_s, self.words = cadence.interval(stall_s, self._mtbi_s, save_s)
         if most := self._rank.config.checkpoint.max_rate_bytes:
             self._least_s = size_bytes(self._rank.run, self.step) / most
         if self._least_s > self._auto_s:

@@ -136,6 +136,8 @@ class Trainer:
         return bool(tokens_over or (most_steps and self.state.step >= most_steps))
 
     def _leave(self, wish: Wish) -> int:
+        if wish == Wish.FENCED:
+            raise self.wishes.fenced
         self.saving.save_within(self.state, self.wishes.left_s)
         self._profile.end()
         why = "notice" if wish == Wish.NOTICE else "stopped"
@@ -152,8 +154,7 @@ class Trainer:
 
     def _restore(self) -> None:
         began, rank = time.time(), self.rank
-        base = self._find_base() if rank.group.leads else None
-        base, committed = rank.group.broadcast(base)
+        base, committed = rank.group.decide(self._find_base)
         self._base = State(**base)
         self.samples.set(committed)
         version = self._base.base_version
@@ -205,6 +206,8 @@ class Trainer:
         self._prepare_step()
         loss_sum, tokens = learner.backward(batch.passes, expected)
         agreed = self._agree(loss_sum, tokens)
+        if agreed.wish == Wish.FENCED:
+            return agreed.wish
         learner.rescale(expected / agreed.tokens)
         norm = clip_gradients(learner.model, self.train.grad_clip)
         if self._may_step(batch, agreed.loss, norm):
@@ -235,18 +238,18 @@ class Trainer:
         return (done + 1) / most if self.state.base_version and done < most else 1.0
 
     def _agree(self, loss_sum: torch.Tensor, tokens: int) -> Agreed:
-        """One sum over all ranks: a wish is two numbers, how many ranks have it."""
+        """One sum over all ranks: of each wish it has how many ranks have it."""
         group, wish = self.rank.group, self.wishes.mine()
         silent_s = time.monotonic() - self._checked_at
         check = group.leads and silent_s > self.rank.config.health.liveness_interval_s
         save = self.saving.is_due(self.state.step + 1)
-        mine = [tokens, wish == Wish.NOTICE, wish == Wish.STOPPED, save, check]
+        mine = [tokens, save, check, *(wish == each for each in Wish)]
         numbers = torch.tensor(mine, dtype=torch.float64, device=group.device)
         numbers = torch.cat([loss_sum.view(1), numbers])
         if group.world > 1:
             dist.all_reduce(numbers)
-        loss, tokens, notice, stopped, save, check = numbers.tolist()
-        wish = Wish.STOPPED if stopped else Wish.NOTICE if notice else Wish.GO_ON
+        loss, tokens, save, check, *counts = numbers.tolist()
+        wish = max(each for each in Wish if counts[each])
         return Agreed(loss / tokens, tokens, wish, save > 0, check > 0)
 
     def _may_step(self, batch: Batch, loss: float, norm: float) -> bool:

@@ -11,7 +11,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from elastic.base import errors
 from elastic.base.errors import ElasticError
+
+
+def _of_rank_0(kind: str, errno: int | None, what: str) -> Exception:
+    """What every rank raises for an error of rank 0."""
+    return OSError(errno, what) if errno else getattr(errors, kind, ElasticError)(what)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -76,8 +82,21 @@ class Group:
 
     def decide(self, decision: Callable[[], object]) -> object:
         """What `decision()` returns to rank 0 (anything JSON), on every rank; the others
-        do not call it. Collective."""
-        return self.broadcast(decision() if self.leads else None)
+        do not call it. Collective. Its error is raised by every rank: else the others
+        would wait."""
+        answer, error = None, None
+        if self.leads:
+            try:
+                answer = decision()
+            except (OSError, ElasticError) as caught:
+                error = caught
+        told = [type(error).__name__, getattr(error, "errno", None), str(error)] if error else None
+        answer, told = self.broadcast([answer, told])
+        if error:
+            raise error
+        if told:
+            raise _of_rank_0(*told)
+        return answer
 
     def broadcast(self, message: object = None, source: int = 0) -> object:
         """The `source` rank's message (anything JSON), on every rank."""
