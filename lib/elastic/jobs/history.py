@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic.base.errors import Exit
 from elastic.run.records import Outcome
 
 MASTER = "master"
@@ -130,7 +129,6 @@ class Ended(_Known):
     reason: str = ""
     detail: str = ""
     worked: bool = False  # it did some of what it was there for
-    final: bool = False  # it asked not to be started again
     started_at: float | None = None
     ended_at: float = 0.0
 
@@ -246,7 +244,6 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
         reason=reason,
         detail=str(record.get("detail") or ""),
         worked=age_s >= WORKED_S or (did_some and Outcome(said).is_orderly),
-        final=outcome == Outcome.FAILED and record.get("code") == Exit.DO_NOT_RESTART,
         started_at=job.started_at,
         ended_at=job.ended_at or ended_at,
     )

@@ -63,6 +63,7 @@ class World:
     growth: Growth | None = None  # sync mode: what a restart now might gain
     limits_of_gpus: tuple[int, int] | None = None  # sync mode: fewest and most, now
     gpus: int = 0  # sync mode: of the trainer at work
+    node_gpus: int = 1  # that a trainer has at least, whatever the limits are
 
     def own(self, role: str) -> bool:
         """Is this a role of the run's mode?"""
@@ -163,8 +164,6 @@ def _hopeless(world: World, chain: Sequence[Ended]) -> str:
         return ""
     last, first = crashes[0], crashes[-1]
     who = last.role if last.role in ALONE else f"{last.role} {last.slot}"
-    if last.final:
-        return f"{who} asked not to be started again: {last.reason}"
     if len(crashes) < world.limits.max_failures:
         return ""
     others = [j for j in _training_since(world.memory, first.at) if j.place != last.place]
@@ -189,7 +188,9 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     voluntary restart, with notice, where there are too many GPUs, or more are free than
     it costs."""
     jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
-    started = [job for job in jobs if job.started and job.cancelled_at is None]
+    # One that was asked between two attempts has not heard it.
+    deaf = [job for job in jobs if job.cancelled_at and now - job.cancelled_at >= LEAVE_S[TRAINER]]
+    started = [job for job in jobs if job.started and (job.cancelled_at is None or job in deaf)]
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
     asking = [job for job in waiting if limits and job.asked and now >= job.grows_until]
     if outdated := [job for job in asking if [*job.asked] != [*limits]]:
@@ -198,14 +199,14 @@ def _resize(world: World, now: float) -> Iterator[Action]:
             other = "the run has other limits now"
             yield _cancelled(job, missed if job.grows_until else other)
     elif len(started) == 1 and waiting:
-        if limits and world.gpus > limits[1]:
+        if limits and world.gpus > max(limits[1], world.node_gpus):
             reason = f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
-            yield _cancelled(started[0], reason)
+            yield replace(_cancelled(started[0], reason), now=False)
         elif world.growth:
             pays, reason = world.growth.pays(now - (started[0].started_at or now))
             if pays:
                 yield Action(GROW, TRAINER, 0, reason, waiting[0].job_id, gpus=world.growth.more)
-                yield _cancelled(started[0], reason)
+                yield replace(_cancelled(started[0], reason), now=False)
 
 
 def _cancel(world: World, now: float) -> Iterator[Action]:

@@ -441,7 +441,9 @@ def world_of(facts: Facts, growth: sizing.Growth | None = None) -> World:
     if control.mode == "sync":
         job = _trainer_at_work(memory)
         gpus = facts.gpus_of(job) if job else 0
-        return World(0, memory, limits, "sync", growth, (control.min, control.max), gpus)
+        node_gpus = config.slurm.gpus_per_node if config.run.scheduler == "slurm" else 1
+        range_ = (control.min, control.max)
+        return World(0, memory, limits, "sync", growth, range_, gpus, node_gpus)
     return World(control.max // max(1, config.slurm.gpus_per_worker), memory, limits)
 
 
