@@ -48,6 +48,7 @@ def test_many_nodes_are_asked_in_waves(busy: Path):
     ("srun: error: Node failure on n2", True),
     ("srun: error: n1: task 3: Killed", True),
     ("srun: error: n1: tasks 0-2: Exited with exit code 1", True),
+    ("srun: error: n1: task 3: Out Of Memory", True),
     ("srun: error: n1: task 3: Exited with exit code 75", False),
     ("srun: Job 7 step creation temporarily disabled, retrying", False),
 ])  # fmt: skip

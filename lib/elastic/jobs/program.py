@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import TypeVar
 
 from elastic.base.durable import SPACE_S, until_written
 from elastic.base.environment import elastic_home, env, environment
@@ -23,6 +24,7 @@ from elastic.jobs.command import STACKS
 from elastic.jobs.ending import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
+T = TypeVar("T")
 PASS_S = 60.0  # for a reconcile pass
 SILENT_S = 600.0  # then the GPUs may go to a node whose filesystem answers
 
@@ -58,7 +60,7 @@ class Program:
         """Say how it ended, and what it had `worked` (steps, if they are known); the exit
         code."""
         self.event(EVENTS.get(end.outcome, "leave"), reason=end.reason, **worked)
-        return self.record_end(end, **{**measured, **worked})
+        return self.record_end(end, **{**worked, **measured})
 
     def record_end(self, end: End, **fields) -> int:
         """Its last record; the exit code."""
@@ -67,21 +69,28 @@ class Program:
         return code
 
     def closing(self, mode: str, notice: Notice) -> str:
-        """Why the run does not go on in this mode, once the filesystem says. Raises TryAgain
-        at a notice, and when it has said nothing for long."""
-        until = time.monotonic() + SILENT_S
-        while True:
-            try:
-                return self.run.closing(mode)
-            except TryAgain:
-                if notice or time.monotonic() > until:
-                    raise
-            time.sleep(SPACE_S)
+        """Why the run does not go on in this mode. Raises as `answered` does."""
+        return answered(lambda: self.run.closing(mode), notice)
 
 
-def run_job(job) -> int:
-    """The exit code of an agent, a launcher or a master, whose record says how it ended,
-    also if that was by an error."""
+def answered(ask: Callable[[], T], notice: Notice) -> T:
+    """What it says, once the filesystem answers. Raises TryAgain at a notice, and when it
+    has said nothing for long."""
+    until = time.monotonic() + SILENT_S
+    while True:
+        try:
+            return ask()
+        except TryAgain:
+            if notice or time.monotonic() > until:
+                raise
+        time.sleep(SPACE_S)
+
+
+def run_job(kind: Callable, run: RunDir, notice: Notice, *slot: int) -> int:
+    """The exit code of an agent, a launcher or a master (its `kind`), whose record says
+    how it ended, also if that was by an error."""
+    answered(run.config, notice)
+    job = kind(run, *slot, notice)
     try:
         return job.main()
     except Exception as error:

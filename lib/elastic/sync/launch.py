@@ -52,14 +52,14 @@ MOST_LINE = 8192  # characters that are copied, and kept, as one line
 LINGER_S = 10.0
 POLL_S = 0.1
 CONTROL_S = 2.0  # between looks at what the user wants; trainers look themselves
-PASSES_S = 300.0  # between passes of a job at work
+PASSES_S = 300.0  # between passes of a job at work, and between its records
 SUCCESSOR_S = 5.0  # after the start: the scheduler lists this job as running by then
 # A program that dies so soon may have died of the checkpoint that it was given.
 AT_ONCE_S = 300.0
 ABORT_S = 0.5  # to print stack traces
 BAD_EXIT = re.compile(
     r"srun: error: (Node failure on |"
-    r"\S+: tasks? [\d,-]+: (Killed|Abort|Seg|Exited with exit code (?!75|93)))"
+    r"\S+: tasks? [\d,-]+: (Killed|Abort|Seg|Out Of Memory|Exited with exit code (?!75|93)))"
 )
 # Exit codes of ranks that did not crash.
 LEFT = (Exit.OK, Exit.TRY_AGAIN, Exit.DO_NOT_RESTART)
@@ -219,8 +219,7 @@ class Launcher:
         """What every rank runs; adds what a program of the user's may read to
         `shared`."""
         self.gpus = nodes * gpus_per_node
-        # Reconcile compares the GPUs with what there might be.
-        self.program.record("training", gpus=self.gpus, trouble=self._failure)
+        self._record()
         program = [str(elastic_home() / "sbatch/rank.sh"), *self.config.slurm.rank_prefix]
         if not self.config.run.command:
             return [*program, *torch_program("trainer"), str(self.run.path)]
@@ -238,16 +237,24 @@ class Launcher:
                        attempt=self.program.attempt, job_id=self.program.job_id)  # fmt: skip
         return [*program, *expand(self.config.run.command, values)]
 
+    def _record(self) -> None:
+        """Reconcile compares the GPUs with what there might be."""
+        self.program.record("training", gpus=self.gpus, trouble=self._failure)
+
     def _wait(self, ranks: "Ranks") -> int:
         """Until all have left, or one has crashed: the others cannot go on without it.
         The exit status of the first that failed."""
-        has_told, looked, code = False, time.monotonic(), None
+        has_told, code = False, None
+        looked = recorded = time.monotonic()
         try:
             while (code := ranks.code()) is None:
                 if self.config.run.command and time.monotonic() - looked > CONTROL_S:
                     looked = time.monotonic()
                     with contextlib.suppress(TryAgain):
                         self._told = self.run.closing("sync")
+                if time.monotonic() - recorded > PASSES_S:  # if it is killed, when was that?
+                    recorded = time.monotonic()
+                    self._record()
                 if (self.notice or self._told) and not has_told and (has_told := ranks.tell()):
                     self.program.event("notice", signal=self.notice.signal_name or self._told)
                 if ranks.are_silent():
@@ -333,7 +340,8 @@ class Ranks:
 
     def error_of(self, code: int) -> str:
         """What they died of, once the last word is read."""
-        if 0 < code < 128:
+        has_spoken = self._bad_exit_at < math.inf  # one that the others, hanging, waited for
+        if 0 < code < 128 or (has_spoken and not self.error):
             self.error = wording.last_error("\n".join(self._heard))
         return self.error
 
@@ -398,7 +406,7 @@ class Ranks:
 
 def main() -> int:
     log_what_fits()
-    return run_job(Launcher(RunDir(Path(sys.argv[1])), install()))
+    return run_job(Launcher, RunDir(Path(sys.argv[1])), install())
 
 
 if __name__ == "__main__":

@@ -390,4 +390,4 @@ def run(notice: Notice) -> int:
     """Be the run's master until the run is over, a notice comes, or another takes
     over."""
     notice.exit_code = None
-    return run_job(Master(RunDir(Path(sys.argv[1])), notice))
+    return run_job(Master, RunDir(Path(sys.argv[1])), notice)

@@ -396,7 +396,7 @@ def _available(descriptor: int) -> bytes:
 def main() -> int:
     folder, slot = sys.argv[1:]
     log_what_fits()
-    return run_job(Agent(RunDir(Path(folder)), int(slot), install()))
+    return run_job(Agent, RunDir(Path(folder)), install(), int(slot))
 
 
 if __name__ == "__main__":

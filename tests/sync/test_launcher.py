@@ -1,0 +1,71 @@
+"""What a launcher makes of its ranks, and what its record says. The ranks are small programs.
+
+pytest tests/sync/test_launcher.py
+"""
+
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from elastic.base.signals import Notice
+from elastic.jobs import history
+from elastic.jobs.ending import End
+from elastic.jobs.history import TRAINER, Job
+from elastic.jobs.program import Program
+from elastic.run.records import Outcome
+from elastic.sync import launch
+from elastic.sync.launch import Launcher, Ranks
+from helpers import wait_until
+
+SAYS = """
+Traceback (most recent call last):
+  File "task.py", line 3, in loss
+ValueError: sample 17 has no label
+srun: error: n1: task 5: Exited with exit code 1
+"""
+
+
+@pytest.fixture
+def one_that_hangs():
+    """srun, with a rank that waits for another one: what that died of was said before."""
+    said = f"cat >&2 <<'END'{SAYS}END\nexec sleep 60"
+    srun = subprocess.Popen(["sh", "-c", said], stderr=subprocess.PIPE, text=True, process_group=0)
+    ranks = Ranks([srun], None, 0.0, None)
+    yield ranks
+    ranks.end(0)
+
+
+def test_ranks_that_hang_died_of_what_the_first_one_said(one_that_hangs, monkeypatch):
+    """A killed srun has said nothing itself: "signal SIGKILL" it was."""
+    monkeypatch.setattr(launch, "LINGER_S", 0.0)
+    wait_until(one_that_hangs.are_stuck, 10, "srun says that one has crashed")
+    assert one_that_hangs.error_of(-9) == "ValueError: sample 17 has no label"
+
+
+def test_a_job_that_is_killed_has_said_when_it_was_last_at_work(make_run, monkeypatch):
+    """Else each had lasted no time, and checkpoints came every few minutes."""
+    monkeypatch.setattr(launch, "PASSES_S", 0.0)
+    launcher, times = Launcher(make_run(), Notice()), []
+    launcher.program.record("started", gpus=0)
+
+    def code() -> int | None:
+        said = launcher.run.jobs.ending(launcher.program.job_id)
+        times.append((said["state"], said["time"] - said["started"]))
+        return 0 if len(times) > 5 else None
+
+    no = dict.fromkeys(("are_silent", "are_stuck"), lambda: False)
+    assert launcher._wait(SimpleNamespace(code=code, end=lambda _: None, **no)) == 0
+    assert (times[0][0], times[-1][0]) == ("started", "training")
+    assert times[-1][1] > 0.2
+
+
+def test_a_trainer_that_took_no_step_has_not_worked(make_run):
+    """The step of the run, that its record had, was that of the jobs before."""
+    run, now = make_run(), time.time()
+    program = Program(run, TRAINER)
+    program.record("started", gpus=1)
+    program.end(End(Outcome.YIELDED, "notice"), {"steps": 500}, steps=0)
+    job = Job(program.job_id, TRAINER, 0, "COMPLETED", submitted_at=now, started_at=now)
+    assert not history.ending(job, run.jobs.ending(program.job_id), now).worked
