@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_ranks import assert_equal, everything, make, noted, train
+from elastic.base import durable
 from elastic.base.errors import ElasticError
 from elastic.saved import storage
 from elastic.saved.checkpoint import Checkpoints, steps
@@ -187,6 +188,24 @@ def test_a_parameter_that_trained_later_gets_its_moments_whatever_the_optimizer_
 
 
 # ---- what is damaged is skipped -----------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_now_is_a_reason_that_all_ranks_hear(run, monkeypatch):
+    """One that raised would leave the others waiting for its word."""
+    save(run, 1)
+    save(run, 2)
+    monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
+    real = os.stat
+
+    def stat(path, **how):
+        if not isinstance(path, int) and os.fspath(path).endswith("2/__0_0.distcp"):
+            raise OSError(errno.EIO, "no answer", str(path))
+        return real(path, **how)
+
+    monkeypatch.setattr(os, "stat", stat)
+    saved, (reason,) = load(run)
+    assert saved.step == 1
+    assert reason.startswith("step 2: the filesystem fails for now: ")
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.json"])

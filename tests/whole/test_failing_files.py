@@ -31,10 +31,11 @@ from elastic.saved import versions
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.saved.versions import read_layout, read_params
 from elastic.train.group import Group
+from stores import BothSides
 from test_crash_points import SAMPLES, Turns, Worker, assert_sound, create_version_0, inner, live
 
 server, world, settings = played.server, played.world, played.settings
-run, waiting = played.run, played.waiting
+run, waiting, delivered = played.run, played.waiting, played.delivered
 pytestmark = pytest.mark.timeout(1800)
 ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
 SWEEP = bool(os.environ.get("ELASTIC_FILE_SWEEP"))
@@ -291,6 +292,83 @@ def test_a_delta_is_read_a_second_time_before_it_is_refused(tmp_path, monkeypatc
     assert len(opens) == 4
     with pytest.raises(Damaged, match="truncated"):
         transport.get("000001/0000.1.000", Fragment(6, found.xxh3), memoryview(bytearray(6)))
+
+
+class _Flaky(io.FileIO):
+    """A file of which the first reads fail, of all files together."""
+
+    fails_yet = 0
+
+    def readinto(self, into):
+        if _Flaky.fails_yet > 0:
+            _Flaky.fails_yet -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().readinto(into)
+
+
+@pytest.fixture
+def reads_of(monkeypatch) -> Callable[[str, int], None]:
+    """reads_of(name, fails): of what is below a folder of that name so many reads fail."""
+
+    def install(name: str, fails: int) -> None:
+        real, _Flaky.fails_yet = Path.open, fails
+
+        def flaky(self, mode="r", *args, **kwargs):
+            if name in self.parts and mode == "rb":
+                return io.BufferedReader(_Flaky(self))
+            return real(self, mode, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", flaky)
+
+    yield install
+    assert not _Flaky.fails_yet
+
+
+def test_that_a_delta_cannot_be_read_now_says_nothing_of_it(tmp_path, monkeypatch, reads_of):
+    monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
+    (tmp_path / "deltas").mkdir()
+    transport, into, name = Transport(RunDir(tmp_path)), bytearray(5), "000001/0000.1.000"
+    found = transport.put(name, memoryview(b"delta"))
+    reads_of("deltas", 3)
+    with pytest.raises(TryAgain, match=f"fails for now: .*{name}"):
+        transport.get(name, found, memoryview(into))
+    transport.get(name, found, memoryview(into))  # once more it is read a beat later
+    assert bytes(into) == b"delta"
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_delta_is_merged_though_it_could_not_be_read_for_a_while(delivered, reads_of, has_left):
+    """Also that of a worker that has left, and of which Redis knows nothing."""
+    run, workers = delivered
+    wanted = [(slot, workers[slot].attempt, 1) for slot in (0, 1)]
+    if has_left:
+        for worker in workers:
+            run.offers.leave(worker.header)
+        store = BothSides.open(run)
+        store.forget_everything()
+        store.close()
+        workers = []
+    reads_of("deltas", 20)
+    played.go_on(run, workers, lambda: run.commits.newest_version() > 1)
+    merged = run.commits.of(2)
+    assert [(delta.slot, delta.attempt, delta.base) for delta in merged.deltas] == wanted
+    assert (merged.rejected, _Flaky.fails_yet) == ({}, 0)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "outer-00.safetensors"])
+def test_a_version_that_cannot_be_read_now_is_not_damaged(delivered, monkeypatch, name):
+    """A master tries again; before it gave the run up."""
+    run, workers = delivered
+    fails, real = [errno.ESTALE] * 7, os.stat
+
+    def stat(path, **how):
+        if fails and not isinstance(path, int) and os.fspath(path).endswith(name):
+            raise OSError(fails.pop(), "no answer", str(path))
+        return real(path, **how)
+
+    monkeypatch.setattr(os, "stat", stat)
+    played.go_on(run, workers, lambda: run.commits.newest_version() > 1)
+    assert (fails, run.failed()) == ([], None)
 
 
 def test_checksums_are_of_the_bytes_in_memory_and_not_of_what_came_to_the_disk(

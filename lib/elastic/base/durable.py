@@ -301,17 +301,17 @@ def _temporary(path: Path, data: bytes, mode: int = 0o644, synced: bool = True) 
 
 def checksum(path: Path) -> str:
     """xxh3 (128 bit) of a file's bytes."""
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum) -> str:
     """What is wrong with a committed file, by its size and what it is the checksum `of`;
-    or ""."""
+    or "". Raises TryAgain where the filesystem does not say."""
     try:
         size = insist(path.stat).st_size
         xxh3 = insist(of, path) if of else entry.get("xxh3")
-    except (OSError, TryAgain) as error:
+    except OSError as error:
         why = "it is gone" if isinstance(error, FileNotFoundError) else str(error)
         return f"committed file cannot be read: {path}: {why}"
     if (size, xxh3) == (entry.get("bytes"), entry.get("xxh3")):

@@ -10,11 +10,11 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import xxhash
 
-from elastic.base.durable import AGAIN_S, insist, make_folder, names, replace_quickly
-from elastic.base.errors import TryAgain
+from elastic.base.durable import AGAIN_S, insist, make_folder, names, naming, replace_quickly
 from elastic.local.rounds import Rule, refusal
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
@@ -45,7 +45,8 @@ class Transport:
         return Fragment(len(data), checksum(data))
 
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
-        """Fill `into` (of fragment.bytes) and verify it. Raises Damaged."""
+        """Fill `into` (of fragment.bytes) and verify it. Raises Damaged; TryAgain where
+        the filesystem does not say."""
         try:
             self._get(name, fragment, into)
         except Damaged:  # by a look at the file, maybe, that this machine had kept
@@ -54,13 +55,11 @@ class Transport:
 
     def _get(self, name: str, fragment: Fragment, into: memoryview) -> None:
         try:
-            with insist((self._root / name).open, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != fragment.bytes or file.readinto(into) != size:
-                    whole = fragment.bytes
-                    raise Damaged(Rule.TRUNCATED, f"{name} has {size} of {whole} bytes")
-        except (OSError, TryAgain) as error:
+            size = insist(_fill, into, self._root / name)
+        except OSError as error:
             raise Damaged(Rule.UNREADABLE, f"{name}: {error}") from None
+        if size != fragment.bytes:
+            raise Damaged(Rule.TRUNCATED, f"{name} has {size} of {fragment.bytes} bytes")
         xxh3 = checksum(into)
         if xxh3 != fragment.xxh3:
             what = f"{name} has xxh3 {xxh3}, its header says {fragment.xxh3}"
@@ -71,6 +70,13 @@ class Transport:
         Folders go with their versions."""
         for name in unwanted:
             (self._root / name).unlink(missing_ok=True)
+
+
+def _fill(into: memoryview, path: Path) -> int:
+    """Read a file that is as long as `into`; its size, or what was read of it."""
+    with naming(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return file.readinto(into) if size == len(into) else size
 
 
 def fragment_name(key: tuple[int, int, int], index: int) -> str:

@@ -228,7 +228,11 @@ class Checkpoints:
         folder = place(self._run.path / saved.path, saved.writer)
         own = saved.files[self._group.rank :: self._group.world]
         reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in own)
-        of_all = self._group.gather(next(filter(None, reasons), ""))
+        try:
+            reason = next(filter(None, reasons), "")
+        except TryAgain as error:  # the other ranks are to hear of it
+            reason = str(error)
+        of_all = self._group.gather(reason)
         return next(filter(None, of_all), "")
 
     def _restore(self, saved: Saved, model, optimizer) -> None:

@@ -95,8 +95,8 @@ def read_exactly(run: RunDir, commit: Commit, layout: Layout, index: int) -> lis
 
 
 def verified(run: RunDir, commit: Commit, name: str) -> Path:
-    """The path of a committed file whose size and checksum are right.
-    Raises ElasticError."""
+    """The path of a committed file whose size and checksum are right. Raises
+    ElasticError; TryAgain where the filesystem does not say."""
     entries = {Path(entry["path"]).name: entry for entry in commit.files}
     if name not in entries:
         raise ElasticError(f"version {commit.version} has no file {name}")

@@ -1,11 +1,15 @@
 """What workers move: versions, and who of a worker's ranks moves what."""
 
+import errno
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
+from elastic.base import durable
 from elastic.base.errors import ElasticError
 from elastic.local import transport
 from elastic.local.worker.exchange import Exchange, read_ahead
@@ -91,6 +95,33 @@ def test_a_damaged_version_is_refused_and_half_adopted_is_no_base(open_rounds):
     rounds.close([rounds.deliver(0, rounds.base() + 1, 9)])
     exchange.adopt(rounds.run.commits.newest())
     assert torch.equal(base(exchange), rounds.base().bfloat16())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_version_that_cannot_be_read_for_a_while_is_waited_for(open_rounds, monkeypatch, world):
+    """By the rank that is to read it; before it was to be restored from a backup."""
+    monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
+    rounds, ranks = open_rounds(), Ranks(world)
+    rounds.close([rounds.deliver(0, rounds.base() + 1, 9)])
+    commit, wanted, found = rounds.run.commits.newest(), rounds.base().bfloat16(), {}
+    fails, real = [errno.EIO] * 5, os.stat
+
+    def stat(path, **how):
+        if fails and str(path).endswith("params-01.safetensors"):
+            raise OSError(fails.pop(), "no answer", str(path))
+        return real(path, **how)
+
+    def rank(number: int) -> None:
+        replica = Replica(Shapes(), rounds.layout)
+        exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number))
+        exchange.adopt(commit)
+        found[number] = base(exchange)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(rank, range(world)))
+    assert (fails, len(found)) == ([], world)
+    assert all(torch.equal(each, wanted) for each in found.values())
 
 
 # ---- ranks --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ MOST_REASON = 300  # characters: it may quote what is wrong
 class Intake:
     def __init__(self, server: Server, averager: Averager, round_: OpenRound):
         self.server, self.averager, self.round = server, averager, round_
-        self.checks: dict[Key, Future] = {}
+        self.checks: dict[Header, Future] = {}
 
     def take_offers(self) -> None:
         version, late = self.round.version, self.round.facts.max_staleness
@@ -41,23 +41,22 @@ class Intake:
                 self.averager.drop([header.key])  # nobody else would
             self.reject(name, judged, base)
         elif judged.verdict is Verdict.ACCEPT:
-            self.checks[header.key] = self.averager.check_later(header)
+            self.checks[header] = self.averager.check_later(header)
 
     def collect_checked(self) -> None:
-        for key, future in list(self.checks.items()):
+        for header, future in list(self.checks.items()):
             if not future.done():
                 continue
-            del self.checks[key]
+            del self.checks[header]
             try:
                 checked = future.result()
-            except TryAgain:  # judge it again
-                self.round.forget(key)
+            except TryAgain:  # who has left does not offer it again
+                self.checks[header] = self.averager.check_later(header)
                 raise
             if checked.refused:
-                self.withdraw(key, checked.refused)
+                self.withdraw(header.key, checked.refused)
                 continue
             self.round.accept(checked, self.server.now())
-            header = checked.header
             self.server.run.event("delta", slot=header.slot, attempt=header.attempt,
                                   base=header.base, steps=header.steps,
                                   tokens=header.tokens)  # fmt: skip

@@ -6,6 +6,7 @@ work, and what comes from outside comes to a worker once. While one fragment is 
 next is encoded, and while one is adopted the next is read.
 """
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from functools import partial
 import torch
 
 from elastic.base.config import Config
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.records import Commit, Fragment
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import codec, codec_of
@@ -99,7 +100,9 @@ class Exchange:
 
     def _read(self, commit: Commit, index: int) -> torch.Tensor:
         self.moved()
-        return read_params(self.run, commit, self.replica.layout, index)
+        while True:  # the other ranks wait, too; where it goes on, the agent sees a hang
+            with contextlib.suppress(TryAgain):
+                return read_params(self.run, commit, self.replica.layout, index)
 
 
 def _entry(index: int, fragment: Fragment) -> list:
