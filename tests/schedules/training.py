@@ -174,6 +174,9 @@ class MemorySlots(Slots):
         attempts[slot] = attempts.get(slot, 0) + 1
         return attempts[slot]
 
+    def all(self):
+        return sorted(self.run.attempts)
+
     def latest(self, slot):
         return self.run.attempts.get(slot, 0)
 

@@ -23,6 +23,10 @@ class Slots(Part):
         """The next attempt of `slot`; a lower one is fenced from now on."""
         return _next_number(self.path(slot), record)
 
+    def all(self) -> list[int]:
+        """Those that have ever been claimed."""
+        return [int(name) for name in names(self.run.path / "slots") if name.isdecimal()]
+
     def latest(self, slot: int) -> int:
         return _newest_number(self.run.path / "slots" / f"{slot:04d}")
 

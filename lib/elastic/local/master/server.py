@@ -101,9 +101,9 @@ class Server:
     # ---- leases
 
     def introduce(self) -> None:
-        """Tell a new server all attempts, so that it fences."""
-        slots = self.run.control().max // self.config.slurm.gpus_per_worker
-        newest = {slot: self.run.slots.latest(slot) for slot in range(slots)}
+        """Tell a new server all attempts, so that it fences; also those of slots that
+        are too many by now, whose workers have left deltas."""
+        newest = {slot: self.run.slots.latest(slot) for slot in self.run.slots.all()}
         self.attempts |= {slot: attempt for slot, attempt in newest.items() if attempt}
         self.store.set_attempts(self.attempts)
 

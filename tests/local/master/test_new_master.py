@@ -1,0 +1,37 @@
+"""What a new master, or one with a new Redis, learns of workers; real files and a real Redis.
+
+    pytest tests/local/master/test_new_master.py
+
+The world is that of test_crash_points.py: a master that takes turns, and two workers.
+"""
+
+import test_crash_points as played
+from elastic.run.rundir import RunDir
+from stores import BothSides
+from test_crash_points import Worker
+
+server, world, settings = played.server, played.world, played.settings
+run, delivered = played.run, played.delivered
+
+
+def leave(run: RunDir, workers: list[Worker]) -> list[tuple[int, int, int]]:
+    """All workers leave, and Redis with them; the keys of their deltas."""
+    for worker in workers:
+        run.offers.leave(worker.header)
+    store = BothSides.open(run)
+    store.forget_everything()
+    store.close()
+    return [worker.header.key for worker in workers]
+
+
+def merged(run: RunDir, version: int) -> list[tuple[int, int, int]]:
+    return [(delta.slot, delta.attempt, delta.base) for delta in run.commits.of(version).deltas]
+
+
+def test_what_cancelled_workers_have_left_counts_after_a_scale_down(delivered):
+    run, workers = delivered
+    left = leave(run, workers)
+    run.set_control(max=1)
+    played.go_on(run, [], lambda: run.commits.newest_version() > 1)
+    assert merged(run, 2) == left
+    assert run.commits.of(2).rejected == {}
