@@ -6,9 +6,11 @@ The world is that of test_crash_points.py: a master that takes turns, and two wo
 """
 
 import test_crash_points as played
+from elastic.base.errors import TryAgain
+from elastic.local.store import Ask
 from elastic.run.rundir import RunDir
 from stores import BothSides
-from test_crash_points import Worker
+from test_crash_points import LEASE, Turns, Worker, create_version_0
 
 server, world, settings = played.server, played.world, played.settings
 run, delivered = played.run, played.delivered
@@ -35,3 +37,25 @@ def test_what_cancelled_workers_have_left_counts_after_a_scale_down(delivered):
     played.go_on(run, [], lambda: run.commits.newest_version() > 1)
     assert merged(run, 2) == left
     assert run.commits.of(2).rejected == {}
+
+
+def test_what_a_worker_declares_once_is_heard_though_that_turn_fails(run, monkeypatch):
+    """Else its samples are free: others get them, and its delta is refused."""
+    create_version_0(run)
+    who = {"slot": 0, "attempt": run.slots.claim(0, {"job_id": "7"})}
+    one = Turns(run)
+    one.take_over()
+    one.turn()
+    store, held = one.server.store, (0, 4, 8)
+    assert store.claim(0, 1, LEASE | who, 600.0)
+    store.ask(Ask(0, 1, sequence=1, want=0, held=(held,)))
+    with monkeypatch.context() as patch:
+        def silent(_bases):
+            raise TryAgain("no answer")
+
+        patch.setattr(store, "offers", silent)
+        one.turn()
+        assert store.take_asks() == []
+    one.turn()
+    one.close()
+    assert list(one.samples.ledger.held[0, 1]) == [held]

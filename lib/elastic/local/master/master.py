@@ -13,6 +13,7 @@ that loses that race, or sees a higher epoch, leaves and changes nothing more.
 import contextlib
 import sys
 import time
+from collections.abc import Iterable
 from math import inf
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from elastic.local.master.samples import Samples
 from elastic.local.master.server import TICK_S, Server
 from elastic.local.rounds import Facts, Move, Rule
 from elastic.local.store import Ask
+from elastic.run.ledger import Owner
 from elastic.run.membership import Slot, expected
 from elastic.run.records import Commit, Outcome
 from elastic.run.rundir import RunDir
@@ -49,6 +51,8 @@ class Master:
         self.journal = Journal(run, notice, self.stay)
         self.server = Server(run, self.config)
         self.samples = Samples()
+        # Taken from Redis, and not heard yet: what a worker declares it says once.
+        self.asks: dict[Owner, Ask] = {}
         self.commit: Commit | None = None  # the newest version's
         self.intake: Intake | None = None  # of the open round
         self.reconcile = Reconcile(run, self.config)
@@ -111,8 +115,8 @@ class Master:
         """Asks, then leases, then offers: who asked before its lease was there asks
         again, and a worker offers before it leaves or asks."""
         now = self.observe_control()
-        # There is no answer before there is a version.
-        asks = self.server.store.take_asks() if self.intake else []
+        if self.intake:  # there is no answer before there is a version
+            self.asks |= {(ask.slot, ask.attempt): ask for ask in self.server.store.take_asks()}
         slots = self.server.look(now)
         if self.server.has_doubts:
             self._settle()
@@ -125,7 +129,8 @@ class Master:
             if now >= self.samples.settled_at:
                 self.samples.reclaim(slots)
                 self.server.dismiss(slots)
-            self.answer(asks, slots, now)
+            self.answer(self.asks.values(), slots, now)
+            self.asks.clear()
             if self.state == "running" and now >= self.samples.settled_at:
                 self._move(slots, now)
         self.finish_if_over(slots, now)
@@ -252,7 +257,7 @@ class Master:
                  "reason": self.journal.reason}  # fmt: skip
         self.server.store.set_master(self.epoch, said, wake)
 
-    def answer(self, asks: list[Ask], slots: dict[int, Slot], now: float) -> None:
+    def answer(self, asks: Iterable[Ask], slots: dict[int, Slot], now: float) -> None:
         """Grant samples to workers whose lease is there."""
         grants, samples, least = {}, self.samples, self.config.step_samples
         for ask in sorted(asks, key=lambda each: each.slot):
