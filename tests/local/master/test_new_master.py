@@ -39,6 +39,25 @@ def test_what_cancelled_workers_have_left_counts_after_a_scale_down(delivered):
     assert run.commits.of(2).rejected == {}
 
 
+def test_what_workers_have_left_counts_though_redis_has_forgotten_it(run):
+    """Their offers came while the master was busy: it has not seen one of them."""
+    create_version_0(run)
+    workers, one = [Worker(run, slot) for slot in (0, 1)], Turns(run)
+    one.take_over()
+    for _ in range(20):
+        one.turn()
+        for worker in workers:
+            worker.turn(one.server.store)
+        if all(worker.header for worker in workers):
+            break
+    left = leave(run, workers)
+    for _ in range(5):
+        one.turn()
+    one.close()
+    assert merged(run, 1) == left
+    assert run.commits.of(1).rejected == {}
+
+
 def test_what_a_worker_declares_once_is_heard_though_that_turn_fails(run, monkeypatch):
     """Else its samples are free: others get them, and its delta is refused."""
     create_version_0(run)

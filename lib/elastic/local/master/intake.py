@@ -31,10 +31,11 @@ class Intake:
         bases = range(max(0, version - late - 2), version + 1)
         for base, offers in self.server.store.offers(bases).items():
             for name, body in sorted(offers.items()):
-                if self.round.seen.get(base, {}).get(name) != body:
-                    self.judge(base, name, body)
+                self.judge(base, name, body)
 
     def judge(self, base: int, name: str, body: bytes) -> None:
+        if self.round.seen.get(base, {}).get(name) == body:
+            return
         judged, header = self.round.judge(base, name, body)
         if judged.verdict is Verdict.REJECT:
             if judged.rule is Rule.STALE:
@@ -89,10 +90,11 @@ class Intake:
             self.server.store.drop_offers(self.round.version, [f"{owner[0]}:{owner[1]}"])
             self.round.forget_pass(owner)
 
-    def meet(self, versions: range) -> None:
+    def meet(self) -> None:
         """Those that are merged by now go. Those of workers that have left went with
         their server: nobody brings them again but the run directory."""
-        run = self.server.run
+        run, newest = self.server.run, self.round.version
+        versions = range(max(0, newest - self.round.facts.max_staleness), newest + 1)
         merged = {  # but sync mode's, which have no base
             (delta.base, f"{delta.slot}:{delta.attempt}") for version in versions
             for delta in run.commits.of(version).deltas if delta.base is not None

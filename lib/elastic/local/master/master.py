@@ -119,6 +119,8 @@ class Master:
             self.asks |= {(ask.slot, ask.attempt): ask for ask in self.server.store.take_asks()}
         slots = self.server.look(now)
         if self.server.has_doubts:
+            if self.intake:
+                self.intake.meet()
             self._settle()
         if self.intake is None and self.state == "running":
             self.open_run()
@@ -193,8 +195,7 @@ class Master:
         """Start the run's server (or use the site's) and tell everybody where it is."""
         self.fence()
         self.journal.written(self.server.open, self.epoch)
-        if self.samples.ledger:
-            self._settle()
+        self.server.has_doubts |= self.samples.ledger is not None
         self.publish_state()
         self.server.introduce()
         self.journal.written(self.run.set_endpoint, self.server.endpoint)
@@ -233,7 +234,7 @@ class Master:
         round_ = OpenRound(commit, now, is_own, ledger, facts, settings, {})
         self.begin_round(round_, averager)
         self.publish_state(wake=f"version {newest}")
-        self.intake.meet(range(max(0, newest - settings.max_staleness), newest + 1))
+        self.intake.meet()
 
     def begin_round(self, round_: OpenRound, averager: Averager) -> None:
         """Open a round, or see that the one before was the last. Needs no Redis."""
