@@ -135,8 +135,6 @@ class Uneven:
                  if joined <= self.now}  # fmt: skip
         move, _ = self._round.decide(there, there, 0, -inf, self.now)
         if move is rounds.Move.CLOSE:
-            for key in self._round.superseded():
-                self._round.forget(key)
             self._merged = self.now + PART_S
 
     def _publish(self) -> None:

@@ -221,11 +221,9 @@ def test_a_run_with_nothing_but_defaults_refuses_none_of_its_deltas(tmp_path):
                 "train.learning_rate": 0.02, "elastic.max": 2}  # fmt: skip
     with running(tmp_path, defaults, step_s=0, samples=24_000) as run:
         run.finish(4 * PATIENCE)
-        # Two workers of a busy machine are not always in step: a delta may come when its round is
-        # over, and the slot's next one before the master has merged it.
-        late = ("stale", "superseded")
+        # Two workers of a busy machine are not always in step.
         refused = [event["reason"] for event in run.events("reject")]
-        assert [reason for reason in refused if not reason.startswith(late)] == []
+        assert [reason for reason in refused if not reason.startswith("stale")] == []
         assert run.events("restart") == []
         commits = list(run.run.commits.all())
         assert not [commit.version for commit in commits if commit.clipped]

@@ -127,11 +127,6 @@ def test_a_worker_without_steps_is_still_judged_by_where_it_stands():
     assert rounds.judge(header(tokens=0, base=1), FACTS, "").verdict is Verdict.REJECT
 
 
-def test_of_two_deltas_of_an_attempt_the_newer_counts():
-    old, new, other, before = header(base=6), header(), header(slot=0, base=6), header(attempt=1)
-    assert rounds.superseded([new, old, other, before]) == [old]
-
-
 # ---- an open round ------------------------------------------------------------------------------
 
 LOCAL_SGD = SimpleNamespace(
@@ -175,6 +170,19 @@ def test_a_round_goes_from_its_offers_to_its_commit_and_the_round_after():
     later = round_.after(closing.commit, 125.0)
     assert list(later.ledger.committed) == [(0, 0, 32)]
     assert (later.version, later.opened, later.accepted) == (8, 125.0, {})
+
+
+def test_two_deltas_of_an_attempt_both_count_though_one_is_late():
+    """Who joins as a round closes delivers to the next one, and then again: on other samples, from
+    another base. As two workers would have done."""
+    round_ = opened()
+    assert offered(round_, base=6, samples=((0, 32, 64),)).verdict is Verdict.ACCEPT
+    assert offered(round_).verdict is Verdict.ACCEPT
+    closing = round_.close(True, 3, 120.0)
+    assert [(delta.slot, delta.base) for delta in closing.commit.deltas] == [(1, 6), (1, 7)]
+    assert closing.recipe.factors == pytest.approx((0.8 / 1.8, 1 / 1.8))
+    assert (closing.commit.tokens, closing.commit.workers) == (1280, 1)
+    assert list(round_.after(closing.commit, 125.0).ledger.committed) == [(0, 0, 64)]
 
 
 def test_a_round_that_finds_its_version_bad_reverts_it_and_frees_its_samples():

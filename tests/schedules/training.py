@@ -712,10 +712,10 @@ class Training:
         deltas, epoch = commit.deltas, commit.master_epoch
         before = json.loads(self.seen[version - 1])["tokens"] if version else 0
         must(commit.tokens == before + sum(d.tokens for d in deltas), "tokens: not the sum")
-        owners = [(delta.slot, delta.attempt) for delta in deltas]
-        must(len(set(owners)) == len(owners), f"version {version} has two deltas of one attempt")
+        keys = {(delta.slot, delta.attempt, delta.base) for delta in deltas}
+        must(len(keys) == len(deltas), f"version {version} has the same delta twice")
         must(version == 0 or deltas, f"version {version} is made of nothing")
-        self.merged |= {(delta.slot, delta.attempt, delta.base) for delta in deltas}
+        self.merged |= keys
         for delta in deltas:
             who = f"the delta of {delta.slot}.{delta.attempt} in version {version}"
             must(delta.attempt <= self.run.attempts.get(delta.slot, 0), f"{who}: no such one")

@@ -47,7 +47,6 @@ def processes_of(folder: Path) -> list[str]:
         ("reject", "stale: based on version 4, 3 behind", False),
         ("reject", "fenced: attempt 9 never claimed slot 1", False),
         ("reject", "samples: samples were handed to slot 2 since", False),
-        ("reject", "superseded: the slot delivered a newer delta", False),
         ("reject", "truncated: 000017/0000.1.000 has 7 of 479494 bytes", True),
         ("reject", "unreadable: 000017/0000.1.000: [Errno 2] No such file or directory", False),
         ("delta", "outlier: no", False),

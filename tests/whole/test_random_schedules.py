@@ -419,7 +419,6 @@ TRAINING = {
     "master: never looks at the run again": {(Master, "is_behind"): lambda self: False},
     "master: judges what is ahead of it": {(Intake, "take_offers"): judges_what_is_ahead},
     "master: takes silence for a loss": {(Server, "allow_for_silence"): lambda *_: None},
-    "master: superseded deltas count": {(rounds, "superseded"): lambda headers: []},
     "commit: replaces one that is there": {
         (training.MemoryCommits, "link"): replaces_the_commit
     },

@@ -64,8 +64,7 @@ def record(home: Path, compression: str) -> RunDir:
 
 @contextlib.contextmanager
 def two_at_work(home: Path, settings: dict, samples: int) -> Iterator[Running]:
-    """Both join version 0 before anybody moves: who joins while a round closes is late for it, and
-    what it does next supersedes that."""
+    """Both join version 0 before anybody moves: who joins while a round closes is late for it."""
     gate = home / "gate"
     gate.touch()
     with running(home, SETTINGS | settings, samples=samples, gate=str(gate)) as run:
@@ -101,7 +100,7 @@ def standstill(run: Running, gate: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def joining(run: Running, gate: Path, slot: int, attempt: int) -> Iterator[None]:
-    """A worker joins a round while nobody moves, so that none of its work is superseded."""
+    """A worker joins a round while nobody moves, so that it is late for none."""
 
     def has_joined() -> bool:
         worker = run.slots().get(slot)

@@ -33,8 +33,7 @@ from elastic.saved.evaluation import load, of_version
 
 # Why deltas are refused for a slow machine or a kill; what Redis holds ends with its
 # master.
-EXPLAINED = (Rule.STALE, Rule.FENCED, Rule.SAMPLES, Rule.DUPLICATE, Rule.SUPERSEDED,
-             Rule.UNREADABLE)  # fmt: skip
+EXPLAINED = (Rule.STALE, Rule.FENCED, Rule.SAMPLES, Rule.DUPLICATE, Rule.UNREADABLE)
 AT_STAKE = 10  # inner steps a victim has done in its round
 LONGEST_S = 600.0
 CRON_S = 2.0

@@ -14,11 +14,10 @@ parts are those of `elastic-audit`.
 Taken for granted: all GPUs are as fast, a step of sync mode is shared out evenly and
 without loss, nothing fails but by the trace, the master is never taken, Slurm gives the
 run every GPU that is there, and the run lasts longer than the trace. Not played: deltas
-are not judged or weighed (only superseded ones are dropped), and nobody trains while a
-delta travels (local_sgd.overlap), so local mode is better than it looks here. A round is
-due by what steps and deliveries cost, not by what its workers have shown. Training
-are steps alone: a delta on its way is waiting, which a run's own ledger counts as
-training.
+are not judged or weighed, and nobody trains while a delta travels (local_sgd.overlap), so
+local mode is better than it looks here. A round is due by what steps and deliveries cost,
+not by what its workers have shown. Training are steps alone: a delta on its way is
+waiting, which a run's own ledger counts as training.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

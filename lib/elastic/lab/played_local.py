@@ -69,7 +69,7 @@ class Local:
         self._next_pass = 0.0
         self._commit = Commit(version=0, master_epoch=1, time=0.0, tokens=0, samples=(),
                               deltas=(), total_tokens=costs.total_steps or inf)  # fmt: skip
-        self._deltas: dict[tuple[int, int], Work] = {}  # the newest of each attempt
+        self._deltas: list[Work] = []
         self._round = self._next_round(inf)
 
     def play(self, until: float) -> dict[str, float]:
@@ -173,7 +173,7 @@ class Local:
                 worker.state, stopped = State.DELIVERING, self.now
                 is_alone = worker.notice is not None
                 yield self.now + (costs.deliver_alone_s if is_alone else costs.deliver_s)
-                self._deltas[key] = work
+                self._deltas.append(work)
             worker.state = State.WAITING
             is_current = version == self._commit.version
             if is_current:
@@ -229,8 +229,8 @@ class Local:
 
     def _close(self) -> None:
         """There will be a next version, of the deltas that have come."""
-        self.work += self._deltas.values()
-        tokens = self._commit.tokens + sum(work.tokens for work in self._deltas.values())
+        self.work += self._deltas
+        tokens = self._commit.tokens + sum(work.tokens for work in self._deltas)
         self._commit = replace(self._commit, version=self._commit.version + 1, tokens=tokens)
         self._deltas.clear()
 

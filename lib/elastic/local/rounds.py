@@ -49,7 +49,6 @@ class Rule(StrEnum):
     SAMPLES = "samples"
     NON_FINITE = "non-finite"
     MALFORMED = "malformed"
-    SUPERSEDED = "superseded"
     TRUNCATED = "truncated"  # these three: its bytes
     ALTERED = "altered"
     UNREADABLE = "unreadable"
@@ -262,15 +261,6 @@ class Share:
 
     weight: float
     clip: float
-
-
-def superseded(headers: list[Header]) -> list[Header]:
-    """Those of which the same attempt has delivered one with a newer base."""
-    newest: dict[tuple[int, int], int] = {}
-    for header in headers:
-        owner = (header.slot, header.attempt)
-        newest[owner] = max(newest.get(owner, 0), header.base)
-    return [h for h in headers if h.base != newest[(h.slot, h.attempt)]]
 
 
 def shares(

@@ -119,6 +119,20 @@ def test_one_step_of_sgd_per_round_is_synchronous_data_parallel_training(open_ro
         assert (runs.theta - theta).abs().max() < 1e-6 * max(1.0, theta.norm().item())
 
 
+def test_a_late_delta_and_a_newer_one_of_a_worker_are_those_of_two(open_rounds):
+    """Neither knows of the other: the newer one began at a version without the late one."""
+    start, *locals_ = [sixteenths() for _ in range(4)]
+    merged = []
+    for slots in ((0, 0), (0, 1)):
+        runs = open_rounds(start, *DILOCO)
+        late = runs.put(slots[0], locals_[0], 256)
+        runs.close([runs.deliver(2, locals_[1], 512)])
+        newer = runs.deliver(slots[1], locals_[2], 512)
+        runs.close([runs.averager.check(late), newer])
+        merged.append(runs.theta.clone())
+    assert torch.equal(*merged)
+
+
 def test_two_deltas_weigh_as_one_of_all_their_tokens(open_rounds):
     start, local, other = sixteenths(), sixteenths(), sixteenths()
     whole, halves = open_rounds(start, *DILOCO), open_rounds(start, *DILOCO)

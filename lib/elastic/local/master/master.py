@@ -24,7 +24,6 @@ from elastic.base.signals import Notice
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import MASTER
 from elastic.jobs.program import Program, run_job
-from elastic.local import rounds
 from elastic.local.master.averaging import Averager, DeltaLost
 from elastic.local.master.intake import Intake
 from elastic.local.master.journal import Journal, Leaving
@@ -32,7 +31,7 @@ from elastic.local.master.open_round import OpenRound
 from elastic.local.master.passes import Reconcile
 from elastic.local.master.samples import Samples
 from elastic.local.master.server import TICK_S, Server
-from elastic.local.rounds import Facts, Move, Rule
+from elastic.local.rounds import Facts, Move
 from elastic.local.store import Ask
 from elastic.run.ledger import Owner
 from elastic.run.membership import Slot, expected
@@ -41,7 +40,6 @@ from elastic.run.rundir import RunDir
 from elastic.saved.versions import remove_drafts
 
 CONTROL_S = 1.0
-NEWER = rounds.refusal(Rule.SUPERSEDED, "the slot delivered a newer delta")
 
 
 class Master:
@@ -294,8 +292,6 @@ class Master:
     def close_round(self, why: str) -> None:
         """Merge, commit, announce. A delta whose bytes are lost is left out."""
         intake, round_ = self.intake, self.intake.round
-        for key in round_.superseded():
-            intake.withdraw(key, NEWER)
         before = self.run.version_path(round_.version - 1)
         can_revert = self.state == "running" and exists(before)
         closing = round_.close(can_revert, self.epoch, round(self.server.now(), 3))

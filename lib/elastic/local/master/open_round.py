@@ -181,11 +181,6 @@ class OpenRound:
             self.called = now
         return move, reason
 
-    def superseded(self) -> list[Key]:
-        """Deltas of which the same attempt has delivered a newer one."""
-        headers = [checked.header for checked in self.accepted.values()]
-        return [header.key for header in rounds.superseded(headers)]
-
     def close(self, can_revert: bool, epoch: int, now: float) -> Closing:
         """By the master of that epoch. `can_revert`: the version before the newest is
         there."""
