@@ -172,6 +172,10 @@ def test_a_worker_without_a_master_leaves_its_gpus(tmp_path):
         record = run.run.jobs.ending(job_id)
         assert record["outcome"] == "yielded"
         assert re.fullmatch(r"no master for \d+ s \(health.master_wait\)", record["reason"])
+        base = run.version
+        run.versions(1)  # by the next one, which no worker has told of it
+        deltas = run.run.commits.of(base + 1).deltas
+        assert record["attempt"] in [delta.attempt for delta in deltas]
         run.finish()
 
 

@@ -4,18 +4,21 @@ Its line and what moves its tensors are stand-ins with the few things that the d
 workers are in test_rejections.py, test_faults.py and test_overlap.py.
 """
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.signals import Notice
 from elastic.local.worker import line
 from elastic.local.worker.adopt import Adopt
 from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import Line, NoLine, Place
+from elastic.local.worker.local_sgd import LocalSGD
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.local.worker_store import WorkerStore
 from elastic.run.records import Commit, Header
@@ -89,15 +92,37 @@ def test_samples_that_came_with_those_of_others_are_not_trained(reason, kept):
     assert worker.hand.queue == ([(0, 4, 8)] if kept else [])
 
 
+HEADER = Header(
+    run="a", slot=0, attempt=1, job_id="7", base=5, layout="l", codec="none", steps=1,
+    tokens=2, samples=((0, 0, 2),), loss=0.0, first_loss=0.0, fragments=(),
+)  # fmt: skip
+
+
 def worker_that_has_delivered(store: object = None) -> Worker:
     """Two samples trained on version 5."""
     worker = Worker(5, store)
     worker.hand.round.samples, worker.hand.queue = [(0, 0, 2)], [(0, 4, 8)]
-    worker.hand.round.header = Header(
-        run="a", slot=0, attempt=1, job_id="7", base=5, layout="l", codec="none", steps=1,
-        tokens=2, samples=((0, 0, 2),), loss=0.0, first_loss=0.0, fragments=(),
-    )  # fmt: skip
+    worker.hand.round.header = HEADER
     return worker
+
+
+def find_no_master(run, courier: bool) -> None:
+    """A worker's end, with a delta of version 5 delivered; steps ahead of it, if by courier."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    delivered, ahead = WorkerRound(5, 0.0, steps=1, header=HEADER), WorkerRound(5, 0.0, steps=1)
+    with LocalSGD(model, optimizer, Place(run, 0, 1, "7"), Notice(), Group()) as sgd:
+        hand = sgd._hand
+        hand.round, hand.sent = (ahead, delivered) if courier else (delivered, None)
+        raise TryAgain("Redis does not answer")
+
+
+@pytest.mark.parametrize("courier", [False, True])
+def test_who_finds_no_master_until_its_end_leaves_what_it_has_delivered(run, courier):
+    (run.path / "deltas" / "000005").mkdir(parents=True)
+    with pytest.raises(TryAgain):
+        find_no_master(run, courier)
+    assert run.offers.left(5) == [("0:1", json.dumps(HEADER.to_json()).encode())]
 
 
 def test_a_delta_is_offered_again_to_a_server_that_does_not_know_it(make_store):

@@ -45,9 +45,8 @@ class Deliver:
         fragments = self._send(done, delta_of) if done.steps else []
         if fragments is None:
             return
-        header = self._header(done, fragments)
-        line.offer(header)
-        done.header = header
+        done.header = self._header(done, fragments)  # to be left, if nobody hears of it
+        line.offer(done.header)
         if done.steps:
             self._delivered += 1
             needs_s = self._hand.step_s + time.monotonic() - began + self._moments.save_s

@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from elastic.base.config import Config
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice, install
 from elastic.jobs.slurm_info import kill_at
 from elastic.local.worker.adopt import Adopt
@@ -83,6 +83,8 @@ class LocalSGD:
     def __exit__(self, kind, *_exc_info) -> None:
         if kind is None:
             self.line.say(end=self.outcome)
+        elif issubclass(kind, TryAgain):  # for as long as it could wait, there was no master
+            self._leave_offers()
         self.line.close()
 
     @property
@@ -168,14 +170,18 @@ class LocalSGD:
         self._deliver.come_back(courier.result())
 
     def _leave(self, outcome: str) -> None:
-        done, self.outcome = self._hand.round, outcome
+        self.outcome = outcome
         self._profile.end()
-        if done.header and done.steps:
-            self.line.leave_offer(done.header)
+        self._leave_offers()
         if outcome == "done":
             self._adopt.final()
         elif self._hand.steps_total:
             self._moments.save()
+
+    def _leave_offers(self) -> None:
+        for done in (self._hand.sent, self._hand.round):
+            if done and done.header and done.steps:
+                self.line.leave_offer(done.header)
 
     # ---- steps
 
