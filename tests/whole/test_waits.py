@@ -72,6 +72,25 @@ def test_a_worker_whose_steps_are_long_is_not_stalled_in_one(step_s, still_s, ex
     assert membership.state(slot, 100.0 + still_s, 60.0) == expected
 
 
+@pytest.mark.parametrize(("inner_steps", "overlap"), [(1, "off"), (8, "rebase")])
+def test_a_worker_says_how_long_its_steps_take(tmp_path, inner_steps, overlap):
+    """In rounds of one step it never did, and after steps ahead it said far too little.
+    A step is of four samples."""
+    settings = {"elastic.max": 1, "local_sgd.inner_steps": inner_steps,
+                "local_sgd.overlap": overlap, "local_sgd.min_deadline": "30s"}  # fmt: skip
+    with running(tmp_path, settings, samples=10**6, step_s=0.2) as run:
+        said = set()
+
+        def has_trained() -> bool:
+            said.update(slot for slot in run.slots().values() if slot.steps_total > 1)
+            return run.version >= 4
+
+        run.until(has_trained, 60, "version 4")
+    assert min(slot.step_s for slot in said) >= 0.2
+    assert min(slot.tokens_per_s for slot in said) > 0
+    assert max(slot.tokens_per_s for slot in said) <= 4 / 0.2
+
+
 @pytest.fixture
 def master() -> Master:
     one = Master.__new__(Master)

@@ -20,6 +20,8 @@ from elastic.run.ledger import Range, count, take
 from elastic.run.records import Commit
 from elastic.train.schedule import tokens_at
 
+MEAN_STEPS = 10  # the newest, of which `step_s` is the mean
+
 
 @dataclass
 class Ahead:
@@ -42,6 +44,7 @@ class InHand:
         self.was_void = False  # its last delta was not merged
         self.steps_total = 0  # of this process
         self.step_s = self.deliver_s = 0.0
+        self._step_began = 0.0
         self._planned: list[Range] = []  # what of the queue the loader has been told
         self._told_epoch = -1  # the master epoch that knows what is held
         self._void_rounds = 0  # in a row
@@ -60,8 +63,9 @@ class InHand:
         """A step has ended."""
         self.round.count(loss, tokens, rate, now)
         self.steps_total += 1
-        if self.round.steps > 1:
-            self.step_s = (now - self.round.first_ended) / (self.round.steps - 1)
+        if self.steps_total > 1:  # what the first one takes (a compilation) says nothing
+            took_s = now - self._step_began
+            self.step_s += (took_s - self.step_s) / min(self.steps_total - 1, MEAN_STEPS)
 
     def void(self, what: str) -> None:
         """This round's steps are void: train from the base again."""
@@ -87,6 +91,12 @@ class InHand:
             return False  # the master speaks of another round
         left_s = news.due - self.deliver_s - now
         return rounds.is_due(left_s, round_.steps, now - round_.started)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the open round, as far as it is known what a step takes."""
+        took_s = self.round.steps * self.step_s
+        return self.round.tokens / took_s if took_s else 0.0
 
     @property
     def inner_steps(self) -> int:
@@ -130,6 +140,7 @@ class InHand:
         taken = take(self.queue, batch)
         self._planned = list(self.queue)
         self.round.samples += taken
+        self._step_began = time.monotonic()
         return [count(taken), plan] if taken else []
 
     def _ask(self, wanted: int) -> bool:

@@ -226,14 +226,14 @@ class LocalSGD:
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
         tokens = self._tokens_of_step(tokens)
         loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        hand, now = self._hand, time.monotonic()
-        hand.count(loss, tokens, rate, now)
+        hand = self._hand
+        hand.count(loss, tokens, rate, time.monotonic())
         self._moments.step()
         self._look_at_optimizer()
         self.line.say(
             state="training", version=hand.round.base, step=self.steps, loss=loss,
             steps_total=hand.steps_total, step_s=round(hand.step_s, 3),
-            tokens_per_s=round(hand.round.tokens_per_s(now), 1),
+            tokens_per_s=round(hand.tokens_per_s, 1),
         )  # fmt: skip
 
     def _tokens_of_step(self, told: int | None) -> int:

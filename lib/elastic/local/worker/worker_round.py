@@ -20,7 +20,6 @@ class WorkerRound:
     loss_sum: float = 0.0
     lr_sum: float = 0.0
     first_loss: float = 0.0
-    first_tokens: int = 0
     first_ended: float | None = None  # when the first step on this base had ended
     stall_s: float = 0.0
     header: Header | None = None  # of its delta, once that is offered
@@ -37,10 +36,7 @@ class WorkerRound:
         self.loss_sum += loss
         self.lr_sum += rate
         if self.first_ended is None:
-            self.first_loss, self.first_tokens, self.first_ended = loss, self.tokens, now
-
-    def tokens_per_s(self, now: float) -> float:
-        return (self.tokens - self.first_tokens) / max(now - self.first_ended, 1e-9)
+            self.first_loss, self.first_ended = loss, now
 
 
 def joined(ranges: list[Range]) -> list[Range]:
