@@ -4,6 +4,7 @@ Its line and what moves its tensors are stand-ins with the few things that the d
 workers are in test_rejections.py, test_faults.py and test_overlap.py.
 """
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice
-from elastic.local.worker import line
+from elastic.local.transport import Transport
+from elastic.local.worker import deliver, line
 from elastic.local.worker.adopt import Adopt
 from elastic.local.worker.deliver import Deliver
+from elastic.local.worker.exchange import Put
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import Line, NoLine, Place
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.local.worker_store import WorkerStore
-from elastic.run.records import Commit, Header
+from elastic.run.records import Commit, Fragment, Header
 from elastic.train.group import Group
 from helpers import commit_of
 
@@ -61,7 +65,7 @@ class Worker:
 
     def __init__(self, base: int, store: object = None, told=lambda: -1):
         commits = SimpleNamespace(told_version=told)
-        run = SimpleNamespace(path=Path("/nowhere"), commits=commits)
+        run = SimpleNamespace(key="a", path=Path("/nowhere"), commits=commits)
         self.line = Line(Place(run, 0, 1, "7"), False)
         self.line.reach = lambda action, kind=None: action(store)
         self.line.commit = commit_of
@@ -72,7 +76,7 @@ class Worker:
             group=Group(), adopt=lambda commit, fetched: None,
             replica=SimpleNamespace(restore=lambda: None),
         )  # fmt: skip
-        moments = SimpleNamespace(adopt=lambda version: None)
+        moments = SimpleNamespace(adopt=lambda version: None, origin="fresh", save_s=1.0)
         self.deliver = Deliver(self.hand, self.exchange, moments)
         model = torch.nn.Linear(1, 1)
         self.adopt = Adopt(self.hand, moments, self.deliver, model)
@@ -134,6 +138,41 @@ def test_a_delta_is_offered_again_to_a_server_that_does_not_know_it(make_store):
         assert worker.deliver.stands(worker.hand.round)
         assert store.offered(0, 1, 5)
         store.drop_offers(5, ["0:1"])
+
+
+def test_what_a_worker_waits_for_is_no_part_of_what_a_delivery_takes(monkeypatch):
+    """Two seconds to encode, four for a disk that is full, and ninety for a master: it would have
+    been too slow for its notice ever after, and have ended its next round far too early."""
+    clock, refusals = SimpleNamespace(now=0.0), [OSError(errno.ENOSPC, "full")] * 2
+
+    def passes(seconds: float) -> None:
+        clock.now += seconds
+
+    def put(_self, _name: str, data: memoryview) -> Fragment:
+        if refusals:
+            raise refusals.pop()
+        return Fragment(len(data), "")
+
+    def send(_delta_of: object, put: Put) -> tuple[list[Fragment], float]:
+        passes(2.0)
+        return [put(0, memoryview(b"a"))], 1.0
+
+    for module in (deliver, durable, line):
+        told = SimpleNamespace(monotonic=lambda: clock.now, sleep=passes)
+        monkeypatch.setattr(module, "time", told)
+    monkeypatch.setattr(Transport, "put", put)
+    worker = Worker(5)
+    worker.hand.commit, worker.hand.step_s = commit_of(5), 0.5
+    worker.hand.config.local_sgd = SimpleNamespace(max_staleness=1, inner_steps=9, cold_start=0)
+    worker.hears_of(5)
+    worker.line.notice = Notice()
+    worker.hand.tell_new_master = lambda: None
+    worker.line.offer = lambda _header: passes(90.0)
+    worker.exchange.send, worker.exchange.codec = send, SimpleNamespace(name="none")
+    worker.exchange.replica = SimpleNamespace(delta=None, layout=SimpleNamespace(hash="l"))
+    worker.deliver.deliver(WorkerRound(5, 0.0, steps=1, lr_sum=0.1))
+    assert clock.now == 2 + 2 * durable.SPACE_S + 90
+    assert (worker.hand.deliver_s, worker.line._said["needs_s"]) == (2.0, 0.5 + 2.0 + 1.0)
 
 
 def test_samples_of_a_delta_that_is_delivered_are_still_held_for_a_new_master():

@@ -38,18 +38,21 @@ class Deliver:
     def deliver(self, done: WorkerRound, deltas: list | None = None) -> None:
         """Send base - local with the steps there are; `deltas`: as they were when the
         round ended. Collective among the worker's ranks."""
-        line, self._hand.is_dry, began = self._line, False, time.monotonic()
+        line, hand, began = self._line, self._hand, self._line.clock()
+        hand.is_dry = False
         if self.exchange.group.decide(lambda: self._is_too_late(done)):
             return
         delta_of = deltas.__getitem__ if deltas else self.exchange.replica.delta
         fragments = self._send(done, delta_of) if done.steps else []
         if fragments is None:
             return
+        took_s = line.clock() - began
         done.header = self._header(done, fragments)  # to be left, if nobody hears of it
         line.offer(done.header)
         if done.steps:
             self._delivered += 1
-            needs_s = self._hand.step_s + time.monotonic() - began + self._moments.save_s
+            hand.deliver_s = took_s
+            needs_s = hand.step_s + took_s + self._moments.save_s
             line.say(delivered=self._delivered, needs_s=round(needs_s, 1))
 
     def _is_too_late(self, done: WorkerRound) -> bool:

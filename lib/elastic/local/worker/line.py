@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import TypeVar
 
-from elastic.base.durable import until_written
+from elastic.base.durable import SPACE_S, until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
@@ -93,6 +93,7 @@ class NoLine:
     def __init__(self, place: Place, notice: Notice):
         self.place, self.run, self.notice = place, place.run, notice
         self.news = News()
+        self._blocked_s = 0.0
 
     def _pass_nothing_on(self, *_args, **_fields) -> None:
         pass
@@ -102,9 +103,14 @@ class NoLine:
     def written(self, write: Callable[[], T]) -> T:
         """What `write()` returns, once the disk has room. Raises TryAgain at a notice."""
         def say_why(error: OSError) -> None:
+            self._blocked_s += SPACE_S
             self.say(state="blocked", trouble=str(error))
 
         return until_written(write, self.notice.has_run_out, say_why)
+
+    def clock(self) -> float:
+        """Seconds; it stands still while the disk has no room."""
+        return time.monotonic() - self._blocked_s
 
     def commit(self, version: int) -> Commit:
         """Of a version that somebody has seen: on NFS others may see it only half a

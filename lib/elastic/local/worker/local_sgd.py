@@ -129,13 +129,11 @@ class LocalSGD:
             if self._validation:
                 self._validation.if_due(self.model)
             yield from self._train(loader)
-            began = time.monotonic()
             if courier := self._deliver.send_ahead():
                 yield from self._train_ahead(loader, courier)
             else:
                 self.line.say(state="delivering")
                 self._deliver.deliver(self._hand.round)
-                self._hand.deliver_s = time.monotonic() - began
             self._moments.save_if_due()
         self._leave(outcome)
 
