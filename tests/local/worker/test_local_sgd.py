@@ -23,10 +23,12 @@ from elastic.local.worker.exchange import Put
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import Line, NoLine, Place
 from elastic.local.worker.local_sgd import LocalSGD
+from elastic.local.worker.moments import Moments
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.local.worker_store import WorkerStore
 from elastic.run.records import Commit, Fragment, Header
 from elastic.train.group import Group
+from elastic.train.inner_optimizer import InnerOptimizer
 from helpers import commit_of
 
 
@@ -215,6 +217,38 @@ def test_who_is_told_of_a_version_that_is_damaged_ends():
     worker.hears_of(2)
     with pytest.raises(ElasticError, match="damaged"):
         worker.adopt.newest()
+
+
+class Keeping:
+    """The inner state of a worker of slot 0 that has done three steps, and what it has said."""
+
+    def __init__(self, run):
+        model, self.said = torch.nn.Linear(2, 1), []
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2)).backward()
+        optimizer.step()
+        one = Line(Place(run, 0, run.slots.claim(0, {}), "7"), False)
+        store = SimpleNamespace(set_inner=lambda slot, pointer: self.said.append(pointer))
+        one.reach = lambda action: action(store)
+        self.hand = InHand(one, run.config())
+        self.hand.round, self.hand.steps_total = WorkerRound(5, 0.0, steps=3), 3
+        inner = InnerOptimizer(optimizer, sets_rates=True)
+        self.moments = Moments(self.hand, SimpleNamespace(group=Group()), inner)
+
+
+def test_inner_state_is_saved_once_for_the_same_steps(run):
+    """A notice while a worker waits comes after the round's own save, and its time is short."""
+    worker = Keeping(run)
+    worker.moments.save()
+    worker.moments.save()
+    assert [pointer["version"] for pointer in worker.said] == [5]
+    worker.moments.forget()
+    worker.moments.save()
+    assert [pointer["version"] for pointer in worker.said] == [5, 5]
+    worker.hand.round, worker.hand.steps_total = WorkerRound(6, 0.0, steps=1), 4
+    worker.moments.save()
+    assert [pointer["version"] for pointer in worker.said] == [5, 5, 6]
+    assert json.loads((run.slots.path(0) / "inner.json").read_bytes()) == worker.said[-1]
 
 
 def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():

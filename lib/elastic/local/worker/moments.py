@@ -23,6 +23,7 @@ class Moments:
         self._ramp = 0  # inner steps still to go of the learning rate's ramp
         self.origin = ""  # where the state came from
         self.save_s = 0.0
+        self._saved_at = -1  # after so many steps of this process
 
     # ---- while training
 
@@ -44,6 +45,7 @@ class Moments:
     def forget(self) -> None:
         """Begin anew, with a ramp."""
         self._optimizer.forget()
+        self._saved_at = -1
         self._ramp = self._config.local_sgd.join_ramp
 
     # ---- between jobs
@@ -78,8 +80,10 @@ class Moments:
             self.save()
 
     def save(self) -> None:
-        """Save the state after this round's steps. Collective; to fail costs only a
-        ramp."""
+        """Save the state after this round's steps, unless it is. Collective; to fail
+        costs only a ramp."""
+        if self._group.decide(lambda: self._saved_at == self._hand.steps_total):
+            return
         place, version, began = self._line.place, self._hand.round.base, time.monotonic()
         entries = self._group.gather(self._saved(f"inner-{version:06d}.{place.attempt}"))
         self.save_s = time.monotonic() - began
@@ -93,6 +97,7 @@ class Moments:
         # Not announced, the slot's own file is there all the same.
         with contextlib.suppress(OSError, TryAgain):
             pointer = insist(inner_state.publish, run, slot, attempt, version, entries)
+            self._saved_at = self._hand.steps_total
             self._line.reach(lambda store: store.set_inner(slot, pointer))
 
     def _saved(self, stem: str) -> dict | None:
