@@ -6,6 +6,7 @@ workers are in test_rejections.py, test_faults.py and test_overlap.py.
 
 import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -249,6 +250,21 @@ def test_inner_state_is_saved_once_for_the_same_steps(run):
     worker.moments.save()
     assert [pointer["version"] for pointer in worker.said] == [5, 5, 6]
     assert json.loads((run.slots.path(0) / "inner.json").read_bytes()) == worker.said[-1]
+
+
+def test_inner_state_that_cannot_be_saved_ends_no_worker(run, monkeypatch):
+    worker = Keeping(run)
+
+    def fail(_folder: Path) -> None:
+        raise OSError(errno.EIO, "silent")
+
+    with monkeypatch.context() as silent:
+        silent.setattr(durable, "AGAIN_S", ())
+        silent.setattr(os, "listdir", fail)
+        worker.moments.save()
+    assert not (run.slots.path(0) / "inner.json").exists()
+    worker.moments.save()
+    assert len(worker.said) == 1
 
 
 def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():

@@ -92,10 +92,10 @@ class Moments:
 
     def _publish(self, version: int, entries: list[dict]) -> None:
         run, (slot, attempt) = self._line.run, self._line.place.owner
-        if run.slots.latest(slot) != attempt:
-            return  # a successor has saved its own, or will
         # Not announced, the slot's own file is there all the same.
         with contextlib.suppress(OSError, TryAgain):
+            if run.slots.latest(slot) != attempt:
+                return  # a successor has saved its own, or will
             pointer = insist(inner_state.publish, run, slot, attempt, version, entries)
             self._saved_at = self._hand.steps_total
             self._line.reach(lambda store: store.set_inner(slot, pointer))
