@@ -18,16 +18,16 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 954,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1490,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1684,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 941,  # a process with torch: the task, its ranks, its device, its health
+    "run": 1494,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1694,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 956,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1058,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 652,  # local mode: what both sides of the wire speak
-    "local/worker": 1408,  # one slot: hold the lease, train, deliver
-    "local/master": 1155,  # one master: Redis, samples, rounds, commits
-    "sync": 949,  # sync mode: one job that resizes
-    "people": 2173,  # what a person asks and sees
-    "lab": 1491,  # trying and proving; nothing imports it
+    "local": 647,  # local mode: what both sides of the wire speak
+    "local/worker": 1430,  # one slot: hold the lease, train, deliver
+    "local/master": 1154,  # one master: Redis, samples, rounds, commits
+    "sync": 971,  # sync mode: one job that resizes
+    "people": 2171,  # what a person asks and sees
+    "lab": 1499,  # trying and proving; nothing imports it
     "commands": 497,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
