@@ -24,6 +24,7 @@ import test_crash_points as played
 from crashing import World, in_child
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.local.master import intake
 from elastic.local.transport import Damaged, Transport
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
@@ -353,6 +354,17 @@ def test_a_delta_is_merged_though_it_could_not_be_read_for_a_while(delivered, re
     merged = run.commits.of(2)
     assert [(delta.slot, delta.attempt, delta.base) for delta in merged.deltas] == wanted
     assert (merged.rejected, _Flaky.fails_yet) == ({}, 0)
+
+
+def test_a_delta_that_cannot_be_read_for_long_is_refused(delivered, reads_of, monkeypatch):
+    """A bad block would keep the round open for ever."""
+    monkeypatch.setattr(intake, "UNREAD_S", -1.0)
+    run, workers = delivered
+    reads_of("deltas", 20)
+    played.go_on(run, workers, lambda: any(e["kind"] == "reject" for e in run.events()))
+    (first, *_) = (event["reason"] for event in run.events() if event["kind"] == "reject")
+    assert first.startswith("unreadable: the filesystem fails for now")
+    _Flaky.fails_yet = 0
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "outer-00.safetensors"])

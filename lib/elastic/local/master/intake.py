@@ -11,6 +11,7 @@ from elastic.local.master.averaging import Averager
 from elastic.local.master.open_round import OpenRound
 from elastic.local.master.server import Server
 from elastic.local.rounds import Judgement, Rule, Verdict
+from elastic.local.transport import UNREAD_S
 from elastic.run.ledger import Offer as Key
 from elastic.run.ledger import Owner
 from elastic.run.records import Commit, Header
@@ -22,6 +23,7 @@ class Intake:
     def __init__(self, server: Server, averager: Averager, round_: OpenRound):
         self.server, self.averager, self.round = server, averager, round_
         self.checks: dict[Header, Future] = {}
+        self._unread_since: dict[Header, float] = {}  # Redis TIME
 
     def take_offers(self) -> None:
         version, late = self.round.version, self.round.facts.max_staleness
@@ -44,6 +46,14 @@ class Intake:
         elif judged.verdict is Verdict.ACCEPT:
             self.checks[header] = self.averager.check_later(header)
 
+    def _check_again(self, header: Header, silence: TryAgain) -> None:
+        """Not for ever: no round may stay open for a block that is bad."""
+        since = self._unread_since.setdefault(header, self.server.now())
+        if self.server.now() - since > UNREAD_S:
+            self.withdraw(header.key, rounds.refusal(Rule.UNREADABLE, silence.what))
+        else:
+            self.checks[header] = self.averager.check_later(header)
+
     def collect_checked(self) -> None:
         for header, future in list(self.checks.items()):
             if not future.done():
@@ -51,9 +61,10 @@ class Intake:
             del self.checks[header]
             try:
                 checked = future.result()
-            except TryAgain:  # who has left does not offer it again
-                self.checks[header] = self.averager.check_later(header)
+            except TryAgain as silence:  # who has left does not offer it again
+                self._check_again(header, silence)
                 raise
+            self._unread_since.pop(header, None)
             if checked.refused:
                 self.withdraw(header.key, checked.refused)
                 continue

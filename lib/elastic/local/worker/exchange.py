@@ -6,8 +6,8 @@ work, and what comes from outside comes to a worker once. While one fragment is 
 next is encoded, and while one is adopted the next is read.
 """
 
-import contextlib
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +17,7 @@ import torch
 
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.local.transport import UNREAD_S
 from elastic.run.records import Commit, Fragment
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import codec, codec_of
@@ -100,9 +101,13 @@ class Exchange:
 
     def _read(self, commit: Commit, index: int) -> torch.Tensor:
         self.moved()
-        while True:  # the other ranks wait, too; where it goes on, the agent sees a hang
-            with contextlib.suppress(TryAgain):
+        until = time.monotonic() + UNREAD_S  # the other ranks wait, too
+        while True:
+            try:
                 return read_params(self.run, commit, self.replica.layout, index)
+            except TryAgain:
+                if time.monotonic() > until:
+                    raise
 
 
 def _entry(index: int, fragment: Fragment) -> list:
