@@ -37,7 +37,8 @@ LIMITS = SimpleNamespace(max_pending=3, max_failures=3, backoff_s=5.0)
 CONFIG = SimpleNamespace(
     elastic=LIMITS, run=SimpleNamespace(scheduler="slurm", command=()),
     health=SimpleNamespace(hang_timeout_s=0.0),
-    slurm=SimpleNamespace(gpus_per_worker=1), sync=SimpleNamespace(sizes=(), grow_after_s=1e9),
+    slurm=SimpleNamespace(gpus_per_worker=1, gpus_per_node=1),
+    sync=SimpleNamespace(sizes=(), grow_after_s=1e9),
 )  # fmt: skip
 TABLE = (
     *["pass"] * 24, *["turn"] * 10, *["time"] * 12, *["job"] * 24, *["fault"] * 8, "kill", "kill",

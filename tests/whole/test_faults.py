@@ -212,7 +212,7 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
     with running(tmp_path, settings, samples=100_000, step_s=PACE_S) as run:
         run.workers(2)
         run.pace(5, slot=1)
-        run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
+        run.until(lambda: _waits_for_slot_1(run), 60, "slot 0 waits for slot 1")
         slot, job = run.slots()[0], run.jobs()["worker", 0]
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
@@ -224,6 +224,11 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
         mine = [d for d in deltas if (d.slot, d.attempt) == (0, slot.attempt)]
         assert [delta.steps for delta in mine] == [10]
         run.audit()
+
+
+def _waits_for_slot_1(run: Running) -> bool:
+    first, other = run.slots()[0], run.slots()[1]
+    return (first.state, other.state) == ("waiting", "training") and other.step < 9
 
 
 def test_a_worker_told_to_go_while_it_loads_is_no_crash(run: Running):
