@@ -62,6 +62,15 @@ SETTINGS = {
 }
 
 
+class NoLease(KeyError):
+    """The slot has none, or there is no master to ask."""
+
+
+class Leases(dict[int, Slot]):
+    def __missing__(self, number: int):
+        raise NoLease(number)
+
+
 class Running:
     """A submitted run and what a test does to it."""
 
@@ -96,9 +105,13 @@ class Running:
         """Slots whose lease is valid; none while no master can be asked."""
         try:
             with self.store() as store:
-                return store.slots()
+                return Leases(store.slots())
         except TryAgain:
-            return {}
+            return Leases()
+
+    def slot(self, number: int) -> Slot:
+        """One of them, once it is there."""
+        return self.until(lambda: self.slots()[number], 30, f"the lease of slot {number}")
 
     def jobs(self) -> dict[tuple[str, int], Job]:
         """(role, slot) -> its running job."""
@@ -118,7 +131,7 @@ class Running:
         return [pid for pid, line in found if words in line and "sbatch/rank.sh" not in line]
 
     def trainer_of(self, slot: int) -> int:
-        return self.slots()[slot].pid
+        return self.slot(slot).pid
 
     # ---- what happens to it
 
@@ -153,8 +166,9 @@ class Running:
         deadline = time.monotonic() + PATIENCE * timeout_s
         while True:
             self.reconcile()
-            if value := condition():
-                return value
+            with contextlib.suppress(NoLease):
+                if value := condition():
+                    return value
             if failed := self.run.failed():
                 pytest.fail(f"the run failed, waiting for: {what}\n{failed}\n{self.story()}")
             if time.monotonic() > deadline:

@@ -177,7 +177,7 @@ def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(r
     other = run.trainer_of(1)
     run.pace(0.3, slot=0)
     run.until(lambda: 2 <= run.slots()[0].step <= 5, 30, "slot 0 is in the middle of a round")
-    slot, job = run.slots()[0], run.jobs()["worker", 0]
+    slot, job = run.slot(0), run.jobs()["worker", 0]
     run.scheduler.preempt(job.job_id)
     record = run.ended(job.job_id)
     assert (record["outcome"], record["code"]) == ("yielded", 0)
@@ -199,7 +199,7 @@ def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(r
 def test_a_worker_told_to_go_while_it_waits_leaves_at_once_and_its_delta_counts(run: Running):
     run.pace(0.8, slot=1)
     run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
-    slot, job = run.slots()[0], run.jobs()["worker", 0]
+    slot, job = run.slot(0), run.jobs()["worker", 0]
     run.scheduler.preempt(job.job_id)
     assert run.ended(job.job_id)["outcome"] == "yielded"
     run.until(lambda: run.version > slot.version, 60, "the round closes")
@@ -213,7 +213,7 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
         run.workers(2)
         run.pace(5, slot=1)
         run.until(lambda: _waits_for_slot_1(run), 60, "slot 0 waits for slot 1")
-        slot, job = run.slots()[0], run.jobs()["worker", 0]
+        slot, job = run.slot(0), run.jobs()["worker", 0]
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
         run.kill("master")
@@ -227,7 +227,7 @@ def test_what_a_worker_that_has_left_delivered_survives_its_master(tmp_path: Pat
 
 
 def _waits_for_slot_1(run: Running) -> bool:
-    first, other = run.slots()[0], run.slots()[1]
+    first, other = run.slot(0), run.slot(1)
     return (first.state, other.state) == ("waiting", "training") and other.step < 9
 
 
@@ -246,7 +246,7 @@ def _loading(run: Running) -> str | None:
 def test_workers_that_wait_for_a_version_get_it_from_the_next_master(run: Running):
     run.pace(0.8, slot=1)
     run.until(lambda: run.slots()[0].state == "waiting", 30, "slot 0 waits")
-    slot, trainers = run.slots()[0], set(run.pids("trainer"))
+    slot, trainers = run.slot(0), set(run.pids("trainer"))
     run.kill("master")
     run.until(lambda: run.version > slot.version, 60, "the round closes")
     commit = run.run.commits.of(slot.version + 1)
@@ -339,7 +339,8 @@ def _stopped_in_a_round(run: Running, slot: int) -> bool:
     with run.store() as store:
         stopped = store.now()
     run.until(lambda: run.slots()[slot].beat > stopped + 0.5, 30, "what it said has come")
-    return run.slots()[slot].state == "training" and run.slots()[slot].step > 0
+    held = run.slot(slot)
+    return held.state == "training" and held.step > 0
 
 
 def _quiet(run: Running, seconds: float = 1.5) -> bool:
