@@ -74,8 +74,8 @@ class Program:
 
 
 def answered(ask: Callable[[], T], notice: Notice) -> T:
-    """What it says, once the filesystem answers. Raises TryAgain at a notice, and when it
-    has said nothing for long."""
+    """What `ask()` returns, once the filesystem answers. Raises TryAgain at a notice, and
+    after a silence of SILENT_S."""
     until = time.monotonic() + SILENT_S
     while True:
         try:

@@ -337,7 +337,7 @@ def slurm_command(
     argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run a client command. TryAgain when Slurm gives it no answer, or it none in time.
+    """Run a client command. TryAgain where it gets no answer, or gives none in time.
 
     Its environment is this process's, or `environment`, cleaned of what steers Slurm's
     commands.

@@ -227,8 +227,8 @@ class Sandbox:
         self.daemons.wait(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
 
     def _start_controller(self, paths: dict[str, str], port: int) -> None:
-        """slurmctld, which knows the names of nodes: that of Slurm 24.11 asks for them, stands
-        still for ten seconds where nobody answers, and may die of it."""
+        """Start slurmctld where it can look up the names of nodes: that of Slurm 24.11 does,
+        and where nobody knows them it stands still for ten seconds, or dies."""
         daemon = [paths["slurmctld"], "-D"]
         if self._known_hosts.exists():
             enter = f"mount --bind {self._known_hosts} /etc/hosts; exec \"$@\""
