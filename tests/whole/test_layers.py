@@ -19,13 +19,13 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 954,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1494,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1694,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1696,  # jobs on a cluster: what is there, what should be, one pass
     "train": 956,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1058,  # tensors on disk, committed by link(): what both modes begin with
     "local": 648,  # local mode: what both sides of the wire speak
     "local/worker": 1435,  # one slot: hold the lease, train, deliver
     "local/master": 1163,  # one master: Redis, samples, rounds, commits
-    "sync": 971,  # sync mode: one job that resizes
+    "sync": 968,  # sync mode: one job that resizes
     "people": 2171,  # what a person asks and sees
     "lab": 1499,  # trying and proving; nothing imports it
     "commands": 497,  # click: options, checks, exit codes

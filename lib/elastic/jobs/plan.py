@@ -22,6 +22,7 @@ elsewhere, and those crashes do not count. A job in a broken hold is cancelled, 
 replaced with the same backing off.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -188,9 +189,9 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     voluntary restart, with notice, where there are too many GPUs, or more are free than
     it costs."""
     jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
-    # One that was asked between two attempts has not heard it.
-    deaf = [job for job in jobs if job.cancelled_at and now - job.cancelled_at >= LEAVE_S[TRAINER]]
-    started = [job for job in jobs if job.started and (job.cancelled_at is None or job in deaf)]
+    # One that was told between two attempts has not heard it: it is told again.
+    started = [job for job in jobs if job.started
+               and now - (job.cancelled_at or -math.inf) >= LEAVE_S[TRAINER]]  # fmt: skip
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
     asking = [job for job in waiting if limits and job.asked and now >= job.grows_until]
     if outdated := [job for job in asking if [*job.asked] != [*limits]]:
@@ -201,12 +202,12 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     elif len(started) == 1 and waiting:
         if limits and world.gpus > max(limits[1], world.node_gpus):
             reason = f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
-            yield replace(_cancelled(started[0], reason), now=False)
+            yield _told(started[0], reason)
         elif world.growth:
             pays, reason = world.growth.pays(now - (started[0].started_at or now))
             if pays:
                 yield Action(GROW, TRAINER, 0, reason, waiting[0].job_id, gpus=world.growth.more)
-                yield replace(_cancelled(started[0], reason), now=False)
+                yield _told(started[0], reason)
 
 
 def _cancel(world: World, now: float) -> Iterator[Action]:
@@ -261,9 +262,14 @@ def _seniority(job: Job) -> tuple:
     return (rank, job.submitted_at, len(job.job_id), job.job_id)
 
 
+def _told(job: Job, reason: str) -> Action:
+    """A notice, however often it was told before."""
+    return Action(CANCEL, job.role, job.slot, reason, job.job_id)
+
+
 def _cancelled(job: Job, reason: str) -> Action:
-    asked = job.cancelled_at is not None
-    return Action(CANCEL, job.role, job.slot, reason, job.job_id, now=asked)
+    """A notice; the second time it is killed."""
+    return replace(_told(job, reason), now=job.cancelled_at is not None)
 
 
 # ---- what is missing

@@ -362,7 +362,7 @@ def slurm_command(
     # A command that dies says nothing.
     is_silence = not answer.stderr.strip() or _NO_ANSWER.search(answer.stderr)
     if answer.returncode != 0 and is_silence:
-        _checked(answer)
+        _checked(answer)  # raises
     return answer
 
 

@@ -238,7 +238,8 @@ class Launcher:
         return [*program, *expand(self.config.run.command, values)]
 
     def _record(self) -> None:
-        """Reconcile compares the GPUs with what there might be."""
+        """Say that it is at work, and on how many GPUs: reconcile compares them with what
+        there might be."""
         self.program.record("training", gpus=self.gpus, trouble=self._failure)
 
     def _wait(self, ranks: "Ranks") -> int:

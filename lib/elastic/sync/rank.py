@@ -69,7 +69,9 @@ class Wishes:
         if self._rank.group.leads and now - self._control_at >= CONTROL_S:
             self._control_at = now
             with contextlib.suppress(TryAgain):
-                if self._has_successor():
+                try:
+                    self.fence()
+                except Fenced:
                     return Wish.FENCED
                 if self._rank.run.closing("sync"):
                     return Wish.STOPPED
@@ -100,13 +102,6 @@ class Wishes:
 
     def fence(self) -> None:
         """Raise Fenced if a later attempt, or a master, has the run."""
-        if self._has_successor():
-            raise self.fenced
-
-    @property
-    def fenced(self) -> Fenced:
-        return Fenced(f"attempt {self._rank.attempt}: a later one, or a master, has taken over")
-
-    def _has_successor(self) -> bool:
-        run = self._rank.run
-        return run.slots.latest(0) > self._rank.attempt or run.masters.newest() > self._epoch
+        run, attempt = self._rank.run, self._rank.attempt
+        if run.slots.latest(0) > attempt or run.masters.newest() > self._epoch:
+            raise Fenced(f"attempt {attempt}: a later one, or a master, has taken over")

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from elastic.base.config import Config
 from elastic.base.durable import SPACE_S, append_line, until_written
 from elastic.base.environment import env
-from elastic.base.errors import ElasticError, Exit
+from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
 from elastic.jobs.slurm_info import check_layout, get_slurm_info
 from elastic.run import scores
@@ -137,7 +137,7 @@ class Trainer:
 
     def _leave(self, wish: Wish) -> int:
         if wish == Wish.FENCED:
-            raise self.wishes.fenced
+            raise Fenced(f"attempt {self.rank.attempt}: it leaves, as rank 0 was fenced")
         self.saving.save_within(self.state, self.wishes.left_s)
         self._profile.end()
         why = "notice" if wish == Wish.NOTICE else "stopped"
