@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from elastic.base import durable
+from elastic.base.errors import TryAgain
 from elastic.run.rundir import RunDir
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
@@ -114,6 +116,22 @@ def full_disk(rank: int):
         torch.save = real
 
 
+@contextmanager
+def silent_files(rank: int):
+    """The filesystem gives this rank nothing, for longer than anybody waits."""
+    real = durable.insist, durable.UNREAD_S
+
+    def silent(*_):
+        raise TryAgain("the filesystem fails for now")
+
+    if dist.get_rank() == rank:
+        durable.insist, durable.UNREAD_S = silent, -1.0
+    try:
+        yield
+    finally:
+        durable.insist, durable.UNREAD_S = real
+
+
 def write(run: RunDir, group: Group) -> None:
     checkpoints = Checkpoints(run, group, "job1", keep=9)
     net, optimizer = make(seed=1)
@@ -164,6 +182,9 @@ def read(run: RunDir, group: Group) -> None:
     checkpoints = Checkpoints(run, group, "job2", keep=9)
     net, optimizer = make(seed=2)
     train(net, optimizer, 2)
+    for rank in (0, 1):
+        with silent_files(rank), pytest.raises(TryAgain, match="fails for now"):
+            checkpoints.load(net, optimizer)
     saved, reasons = checkpoints.load(net, optimizer)
     assert group.gather(reasons) == [reasons] * group.world
     assert [reason.split(":")[0] for reason in reasons] == ["step 5", "step 4"]

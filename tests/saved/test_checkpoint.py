@@ -190,22 +190,30 @@ def test_a_parameter_that_trained_later_gets_its_moments_whatever_the_optimizer_
 # ---- what is damaged is skipped -----------------------------------------------------------------
 
 
-def test_a_file_that_cannot_be_read_now_is_a_reason_that_all_ranks_hear(run, monkeypatch):
-    """One that raised would leave the others waiting for its word."""
+@pytest.mark.parametrize("name", ["2/__0_0.distcp", "step-00000002", "step-00000002.json"])
+def test_a_file_that_cannot_be_read_now_is_waited_for(run, monkeypatch, name):
+    """The checkpoint before it was taken: steps were repeated, and the next save removed it."""
     save(run, 1)
     save(run, 2)
     monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
-    real = os.stat
+    fails = [errno.EIO] * 7
+    for opening in ("stat", "open"):
+        real = getattr(os, opening)
 
-    def stat(path, **how):
-        if not isinstance(path, int) and os.fspath(path).endswith("2/__0_0.distcp"):
-            raise OSError(errno.EIO, "no answer", str(path))
-        return real(path, **how)
+        def silent(path, *args, real=real, **how):
+            if fails and not isinstance(path, int) and os.fspath(path).endswith(name):
+                raise OSError(fails.pop(), "no answer", str(path))
+            return real(path, *args, **how)
 
-    monkeypatch.setattr(os, "stat", stat)
-    saved, (reason,) = load(run)
-    assert saved.step == 1
-    assert reason.startswith("step 2: the filesystem fails for now: ")
+        monkeypatch.setattr(os, opening, silent)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: _read(os.open(path, os.O_RDONLY)))
+    saved, reasons = load(run)
+    assert (saved.step, reasons, fails) == (2, [], [])
+
+
+def _read(descriptor):
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.json"])

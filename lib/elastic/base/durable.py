@@ -37,6 +37,7 @@ from elastic.base.errors import ElasticError, TryAgain
 SPACE_S = 2.0  # between two tries on a full disk
 LOCK_TRIES, LOCK_S = 10, 0.01
 AGAIN_S = (0.1, 0.5, 2.0)  # before each further try where the filesystem fails for now
+UNREAD_S = 300.0  # for which bytes are waited for that the filesystem does not give out
 # What a network filesystem says now and then, of a file that is sound: a server that is
 # replaced, a file that was replaced between two calls.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR,
@@ -188,6 +189,18 @@ def insist(action: Callable[..., T], *args) -> T:
             if (wait_s := next(waits_s, None)) is None:
                 raise TryAgain(f"the filesystem fails for now: {error}") from None
             time.sleep(wait_s)
+
+
+def patiently(action: Callable[..., T], *args) -> T:
+    """What `action(*args)` returns, called again for UNREAD_S while it raises TryAgain:
+    to go on without these bytes would cost work."""
+    until = time.monotonic() + UNREAD_S
+    while True:
+        try:
+            return action(*args)
+        except TryAgain:
+            if time.monotonic() > until:
+                raise
 
 
 def names(folder: Path) -> list[str]:

@@ -19,8 +19,6 @@ from elastic.local.rounds import Rule, refusal
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
 
-UNREAD_S = 300.0  # for which bytes are waited for that the filesystem does not give out
-
 
 class Damaged(Exception):
     """Bytes are missing, truncated or altered; `why` and str() say which."""

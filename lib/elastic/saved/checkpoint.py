@@ -14,7 +14,6 @@ background never meets a collective of the training.
 
 import contextlib
 import functools
-import os
 import re
 import time
 import warnings
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic.base import durable
+from elastic.base.durable import patiently
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.records import File, Name, restored
 from elastic.run.rundir import RunDir
@@ -158,7 +158,8 @@ class Checkpoints:
         with contextlib.suppress(OSError, ElasticError):
             self.finish()
         reasons = []
-        for step, record, reason in self._group.decide(lambda: _on_top_of(self._run, base)):
+        found = self._group.decide(lambda: patiently(_on_top_of, self._run, base))
+        for step, record, reason in found:
             saved = restored(Saved, record) if record else None
             reason = reason or self._damage(saved)
             if not reason:
@@ -225,14 +226,8 @@ class Checkpoints:
 
     def _damage(self, saved: Saved) -> str:
         """What is wrong with a file of it, else "". The ranks share the work."""
-        folder = place(self._run.path / saved.path, saved.writer)
         own = saved.files[self._group.rank :: self._group.world]
-        reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in own)
-        try:
-            reason = next(filter(None, reasons), "")
-        except TryAgain as error:  # the other ranks are to hear of it
-            reason = str(error)
-        of_all = self._group.gather(reason)
+        of_all = self._group.all_do(lambda: patiently(_damage, self._run, saved, own))
         return next(filter(None, of_all), "")
 
     def _restore(self, saved: Saved, model, optimizer) -> None:
@@ -286,8 +281,8 @@ def _prefixes(names) -> set[str]:
 
 def steps(run: RunDir, pattern: str = COMMITTED) -> list[int]:
     """Steps whose checkpoint is committed (or, with BEGUN, damaged), newest first."""
-    names = (re.fullmatch(pattern, name) for name in os.listdir(_folder(run)))
-    return sorted({int(name[1]) for name in names if name}, reverse=True)
+    found = (re.fullmatch(pattern, name) for name in durable.names(_folder(run)))
+    return sorted({int(name[1]) for name in found if name}, reverse=True)
 
 
 def size_bytes(run: RunDir, step: int) -> int:
@@ -312,9 +307,17 @@ def _on_top_of(run: RunDir, base: int) -> list[tuple[int, dict | None, str]]:
     return candidates
 
 
+def _damage(run: RunDir, saved: Saved, files: Sequence[dict]) -> str:
+    """What is wrong with one of its `files`, else "". TryAgain where the filesystem does
+    not say: that is no damage, and the steps since the one before would be lost."""
+    folder = place(run.path / saved.path, saved.writer)
+    reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in files)
+    return next(filter(None, reasons), "")
+
+
 def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
     """A checkpoint by its record, if that can be relied on;
-    what is wrong with it, else ""."""
+    what is wrong with it, else "". TryAgain as above."""
     path = _record_path(run, step)
     try:
         record = durable.read_json(path)
@@ -324,6 +327,8 @@ def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
         names = {Path(entry["path"]).name for entry in saved.files}
         if saved.step != step or names != {EXTRA, *storage.file_names(saved.world)}:
             raise ValueError(f"it names step {saved.step} and {sorted(names)}")
+    except TryAgain:
+        raise
     except ElasticError as error:
         return None, error.what
     except (OSError, ValueError) as error:

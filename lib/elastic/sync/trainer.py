@@ -161,7 +161,7 @@ class Trainer:
         saved, refused = self.saving.load(version)
         self._go_on_from(saved)
         if version and not saved:
-            handover.to_sync(rank.run, version, self.learner.model)
+            rank.group.all_do(lambda: handover.to_sync(rank.run, version, self.learner.model))
         elif not saved:
             set_initial_values(self.learner.task, self.learner.model)
         begin = f"version {version}" if version else "the beginning"

@@ -15,11 +15,6 @@ from elastic.base import errors
 from elastic.base.errors import ElasticError
 
 
-def _of_rank_0(kind: str, errno: int | None, what: str) -> Exception:
-    """What every rank raises for an error of rank 0."""
-    return OSError(errno, what) if errno else getattr(errors, kind, ElasticError)(what)
-
-
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Is it a DTensor, as FSDP2 makes them? To import that class would take a second."""
     return hasattr(tensor, "full_tensor")
@@ -84,19 +79,15 @@ class Group:
         """What `decision()` returns to rank 0 (anything JSON), on every rank; the others
         do not call it. Collective. Its error is raised by every rank: else the others
         would wait."""
-        answer, error = None, None
-        if self.leads:
-            try:
-                answer = decision()
-            except (OSError, ElasticError) as caught:
-                error = caught
-        told = [type(error).__name__, getattr(error, "errno", None), str(error)] if error else None
-        answer, told = self.broadcast([answer, told])
-        if error:
-            raise error
-        if told:
-            raise _of_rank_0(*told)
-        return answer
+        outcome, error = _tried(decision) if self.leads else (None, None)
+        return _answers([self.broadcast(outcome)], error)[0]
+
+    def all_do(self, action: Callable[[], object]) -> list:
+        """What `action()`, in which no ranks meet, returns to each rank (anything JSON),
+        by rank, on every rank. Collective. An error of any rank is raised by every
+        rank."""
+        outcome, error = _tried(action)
+        return _answers(self.gather(outcome), error)
 
     def broadcast(self, message: object = None, source: int = 0) -> object:
         """The `source` rank's message (anything JSON), on every rank."""
@@ -117,3 +108,21 @@ class Group:
     def gather(self, message: object) -> list:
         """Every rank's message, by rank, on every rank."""
         return [self.broadcast(message, source) for source in range(self.world)]
+
+
+def _tried(action: Callable[[], object]) -> tuple[list, Exception | None]:
+    """What `action()` returned, and its error: as the other ranks hear of them; the
+    error itself."""
+    try:
+        return [action(), None], None
+    except (OSError, ElasticError) as error:
+        return [None, [type(error).__name__, getattr(error, "errno", None), str(error)]], error
+
+
+def _answers(outcomes: list[list], own_error: Exception | None) -> list:
+    """What the ranks returned; or this rank raises its error, or else that of another."""
+    if own_error:
+        raise own_error
+    for kind, errno, what in (told for _, told in outcomes if told):
+        raise OSError(errno, what) if errno else getattr(errors, kind, ElasticError)(what)
+    return [answer for answer, _ in outcomes]

@@ -5,13 +5,13 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from elastic.base.durable import UNREAD_S
 from elastic.base.errors import TryAgain
 from elastic.local import rounds
 from elastic.local.master.averaging import Averager
 from elastic.local.master.open_round import OpenRound
 from elastic.local.master.server import Server
 from elastic.local.rounds import Judgement, Rule, Verdict
-from elastic.local.transport import UNREAD_S
 from elastic.run.ledger import Offer as Key
 from elastic.run.ledger import Owner
 from elastic.run.records import Commit, Header

@@ -99,26 +99,25 @@ class Adopt:
         """Load a version, or if it is pruned a later one: this worker or its master
         slept."""
         commit = self._line.commit(version)
-        while trouble := next(filter(None, self._group.gather(self._load(commit))), ""):
-            newest = self._group.decide(self._line.run.commits.told_version)
-            if newest <= commit.version:
-                raise ElasticError(trouble)
-            commit = self._line.commit(newest)
-        return commit
+        while True:
+            try:
+                self._load(commit)
+                return commit
+            except ElasticError:  # on all ranks
+                newest = self._group.decide(self._line.run.commits.told_version)
+                if newest <= commit.version:
+                    raise
+                commit = self._line.commit(newest)
 
-    def _load(self, commit: Commit) -> str:
-        """Load a version's parameters. Returns why it cannot be; empty if it was."""
+    def _load(self, commit: Commit) -> None:
+        """Load a version's parameters. Raises ElasticError if it cannot be read."""
         ahead = self._hand.ahead
-        try:
-            fetched = ahead.fetched.get(commit.version) if ahead else None
-            if ahead and ahead.round.steps:
-                fetched = fetched or self._exchange.fetch(commit)  # no rebase by halves
-                self._exchange.rebase(ahead.deltas, fetched)
-            else:
-                self._exchange.adopt(commit, fetched)
-        except ElasticError as error:
-            return str(error)
-        return ""
+        fetched = ahead.fetched.get(commit.version) if ahead else None
+        if ahead and ahead.round.steps:
+            fetched = fetched or self._exchange.fetch(commit)  # no rebase by halves
+            self._exchange.rebase(ahead.deltas, fetched)
+        else:
+            self._exchange.adopt(commit, fetched)
 
     def _heed_reverts(self, versions: range) -> None:
         """One of them may have reverted others, and say whose moments are suspect."""

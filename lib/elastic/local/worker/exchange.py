@@ -6,18 +6,17 @@ work, and what comes from outside comes to a worker once. While one fragment is 
 next is encoded, and while one is adopted the next is read.
 """
 
+import itertools
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
 
 from elastic.base.config import Config
-from elastic.base.errors import ElasticError, TryAgain
-from elastic.local.transport import UNREAD_S
+from elastic.base.durable import patiently
 from elastic.run.records import Commit, Fragment
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import codec, codec_of
@@ -44,7 +43,7 @@ class Exchange:
     def send(self, delta_of: Callable, put: Put) -> tuple[list[Fragment], float]:
         """Encode every fragment and `put` it. Returns what a header says of them, and the
         norm of the delta; one that is not finite is not put as a whole. Collective."""
-        square, put_yet, before = 0.0, {}, None
+        square, put_yet = 0.0, {}
         with ThreadPoolExecutor(1, "sender") as sender:
             for index in self._indices:
                 delta = delta_of(index)
@@ -56,14 +55,11 @@ class Exchange:
                     fragment = self.replica.layout.fragments[index]
                     data = codec_of(fragment, self.codec).encode(delta, fragment)
                     self.moved()
-                    if before:
-                        before.result()
-                    before = put_yet[index] = sender.submit(put, index, data)
-        entries = [_entry(index, future.result()) for index, future in put_yet.items()]
-        gathered = self.group.gather([square, entries])
-        entries = sorted(entry for _, entries in gathered for entry in entries)
-        fragments = [Fragment(size, xxh3) for _, size, xxh3 in entries]
-        return fragments, sum(square for square, _ in gathered) ** 0.5
+                    wait(put_yet.values())  # one that failed is told once all ranks are here
+                    put_yet[index] = sender.submit(put, index, data)
+        entries = self.group.all_do(lambda: [_entry(i, put_yet[i].result()) for i in put_yet])
+        fragments = [Fragment(size, xxh3) for _, size, xxh3 in sorted(itertools.chain(*entries))]
+        return fragments, sum(self.group.gather(square)) ** 0.5
 
     # ---- in
 
@@ -79,16 +75,12 @@ class Exchange:
 
     def _adopt_together(self, read: Callable[[int], torch.Tensor]) -> None:
         """Every rank reads its part, and hands it to the others."""
-        world, mine, trouble = self.group.world, {}, ""
-        try:
-            mine = {i: read(i) for i in self._indices if i % world == self.group.rank}
-        except ElasticError as error:
-            trouble = str(error)
-        if troubles := [each for each in self.group.gather(trouble) if each]:
-            raise ElasticError(troubles[0])
+        own: dict[int, torch.Tensor] = {}
+        indices = filter(self._is_mine, self._indices)
+        self.group.all_do(lambda: own.update({index: read(index) for index in indices}))
         for index in self._indices:
-            values = mine.pop(index) if index in mine else self.replica.empty(index)
-            self.replica.adopt(index, self.group.hand_out(values, index % world))
+            values = own.pop(index) if index in own else self.replica.empty(index)
+            self.replica.adopt(index, self.group.hand_out(values, index % self.group.world))
 
     def rebase(self, deltas: list, fetched: list[torch.Tensor]) -> None:
         """Likewise, and put the steps since `deltas` were taken on top. One rank only."""
@@ -101,13 +93,7 @@ class Exchange:
 
     def _read(self, commit: Commit, index: int) -> torch.Tensor:
         self.moved()
-        until = time.monotonic() + UNREAD_S  # the other ranks wait, too
-        while True:
-            try:
-                return read_params(self.run, commit, self.replica.layout, index)
-            except TryAgain:
-                if time.monotonic() > until:
-                    raise
+        return patiently(read_params, self.run, commit, self.replica.layout, index)
 
 
 def _entry(index: int, fragment: Fragment) -> list:
