@@ -21,7 +21,7 @@ from elastic.lab.played import Change, Costs, Requeue, Sync
 from elastic.lab.played_local import Local
 from elastic.people import views
 from elastic.run import estimate
-from elastic.run.goodput import PARTS
+from elastic.run.goodput import PARTS, Allocation, Work
 from helpers import ROOT, elastic, environment
 from running import TESTS
 from test_views import plain
@@ -381,3 +381,13 @@ def test_a_task_that_prints_is_described_all_the_same(tmp_path):
     env = environment(tmp_path, PYTHONPATH=str(TESTS))
     answer = elastic("submit", config, "--dry-run", "--no-try", env=env)
     assert "parameters" in answer.stdout, answer.stderr
+
+
+def test_no_cost_that_a_run_has_shown_is_negative(run, monkeypatch):
+    """Slurm tells the end of a job in whole seconds, and workers have clocks of their own: a job
+    that seemed to leave before its last step was played for ever."""
+    job = Allocation(1, 0.0, 9.0, 20.0, "yielded", ((9.0, (0, 1)),), notice=20.5)
+    work = Work((0, 1), 8.5, 21.5, 40, 0.0)
+    monkeypatch.setattr(trace.goodput, "allocations", lambda *_: [job])
+    monkeypatch.setattr(trace.goodput, "work_in", lambda *_: [work])
+    assert trace.measured(run) == {"startup_s": 0.0, "leave_s": 0.0}
