@@ -158,7 +158,7 @@ def test_the_command_does_faults_to_a_live_run_and_reports_them(tmp_path):
     options = ["--every", "4s", "--for", "24s", "--before", "4s", "--seed", "1"]
     done_here = {"kill-worker", "preempt", "kill-master", "flush-redis"}
     settings = {"elastic.max": 3, "local_sgd.inner_steps": 20}
-    with running(tmp_path, settings, samples=40_000, step_s=0.1) as run:
+    with running(tmp_path, settings, samples=10_000, step_s=0.1) as run:
         run.workers(3)
         command = [ROOT / "bin/elastic-chaos", "tiny", *options, "--faults", ",".join(done_here)]
         doing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -179,7 +179,7 @@ def test_sync_mode_survives_and_counts_the_steps_that_came_again(tmp_path):
     """A rank is killed and the job preempted; a checkpoint is damaged, and an older one does."""
     settings = {"run.mode": "sync", "elastic.max": 2, "checkpoint.interval": "10 steps",
                 "sync.global_batch_size": 8, "health.hang_timeout": "60s"}  # fmt: skip
-    with running(tmp_path, settings, samples=8000, step_s=0.05) as run:
+    with running(tmp_path, settings, samples=4000, step_s=0.1) as run:
         agent = chaos.Chaos(run.run)
         run.until(lambda: len(list(run.run.path.glob("checkpoints/step-*.json"))) > 1, 60, "two")
         hits = (("kill-worker", False), ("preempt", False), ("kill-worker", True))
@@ -201,7 +201,7 @@ def test_sync_mode_survives_and_counts_the_steps_that_came_again(tmp_path):
         told = report["gpu_seconds"]
         assert told["replay"] > 0
         assert sum(told[part] for part in PARTS) == pytest.approx(told["allocated"], rel=0.01)
-    assert (report["problems"], report["committed"], report["repeated"]) == ([], 8000, 0)
+    assert (report["problems"], report["committed"], report["repeated"]) == ([], 4000, 0)
 
 
 def damage_newest_checkpoint(run: RunDir) -> None:

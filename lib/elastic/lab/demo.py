@@ -51,17 +51,17 @@ def story(demo: "Demo") -> bool:
     run = demo.start()
     demo.say("a run on 2 to 4 GPUs:  bin/elastic-submit etc/demo.toml --min 2 --max 4")
 
-    demo.train_until(version=4)
+    demo.train_until(version=3)
     demo.fault("kill-worker")
 
-    demo.train_until(version=8)
+    demo.train_until(version=6)
     demo.say("one more worker:  bin/elastic-scale demo --max 5")
     run.set_control(max=5)
 
-    demo.train_until(version=12)
+    demo.train_until(version=9)
     demo.fault("preempt")
 
-    demo.train_until(version=16)
+    demo.train_until(version=12)
     demo.fault("kill-master")
 
     demo.train_until(done=True)
