@@ -16,7 +16,9 @@ import click
 import pytest
 
 from elastic.base import environment as installed
+from elastic.base.errors import UsageError
 from elastic.commands import shared
+from elastic.people import steering
 from helpers import ROOT, commit_of, elastic, environment, wait_until
 from test_layers import FOLDERS
 
@@ -439,7 +441,28 @@ def test_a_limit_below_one_worker_is_refused(env, tmp_path):
     (tmp_path / "runs").mkdir()
     elastic("submit", config, env=env)
     answer = elastic("scale", "wide", "--min", 4, "--max", 4, env=env)
-    assert (answer.returncode, "slurm.gpus_per_worker is 8" in answer.stderr) == (2, True)
+    assert (answer.returncode, "slurm.gpus_per_worker (8)" in answer.stderr) == (2, True)
+
+
+def test_a_run_is_scaled_by_the_rules_by_which_it_was_submitted(make_run):
+    """Of sizes none of which fit, a job would have asked for any number of nodes."""
+    run = make_run("run.mode=sync", "elastic.min=4", "elastic.max=8", "sync.sizes=[4, 8]")
+    with pytest.raises(UsageError, match=r"run-a cannot have .*\n  sync.sizes .* has none from"):
+        steering.scale(run, 5, 7, None)
+    control = run.control()
+    assert (control.min, control.max) == (1, 4)
+    steering.scale(run, 5, 8, None)
+    run = make_run("run.mode=sync", "train.max_steps=9", name="run-b")
+    run.set_control(mode="sync")
+    with pytest.raises(UsageError, match=r"train.max_steps = 9 is for run.mode = \"sync\""):
+        steering.scale(run, None, None, "local")
+
+
+def test_a_run_that_has_odd_limits_already_starts_again(make_run):
+    run = make_run("run.mode=sync", "elastic.min=4", "elastic.max=8", "sync.sizes=[4, 8]")
+    run.set_control(state="stopped", mode="sync", min=5, max=7)
+    steering.scale(run, None, 7, None)
+    assert run.control().state == "running"
 
 
 def test_where_a_terminal_has_no_bars_the_words_are_all_there(make_run, home):

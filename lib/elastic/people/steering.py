@@ -13,7 +13,6 @@ from pathlib import Path
 from elastic.base.config import Config, load
 from elastic.base.environment import cron_line, runs_root
 from elastic.base.errors import ElasticError, UsageError
-from elastic.base.keys import check_value
 from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import scheduler_of
 from elastic.people import dial, submission
@@ -147,10 +146,10 @@ def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -
     before, words = run.control(), []
     fewest = before.min if fewest is None else fewest
     most = before.max if most is None else most
-    _check_limits(run, fewest, most)
     mode = mode or before.mode
+    if (fewest, most, mode) != (before.min, before.max, before.mode):
+        submission.check_change(run, fewest, most, mode)
     if mode != before.mode:
-        submission.check_mode(run, mode)
         words.append(f"run {run.name}: {before.mode} mode -> {mode} mode")
     if failed := run.failed():
         words.append(f"run {run.name} had failed ({failed['reason']}): it tries again")
@@ -160,17 +159,6 @@ def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -
     run.set_control(state="running", mode=mode, min=fewest, max=most)
     run.event("scale", mode=mode, min=fewest, max=most)
     return [*words, f"run {run.name}: {before.min}..{before.max} GPUs -> {fewest}..{most}"]
-
-
-def _check_limits(run: RunDir, fewest: int, most: int) -> None:
-    for name, count in (("elastic.min", fewest), ("elastic.max", most)):
-        check_value(name, count)
-    if fewest > most:
-        raise UsageError(f"min {fewest} is above max {most}", "give both")
-    least = run.config().slurm.gpus_per_worker
-    if most < least and run.config().run.scheduler != "local":
-        what = f"max {most} is below one worker: slurm.gpus_per_worker is {least}"
-        raise UsageError(what, "give a larger --max")
 
 
 def stop(run: RunDir, now: bool) -> None:

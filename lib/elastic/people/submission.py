@@ -95,14 +95,23 @@ def _check_name(config: Config) -> None:
         )
 
 
-def check_mode(run: RunDir, mode: str) -> None:
-    """Raise ElasticError saying why the run cannot go on in `mode`."""
-    if run.config().run.command:
+def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
+    """Raise ElasticError saying why the run cannot go on in `mode` on so many GPUs: all
+    that holds for a configuration at submission holds for it then."""
+    is_other = mode != run.control().mode
+    if run.config().run.command and is_other:
         raise UsageError(
             f"run {run.name} keeps its mode: its run.command is a loop for one mode",
             "only a run of a task (run.task) can change it",
         )
-    _check_redis(configuration.load_written(run.path / "run.toml", [f"run.mode={mode}"]))
+    changes = [f"elastic.min={fewest}", f"elastic.max={most}", f"run.mode={mode}"]
+    try:
+        config = configuration.load_written(run.path / "run.toml", changes)
+    except UsageError as error:
+        why = error.what.partition("\n  ")[2]
+        raise UsageError(f"run {run.name} cannot have {', '.join(changes)}:\n  {why}") from None
+    if is_other:
+        _check_redis(config)
 
 
 def with_shares(config: Config, model: estimate.Model | None) -> Config:
