@@ -87,17 +87,20 @@ def answers(runs: list[RunDir]) -> dict[str, list]:
     return said
 
 
-def assert_the_others_are_served(said: dict[str, list], why: str, code: int) -> None:
+def assert_the_others_are_served(
+    said: dict[str, list], why: str, code: int, state: str = "damaged"
+) -> None:
     assert said["status"][0] == Exit.OK, said
     words = " ".join(said["status"][1].split())
-    assert "odd damaged" in words
+    assert f"odd {state}" in words
     assert "sound stopped" in words
     assert (said["reconcile"][0], said["passed"]) == (Exit.ERROR, True), said
     assert said["reconcile"][1].startswith("odd: error: ")
     assert why in said["reconcile"][1]
     assert said["metrics"][0] == Exit.OK, said
     states = re.findall(r'elastic_state{run="(.*)",user=.*,state="(.*)"} 1\n', said["scraped"])
-    assert states == [("odd", "damaged"), ("sound", "stopped")]
+    assert states == [("odd", state), ("sound", "stopped")]
+    assert 'elastic_tokens{run="odd"' not in said["scraped"]
     assert said["status odd"][0] == code, said
     assert why in said["status odd"][1]
 
@@ -123,11 +126,35 @@ def failing(run: RunDir, number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_run_whose_filesystem_fails_is_a_damaged_one_of_several(runs, monkeypatch, number: int):
+def test_a_run_whose_filesystem_fails_does_not_hide_the_others(runs, monkeypatch, number: int):
     monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
     with failing(runs[0], number):
         said = answers(runs)
-    assert_the_others_are_served(said, os.strerror(number), Exit.TRY_AGAIN)
+    assert_the_others_are_served(said, os.strerror(number), Exit.TRY_AGAIN, "unknown")
+
+
+def test_where_no_filesystem_answers_the_last_numbers_stay(runs, monkeypatch):
+    """Nothing is known of any run: an alert on damage, or on 0 tokens, would be false."""
+    monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
+    scrape = runs[1].path.parent.parent / "runs.prom"
+    scrape.write_text("numbers of before\n")
+    with failing(runs[0], errno.ESTALE), failing(runs[1], errno.ESTALE):
+        for words in (["status"], ["status", "--json"], ["metrics", "--prometheus", str(scrape)]):
+            done = CliRunner().invoke(main.elastic, words)
+            assert done.exit_code == Exit.TRY_AGAIN, (words, done.output)
+    assert scrape.read_text() == "numbers of before\n"
+
+
+def test_a_single_run_that_is_damaged_is_told_of_where_nobody_named_it(runs):
+    shutil.rmtree(runs[1].path)
+    (runs[0].path / "control.json").write_text("[]")
+    scrape = runs[1].path.parent / "runs.prom"
+    for words in (["status"], ["metrics", "--prometheus", str(scrape)]):
+        done = CliRunner().invoke(main.elastic, words)
+        assert done.exit_code == Exit.OK, done.output
+    assert 'state="damaged"} 1' in scrape.read_text()
+    assert "elastic_gpus{" not in scrape.read_text()
+    assert CliRunner().invoke(main.elastic, ["status", "odd"]).exit_code == Exit.ERROR
 
 
 @pytest.mark.root

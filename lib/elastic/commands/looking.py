@@ -55,7 +55,7 @@ def observe(run: str | None, is_short: bool, within_s: float) -> dict | list[dic
     from elastic.people import status  # and with it redis
 
     runs = [rundir.find(run)] if run else rundir.registered()
-    observed = status.observe_all(runs, is_short, within_s)
+    observed = status.observe_all(runs, is_short, within_s, bool(run))
     return observed[0] if run else observed
 
 
@@ -209,7 +209,7 @@ def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, within_s: 
 
     if prometheus:
         runs = [run] if run else rundir.registered()
-        observed = status.observe_all(runs, within_s=within_s)
+        observed = status.observe_all(runs, within_s=within_s, is_named=bool(run))
         shared.put(prometheus, numbers.prometheus(observed).encode())
     is_over = bool(run and run.closing())
     if sinks:

@@ -40,7 +40,7 @@ GAUGES = {
 SERIES = ("version", "time", "tokens", "loss", "workers", "cos", "outer_gain", "outer_lr",
           "inner_steps")  # of a commit
 STARTS = (b'{"version": ', b'{"step": ')  # of the lines of JSON
-STATES = ("running", "waiting", "stopped", "done", "failed", "damaged")
+STATES = ("running", "waiting", "stopped", "done", "failed", "damaged", "unknown")
 
 
 def prometheus(observations: Sequence[dict]) -> str:

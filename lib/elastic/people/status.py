@@ -12,7 +12,8 @@ asks no Redis.
 
     state    running   workers train (or load, or deliver)      done     finished
              waiting   it wants to run, and no worker is there  failed   `reason` says why
-             stopped   by elastic-stop
+             stopped   by elastic-stop                          damaged  cannot be read
+             unknown   its filesystem does not answer
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from elastic.base.durable import PASSING
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER, Job, Memory
@@ -173,13 +175,14 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
 
 
 def observe_all(
-    runs: Sequence[RunDir], brief: bool = False, within_s: float = 0.0
+    runs: Sequence[RunDir], brief: bool = False, within_s: float = 0.0, is_named: bool = False
 ) -> list[dict]:
     """`observe` of every run, with one question per scheduler, or its answer of
-    `within_s` ago; of several, if `brief`, `row`."""
+    `within_s` ago; of several, if `brief`, `row`. What cannot be read is told of it, and
+    raised only if it `is_named` by the user, or no filesystem answers."""
     listings: dict[tuple[str, str], Listing] = {}
     observations = []
-    is_one = len(runs) == 1
+    is_one, trouble = len(runs) == 1, None
     for run in runs:
         try:
             environment = run.environment()
@@ -192,21 +195,24 @@ def observe_all(
             else:
                 observations.append(observe(run, listings[cluster], is_one))
         except (ElasticError, OSError) as error:
-            if is_one:
-                raise
-            observations.append(_damaged(run, str(error)))  # it must not hide the others
+            trouble = error
+            observations.append(_unread(run, error))  # it must not hide the others
+    if trouble and (is_named or all(seen["state"] == "unknown" for seen in observations)):
+        raise trouble
     return observations
 
 
-def _damaged(run: RunDir, trouble: str) -> dict:
-    """What there is to say of a run whose directory cannot be read."""
-    unknown = dict.fromkeys(("version", "tokens_goal", "loss", "tokens_per_s",
-                             "inner_steps", "min", "max", "validated"))  # fmt: skip
+def _unread(run: RunDir, trouble: ElasticError | OSError) -> dict:
+    """What there is to say of a run whose directory cannot be read, now or at all."""
+    is_silent = isinstance(trouble, TryAgain) or getattr(trouble, "errno", None) in PASSING
+    state = "unknown" if is_silent else "damaged"
+    unknown = dict.fromkeys(("version", "tokens", "tokens_goal", "loss", "tokens_per_s",
+                             "inner_steps", "min", "max", "gpus", "validated",
+                             "preemptions_per_h"))  # fmt: skip
     nothing = {name: [] for name in ("losses", "workers", "jobs", "events")}
     return {**unknown, **nothing, "run": run.name, "path": str(run.path), "mode": "",
-            "state": "damaged", "reason": trouble, "summary": f"damaged: {trouble}",
-            "detail": "", "next": "nothing", "tokens": 0, "unit": "tokens",
-            "preemptions_per_h": 0.0, "gpus": 0}  # fmt: skip
+            "state": state, "reason": str(trouble), "summary": f"{state}: {trouble}",
+            "detail": "", "next": "nothing", "unit": "tokens"}  # fmt: skip
 
 
 def row(world: World) -> dict:

@@ -365,6 +365,8 @@ def _alive(seen: dict) -> list[dict]:
 
 def _gpus(seen: dict) -> str:
     """Of those alive, and the limits."""
+    if seen["gpus"] is None:
+        return "-"
     alive = seen["gpus"] * len(_alive(seen)) // max(1, len(seen["workers"]))
     return f"{alive} of {seen['min']}..{seen['max']}"
 
