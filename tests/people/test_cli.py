@@ -502,6 +502,15 @@ def test_what_is_no_file_is_written_to_and_stays(tmp_path):
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+def test_a_link_to_a_file_is_written_through_and_stays(tmp_path):
+    """/dev/stdout is one, wherever it leads: of root it would have been replaced for everybody."""
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    for data in (b"first", b"then"):
+        shared.put(link, data)
+        assert (link.is_symlink(), file.is_symlink(), file.read_bytes()) == (True, False, data)
+
+
 def test_metrics_into_what_is_no_file_leave_its_mode_alone(env, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)

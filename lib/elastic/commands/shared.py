@@ -68,8 +68,9 @@ def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
 
 
 def put(path: Path, data: bytes) -> None:
-    """Replace a file as a whole; what is none (a pipe, /dev/stdout) is written to."""
-    if path.exists() and not path.is_file():
+    """Replace a file as a whole. What is none itself (a pipe, or a link: /dev/stdout is
+    one) stays, and is written to: who reads at that moment may see a part."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         with naming(path):
             path.write_bytes(data)
     else:
