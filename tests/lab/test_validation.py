@@ -3,16 +3,21 @@
 pytest tests/lab/test_validation.py
 """
 
+import io
 import json
+import math
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 
 from elastic.base.errors import ElasticError
 from elastic.jobs.reconcile import PassReport
-from elastic.lab import validation
+from elastic.lab import doing, validation
 from elastic.lab.validation import verdicts
+from elastic.people import views
 from elastic.run.rundir import RunDir
+from elastic.saved import evaluation
 from helpers import elastic, environment
 from running import SETTINGS, TESTS, kill_all, toml
 
@@ -53,6 +58,37 @@ def test_one_seed_gives_no_bound():
 
 def test_better_is_ok():
     assert judged(shifted(-0.5)).words.startswith("ok")
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+def test_an_arm_without_a_finite_loss_is_told_of_and_not_ok(lost: float):
+    """After hours of training, statistics would have ended it without any verdict."""
+    sync, int8, none = verdicts({"sync": BASE, "int8": BASE | {1: lost}, "none": BASE}, 0.02)
+    assert (int8.words, int8.gap, int8.bound) == ("a loss is not finite", None, None)
+    assert (sync.words, none.words) == ("what the others are compared with", "ok: within 0.02")
+    every = [*verdicts({"sync": BASE | {1: lost}, "int8": BASE}, 0.02)]
+    assert [verdict.words for verdict in every] == ["a loss is not finite"] * 2
+    assert every[1].spread == stdev(BASE.values())
+
+
+def test_who_compares_with_an_arm_that_is_lost_is_not_told_ok(make_config, monkeypatch):
+    runs = {"sync": 2.0, "int8": 2.0, "none": math.nan}
+    monkeypatch.setattr(evaluation, "load", lambda _config: None)
+    monkeypatch.setattr(doing, "load", lambda _path, settings: make_config(*settings))
+    monkeypatch.setattr(validation, "train", lambda trials, *_: {each: each for each in trials})
+    monkeypatch.setattr(validation, "final_loss", lambda trial, _metric: runs[trial.arm])
+    monkeypatch.setattr(validation, "curve", lambda _trial: [])
+
+    def compare(*arms: str) -> tuple[dict, bool]:
+        data, _, is_ok = doing.compare(Path("x"), [], arms, 2, 1, "", 0.02, print)
+        return data, is_ok
+
+    assert compare("int8")[1]
+    data, is_ok = compare("int8", "none")
+    assert not is_ok
+    shown = io.StringIO()
+    views.console(file=shown, width=100).print(views.validation_view(data, {}))
+    assert "a loss is not finite" in shown.getvalue()
 
 
 def test_a_step_of_sync_mode_has_the_samples_of_all_workers_steps(make_config):

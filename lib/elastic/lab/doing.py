@@ -63,7 +63,7 @@ def compare(
         losses.setdefault(trial.arm, {})[trial.seed] = loss
         curves.setdefault(trial.arm, validation.curve(runs[trial]))
     verdicts = [*validation.verdicts(losses, margin)]
-    bounds = [verdict.bound for verdict in verdicts if verdict.gap is not None]
+    bounds = [verdict.bound for verdict in verdicts if verdict.arm != validation.BASELINE]
     is_ok = all(bound is not None and bound <= margin for bound in bounds)
     data = {"runs": str(folder), "losses": losses, "verdicts": [*map(asdict, verdicts)]}
     return data, curves, is_ok

@@ -14,6 +14,7 @@ again. What it costs: arms x seeds whole runs.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -153,15 +154,17 @@ def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterat
     """The baseline's row, then one for each arm; `losses`: final ones, by arm and
     seed."""
     for arm, by_seed in losses.items():
-        spread = stdev(by_seed.values()) if len(by_seed) > 1 else None
         average = mean(by_seed.values())
-        if arm == BASELINE:
-            yield Verdict(arm, average, spread, words="what the others are compared with")
-            continue
+        spread = stdev(by_seed.values()) if len(by_seed) > 1 and isfinite(average) else None
         gaps = [loss - losses[BASELINE][seed] for seed, loss in by_seed.items()]
-        gap, half = mean(gaps), half_width(gaps)
-        bound = None if half is None else gap + half
-        yield Verdict(arm, average, spread, gap, bound, _judged(gap, half, margin))
+        if not isfinite(mean(gaps)):
+            yield Verdict(arm, average, spread, words="a loss is not finite")
+        elif arm == BASELINE:
+            yield Verdict(arm, average, spread, words="what the others are compared with")
+        else:
+            gap, half = mean(gaps), half_width(gaps)
+            bound = None if half is None else gap + half
+            yield Verdict(arm, average, spread, gap, bound, _judged(gap, half, margin))
 
 
 def half_width(gaps: Sequence[float]) -> float | None:
