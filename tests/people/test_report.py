@@ -427,6 +427,23 @@ def test_who_follows_a_run_lives_through_a_silence(run, tmp_path: Path, monkeypa
     assert [json.loads(line)["version"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+def test_who_follows_a_run_hears_what_comes_after_a_stop(run, tmp_path: Path, monkeypatch):
+    """Its workers deliver first, and it may be started again."""
+    path, looks = tmp_path / "rows.jsonl", itertools.count()
+    run.set_control(state="stopped")
+
+    def later(_seconds: float) -> None:
+        if next(looks):
+            run.mark_done({"reason": "nothing is left to train"})
+        else:
+            commit(run, 1)
+
+    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=later))
+    words = ["metrics", run.name, "--jsonl", str(path), "--follow"]
+    assert CliRunner().invoke(main.elastic, words).exit_code == 0
+    assert [json.loads(line)["version"] for line in path.read_text().splitlines()] == [1]
+
+
 @pytest.mark.parametrize(("words", "place"), [
     (["metrics", "--prometheus", "/dev/full"], "/dev/full"), (["status"], "standard output"),
     (["config", ROOT / "etc/demo.toml", "--json"], "standard output")])  # fmt: skip

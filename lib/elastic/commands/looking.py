@@ -163,7 +163,7 @@ def report(run: str, out: Path | None):
 @click.option("--tensorboard", type=click.Path(path_type=Path), metavar="DIR",
               help="Likewise; needs the package tensorboard.")
 @click.option("--wandb", metavar="PROJECT", help="Likewise; needs the package wandb.")
-@flag("--follow", help="Go on until RUN has ended, or for ever.")
+@flag("--follow", help="Go on until RUN is done or has failed, or for ever.")
 def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
     """Hand the numbers of runs to other tools.
 
@@ -207,11 +207,11 @@ def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, within_s: 
     from elastic.people import metrics as numbers
     from elastic.people import status
 
+    is_over = bool(run and (run.done() or run.failed()))  # where it was stopped, more may come
     if prometheus:
         runs = [run] if run else rundir.registered()
         observed = status.observe_all(runs, within_s=within_s, is_named=bool(run))
         shared.put(prometheus, numbers.prometheus(observed).encode())
-    is_over = bool(run and run.closing())
     if sinks:
         numbers.feed(run, sinks)
     return is_over
