@@ -1,6 +1,7 @@
 """What status asks of others, and what it does not: a table of many runs must cost little."""
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -186,6 +187,25 @@ def test_a_run_counts_samples_where_its_task_counts_no_tokens():
     assert unit([replace(delta, tokens=30 * 128)]) == "tokens"
     assert unit([], {"tokens": 50, "samples": [40, 50]}) == "samples"
     assert unit([], {"tokens": 6400, "samples": [40, 50]}) == unit([]) == "tokens"
+
+
+@pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.parametrize("said", [37, 45])
+def test_where_no_trainer_works_the_newest_checkpoint_is_what_there_is(runs, brief, said: int):
+    """After a notice a step was saved that was told no more; of a kill, told and then lost."""
+    run = runs[0]
+    run.set_control(mode="sync")
+    extra = {"base_version": 0, "tokens": 400, "loss": 2.5, "samples": [], "deltas": []}
+    saved = {"step": 40, "writer": "attempt1", "extra": extra, "files": []}
+    (run.path / "checkpoints" / "step-00000040.json").write_text(json.dumps(saved))
+    told = {"base_version": 0, "step": said, "tokens": 10 * said, "total_tokens": 999,
+            "loss": 3.0, "tokens_per_s": 7.0, "time": time.time(), "world": 1, "attempt": 1,
+            "cadence": "", "job_id": f"{run.name}.0"}  # fmt: skip
+    for job_id, step, tokens, loss in (("x", 40, 400, 2.5), (told["job_id"], said, 10 * said, 3)):
+        run.jobs.write_progress(told | {"job_id": job_id})
+        seen = status.observe_all(runs[:2], brief)[0]
+        assert (seen["version"], seen["tokens"], seen["loss"]) == (step, tokens, loss)
+        assert brief or seen["tokens_goal"] == 999
 
 
 def test_a_damaged_run_does_not_hide_the_others(runs):

@@ -133,7 +133,7 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
         crew = _program(facts, jobs, run.log_path(TRAINER, 0), now)
     else:
         crew = _ranks(facts, jobs, progress, now)
-    on_top = _on_top(run, facts, progress, newest[-1].version if newest else 0)
+    on_top = _on_top(run, facts, progress, newest[-1].version if newest else 0, crew)
     return World(
         now, facts, listing.trouble, jobs, record, newest, progress, on_top, crew,
         asks or _is_sync(facts), run.shortage(config.checkpoint.min_free_bytes),
@@ -145,15 +145,20 @@ def _is_sync(facts: Facts) -> bool:
     return facts.control.mode == "sync"
 
 
-def _on_top(run: RunDir, facts: Facts, progress: Mapping, version: int) -> dict:
+def _on_top(run: RunDir, facts: Facts, progress: Mapping, version: int, crew: Crew) -> dict:
     """What sync mode has trained on top of a version, in words of `observe`; there, a
-    version is a step. Rank 0 said it last, else the newest checkpoint says it."""
-    if _is_sync(facts) and progress.get("base_version") == version:
-        names = {"version": "step", "tokens": "tokens", "tokens_goal": "total_tokens",
-                 "loss": "loss", "tokens_per_s": "tokens_per_s"}  # fmt: skip
-        return {name: progress.get(theirs) for name, theirs in names.items()}
+    version is a step. A trainer at work says it, else the newest checkpoint: what an
+    earlier one said last is less than it saved, or tells of steps that are lost."""
+    names, said = {"tokens": "tokens", "loss": "loss"}, {}
+    if _is_sync(facts):
+        names["version"] = "step"
+        said = progress if progress.get("base_version") == version else {}
+    goal = {"tokens_goal": said.get("total_tokens")} if said else {}
+    if said and crew.workers:
+        speed = {"tokens_per_s": said.get("tokens_per_s")}
+        return {name: said.get(theirs) for name, theirs in names.items()} | goal | speed
     newest = read_checkpoints(run.path, version)[-1:]
-    return {name: getattr(saved, name) for saved in newest for name in ("tokens", "loss")}
+    return goal | {mine: getattr(saved, name) for saved in newest for mine, name in names.items()}
 
 
 def _job(job: Job) -> dict:
