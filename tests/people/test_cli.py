@@ -7,9 +7,11 @@ import json
 import os
 import re
 import shlex
+import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import click
@@ -17,7 +19,7 @@ import pytest
 
 from elastic.base import environment as installed
 from elastic.base.errors import UsageError
-from elastic.commands import shared
+from elastic.commands import looking, shared
 from elastic.people import steering
 from helpers import ROOT, commit_of, elastic, environment, wait_until
 from test_layers import FOLDERS
@@ -277,6 +279,30 @@ def test_logs_are_printed_by_slot(config, env):
     )  # fmt: skip
     assert elastic("logs", "quiet", "7", env=env).returncode == 1
     assert elastic("logs", "quiet", "seven", env=env).returncode == 2
+
+
+def test_logs_that_are_followed_may_still_be_to_come(make_run, home):
+    """Right after submit, which recommends it, no job has begun to write."""
+    run = make_run()  # of up to 4 workers
+    errors = (home / "errors").open("w+")
+    process = subprocess.Popen([ROOT / "bin/elastic", "logs", run.name, "-f"], text=True,
+                               stdout=subprocess.PIPE, stderr=errors, env=environment(home),
+                               start_new_session=True)  # fmt: skip
+    watchdog = threading.Timer(30, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
+    try:
+        for role, slot in (("worker", 3), ("master", 0)):
+            run.log_path(role, slot).write_text(f"{role} is there\n")
+            assert f"{role} is there\n" in iter(process.stdout.readline, "")
+    finally:
+        watchdog.cancel()
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate()
+    errors.seek(0)
+    assert errors.read() == ""
+    assert elastic("logs", run.name, "7", "-f", env=environment(home)).returncode == 1
+    run.set_control(mode="sync")
+    assert looking.logs_to_come(run) == [run.path / "logs/trainer-0000.log"]
 
 
 # ---- a first step of the task, before anything is made

@@ -79,16 +79,26 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
     SLOT is a number, or "master"; without it, all logs are printed.
     """
     logged = rundir.find(run)
-    paths = [path for path in logs_of(logged, slot) if path.exists()]
+    follows = follow and not (logged.done() or logged.failed())
+    coming = logs_to_come(logged) if follows else []
+    paths = [path for path in logs_of(logged, slot, coming) if path in coming or path.exists()]
     if not paths:
         raise ElasticError(f"no log of {slot or 'a job'} yet", f"elastic-status {logged.name}")
-    follows = follow and not (logged.done() or logged.failed())
-    sys.exit(tail(["-n", str(lines), *["-F"] * follows, "--", *paths]))
+    sys.exit(tail(["-n", str(lines), *["-F"] * follows, "--", *paths], follows))
 
 
-def logs_of(run: RunDir, slot: str | None) -> list[Path]:
+def logs_to_come(run: RunDir) -> list[Path]:
+    """The logs that jobs of the run write, whether they have begun or not."""
+    control = run.control()
+    if control.mode == "sync":
+        return [run.log_path("trainer", 0)]
+    workers = range(control.max // run.config().slurm.gpus_per_worker)
+    return [run.log_path("master", 0), *(run.log_path("worker", slot) for slot in workers)]
+
+
+def logs_of(run: RunDir, slot: str | None, coming: Sequence[Path]) -> list[Path]:
     if slot is None:
-        return sorted((run.path / "logs").glob("*.log"))
+        return sorted({*coming, *(run.path / "logs").glob("*.log")})
     if slot == "master":
         return [run.log_path("master", 0)]
     if slot.isdecimal():
@@ -96,10 +106,11 @@ def logs_of(run: RunDir, slot: str | None) -> list[Path]:
     raise UsageError(f"no slot {slot!r}", 'a slot is a number, or "master"')
 
 
-def tail(words: Sequence[str | Path]) -> int:
-    """Print what `tail` says; its exit status."""
-    with subprocess.Popen(["tail", *words], stdout=subprocess.PIPE, text=True,
-                          errors="replace") as process:  # fmt: skip
+def tail(words: Sequence[str | Path], is_quiet: bool) -> int:
+    """Print what `tail` says; its exit status. `is_quiet`: not of files that are still to
+    come."""
+    with subprocess.Popen(["tail", *words], stdout=subprocess.PIPE, text=True, errors="replace",
+                          stderr=subprocess.DEVNULL if is_quiet else None) as process:  # fmt: skip
         try:
             for line in process.stdout:
                 say(line.removesuffix("\n"))
