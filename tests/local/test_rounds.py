@@ -525,13 +525,6 @@ def test_a_lone_worker_gets_the_full_step_back_within_its_horizon():
     assert rounds.outer_lr(0.7, 100.0, Running(weight=800.0), thin_rounds=True) < 0.25
 
 
-def test_the_outer_gain_is_that_of_rounds_that_agree():
-    assert rounds.outer_gain(0.7, 0.9, 0.0) == pytest.approx(0.7 * 1.9)
-    assert rounds.outer_gain(0.7, 0.9, 0.75) == pytest.approx(0.7 * (1 + 0.9 / 0.325))  # 2.64
-    assert rounds.outer_gain(1.0, 0.0, 1.0) == 1.0
-    assert rounds.outer_gain(0.7, 0.9, 1.0) < 0.7 * (1 + 0.9 / 0.1)  # stays finite
-
-
 # ---- who is there -------------------------------------------------------------------------------
 
 SLOT = {

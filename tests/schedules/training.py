@@ -267,14 +267,14 @@ class MemoryAverager(Averager):
         whole = self.run.world.bytes.get(header.key) == header.fragments[0].xxh3
         return Checked(header, 1.0, None if whole else OTHER_BYTES)
 
-    def advance(self, recipe: Recipe, draft) -> tuple[dict, list]:
+    def advance(self, recipe: Recipe, draft) -> list[dict]:
         for header in recipe.headers:
             if self.check(header).refused:
                 raise DeltaLost(header.key, OTHER_BYTES)
         self.run.world.edge("write a version")
         if self.run.world.full:
             raise OSError(28, "No space left on device")
-        return {}, []
+        return []
 
     def clean_up_later(self, version: int, merged: list) -> None:
         self.drop(merged)

@@ -130,8 +130,8 @@ FILE = {"path": "versions/000001/manifest.json", "bytes": 10, "xxh3": "aa"}
 COMMIT = {**FIRST, "version": 1, "master_epoch": 1, "time": 31.0, "tokens": 4,
           "samples": [[0, 0, 4]], "deltas": [DELTA], "loss": 2.0, "step": 3,
           "rejected": {"stale": 1}, "outer_lr": 0.7, "outer_momentum": 0.5, "inner_steps": 5,
-          "clipped": 0, "taken_back": 0, "suspect": [1, 1], "bytes": 8, "cos": 0.1,
-          "outer_gain": 1.0, "files": [FILE]}  # fmt: skip
+          "clipped": 0, "taken_back": 0, "suspect": [1, 1], "bytes": 8,
+          "files": [FILE]}  # fmt: skip
 EXTRA = {"state": {}, "base_version": 0, "tokens": 4, "loss": 2.0, "samples": [[0, 0, 4]],
          "deltas": [DELTA], "skipped": [[0, 4, 8]], "dataset_samples": 100,
          "epochs": 1}  # fmt: skip

@@ -277,8 +277,3 @@ def outer_lr(lr: float, weight: float, running: Running, thin_rounds: bool) -> f
     if not thin_rounds or running.weight <= 0:
         return lr
     return lr * min(1.0, math.sqrt(weight / running.weight))
-
-
-def outer_gain(lr: float, momentum: float, cos: float) -> float:
-    """Steady-state multiplier of one round's progress, eta (1 + mu / (1 - mu rho))."""
-    return lr * (1 + momentum / (1 - momentum * min(cos, 0.999)))

@@ -37,7 +37,7 @@ GAUGES = {
     "gpus_min": ("min", "Fewest GPUs wanted."),
     "gpus_max": ("max", "Most GPUs to use."),
 }
-SERIES = ("version", "time", "tokens", "loss", "workers", "cos", "outer_gain", "outer_lr",
+SERIES = ("version", "time", "tokens", "loss", "workers", "outer_lr",
           "inner_steps")  # of a commit
 STARTS = (b'{"version": ', b'{"step": ')  # of the lines of JSON
 STATES = ("running", "waiting", "stopped", "done", "failed", "damaged", "unknown")

@@ -295,8 +295,6 @@ class Commit:
     suspect: tuple[int, int] | None = None  # slot and attempt that made that one bad
     running: dict | None = None
     bytes: int | None = None
-    cos: Measured | None = None
-    outer_gain: Measured | None = None
     files: tuple[File, ...] = ()
 
     def to_json(self) -> dict:

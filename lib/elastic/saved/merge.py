@@ -11,7 +11,6 @@ a fixed order is what makes the result independent, bit for bit, of the order of
 One fragment at a time; nothing is held twice.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,8 +18,6 @@ import torch
 
 from elastic.saved.codec import TILE
 from elastic.saved.layout import Layout
-
-Products = tuple[float, float, float]  # b·g, |b|², |g|²: what `cosine` needs
 
 
 class Outer:
@@ -46,11 +43,6 @@ class Outer:
                 g.add_(momentum, alpha=self.mu)
             param.add_(g, alpha=-lr)
 
-    def products(self, index: int, mean: torch.Tensor) -> Products:
-        """Of a fragment, before the step."""
-        momentum = self.momentum[index]
-        return (momentum @ mean).item(), norm(momentum) ** 2, norm(mean) ** 2
-
 
 @dataclass(frozen=True)
 class Term:
@@ -61,18 +53,6 @@ class Term:
     tiles: Iterable[tuple[int, torch.Tensor]]
     factor: float
     anchor: torch.Tensor | None = None  # the late delta's base parameters; None: not late
-
-
-def added(products: Iterable[Products]) -> Products:
-    """Of all pieces together."""
-    dot, momentum, mean = map(sum, zip(*products, strict=True))
-    return dot, momentum, mean
-
-
-def cosine(products: Iterable[Products]) -> float:
-    """cos(b, g) over all fragments: do rounds agree? 0 at the first."""
-    dot, momentum, mean = added(products)
-    return dot / math.sqrt(momentum * mean) if momentum and mean else 0.0
 
 
 def norm(delta: torch.Tensor) -> float:

@@ -40,7 +40,6 @@ def one_round(rounds: Rounds, seed: int) -> list[tuple[str, str]]:
         late = [rounds.deliver(2, torch.randn(SIZE), 50, base=rounds.version - 1)]
     fresh = [rounds.deliver(s, torch.randn(SIZE) * 9**s, 100 + s) for s in range(2)]
     commit = rounds.close([*fresh, *late])
-    assert commit.cos if seed else commit.cos == 0.0
     return [(entry["path"], entry["xxh3"]) for entry in commit.files]
 
 

@@ -241,12 +241,10 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(run):
         outer = merge.Outer(layout, [params.clone()], [params / 7], 0.9)
         terms = [merge.Term([(0, delta)], 0.3, params.bfloat16()) for delta in deltas]
         mean = merge.mean_delta(params, terms, 0.5)
-        products = outer.products(0, mean)
         outer.step(0, mean, 0.7)
         results.add(hash((outer.params[0].numpy().tobytes(), outer.momentum[0].numpy().tobytes())))
     torch.set_num_threads(before)
     assert len(results) == 1
-    assert merge.cosine([products]) == pytest.approx(merge.cosine([products, (0.0, 0.0, 0.0)]))
 
 
 def written_and_read(run, outer, version, mu):
@@ -283,15 +281,12 @@ def test_the_first_commit_says_what_the_outer_step_did(open_rounds):
     runs = open_rounds(torch.zeros(SIZE), *DILOCO)
     ones = torch.ones(SIZE)
     commit = runs.close([runs.deliver(slot, -ones, 100) for slot in range(3)])
-    assert (commit.cos, commit.clipped, commit.outer_lr) == (0.0, 0, 0.7)
+    assert (commit.clipped, commit.outer_lr) == (0, 0.7)
     assert commit.bytes == 3 * 4 * SIZE
     assert commit.running["reach"]["straight"] == pytest.approx(SIZE**0.5 / 0.01)
     assert commit.running["weight"] == 300.0
     assert (commit.inner_steps, commit.outer_momentum) == (200, 0.9)
     assert torch.allclose(runs.theta, -0.7 * 1.9 * ones)  # b = g; eta (g + mu b)
-    commit = runs.close([runs.deliver(slot, runs.base() - ones, 100) for slot in range(3)])
-    assert commit.cos == pytest.approx(1.0, abs=1e-5)
-    assert commit.outer_gain == pytest.approx(0.7 * (1 + 0.9 / (1 - 0.9 * 0.999)), rel=1e-3)
 
 
 # ---- the order of arrival -----------------------------------------------------------------------
@@ -308,7 +303,7 @@ def test_the_result_is_bitwise_the_same_for_every_order_of_arrival(open_rounds):
         runs.new_master()
         recipe, said = runs.weigh([runs.averager.check(header) for header in order])
         draft = Draft(runs.run, recipe.base + 1, "epoch2")
-        written = runs.averager.advance(recipe, draft)  # checksums of all files, and the rest
+        written = runs.averager.advance(recipe, draft)  # checksums of all files
         state = torch.cat([runs.theta, runs.momentum])
         results.add((state.numpy().tobytes(), str(said), str(written)))
     assert len(results) == 1

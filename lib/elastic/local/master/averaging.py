@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 
 import torch
 
@@ -35,8 +34,6 @@ from elastic.run.rundir import RunDir
 from elastic.saved import merge
 from elastic.saved.codec import Tile, as_bytes, codec, codec_of
 from elastic.saved.versions import Draft, prune, read_exactly, read_layout, read_params
-
-Part = tuple[merge.Products, list[dict]]  # of a fragment, and the entries of its files
 
 
 class DeltaLost(ElasticError):
@@ -131,26 +128,21 @@ class Averager:
             return None
         draft = Draft(self.run, commit.version, f"epoch{commit.master_epoch}")
         try:
-            said, files = self.advance(recipe, draft)
-            return draft.commit(self.layout, files, replace(commit, **said))
+            return draft.commit(self.layout, self.advance(recipe, draft), commit)
         except Exception:
             draft.discard()
             raise
 
-    def advance(self, recipe: Recipe, draft: Draft) -> tuple[dict, list[dict]]:
-        """Write the next version into a draft; what the commit says of that, and its
-        files. May be asked again: then it begins with what the base's files hold. Raises
-        DeltaLost; OSError, as of a full disk; TryAgain."""
+    def advance(self, recipe: Recipe, draft: Draft) -> list[dict]:
+        """Write the next version into a draft; the entries of its files. May be asked
+        again: then it begins with what the base's files hold. Raises DeltaLost; OSError,
+        as of a full disk; TryAgain."""
         if self._held != recipe.base:
             self._hold(recipe.base)
         self._held, self.outer.mu = -1, recipe.momentum
-        parts = self._all(lambda index: self._advance_one(index, recipe, draft))
+        files = self._all(lambda index: self._advance_one(index, recipe, draft))
         self._held = recipe.base + 1
-        products, files = zip(*parts, strict=True)
-        files = sorted(sum(files, []), key=lambda entry: entry["path"])
-        cos = merge.cosine(products)
-        gain = rounds.outer_gain(recipe.lr, recipe.momentum, cos)
-        return {"cos": cos, "outer_gain": gain}, files
+        return sorted(sum(files, []), key=lambda entry: entry["path"])
 
     def _hold(self, version: int) -> None:
         self._held = -1
@@ -162,13 +154,12 @@ class Averager:
         found = read_exactly(self.run, self.run.commits.of(version), self.layout, index)
         self.outer.params[index], self.outer.momentum[index] = found
 
-    def _advance_one(self, index: int, recipe: Recipe, draft: Draft) -> Part:
-        products = self._step(index, recipe)
+    def _advance_one(self, index: int, recipe: Recipe, draft: Draft) -> list[dict]:
+        self._step(index, recipe)
         params, momentum = self.outer.params[index], self.outer.momentum[index]
-        return products, draft.write_fragment(self.layout, index, params, momentum)
+        return draft.write_fragment(self.layout, index, params, momentum)
 
-    def _step(self, index: int, recipe: Recipe) -> merge.Products:
-        products = (0.0, 0.0, 0.0)
+    def _step(self, index: int, recipe: Recipe) -> None:
         if recipe.restore >= 0:
             self._load(index, recipe.restore)
             self.outer.momentum[index].zero_()
@@ -179,9 +170,7 @@ class Averager:
                 params.sub_(merge.mean_delta(params, terms, 1.0, mean))
             else:
                 merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
-                products = self.outer.products(index, mean)
                 self.outer.step(index, mean, recipe.lr)
-        return products
 
     def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
         for header, factor in zip(recipe.headers, recipe.factors, strict=True):
