@@ -6,7 +6,8 @@ from traceback import format_exception
 
 from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.jobs.history import MASTER, TRAINER, WORKER
-from elastic.run.records import EventKind, Outcome
+from elastic.run.records import Outcome
+from elastic.run.wording import EventKind
 
 BAD = {Outcome.FAILED: Exit.ERROR, Outcome.KILLED: Exit.TRY_AGAIN}
 EXIT_CODES = {  # others: 0

@@ -22,9 +22,10 @@ from elastic.people.timeline import Incident, Point, Stay
 from elastic.run import scores, wording
 from elastic.run.audit import gpu_seconds, read_metrics
 from elastic.run.goodput import PARTS, shares
-from elastic.run.records import EventKind, Outcome
+from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 from elastic.run.scores import Score
+from elastic.run.wording import EventKind
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
 # At the end of a job.

@@ -35,9 +35,9 @@ from elastic.jobs.sched import cluster_of, open_scheduler
 from elastic.local.rounds import inner_steps
 from elastic.run import membership, scores, wording
 from elastic.run.audit import read_checkpoints
-from elastic.run.records import Commit, EventKind, Outcome
+from elastic.run.records import Commit, Outcome
 from elastic.run.rundir import RunDir
-from elastic.run.wording import counted, one_line
+from elastic.run.wording import EventKind, counted, one_line
 
 EVENTS, LOOKED_AT = 20, 300  # shown; read, because many are no news
 CURVE = 60  # newest versions whose loss is shown

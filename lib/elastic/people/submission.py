@@ -29,8 +29,8 @@ from elastic.jobs.command import NAMES, expand
 from elastic.jobs.history import Job
 from elastic.jobs.sched import Scheduler, open_scheduler, scheduler_of
 from elastic.run import estimate
-from elastic.run.records import EventKind
 from elastic.run.rundir import Control, RunDir
+from elastic.run.wording import EventKind
 
 TRY_S = 60.0  # for a first step of the task
 LAST_LINES = 12  # of a traceback, which are shown

@@ -11,7 +11,8 @@ from itertools import pairwise
 
 from elastic.run import wording
 from elastic.run.goodput import job_key, jobs_in
-from elastic.run.records import Commit, EventKind, Outcome
+from elastic.run.records import Commit, Outcome
+from elastic.run.wording import EventKind
 
 INCIDENTS = (
     EventKind.CHAOS, EventKind.LOST, EventKind.HANG, EventKind.RESTART, EventKind.REJECT,

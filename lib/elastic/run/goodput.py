@@ -18,7 +18,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.run.records import Commit, EventKind, Outcome
+from elastic.run.records import Commit, Outcome
+from elastic.run.wording import EventKind
 
 PARTS = ("training", "replay", "start-up", "waiting", "notice", "lost", "open")
 

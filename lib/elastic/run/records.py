@@ -69,45 +69,6 @@ class Outcome(enum.StrEnum):
         return self in (Outcome.AT_WORK, Outcome.YIELDED, Outcome.FAILED, Outcome.KILLED)
 
 
-class EventKind(enum.StrEnum):
-    """What events.jsonl tells of; run/wording.py has the sentence of each."""
-
-    SUBMIT = "submit"
-    CANCEL = "cancel"
-    START = "start"
-    JOIN = "join"
-    NOTICE = "notice"
-    PREEMPT = "preempt"
-    LEAVE = "leave"
-    LOST = "lost"
-    END = "end"
-    RESTART = "restart"
-    HANG = "hang"
-    DELTA = "delta"
-    LAST_CALL = "last-call"
-    OUTER_STEP = "outer-step"
-    REJECT = "reject"
-    TAKEN_BACK = "taken-back"
-    INNER_STATE = "inner-state"
-    MASTER = "master"
-    REDIS_LOST = "redis-lost"
-    SCALE = "scale"
-    STOP = "stop"
-    FAIL = "fail"
-    DONE = "done"
-    MODE = "mode"
-    CHAOS = "chaos"
-    WARNING = "warning"
-    DISK = "disk"
-    NODES_LOST = "nodes-lost"
-    NODES_RELEASED = "nodes-released"
-    RESTORE = "restore"
-    CHECKPOINT_REFUSED = "checkpoint-refused"
-    CHECKPOINT_FAILED = "checkpoint-failed"
-    NOT_FINITE = "not-finite"
-    VALIDATE = "validate"
-
-
 Name = NewType("Name", str)  # of a file, or in one
 Place = NewType("Place", str)  # in the run directory
 # A lone surrogate can be written nowhere.

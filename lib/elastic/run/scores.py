@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic.base.durable import append_line
-from elastic.run.records import EventKind
 from elastic.run.rundir import RunDir
 from elastic.run.sound import SCORES
+from elastic.run.wording import EventKind
 
 
 @dataclass(frozen=True)

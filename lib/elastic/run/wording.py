@@ -5,50 +5,62 @@ Text from the dictionaries of `status.observe` and from events. How the text loo
 screen or on a page is up to views.py and report.py.
 """
 
+import enum
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic.run.ledger import count
-from elastic.run.records import Delta, EventKind
+from elastic.run.records import Delta
 
-EVENTS = {
-    EventKind.SUBMIT: "{who} is queued as job {job_id}: {reason}",
-    EventKind.CANCEL: "{who} is cancelled: {reason}",
-    EventKind.START: "{who} starts on {node}",
-    EventKind.JOIN: "slot {slot} is there, on {node} (attempt {attempt})",
-    EventKind.NOTICE: "{who} is told to leave ({signal})",
-    EventKind.PREEMPT: "{who} had to leave: {reason}; {steps} steps in all",
-    EventKind.LEAVE: "{who} left: {reason}",
-    EventKind.LOST: "{who} is lost: {node} was silent after step {steps}",
-    EventKind.END: "job {job_id} of {who} ended ({outcome}): {reason}",
-    EventKind.RESTART: "{who} starts again in its job: {reason}",
-    EventKind.HANG: "{who} showed no life for {seconds} s and was killed",
-    EventKind.DELTA: "slot {slot} delivered {steps} steps on version {base}",
-    EventKind.LAST_CALL: "last call of round {version}: {reason}",
-    EventKind.OUTER_STEP: "version {version} from {workers}, loss {loss}",
-    EventKind.REJECT: "a delta of slot {slot} is refused: {reason}",
-    EventKind.TAKEN_BACK: "version {version} was taken back: {reason}",
-    EventKind.INNER_STATE: "inner state of slot {slot}: {reason}",
-    EventKind.MASTER: "master {epoch} is at work on {node}",
-    EventKind.REDIS_LOST: "the Redis of master {epoch} is gone: {reason}",
-    EventKind.SCALE: "wanted from now on: {min} to {max} GPUs, mode {mode}",
-    EventKind.STOP: "elastic-stop was called",
-    EventKind.FAIL: "the run failed: {reason}",
-    EventKind.DONE: "the run is done: {done}",
-    EventKind.MODE: "mode {mode} from version {version}",
-    EventKind.CHAOS: "fault {fault}: {what}",
-    EventKind.WARNING: "warning: {reason}",
-    EventKind.DISK: "the disk refused a write: {reason}",
-    EventKind.NODES_LOST: "nodes lost: {nodes}; {left} are left",
-    EventKind.NODES_RELEASED: "{nodes} nodes given back; {left} are left",
-    EventKind.RESTORE: "training goes on from {from} on {world} GPUs",
-    EventKind.CHECKPOINT_REFUSED: "a checkpoint was not used: {reason}",
-    EventKind.CHECKPOINT_FAILED: "the checkpoint of step {step} was not saved: {reason}",
-    EventKind.NOT_FINITE: "not finite at {reason}",
-    EventKind.VALIDATE: "validation of {model}: {scores}",
-}
+
+class EventKind(enum.StrEnum):
+    """What events.jsonl tells of, and in which words."""
+
+    words: str
+
+    def __new__(cls, kind: str, words: str) -> "EventKind":
+        self = str.__new__(cls, kind)
+        self._value_, self.words = kind, words
+        return self
+
+    SUBMIT = "submit", "{who} is queued as job {job_id}: {reason}"
+    CANCEL = "cancel", "{who} is cancelled: {reason}"
+    START = "start", "{who} starts on {node}"
+    JOIN = "join", "slot {slot} is there, on {node} (attempt {attempt})"
+    NOTICE = "notice", "{who} is told to leave ({signal})"
+    PREEMPT = "preempt", "{who} had to leave: {reason}; {steps} steps in all"
+    LEAVE = "leave", "{who} left: {reason}"
+    LOST = "lost", "{who} is lost: {node} was silent after step {steps}"
+    END = "end", "job {job_id} of {who} ended ({outcome}): {reason}"
+    RESTART = "restart", "{who} starts again in its job: {reason}"
+    HANG = "hang", "{who} showed no life for {seconds} s and was killed"
+    DELTA = "delta", "slot {slot} delivered {steps} steps on version {base}"
+    LAST_CALL = "last-call", "last call of round {version}: {reason}"
+    OUTER_STEP = "outer-step", "version {version} from {workers}, loss {loss}"
+    REJECT = "reject", "a delta of slot {slot} is refused: {reason}"
+    TAKEN_BACK = "taken-back", "version {version} was taken back: {reason}"
+    INNER_STATE = "inner-state", "inner state of slot {slot}: {reason}"
+    MASTER = "master", "master {epoch} is at work on {node}"
+    REDIS_LOST = "redis-lost", "the Redis of master {epoch} is gone: {reason}"
+    SCALE = "scale", "wanted from now on: {min} to {max} GPUs, mode {mode}"
+    STOP = "stop", "elastic-stop was called"
+    FAIL = "fail", "the run failed: {reason}"
+    DONE = "done", "the run is done: {done}"
+    MODE = "mode", "mode {mode} from version {version}"
+    CHAOS = "chaos", "fault {fault}: {what}"
+    WARNING = "warning", "warning: {reason}"
+    DISK = "disk", "the disk refused a write: {reason}"
+    NODES_LOST = "nodes-lost", "nodes lost: {nodes}; {left} are left"
+    NODES_RELEASED = "nodes-released", "{nodes} nodes given back; {left} are left"
+    RESTORE = "restore", "training goes on from {from} on {world} GPUs"
+    CHECKPOINT_REFUSED = "checkpoint-refused", "a checkpoint was not used: {reason}"
+    CHECKPOINT_FAILED = "checkpoint-failed", "the checkpoint of step {step} was not saved: {reason}"
+    NOT_FINITE = "not-finite", "not finite at {reason}"
+    VALIDATE = "validate", "validation of {model}: {scores}"
+
+
 OLD_SCORES = ("time", "kind", "step", "version", "slot", "tokens")  # of an old one of VALIDATE
 AS_WANTED = "nothing: all is as wanted"  # what the next pass will do
 STARTED = "started, for {min} to {max} GPUs on {scheduler}"  # of a run, not of a job
@@ -95,10 +107,11 @@ def way_out(reason: str) -> str:
 
 def event_words(event: Mapping[str, Any]) -> str:
     """One event as a sentence; an event of an unknown kind as its fields."""
-    kind = event.get("kind", "?")
-    if kind not in EVENTS:
-        return one_line(f"{kind} {_values(event, ('time', 'kind'))}")
-    words = EVENTS[kind]
+    try:
+        kind = EventKind(event.get("kind"))
+    except ValueError:
+        return one_line(f"{event.get('kind', '?')} {_values(event, ('time', 'kind'))}")
+    words = kind.words
     if kind == EventKind.SUBMIT and "role" not in event:
         words = STARTED
     elif kind == EventKind.LOST and "reason" in event:
