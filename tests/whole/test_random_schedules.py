@@ -39,7 +39,7 @@ from schedules.memory_redis import Client
 from schedules.memory_redis import Server as MemoryServer
 from stores import BothSides
 
-SCHEDULES = int(os.environ.get("ELASTIC_SCHEDULES", "10500"))
+SCHEDULES = int(os.environ.get("ELASTIC_SCHEDULES", "6000"))
 SHARE = 7  # of the schedules one in so many is of local mode: they take longer
 TRAINING_BYTES, JOBS_BYTES = 121, 101
 MOST_UNTIL_NOTICED = 3000
