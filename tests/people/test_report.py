@@ -304,9 +304,9 @@ def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path, monkeypatch):
     with monkeypatch.context() as crash:
         crash.setattr(metrics, "write_atomic", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
-            metrics.TensorBoard(tmp_path).add(list(metrics.rows(run, 0))[:3])
+            metrics.TensorBoard(tmp_path, run).add(list(metrics.rows(run, 0))[:3])
     for _ in range(2):
-        metrics.feed(run, [metrics.TensorBoard(tmp_path)])
+        metrics.feed(run, [metrics.TensorBoard(tmp_path, run)])
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     points = read.Scalars("loss")
@@ -331,11 +331,11 @@ def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: P
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"hello", b"[1, 2]\n", b"{}\n",
                                      b'{"lr": 0.1}'])  # fmt: skip
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: bytes):
+def test_a_file_of_something_else_is_left_alone(run, tmp_path: Path, content: bytes):
     path = tmp_path / "x"
     path.write_bytes(content)
     with pytest.raises(UsageError, match="something else"):
-        metrics.JsonLines(path)
+        metrics.JsonLines(path, run)
     assert path.read_bytes() == content
 
 
@@ -354,7 +354,7 @@ def commit(run: RunDir, version: int, **told) -> None:
 
 
 def test_a_score_is_told_once_however_often_a_version_is(run, tmp_path: Path):
-    sink = metrics.JsonLines(tmp_path / "rows.jsonl")
+    sink = metrics.JsonLines(tmp_path / "rows.jsonl", run)
     commit(run, 1)
     scores.add(run, 100, {"loss": 3.0})
     for version in (2, 3, 4):
@@ -365,13 +365,13 @@ def test_a_score_is_told_once_however_often_a_version_is(run, tmp_path: Path):
 
 def test_a_number_that_json_has_none_for_is_null_in_its_lines(run, tmp_path: Path):
     commit(run, 1, loss=math.nan)
-    (row,) = told_rows(run, metrics.JsonLines(tmp_path / "rows.jsonl"))
+    (row,) = told_rows(run, metrics.JsonLines(tmp_path / "rows.jsonl", run))
     assert row == {**row, "loss": None, "tokens": 100}
 
 
 def test_rows_for_which_there_was_no_room_come_whole_when_there_is(run, tmp_path: Path):
     path = tmp_path / "rows.jsonl"
-    sink, limits = metrics.JsonLines(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink, limits = metrics.JsonLines(path, run), resource.getrlimit(resource.RLIMIT_FSIZE)
     for version in (1, 2, 3):
         commit(run, version)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
@@ -390,7 +390,7 @@ def test_a_run_of_tensorboard_that_had_no_room_goes_on_where_there_is(run, tmp_p
 
     for version in (1, 2, 3):
         commit(run, version)
-    sink, limits = metrics.TensorBoard(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    sink, limits = metrics.TensorBoard(tmp_path, run), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
     try:
         with pytest.raises(OSError, match="too large"):
@@ -462,7 +462,8 @@ class FakeWandb:
         self.summary, self.steps = {}, []
 
     def init(self, project: str, id: str, name: str, resume: str):
-        assert (id, resume) == (name, "allow")
+        assert resume == "allow"
+        assert re.fullmatch(rf"{name}-[0-9a-f]{{16}}", id)
         return self
 
     def log(self, values: dict, step: int) -> None:
@@ -474,15 +475,39 @@ def test_a_run_of_wandb_goes_on(lived, monkeypatch):
     run, fake = lived[0].run, FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        metrics.feed(run, [metrics.WandB("project", run.name)])
+        metrics.feed(run, [metrics.WandB("project", run)])
     assert fake.steps == sorted(set(fake.steps))
     assert len(fake.steps) > 3
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch):
+def test_data_of_another_run_of_the_same_name_is_left_alone(make_run, tmp_path: Path, monkeypatch):
+    """Their tokens say nothing of each other: some would be missing, and some be mixed."""
+    ids = []
+    fake = SimpleNamespace(init=lambda id, **_: ids.append(id) or SimpleNamespace(summary={}))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    places = {"jsonl": tmp_path / "x.jsonl", "tensorboard": tmp_path / "tb", "wandb": None}
+    for number in range(2):
+        run = make_run()
+        for _ in range(2):
+            metrics.sinks(run, None, None, "project")
+        if number == 0:
+            commit(run, 1)
+            metrics.feed(run, metrics.sinks(run, **places))
+            assert [sink.newest for sink in metrics.sinks(run, **places)] == [100, 100]
+            shutil.rmtree(run.path)
+    assert (ids[0], ids[2]) == (ids[1], ids[3])
+    assert ids[0] != ids[2]
+    kept = places["jsonl"].read_bytes()
+    for name in ("jsonl", "tensorboard"):
+        with pytest.raises(UsageError, match="is of another run: run-a:"):
+            metrics.sinks(run, **{**dict.fromkeys(places), name: places[name]})
+    assert places["jsonl"].read_bytes() == kept
+
+
+def test_a_package_that_is_not_there_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(Exception, match="Weights & Biases") as caught:
-        metrics.WandB("project", "run")
+        metrics.WandB("project", run)
     assert caught.value.hint == "pip install wandb"
 
 

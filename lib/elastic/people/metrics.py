@@ -4,9 +4,9 @@
     jsonl               a line per version of one run (per step of sync mode), appended
     tensorboard, wandb  the same, by packages that nothing else here needs
 
-A run is the same one across restarts and modes. Each of the last three knows how many
-committed tokens it has been told of, and is told what came after, however often the
-command is started again.
+A run is the same one across restarts and modes, and another one that has its name is not.
+Each of the last three knows the run (by its key) and how many committed tokens it has
+been told of, and is told what came after, however often the command is started again.
 """
 
 import functools
@@ -113,22 +113,31 @@ def _since(run: RunDir, after: int) -> list[Commit]:
 def sinks(run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str | None):
     """One for each that is wanted. Raises ElasticError for a package that is not
     there."""
-    kinds = ((JsonLines, jsonl), (TensorBoard, tensorboard), (WandB, wandb, run.name))
-    return [kind(*given) for kind, *given in kinds if given[0]]
+    kinds = ((JsonLines, jsonl), (TensorBoard, tensorboard), (WandB, wandb))
+    return [kind(place, run) for kind, place in kinds if place]
+
+
+def _newest(place: Path, told: dict, run: RunDir) -> int:
+    """Tokens that were told of. UsageError: of another run. Before there was `run` in what
+    was told, nobody could say."""
+    if told.get("run", run.key) != run.key:
+        raise UsageError(f"{place} is of another run: {told['run']}", "name a new one")
+    return told["tokens"]
 
 
 class JsonLines:
     """A line per row. A last line that is torn, by a crash or a full disk, is cut off."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, run: RunDir):
+        self.path, self._run = path, run.key
         open(path, "ab", opener=own).close()
         whole, end, torn = path.read_bytes().rpartition(b"\n")
         try:
-            self.newest = json.loads(whole.splitlines()[-1])["tokens"] if whole else 0
+            told = json.loads(whole.splitlines()[-1]) if whole else {"tokens": 0}
+            self.newest = _newest(path, told, run)
             if torn and not any(torn.startswith(start[: len(torn)]) for start in STARTS):
                 raise ValueError("no line of it")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"{path} has something else in it", "name a new file") from None
         os.truncate(path, len(whole + end))
 
@@ -136,7 +145,8 @@ class JsonLines:
         size = self.path.stat().st_size
         try:
             with naming(self.path), self.path.open("a") as file:
-                file.writelines(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+                for row in rows:
+                    file.write(json.dumps(finite(row | {"run": self._run}), allow_nan=False) + "\n")
         except OSError:
             os.truncate(self.path, size)  # all of them come again
             raise
@@ -145,10 +155,10 @@ class JsonLines:
 class TensorBoard:
     """Scalars by committed tokens; those that no mark tells of are written again."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, run: RunDir):
         package = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard")
-        self._mark = folder / "elastic.json"
-        self.newest = (read_json(self._mark) or {}).get("tokens", 0)
+        self._mark, self._run = folder / "elastic.json", run.key
+        self.newest = _newest(folder, {"tokens": 0, **(read_json(self._mark) or {})}, run)
         self._open = functools.partial(package.SummaryWriter, str(folder))
         self._writer: Any = None
 
@@ -162,15 +172,16 @@ class TensorBoard:
         except OSError:
             self._writer = None  # it would tell of that for ever
             raise
-        write_atomic(self._mark, to_json({"tokens": rows[-1]["tokens"]}))
+        write_atomic(self._mark, to_json({"run": self._run, "tokens": rows[-1]["tokens"]}))
 
 
 class WandB:
-    """The run of the same name in a project: made, or gone on with."""
+    """The run in a project, by its name: made, or gone on with."""
 
-    def __init__(self, project: str, run: str):
+    def __init__(self, project: str, run: RunDir):
         wandb = _package("wandb", "Weights & Biases", "wandb")
-        self._run = wandb.init(project=project, id=run, name=run, resume="allow")
+        key = run.key.replace(":", "-")  # which no id may have
+        self._run = wandb.init(project=project, id=key, name=run.name, resume="allow")
         self.newest = int(self._run.summary.get("tokens") or 0)
 
     def add(self, rows: Sequence[dict]) -> None:
