@@ -13,7 +13,6 @@ import pytest
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice
-from elastic.jobs import program
 from elastic.jobs.ending import end_of_error
 from elastic.jobs.history import MASTER, TRAINER, WORKER
 from elastic.local.worker.agent import Agent
@@ -85,7 +84,6 @@ def test_a_launcher_that_slurm_does_not_answer_counts_as_killed(ended, tmp_path)
 
 def test_an_agent_outlives_a_moments_silence_of_the_filesystem(run, monkeypatch):
     monkeypatch.setattr(durable, "AGAIN_S", ())
-    monkeypatch.setattr(program, "SPACE_S", 0)
     run.set_control(state="stopped")
     real, tries = os.listdir, iter(range(3))
 

@@ -191,15 +191,17 @@ def insist(action: Callable[..., T], *args) -> T:
             time.sleep(wait_s)
 
 
-def patiently(action: Callable[..., T], *args) -> T:
-    """What `action(*args)` returns, called again for UNREAD_S while it raises TryAgain:
-    to go on without these bytes would cost work."""
-    until = time.monotonic() + UNREAD_S
+def patiently(
+    action: Callable[..., T], *args, hurry: Callable = lambda: False, for_s: float = 0.0
+) -> T:
+    """What `action(*args)` returns, called again while it raises TryAgain, for `for_s`
+    (0: for UNREAD_S) and until `hurry()`: to go on without these bytes would cost work."""
+    until = time.monotonic() + (for_s or UNREAD_S)
     while True:
         try:
             return action(*args)
         except TryAgain:
-            if time.monotonic() > until:
+            if hurry() or time.monotonic() > until:
                 raise
 
 

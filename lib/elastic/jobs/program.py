@@ -13,18 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TypeVar
 
-from elastic.base.durable import SPACE_S, until_written
+from elastic.base.durable import patiently, until_written
 from elastic.base.environment import elastic_home, env, environment
-from elastic.base.errors import Exit, TryAgain
+from elastic.base.errors import Exit
 from elastic.base.network import node_name
 from elastic.base.signals import Notice, die_with_parent
 from elastic.jobs.command import STACKS
 from elastic.jobs.ending import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
-T = TypeVar("T")
 PASS_S = 60.0  # for a reconcile pass
 SILENT_S = 600.0  # then the GPUs may go to a node whose filesystem answers
 
@@ -69,27 +67,15 @@ class Program:
         return code
 
     def closing(self, mode: str, notice: Notice) -> str:
-        """Why the run does not go on in this mode. Raises as `answered` does."""
-        return answered(lambda: self.run.closing(mode), notice)
-
-
-def answered(ask: Callable[[], T], notice: Notice) -> T:
-    """What `ask()` returns, once the filesystem answers. Raises TryAgain at a notice, and
-    after a silence of SILENT_S."""
-    until = time.monotonic() + SILENT_S
-    while True:
-        try:
-            return ask()
-        except TryAgain:
-            if notice or time.monotonic() > until:
-                raise
-        time.sleep(SPACE_S)
+        """Why the run does not go on in this mode, once the filesystem answers. Raises
+        TryAgain at a notice, and after a silence of SILENT_S."""
+        return patiently(self.run.closing, mode, hurry=notice.__bool__, for_s=SILENT_S)
 
 
 def run_job(kind: Callable, run: RunDir, notice: Notice, *slot: int) -> int:
     """The exit code of an agent, a launcher or a master (its `kind`), whose record says
     how it ended, also if that was by an error."""
-    answered(run.config, notice)
+    patiently(run.config, hurry=notice.__bool__, for_s=SILENT_S)
     job = kind(run, *slot, notice)
     try:
         return job.main()
