@@ -8,7 +8,7 @@ given a delta of a chosen worker in chosen rounds. What the guards did is counte
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -155,7 +155,7 @@ class Run:
             self.told.taken_back.append(why)
             self.outer.params[0].copy_(self.before)
             self.outer.momentum[0].zero_()
-            self.running = self.running.after_reverting()
+            self.running = replace(self.running, loss=0.0)
             self.before = None
         else:
             self.step(sent, moves, headers, steps)

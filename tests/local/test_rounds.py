@@ -7,7 +7,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -186,7 +186,7 @@ def test_two_deltas_of_an_attempt_both_count_though_one_is_late():
 
 
 def test_a_round_that_finds_its_version_bad_reverts_it_and_frees_its_samples():
-    running = Running(loss=2.0, unrest=0.0001, rounds=50).to_json()
+    running = asdict(Running(loss=2.0, unrest=0.0001, rounds=50))
     made_of = tuple(delta_of(s, attempt=2, norm=n) for s, n in ((1, 1.0), (4, 5.0)))
     round_ = opened(running=running, deltas=made_of)
     offered(round_, loss=9.0, samples=((0, 0, 128),))

@@ -15,7 +15,7 @@ merged: it costs its part of one round, and no more.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from elastic.run.records import Commit, Delta
@@ -103,13 +103,8 @@ class Running:
         """As a commit has them; those of an older commit that has others are begun
         anew."""
         told = commit.running or {}
-        if "reach" not in told:
-            return cls(weight=told.get("weight", 0.0))
         known = {name: told[name] for name in cls.__annotations__ if name in told}
-        return cls(**{**known, "reach": Reach(**told["reach"])})
-
-    def to_json(self) -> dict:
-        return asdict(self)
+        return cls(**{**known, "reach": Reach(**told.get("reach", {}))})
 
     def after(self, moves: Sequence[Moved], weight: float, loss: float) -> "Running":
         """One round later; `loss`: `round_loss`."""
@@ -118,10 +113,6 @@ class Running:
             self.reach.after(moves), blend(self.weight, weight), loss,
             blend(self.unrest, change**2) if told else self.unrest, self.rounds + told,
         )  # fmt: skip
-
-    def after_reverting(self) -> "Running":
-        """The next version has none before it whose loss it could be compared with."""
-        return replace(self, loss=0.0)
 
 
 def blend(mean: float, value: float) -> float:

@@ -4,7 +4,7 @@ A recipe is what averaging does; beside it comes what the commit says of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from elastic.local import guards, rounds
 from elastic.local.guards import Moved, Running
@@ -61,7 +61,7 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe,
     said = {
         "outer_lr": lr, "outer_momentum": momentum, "inner_steps": steps,
         "clipped": sum(share.clip < 1 for share in shares),
-        "running": running.after(moves, weight, loss).to_json(),
+        "running": asdict(running.after(moves, weight, loss)),
         "bytes": sum(part.bytes for header in headers for part in header.fragments),
     }  # fmt: skip
     return Recipe(base, tuple(headers), tuple(factors), lr, momentum), said
@@ -70,7 +70,9 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe,
 def reverted(commit: Commit) -> tuple[Recipe, dict]:
     """How the version before `commit` becomes the one after it. Without momentum: what
     made this version bad may be in it."""
-    base, running = commit.version, Running.of(commit).after_reverting()
+    base = commit.version
+    # The next version has none before it whose loss it could be compared with.
+    running = replace(Running.of(commit), loss=0.0)
     said = {"taken_back": base, "suspect": guards.suspect(commit.deltas),
-            "running": running.to_json(), "bytes": 0}  # fmt: skip
+            "running": asdict(running), "bytes": 0}  # fmt: skip
     return Recipe(base, restore=base - 1), said
