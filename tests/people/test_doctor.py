@@ -26,7 +26,7 @@ from elastic.base import network
 from elastic.base.errors import UsageError
 from elastic.commands.main import elastic as commands
 from elastic.lab.sandbox import Sandbox
-from elastic.people import doctor, tryout
+from elastic.people import dial, doctor, tryout
 from elastic.run.estimate import Save
 from forks import as_nobody
 from helpers import ROOT, elastic, environment, wait_until
@@ -58,7 +58,7 @@ def quick(site, monkeypatch) -> None:
     """Look at this machine's torch, Redis and disk only as far as that is fast."""
     for name, fact in (("torch", TORCH), ("redis", "not asked")):
         monkeypatch.setitem(doctor.PROBES, name, lambda _, fact=fact: fact)
-    monkeypatch.setattr(doctor, "BYTES", 4 << 20)
+    monkeypatch.setattr(dial, "PROBE_BYTES", 4 << 20)
 
 
 @pytest.fixture

@@ -32,10 +32,10 @@ from elastic.base.keys import toml_value
 from elastic.jobs import sched_slurm
 from elastic.people import submission
 from elastic.people.diagnosis import VERDICTS, Disk, Unknown, diagnose, other_hosts, propose
+from elastic.people.dial import written_per_s
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
 
-BYTES = 64 << 20  # written to measure a filesystem
 TORCH_TIMEOUT_S = 120.0
 
 
@@ -147,7 +147,7 @@ def _disk(facts: dict) -> Disk:
     try:
         facts["clocks"]["run folder"] = _written_off_s(folder)
         faults = tuple(_faults(folder))
-        write = _speed(folder / "bytes")
+        write = written_per_s(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     free = os.statvfs(there)
@@ -186,17 +186,6 @@ def _locks_once(path: Path) -> bool:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return False
     return True
-
-
-def _speed(path: Path) -> float:
-    """Bytes a second, written and synced."""
-    block, began = os.urandom(1 << 20), time.perf_counter()
-    with path.open("wb") as file:
-        for _ in range(BYTES >> 20):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return BYTES / (time.perf_counter() - began)
 
 
 def filesystem_of(path: Path) -> str:

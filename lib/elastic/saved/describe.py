@@ -36,11 +36,6 @@ MOST_TRIED = 30_000_000
 LACKING = (OSError, ImportError, MemoryError)
 
 
-def describe(config) -> Model:
-    """Raises ElasticError for what the user's code does."""
-    return measured(config, load_task(config.run.task, config.task, Path(config.run.folder)))
-
-
 def measured(config, task) -> Model:
     """The task's model, which is not allocated."""
     with torch.device("meta"):
