@@ -98,7 +98,7 @@ def test_one_worker_in_one_round_is_plain_training(make_config):
     for step in range(40):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(4 * step, SAMPLES, config.train)
-        batch = default_collate([dataset[i] for i in order.indices(4 * step, 4 * step + 4)])
+        batch = default_collate([dataset[order[i]] for i in range(4 * step, 4 * step + 4)])
         Noisy(TASK).loss(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip)
         optimizer.step()

@@ -329,7 +329,7 @@ class Simulator:
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
         if epoch not in self._shuffles:
             self._shuffles[epoch] = Shuffle(self.samples, self.config.run.seed, epoch)
-        return self._shuffles[epoch].indices(start, stop)
+        return [self._shuffles[epoch][position] for position in range(start, stop)]
 
     # ---- inner state
 

@@ -25,20 +25,13 @@ class Shuffle:
     """The order of one epoch: `shuffle[position]` is a sample index, a bijection on
     range(size)."""
 
-    __slots__ = ("size", "_rows", "_columns", "_keys")
-
     def __init__(self, size: int, seed: int, epoch: int):
-        if size < 0:
-            raise ValueError(f"cannot shuffle {size} samples")
         self.size = size
         self._rows = math.isqrt(max(size, 1) - 1) + 1  # the square root, rounded up
         self._columns = -(-max(size, 1) // self._rows)
         digest = blake2b(f"{seed}/{epoch}/{size}".encode(), digest_size=16 * PASSES).digest()
         words = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
         self._keys = tuple(zip(words[::2], words[1::2], strict=True))
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, position: int) -> int:
         if not 0 <= position < self.size:
@@ -47,10 +40,6 @@ class Shuffle:
         while index >= self.size:
             index = self._permute(index)
         return index
-
-    def indices(self, start: int, stop: int) -> list[int]:
-        """The sample indices at positions start, start+1, ... stop-1."""
-        return [self[position] for position in range(start, stop)]
 
     def _permute(self, cell: int) -> int:
         """One trip through the network: a bijection on range(rows * columns)."""
