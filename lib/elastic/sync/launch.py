@@ -405,10 +405,6 @@ class Ranks:
             reader.join()
 
 
-def main() -> int:
-    log_what_fits()
-    return run_job(Launcher, RunDir(Path(sys.argv[1])), install())
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    log_what_fits()
+    sys.exit(run_job(Launcher, RunDir(Path(sys.argv[1])), install()))

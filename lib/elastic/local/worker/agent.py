@@ -393,11 +393,6 @@ def _available(descriptor: int) -> bytes:
     return b""
 
 
-def main() -> int:
-    folder, slot = sys.argv[1:]
-    log_what_fits()
-    return run_job(Agent, RunDir(Path(folder)), install(), int(slot))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    log_what_fits()
+    sys.exit(run_job(Agent, RunDir(Path(sys.argv[1])), install(), int(sys.argv[2])))
