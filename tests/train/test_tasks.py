@@ -89,12 +89,6 @@ def test_a_module_on_the_path_wins_over_one_beside_the_run_file(module):
         load_task("json:Mine", {}, search)
 
 
-@pytest.mark.parametrize("spec", ["noclass", "module:", ":Class", "module:not a name", ""])
-def test_a_spec_that_names_no_class_is_a_usage_error(spec):
-    with pytest.raises(UsageError, match="names no class"):
-        load_task(spec, {})
-
-
 def test_an_absent_module_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(ElasticError, match="No module named 'task_absent'") as caught:
         load_task("task_absent:Mine", {}, tmp_path)

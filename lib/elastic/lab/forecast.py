@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from elastic.base.errors import UsageError
 from elastic.jobs import cadence, sizing
-from elastic.lab.played import Costs, Requeue, Sync, Trace, best_every_s
+from elastic.lab.played import Costs, Requeue, Sync, Trace
 from elastic.lab.played_local import Local
 from elastic.run import estimate
 
@@ -172,7 +172,7 @@ def forecast(trace: Trace, end: float, config, costs: Costs, say=silence) -> dic
     taken = [change.at for change in trace if not change.gpus]
     moments, steps = len(set(taken)), best.inner_steps or config.local_sgd.inner_steps
     mtbi_s = (end + cadence.PRIOR_S) / max(1, moments)
-    every_s = best_every_s(costs, costs.stall_s, mtbi_s)
+    every_s, _ = cadence.interval(costs.stall_s, mtbi_s, costs.save_s)
     if best.mode == "local":
         every_s = steps * costs.step_s + costs.deliver_s + costs.average_s + costs.pull_s
     return {

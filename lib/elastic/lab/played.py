@@ -137,7 +137,8 @@ class Requeue:
         number, unit = units.interval(self.config.checkpoint.interval)
         if unit:
             return number * (self._step_s(gpus) if unit == "steps" else 1.0)
-        return best_every_s(self.costs, self.stall_s, cadence.observed_mtbi_s(self._endings()))
+        mtbi_s = cadence.observed_mtbi_s(self._endings())
+        return cadence.interval(self.stall_s, mtbi_s, self.costs.save_s)[0]
 
     def _endings(self) -> list[dict]:
         """Exit records as `cadence` wants them; nobody ended by himself."""
@@ -201,8 +202,3 @@ class Sync(Requeue):
 
     def _follow(self, start: float, end: float) -> tuple[float, float]:
         return min(end, next(self._passes(start))), end
-
-
-def best_every_s(costs: Costs, stall_s: float, mtbi_s: float) -> float:
-    """Between checkpoints: as a trainer chooses it."""
-    return cadence.interval(stall_s, mtbi_s, costs.save_s)[0]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from elastic.base.errors import ElasticError, UsageError
+from elastic.base.errors import ElasticError
 
 REQUIRED = ("model", "dataset", "loss")
 
@@ -52,8 +52,6 @@ def load_task(spec: str, table: dict, search: Path | None = None) -> Task:
     Raises ElasticError saying what is wrong with the user's code, and where.
     """
     module_name, _, class_name = spec.partition(":")
-    if not (module_name and class_name.isidentifier()):
-        raise UsageError(f"task {spec!r} names no class", hint='write "package.module:Class"')
     folder = str(search.resolve()) if search else ""
     if folder and folder not in sys.path:
         sys.path.append(folder)
