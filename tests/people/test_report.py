@@ -472,6 +472,7 @@ class FakeWandb:
 
 
 def test_a_run_of_wandb_goes_on(lived, monkeypatch):
+    lived[0].until(lambda: lived[0].version > 4, 60, "some versions")
     run, fake = lived[0].run, FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
