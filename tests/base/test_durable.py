@@ -16,7 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastic.base.durable import append_line, create_once, own, read_json, to_json, write_atomic
+from elastic.base.durable import (
+    append_line,
+    create_once,
+    make_folder,
+    own,
+    read_json,
+    to_json,
+    write_atomic,
+)
 from elastic.base.errors import ElasticError
 from forks import KILLED, at_nth_step, in_children, killed_at
 
@@ -239,3 +247,15 @@ def test_a_file_is_given_its_mode_once_though_it_stays_empty(path, monkeypatch):
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     monkeypatch.setattr(os, "fchmod", fail_with(errno.EDQUOT))
     open(path, "ab", opener=own).close()
+
+
+# ---- folders ------------------------------------------------------------------------------------
+
+
+def test_a_folder_in_a_projects_folder_stays_the_projects(tmp_path):
+    """Quotas go by groups: a run that lost its project's would be in its user's own quota, which
+    is small where projects have theirs."""
+    tmp_path.chmod(0o2755)
+    make_folder(tmp_path / "runs" / "7b" / "versions", 0o700, parents=True)
+    for name, mode in (("runs/7b/versions", 0o2700), ("runs/7b", 0o2755), ("runs", 0o2755)):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode

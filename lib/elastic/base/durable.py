@@ -65,7 +65,8 @@ def make_folder(path: Path, mode: int = 0o755, parents: bool = False) -> None:
         path.mkdir(0o700)
         with contextlib.suppress(OSError):  # there is none, or no such thing
             os.removexattr(path, "system.posix_acl_default")
-        path.chmod(mode)
+        # In a project's folder: what is made in here is the project's, too, and in its quota.
+        path.chmod(mode | path.stat().st_mode & stat.S_ISGID)
 
 
 def own(path: str, flags: int) -> int:
