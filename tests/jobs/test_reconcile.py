@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from signal import SIGKILL
 
 import pytest
@@ -225,7 +226,7 @@ def test_a_cancel_without_an_answer_is_tried_again(run, slurm, again):
         raise TryAgain("scancel: timed out")
 
     slurm.on_cancel = hang
-    assert again().unknown == "scancel: timed out"
+    assert again().unknown == "run-a: scancel: timed out"
     slurm.on_cancel = lambda *_: None
     assert did(again()) == [("cancel", "worker", 3)]
     assert did(again()) == []
@@ -423,6 +424,51 @@ def test_the_exit_record_tells_how_a_job_ended_once(run, slurm, again):
     assert (end["slot"], end["outcome"], end["reason"]) == (2, "yielded", "notice SIGTERM")
     again()
     assert kinds(run).count("end") == 1
+
+
+def unreadable(monkeypatch, name):
+    """Files of this name, or in a folder of it, cannot be read for now."""
+    monkeypatch.setattr("elastic.base.durable.AGAIN_S", ())
+    real = Path.read_bytes
+
+    def stale(self):
+        if name in (self.name, self.parent.name):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+
+
+def test_a_word_that_cannot_be_read_now_is_waited_for(run, slurm, again, monkeypatch):
+    """A network filesystem fails now and then: a clean end would be a crash for good."""
+    until_running(again, slurm)
+    ending(run, slurm, 2, "yielded", reason="notice SIGTERM", steps=7)
+    before = notes(run)
+    with monkeypatch.context() as patch:
+        unreadable(patch, "exit")
+        report = again()
+    assert (did(report), report.errors, notes(run)) == ([], [], before)
+    assert "fails for now" in report.unknown
+    assert did(again()) == [("submit", "worker", 2)]
+    assert [each["outcome"] for each in run.events() if each["kind"] == "end"] == ["yielded"]
+
+
+def test_notes_that_cannot_be_read_now_are_not_those_of_a_new_run(run, slurm, again, monkeypatch):
+    """A new run whose first job is refused has failed; one that is at work waits."""
+    until_running(again, slurm)
+    slurm.becomes("PREEMPTED", ("worker", 2))
+
+    def refuse(spec):
+        raise Refused("sbatch: Access/permission denied")
+
+    slurm.on_submit = refuse
+    with monkeypatch.context() as patch:
+        unreadable(patch, "reconcile.json")
+        report = again()
+    assert (did(report), report.errors) == ([], [])
+    assert "fails for now" in report.unknown
+    again()
+    assert run.failed() is None
 
 
 def test_a_crash_loop_ends_the_run_with_the_last_log_lines(run, slurm, again):

@@ -18,6 +18,7 @@ nothing, as cron likes it.
 
 import contextlib
 import fcntl
+import functools
 import os
 import statistics
 import time
@@ -118,8 +119,6 @@ def _pass_over(passes: Sequence["_Pass"], scheduler: Scheduler, report: PassRepo
             one.observe(jobs)
             try:
                 one.act(scheduler)
-            except TryAgain as silence:
-                report.unknown, report.unknown_is_new = str(silence), True
             finally:
                 one.save()
 
@@ -129,6 +128,8 @@ def _errors_of(run: RunDir, report: PassReport) -> Iterator[None]:
     """One broken run directory must not keep the others waiting."""
     try:
         yield
+    except TryAgain as silence:
+        report.unknown, report.unknown_is_new = f"{run.name}: {silence}", True
     except (ElasticError, OSError) as error:
         report.errors.append(f"{run.name}: error: {error}")
     except Exception as error:  # what no reader has foreseen
@@ -162,7 +163,8 @@ def _lock(run: RunDir) -> Iterator[bool]:
 
 def remembered(run: RunDir, now: float) -> Memory:
     """What the newest pass over the run has left to the next. A lost or outdated file
-    only costs what is in it: jobs are known by their names."""
+    only costs what is in it: jobs are known by their names. One that cannot be read now
+    is neither: raises TryAgain."""
     try:
         notes = read_json(run.path / "reconcile.json") or {}
         memory = {"born": now, "said": (), **notes.get("memory", {})}
@@ -170,6 +172,8 @@ def remembered(run: RunDir, now: float) -> Memory:
         for name, kind in (("jobs", Job), ("ended", Ended), ("unsure", UnsureSubmission)):
             memory[name] = tuple(kind(**row) for row in memory.get(name, ()))
         return Memory(**memory)
+    except TryAgain:
+        raise
     except (ElasticError, TypeError, AttributeError):
         return Memory(born=now)
 
@@ -233,7 +237,8 @@ class _Pass:
         """Bring memory up to date with a listing and the exit records it makes
         readable."""
         self.facts = Facts(self.run.name, self.config, self.run.control(), self.run.closing(),
-                           self.memory, jobs, self.run.jobs.ending, self.within_s)  # fmt: skip
+                           self.memory, jobs, functools.cache(self.run.jobs.ending),
+                           self.within_s)  # fmt: skip
         self.memory, endings = learned(self.facts, self.now)
         for end in endings:
             self._event(
@@ -316,7 +321,7 @@ class _Pass:
         self.memory = replace(self.memory, jobs=tuple(jobs))
 
     def _spec(self, role: str, slot: int, exclude: tuple[str, ...] = ()) -> JobSpec:
-        control, run = self.run.control(), self.run
+        control, run = self.facts.control, self.run
         masters = [job for job in self.memory.jobs if job.role == MASTER]
         at_work = any(job.started for job in masters)
         queued = [job.job_id for job in masters if job.queued and not at_work]

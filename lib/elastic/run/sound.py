@@ -5,12 +5,11 @@ said by the record's type, where it has one (records.py); else its name says it,
 whatever record it is, and what else such a record holds is taken as it is.
 """
 
-import contextlib
 from pathlib import Path
 from typing import TypeVar
 
 from elastic.base.durable import names, read_json
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.records import restored
 
 T = TypeVar("T")
@@ -62,10 +61,14 @@ def _damaged(path: Path, said: str) -> ElasticError:
 
 
 def hint(path: Path, needed: str = "") -> dict | None:
-    """The table in a file that was not synced: a crash may have left nothing of it."""
-    with contextlib.suppress(ElasticError):
+    """The table in a file that was not synced: a crash may have left nothing of it.
+    Raises TryAgain where the filesystem does not say."""
+    try:
         return whole(path, read_json(path), needed)
-    return None
+    except TryAgain:
+        raise
+    except ElasticError:
+        return None
 
 
 def announced(path: Path) -> dict | None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 import time
+from pathlib import Path
 
 from elastic.base.durable import insist, names, replace_quickly, to_json, write_atomic
 from elastic.base.errors import TryAgain
@@ -21,7 +22,7 @@ class Jobs(Part):
         A full disk costs the record, and no more: the job counts as killed.
         """
         now, path = time.time(), self.run.path / "exit" / f"{job_id}.json"
-        before = {} if record["state"] == "started" else hint(path) or {}
+        before = {} if record["state"] == "started" else _at_best(path)
         times = {"time": now, "started": before.get("started", now)}  # ids come back: start anew
         data = to_json({"job_id": job_id, **times, **record})
         try:
@@ -30,13 +31,15 @@ class Jobs(Part):
             print(f"{record['role']}  no exit record: {error}", file=sys.stderr, flush=True)
 
     def ending(self, job_id: str) -> dict | None:
-        """What the job has said of itself; a record that is damaged says nothing."""
+        """What the job has said of itself; a record that is damaged says nothing. Raises
+        TryAgain: what cannot be read now may be the word of a clean end."""
         path = self.run.path / "exit" / f"{job_id}.json"
         return hint(path, ENDING) if NAME.fullmatch(job_id) else None
 
     def endings(self) -> list[dict]:
+        """For statistics: without what cannot be read now."""
         paths = sorted((self.run.path / "exit").glob("[!.]*.json"))
-        return [record for path in paths if (record := self.ending(path.stem))]
+        return [record for path in paths if (record := _at_best(path, ENDING))]
 
     def write_progress(self, progress: dict) -> None:
         """How far the ranks are, for status: a hint, lost with the next one."""
@@ -44,7 +47,7 @@ class Jobs(Part):
             replace_quickly(self.run.path / "progress.json", to_json(progress))
 
     def progress(self) -> dict | None:
-        return hint(self.run.path / "progress.json")
+        return _at_best(self.run.path / "progress.json") or None
 
 
 class Offers(Part):
@@ -63,3 +66,10 @@ class Offers(Part):
         folder = self.run.path / "deltas" / f"{base:06d}"
         paths = sorted(folder.glob("*.left")) if folder.name in names(folder.parent) else ()
         return [(path.stem.replace(".", ":"), insist(path.read_bytes)) for path in paths]
+
+
+def _at_best(path: Path, needed: str = "") -> dict:
+    """A hint that nothing depends on."""
+    with contextlib.suppress(TryAgain):
+        return hint(path, needed) or {}
+    return {}
