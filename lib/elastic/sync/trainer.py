@@ -20,7 +20,6 @@ attempt is fenced; anything else is a crash, and the launcher knows what to do a
 
 import contextlib
 import functools
-import itertools
 import math
 import sys
 import time
@@ -182,7 +181,7 @@ class Trainer:
         run = self.rank.run
         newest = run.commits.newest()
         version, tokens = (newest.version, newest.tokens) if newest else (0, 0)
-        commits = itertools.islice(run.commits.all(), version + 1)
+        commits = run.commits.all(last=version) if newest else ()
         samples = Ranges(span for commit in commits for span in commit.samples)
         step = max(steps(run), default=0)
         base = State(step, tokens, base_version=version, base_step=step,

@@ -208,13 +208,10 @@ class Master:
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             self.fence()
             commit = self.journal.written(from_sync, self.run, commit, self.epoch)
-        committed, reverted, newest = [], set(), -1
-        for record in self.run.commits.all():
-            newest = record.version
+        committed, reverted, newest = [], set(), commit.version
+        for record in self.run.commits.all(last=newest):
             committed += record.samples
             reverted |= {record.taken_back} - {None}
-        if newest != commit.version:  # some are not seen here yet
-            return
         if self.run.commits.told_version() < newest:  # the master before died before it told
             self.run.commits.tell(newest)
         self.samples.begin(commit, committed)
