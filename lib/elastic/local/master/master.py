@@ -33,7 +33,7 @@ from elastic.local.master.samples import Samples
 from elastic.local.master.server import TICK_S, Server
 from elastic.local.rounds import Facts, Move
 from elastic.local.store import Ask
-from elastic.run.ledger import Owner
+from elastic.run.ledger import Owner, Ranges
 from elastic.run.membership import Slot, expected
 from elastic.run.records import Commit, Outcome
 from elastic.run.rundir import RunDir
@@ -208,9 +208,9 @@ class Master:
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             self.fence()
             commit = self.journal.written(from_sync, self.run, commit, self.epoch)
-        committed, reverted, newest = [], set(), commit.version
+        committed, reverted, newest = Ranges(), set(), commit.version
         for record in self.run.commits.all(last=newest):
-            committed += record.samples
+            committed.add(record.samples)
             reverted |= {record.taken_back} - {None}
         if self.run.commits.told_version() < newest:  # the master before died before it told
             self.run.commits.tell(newest)
