@@ -426,6 +426,43 @@ def test_the_exit_record_tells_how_a_job_ended_once(run, slurm, again):
     assert kinds(run).count("end") == 1
 
 
+@pytest.mark.parametrize("outcome", ["yielded", "failed"])
+@pytest.mark.parametrize("place", [("master", 0), ("worker", 2)])
+def test_a_job_whose_epilog_hangs_is_over_by_its_own_word(run, slurm, again, place, outcome):
+    """It may be COMPLETING until somebody mends its node; without a master the run would wait for
+    that. Its end is told once, whatever Slurm says of it later."""
+    until_running(again, slurm)
+    (stuck,) = [job for job in slurm.listed.values() if job.place == place]
+    record = {"role": place[0], "slot": place[1], "state": "ended", "outcome": outcome}
+    run.jobs.write_ending(stuck.job_id, {**record, "reason": "SIGTERM", "time": slurm.now})
+    slurm.becomes("COMPLETING", place)
+    assert did(again(60)) == []
+    done = did(again(61))
+    done += did(again(40))  # after a failure it is waited a little
+    assert done == [("submit", *place)]
+    assert did(again(600)) == []
+    slurm.listed[stuck.job_id] = replace(stuck, state="FAILED")
+    assert did(again(600)) == []
+    slurm.listed.pop(stuck.job_id)
+    assert did(again(600)) == []
+    ends = [each for each in run.events() if each["kind"] == "end"]
+    assert [(end["job_id"], end["outcome"]) for end in ends] == [(stuck.job_id, outcome)]
+
+
+def test_a_job_whose_epilog_hangs_does_not_keep_a_stopped_run_open(run, slurm, again):
+    until_running(again, slurm)
+    run.set_control(state="stopped")
+    again()
+    for job in list(slurm.listed.values()):
+        record = {"role": job.role, "slot": job.slot, "state": "ended", "outcome": "stopped"}
+        run.jobs.write_ending(job.job_id, {**record, "reason": "stopped", "time": slurm.now})
+    slurm.becomes("COMPLETING")
+    again(600)
+    asked = slurm.asked
+    assert again(600).runs == []
+    assert slurm.asked == asked
+
+
 def unreadable(monkeypatch, name):
     """Files of this name, or in a folder of it, cannot be read for now."""
     monkeypatch.setattr("elastic.base.durable.AGAIN_S", ())

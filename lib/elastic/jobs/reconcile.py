@@ -41,6 +41,9 @@ from elastic.run.rundir import Control, RunDir
 # How long a submission may still turn up whose pass was killed (past SETTLE_S, too), or
 # whose answer was lost: the controller may hang for minutes.
 DYING_S, UNSURE_S = 60.0, 600.0
+# After its last word a job may be COMPLETING for so long before another takes its place:
+# an earlier one could exceed a site's limit of submitted jobs.
+EPILOG_S = 120.0
 LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
 LOCK = "reconcile.lock"  # its time is that of the last pass
 MOST_LATER_S = 1800.0  # … after many
@@ -426,7 +429,7 @@ def plan_of(facts: Facts, now: float) -> list[Action]:
 
 def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
     """Memory up to date with a listing and exit records, and the ends that are news."""
-    listed = [_with_last_word(job, facts) for job in facts.jobs if job.run == facts.run]
+    listed = [_with_last_word(job, facts, now) for job in facts.jobs if job.run == facts.run]
     memory = history.enter(facts.memory, facts.closing, now, facts.control.mode)
     listed_at = now - facts.within_s  # at the earliest
     news = history.gone(memory, listed, listed_at)
@@ -466,10 +469,13 @@ def _trainer_at_work(memory: Memory) -> Job | None:
     return next((job for job in working if not job.over), None)
 
 
-def _with_last_word(job: Job, facts: Facts) -> Job:
+def _with_last_word(job: Job, facts: Facts, now: float) -> Job:
     """`job`, and the outcome that it has written itself, where that counts before the
-    scheduler knows of its end."""
-    over = "" if job.queued else history.said_at_end(job, facts.ending(job.job_id) or {})
+    scheduler knows of its end: of one whose epilog hangs, that it has ended."""
+    record = facts.ending(job.job_id) or {}
+    over = "" if job.queued else history.said_at_end(job, record)
+    if over and job.state in history.LEAVING_STATES and now - record["time"] >= EPILOG_S:
+        return replace(job, state="ENDED")
     is_foreign = (job.role == TRAINER) != (facts.control.mode == "sync")
     is_trainer_at_work = job.role == TRAINER and job.started
     if is_trainer_at_work or (is_foreign and over == Outcome.STOPPED):
