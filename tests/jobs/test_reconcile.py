@@ -24,7 +24,7 @@ from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.history import Job
 from elastic.jobs.reconcile import run_pass
-from elastic.jobs.sched import Refused, RetryLater, Unsure, job_name, parse_job_name
+from elastic.jobs.sched import Elsewhere, Refused, RetryLater, Unsure, job_name, parse_job_name
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.rundir import Control
 from helpers import ROOT, wait_until
@@ -617,6 +617,20 @@ def test_every_run_is_looked_for_on_the_cluster_it_was_submitted_to(make_run, sl
     report = run_pass(list(runs.values()), NOW, scheduler=scheduler)
     assert ([each.run for each in report.runs], slurm.asked) == (["b", "c"], 1)
     assert (len(did(report)), report.unknown) == (10, "squeue: Socket timed out")
+
+
+def test_a_pass_on_another_cluster_changes_nothing_and_says_nothing(run, slurm, again):
+    """Both have the user's home, and a crontab: it would mail all day."""
+    until_running(again, slurm)
+    before = notes(run)
+
+    def elsewhere(within_s):
+        raise Elsewhere("this is cluster a, and the run's jobs are on b")
+
+    slurm.jobs = elsewhere
+    report = again(600)
+    assert (report.lines(), report.runs, notes(run)) == ([], [], before)
+    assert "the run's jobs are on b" in report.unknown
 
 
 # ---- many passes at once, for real

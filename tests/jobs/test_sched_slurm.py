@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from elastic.base import config
-from elastic.base.environment import elastic_home, user_name
+from elastic.base.environment import clean_environment, elastic_home, user_name
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import sched, sched_slurm
 from elastic.jobs.history import Job
-from elastic.jobs.sched import JobSpec, Refused, RetryLater, Unsure, parse_job_name
+from elastic.jobs.sched import Elsewhere, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.jobs.sched_slurm import (
     SlurmScheduler,
     _job_python,
@@ -25,6 +25,7 @@ from elastic.jobs.sched_slurm import (
     sbatch_argv,
     slurm_command,
 )
+from elastic.people import submission
 from elastic.run.records import Node
 from elastic.sync.launch import Ranks
 from helpers import ROOT, wait_until
@@ -346,6 +347,28 @@ def fake_command(folder: Path, name: str, script: str) -> dict[str, str]:
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
+def test_of_two_clusters_with_one_home_each_sees_to_its_own_runs(tmp_path, monkeypatch):
+    """Both have /etc/slurm/slurm.conf. On the other one a run's jobs are not to be seen: taken to
+    be gone, they were submitted again there."""
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path))
+    path = fake_command(tmp_path, "squeue", f"echo asked >> {tmp_path}/asks")
+    asks = tmp_path / "asks"
+    settings = "data as of 2026-11-26T08:00:00\nClusterName = $(cat {0})\nSLURM_VERSION = 24.11.0"
+    fake_command(tmp_path, "scontrol", f'echo "{settings.format(tmp_path / "here")}"')
+    (tmp_path / "here").write_text("a")
+    ours = SlurmScheduler(None, path | {"SLURM_CLUSTER_NAME": "a"})
+    theirs = SlurmScheduler(None, path | {"SLURM_CLUSTER_NAME": "b"})
+    of_before = SlurmScheduler(None, path)
+    assert (ours.jobs(), of_before.jobs()) == ([], [])
+    before = asks.read_text()
+    with pytest.raises(Elsewhere, match="this is cluster a, and the run's jobs are on b"):
+        theirs.jobs(within_s=30)
+    assert asks.read_text() == before
+    (tmp_path / "here").write_text("b")
+    assert theirs.jobs() == []
+    assert ours.jobs(within_s=30) == [], "an answer on a's jobs is one everywhere"
+
+
 def test_a_command_that_hangs_is_try_again_after_its_timeout(tmp_path):
     before = time.monotonic()
     with pytest.raises(TryAgain, match="squeue gave no answer in 0.3 s"):
@@ -523,6 +546,19 @@ def test_a_master_runs_in_its_own_partition_without_gpus(stage):
     assert stage.job(job_id).node == "c1"
     (stage.run_dir / "leave").write_text("0")
     assert stage.ended(job_id).state == "COMPLETED"
+
+
+@pytest.mark.slurm
+def test_a_run_knows_the_name_of_its_cluster(slurm_here, make_config, home):
+    settings = make_config("run.scheduler=slurm", "slurm.partition=preempt")
+    run = submission.start(settings, home / "runs")
+    assert isinstance(sched.scheduler_of(run).jobs(), list)
+    named = run.environment()
+    assert named["SLURM_CLUSTER_NAME"] == sched_slurm.cluster()["ClusterName"]
+    assert "SLURM_CLUSTER_NAME" not in clean_environment(named), "no job is given it"
+    elsewhere = named | {"SLURM_CLUSTER_NAME": "another"}
+    with pytest.raises(Elsewhere, match="the run's jobs are on another"):
+        SlurmScheduler(settings, elsewhere).jobs()
 
 
 @pytest.mark.slurm

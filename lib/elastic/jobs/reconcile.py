@@ -112,7 +112,7 @@ def _pass_over(passes: Sequence["_Pass"], scheduler: Scheduler, report: PassRepo
         jobs = scheduler.jobs(passes[0].within_s)
     except TryAgain as silence:
         report.unknown = str(silence)
-        for one in passes:
+        for one in passes if not isinstance(silence, sched.Elsewhere) else ():
             with _errors_of(one.run, report):
                 report.unknown_is_new |= one.left_unknown()
         return

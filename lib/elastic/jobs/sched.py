@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from elastic.base.environment import elastic_home
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Job
 
 if TYPE_CHECKING:
     from elastic.base.config import Config
     from elastic.run.rundir import RunDir
 
+CLUSTER = "SLURM_CLUSTER_NAME"  # Slurm's own; in a run's environment since its submission
 _RUN, _SLOT = "([A-Za-z0-9][A-Za-z0-9._-]{0,62})", "(0|[1-9][0-9]*)"
 _NAME = re.compile(f"{_RUN}/([mtw]){_SLOT}@elastic")
 _TOKEN = re.compile(f"elastic:{_RUN}/([a-z]+)/{_SLOT}")
@@ -43,6 +44,11 @@ class RetryLater(ElasticError):
 
 class Unsure(ElasticError):
     """The submission failed and may have succeeded all the same. Look for it by name."""
+
+
+class Elsewhere(TryAgain):
+    """The jobs are of another cluster or machine that has the same home: a pass there
+    sees to them."""
 
 
 @dataclass(frozen=True)
@@ -155,4 +161,5 @@ def scheduler_of(run: "RunDir") -> Scheduler:
 
 def cluster_of(kind: str, environment: Mapping[str, str]) -> tuple[str, str]:
     """Equal for runs that one listing of jobs can serve."""
-    return kind, environment.get("SLURM_CONF", "") if kind == "slurm" else ""
+    names = ("SLURM_CONF", CLUSTER) if kind == "slurm" else ()
+    return kind, " ".join(filter(None, map(environment.get, names)))

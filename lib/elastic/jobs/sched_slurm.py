@@ -29,7 +29,7 @@ from elastic.base.config import Config
 from elastic.base.durable import write_atomic
 from elastic.base.environment import clean_environment, elastic_home, env, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.jobs import sizing
+from elastic.jobs import sched, sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Job, has_ended
 from elastic.jobs.hostlist import expand_hostlist
 from elastic.jobs.sched import JobSpec, Refused, RetryLater, Unsure, parse_job_name
@@ -76,8 +76,9 @@ class SlurmScheduler:
 
     def __init__(self, settings: Config, environment: Mapping[str, str] | None = None):
         self._environment = environment  # the settings of a job come with its JobSpec
-        cluster = env("SLURM_CONF") if environment is None else environment.get("SLURM_CONF")
-        name = f"squeue-{zlib.crc32((cluster or '').encode()):08x}"
+        given = {"SLURM_CONF": env("SLURM_CONF", "")} if environment is None else environment
+        self._cluster = given.get(sched.CLUSTER)  # None: of a run of before
+        name = f"squeue-{zlib.crc32(sched.cluster_of('slurm', given)[1].encode()):08x}"
         self._listing = registry_dir() / name  # the newest answer, for who only looks
 
     def jobs(self, within_s: float = 0.0) -> list[Job]:
@@ -86,6 +87,7 @@ class SlurmScheduler:
         with contextlib.suppress(OSError):
             if time.time() - self._listing.stat().st_mtime < within_s:
                 return parse_squeue(self._listing.read_text())
+        self._check_cluster()
         answer = self._ask(*_SQUEUE)
         with contextlib.suppress(OSError):
             write_atomic(self._listing, answer.encode(), 0o600)
@@ -125,6 +127,13 @@ class SlurmScheduler:
 
     def _ask(self, *argv: str) -> str:
         return ask(*argv, environment=self._environment)
+
+    def _check_cluster(self) -> None:
+        """Two clusters may have one home, and each its own /etc/slurm."""
+        here = self._cluster and cluster(self._environment)["ClusterName"]
+        if here != self._cluster:
+            what = f"this is cluster {here}, and the run's jobs are on {self._cluster}"
+            raise sched.Elsewhere(what, "ask there")
 
     def _forget(self) -> None:
         """What is about to be done shall be seen by who looks next."""
@@ -250,10 +259,10 @@ def show(*what: str) -> str:
 # ---- what the cluster is like
 
 
-def cluster() -> dict[str, str]:
+def cluster(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Slurm's settings by name; "now": the controller's clock, in whole seconds since
     1970. TryAgain if Slurm does not say, or something else."""
-    text = show("config")
+    text = ask("scontrol", "--oneliner", "show", "config", environment=environment)
     as_of = re.search(r"data as of (\S+)", text)
     found = dict(re.findall(r"(?m)^(\w\S*) += (.*?) *$", text))
     if not as_of or "SLURM_VERSION" not in found:

@@ -27,7 +27,7 @@ from elastic.base.environment import clean_environment, registry_dir
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.jobs.command import NAMES, expand
 from elastic.jobs.history import Job
-from elastic.jobs.sched import Scheduler, open_scheduler, scheduler_of
+from elastic.jobs.sched import CLUSTER, Scheduler, open_scheduler, scheduler_of
 from elastic.run import estimate
 from elastic.run.rundir import Control, RunDir
 from elastic.run.wording import EventKind
@@ -137,9 +137,19 @@ def start(config: Config, root: Path) -> RunDir:
     """Make the run directory; its first reconcile pass is the caller's."""
     limits = config.elastic
     control = Control(config.run.mode, "running", limits.min, limits.max, time.time())
-    run = RunDir.create(root, config, control, clean_environment())
+    run = RunDir.create(root, config, control, clean_environment() | _cluster(config))
     run.event(EventKind.SUBMIT, min=limits.min, max=limits.max, scheduler=config.run.scheduler)
     return run
+
+
+def _cluster(config: Config) -> dict[str, str]:
+    """Which cluster the run's jobs are on, for passes on another one that has this home."""
+    if config.run.scheduler == "slurm":
+        from elastic.jobs.sched_slurm import cluster
+
+        with contextlib.suppress(ElasticError):  # such a run is taken to be everywhere
+            return {CLUSTER: cluster()["ClusterName"]}
+    return {}
 
 
 def undo(run: RunDir) -> None:
