@@ -14,13 +14,14 @@ import time
 from collections import Counter
 from pathlib import Path
 from signal import SIGKILL
+from types import SimpleNamespace
 
 import pytest
 
 from elastic.base import proc
 from elastic.base.config import load
 from elastic.jobs import sched_local
-from elastic.jobs.sched import JobSpec
+from elastic.jobs.sched import Elsewhere, JobSpec
 from elastic.jobs.sched_local import LocalScheduler
 from helpers import ROOT, wait_until
 
@@ -259,6 +260,23 @@ def test_a_pid_that_now_belongs_to_another_process_is_not_the_job(site):
     site.scheduler.kill(job_id)
     claim.write_text(" ".join([str(os.getpid()), *fields[1:]]))
     assert site.state(job_id) == "ENDED"
+
+
+def test_jobs_of_another_machine_with_the_same_home_are_left_alone(site, monkeypatch):
+    """Its processes are not to be seen here: taken to have ended, they were started again."""
+    job_id = site.submit()
+    here = os.uname()
+    other = SimpleNamespace(nodename="host-b")
+    with monkeypatch.context() as patch:
+        patch.setattr("elastic.jobs.sched_local.os.uname", lambda: other)
+        with pytest.raises(Elsewhere, match=f"are of {here.nodename}"):
+            site.scheduler.jobs()
+    assert not (site.scheduler.state / "jobs" / f"{job_id}.swept").exists()
+    assert [job.state for job in site.scheduler.jobs()] == ["RUNNING"]
+    site.scheduler.kill(job_id)
+    site.scheduler.jobs()
+    monkeypatch.setattr("elastic.jobs.sched_local.os.uname", lambda: other)
+    assert [job.ended for job in site.scheduler.jobs()] == [True], "nothing is left of it there"
 
 
 def test_a_job_whose_run_directory_is_gone_ends(site):

@@ -36,7 +36,7 @@ from elastic.base.config import Config
 from elastic.base.durable import create_once, make_folder, own, read_json, to_json, write_atomic
 from elastic.base.environment import elastic_home, environment, registry_dir
 from elastic.jobs.history import Job
-from elastic.jobs.sched import JobSpec, parse_job_name
+from elastic.jobs.sched import Elsewhere, JobSpec, parse_job_name
 from elastic.run.rundir import RunDir
 
 # Becomes the job: the redirection fails where the claim exists (set -C opens with
@@ -63,8 +63,10 @@ class LocalScheduler:
         make_folder(self.state / "jobs", 0o700, parents=True)
 
     def jobs(self, within_s: float = 0.0) -> list[Job]:
-        """All jobs, pending, running and lately ended; starts pending ones that fit."""
+        """All jobs, pending, running and lately ended; starts pending ones that fit.
+        Raises TryAgain where another machine has to be asked."""
         with self._locked():
+            self._check_host()
             reason = "Resources"
             try:
                 self._start_pending()
@@ -82,6 +84,7 @@ class LocalScheduler:
                 "log": str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)),
                 "least_gpus": spec.gpu_range[0], "gpus": spec.gpus,
                 "capacity": spec.config.local_scheduler.gpus, "submit_time": time.time(),
+                "host": os.uname().nodename,
             }  # fmt: skip
             write_atomic(self._path(job_id, "json"), to_json(record), 0o600)
             # It is queued: whoever lists it says why it waits.
@@ -147,6 +150,16 @@ class LocalScheduler:
         started_at = None if claim.read_bytes() == NEVER else claim.stat().st_mtime
         return replace(job, state=ended or "RUNNING", reason="", started_at=started_at,
                        node=os.uname().nodename)  # fmt: skip
+
+    def _check_host(self) -> None:
+        """Several machines may have one home: here, jobs of another would seem to have
+        ended, or be started again."""
+        for job_id in self._ids():
+            is_swept = self._path(job_id, "swept").exists()
+            host = "" if is_swept else self._record(job_id).get("host", "")
+            if host not in ("", os.uname().nodename):
+                hint = f"ask there; or, where that is no more, remove {self.state}"
+                raise Elsewhere(f"the jobs in {self.state} are of {host}", hint)
 
     def _record(self, job_id: str) -> dict:
         return read_json(self._path(job_id, "json")) or {}
