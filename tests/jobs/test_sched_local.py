@@ -6,6 +6,7 @@ A job here is a shell script that does what the test says; it tells its story in
 """
 
 import contextlib
+import errno
 import os
 import random
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 
 from elastic.base import proc
 from elastic.base.config import load
+from elastic.base.errors import TryAgain
 from elastic.jobs import sched_local
 from elastic.jobs.sched import Elsewhere, JobSpec
 from elastic.jobs.sched_local import LocalScheduler
@@ -277,6 +279,27 @@ def test_jobs_of_another_machine_with_the_same_home_are_left_alone(site, monkeyp
     site.scheduler.jobs()
     monkeypatch.setattr("elastic.jobs.sched_local.os.uname", lambda: other)
     assert [job.ended for job in site.scheduler.jobs()] == [True], "nothing is left of it there"
+
+
+def test_a_job_whose_claim_cannot_be_read_now_goes_on(site, monkeypatch):
+    """The home may be on a network filesystem, and that fail for some seconds."""
+    job_id = site.submit()
+    site.started(job_id)
+    claim = site.scheduler._path(job_id, "claim")
+    os.utime(claim, (0, 0))  # it is no new one that is just being written
+    real = Path.read_text
+
+    def stale(self, **how):
+        if self == claim:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return real(self, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("elastic.base.durable.AGAIN_S", ())
+        patch.setattr(Path, "read_text", stale)
+        with pytest.raises(TryAgain, match="fails for now"):
+            site.states()
+    assert site.states() == {job_id: "RUNNING"}
 
 
 def test_a_job_whose_run_directory_is_gone_ends(site):

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from signal import SIGTERM
 
-from elastic.base import proc
+from elastic.base import durable, proc
 from elastic.base.config import Config
 from elastic.base.durable import create_once, make_folder, own, read_json, to_json, write_atomic
 from elastic.base.environment import elastic_home, environment, registry_dir
@@ -146,7 +146,7 @@ class LocalScheduler:
         job = Job(job_id, role, slot, "PENDING", why_pending, record["submit_time"], run=run)
         if not claim.exists():
             return job
-        ended = "" if self._leader(job_id) else proc.read(self._path(job_id, "cause")) or "ENDED"
+        ended = "" if self._leader(job_id) else _read(self._path(job_id, "cause")) or "ENDED"
         started_at = None if claim.read_bytes() == NEVER else claim.stat().st_mtime
         return replace(job, state=ended or "RUNNING", reason="", started_at=started_at,
                        node=os.uname().nodename)  # fmt: skip
@@ -255,7 +255,7 @@ class LocalScheduler:
         """The job's first process if it lives. Waits for one that is just making its
         claim."""
         path = self._path(job_id, "claim")
-        while not (claim := proc.read(path)) and path.exists():
+        while not (claim := _read(path)) and path.exists():
             if time.time() - path.stat().st_mtime > START_S:
                 break  # it died at that very moment
             time.sleep(POLL_S)
@@ -268,6 +268,14 @@ class LocalScheduler:
         """The living processes of every job, but for this one."""
         families, here = proc.families(MARK, self.state), os.getpid()
         return {job_id: pids - {here} for job_id, pids in families.items() if pids != {here}}
+
+
+def _read(path: Path) -> str:
+    """What a file says; "": it is not there. Raises TryAgain: who cannot read a claim now
+    would end a job that is at work."""
+    with contextlib.suppress(FileNotFoundError):
+        return durable.insist(path.read_text)
+    return ""
 
 
 def _outliving() -> dict[str, str]:
