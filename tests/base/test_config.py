@@ -336,8 +336,11 @@ def test_the_environment_of_a_job_is_free_of_an_outer_job_and_of_the_session(mon
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "MODULEPATH", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "kept")
     monkeypatch.setenv("SLURM_CONF", os.devnull)
+    monkeypatch.setenv("SLURM_CONF_SERVER", "head:6817")  # of a site without files of its own
+    monkeypatch.setenv("SLURM_JWT", "x")  # a secret
     clean = environment.clean_environment()
     assert "x" not in clean.values()
+    assert clean["SLURM_CONF_SERVER"] == "head:6817"
     assert list(clean.values()).count("kept") == 4
     assert clean["SLURM_CONF"] == os.devnull
     assert not {"PWD", "OLDPWD", "SHLVL", "_"} & clean.keys()

@@ -15,6 +15,7 @@ import elastic
 from elastic.base.durable import check_private
 from elastic.base.errors import UsageError
 
+LEADS = ("SLURM_CONF", "SLURM_CONF_SERVER")  # to the cluster, where /etc/slurm does not
 _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID")
 # A user's settings for Slurm's commands would filter their answers or change their form.
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
@@ -39,15 +40,15 @@ def env(name: str, default: str | None = None) -> str | None:
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a job, or for a command of Slurm's: `given`, else this
     process's, without what an outer job, a login session or the user's settings left in
-    it. SLURM_CONF stays where that file is: a job's own may be in a folder of its node's
-    slurmd."""
+    it. What leads to the cluster stays; SLURM_CONF where that file is: a job's own may be
+    in a folder of its node's slurmd."""
     given = os.environ if given is None else given
     dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION
     names = _OF_A_SHELL + (_OF_ITS_STEP if "SLURM_JOB_ID" in given else ())
     kept = {name: value for name, value in given.items()
             if not (name.startswith(dropped) or name in names)}  # fmt: skip
-    conf = given.get("SLURM_CONF", "")
-    return kept | ({"SLURM_CONF": conf} if os.path.exists(conf) else {})
+    leads = LEADS if os.path.exists(given.get("SLURM_CONF", "")) else LEADS[1:]
+    return kept | {name: given[name] for name in leads if given.get(name)}
 
 
 def elastic_home() -> Path:

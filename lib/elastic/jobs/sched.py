@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from elastic.base.environment import elastic_home
+from elastic.base.environment import LEADS, elastic_home
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Job
 
@@ -161,5 +161,5 @@ def scheduler_of(run: "RunDir") -> Scheduler:
 
 def cluster_of(kind: str, environment: Mapping[str, str]) -> tuple[str, str]:
     """Equal for runs that one listing of jobs can serve."""
-    names = ("SLURM_CONF", CLUSTER) if kind == "slurm" else ()
+    names = (*LEADS, CLUSTER) if kind == "slurm" else ()
     return kind, " ".join(filter(None, map(environment.get, names)))

@@ -76,7 +76,7 @@ class SlurmScheduler:
 
     def __init__(self, settings: Config, environment: Mapping[str, str] | None = None):
         self._environment = environment  # the settings of a job come with its JobSpec
-        given = {"SLURM_CONF": env("SLURM_CONF", "")} if environment is None else environment
+        given = clean_environment() if environment is None else environment
         self._cluster = given.get(sched.CLUSTER)  # None: of a run of before
         name = f"squeue-{zlib.crc32(sched.cluster_of('slurm', given)[1].encode()):08x}"
         self._listing = registry_dir() / name  # the newest answer, for who only looks
