@@ -116,20 +116,24 @@ def full_disk(rank: int):
         torch.save = real
 
 
+def fail(rank: int) -> None:
+    raise OSError(errno.EIO, "of 1") if rank else TryAgain("of 0")
+
+
 @contextmanager
 def silent_files(rank: int):
     """The filesystem gives this rank nothing, for longer than anybody waits."""
-    real = durable.insist, durable.UNREAD_S
+    real = durable.insist
 
     def silent(*_):
         raise TryAgain("the filesystem fails for now")
 
     if dist.get_rank() == rank:
-        durable.insist, durable.UNREAD_S = silent, -1.0
+        durable.insist = silent
     try:
         yield
     finally:
-        durable.insist, durable.UNREAD_S = real
+        durable.insist = real
 
 
 def write(run: RunDir, group: Group) -> None:
@@ -182,6 +186,9 @@ def read(run: RunDir, group: Group) -> None:
     checkpoints = Checkpoints(run, group, "job2", keep=9)
     net, optimizer = make(seed=2)
     train(net, optimizer, 2)
+    with pytest.raises(TryAgain, match="of 0"):  # the first by rank, on both
+        group.all_do(lambda: fail(group.rank))
+    group.patience_s = -1.0
     for rank in (0, 1):
         with silent_files(rank), pytest.raises(TryAgain, match="fails for now"):
             checkpoints.load(net, optimizer)

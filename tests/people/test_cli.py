@@ -529,12 +529,22 @@ def test_what_is_no_file_is_written_to_and_stays(tmp_path):
 
 
 def test_a_link_to_a_file_is_written_through_and_stays(tmp_path):
-    """/dev/stdout is one, wherever it leads: of root it would have been replaced for everybody."""
     link, file = tmp_path / "link", tmp_path / "file"
     link.symlink_to(file)
     for data in (b"first", b"then"):
         shared.put(link, data)
         assert (link.is_symlink(), file.is_symlink(), file.read_bytes()) == (True, False, data)
+
+
+def test_what_goes_to_standard_output_is_added_to_what_it_is(env, tmp_path):
+    """Of root, /dev/stdout was replaced for everybody; then, a file was cut at every turn."""
+    before, file = os.readlink("/dev/stdout"), tmp_path / "out"
+    file.write_text("earlier\n")
+    with file.open("a") as out:
+        command = [ROOT / "bin/elastic-metrics", "--prometheus", "/dev/stdout"]
+        subprocess.run(command, env=env, stdout=out, check=True)
+    assert file.read_text().startswith("earlier\n# ")
+    assert os.readlink("/dev/stdout") == before
 
 
 def test_metrics_into_what_is_no_file_leave_its_mode_alone(env, tmp_path):

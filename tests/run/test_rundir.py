@@ -309,7 +309,7 @@ def test_a_commit_that_is_gone_is_named_with_the_way_out(run, hint):
 
 
 def test_of_commits_the_newest_and_the_oldest_may_be_gone(run):
-    """Then the newest is not none, as that of a new run."""
+    """Then the newest is not none, as that of a new run; it may be that it is not seen here yet."""
     for version in range(3):
         link(run, version)
     (run.path / "newest.json").unlink()
@@ -317,13 +317,20 @@ def test_of_commits_the_newest_and_the_oldest_may_be_gone(run):
     assert run.commits.newest_version() == 2
     run.commits.tell(2)
     run.commits.path(2).unlink()
-    with pytest.raises(ElasticError, match="version 2 is gone"):
+    with pytest.raises(TryAgain, match="not seen here yet: .*/000002.json"):
         run.commits.newest()
+    with pytest.raises(ElasticError, match="version 0 is gone"):
+        next(run.commits.all())
 
 
 def test_a_commit_that_is_not_seen_here_yet_is_not_gone(run, monkeypatch):
     """A network filesystem may remember for a minute that a name was not there."""
     link(run, 0)
+    real, listed = os.listdir, []
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or real(path))
+    of = run.commits.of
+    monkeypatch.setattr(run.commits, "of", lambda version: of(version) if listed else None)
+    assert [commit.version for commit in run.commits.all()] == [0]
     monkeypatch.setattr(run.commits, "of", lambda version: None)
     with pytest.raises(TryAgain, match="not seen here yet"):
         list(run.commits.all())

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from checkpoint_ranks import assert_equal, everything, make, noted, train
 from elastic.base import durable
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.saved import storage
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
@@ -209,6 +209,45 @@ def test_a_file_that_cannot_be_read_now_is_waited_for(run, monkeypatch, name):
     monkeypatch.setattr(Path, "read_bytes", lambda path: _read(os.open(path, os.O_RDONLY)))
     saved, reasons = load(run)
     assert (saved.step, reasons, fails) == (2, [], [])
+
+
+@pytest.mark.parametrize("name", ["2/__0_0.distcp", "step-00000002.json"])
+def test_one_that_cannot_be_read_for_minutes_is_passed_over_and_stays(run, monkeypatch, name):
+    """A block of it may be bad for good; a filesystem that is away comes back."""
+    for step in (1, 2):
+        save(run, step)
+    group = Group()
+    group.patience_s = -1.0
+    checkpoints, real = Checkpoints(run, group, "reader"), durable.insist
+
+    def silent(action, *args):
+        path = args[0] if args else action.__self__  # as of path.stat
+        if str(path).endswith(name):
+            raise TryAgain("the filesystem fails for now")
+        return real(action, *args)
+
+    monkeypatch.setattr(durable, "insist", silent)
+    saved, (reason,) = load(run, checkpoints)
+    assert (saved.step, reason[:7]) == (1, "step 2:")
+    (run.path / "checkpoints/step-00000001.json").unlink()
+    with pytest.raises(TryAgain):  # rather than begin anew
+        load(run, checkpoints)
+    monkeypatch.setattr(durable, "insist", real)
+    assert load(run, checkpoints)[0].step == 2
+
+
+def test_an_old_one_that_cannot_be_read_does_not_matter(run, monkeypatch):
+    for step in (1, 2):
+        save(run, step)
+    real = durable.read_json
+
+    def silent(path):
+        if path == record_path(run, 1):
+            raise TryAgain("the filesystem fails for now")
+        return real(path)
+
+    monkeypatch.setattr(durable, "read_json", silent)
+    assert load(run)[0].step == 2
 
 
 def _read(descriptor):

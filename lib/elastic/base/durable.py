@@ -204,6 +204,7 @@ def patiently(
         except TryAgain:
             if hurry() or time.monotonic() > until:
                 raise
+            time.sleep(AGAIN_S[0])
 
 
 def names(folder: Path) -> list[str]:

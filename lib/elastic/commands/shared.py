@@ -68,10 +68,10 @@ def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
 
 
 def put(path: Path, data: bytes) -> None:
-    """Replace a file as a whole. What is none itself (a pipe, or a link: /dev/stdout is
-    one) stays, and is written to: who reads at that moment may see a part."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        with naming(path):
-            path.write_bytes(data)
+    """Replace a file as a whole, where a link leads to one, too. What is none (a pipe,
+    /dev/stdout) is written to."""
+    if Path("/dev") in path.absolute().parents or (path.exists() and not path.is_file()):
+        with naming(path), path.open("ab", buffering=0) as file:
+            file.write(data)
     else:
-        write_atomic(path, data)
+        write_atomic(path.resolve(), data)

@@ -111,7 +111,7 @@ def _pass_over(passes: Sequence["_Pass"], scheduler: Scheduler, report: PassRepo
     try:
         jobs = scheduler.jobs(passes[0].within_s)
     except TryAgain as silence:
-        report.unknown = str(silence)
+        report.unknown = report.unknown or str(silence)
         for one in passes if not isinstance(silence, sched.Elsewhere) else ():
             with _errors_of(one.run, report):
                 report.unknown_is_new |= one.left_unknown()
@@ -472,8 +472,8 @@ def _trainer_at_work(memory: Memory) -> Job | None:
 def _with_last_word(job: Job, facts: Facts, now: float) -> Job:
     """`job`, and the outcome that it has written itself, where that counts before the
     scheduler knows of its end: of one whose epilog hangs, that it has ended."""
-    record = facts.ending(job.job_id) or {}
-    over = "" if job.queued else history.said_at_end(job, record)
+    record = {} if job.queued else facts.ending(job.job_id) or {}
+    over = history.said_at_end(job, record)
     if over and job.state in history.LEAVING_STATES and now - record["time"] >= EPILOG_S:
         return replace(job, state="ENDED")
     is_foreign = (job.role == TRAINER) != (facts.control.mode == "sync")

@@ -91,7 +91,7 @@ def train(
                 if errors := run_pass(list(active.values()), time.time()).errors:
                     raise ElasticError(errors[0], "elastic-reconcile")
                 next_pass = time.monotonic() + every[0].config.elastic.reconcile_interval_s
-            for trial in [trial for trial, run in active.items() if _is_done(run)]:
+            for trial in [trial for trial, run in active.items() if steering.is_done(run)]:
                 over[trial] = active.pop(trial)
             tell([*over.values(), *active.values()])
             time.sleep(LOOK_S)
@@ -114,14 +114,6 @@ def _begin(trial: Trial, root: Path) -> RunDir:
     if not run.done():  # whether it was stopped or has failed
         steering.scale(run, None, None, None)
     return run
-
-
-def _is_done(run: RunDir) -> bool:
-    if run.control().state == "stopped":
-        raise ElasticError(f"run {run.name} was stopped", "elastic-validate goes on with it")
-    if failed := run.failed():
-        raise ElasticError(f"run {run.name} failed: {failed['reason']}", f"elastic-logs {run.path}")
-    return run.done() is not None
 
 
 # ---- what came out

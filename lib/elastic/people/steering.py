@@ -5,6 +5,7 @@ run, and if the scheduler refuses its jobs the run is gone again. `scale` and `s
 change the run's control file: the reconcile pass that acts on it is the caller's.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from elastic.base.config import Config, load
 from elastic.base.environment import cron_line, runs_root
-from elastic.base.errors import ElasticError, UsageError
+from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import scheduler_of
 from elastic.people import dial, submission
@@ -111,12 +112,7 @@ def wait_for_end(run: RunDir) -> None:
     interval_s = run.config().elastic.reconcile_interval_s
     next_pass = time.monotonic() + interval_s
     with views.progress() as tell:
-        while not run.done():
-            if failed := run.failed():
-                what = f"run {run.name} failed: {failed['reason']}"
-                raise ElasticError(what, f"elastic-logs {run.name}")
-            if run.control().state == "stopped":
-                raise ElasticError(f"run {run.name} was stopped", f"elastic-scale {run.name}")
+        while not is_done(run):
             tell(progress_of([run], 1))
             time.sleep(WAIT_S)
             if time.monotonic() >= next_pass:
@@ -124,12 +120,24 @@ def wait_for_end(run: RunDir) -> None:
                 next_pass = time.monotonic() + interval_s
 
 
+def is_done(run: RunDir) -> bool:
+    """Raises ElasticError where it has failed, or was stopped."""
+    if failed := run.failed():
+        raise ElasticError(f"run {run.name} failed: {failed['reason']}", f"elastic-logs {run.path}")
+    is_over = run.done() is not None
+    if not is_over and run.control().state == "stopped":
+        raise ElasticError(f"run {run.name} was stopped", f"elastic-scale {run.path}: it goes on")
+    return is_over
+
+
 def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
     """How much of `count` runs is trained, of which some are not begun; words on the
     newest."""
     trained, words = 0.0, ""
     for run in runs:
-        newest, of_sync = run.commits.newest(), run.jobs.progress() or {}
+        newest, of_sync = None, run.jobs.progress() or {}
+        with contextlib.suppress(TryAgain):  # no reason to end for who only looks
+            newest = run.commits.newest()
         tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
         goal = of_sync.get("total_tokens") or (newest and newest.total_tokens)
         trained += 1.0 if run.done() else tokens / goal if goal else 0.0

@@ -11,7 +11,6 @@ from elastic.base.durable import (
     create_once,
     exists,
     make_folder,
-    names,
     read_json,
     replace_quickly,
     to_json,
@@ -50,24 +49,27 @@ class Commits(Part):
 
     def newest(self) -> Commit | None:
         version = self.newest_version()
-        return self._known(version) if version >= 0 else None
+        return self.known(version) if version >= 0 else None
 
     def all(self, first: int = 0, last: int | None = None) -> Iterator[Commit]:
         """Every commit from version `first` on (to `last`), oldest first. Raises
         ElasticError for one that is gone."""
         last = self.newest_version() if last is None else last
-        return map(self._known, range(first, last + 1))
+        return map(self.known, range(first, last + 1))
 
-    def _known(self, version: int) -> Commit:
+    def known(self, version: int) -> Commit:
         """Of a version that has been committed. Raises TryAgain if it is not seen here
-        yet."""
+        yet, ElasticError if it is gone: later ones are here."""
         path = self.path(version)
         if commit := self.of(version):
             return commit
-        if path.name in names(path.parent):
-            raise TryAgain(f"not seen here yet: {path}")
-        why = "it says which samples are trained: restore it from a backup"
-        raise ElasticError(f"the record of version {version} is gone: {path}", why)
+        there = numbers(path.parent)  # from this look on it may be seen
+        if version not in there and version < max(there, default=-1):
+            why = "it says which samples are trained: restore it from a backup"
+            raise ElasticError(f"the record of version {version} is gone: {path}", why)
+        if commit := self.of(version):
+            return commit
+        raise TryAgain(f"not seen here yet: {path}")
 
     def link(self, commit: Commit) -> bool:
         """Commit a version whose files are all durable. False if another master was

@@ -154,18 +154,26 @@ class Checkpoints:
 
     def newest(self, base: int = 0) -> tuple[Saved | None, list[str]]:
         """The newest checkpoint on top of version `base` that verifies, if any; why each
-        newer one was skipped."""
+        newer one was skipped. TryAgain if there is none but one that cannot be read
+        now."""
         with contextlib.suppress(OSError, ElasticError):
             self.finish()
         reasons = []
-        found = self._group.decide(lambda: patiently(_on_top_of, self._run, base))
-        for step, record, reason in found:
+        silent: TryAgain | None = None
+        for step, record, reason in self._group.decide(lambda: self._on_top_of(base)):
             saved = restored(Saved, record) if record else None
-            reason = reason or self._damage(saved)
+            try:
+                reason = reason or self._damage(saved)
+            except TryAgain as silence:  # for minutes; it may be sound, and stays
+                silent = silence
+                reasons.append(f"step {step}: {silence.what}")
+                continue
             if not reason:
                 return saved, reasons
             reasons.append(f"step {step}: {reason}")
             self._skipped.add(step)
+        if silent:
+            raise silent
         return None, reasons
 
     # ---- writing
@@ -225,10 +233,36 @@ class Checkpoints:
     # ---- reading
 
     def _damage(self, saved: Saved) -> str:
-        """What is wrong with a file of it, else "". The ranks share the work."""
+        """What is wrong with a file of it, else "". The ranks share the work. TryAgain, on
+        all of them, where the filesystem does not say."""
+        if saved is None:
+            raise TryAgain("its record cannot be read now")
         own = saved.files[self._group.rank :: self._group.world]
-        of_all = self._group.all_do(lambda: patiently(_damage, self._run, saved, own))
+        of_all = self._group.all_do(lambda: self._patiently(_damage, self._run, saved, own))
         return next(filter(None, of_all), "")
+
+    def _patiently(self, action: Callable, *args):
+        return patiently(action, *args, for_s=self._group.patience_s)
+
+    def _on_top_of(self, base: int) -> list[tuple[int, dict | None, str]]:
+        """The checkpoints on top of version `base`, and those that do not say, newest
+        first: the step, the record, and what is wrong with that (neither: it cannot be
+        read now). A version 0 is what sync mode begins with, be it written down or
+        not."""
+        candidates, read = [], functools.partial(self._patiently, _read)
+        for step in self._patiently(steps, self._run, BEGUN):
+            try:
+                saved, reason = read(self._run, step)
+            except TryAgain:
+                saved, reason = None, ""
+            if saved is None:
+                candidates.append((step, None, reason))
+            elif saved.extra.get("base_version", 0) == base:
+                with contextlib.suppress(OSError, TryAgain):  # then it is read where it is
+                    settle(_final_path(self._run, step), saved.writer)
+                candidates.append((step, asdict(saved), ""))
+                read = _read  # it is not needed, if all goes well
+        return candidates
 
     def _restore(self, saved: Saved, model, optimizer) -> None:
         optimizer.zero_grad()
@@ -291,25 +325,9 @@ def size_bytes(run: RunDir, step: int) -> int:
     return sum(entry["bytes"] for entry in record.get("files", ()))
 
 
-def _on_top_of(run: RunDir, base: int) -> list[tuple[int, dict | None, str]]:
-    """The checkpoints on top of version `base`, and those that do not say, newest first:
-    the step, the record, and what is wrong with that. A version 0 is what sync mode
-    begins with, be it written down or not."""
-    candidates = []
-    for step in steps(run, BEGUN):
-        saved, reason = _read(run, step)
-        if saved is None:
-            candidates.append((step, None, reason))
-        elif saved.extra.get("base_version", 0) == base:
-            with contextlib.suppress(OSError):  # then it is read where it is
-                settle(_final_path(run, step), saved.writer)
-            candidates.append((step, asdict(saved), ""))
-    return candidates
-
-
 def _damage(run: RunDir, saved: Saved, files: Sequence[dict]) -> str:
     """What is wrong with one of its `files`, else "". TryAgain where the filesystem does
-    not say: that is no damage, and the steps since the one before would be lost."""
+    not say: that is no damage."""
     folder = place(run.path / saved.path, saved.writer)
     reasons = (durable.damage(folder / Path(entry["path"]).name, entry) for entry in files)
     return next(filter(None, reasons), "")

@@ -15,7 +15,6 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from elastic.base.durable import patiently
 from elastic.run.records import Checkpoint, Commit, as_commit
 from elastic.run.rundir import RunDir
 from elastic.run.sound import typed
@@ -27,10 +26,9 @@ from elastic.train.group import Group
 
 def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
     """Load a version's parameters, in float32, into a model that may be sharded."""
-    commit = patiently(run.commits.of, version)
-    replica = Replica(model, patiently(read_layout, run, version))
+    commit, replica = run.commits.known(version), Replica(model, read_layout(run, version))
     for index in range(len(replica.layout.fragments)):
-        params, _momentum = patiently(read_exactly, run, commit, replica.layout, index)
+        params, _momentum = read_exactly(run, commit, replica.layout, index)
         replica.load(index, params)
 
 

@@ -76,7 +76,7 @@ def _remove_drafts_below(run: RunDir, version: int) -> None:
 
 
 def read_layout(run: RunDir, version: int) -> Layout:
-    manifest = durable.read_json(verified(run, run.commits.of(version), "manifest.json"))
+    manifest = durable.read_json(verified(run, run.commits.known(version), "manifest.json"))
     return Layout.from_json(manifest["layout"])
 
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.base.config import Config
-from elastic.base.durable import SPACE_S, append_line, until_written
+from elastic.base.durable import SPACE_S, append_line, patiently, until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
@@ -160,7 +160,8 @@ class Trainer:
         saved, refused = self.saving.load(version)
         self._go_on_from(saved)
         if version and not saved:
-            rank.group.all_do(lambda: handover.to_sync(rank.run, version, self.learner.model))
+            read = functools.partial(handover.to_sync, rank.run, version, self.learner.model)
+            rank.group.all_do(lambda: patiently(read, for_s=rank.group.patience_s))
         elif not saved:
             set_initial_values(self.learner.task, self.learner.model)
         begin = f"version {version}" if version else "the beginning"

@@ -49,7 +49,7 @@ def join_group(rank: int, world: int, device: torch.device, timeout_s: float) ->
     Raises ElasticError naming the ranks or nodes that are missing, or that do not reach
     each other.
     """
-    group = Group(rank, world, device)
+    group = Group(rank, world, device, timeout_s)
     if world > 1:
         timeout = timedelta(seconds=timeout_s)
         store = meet(rank, world, timeout)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.base import errors
+from elastic.base.durable import UNREAD_S
 from elastic.base.errors import ElasticError
 
 
@@ -53,8 +54,11 @@ def clip_gradients(model: torch.nn.Module, most: float) -> float:
 class Group:
     """`world` ranks; with one, every call is a no-op."""
 
-    def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu"):
+    def __init__(self, rank: int = 0, world: int = 1, device: torch.device | str = "cpu",
+                 timeout_s: float = math.inf):  # fmt: skip
         self.rank, self.world, self.device = rank, world, torch.device(device)
+        # For which a rank may wait for bytes while the others wait for it.
+        self.patience_s = min(UNREAD_S, timeout_s / 4)
 
     @classmethod
     def here(cls, world: int) -> "Group":
@@ -80,14 +84,14 @@ class Group:
         do not call it. Collective. Its error is raised by every rank: else the others
         would wait."""
         outcome, error = _tried(decision) if self.leads else (None, None)
-        return _answers([self.broadcast(outcome)], error)[0]
+        return _answers([self.broadcast(outcome)], {0: error})[0]
 
     def all_do(self, action: Callable[[], object]) -> list:
         """What `action()`, in which no ranks meet, returns to each rank (anything JSON),
-        by rank, on every rank. Collective. An error of any rank is raised by every
-        rank."""
+        by rank, on every rank. Collective. The first error, by rank, is raised by every
+        rank: all go the same way then."""
         outcome, error = _tried(action)
-        return _answers(self.gather(outcome), error)
+        return _answers(self.gather(outcome), {self.rank: error})
 
     def broadcast(self, message: object = None, source: int = 0) -> object:
         """The `source` rank's message (anything JSON), on every rank."""
@@ -119,10 +123,11 @@ def _tried(action: Callable[[], object]) -> tuple[list, Exception | None]:
         return [None, [type(error).__name__, getattr(error, "errno", None), str(error)]], error
 
 
-def _answers(outcomes: list[list], own_error: Exception | None) -> list:
-    """What the ranks returned; or this rank raises its error, or else that of another."""
-    if own_error:
-        raise own_error
-    for kind, errno, what in (told for _, told in outcomes if told):
-        raise OSError(errno, what) if errno else getattr(errors, kind, ElasticError)(what)
+def _answers(outcomes: list[list], own: dict[int, Exception | None]) -> list:
+    """What the ranks returned; or the first error is raised, `own` or made again."""
+    for rank, (_, told) in enumerate(outcomes):
+        if told:
+            kind, errno, what = told
+            of_ours = getattr(errors, kind, None)
+            raise own.get(rank) or (of_ours(what) if of_ours else OSError(errno, what))
     return [answer for answer, _ in outcomes]
