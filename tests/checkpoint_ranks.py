@@ -100,20 +100,16 @@ def noted(run: RunDir, step: int) -> dict[str, torch.Tensor]:
 @contextmanager
 def full_disk(rank: int):
     """torch.save says on this rank what it says where there is no space."""
-    real = torch.save
-
     def refuse(*_):
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904 (as torch does)
 
-    if dist.get_rank() == rank:
-        torch.save = refuse
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(torch, "save", refuse)
         yield
-    finally:
-        torch.save = real
 
 
 def fail(rank: int) -> None:
@@ -123,17 +119,13 @@ def fail(rank: int) -> None:
 @contextmanager
 def silent_files(rank: int):
     """The filesystem gives this rank nothing, for longer than anybody waits."""
-    real = durable.insist
-
     def silent(*_):
         raise TryAgain("the filesystem fails for now")
 
-    if dist.get_rank() == rank:
-        durable.insist = silent
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(durable, "insist", silent)
         yield
-    finally:
-        durable.insist = real
 
 
 def write(run: RunDir, group: Group) -> None:

@@ -6,8 +6,8 @@ One squeue with `-t all` asks for everything: jobs that ended stay visible for M
 so every doubt is Unsure: a later pass looks for the job by its name. Slurm's own
 variables leak from an outer job into a nested sbatch and break srun there, hence the
 cleaned environment of every command. Restarts belong to reconcile alone: jobs are
-`--no-requeue`, and `singleton` keeps two of one name from running at once (but for while
-the first is COMPLETING: writers are fenced by attempt).
+`--no-requeue`, and `singleton` keeps two of one name from running at once, unless the
+first is COMPLETING: writers are fenced by attempt.
 
 Parsing, classifying and building the command line are pure functions.
 """

@@ -97,7 +97,7 @@ def measured(run: RunDir) -> dict[str, float]:
         "step_s": [delta.seconds / delta.steps for delta in deltas if delta.steps and delta.seconds]
                   or [line["seconds"] * line["world"] / config.elastic.max for line in metrics],
     }  # fmt: skip
-    # Not below zero: each clock that is read here is another.
+    # Slurm tells whole seconds, and clocks of nodes differ: a mean may come out negative.
     shown = {name: max(0.0, fmean(values)) for name, values in samples.items() if values}
     if deltas and gaps_s:  # all parts of a pause
         shown |= dict.fromkeys(("deliver_s", "deliver_alone_s", "average_s"), 0.0)

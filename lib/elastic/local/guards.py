@@ -100,8 +100,7 @@ class Running:
 
     @classmethod
     def of(cls, commit: Commit) -> "Running":
-        """As a commit has them; those of an older commit that has others are begun
-        anew."""
+        """As a commit has them; what an older commit does not have begins anew."""
         told = commit.running or {}
         known = {name: told[name] for name in cls.__annotations__ if name in told}
         return cls(**{**known, "reach": Reach(**told.get("reach", {}))})
