@@ -223,8 +223,8 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setattr(master_server, "MasterStore", BothSides)  # workers speak through it, too
     for module in (averaging, exchange):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
-    for module, name in ((master_server, "TICK_S"), (master, "TICK_S"), (journal, "SPACE_S"),
-                         (durable, "SPACE_S"),
+    for module, name in ((master_server, "TICK_S"), (master, "TICK_S"), (journal, "STUCK_S"),
+                         (durable, "STUCK_S"),
                          (line, "RETRY_S"), (line, "DRY_S"),
                          (line, "UNSEEN_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.01)

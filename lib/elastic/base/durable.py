@@ -34,10 +34,9 @@ import xxhash
 
 from elastic.base.errors import ElasticError, TryAgain
 
-SPACE_S = 2.0  # between two tries on a full disk
+STUCK_S = 2.0  # between two tries of what a process cannot go on without
 LOCK_TRIES, LOCK_S = 10, 0.01
 AGAIN_S = (0.1, 0.5, 2.0)  # before each further try where the filesystem fails for now
-PATIENT_S = 1.0  # between two tries where only these bytes will do
 UNREAD_S = 300.0  # for which bytes are waited for that the filesystem does not give out
 # What a network filesystem says now and then, of a file that is sound: a server that is
 # replaced, a file that was replaced between two calls.
@@ -159,7 +158,7 @@ def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: N
                 print(f"waiting for space, will try on: {error}", flush=True)
             is_told = True
             tell(error)
-            time.sleep(SPACE_S)
+            time.sleep(STUCK_S)
 
 
 class _Lossy(io.FileIO):
@@ -205,7 +204,7 @@ def patiently(
         except TryAgain:
             if hurry() or time.monotonic() > until:
                 raise
-            time.sleep(PATIENT_S)
+            time.sleep(STUCK_S)
 
 
 def names(folder: Path) -> list[str]:

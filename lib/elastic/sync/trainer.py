@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.base.config import Config
-from elastic.base.durable import SPACE_S, append_line, patiently, until_written
+from elastic.base.durable import STUCK_S, append_line, patiently, until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
@@ -108,7 +108,7 @@ class Trainer:
         wish = self._train()
         # A save may take longer than a step ever should.
         while wish == Wish.GO_ON and not self.saving.save(self.state):
-            time.sleep(SPACE_S)  # not done before the last step is on the disk
+            time.sleep(STUCK_S)  # not done before the last step is on the disk
             wish = Wish(self.rank.group.broadcast(self.wishes.mine()))
         if wish != Wish.GO_ON:
             return self._leave(wish)

@@ -174,7 +174,7 @@ def test_what_a_worker_waits_for_is_no_part_of_what_a_delivery_takes(monkeypatch
     worker.exchange.send, worker.exchange.codec = send, SimpleNamespace(name="none")
     worker.exchange.replica = SimpleNamespace(delta=None, layout=SimpleNamespace(hash="l"))
     worker.deliver.deliver(WorkerRound(5, 0.0, steps=1, lr_sum=0.1))
-    assert clock.now == 2 + 2 * durable.SPACE_S + 90
+    assert clock.now == 2 + 2 * durable.STUCK_S + 90
     assert (worker.hand.deliver_s, worker.line._said["needs_s"]) == (2.0, 0.5 + 2.0 + 1.0)
 
 

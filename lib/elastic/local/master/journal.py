@@ -6,7 +6,7 @@ A full disk stops its clock, not the run: it goes on when there is space again.
 import time
 from collections.abc import Callable
 
-from elastic.base.durable import SPACE_S
+from elastic.base.durable import STUCK_S
 from elastic.base.errors import ElasticError
 from elastic.base.signals import Notice
 from elastic.run.rundir import RunDir
@@ -50,7 +50,7 @@ class Journal:
                 raise Leaving(f"notice: {self.notice.signal_name}, while {self.reason}")
             self.say(self.reason)
             self._meanwhile()
-            time.sleep(SPACE_S)
+            time.sleep(STUCK_S)
 
     def is_short_of_space(self, failed: OSError | None = None) -> bool:
         self.reason = self.run.shortage(self._least_bytes)

@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import TypeVar
 
-from elastic.base.durable import SPACE_S, until_written
+from elastic.base.durable import STUCK_S, until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
@@ -103,7 +103,7 @@ class NoLine:
     def written(self, write: Callable[[], T]) -> T:
         """What `write()` returns, once the disk has room. Raises TryAgain at a notice."""
         def say_why(error: OSError) -> None:
-            self._blocked_s += SPACE_S
+            self._blocked_s += STUCK_S
             self.say(state="blocked", trouble=str(error))
 
         return until_written(write, self.notice.has_run_out, say_why)
