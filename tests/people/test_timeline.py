@@ -8,7 +8,7 @@ from elastic.jobs import plan
 from elastic.people import timeline
 from elastic.people.timeline import Point, Stay
 from elastic.run import wording
-from elastic.run.records import Outcome
+from elastic.run.records import ORDERLY, Outcome
 from elastic.run.wording import EventKind
 from helpers import ROOT, commit_of
 
@@ -124,13 +124,12 @@ def test_every_kind_of_event_that_is_emitted_is_known_and_has_words():
     assert all(kind.words for kind in EventKind)
 
 
-def test_an_outcome_is_its_word_and_an_unknown_word_is_none_of_them():
+def test_an_outcome_is_its_word_and_the_word_of_a_later_version_is_no_incident():
     assert (Outcome("yielded"), f"{Outcome.YIELDED}") == (Outcome.YIELDED, "yielded")
-    later = Outcome("eaten by a later version")
-    assert later is Outcome.UNKNOWN
-    assert not any((later.is_wanted, later.is_orderly, later.is_preemption, later.is_surprise))
-    assert {*filter(lambda outcome: outcome.is_surprise, Outcome)} == {
-        "killed", "lost", "failed", "refused", "held"}  # fmt: skip
+    assert "yielded" in ORDERLY
+    ends = [{**END, "outcome": word} for word in (*Outcome, "eaten by a later version")]
+    kinds = {incident.kind for incident in timeline.incidents(ends)}
+    assert kinds == {"killed", "lost", "failed", "refused", "held"}
 
 
 @pytest.mark.parametrize(("event", "words"), [

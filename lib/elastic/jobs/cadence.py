@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from elastic.base import units
-from elastic.run.records import Outcome
+from elastic.run.records import INTERRUPTIONS
 
 PRIOR_S = 4 * 3600.0
 # An interval is at least so many saves: a tenth of the time, of the disk's too.
@@ -24,7 +24,7 @@ def observed_mtbi_s(endings: Sequence[Mapping]) -> float:
     """Mean seconds between interruptions of a run's trainer jobs, of which the last may
     be at work."""
     ends = [end for end in endings if end.get("role") == "trainer" and "started" in end]
-    broken = sum(Outcome(end.get("outcome", "")).is_interruption for end in ends)
+    broken = sum(end.get("outcome", "") in INTERRUPTIONS for end in ends)
     lasted_s = sum(end["time"] - end["started"] for end in ends)
     return (lasted_s + PRIOR_S) / max(1, broken)
 

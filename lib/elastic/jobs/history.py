@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic.run.records import Outcome
+from elastic.run.records import ORDERLY, Outcome
 
 MASTER = "master"
 WORKER = "worker"
@@ -243,7 +243,7 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
         submitted_at=job.submitted_at,
         reason=reason,
         detail=str(record.get("detail") or ""),
-        worked=age_s >= WORKED_S or (did_some and Outcome(said).is_orderly),
+        worked=age_s >= WORKED_S or (did_some and said in ORDERLY),
         started_at=job.started_at,
         ended_at=job.ended_at or ended_at,
     )

@@ -14,7 +14,7 @@ from elastic.base.errors import UsageError
 from elastic.lab.played import Change
 from elastic.run import goodput, rundir
 from elastic.run.goodput import Allocation
-from elastic.run.records import Outcome
+from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
 
 MOST_MS = 366 * 86400 * 1000
@@ -70,7 +70,7 @@ def _of_jobs(jobs: Iterable[Allocation], began: float, gpus: int) -> Iterator[Ch
         slot = job.attempts[0][1][0] if job.attempts else -1
         for part in range(job.gpus // gpus):
             yield Change(max(0.0, job.start - began), f"{slot}.{part}", gpus)
-            if job.outcome and not Outcome(job.outcome).is_wanted:
+            if job.outcome and job.outcome not in WANTED:
                 yield Change((job.notice or job.end) - began, f"{slot}.{part}", 0)
 
 

@@ -22,7 +22,7 @@ from elastic.people.timeline import Incident, Point, Stay
 from elastic.run import scores, wording
 from elastic.run.audit import gpu_seconds, read_metrics
 from elastic.run.goodput import PARTS, shares
-from elastic.run.records import Outcome
+from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
 from elastic.run.scores import Score
 from elastic.run.wording import EventKind
@@ -133,7 +133,7 @@ def draw_jobs(axes: Any, facts: Facts) -> None:
     for number, stay in enumerate(facts.stays):
         row, start, end = places.index(stay.place), _at(stay.start), _at(stay.end)
         axes.barh(row, end - start, left=start, height=0.6, gid=f"job-{number}", color=LIGHT)
-        if stay.outcome and not Outcome(stay.outcome).is_wanted:
+        if stay.outcome and stay.outcome not in WANTED:
             marker, colour = MARKS.get(stay.outcome, MARK_OF_DEATH)
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
     for incident in facts.incidents:

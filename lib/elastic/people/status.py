@@ -35,7 +35,7 @@ from elastic.jobs.sched import cluster_of, open_scheduler
 from elastic.local.rounds import inner_steps
 from elastic.run import membership, scores, wording
 from elastic.run.audit import read_checkpoints
-from elastic.run.records import Commit, Outcome
+from elastic.run.records import PREEMPTIONS, Commit
 from elastic.run.rundir import RunDir
 from elastic.run.wording import EventKind, counted, one_line
 
@@ -430,7 +430,7 @@ def _program(facts: Facts, jobs: Sequence[dict], log: Path, now: float) -> Crew:
 def _preemptions_per_h(world: World) -> float:
     """Of the last half hour, by what reconcile passes remember."""
     taken = [end for end in world.facts.memory.ended
-             if Outcome(end.outcome).is_preemption and end.role != MASTER
+             if end.outcome in PREEMPTIONS and end.role != MASTER
              and end.started_at and world.now - end.at < RECENT_S]  # fmt: skip
     return len(taken) * 3600 / RECENT_S
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from elastic.run import wording
 from elastic.run.goodput import job_key, jobs_in
-from elastic.run.records import Commit, Outcome
+from elastic.run.records import SURPRISES, Commit
 from elastic.run.wording import EventKind
 
 INCIDENTS = (
@@ -98,7 +98,7 @@ def incidents(events: Sequence[Mapping]) -> list[Incident]:
 
 def _is_incident(event: Mapping, asked: Collection[tuple]) -> bool:
     if event["kind"] == EventKind.END:
-        return Outcome(event["outcome"]).is_surprise
+        return event["outcome"] in SURPRISES
     if event["kind"] == EventKind.MASTER:
         return event["epoch"] > 1
     if event["kind"] == EventKind.PREEMPT:

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.run.records import Commit, Outcome
+from elastic.run.records import WANTED, Commit, Outcome
 from elastic.run.wording import EventKind
 
 PARTS = ("training", "replay", "start-up", "waiting", "notice", "lost", "open")
@@ -163,7 +163,7 @@ def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float
     noticed = min(max(job.notice or job.end, at), job.end)
     if not job.outcome:
         yield "open" if begun else "start-up", noticed - at
-    elif Outcome(job.outcome).is_wanted and begun:
+    elif job.outcome in WANTED and begun:
         yield "waiting", noticed - at
     else:
         yield from _restart(job, at, noticed, begun, "lost" if begun else "start-up")

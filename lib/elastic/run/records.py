@@ -36,37 +36,18 @@ class Outcome(enum.StrEnum):
     HELD = "held"  # would never have started
     REFUSED = "refused"  # never had a node
     AT_WORK = ""  # the job has not ended
-    UNKNOWN = "unknown"  # a word of another version
 
-    @classmethod
-    def _missing_(cls, value: object) -> "Outcome":
-        return cls.UNKNOWN
-
-    @property
-    def is_wanted(self) -> bool:
-        """The job had delivered everything: nobody wanted more of it."""
-        return self in (Outcome.DONE, Outcome.STOPPED)
-
-    @property
-    def is_orderly(self) -> bool:
-        """The job delivered what it had before it left."""
-        return self.is_wanted or self is Outcome.YIELDED
-
-    @property
-    def is_preemption(self) -> bool:
-        """The scheduler took the job's nodes away."""
-        return self in (Outcome.YIELDED, Outcome.KILLED, Outcome.LOST)
-
-    @property
-    def is_surprise(self) -> bool:
-        """An end that no event of the job itself has told."""
-        return self in (Outcome.KILLED, Outcome.LOST, Outcome.FAILED, Outcome.REFUSED, Outcome.HELD)
-
-    @property
-    def is_interruption(self) -> bool:
-        """By the exit record of a trainer, which says nothing of its end if it was
-        killed."""
-        return self in (Outcome.AT_WORK, Outcome.YIELDED, Outcome.FAILED, Outcome.KILLED)
+# A word of another version is in none of these.
+# The job had delivered everything: nobody wanted more of it.
+WANTED = (Outcome.DONE, Outcome.STOPPED)
+# The job delivered what it had before it left.
+ORDERLY = (*WANTED, Outcome.YIELDED)
+# The scheduler took the job's nodes away.
+PREEMPTIONS = (Outcome.YIELDED, Outcome.KILLED, Outcome.LOST)
+# Ends that no event of the job itself has told.
+SURPRISES = (Outcome.KILLED, Outcome.LOST, Outcome.FAILED, Outcome.REFUSED, Outcome.HELD)
+# By the exit record of a trainer, which says nothing of its end if it was killed.
+INTERRUPTIONS = (Outcome.AT_WORK, Outcome.YIELDED, Outcome.FAILED, Outcome.KILLED)
 
 
 Name = NewType("Name", str)  # of a file, or in one

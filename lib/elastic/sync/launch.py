@@ -39,7 +39,7 @@ from elastic.jobs.history import TRAINER
 from elastic.jobs.program import Program, reconcile_now, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
 from elastic.run import wording
-from elastic.run.records import Outcome
+from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
 from elastic.sync.judging import Facts, judge
 from elastic.sync.keepalive import Keepalive
@@ -281,7 +281,7 @@ class Launcher:
         measured |= {"gpus": self.gpus, "steps": int(self._resume.has_progressed())}
         code = self.program.end(end, worked, **measured)
         _say(f"{end.outcome}: {end.reason}")
-        if self._follower and (end.outcome.is_wanted or end.outcome == Outcome.FENCED):
+        if self._follower and (end.outcome in WANTED or end.outcome == Outcome.FENCED):
             os.killpg(self._follower.pid, signal.SIGKILL)
         reconcile_now(self.run)
         return code
