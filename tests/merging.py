@@ -14,7 +14,7 @@ from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.transport import Transport, fragment_name
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
-from elastic.saved.codec import Codec, Fragment, codec
+from elastic.saved.codec import CODECS, Codec, Fragment
 from elastic.saved.layout import Layout
 from elastic.saved.merge import Outer
 from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
@@ -88,7 +88,7 @@ class Rounds:
     def put(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Header:
         """Write the delta of a worker that went from its base to `local`; returns its header."""
         base = changes.get("base", self.version)
-        transport, encode = Transport(self.run), codec(self.config.local_sgd.compression).encode
+        transport, encode = Transport(self.run), CODECS[self.config.local_sgd.compression].encode
         attempt = changes.get("attempt", 1)
         fragments = [
             transport.put(fragment_name((slot, attempt, base), index), encode(delta, fragment))

@@ -26,7 +26,7 @@ import torch
 from figures import ROOT, medians_s, record
 
 sys.path.insert(0, str(ROOT / "lib"))
-from elastic.saved.codec import CODECS, codec  # noqa: E402
+from elastic.saved.codec import CODECS  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
 
 WIDTH = 1024
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure_encoding(name: str, fragment, delta: torch.Tensor) -> None:
-    chosen, numel = codec(name), delta.numel()
+    chosen, numel = CODECS[name], delta.numel()
     size = chosen.size_bytes(fragment)
     record("codec", f"{name}: bytes of a delta", size / 1e6, "MB", "float32", 4 * numel / 1e6)
     (encode_s,) = medians_s(lambda: chosen.encode(delta, fragment))
@@ -64,7 +64,7 @@ def measure_averaging(fragment, delta: torch.Tensor, threads: int) -> None:
 
         record("codec", f"{words}, add", total / medians_s(additions)[0], "G/s")
         for name in CODECS:
-            chosen = codec(name)
+            chosen = CODECS[name]
             data = torch.frombuffer(bytearray(chosen.encode(delta, fragment)), dtype=torch.uint8)
             copies = [data.clone() for _ in range(threads)]
 

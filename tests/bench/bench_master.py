@@ -29,7 +29,7 @@ from elastic.local.store import Ask  # noqa: E402
 from elastic.local.transport import Transport, fragment_name  # noqa: E402
 from elastic.run.records import Header  # noqa: E402
 from elastic.run.rundir import Control, RunDir  # noqa: E402
-from elastic.saved.codec import codec  # noqa: E402
+from elastic.saved.codec import CODECS  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
 from elastic.saved.versions import Draft  # noqa: E402
 from helpers import commit_of  # noqa: E402
@@ -116,7 +116,7 @@ class Crowd:
         self.run, self.workers, self.sequence = run, workers, 0
         self.store = self._connect()
         self.transport = Transport(run)
-        self.data = codec("none").encode(torch.full((64,), 1e-3), ())
+        self.data = CODECS["none"].encode(torch.full((64,), 1e-3), ())
         self.version = 0
         self.beaten = 0.0
 

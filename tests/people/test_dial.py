@@ -11,7 +11,7 @@ import pytest
 from elastic.base.config import Config, load, load_written
 from elastic.people import dial
 from elastic.run.estimate import ENOUGH, Model, Rates, cost
-from elastic.saved.codec import codec
+from elastic.saved.codec import CODECS
 from elastic.saved.layout import Layout
 from helpers import ROOT, elastic, environment
 
@@ -84,7 +84,7 @@ def test_a_site_that_says_how_fast_it_is_is_believed(tmp_path):
 @pytest.mark.parametrize("name", list(dial.CODED))
 def test_bytes_of_an_element_are_those_of_the_codec(name):
     layout = Layout.of([("weight", (1024, 1024))], 1 << 30)
-    sent = codec(name).size_bytes(layout.fragments[0])
+    sent = CODECS[name].size_bytes(layout.fragments[0])
     assert sent == dial.CODED[name] * 1024 * 1024
 
 

@@ -7,11 +7,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from elastic.base.errors import UsageError
-from elastic.saved.codec import CODECS, as_bytes, codec
+from elastic.saved.codec import CODECS, as_bytes
 from elastic.saved.layout import Layout
 from elastic.saved.versions import split
 from merging import decoded
@@ -27,7 +25,7 @@ def fragment_of(*list_of_shapes):
 
 def journey(name, values, fragment=None):
     """Encode, copy the bytes as a transport does, decode."""
-    chosen, fragment = codec(name), fragment or fragment_of(values.shape)
+    chosen, fragment = CODECS[name], fragment or fragment_of(values.shape)
     encoded = chosen.encode(values, fragment)
     assert len(encoded) == chosen.size_bytes(fragment)
     received = torch.empty(len(encoded), dtype=torch.uint8)
@@ -73,14 +71,14 @@ def test_what_is_not_finite_does_not_arrive_as_finite(name, bad):
     ],
 )
 def test_sizes_are_known_before_anything_is_encoded(name, sizes):
-    known = codec(name)
+    known = CODECS[name]
     assert known.size_bytes(fragment_of((0,))) == 0
     assert {n: known.size_bytes(fragment_of((n,))) for n in sizes} == sizes
 
 
 def test_bytes_are_little_endian_in_layout_order():
     sent, fragment = torch.tensor([1.0, -2.0]), fragment_of((2,))
-    hexes = {name: codec(name).encode(sent, fragment).hex() for name in CODECS}
+    hexes = {name: CODECS[name].encode(sent, fragment).hex() for name in CODECS}
     scale = "823c"  # 2/127, rounded up
     assert hexes["none"] == "0000803f000000c0"
     assert hexes["int8"] == scale + "3f" + "82"  # 63 and -126 of 0.01587
@@ -123,12 +121,6 @@ def test_bytes_of_a_tensor_are_its_memory():
     tensor = torch.zeros(4)
     as_bytes(tensor)[4:8] = bytes.fromhex("0000803f")
     assert tensor.tolist() == [0.0, 1.0, 0.0, 0.0]
-
-
-def test_an_unknown_codec_is_named_with_the_legal_ones():
-    with pytest.raises(UsageError, match="'zip'") as caught:
-        codec("zip")
-    assert caught.value.hint == "legal: none, int8, int4"
 
 
 # ---- the layout ---------------------------------------------------------------------------------

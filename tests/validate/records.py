@@ -32,7 +32,7 @@ import torch
 
 from elastic.base import config as configuration
 from elastic.lab.validation import half_width
-from elastic.saved.codec import codec
+from elastic.saved.codec import CODECS
 from elastic.tasks import ByteText
 from helpers import commit_of
 from validate import report, rig
@@ -141,7 +141,7 @@ def run(trial: Trial) -> dict:
     simulator = Simulator(task, config, start, len(task.dataset()), trial.tokens)
     alone = ARMS[trial.arm].synchronous
     crews = iter(lambda: [0], None) if alone else trial.point.crews(trial.seed)
-    sent, encoded = 0, sum(map(codec(config.local_sgd.compression).size_bytes,
+    sent, encoded = 0, sum(map(CODECS[config.local_sgd.compression].size_bytes,
                                simulator.outer.layout.fragments))  # fmt: skip
     while deltas := works(simulator, next(crews)):
         sent += len(deltas) * encoded

@@ -29,12 +29,11 @@ from elastic.local import rounds
 from elastic.local.guards import Moved, Running
 from elastic.local.worker.worker import train
 from elastic.run.ledger import Range
-from elastic.run.records import Commit
-from elastic.run.records import Delta as Merged
+from elastic.run.records import Commit, Delta as Merged
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
 from elastic.saved import merge
-from elastic.saved.codec import codec, codec_of
+from elastic.saved.codec import CODECS, codec_of
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.device import seed_by
@@ -171,7 +170,7 @@ class Simulator:
         self._sample_tokens = count_tokens(task, default_collate([task.dataset()[0]]))
         self.version, self.clipped = 0, 0
         self.versions = {0: self._publish(start.tokens, start.workers)}
-        self._codec = codec(config.local_sgd.compression)
+        self._codec = CODECS[config.local_sgd.compression]
         self._shuffles: dict[int, Shuffle] = {}
         self._inner: dict[Key, Inner] = {}  # after a delta
         self._trained: dict[Key, Delta] = {}  # and not merged yet

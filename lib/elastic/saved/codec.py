@@ -18,7 +18,6 @@ from typing import Protocol
 
 import torch
 
-from elastic.base.errors import UsageError
 from elastic.saved.layout import Tensor
 
 Fragment = tuple[Tensor, ...]
@@ -108,17 +107,9 @@ class Blocks(Codec):
         return data[:scales].view(torch.bfloat16), data[scales:]
 
 
-CODECS = {
+CODECS = {  # by local_sgd.compression
     chosen.name: chosen for chosen in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128))
 }
-
-
-def codec(name: str) -> Codec:
-    """The codec of that name (config key local_sgd.compression)."""
-    if name not in CODECS:
-        legal = ", ".join(CODECS)
-        raise UsageError(f"local_sgd.compression = {name!r} is not known", f"legal: {legal}")
-    return CODECS[name]
 
 
 def codec_of(fragment: Fragment, chosen: Codec) -> Codec:

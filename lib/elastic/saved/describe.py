@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from elastic.base import config as configuration
 from elastic.base.errors import ElasticError, Exit
 from elastic.run.estimate import Model
-from elastic.saved.codec import codec
+from elastic.saved.codec import CODECS
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
 from elastic.train.loading import check
@@ -43,7 +43,7 @@ def measured(config, task) -> Model:
     layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
     if not layout.fragments:
         raise ElasticError("the model has no parameters that are trained")
-    chosen = codec(config.local_sgd.compression)
+    chosen = CODECS[config.local_sgd.compression]
     sizes = [chosen.size_bytes(fragment) for fragment in layout.fragments]
     return Model(
         numel=sum(layout.numels), delta_bytes=sum(sizes), fragments=len(sizes),

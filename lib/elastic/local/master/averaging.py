@@ -32,7 +32,7 @@ from elastic.run.ledger import Offer as Key
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
 from elastic.saved import merge
-from elastic.saved.codec import Tile, as_bytes, codec, codec_of
+from elastic.saved.codec import CODECS, Tile, as_bytes, codec_of
 from elastic.saved.versions import Draft, prune, read_exactly, read_layout, read_params
 
 
@@ -51,7 +51,7 @@ class Averager:
         self.run, self.config = run, config
         self.layout = read_layout(run, base)
         self.indices = range(len(self.layout.fragments))
-        self._codec = codec(config.local_sgd.compression)
+        self._codec = CODECS[config.local_sgd.compression]
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self.outer = merge.Outer(self.layout, list(empty), list(empty), mu=0.0)
         self._own = threading.local()

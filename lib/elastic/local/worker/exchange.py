@@ -8,9 +8,8 @@ next is encoded, and while one is adopted the next is read.
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
@@ -19,7 +18,7 @@ from elastic.base.config import Config
 from elastic.base.durable import patiently
 from elastic.run.records import Commit, Fragment
 from elastic.run.rundir import RunDir
-from elastic.saved.codec import codec, codec_of
+from elastic.saved.codec import CODECS, codec_of
 from elastic.saved.merge import norm
 from elastic.saved.replica import Replica
 from elastic.saved.versions import read_params
@@ -31,7 +30,7 @@ Put = Callable[[int, memoryview], Fragment]
 class Exchange:
     def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group):
         self.run, self.replica, self.group = run, replica, group
-        self.codec = codec(config.local_sgd.compression)
+        self.codec = CODECS[config.local_sgd.compression]
         self._indices = range(len(replica.layout.fragments))
         self.moved: Callable[[], object] = lambda: None  # called for each fragment
 
@@ -102,11 +101,8 @@ def _entry(index: int, fragment: Fragment) -> list:
 
 def read_ahead(read: Callable, indices: Sequence[int]) -> Iterator:
     """`read` of each, in order; the next one while the caller is at work with one."""
-    coming: deque[Future] = deque()
     with ThreadPoolExecutor(1, "reader") as pool:
-        for index in indices:
-            coming.append(pool.submit(read, index))
-            if len(coming) > 1:
-                yield coming.popleft().result()
-        while coming:
-            yield coming.popleft().result()
+        coming = (pool.submit(read, index) for index in indices)
+        # A pair is there once its second is begun.
+        for one, _next in itertools.pairwise(itertools.chain(coming, [None])):
+            yield one.result()
