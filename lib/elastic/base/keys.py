@@ -274,15 +274,6 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def check_value(name: str, value: Any) -> None:
-    """Raise UsageError if the key "section.key" cannot be `value`."""
-    section, _, last = name.partition(".")
-    try:
-        parse(next(key.kind for key in KEYS[section] if key.name == last), value)
-    except UsageError as error:
-        raise UsageError(f"{name}: {error.what}") from None
-
-
 def written(kind: Kind, value: Any) -> Any:
     """The opposite of `parse`, in the largest unit that divides the value."""
     for unit, size in kind.units.items():

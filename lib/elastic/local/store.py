@@ -54,7 +54,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.base.keys import check_value, shown_url
+from elastic.base.keys import URL, parse, shown_url
 from elastic.run.membership import Slot
 from elastic.run.rundir import Endpoint, RunDir
 
@@ -139,7 +139,7 @@ class Store:
         # Callers know when to try again, and what to do first.
         limits["retry"] = Retry(NoBackoff(), 1)
         if endpoint.url:
-            check_value("redis.url", endpoint.url)
+            parse(URL, endpoint.url)  # of a file, which may be damaged
             client = redis.Redis.from_url(endpoint.url, **limits)
             where = shown_url(endpoint.url).partition("//")[2]
             return cls(client, key, where, endpoint.epoch)
