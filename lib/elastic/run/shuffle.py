@@ -13,6 +13,7 @@ Every machine and every Python version computes the same order: the keys come fr
 the rest is integer arithmetic. It shuffles well; it is not meant to keep secrets.
 """
 
+import functools
 import math
 from hashlib import blake2b
 
@@ -53,14 +54,9 @@ class Shuffle:
         return left * columns + right
 
 
-class Order:
-    """Dataset indices in the shuffled order of each epoch: the same in both modes."""
+_shuffle = functools.cache(Shuffle)
 
-    def __init__(self, size: int, seed: int):
-        self._size, self._seed = size, seed
-        self._shuffles: dict[int, Shuffle] = {}
 
-    def index(self, epoch: int, position: int) -> int:
-        if epoch not in self._shuffles:
-            self._shuffles[epoch] = Shuffle(self._size, self._seed, epoch)
-        return self._shuffles[epoch][position]
+def index(size: int, seed: int, epoch: int, position: int) -> int:
+    """The sample at a position in the order of an epoch: the same in both modes."""
+    return _shuffle(size, seed, epoch)[position]

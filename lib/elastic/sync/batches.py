@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 from elastic.base.config import Config
 from elastic.jobs.sizing import passes
 from elastic.run.ledger import Ledger, Range, Ranges
-from elastic.run.shuffle import Order
+from elastic.run.shuffle import index
 from elastic.train.group import Group
 from elastic.train.health import shield_workers
 from elastic.train.loading import check
@@ -40,7 +40,6 @@ class Samples:
     def __init__(self, task, config: Config, group: Group):
         self._config, self._group = config, group
         self._dataset = check(task.dataset())
-        self._order = Order(len(self), config.run.seed)
         # As many as in the first.
         self.tokens_each = count_tokens(task, default_collate([self._dataset[0]]))
         most = config.train.batch_size * config.elastic.max
@@ -76,7 +75,7 @@ class Samples:
 
     def _load(self, ledger: Ledger) -> Iterator[Batch]:
         planned = deque()
-        train, group = self._config.train, self._group
+        train, seed, group = self._config.train, self._config.run.seed, self._group
 
         def draw() -> Iterator[list[int]]:
             while ledger.grant(RANKS, self.batch_size):
@@ -85,7 +84,7 @@ class Samples:
                 parts = passes(places, group.rank, group.world, train.batch_size)
                 planned.append((batch, [bool(part) for part in parts]))
                 for part in parts:
-                    yield [self._order.index(*place) for place in part or places[:1]]
+                    yield [index(len(self), seed, *place) for place in part or places[:1]]
 
         loader = iter(DataLoader(
             self._dataset, batch_sampler=draw(), num_workers=train.loader_workers,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.run.ledger import Range, take
-from elastic.run.shuffle import Order
+from elastic.run.shuffle import index
 from elastic.train.group import Group
 from elastic.train.health import shield_workers
 
@@ -40,7 +40,6 @@ class Loader:
         """`pin`: the batches go to a GPU."""
         self._config, self._group, self._size = config, group, len(dataset)
         self._dataset, self._collate = dataset, collate
-        self._order = Order(len(dataset), config.run.seed)
         self._plan: list[Range] = []
         self._batches: Iterator = iter(())
         workers = config.train.loader_workers
@@ -63,11 +62,11 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[int]]:
         """The indices of each batch of the plan, as a DataLoader asks for them."""
-        queue, size = list(self._plan), self._config.train.batch_size
+        queue, size, seed = list(self._plan), self._config.train.batch_size, self._config.run.seed
         while taken := take(queue, self._config.step_samples):
             places = [(epoch, at) for epoch, start, stop in taken for at in range(start, stop)]
             lacking = range(self._config.step_samples - len(places))
             places += [(places[0][0], at % self._size) for at in lacking]
             mine = places[self._group.rank :: self._group.world]
             for first in range(0, len(mine), size):
-                yield [self._order.index(*place) for place in mine[first : first + size]]
+                yield [index(self._size, seed, *place) for place in mine[first : first + size]]
