@@ -47,8 +47,7 @@ from elastic.sync.saving import Saving, State
 from elastic.train.device import (
     Profile,
     build_model,
-    choose_device,
-    join_group,
+    join,
     leave,
     precision,
     seed_by,
@@ -418,9 +417,7 @@ def run(notice: Notice) -> int:
     config, info = run_dir.config(), get_slurm_info()
     if info and (problem := check_layout(info, config.slurm.gpus_per_node)):
         raise ElasticError(problem)
-    device = choose_device(config)
-    require_gpu(device)
     number, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
-    group = join_group(number, world, device, config.health.hang_timeout_s)
+    group = join(config, number, world, config.health.hang_timeout_s)
     attempt, job_id = int(env("ELASTIC_ATTEMPT", "1")), env("ELASTIC_JOB_ID", "")
     return Trainer(Rank(run_dir, config, group, attempt, job_id), notice).main()

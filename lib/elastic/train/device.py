@@ -21,7 +21,7 @@ from elastic.base.config import Config
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError
 from elastic.train.group import Group, own_part, part_like
-from elastic.train.health import check_nccl_health
+from elastic.train.health import check_nccl_health, require_gpu
 from elastic.train.peers import meet
 
 PING_S = 600.0  # NCCL may take minutes to start where there are many nodes
@@ -40,6 +40,13 @@ def choose_device(config: Config) -> torch.device:
     # A rank may see its own GPU alone.
     torch.cuda.set_device(int(env("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def join(config: Config, rank: int, world: int, timeout_s: float) -> Group:
+    """This rank's place in the group of its job, on a device that is fit to compute on."""
+    device = choose_device(config)
+    require_gpu(device)
+    return join_group(rank, world, device, timeout_s)
 
 
 def join_group(rank: int, world: int, device: torch.device, timeout_s: float) -> Group:

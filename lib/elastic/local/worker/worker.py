@@ -15,16 +15,9 @@ from elastic.base.errors import ElasticError, Exit
 from elastic.base.signals import Notice
 from elastic.local.worker.line import Place
 from elastic.local.worker.local_sgd import LocalSGD
-from elastic.train.device import (
-    build_model,
-    choose_device,
-    join_group,
-    precision,
-    set_initial_values,
-    to_device,
-)
+from elastic.train.device import build_model, join, precision, set_initial_values, to_device
 from elastic.train.group import clip_gradients
-from elastic.train.health import NaNDetector, require_gpu
+from elastic.train.health import NaNDetector
 from elastic.train.loading import check
 from elastic.train.optimizers import default_optimizer
 from elastic.train.task import count_tokens, load_task
@@ -38,12 +31,10 @@ def run(notice: Notice) -> int:
     comes."""
     place = Place.from_env()
     config = place.run.config()
-    device = choose_device(config)
-    require_gpu(device)
     # The agent sees a hang.
-    group = join_group(place.rank, place.world, device, PATIENCE_S)
+    group = join(config, place.rank, place.world, PATIENCE_S)
     task = load_task(config.run.task, config.task, Path(config.run.folder))
-    model = build_model(task, config, device, group)
+    model = build_model(task, config, group.device, group)
     # It may be the one that makes version 0.
     if group.decide(lambda: place.run.commits.told_version() < 0):
         set_initial_values(task, model)
@@ -53,7 +44,7 @@ def run(notice: Notice) -> int:
     with LocalSGD(model, optimizer, place, notice, group) as sgd:
         if hasattr(task, "validate"):
             sgd.validate_by(task)
-        train(task, model, optimizer, sgd, device)
+        train(task, model, optimizer, sgd, group.device)
     return Exit.OK
 
 
