@@ -7,8 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from elastic.base.errors import ElasticError
 from elastic.jobs.slurm_info import (
@@ -22,7 +21,6 @@ from elastic.jobs.slurm_info import (
     log_job_info,
     notice_s,
     resolve_resume_path,
-    resume_order,
     resume_paths,
     with_end_time,
 )
@@ -217,21 +215,31 @@ def test_a_damaged_host_list_is_an_error(text: str):
         expand_hostlist(text)
 
 
-def test_the_newest_checkpoint_is_the_highest_step_whatever_its_name():
-    assert resume_order(["step_9.pt", "step_100.pt", "step_20.pt"])[0] == "step_100.pt"
-    assert resume_order(["checkpoint-200", "checkpoint-1000"])[0] == "checkpoint-1000"
-    assert resume_order(["epoch3.pt", "epoch10.pt"])[0] == "epoch10.pt"
+def newest(folder: Path, *names: str) -> str:
+    """The checkpoint to resume from, of files with these names that are equally old."""
+    for path in folder.iterdir():
+        path.unlink()
+    for name in names:
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (1, 1))
+    found = resolve_resume_path(folder)
+    return found.name if found else ""
+
+
+def test_the_newest_checkpoint_is_the_highest_step_whatever_its_name(tmp_path: Path):
+    assert newest(tmp_path, "step_9.pt", "step_100.pt", "step_20.pt") == "step_100.pt"
+    assert newest(tmp_path, "epoch3.pt", "epoch10.pt") == "epoch10.pt"
     names = ["epoch=3-step=1200.ckpt", "epoch=4-step=900.ckpt"]
-    assert resume_order(names)[0] == names[0]
-    assert resume_order(["0100.pt", "000200"])[0] == "000200"
-    assert resume_order(["step_5.optimizer.pt", "step_5.pt"])[0] == "step_5.pt"
+    assert newest(tmp_path, *names) == names[0]
+    assert newest(tmp_path, "0100.pt", "0200.pt") == "0200.pt"
+    assert newest(tmp_path, "step_5.optimizer.pt", "step_5.pt") == "step_5.pt"
 
 
-def test_names_without_a_step_and_temporary_ones_are_no_checkpoints():
+def test_names_without_a_step_and_temporary_ones_are_no_checkpoints(tmp_path: Path):
     temporary = ["step_9.pt.tmp", ".step_9.pt", "step_9.pt.partial", "tmp-checkpoint-9",
                  "step_9.tmp.4711", "step_9.pt~"]  # fmt: skip
     others = ["events.out.tfevents.1712", "llama2.yaml", "train_2026-08-03.log", "2026-08-03.log"]
-    assert resume_order([*temporary, *others]) == []
+    assert newest(tmp_path, *temporary, *others) == ""
 
 
 def test_latest_is_preferred_and_followed(tmp_path: Path):

@@ -10,7 +10,7 @@ import contextlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -165,28 +165,21 @@ def _candidates(folder: Path, pattern: str) -> list[Path]:
         paths = [path for path in there if _is_named_so(path.name)
                  and (path.is_dir() or path.resolve().suffix)]  # fmt: skip
     pointers = [path for path in paths if _POINTER.search(path.name)]
-    steps = resume_order(path.name for path in paths)
-    rank = {name: place for place, name in enumerate(steps)}
-    paths.sort(key=lambda path: (rank.get(path.name, len(rank)), -_written(path)))
-    return [*pointers, *paths]
+    return [*pointers, *sorted(paths, key=_order)]
+
+
+def _order(path: Path) -> tuple:
+    """The highest step first, then the shortest name; what has no step last, the newest
+    first."""
+    # Both may be there: epoch=3-step=1200.
+    found = max(_NUMBERED.findall(path.name), key=lambda match: match[0] != "", default=None)
+    place = (-int(found[1]), len(path.name), path.name) if found else (1, 0, "")
+    return (*place, -_written(path))
 
 
 def _is_named_so(name: str) -> bool:
     is_known = any(pattern.search(name) for pattern in (_POINTER, _NUMBERED, _PLAIN))
     return is_known and not (_TEMPORARY.search(name) or _OTHER.search(name))
-
-
-def resume_order(names: Iterable[str]) -> list[str]:
-    """Those with a step number, the highest first, then the shortest name; no temporary
-    ones."""
-    kept = [name for name in names if not _TEMPORARY.search(name) and _NUMBERED.search(name)]
-    return sorted(kept, key=lambda name: (-_step(name), len(name), name))
-
-
-def _step(name: str) -> int:
-    # Both may be there: epoch=3-step=1200.
-    _, number = max(_NUMBERED.findall(name), key=lambda match: match[0] != "")
-    return int(number)
 
 
 def _is_whole(path: Path) -> bool:

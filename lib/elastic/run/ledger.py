@@ -66,11 +66,7 @@ class Ranges:
 
     def overlaps(self, ranges: Iterable[Range]) -> bool:
         """True if any position of `ranges` is here."""
-        for epoch, start, stop in ranges:
-            first, last = self._touching(self._epochs.get(epoch, []), start, stop)
-            if start < stop and first < last:
-                return True
-        return False
+        return count(self.common(ranges)) > 0
 
     def common(self, ranges: Iterable[Range]) -> list[Range]:
         """The positions of `ranges` that are here, as ranges."""
@@ -83,12 +79,7 @@ class Ranges:
 
     def take(self, count: int) -> list[Range]:
         """Remove and return the first `count` positions (fewer if there are fewer)."""
-        taken: list[Range] = []
-        for epoch, start, stop in list(self):
-            if count <= 0:
-                break
-            taken.append((epoch, start, min(stop, start + count)))
-            count -= stop - start
+        taken = take(list(self), count)
         self.remove(taken)
         return taken
 
@@ -169,11 +160,7 @@ class Ledger:
     def keep(self, owner: Owner, ranges: Iterable[Range]) -> None:
         """`owner` says that it holds `ranges` and nothing else: the rest of its own is
         free."""
-        ranges = list(ranges)
-        gone = Ranges(self.held.get(owner, Ranges()))
-        gone.remove(ranges)
-        self.held.get(owner, Ranges()).remove(gone)
-        self.free.add(gone)
+        self.give_back(owner)
         self.hold(owner, ranges)
 
     def refusal(self, owner: Owner, ranges: Iterable[Range]) -> str:

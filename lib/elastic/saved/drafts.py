@@ -33,14 +33,8 @@ class Draft:
     def write(self, name: str, data: bytes) -> dict:
         """Write a file, durably; returns its entry for the record."""
         make_folder(self.folder)
-        path = self.folder / name
-        try:
-            with Measured(path) as file:
-                file.write(data)
-        except OSError:
-            with contextlib.suppress(OSError):
-                path.unlink()  # half of it would fill a full disk further
-            raise
+        with Measured(self.folder / name) as file:
+            file.write(data)
         return self.entry(name, file)
 
     def entry(self, name: str, file: "Measured") -> dict:
