@@ -6,8 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from elastic.base import config, environment, keys
 from elastic.base.errors import UsageError

@@ -12,8 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, note, settings
-from hypothesis import strategies as st
+from hypothesis import given, note, settings, strategies as st
 
 from elastic.jobs import history
 from elastic.jobs.history import Ended, Job, Memory, UnsureSubmission, has_ended

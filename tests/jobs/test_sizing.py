@@ -3,8 +3,7 @@
 pytest tests/jobs/test_sizing.py
 """
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from elastic.jobs.sizing import fit, node_counts, part, passes
 

@@ -18,8 +18,7 @@ from elastic.local.master.open_round import OpenRound
 from elastic.local.master.recipe import Checked
 from elastic.local.rounds import Facts
 from elastic.run.goodput import Work
-from elastic.run.ledger import Ledger
-from elastic.run.ledger import Offer as Key
+from elastic.run.ledger import Ledger, Offer as Key
 from elastic.run.records import Commit, Header
 from running import Running, running
 from test_forecast import run_of

@@ -11,8 +11,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from elastic.local import rounds
 from elastic.local.guards import MEMORY_ROUNDS, Moved, Running

@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elastic.base import config as configuration
-from elastic.base import network
+from elastic.base import config as configuration, network
 from elastic.base.errors import UsageError
 from elastic.commands.main import elastic as commands
 from elastic.lab.sandbox import Sandbox

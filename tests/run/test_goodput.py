@@ -4,8 +4,7 @@ pytest tests/run/test_goodput.py
 """
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from elastic.run.goodput import PARTS, Allocation, Work, allocations, ledger, tokens_per_s, work_in
 

@@ -218,8 +218,7 @@ def test_who_waits_asks_for_no_name_that_is_not_there_yet(run, monkeypatch):
             asked.append(error.filename)
             raise
 
-    for module in (durable, rundir):
-        monkeypatch.setattr(module, "insist", watched)
+    monkeypatch.setattr(durable, "insist", watched)
     assert (run.endpoint(), run.done(), run.failed(), run.closing()) == (None, None, None, "")
     assert (run.commits.told_version(), run.slots.latest(5), run.masters.newest()) == (-1, 0, 0)
     assert run.offers.left(0) == []

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import elastic
 from elastic.base.errors import ElasticError, Exit

@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from elastic.train.schedule import WARMUP_START, learning_rate, tokens_at
 

@@ -31,8 +31,7 @@ from elastic.base import config, durable  # fmt: skip
 from elastic.base.durable import checksum
 from elastic.base.signals import Notice
 from elastic.jobs.ending import End
-from elastic.local.master import averaging, journal, master
-from elastic.local.master import server as master_server
+from elastic.local.master import averaging, journal, master, server as master_server
 from elastic.local.master.averaging import Averager
 from elastic.local.master.master import Master
 from elastic.local.store import Ask

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, note, settings, strategies as st
 
 from elastic.base.errors import Fenced, TryAgain
 from elastic.jobs import history, plan, reconcile
@@ -35,8 +34,7 @@ from elastic.run.rundir import Endpoint
 from helpers import commit_of, delta_of
 from schedules import jobs, training
 from schedules.actors import Violation
-from schedules.memory_redis import Client
-from schedules.memory_redis import Server as MemoryServer
+from schedules.memory_redis import Client, Server as MemoryServer
 from stores import BothSides
 
 SCHEDULES = int(os.environ.get("ELASTIC_SCHEDULES", "6000"))

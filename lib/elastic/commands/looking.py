@@ -16,8 +16,7 @@ from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.commands import shared
 from elastic.commands.shared import command, flag, say, show, warn
 from elastic.run import rundir
-from elastic.run.audit import audit as audit_ledger
-from elastic.run.audit import gpu_seconds, has_ledger
+from elastic.run.audit import audit as audit_ledger, gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
 
 WATCH_S = 2.0
@@ -154,8 +153,7 @@ def report(run: str, out: Path | None):
     One HTML file that needs nothing else and no network; every curve and bar
     comes from the run directory, so it works for runs that have ended, too.
     """
-    from elastic.people import report as drawing
-    from elastic.people import views
+    from elastic.people import report as drawing, views
 
     drawn = rundir.find(run)
     path = out or Path(f"{drawn.name}.html")
@@ -215,8 +213,7 @@ def write_on(write: Callable[[], bool]) -> None:
 
 def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, within_s: float) -> bool:
     """Write what is there now; whether that was the last of it."""
-    from elastic.people import metrics as numbers
-    from elastic.people import status
+    from elastic.people import metrics as numbers, status
 
     is_over = bool(run and (run.done() or run.failed()))  # where it was stopped, more may come
     if prometheus:
@@ -270,8 +267,7 @@ def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, **how
     or loses work), or SKIP (could not look). For the run that CONFIG describes,
     or for what the site file says. Exits 1 if there is a FAIL.
     """
-    from elastic.people import doctor as examining
-    from elastic.people import tryout, views
+    from elastic.people import doctor as examining, tryout, views
 
     if how["init"]:
         path, text = examining.init()

@@ -19,8 +19,7 @@ from statistics import median
 
 import torch
 
-from elastic.base import config as configuration
-from elastic.base import signals
+from elastic.base import config as configuration, signals
 from elastic.base.environment import elastic_home, runs_root
 from elastic.base.errors import ElasticError
 from elastic.jobs.reconcile import run_pass

@@ -22,8 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from elastic.base import config as configuration
-from elastic.base import network, proc
+from elastic.base import config as configuration, network, proc
 from elastic.base.config import Config
 from elastic.base.durable import create_once, write_atomic
 from elastic.base.environment import cron_line, runs_root, site_path, user_name

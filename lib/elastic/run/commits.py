@@ -7,14 +7,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic.base.durable import (
-    create_once,
-    exists,
-    make_folder,
-    read_json,
-    replace_quickly,
-    to_json,
-)
+from elastic.base import durable
+from elastic.base.durable import create_once, make_folder, read_json, replace_quickly, to_json
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.claims import numbers
 from elastic.run.records import Commit
@@ -43,7 +37,7 @@ class Commits(Part):
         """Number of the newest commit, -1 if there is none. `newest` is a hint; names
         decide."""
         version = self.told_version()
-        while exists(self.path(version + 1)):
+        while durable.exists(self.path(version + 1)):
             version += 1
         return version
 

@@ -35,17 +35,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from elastic.base import config as configuration
+from elastic.base import config as configuration, durable
 from elastic.base.config import Config
-from elastic.base.durable import (
-    append_line,
-    check_private,
-    insist,
-    make_folder,
-    read_json,
-    to_json,
-    write_atomic,
-)
+from elastic.base.durable import append_line, to_json, write_atomic
 from elastic.base.environment import registry_dir
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.units import size
@@ -113,16 +105,16 @@ class RunDir:
             )
         draft = cls(run.path.with_name(f".{run.name}.{secrets.token_hex(16)}"))
         try:
-            make_folder(draft.path, 0o700, parents=True)
+            durable.make_folder(draft.path, 0o700, parents=True)
             for folder in FOLDERS:
-                make_folder(draft.path / folder)
+                durable.make_folder(draft.path / folder)
             write_atomic(draft.path / "run.toml", config.to_toml().encode(), PRIVATE)
             write_atomic(draft.path / "environment.json", to_json(environment), PRIVATE)
             write_atomic(draft.path / "id", secrets.token_hex(8).encode())
             for name in SECRETS.values():
                 write_atomic(draft.path / name, secrets.token_hex(24).encode(), PRIVATE)
             write_atomic(draft.path / "control.json", to_json(asdict(control)))
-            make_folder(link.parent, parents=True)
+            durable.make_folder(link.parent, parents=True)
             with contextlib.suppress(FileExistsError):  # somebody who died made it for this path
                 link.symlink_to(run.path)
             os.rename(draft.path, run.path)  # the one of several who try at once that made it
@@ -140,9 +132,9 @@ class RunDir:
     def private(self) -> Path:
         """The path, of what says what is run. ElasticError: others could have written
         there."""
-        self.path = check_private(self.path)  # a link that leads here may change
+        self.path = durable.check_private(self.path)  # a link that leads here may change
         for folder in filter(Path.exists, (self.path / name for name in FOLDERS)):
-            check_private(folder)
+            durable.check_private(folder)
         return self.path
 
     def config(self) -> Config:
@@ -160,11 +152,11 @@ class RunDir:
 
     def environment(self) -> dict[str, str]:
         """The environment that every job of this run starts from."""
-        return read_json(self.private / "environment.json") or {}
+        return durable.read_json(self.private / "environment.json") or {}
 
     def secret(self, role: str = "master") -> str:
         """What passwords of `role` (master, worker, reader) are made of; or `seal`."""
-        return insist((self.private / SECRETS[role]).read_text).strip()
+        return durable.insist((self.private / SECRETS[role]).read_text).strip()
 
     def password(self, role: str, endpoint: Endpoint) -> str:
         """Of `role` on that one server: who was told it knows nothing of the next
@@ -174,7 +166,7 @@ class RunDir:
         return secret if is_bare else hmac.digest(secret.encode(), nonce.encode(), "sha256").hex()
 
     def control(self) -> Control:
-        found = read_json(self.private / "control.json")
+        found = durable.read_json(self.private / "control.json")
         if found is None:
             raise ElasticError(f"not a run directory: {self.path}", "elastic-status lists the runs")
         return typed(Control, self.path / "control.json", found)
@@ -262,7 +254,7 @@ class RunDir:
     def shortage(self, least_bytes: int) -> str:
         """What the filesystem is short of, and the way out; "" if there is room to go
         on."""
-        disk = insist(os.statvfs, self.path)
+        disk = durable.insist(os.statvfs, self.path)
         free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
         if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
             return ""

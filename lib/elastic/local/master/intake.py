@@ -12,8 +12,7 @@ from elastic.local.master.averaging import Averager
 from elastic.local.master.open_round import OpenRound
 from elastic.local.master.server import Server
 from elastic.local.rounds import Judgement, Rule, Verdict
-from elastic.run.ledger import Offer as Key
-from elastic.run.ledger import Owner
+from elastic.run.ledger import Offer as Key, Owner
 from elastic.run.records import Commit, Header
 
 MOST_REASON = 300  # characters: it may quote what is wrong

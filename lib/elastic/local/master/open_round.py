@@ -22,8 +22,7 @@ from elastic.local.guards import Running
 from elastic.local.master import recipe
 from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict
-from elastic.run.ledger import Ledger, Owner, count
-from elastic.run.ledger import Offer as Key
+from elastic.run.ledger import Ledger, Offer as Key, Owner, count
 from elastic.run.membership import Slot
 from elastic.run.records import Commit, Delta, Header
 
