@@ -146,6 +146,16 @@ def test_where_no_filesystem_answers_the_last_numbers_stay(runs, monkeypatch):
     assert scrape.read_text() == "numbers of before\n"
 
 
+def test_a_home_that_does_not_answer_is_a_reason_to_try_again(runs, monkeypatch):
+    def silent(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", silent)
+    done = CliRunner().invoke(main.elastic, ["status"])
+    words = f"error: {os.strerror(errno.ESTALE)}: {registry_dir() / 'runs'}\n"
+    assert (done.exit_code, done.output) == (Exit.TRY_AGAIN, words)
+
+
 def test_a_single_run_that_is_damaged_is_told_of_where_nobody_named_it(runs):
     shutil.rmtree(runs[1].path)
     (runs[0].path / "control.json").write_text("[]")

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from elastic import __version__
+from elastic.base.durable import PASSING
 from elastic.base.errors import ElasticError, Exit, UsageError
 from elastic.commands import looking, runs
 from elastic.commands.lab import lab
@@ -43,7 +44,7 @@ class Commands(Ordered):
                 raise  # click's own affair: nobody reads on
             where = f": {error.filename}" if error.filename else ""
             say(f"error: {error.strerror or error}{where}", err=True)
-            ctx.exit(Exit.ERROR)
+            ctx.exit(Exit.TRY_AGAIN if error.errno in PASSING else Exit.ERROR)
 
 
 def check_folder() -> None:
