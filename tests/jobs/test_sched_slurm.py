@@ -26,6 +26,7 @@ from elastic.jobs.sched_slurm import (
     slurm_command,
 )
 from elastic.people import submission
+from elastic.run import estimate
 from elastic.run.records import Node
 from elastic.sync.launch import Ranks
 from helpers import ROOT, wait_until
@@ -192,19 +193,25 @@ NODE = ("NodeName={0} CPUTot={1} CPUEfctv={2} RealMemory={3} MemSpecLimit={4} Gr
 
 
 @pytest.mark.parametrize(
-    ("partition", "settings", "share"),
+    ("partition", "settings", "options", "share"),
     [
-        ("DefMemPerNode=UNLIMITED JobDefaults=(null)", "", (15, "124000M")),
-        ("DefMemPerNode=UNLIMITED JobDefaults=DefCpuPerGPU=8", "", (0, "124000M")),
-        ("DefMemPerCPU=2000 JobDefaults=(null)", "", (15, "")),
-        ("JobDefaults=(null)", "DefMemPerCPU            = 4000\n", (15, "")),
-        ("JobDefaults=(null)", "JobDefaults = DefCpuPerGPU=2,DefMemPerGPU=9\n", (0, "")),
+        ("DefMemPerNode=UNLIMITED JobDefaults=(null)", "", [], (15, "124000M")),
+        ("DefMemPerNode=UNLIMITED JobDefaults=DefCpuPerGPU=8", "", [], (0, "124000M")),
+        ("DefMemPerCPU=2000 JobDefaults=(null)", "", [], (15, "")),
+        ("JobDefaults=(null)", "DefMemPerCPU            = 4000\n", [], (15, "")),
+        ("JobDefaults=(null)", "JobDefaults = DefCpuPerGPU=2,DefMemPerGPU=9\n", [], (0, "")),
+        ("JobDefaults=(null)", "", ["--mem-per-gpu=64G", "--nice"], (15, "")),
+        ("JobDefaults=(null)", "", ["--mem-per-cpu", "4G"], (15, "")),
+        ("JobDefaults=(null)", "", ["--cpus-per-gpu=4"], (0, "124000M")),
+        ("JobDefaults=(null)", "", ["--hint=nomultithread"], (0, "124000M")),
+        ("JobDefaults=(null)", "", ["--threads-per-core=1"], (0, "124000M")),
     ],
 )
 def test_a_gpus_share_of_its_node_is_what_slurm_has_no_default_for(
-    tmp_path, monkeypatch, partition, settings, share
+    tmp_path, monkeypatch, partition, settings, options, share
 ):
-    """1 CPU a GPU over DefCpuPerGPU it was. Cores and memory that a site keeps are not shared."""
+    """1 CPU a GPU over DefCpuPerGPU it was. Cores and memory that a site keeps are not shared.
+    Slurm refuses a job that says the same in two ways, --mem and --mem-per-gpu."""
     rows = [NODE.format("big", 128, 126, 1000000, 8000, 8),
             NODE.format("few", 64, 60, 600000, 0, 4)]  # fmt: skip
     said = {"partition": f"PartitionName=gpu {partition}\nPartitionName=cpu",
@@ -216,7 +223,19 @@ def test_a_gpus_share_of_its_node_is_what_slurm_has_no_default_for(
     monkeypatch.setattr(sched_slurm, "nodes", lambda: [*listed, Node("cpu", *"ccc", "idle", "")])
     monkeypatch.setattr(sched_slurm, "slurm_command", lambda argv, **_: subprocess.CompletedProcess(
         argv, 0, next(text for what, text in said.items() if what in argv), ""))  # fmt: skip
-    assert sched_slurm.share_of_gpu(make_spec(tmp_path, SLURM_TOML).config.slurm) == share
+    slurm = replace(make_spec(tmp_path, SLURM_TOML).config.slurm, options=options)
+    assert sched_slurm.share_of_gpu(slurm) == share
+
+
+@pytest.mark.parametrize(
+    ("options", "memory"), [([], "5G"), (["--nice=1"], "5G"), (["--mem-per-cpu=4G"], "")]
+)
+def test_a_masters_own_options_say_its_memory_alone(tmp_path, monkeypatch, options, memory):
+    monkeypatch.setattr(sched_slurm, "share_of_gpu", lambda slurm: (0, ""))
+    monkeypatch.setattr(estimate, "held_bytes", lambda model, cores: 1e9)
+    settings = make_spec(tmp_path, MINIMAL_TOML).config
+    settings = replace(settings, slurm=replace(settings.slurm, master_options=options))
+    assert submission.with_shares(settings, object()).slurm.master_mem == memory
 
 
 @pytest.mark.slurm

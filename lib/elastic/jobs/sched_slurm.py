@@ -244,10 +244,7 @@ def node_address() -> str:
     """What Slurm calls the node of this job (NodeAddr: an address or a name); "" outside
     of one."""
     node = env("SLURMD_NODENAME")
-    if not node:
-        return ""
-    match = re.search(r"\bNodeAddr=(\S+)", show("node", node))
-    return match[1] if match else ""
+    return _properties(show("node", node)).get("NodeAddr", "") if node else ""
 
 
 def show(*what: str) -> str:
@@ -290,11 +287,12 @@ def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
 
 def share_of_gpu(slurm) -> tuple[int, str]:
     """The CPUs and the memory, as sbatch takes it, that come to a GPU on the smallest
-    node of the partition; 0 and "" for what Slurm has a default for, or does not say.
-    Raises TryAgain."""
+    node of the partition; 0 and "" for what Slurm has a default for, what the site's own
+    options say in another way, or Slurm does not say. Raises TryAgain."""
     first = slurm.partition.split(",")[0]
     settings = [*partitions().get(first, {}).items(), *cluster().items()]
-    defaults = " ".join(f"{key}={value}" for key, value in settings if value != "UNLIMITED")
+    defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
+    given = " ".join((*defaults, *slurm.options))
     inside = [node for node in nodes() if node.partition == first]
     gpus_on = {node.name: gpus_of(node.gres, slurm.gres) for node in inside}
     shares = []
@@ -305,8 +303,10 @@ def share_of_gpu(slurm) -> tuple[int, str]:
             shares.append((int(node.get("CPUEfctv", node["CPUTot"])) // gpus,
                            (int(node["RealMemory"]) - spared_mb) // gpus))  # fmt: skip
     cpus, megabytes = map(min, zip(*shares, strict=True)) if shares else (0, 0)
-    is_known = megabytes >= LEAST_MB and "DefMemPer" not in defaults
-    return 0 if "DefCpuPerGPU" in defaults else cpus, f"{megabytes}M" if is_known else ""
+    # Of threads, where only cores are to be used, there are too many in a share.
+    is_said = re.search("DefCpuPerGPU|--cpus-per|--hint|--threads-per-core", given)
+    is_known = megabytes >= LEAST_MB and not re.search("DefMemPer|--mem", given)
+    return 0 if is_said else cpus, f"{megabytes}M" if is_known else ""
 
 
 def association(user: str, account: str, cluster_name: str) -> dict[str, str]:

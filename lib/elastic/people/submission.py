@@ -89,10 +89,8 @@ def described(
 def _check_name(config: Config) -> None:
     name = config.run.name
     if jobs := jobs_of(name, open_scheduler(config.run.scheduler, config)):
-        raise UsageError(
-            f"a job of another run {name!r} is still there: {jobs[0].job_id}",
-            "choose another --name, or wait until it is gone",
-        )
+        what = f"a job of another run {name!r} is still there: {jobs[0].job_id}"
+        raise UsageError(what, "choose another --name, or wait until it is gone")
 
 
 def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
@@ -125,7 +123,8 @@ def with_shares(config: Config, model: estimate.Model | None) -> Config:
     cpus, memory = 0, ""
     with contextlib.suppress(TryAgain):
         cpus, memory = share_of_gpu(slurm)
-    held = estimate.held_bytes(model, slurm.master_cpus or 1) if model else 0.0
+    is_said = "--mem" in " ".join(slurm.master_options)
+    held = 0.0 if is_said or not model else estimate.held_bytes(model, slurm.master_cpus or 1)
     master = f"{math.ceil(MASTER_GB + MASTER_MARGIN * held / 1e9)}G" if held else ""
     return replace(config, slurm=replace(
         slurm, cpus_per_gpu=slurm.cpus_per_gpu or cpus,
