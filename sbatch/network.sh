@@ -1,17 +1,14 @@
 # shellcheck shell=bash
 # How this node reaches the others: sourced by rank.sh on every node, and by the templates.
 #
-#     elastic::network        exports what NCCL and Gloo need to know, where it is not set already
-#     elastic::master_addr    the address of the first of some nodes
-#     elastic::master_port    a port for a job
-#
 # The interface is the one that routes to MASTER_ADDR, or that carries it; InfiniBand is preferred where
 # it has an IPv4 address. Nodes differ, so each asks itself, and nothing is guessed: what is not found
 # stays unset, with a line that says what to do. A variable that is set, even to nothing, is left alone.
-# ELASTIC_SYSFS is where sysfs is (tests plant one).
 
 readonly ELASTIC_INFINIBAND_TYPE=32 # ARPHRD_INFINIBAND, linux/if_arp.h
+readonly ELASTIC_DEVICES="${ELASTIC_SYSFS:-/sys}/class" # tests plant one
 
+# What NCCL and Gloo need to know.
 elastic::network() {
     elastic::default TORCH_NCCL_ASYNC_ERROR_HANDLING 1
     [[ -z "${ELASTIC_NCCL_DEBUG:-}" ]] || elastic::default NCCL_DEBUG "${ELASTIC_NCCL_DEBUG}"
@@ -24,16 +21,12 @@ elastic::network() {
     fi
     elastic::default GLOO_SOCKET_IFNAME "${REPLY}"
     # To NCCL a name is a prefix (bond0 means bond0.7, too), unless it begins with `=`.
-    ! compgen -G "$(elastic::sysfs)/net/${REPLY}?*" >/dev/null || REPLY="=${REPLY}"
+    ! compgen -G "${ELASTIC_DEVICES}/net/${REPLY}?*" >/dev/null || REPLY="=${REPLY}"
     elastic::default NCCL_SOCKET_IFNAME "${REPLY}"
 }
 
 elastic::default() {
     [[ -v "$1" ]] || export "$1=$2"
-}
-
-elastic::sysfs() {
-    echo "${ELASTIC_SYSFS:-/sys}/class"
 }
 
 # The first line of a file; nothing if it cannot be read, as with the types of empty GIDs.
@@ -87,12 +80,11 @@ elastic::routes() {
 
 # The one named if it is InfiniBand, else the first that is, is up, and has an IPv4 address.
 elastic::infiniband() {
-    local sysfs name found=""
-    sysfs="$(elastic::sysfs)"
+    local name found=""
     while read -r _ name _; do
-        elastic::line "${sysfs}/net/${name}/type"
+        elastic::line "${ELASTIC_DEVICES}/net/${name}/type"
         [[ "${REPLY}" == "${ELASTIC_INFINIBAND_TYPE}" ]] || continue
-        elastic::line "${sysfs}/net/${name}/operstate"
+        elastic::line "${ELASTIC_DEVICES}/net/${name}/operstate"
         [[ "${REPLY}" != down ]] || continue
         [[ -n "${found}" && "${name}" != "$2" ]] || found="${name}"
     done <<<"$1"
@@ -109,9 +101,8 @@ elastic::resolve() {
 
 # NCCL takes the active ports, native InfiniBand before RoCE; without any it need not look.
 elastic::fabric() {
-    local port device sysfs native="" roce="" index="" same=1
-    sysfs="$(elastic::sysfs)"
-    for port in "${sysfs}"/infiniband/*/ports/*; do
+    local port device native="" roce="" index="" same=1
+    for port in "${ELASTIC_DEVICES}"/infiniband/*/ports/*; do
         elastic::line "${port}/state"
         [[ "${REPLY}" == *": ACTIVE" ]] || continue
         device="${port%/ports/*}"

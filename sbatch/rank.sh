@@ -3,6 +3,7 @@
 #
 # A notice (any of the signals below) becomes ELASTIC_NOTICE_SIGNAL for the command, and exit status 75
 # for the launcher, whatever the command makes of it: many programs leave with 0 when they are told to.
+# With ELASTIC_NOTICED it becomes that file, and 0: for a launcher that takes 75 of one for a crash.
 #
 # In a run (ELASTIC_RUN_DIR) all that the rank says is added to logs/ranks/rank-NNN.log there. Its stderr,
 # and the stdout of rank 0, go on to where they always went.
@@ -16,6 +17,7 @@ export RANK="${RANK:-${SLURM_PROCID}}" WORLD_SIZE="${WORLD_SIZE:-${SLURM_NTASKS}
 export LOCAL_RANK="${LOCAL_RANK:-${SLURM_LOCALID}}"
 node="${SLURMD_NODENAME:-${HOSTNAME}}"
 signals=(TERM INT USR1 USR2)
+export -n ELASTIC_NOTICED # the command may start ranks of its own
 copies=()
 
 # A job of `--gpus=6` may have 4 here and 2 there. The templates say how many ranks a node has.
@@ -103,7 +105,9 @@ while :; do
     wait "${child}" || code="$?"
     kill -0 "${child}" 2>/dev/null || break
 done
-((noticed == 0)) || code=75
+if ((noticed)); then
+    touch "${ELASTIC_NOTICED:-}" 2>/dev/null && code=0 || code=75
+fi
 [[ -z "${line}" ]] || kill -KILL "${line}" 2>/dev/null || true
 ((${#copies[@]} == 0)) || close_log
 exit "${code}"

@@ -29,8 +29,9 @@ elastic::ranks_per_node() {
 #
 # Slurm gives its notice to the step; what this shell gets itself (--signal=B:USR1@…, the final TERM)
 # goes there by scancel, again and again while the controller is too busy for it, and never to srun,
-# which would kill the ranks at once. A rank that left on a notice ended with 75: the job then goes back
-# to the queue, unless a TERM says that Slurm ends it: one that is cancelled must not be requeued.
+# which would kill the ranks at once. A rank that left on a notice made a file: the job then goes back
+# to the queue, unless a TERM says that Slurm ends it: one that is cancelled must not be requeued. Its
+# exit status does not say so: srun would end the step, and with it the rank that still saves.
 #
 # The job's own `scontrol requeue` is needed on every Slurm. Before 24.05 nothing else requeues a job that
 # leaves in its grace. From then on Slurm does, whatever the exit status, but takes that for a failed
@@ -39,6 +40,7 @@ elastic::ranks_per_node() {
 elastic::step() {
     local told="" passed="" step code cpus="$((SLURM_CPUS_ON_NODE / $1))"
     local over="${ELASTIC_RUN_DIR}/over-${SLURM_JOB_ID}"
+    export ELASTIC_NOTICED="${ELASTIC_RUN_DIR}/noticed-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"
     if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -e "${over}" ]]; then
         echo "this job ended with 0 before: nothing is left to do"
         exit 0
@@ -48,7 +50,7 @@ elastic::step() {
     trap 'told="${told:-USR1}"' USR1
     srun --nodes="${SLURM_JOB_NUM_NODES}" --ntasks="$((SLURM_JOB_NUM_NODES * $1))" \
         --ntasks-per-node="$1" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > 0 ? cpus : 1))}" \
-        --mpi=none --kill-on-bad-exit=1 "${ELASTIC_HOME}/sbatch/rank.sh" "${@:2}" &
+        --mpi=none --kill-on-bad-exit=1 --wait=0 "${ELASTIC_HOME}/sbatch/rank.sh" "${@:2}" &
     step="$!"
     while kill -0 "${step}" 2>/dev/null; do
         wait "${step}" || true # a signal ends it, too
@@ -59,7 +61,8 @@ elastic::step() {
         passed="${told}"
     done
     wait "${step}" && code=0 || code="$?"
-    ((code != 0)) || { mkdir -p "${ELASTIC_RUN_DIR}" && touch "${over}"; }
+    ((code != 0)) || ! rm "${ELASTIC_NOTICED}" 2>/dev/null || code=75
+    ((code != 0)) || touch "${over}" || true
     if [[ "${code}" == 75 && "${told}" != TERM && "${ELASTIC_REQUEUE:-1}" == 1 ]]; then
         echo "a notice was obeyed: back to the queue"
         scontrol requeue "${SLURM_JOB_ID}" || echo "not requeued: submit it again" >&2

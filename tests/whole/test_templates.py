@@ -107,6 +107,29 @@ def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(tmp_path
     assert f"error: job {job} has expired: it is CANCELLED\n  hint: " in gone.stderr
 
 
+def test_who_has_nothing_to_save_may_leave_before_who_saves(tmp_path, new_sandbox):
+    """The first of them ended the step: the one that saved was killed KillWait later."""
+    slurm = new_sandbox(nodes=2, grace_s=60, settings=("WaitTime=2",))  # KillWait, too
+    folder = Folder(tmp_path, slurm)
+    save = ("trap '((RANK)) || sleep 6; echo rank $RANK has left >&2; exit' TERM; echo here >&2;"
+            " while :; do sleep 0.1; done")  # fmt: skip
+    job = folder.submit("multi-node", command=["bash", "-c", save])
+    wait_until(lambda: folder.log(job).count("here") == 2, 60, "the ranks are there")
+    slurm.preempt(2, 3600)
+    wait_until(lambda: folder.of_job(job, "JobState") in ("PENDING", "FAILED"), 60, "they leave")
+    assert folder.of_job(job, "Restarts") == "1"
+    assert re.findall(r"rank (\d) has left", folder.log(job)) == ["1", "0"]
+    assert "a notice was obeyed" in folder.log(job)
+
+
+def test_a_rank_that_crashes_ends_the_others_and_the_job(folder):
+    """They leave as on a notice, which is none: the job goes back to no queue."""
+    crash = "((RANK)) || exit 3; trap 'exit 0' TERM; while :; do sleep 0.1; done"
+    job = folder.submit("multi-node", command=["bash", "-c", crash])
+    assert folder.until_ended(job) == "FAILED"
+    assert folder.of_job(job, "ExitCode") == "3:0"
+
+
 def test_a_job_that_has_ended_with_0_is_not_run_again(folder):
     """Slurm 24.11 starts one again that has left on a notice before."""
     job = folder.submit("single-node", "--gres=gpu:1", command=["bash", "-c", "echo trained >&2"])
