@@ -38,14 +38,16 @@ elastic::ranks_per_node() {
 # launch, and holds the job at the fifth (MaxBatchRequeue); and 24.11 starts a job once more that has
 # obeyed a notice and, later, ended with 0: what has ended with 0 says so to its next start.
 elastic::step() {
-    local told="" passed="" step code cpus="$((SLURM_CPUS_ON_NODE / $1))"
+    local told="" passed="" step code job="${SLURM_JOB_ID}" cpus="$((SLURM_CPUS_ON_NODE / $1))"
     local over="${ELASTIC_RUN_DIR}/over-${SLURM_JOB_ID}"
     export ELASTIC_NOTICED="${ELASTIC_RUN_DIR}/noticed-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"
     if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -e "${over}" ]]; then
         echo "this job ended with 0 before: nothing is left to do"
         exit 0
     fi
-    [[ "${ELASTIC_REQUEUE:-1}" == 1 ]] || scontrol update "JobId=${SLURM_JOB_ID}" Requeue=0
+    # The last task of an array has the id of the array, which means all of its tasks.
+    [[ "${SLURM_ARRAY_JOB_ID:-}" != "${job}" ]] || job+="_${SLURM_ARRAY_TASK_ID}"
+    [[ "${ELASTIC_REQUEUE:-1}" == 1 ]] || scontrol update "JobId=${job}" Requeue=0
     trap 'told=TERM' TERM
     trap 'told="${told:-USR1}"' USR1
     srun --nodes="${SLURM_JOB_NUM_NODES}" --ntasks="$((SLURM_JOB_NUM_NODES * $1))" \
@@ -55,7 +57,7 @@ elastic::step() {
     while kill -0 "${step}" 2>/dev/null; do
         wait "${step}" || true # a signal ends it, too
         until [[ -z "${told}" || -n "${passed}" ]] || ! kill -0 "${step}" ||
-            scancel --signal=TERM "${SLURM_JOB_ID}"; do
+            scancel --signal=TERM "${job}"; do
             sleep 1 || true # the final TERM ends it
         done 2>/dev/null
         passed="${told}"
@@ -65,7 +67,7 @@ elastic::step() {
     ((code != 0)) || touch "${over}" || true
     if [[ "${code}" == 75 && "${told}" != TERM && "${ELASTIC_REQUEUE:-1}" == 1 ]]; then
         echo "a notice was obeyed: back to the queue"
-        scontrol requeue "${SLURM_JOB_ID}" || echo "not requeued: submit it again" >&2
+        scontrol requeue "${job}" || echo "not requeued: submit it again" >&2
     fi
     exit "${code}"
 }

@@ -153,6 +153,25 @@ def test_a_notice_ends_a_job_for_good_that_wants_it(tmp_path, new_sandbox):
     assert "back to the queue" not in folder.log(job)
 
 
+def test_a_task_of_an_array_obeys_a_notice_alone(folder, slurm):
+    """The last one has the id of the array, by which it told all of them."""
+    train = "trap 'exit 0' TERM; echo here; while :; do sleep 0.1; done"
+    array = folder.submit("single-node", "--array=0-2", command=["bash", "-c", train])
+    first, second, last = (f"{array}_{number}" for number in range(3))
+    logs = "runs/*/logs/ranks/rank-000.log"
+    try:
+        wait_until(lambda: sum("here\n" in log.read_text() for log in folder.path.glob(logs)) == 3,
+                   60, "all tasks are there")  # fmt: skip
+        assert folder.of_job(last, "JobId") == array
+        slurm.run("scancel", "--batch", "--signal=USR1", last)
+        wait_until(lambda: folder.of_job(last, "Restarts") == "1", 60, "it is in the queue again")
+        for task in (first, second):
+            assert folder.of_job(task, "JobState") == "RUNNING"
+            assert folder.of_job(task, "Restarts") == "0"
+    finally:
+        slurm.run("scancel", array)
+
+
 def test_ranks_hear_of_a_notice_also_when_the_controller_was_busy(folder, slurm):
     """What its shell alone was told got to the ranks by one scancel, whatever came of that."""
     programs, tries = folder.path / "bin", folder.path / "tries"
