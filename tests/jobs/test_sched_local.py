@@ -25,6 +25,7 @@ from elastic.base.errors import TryAgain
 from elastic.jobs import sched_local
 from elastic.jobs.sched import Elsewhere, JobSpec
 from elastic.jobs.sched_local import LocalScheduler
+from elastic.people import submission
 from helpers import ROOT, wait_until
 
 PATIENT = 'trap "echo notice >> told; exit 0" TERM; while :; do sleep 0.05; done'
@@ -174,14 +175,33 @@ def test_the_number_of_gpus_can_change_and_ends_no_job(make_site):
 
 
 @pytest.mark.parametrize(
-    ("here", "in_use", "count", "mine"),
-    [((), [], 1, []), ((0,), [0], 1, [0]), ((2, 0, 1), [0, 1, 0], 2, [2, 1]), ((0, 1), [], 0, [])],
-)
-def test_gpus_of_the_machine_are_shared_out(monkeypatch, here, in_use, count, mine):
+    ("here", "visible", "in_use", "count", "mine"),
+    [
+        ((), None, "", 1, ""), ((0,), None, "0", 1, "0"), ((2, 0, 1), None, "010", 2, "21"),
+        ((0, 1), None, "", 0, ""), ((7, 5), None, "", 2, "01"), ((0, 1, 2, 3), "3,2", "", 1, "3"),
+        ((0, 1, 2, 3), "2, 3", "2", 1, "3"), ((0, 1), "", "", 2, ""),
+    ],
+)  # fmt: skip
+def test_gpus_of_the_machine_are_shared_out(monkeypatch, here, visible, in_use, count, mine):
+    """Or those that the user has chosen. In a container /dev has the numbers of outside."""
     names = [Path(f"/dev/nvidia{number}") for number in here]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "glob", lambda self, pattern: names)
-        assert sched_local._least_used(in_use, count) == mine
+        assert sched_local._least_used([*in_use], count, visible) == [*mine]
+
+
+def test_a_local_run_keeps_to_the_gpus_of_its_user(make_site, monkeypatch, tmp_path):
+    """In an allocation, too, where no other job is to have that variable. It got 0 and 1."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a1,3")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path / "registry"))
+    site = make_site(gpus=2)
+    given = submission.start(site.config, tmp_path / "runs").environment()
+    site.script(f'echo "$CUDA_VISIBLE_DEVICES" >> gpus; {PATIENT}')
+    for slot in range(2):
+        job = JobSpec(site.folder, "run", "worker", slot, site.config, given)
+        site.scheduler.submit(job)
+    wait_until(lambda: sorted(site.lines("gpus")) == ["3", "GPU-a1"], 10, "each has its own")
 
 
 # ---- ends

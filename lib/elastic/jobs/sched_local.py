@@ -47,6 +47,7 @@ NEVER = b"-"  # the claim of whoever cancelled a pending job
 START_S = 5.0  # for a new process to make its claim
 POLL_S = 0.01
 KEEP_S = 3600.0  # how long an ended job is listed
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 MARK = "ELASTIC_LOCAL_JOB"  # STATE_DIR:JOB_ID in the environment of all its processes
 
 
@@ -174,7 +175,7 @@ class LocalScheduler:
         # One of each name at a time, as Slurm's singleton has it.
         names = {self._record(job_id)["name"] for job_id in running}
         used = sum(given.get("count", 0) for given in running.values())
-        devices = [gpu for given in running.values() for gpu in given.get("gpus", ())]
+        devices = [str(gpu) for given in running.values() for gpu in given.get("gpus", ())]
         for job_id in pending:
             record = self._record(job_id)
             count = min(record["gpus"], max(0, self._limit(record["capacity"]) - used))
@@ -184,7 +185,7 @@ class LocalScheduler:
                 devices += self._start(job_id, record, count, devices)
 
     def _given(self) -> dict[str, dict]:
-        """Running jobs, and what each was given: `count` GPUs, and the numbers of real
+        """Running jobs, and what each was given: `count` GPUs, and the names of real
         ones."""
         running = filter(self._leader, self._ids())
         return {job_id: read_json(self._path(job_id, "devices")) or {} for job_id in running}
@@ -204,17 +205,16 @@ class LocalScheduler:
                 for kind in ("json", "devices", "cause", "swept", "claim"):
                     self._path(job_id, kind).unlink(missing_ok=True)
 
-    def _start(self, job_id: str, record: Mapping, count: int, in_use: Sequence[int]) -> list[int]:
+    def _start(self, job_id: str, record: Mapping, count: int, in_use: Sequence[str]) -> list[str]:
         """Start a job's first process on `count` GPUs; returns those of them that are
         real."""
-        devices = _least_used(in_use, count)
+        devices = _least_used(in_use, count, record["environment"].get(VISIBLE))
         environment = {
             **record["environment"], "ELASTIC_JOB_ID": job_id, "ELASTIC_GPUS": str(count),
             "ELASTIC_HOME_DIR": str(registry_dir()), MARK: f"{self.state}:{job_id}",
         }  # fmt: skip
         write_atomic(self._path(job_id, "devices"), to_json({"count": count, "gpus": devices}))
-        if devices:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        environment |= {VISIBLE: ",".join(devices)} if devices else {}
         claim = self._path(job_id, "claim")
         try:
             with open(record["log"], "ab", opener=own) as log:
@@ -302,11 +302,12 @@ def pass_after_me(run_dir: Path) -> subprocess.Popen:
     return subprocess.Popen(command, env=_outliving(), cwd="/", start_new_session=True, **nothing)
 
 
-def _least_used(in_use: Sequence[int], count: int) -> list[int]:
-    """`count` GPUs of this machine, those with the fewest jobs first; none where there
-    are none."""
-    here = [int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*")]
-    return sorted(here, key=lambda gpu: (in_use.count(gpu), gpu))[:count]
+def _least_used(in_use: Sequence[str], count: int, visible: str | None = None) -> list[str]:
+    """`count` GPUs of this machine, or of those `visible` to the user, those with the
+    fewest jobs first; none where there are none."""
+    here = map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+    mine = here if visible is None else filter(None, visible.replace(" ", "").split(","))
+    return sorted(mine, key=in_use.count)[:count]
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ from pathlib import Path
 from elastic.base import config as configuration
 from elastic.base.config import Config
 from elastic.base.durable import check_private
-from elastic.base.environment import clean_environment, registry_dir
+from elastic.base.environment import clean_environment, environment, registry_dir
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.jobs.command import NAMES, expand
 from elastic.jobs.history import Job
 from elastic.jobs.sched import CLUSTER, Scheduler, open_scheduler, scheduler_of
+from elastic.jobs.sched_local import VISIBLE
 from elastic.run import estimate
 from elastic.run.rundir import Control, RunDir
 from elastic.run.wording import EventKind
@@ -98,10 +99,8 @@ def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
     that holds for a configuration at submission holds for it then."""
     is_other = mode != run.control().mode
     if run.config().run.command and is_other:
-        raise UsageError(
-            f"run {run.name} keeps its mode: its run.command is a loop for one mode",
-            "only a run of a task (run.task) can change it",
-        )
+        what = f"run {run.name} keeps its mode: its run.command is a loop for one mode"
+        raise UsageError(what, "only a run of a task (run.task) can change it")
     changes = [f"elastic.min={fewest}", f"elastic.max={most}", f"run.mode={mode}"]
     try:
         config = configuration.load_written(run.path / "run.toml", changes)
@@ -136,18 +135,20 @@ def start(config: Config, root: Path) -> RunDir:
     """Make the run directory; its first reconcile pass is the caller's."""
     limits = config.elastic
     control = Control(config.run.mode, "running", limits.min, limits.max, time.time())
-    run = RunDir.create(root, config, control, clean_environment() | _cluster(config))
+    run = RunDir.create(root, config, control, clean_environment() | _where(config))
     run.event(EventKind.SUBMIT, min=limits.min, max=limits.max, scheduler=config.run.scheduler)
     return run
 
 
-def _cluster(config: Config) -> dict[str, str]:
-    """Which cluster the run's jobs are on, for passes on another one that has this home."""
-    if config.run.scheduler == "slurm":
-        from elastic.jobs.sched_slurm import cluster
+def _where(config: Config) -> dict[str, str]:
+    """Which cluster the run's jobs are on, for passes on another one that has this home; of
+    local jobs, which may be inside of an allocation, the GPUs."""
+    if config.run.scheduler == "local":
+        return {name: value for name, value in environment().items() if name == VISIBLE}
+    from elastic.jobs.sched_slurm import cluster
 
-        with contextlib.suppress(ElasticError):  # such a run is taken to be everywhere
-            return {CLUSTER: cluster()["ClusterName"]}
+    with contextlib.suppress(ElasticError):  # such a run is taken to be everywhere
+        return {CLUSTER: cluster()["ClusterName"]}
     return {}
 
 
