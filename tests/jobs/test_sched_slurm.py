@@ -184,7 +184,7 @@ def test_workers_get_the_sites_own_options_of_srun(tmp_path):
 def test_ranks_share_a_nodes_cores_however_few(monkeypatch, cores, words):
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", cores)
     argv = sched_slurm.step_argv(["n1", "n2"], 8, ["rank"], ["--container-image=x"])
-    assert {words, "--ntasks-per-node=8"} <= {*argv}
+    assert {words, "--ntasks-per-node=8", "--wait=0"} <= {*argv}
     assert argv[-2:] == ["--container-image=x", "rank"]
 
 

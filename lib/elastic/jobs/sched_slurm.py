@@ -211,14 +211,14 @@ def step_argv(
     They share the node's cores, unbound, as threads of one program would. It may overlap:
     a step that had a node that is gone holds its GPUs until Slurm has noticed. One that
     crashes ends no other: srun would leave them KillWait, and is deaf meanwhile (see
-    `end_steps`).
+    `end_steps`). Nor does one that ends before the others, where a site has WaitTime.
     """
     cores = int(env("SLURM_CPUS_ON_NODE", "1"))
     few = ["--overcommit"] if cores < per_node else [f"--cpus-per-task={cores // per_node}"]
     return [
         *_SRUN, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
-        f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}",
-        *few, "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", *options, *command,
+        f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}", *few,
+        "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", *options, *command,
     ]  # fmt: skip
 
 
