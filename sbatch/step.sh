@@ -4,6 +4,7 @@
 source "${ELASTIC_HOME}/sbatch/network.sh"
 
 # What the ranks find in their environment. Rank logs go to ELASTIC_RUN_DIR, of which a restart keeps all.
+# REPLY: how many are on a node: one per GPU, or one where there are none. rank.sh checks it on every node.
 elastic::environment() {
     unset SLURM_EXPORT_ENV # else srun starts the ranks without PATH at sites that set SBATCH_EXPORT=NONE
     unset SLURM_TRES_PER_TASK # from 23.11 on srun takes the job's cores on a node for those of each task
@@ -11,10 +12,6 @@ elastic::environment() {
     export ELASTIC_RUN_DIR="${ELASTIC_RUN_DIR:-${SLURM_SUBMIT_DIR}/runs/${SLURM_JOB_NAME}-${SLURM_JOB_ID}}"
     export MASTER_ADDR="${MASTER_ADDR:-$(elastic::master_addr "${SLURM_JOB_NODELIST}")}"
     export MASTER_PORT="${MASTER_PORT:-$(elastic::master_port "${SLURM_JOB_ID}" "${MASTER_ADDR}")}"
-}
-
-# REPLY: one rank per GPU, or one where there are none. rank.sh checks the same on every node.
-elastic::ranks_per_node() {
     local gpus="${SLURM_GPUS_ON_NODE:-0}"
     REPLY="${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}}"
     if ((gpus > 0 && REPLY != gpus)); then
@@ -38,7 +35,8 @@ elastic::ranks_per_node() {
 # launch, and holds the job at the fifth (MaxBatchRequeue); and 24.11 starts a job once more that has
 # obeyed a notice and, later, ended with 0: what has ended with 0 says so to its next start.
 elastic::step() {
-    local told="" passed="" step code job="${SLURM_JOB_ID}" cpus="$((SLURM_CPUS_ON_NODE / $1))"
+    local told="" passed="" step code job="${SLURM_JOB_ID}" cpus
+    cpus="$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE}" | sort -n | sed 's/(.*//;q')" # of the smallest node
     local over="${ELASTIC_RUN_DIR}/over-${SLURM_JOB_ID}"
     export ELASTIC_NOTICED="${ELASTIC_RUN_DIR}/noticed-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"
     if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -e "${over}" ]]; then
@@ -51,7 +49,7 @@ elastic::step() {
     trap 'told=TERM' TERM
     trap 'told="${told:-USR1}"' USR1
     srun --nodes="${SLURM_JOB_NUM_NODES}" --ntasks="$((SLURM_JOB_NUM_NODES * $1))" \
-        --ntasks-per-node="$1" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > 0 ? cpus : 1))}" \
+        --ntasks-per-node="$1" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > $1 ? cpus / $1 : 1))}" \
         --mpi=none --kill-on-bad-exit=1 --wait=0 "${ELASTIC_HOME}/sbatch/rank.sh" "${@:2}" &
     step="$!"
     while kill -0 "${step}" 2>/dev/null; do

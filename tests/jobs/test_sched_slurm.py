@@ -180,9 +180,15 @@ def test_workers_get_the_sites_own_options_of_srun(tmp_path):
     assert argv[-1] == "0"
 
 
-@pytest.mark.parametrize(("cores", "words"), [("64", "--cpus-per-task=8"), ("1", "--overcommit")])
-def test_ranks_share_a_nodes_cores_however_few(monkeypatch, cores, words):
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", cores)
+@pytest.mark.parametrize(
+    ("cores", "words"),
+    [("64(x2)", "--cpus-per-task=8"), ("1(x2)", "--overcommit"), ("32,16", "--cpus-per-task=2"),
+     ("32(x2),16,128(x16)", "--cpus-per-task=2")],
+)  # fmt: skip
+def test_ranks_share_the_smallest_nodes_cores_however_few(monkeypatch, cores, words):
+    """A smaller node than the first had not what each rank asked for: no step was started."""
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "32")
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", cores)
     argv = sched_slurm.step_argv(["n1", "n2"], 8, ["rank"], ["--container-image=x"])
     assert {words, "--ntasks-per-node=8", "--wait=0"} <= {*argv}
     assert argv[-2:] == ["--container-image=x", "rank"]

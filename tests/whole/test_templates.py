@@ -216,6 +216,14 @@ def test_a_layout_that_is_not_one_rank_per_gpu_ends_with_the_way_out(folder):
     assert "usage: " in folder.log(nothing)
 
 
+def test_nodes_need_not_have_as_many_cores_as_the_first(folder):
+    """Slurm refused the step: "More processors requested than permitted"."""
+    options = ("--ntasks=3", "--cpus-per-task=4", "--gres=none")  # 8 cores here, 4 there
+    job = folder.submit("multi-node", *options, command=["printenv", "SLURM_CPUS_PER_TASK"])
+    assert folder.until_ended(job) == "COMPLETED", folder.log(job)
+    assert [log.split()[-1] for log in folder.ranks(job)] == ["4", "4"]
+
+
 def test_what_is_no_job_of_mine_is_said_plainly(folder, slurm):
     unknown = folder.attach("99999", "true")
     assert unknown.stderr.startswith("error: no job 99999: ")

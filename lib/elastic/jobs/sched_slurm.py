@@ -208,12 +208,13 @@ def step_argv(
     """The command line that starts `per_node` tasks on each of these nodes of this job;
     `options`: the site's own for srun.
 
-    They share the node's cores, unbound, as threads of one program would. It may overlap:
+    They share the cores of the smallest node, unbound, as threads of one program would: of
+    one number for all nodes, each has to have that many. It may overlap:
     a step that had a node that is gone holds its GPUs until Slurm has noticed. One that
     crashes ends no other: srun would leave them KillWait, and is deaf meanwhile (see
     `end_steps`). Nor does one that ends before the others, where a site has WaitTime.
     """
-    cores = int(env("SLURM_CPUS_ON_NODE", "1"))
+    cores = min(map(int, re.findall(r"(?:^|,)(\d+)", env("SLURM_JOB_CPUS_PER_NODE", "1"))))
     few = ["--overcommit"] if cores < per_node else [f"--cpus-per-task={cores // per_node}"]
     return [
         *_SRUN, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
