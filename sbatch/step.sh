@@ -8,6 +8,8 @@ source "${ELASTIC_HOME}/sbatch/network.sh"
 elastic::environment() {
     unset SLURM_EXPORT_ENV # else srun starts the ranks without PATH at sites that set SBATCH_EXPORT=NONE
     unset SLURM_TRES_PER_TASK # from 23.11 on srun takes the job's cores on a node for those of each task
+    # An outer job's, where sbatch was called inside of one; those of its own job srun knows anyway.
+    unset SLURM_GPUS SLURM_GPUS_PER_{NODE,TASK} SLURM_NTASKS_PER_GPU SLURM_MEM_PER_{CPU,NODE,GPU}
     export ELASTIC_JOB_ID="${SLURM_JOB_ID}" ELASTIC_ATTEMPT="$((${SLURM_RESTART_COUNT:-0} + 1))"
     export ELASTIC_RUN_DIR="${ELASTIC_RUN_DIR:-${SLURM_SUBMIT_DIR}/runs/${SLURM_JOB_NAME}-${SLURM_JOB_ID}}"
     export MASTER_ADDR="${MASTER_ADDR:-$(elastic::master_addr "${SLURM_JOB_NODELIST}")}"
@@ -16,7 +18,7 @@ elastic::environment() {
     REPLY="${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}}"
     if ((gpus > 0 && REPLY != gpus)); then
         echo "error: ${REPLY} tasks per node, ${gpus} GPUs per node" >&2
-        echo "  hint: one rank per GPU: --ntasks-per-node=${gpus}, or without it" >&2
+        echo "  hint: one rank per GPU: --ntasks-per-node=${gpus}, or without it (an outer job's counts)" >&2
         exit 2
     fi
     export ELASTIC_RANKS_PER_NODE="${REPLY}"
