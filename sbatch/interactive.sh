@@ -20,7 +20,7 @@ die() {
 job="$1"
 shift
 for name in "${!SLURM_@}" "${!SQUEUE_@}"; do # of another job, in which this shell may be
-    [[ "${name}" == SLURM_CONF ]] || unset "${name}"
+    [[ "${name}" == SLURM_CONF* ]] || unset "${name}"
 done
 
 # Nothing that a user can name is among these: anybody's job may have any name.

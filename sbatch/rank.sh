@@ -95,7 +95,7 @@ elastic::network
         [[ "${each}" == "${signal}" ]] || trap '' "${each}"
     done
     exec "$@"
-) &
+) <&0 & # else it would have /dev/null
 child="$!"
 ((noticed == 0)) || kill -s "${signal}" "${child}" # it came before there was a child
 

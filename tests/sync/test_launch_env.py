@@ -261,6 +261,14 @@ def test_what_a_rank_leaves_behind_does_not_keep_it(tmp_path):
     rank.communicate()
 
 
+def test_what_is_typed_reaches_the_command(tmp_path):
+    """In an allocation it is a shell, which ended at once: it was given /dev/null."""
+    for extra in ({}, {"ELASTIC_RUN_DIR": str(tmp_path)}):
+        done = subprocess.run([RANK, "bash"], env=given(MASTER_ADDR="127.0.0.1", **extra),
+                              input="echo typed\n", capture_output=True, text=True)  # fmt: skip
+        assert (done.returncode, done.stdout) == (0, "typed\n")
+
+
 def test_a_log_that_cannot_be_written_costs_the_rank_nothing(tmp_path):
     (tmp_path / "logs").write_text("no folder")
     rank = rank_of(tmp_path, "echo out", 1)
@@ -311,6 +319,17 @@ def test_a_trainer_in_another_layout_than_the_runs_says_so_before_it_meets_anybo
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert "2,2 tasks per node, 4 GPUs per node; one task per GPU: srun --nodes=2" in done.stderr
+
+
+def test_who_attaches_to_a_job_drops_an_outer_one_and_finds_the_cluster(tmp_path):
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/bash\necho "${!SLURM_@}"\n')
+    squeue.chmod(0o755)
+    env = given(SLURM_JOB_ID="1", SLURM_CONF="/c", SLURM_CONF_SERVER="head:6817")
+    done = subprocess.run([ROOT / "sbatch" / "interactive.sh", "4711", "bash"], text=True,
+                          env=env | {"PATH": f"{tmp_path}:{env['PATH']}"},
+                          capture_output=True)  # fmt: skip
+    assert done.stderr.startswith("error: no job 4711: SLURM_CONF SLURM_CONF_SERVER\n")
 
 
 # ---- peers
