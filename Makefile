@@ -137,8 +137,9 @@ install:  ## Copy this version into PREFIX, make its venv, and switch to it
 	    sed 's|@PREFIX@|$(PREFIX)|g; s|@VERSION@|$(VERSION)|g' etc/modulefile.$$kind \
 	        | install -D -m 0644 /dev/stdin '$(MODULES)'/$$kind/elastic/$$name || exit 1; done
 	if test -n '$(DESTDIR)'; then echo 'next, there: make -C $(PREFIX)/$(VERSION) venv'; \
-	    elif test -z "$$ELASTIC_PYTHON"; then $(MAKE) --no-print-directory -C '$(TREE)' venv; fi
-	$(MAKE) --no-print-directory switch
+	    elif test -z "$$ELASTIC_PYTHON"; then umask 022; \
+	        $(MAKE) --no-print-directory -C '$(TREE)' venv; fi
+	umask 022; $(MAKE) --no-print-directory switch
 
 switch:  ## Make VERSION=, which is installed in PREFIX, the current one: a rollback, say
 	test -n '$(DESTDIR)' || { test ! -e '$(TREE)'/.venv -o -e '$(TREE)'/.venv/.ready && \

@@ -181,6 +181,18 @@ def test_a_new_version_is_switched_to_and_the_old_one_stays(tmp_path):
     assert [path.name for path in prefix.rglob("*") if path.is_file()] == ["site.toml"]
 
 
+def test_everybody_can_read_what_an_admin_with_a_narrow_umask_installs(tmp_path):
+    """The venv was the admin's alone: commands of others found no Python."""
+    prefix, python = tmp_path / "elastic", pretended_python(tmp_path)
+    done = run(f"umask 077; make install PREFIX={prefix} PYTHON={python}", ROOT)
+    assert done.returncode == 0, done.stderr
+    paths = [path for path in prefix.rglob("*") if not path.is_symlink()]
+    assert any(path.name == ".ready" for path in paths)
+    for path in (prefix, *paths):
+        assert path.stat().st_mode & 0o044 == 0o044, path
+        assert path.is_file() or path.stat().st_mode & 0o011 == 0o011, path
+
+
 def test_uninstall_removes_nothing_but_a_version(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1").write_text("years")
