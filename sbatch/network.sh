@@ -148,17 +148,18 @@ elastic::gid_index() {
 
 # ---- where the ranks meet
 
-# The first node of NODELIST, as an IPv4 address; where its name has none, as Slurm itself reaches it.
+# The first node of NODELIST, as an IPv4 address; where its name has none, as Slurm itself reaches it. If
+# that is a name, too, which Debian gives to loopback on the node itself: the address that routes elsewhere.
 elastic::master_addr() {
-    local node shown
+    local node shown address
     read -r node < <(scontrol show hostnames "$1")
-    if elastic::resolve "${node}" && [[ "${REPLY}" != 127.* ]]; then
-        echo "${REPLY}"
-        return
-    fi
+    elastic::resolve "${node}" && [[ "${REPLY}" != 127.* ]] && echo "${REPLY}" && return
     shown="$(scontrol --oneliner show node "${node}")"
-    [[ "${shown}" =~ \ NodeAddr=([^ ]+) ]] && node="${BASH_REMATCH[1]}"
-    echo "${node}"
+    [[ "${shown}" =~ \ NodeAddr=([^ ]+) ]] && address="${BASH_REMATCH[1]}" || address="${node}"
+    [[ "${node}" == "${SLURMD_NODENAME:-}" && ! "${address}" =~ ^(127\.|localhost$) ]] &&
+        elastic::resolve "${address}" && [[ "${REPLY}" == 127.* ]] &&
+        [[ "$(elastic::ip route get 192.0.2.1)" =~ \ src\ ([0-9.]+) ]] && address="${BASH_REMATCH[1]}"
+    echo "${address}"
 }
 
 # From the job's id (two jobs on a node differ), the next one that nobody listens on at ADDRESS; below

@@ -429,6 +429,26 @@ def test_a_job_on_one_node_opens_no_connection():
     assert meet("nobody", "ok", nodes=1) == [{"total": 2.0}] * 2
 
 
+@pytest.mark.parametrize(
+    ("known_as", "here", "master"),
+    [("deb", "deb", "10.0.0.2"), ("deb", "other", "deb"), ("127.0.0.1", "deb", "127.0.0.1"),
+     ("localhost", "deb", "localhost"), ("10.9.9.9", "deb", "10.9.9.9")],
+)  # fmt: skip
+def test_a_name_that_means_loopback_on_its_own_node_is_no_place_to_meet(
+    node, known_as, here, master
+):
+    """Debian has `127.0.1.1 deb` in /etc/hosts: rank 0 took lo, and nobody else could reach it."""
+    node.interfaces(ETH)
+    for name, script in (("getent", '[ "$2" != deb ] || echo "127.0.1.1 STREAM deb"'),
+                         ("scontrol", f"case $* in *hostnames*) echo deb ;; "
+                                      f"*) echo NodeName=deb NodeAddr={known_as} x ;; esac")):
+        (node.folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (node.folder / "bin" / name).chmod(0o755)
+    env = given(PATH=f"{node.folder / 'bin'}:{os.environ['PATH']}", SLURMD_NODENAME=here)
+    line = f'source "{ROOT}/sbatch/network.sh"; elastic::master_addr "deb,n2"'
+    assert subprocess.check_output(["bash", "-euc", line], env=env, text=True) == f"{master}\n"
+
+
 def test_the_first_port_of_a_job_that_nobody_has(tmp_path):
     def port(job: int) -> int:
         line = f'source "{ROOT}/sbatch/network.sh"; elastic::master_port {job} 127.0.0.1'
