@@ -3,7 +3,7 @@
 #
 # A notice (any of the signals below) becomes ELASTIC_NOTICE_SIGNAL for the command, and exit status 75
 # for the launcher, whatever the command makes of it: many programs leave with 0 when they are told to.
-# With ELASTIC_NOTICED it becomes that file, and 0: for a launcher that takes 75 of one for a crash.
+# With ELASTIC_NOTICED it becomes that file, and 0, for a launcher that would end the others at the first 75.
 #
 # In a run (ELASTIC_RUN_DIR) all that the rank says is added to logs/ranks/rank-NNN.log there. Its stderr,
 # and the stdout of rank 0, go on to where they always went.
