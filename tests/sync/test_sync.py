@@ -15,17 +15,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from elastic.base.durable import read_json
 from elastic.base.errors import TryAgain
 from elastic.base.signals import Notice
+from elastic.jobs import cadence
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
+from elastic.saved.checkpoint import Checkpoints
+from elastic.sync.batches import Samples
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.train.group import Group
 from helpers import elastic, environment
 from running import Running, members, running
+from tiny_task import Tiny
 
 BATCH = 10
 SYNC = {
@@ -287,6 +292,35 @@ def test_checkpoints_write_no_more_in_a_second_than_a_site_allows(rank, make_con
     assert not saving.is_due(11)
     saving._at -= 40
     assert saving.is_due(11)
+
+
+@pytest.mark.parametrize("interval", ["auto", "1 steps"])
+def test_no_checkpoint_is_due_while_one_is_being_written(rank, make_config, monkeypatch, interval):
+    """Where a save took longer than the shortest interval, one followed another, and training
+    stood still in between: how long they took was never learned."""
+    monkeypatch.setattr(cadence, "LEAST_S", 0.0)
+    begun, may_end, commit = [], threading.Event(), Checkpoints._commit
+
+    def slow(checkpoints, draft, step, *args):
+        begun.append(step)
+        may_end.wait(1.0 if len(begun) > 1 else 10.0)
+        commit(checkpoints, draft, step, *args)
+
+    monkeypatch.setattr(Checkpoints, "_commit", slow)
+    (rank.run.path / "checkpoints").mkdir(parents=True)
+    net, samples = torch.nn.Linear(2, 2), Samples(Tiny({"pace": ""}), rank.config, rank.group)
+    rank = replace(rank, config=make_config(f"checkpoint.interval={interval}"))
+    saving = Saving(rank, net, torch.optim.SGD(net.parameters()), samples)
+    saving.begin_at(0)
+    for number in range(1, 10):
+        saving.begin(State(number), saving.is_due(number))
+    saving.checkpoints._flight.since -= 3600  # as if it hung: whoever waits for it is ended
+    is_due = saving.is_due(10)
+    may_end.set()
+    saving.begin(State(10), is_due)
+    assert saving._auto_s == 3600  # a tenth of the time
+    saving.checkpoints.finish()
+    assert begun == [1, 10]
 
 
 def test_a_filesystem_that_is_silent_is_no_wish_of_anybody(run, monkeypatch):

@@ -119,11 +119,15 @@ class Checkpoints:
             self._flight = flight
 
     @property
+    def writing_s(self) -> float:
+        """For how long one is being written; 0: none is."""
+        return time.monotonic() - self._flight.since if self._flight else 0.0
+
+    @property
     def needs_s(self) -> float:
         """How long a save would take from now:
         what is being written has to be finished first."""
-        flight = self._flight
-        rest_s = self.save_s - (time.monotonic() - flight.since) if flight else 0.0
+        rest_s = self.save_s - self.writing_s if self._flight else 0.0
         return self.save_s + max(0.0, rest_s)
 
     def poll(self) -> bool:

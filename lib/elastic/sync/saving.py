@@ -65,16 +65,20 @@ class Saving:
             self.words = f"at most every {self._least_s:.0f} s: checkpoint.max_rate"
 
     def is_due(self, step: int) -> bool:
-        """Rank 0: is it time for a checkpoint, once this step is taken?"""
-        seconds, setting = time.monotonic() - self._at, self._rank.config.checkpoint.interval
-        is_time = cadence.is_due(setting, step - self.step, seconds, self._auto_s)
-        return self._rank.group.leads and is_time and seconds >= self._least_s
+        """Rank 0: is it time for a checkpoint, once this step is taken? Not while one is
+        being written; one that hangs has to be found, as all that hangs."""
+        config, seconds = self._rank.config, time.monotonic() - self._at
+        is_busy = 0 < self.checkpoints.writing_s < config.health.hang_timeout_s
+        if is_busy or seconds < self._least_s or not self._rank.group.leads:
+            return False
+        return cadence.is_due(config.checkpoint.interval, step - self.step, seconds, self._auto_s)
 
     def begin(self, state: State, due: bool) -> None:
         """Start one in the background if it is due; learn from the one before once it is
         committed."""
         with self._surviving_refusals(state):
-            if self.checkpoints.poll():
+            ended = self.checkpoints.finish() if due else self.checkpoints.poll()
+            if ended:
                 self.choose_cadence()
             if due:
                 self.begin_at(state.step)
