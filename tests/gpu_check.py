@@ -1,7 +1,7 @@
 """What runs only where there is a GPU: `make gpu-check`. On a machine without one it says so.
 
     one GPU     the demo run on CUDA in bf16: base parameters pinned on the host, loss falls, audit;
-                the same with Muon
+                the same with Muon; the loops of etc/examples/ that are for local mode
     two GPUs    the same with slurm.gpus_per_worker = 2: FSDP2 over NCCL inside the worker
 
 Prints one line per check with its figures. Exit 1 if one of them fails.
@@ -35,6 +35,8 @@ def main() -> int:
     check_codecs()
     check_run("one GPU, bf16", gpus_per_worker=1)
     check_run("one GPU, bf16, Muon", gpus_per_worker=1, optimizer="muon")
+    for name in ("plain_loop", "hf_loop"):
+        check_example(name)
     if gpus > 1:
         check_run("two GPUs, FSDP2 over NCCL", gpus_per_worker=2)
         check_run("two GPUs, FSDP2, Muon", gpus_per_worker=2, optimizer="muon")
@@ -101,6 +103,16 @@ def check_run(what: str, gpus_per_worker: int, optimizer: str = "adamw") -> None
         tokens = rows[-1]["tokens"] / (rows[-1]["time"] - rows[0]["time"])
         print(f"{what}: ok; {len(rows) - 1} versions in {seconds:.0f} s, {tokens:.0f} tokens/s, "
               f"median stall {stalls[len(stalls) // 2]:.3f} s, loss {loss:.3f}")  # fmt: skip
+
+
+def check_example(name: str) -> None:
+    """A loop that puts its model on the GPU, and gets its batches there."""
+    with tempfile.TemporaryDirectory() as folder:
+        env, example = environment(Path(folder)), ROOT / "etc/examples" / name / "run.toml"
+        size = ("--min", 1, "--max", 1, "--set", "run.scheduler=local")
+        submitted = elastic("submit", example, *size, "--wait", env=env, timeout_s=300)
+        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+        print(f"{name}: ok")
 
 
 if __name__ == "__main__":

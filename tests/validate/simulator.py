@@ -134,7 +134,7 @@ class Script:
         self.steps = self.tokens = self._pending = 0
         self.lr_sum = self._rate = 0.0
 
-    def batches(self, dataset) -> Iterator:
+    def batches_on_cpu(self, dataset) -> Iterator:
         for indices in self._batches:
             self._pending, self._size = sum(index >= 0 for index in indices), len(indices)
             self._rate = self._prepare(self.steps, self.tokens)

@@ -113,6 +113,17 @@ def worker_that_has_delivered(store: object = None) -> Worker:
     return worker
 
 
+def test_a_loop_gets_its_batches_on_the_device_of_its_model(run):
+    """They came on the CPU: a loop that had put its model on a GPU died in its first step."""
+    model = torch.nn.Linear(1, 1, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sgd = LocalSGD(model, optimizer, Place(run, 0, 1, "7"), Notice(), Group())
+    sgd.batches_on_cpu = lambda *_: iter([{"x": torch.ones(2, 1), "name": ["a", "b"]}])
+    (batch,) = sgd.batches([])
+    assert (batch["x"].device.type, batch["name"]) == ("meta", ["a", "b"])
+    assert model(batch["x"]).shape == (2, 1)
+
+
 def find_no_master(run, courier: bool) -> None:
     """A worker's end, with a delta of version 5 delivered; steps ahead of it, if by courier."""
     model = torch.nn.Linear(1, 1)

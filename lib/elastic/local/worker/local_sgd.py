@@ -44,7 +44,7 @@ from elastic.local.worker.opening import layout_of_run
 from elastic.local.worker.validation import Validation
 from elastic.saved.replica import Replica, refuse_inexact
 from elastic.train import loading
-from elastic.train.device import Profile, seed_by
+from elastic.train.device import Profile, seed_by, to_device
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer
 from elastic.train.loading import Loader
@@ -54,16 +54,14 @@ class LocalSGD:
     def __init__(self, model, optimizer, place: Place, notice: Notice, group: Group):
         self.model, self.group, self.place = model, group, place
         config = place.run.config()
-        train = config.train
-        self.optimizer = InnerOptimizer(optimizer, sets_rates=train.schedule != "own")
+        self.optimizer = InnerOptimizer(optimizer, sets_rates=config.train.schedule != "own")
         self.ends_step = False  # is the batch at hand the last of its step?
         self.tokens_per_sample = 1  # where step() is not told the tokens
         self.outcome = ""  # done | stopped | yielded
         notice.window_s, notice.ask = place.notice_s, kill_at
         self.line = Line(place, notice) if group.leads else NoLine(place, notice)
         self._hand = InHand(self.line, config)
-        is_traced = group.leads and place.slot == 0
-        window = train.profile if is_traced else ""
+        window = config.train.profile if group.leads and place.slot == 0 else ""
         self._profile = Profile(window, place.run.path / "profile")
         self._last_step_at = 0.0
         self._validation: Validation | None = None
@@ -118,10 +116,16 @@ class LocalSGD:
     # ---- the life of a worker
 
     def batches(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
-        """Batches of the worker's samples until the run is over or a notice has come.
+        """Batches of the worker's samples until the run is over or a notice has come, on the
+        device of the model's parameters.
 
         All are whole: the last one is filled up with samples that do not count again.
         """
+        device = next(self.model.parameters()).device
+        return (to_device(batch, device) for batch in self.batches_on_cpu(dataset, collate))
+
+    def batches_on_cpu(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
+        """Likewise, where they were loaded."""
         self.open(loading.check(dataset))
         is_on_gpu = next(self.model.parameters()).is_cuda
         loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
@@ -145,8 +149,7 @@ class LocalSGD:
             self.line, self.group, self.model, len(dataset), self.tokens_per_sample
         )
         place, seed = self.place, self.config.run.seed
-        replica = Replica(self.model, layout)
-        exchange = Exchange(place.run, self.config, replica, self.group)
+        exchange = Exchange(place.run, self.config, Replica(self.model, layout), self.group)
         exchange.moved = self.line.moved
         self.join(exchange, Moments(self._hand, exchange, self.optimizer))
         # Noise that workers do not share is what averaging takes out.

@@ -56,7 +56,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
     autocast = precision(settings.precision, device)
     nans = NaNDetector(health.nan_action, sgd.group, health.max_bad_batches)
     loss_sum, tokens = 0.0, 0  # of the step's batches
-    for batch in sgd.batches(dataset):
+    for batch in sgd.batches_on_cpu(dataset):  # where tokens() counts
         tokens += count_tokens(task, batch)
         with autocast():
             loss = task.loss(model, to_device(batch, device))
