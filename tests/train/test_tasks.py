@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from array import array
+from collections import UserDict, namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from torch.utils.data import default_collate
 
 from elastic.base.errors import ElasticError, UsageError
 from elastic.tasks import ByteText, TokenFiles
+from elastic.train.device import to_device
 from elastic.train.optimizers import default_optimizer
 from elastic.train.task import count_tokens, load_task
 from helpers import ROOT
@@ -22,6 +24,7 @@ TRAIN = SimpleNamespace(
     optimizer="adamw", learning_rate=4e-3, weight_decay=0.1, beta1=0.9, beta2=0.95
 )
 TINY = {"context": 8, "dim": 16, "layers": 1, "heads": 2}
+Pair = namedtuple("Pair", "first second")
 
 
 @pytest.fixture(autouse=True)
@@ -355,10 +358,30 @@ def test_frozen_parameters_are_left_out():
         torch.zeros(5, 2),
         [torch.zeros(5, 2), torch.zeros(5)],
         {"x": (torch.zeros(5), torch.zeros(5))},
+        {"id": ["a", "b", "c", "d", "e"], "scale": torch.tensor(2.0), "x": torch.zeros(5, 2)},
+        UserDict(x=torch.zeros(5, 2)),
+        Pair(["a", "b", "c", "d", "e"], torch.zeros(5)),
     ],
 )
 def test_without_a_count_of_its_own_a_task_counts_samples(batch):
+    """It looked for a tensor in the first string, for ever."""
     assert count_tokens(object(), batch) == 5
+
+
+def test_what_has_no_tensor_needs_a_count_of_its_own():
+    with pytest.raises(ElasticError, match="no tensor to count its samples by") as caught:
+        count_tokens(object(), {"text": ["a", "b"]})
+    assert "tokens()" in caught.value.hint
+
+
+def test_a_batch_of_any_kind_comes_to_the_device_and_keeps_its_names():
+    """What was no dict stayed where it was, and a namedtuple lost its names."""
+    meta, x = torch.device("meta"), torch.zeros(5)
+    pair = to_device(Pair("a", {"x": x}), meta)
+    assert (pair.first, pair.second["x"].device) == ("a", meta)
+    assert to_device(UserDict(x=[x]), meta)["x"][0].device == meta
+    packed = torch.nn.utils.rnn.pack_sequence([x])  # has a `to`, and is a namedtuple
+    assert to_device(packed, meta).data.device == meta
 
 
 # ---- the optimizer

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
@@ -182,13 +183,17 @@ def precision(name: str, device: torch.device):
 
 
 def to_device(batch, device: torch.device):
-    """A collated batch (tensors in lists and tables) on the device."""
+    """A collated batch on the device: tensors, and what else has a `to` of its own (a
+    BatchEncoding, a graph), in lists and tables."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return [to_device(value, device) for value in batch]
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else moved  # of a namedtuple
     return batch
 
 

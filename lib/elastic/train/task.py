@@ -10,7 +10,7 @@ the audit counts them. Two tasks come with the toolkit: tasks.py.
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,9 +89,18 @@ def count_tokens(task: Task, batch: Any) -> int:
     """Tokens in a batch: as the task counts them, or else its samples."""
     if own := getattr(task, "tokens", None):
         return own(batch)
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return len(batch)
+    if tensors := _tensors(batch):
+        return len(tensors[0])
+    raise ElasticError("a batch has no tensor to count its samples by", "give the task tokens()")
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """Those of a batch that have samples, in their order."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return [each for part in batch for each in _tensors(part)]
+    return [batch] if isinstance(batch, Tensor) and batch.dim() else []
 
 
 def score(
