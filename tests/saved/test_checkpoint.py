@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,27 @@ def test_bytes_are_durable_before_the_commit_points_to_them(run, monkeypatch):
     assert after.index(f"{run.path}/checkpoints") < after.index(
         f"RENAME {run.path}/checkpoints/step-00000001"
     )
+
+
+@pytest.mark.parametrize("name", ["step-00000001", ".step-00000001.job1"])
+def test_a_filesystem_that_is_silent_at_a_commit_is_a_disk_that_refuses(run, monkeypatch, name):
+    """It was an error that ends the run, even where the record was linked already."""
+    stat, written = os.stat, run.path / "checkpoints/.step-00000001.job1/.metadata"
+
+    def silent(path, *args, **how):
+        if Path(str(path)).name == name and os.access(written, os.F_OK):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, *args, **how)
+
+    monkeypatch.setattr(durable, "AGAIN_S", ())
+    is_linked = name[0] != "."
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", silent)
+        with nullcontext() if is_linked else pytest.raises(OSError, match="Stale file handle"):
+            save(run, 1)
+    assert steps(run) == [1] * is_linked
+    assert save(run, 1)
+    assert load(run)[0].step == 1
 
 
 def test_a_parameter_that_trained_later_gets_its_moments_whatever_the_optimizer_had(run):

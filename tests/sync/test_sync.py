@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from elastic.base import durable
 from elastic.base.durable import read_json
 from elastic.base.errors import TryAgain
 from elastic.base.signals import Notice
@@ -294,6 +295,13 @@ def test_checkpoints_write_no_more_in_a_second_than_a_site_allows(rank, make_con
     assert saving.is_due(11)
 
 
+def saving_of(rank: Rank) -> Saving:
+    """Of a small model that never stepped."""
+    (rank.run.path / "checkpoints").mkdir(parents=True)
+    net, samples = torch.nn.Linear(2, 2), Samples(Tiny({"pace": ""}), rank.config, rank.group)
+    return Saving(rank, net, torch.optim.SGD(net.parameters()), samples)
+
+
 @pytest.mark.parametrize("interval", ["auto", "1 steps"])
 def test_no_checkpoint_is_due_while_one_is_being_written(rank, make_config, monkeypatch, interval):
     """Where a save took longer than the shortest interval, one followed another, and training
@@ -307,10 +315,7 @@ def test_no_checkpoint_is_due_while_one_is_being_written(rank, make_config, monk
         commit(checkpoints, draft, step, *args)
 
     monkeypatch.setattr(Checkpoints, "_commit", slow)
-    (rank.run.path / "checkpoints").mkdir(parents=True)
-    net, samples = torch.nn.Linear(2, 2), Samples(Tiny({"pace": ""}), rank.config, rank.group)
-    rank = replace(rank, config=make_config(f"checkpoint.interval={interval}"))
-    saving = Saving(rank, net, torch.optim.SGD(net.parameters()), samples)
+    saving = saving_of(replace(rank, config=make_config(f"checkpoint.interval={interval}")))
     saving.begin_at(0)
     for number in range(1, 10):
         saving.begin(State(number), saving.is_due(number))
@@ -332,6 +337,26 @@ def test_a_filesystem_that_is_silent_is_no_wish_of_anybody(run, monkeypatch):
     monkeypatch.setattr(RunDir, "closing", silent)
     rank = Rank(run, run.config(), Group(), 1, "7")
     assert Wishes(rank, Notice()).mine() is Wish.GO_ON
+
+
+def test_a_filesystem_that_is_silent_costs_a_checkpoint_and_no_run(
+    rank, make_config, monkeypatch
+):
+    """The run ended, as if after a notice; where it was asked for the size of the newest one,
+    rank 0 ended alone."""
+    saving = saving_of(replace(rank, config=make_config("checkpoint.max_rate=1kb")))
+    assert saving.save(State(1))
+
+    def silent(*_):
+        raise TryAgain("Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "insist", silent)
+        saving.choose_cadence()
+        assert not saving.save(State(2))
+        saving.begin(State(3), True)
+    assert saving.words == "checkpoint of step 3 not saved: Stale file handle"
+    assert saving.save(State(3))
 
 
 def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkeypatch):

@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 
 from elastic.base.durable import draft_of, exists, make_folder, own, read_json, sync_path
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 
 
 class Draft:
@@ -52,7 +52,7 @@ class Draft:
         if not link() and not self._is_committed():
             self.discard()
             return False
-        with contextlib.suppress(OSError):  # then whoever reads it does it
+        with contextlib.suppress(OSError, TryAgain):  # then whoever reads it does it
             settle(self.final, self.writer)
         return True
 

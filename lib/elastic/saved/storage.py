@@ -10,6 +10,7 @@ messages between the ranks of a job.
 """
 
 import contextlib
+import errno
 import io
 import pickle
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from elastic.base.durable import sync_path
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.saved.drafts import Draft, Measured
 
 METADATA, RANKS_FILE = ".metadata", "__{}_0.distcp"
@@ -41,12 +42,13 @@ def file_names(world: int) -> list[str]:
 
 
 def cause(error: CheckpointException) -> tuple[str, int | None]:
-    """What failed, on which rank, and the errno if it was the disk:
-    of several the disk."""
+    """What failed, on which rank, and the errno if it was the disk, which may have been
+    silent: of several the disk."""
     causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-    refused = [rank for rank, cause in causes.items() if isinstance(cause, OSError)]
+    refused = [rank for rank, cause in causes.items() if isinstance(cause, OSError | TryAgain)]
     rank = min(refused or causes)
-    return f"rank {rank}: {causes[rank]}", getattr(causes[rank], "errno", None)
+    number = getattr(causes[rank], "errno", errno.EIO if refused else None)
+    return f"rank {rank}: {causes[rank]}", number
 
 
 # ---- writing ---------------------------------------------------------------------------

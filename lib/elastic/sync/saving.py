@@ -57,10 +57,10 @@ class Saving:
             return
         with contextlib.suppress(OSError, TryAgain):  # of this rank alone: it goes on as before
             self._mtbi_s = cadence.observed_mtbi_s(self._rank.run.jobs.endings())
+            if most := self._rank.config.checkpoint.max_rate_bytes:
+                self._least_s = size_bytes(self._rank.run, self.step) / most
         stall_s, save_s = self.checkpoints.stall_s, self.checkpoints.save_s
         self._auto_s, self.words = cadence.interval(stall_s, self._mtbi_s, save_s)
-        if most := self._rank.config.checkpoint.max_rate_bytes:
-            self._least_s = size_bytes(self._rank.run, self.step) / most
         if self._least_s > self._auto_s:
             self.words = f"at most every {self._least_s:.0f} s: checkpoint.max_rate"
 
@@ -109,7 +109,7 @@ class Saving:
     def _surviving_refusals(self, state: State) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, TryAgain) as error:
             self.words = f"checkpoint of step {state.step} not saved: {error}"
             self._rank.say(self.words)
             self._rank.event("checkpoint-failed", step=state.step, reason=str(error))
