@@ -32,7 +32,8 @@ TRAIN = SimpleNamespace(
 
 
 class Net(nn.Module):
-    """What is awkward to save: odd sizes, tied, frozen and untrained parameters, a buffer."""
+    """What is awkward to save: odd sizes, tied, frozen and untrained parameters, buffers that no
+    two ranks have alike."""
 
     def __init__(self):
         super().__init__()
@@ -43,9 +44,11 @@ class Net(nn.Module):
         self.untrained = nn.Parameter(torch.randn(3))
         self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
         self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("known", torch.zeros(100))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
+        for buffer in self.buffers():
+            buffer += 1 + (dist.get_rank() if dist.is_initialized() else 0)
         x = x + self.table(torch.zeros(len(x), dtype=torch.long))
         for layer in self.layers:
             x = torch.tanh(layer(x))

@@ -103,7 +103,7 @@ class Checkpoints:
             self.finish()
         if flight := self._open(step, extra):
             state = _state(model, optimizer)
-            self._close(flight, lambda: dcp.save(state, storage_writer=flight.writer, **self._how))
+            self._close(flight, lambda: dcp.save(state, **self._ways(flight)))
 
     def begin(self, step: int, model, optimizer, extra: dict) -> None:
         """Copy the state to the host and write it in the background,
@@ -114,7 +114,7 @@ class Checkpoints:
         self.finish()
         if flight := self._open(step, extra):
             state = _state(model, optimizer)
-            flight.future = dcp.async_save(state, storage_writer=flight.writer, **self._how)
+            flight.future = dcp.async_save(state, **self._ways(flight))
             flight.waited_s = time.monotonic() - flight.since
             self._flight = flight
 
@@ -190,6 +190,11 @@ class Checkpoints:
             return None
         commit = functools.partial(self._commit, draft, step, extra)
         return _Flight(step, storage.Writer(draft, commit), since)
+
+    def _ways(self, flight: _Flight) -> dict:
+        """For DCP. What every rank has, as the statistics of a BatchNorm, rank 0 writes."""
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        return {"storage_writer": flight.writer, "planner": planner, **self._how}
 
     def _has(self, step: int, draft: Draft) -> bool:
         """Rank 0: is the step committed? If not, make its draft."""
