@@ -51,6 +51,13 @@ def train(model: nn.Module, optimizers: list, steps: int = 3) -> list[torch.Tens
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def test_muon_has_a_matrix_that_two_layers_share_once():
+    """It stepped twice."""
+    model = net()
+    model.inner[1].weight = model.inner[0].weight
+    assert [id(param) for param in hidden_matrices(model)] == [id(model.inner[0].weight)]
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_muon_trains_the_matrices_between_the_embedding_and_the_head(is_tied):
     model = net(is_tied=is_tied)

@@ -105,8 +105,8 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     left = {id(module.weight) for module in chain(tables, linear[-1:])}
-    return [each.weight for each in linear
-            if each.weight.requires_grad and id(each.weight) not in left]  # fmt: skip
+    return list(dict.fromkeys(each.weight for each in linear
+                if each.weight.requires_grad and id(each.weight) not in left))  # fmt: skip
 
 
 def _adamw(parameters, train) -> EagerAdamW:
