@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from elastic.base.errors import ElasticError, UsageError
 from elastic.train import device
@@ -153,6 +155,32 @@ def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers():
 def test_an_impossible_shape_is_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         Shape(**changes)
+
+
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+LAYERS = {
+    "list": (lambda block: torch.nn.ModuleList([block, torch.nn.Linear(4, 4)]), 3),
+    "dict": (lambda block: torch.nn.ModuleDict({"0": block}), 2),
+    "one block several times": (lambda block: torch.nn.ModuleList([block] * 3), 2),
+    "how many there are": (lambda block: 3, 1),
+    "none": (lambda block: None, 1),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_whatever_a_model_calls_its_layers_it_is_sharded(alone, kind):
+    make, units = LAYERS[kind]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.layers = make(torch.nn.Linear(4, 4))
+    device.shard(model, CONFIG, torch.device("cpu"))
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == units
 
 
 def built(folder, kind: str, world: int = 3) -> list[dict]:

@@ -162,15 +162,16 @@ class Profile:
 
 
 def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
-    """FSDP2, one unit per layer (`model.layers`, where the model has them) and one for
-    the rest."""
+    """FSDP2, one unit per layer (`model.layers`, where these are modules) and one for the
+    rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     low = torch.bfloat16 if config.train.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    for layer in getattr(model, "layers", []):
+    layers = getattr(model, "layers", None)  # one that is there twice, `children` has once
+    for layer in layers.children() if isinstance(layers, torch.nn.Module) else ():
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
