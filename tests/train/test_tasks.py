@@ -1,6 +1,7 @@
 """Tasks are found, checked and explained; their samples are the same everywhere; they can learn."""
 
 import importlib
+import json
 import pickle
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections import UserDict, namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
@@ -17,7 +19,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.tasks import ByteText, TokenFiles
 from elastic.train.device import to_device
 from elastic.train.optimizers import default_optimizer
-from elastic.train.task import count_tokens, load_task
+from elastic.train.task import count_tokens, load_task, score
 from helpers import ROOT
 
 TRAIN = SimpleNamespace(
@@ -382,6 +384,24 @@ def test_a_batch_of_any_kind_comes_to_the_device_and_keeps_its_names():
     assert to_device(UserDict(x=[x]), meta)["x"][0].device == meta
     packed = torch.nn.utils.rnn.pack_sequence([x])  # has a `to`, and is a namedtuple
     assert to_device(packed, meta).data.device == meta
+
+
+def scores(said) -> dict[str, float]:
+    return score(SimpleNamespace(validate=lambda model: said), torch.nn.Linear(1, 1))
+
+
+def test_scores_are_numbers_whatever_kind_the_task_returns():
+    """A tensor ended rank 0, as it cannot be written as JSON."""
+    found = scores({"loss": torch.tensor([0.5]), "accuracy": np.float32(0.25), "right": 3})
+    assert json.dumps(found) == '{"loss": 0.5, "accuracy": 0.25, "right": 3.0}'
+
+
+@pytest.mark.parametrize("said", [0.5, None, {"losses": torch.zeros(2)}, {"loss": "low"}])
+def test_scores_that_are_no_numbers_are_shown(said):
+    with pytest.raises(ElasticError, match=r"validate\(\) has returned") as caught:
+        scores(said)
+    assert str(said)[:10] in caught.value.what
+    assert caught.value.hint
 
 
 # ---- the optimizer

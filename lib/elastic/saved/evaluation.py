@@ -19,7 +19,7 @@ from elastic.saved.checkpoint import Checkpoints, Saved, read_params
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.group import Group
-from elastic.train.task import Task, load_task
+from elastic.train.task import Task, load_task, score
 
 
 def evaluate(run: RunDir, version: int | None = None) -> dict:
@@ -46,7 +46,7 @@ def of_version(run: RunDir, commit: Commit) -> dict[str, float]:
         replica = Replica(model, versions.read_layout(run, commit.version))
         for index in range(len(replica.layout.fragments)):
             replica.adopt(index, versions.read_params(run, commit, replica.layout, index))
-        return task.validate(model)
+        return score(task, model)
 
 
 def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
@@ -55,7 +55,7 @@ def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
         replica = Replica(model, Layout.of(shapes(model), math.inf))
         for index, tensors in enumerate(replica.layout.fragments):
             replica.load(index, read_params(run, saved, tensors))
-        return task.validate(model)
+        return score(task, model)
 
 
 @contextlib.contextmanager

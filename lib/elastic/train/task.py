@@ -113,7 +113,12 @@ def score(
     device, is_training = next(model.parameters()).device, model.training
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            return task.validate(model)
+            said = task.validate(model)
     finally:
         hook.remove()
         model.train(is_training)
+    try:  # many return tensors
+        return {name: float(value) for name, value in said.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        what = f"validate() has returned {said!r:.200}"
+        raise ElasticError(what, "names and their numbers are needed") from error
