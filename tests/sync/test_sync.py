@@ -411,7 +411,7 @@ def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
-    with synchronous(tmp_path, step_s=0.05) as run:
+    with synchronous(tmp_path, {"train.profile": "59:60"}, step_s=0.05) as run:
         further(run, 5)
         assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
         run.until(lambda: not run.jobs(), 60, "the job leaves")
@@ -421,6 +421,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
         assert (run.jobs(), step(run)) == ({}, reached)
         assert elastic("scale", run.run.path, env=environment(run.home)).returncode == 0
         lines = finish(run)
+        trace = run.run.path / "profile" / "steps-59-60.json"
+        assert json.loads(trace.read_text())["traceEvents"]  # though no step comes after it
     assert_same_run(lines, undisturbed)
 
 

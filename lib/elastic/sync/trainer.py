@@ -113,6 +113,7 @@ class Trainer:
             return self._leave(wish)
         if self.rank.group.leads:
             self._mark_done()
+        self._profile.end()
         return Exit.OK
 
     def _train(self) -> Wish:
