@@ -1,11 +1,11 @@
 """A process that uses torch: `python -m elastic.train.start master|worker|trainer|trial
 ARGUMENTS`.
 
-To import torch takes seconds, so two things come first. A notice ends the process at
-once, until its program has something to lose (`notice.exit_code = None`). And the garbage
-collector is off: what imports make stays, and to look at it over and over takes a sixth
-of the start. Afterwards it is frozen: never looked at again, and shared with forked
-children.
+To import torch takes seconds, so two things come first. A notice ends the process as soon
+as Python has its turn (not while C code waits for other ranks), until its program has
+something to lose (`notice.exit_code = None`). And the garbage collector is off: what
+imports make stays, and to look at it over and over takes a sixth of the start. Afterwards
+it is frozen: never looked at again, and shared with forked children.
 """
 
 import faulthandler
