@@ -422,8 +422,9 @@ def test_the_last_versions_and_every_mth_are_kept_and_every_record(run, keep, ev
 def test_a_smaller_keep_catches_up_and_a_pruned_version_says_so(run):
     for version in range(6):
         commit(run, version)
-    assert prune(run, 5, keep=2, keep_every=0) == [0, 1, 2, 3]
-    assert prune(run, 5, keep=2, keep_every=0) == []
+    for _ in range(2):
+        prune(run, 5, keep=2, keep_every=0)
+        assert [v for v in range(6) if run.version_path(v).exists()] == [4, 5]
     with pytest.raises(ElasticError, match="is gone"):
         read_params(run, run.commits.of(1), LAYOUT, 0)
 

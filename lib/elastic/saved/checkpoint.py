@@ -102,8 +102,7 @@ class Checkpoints:
         with contextlib.suppress(OSError, ElasticError):
             self.finish()
         if flight := self._open(step, extra):
-            state = _state(model, optimizer)
-            self._close(flight, lambda: dcp.save(state, **self._ways(flight)))
+            self._close(flight, lambda: dcp.save(_state(model, optimizer), **self._ways(flight)))
 
     def begin(self, step: int, model, optimizer, extra: dict) -> None:
         """Copy the state to the host and write it in the background,
@@ -113,8 +112,7 @@ class Checkpoints:
         """
         self.finish()
         if flight := self._open(step, extra):
-            state = _state(model, optimizer)
-            flight.future = dcp.async_save(state, **self._ways(flight))
+            flight.future = dcp.async_save(_state(model, optimizer), **self._ways(flight))
             flight.waited_s = time.monotonic() - flight.since
             self._flight = flight
 

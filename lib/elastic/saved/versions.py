@@ -116,14 +116,13 @@ def split(layout: Layout, index: int, flat: torch.Tensor, prefix: str = "") -> d
     return {prefix + tensor.name: tensor.of(flat) for tensor in layout.fragments[index]}
 
 
-def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
+def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> None:
     """Remove the tensors of versions that are neither among the last `keep` nor an Mth
     one.
 
     With them go drafts and deltas that nobody came back for. The commit records stay:
-    they are the ledger. Returns the versions removed.
+    they are the ledger.
     """
-    removed = []
     _remove_drafts_below(run, newest - keep + 1)
     versions, deltas = run.path / "versions", (run.path / "deltas").glob("[0-9]*")
     old = (folder for folder in deltas if int(folder.name) <= newest - keep)
@@ -131,11 +130,9 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> list[int]:
         drafts.drop(left)
     for folder in sorted(versions.glob("[0-9]*")):
         version = int(folder.name)
-        if version > newest - keep or (keep_every and version % keep_every == 0):
-            continue
-        drafts.remove(folder)
-        removed.append(version)
-    return removed
+        is_kept = keep_every and version % keep_every == 0
+        if version <= newest - keep and not is_kept:
+            drafts.remove(folder)
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -167,8 +167,7 @@ class Launcher:
         before, self._nodes = self._nodes, sched_slurm.answering(self._nodes)
         lost = [node for node in before if node not in self._nodes]
         if lost:
-            job_id = self.program.job_id
-            self.run.event("nodes-lost", nodes=lost, left=len(self._nodes), job_id=job_id)
+            self.program.event("nodes-lost", nodes=lost, left=len(self._nodes))
         return lost
 
     # ---- the ranks
@@ -233,8 +232,7 @@ class Launcher:
         }  # fmt: skip
         shared |= {f"ELASTIC_{name.upper()}": value for name, value in values.items()}
         shared["ELASTIC_NOTICE_SIGNAL"] = self.config.sync.notice_signal
-        self.run.event("restore", resume=values["resume"], world=self.gpus,
-                       attempt=self.program.attempt, job_id=self.program.job_id)  # fmt: skip
+        self.program.event("restore", resume=values["resume"], world=self.gpus)
         return [*program, *expand(self.config.run.command, values)]
 
     def _record(self) -> None:

@@ -178,9 +178,7 @@ def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
 
 def precision(name: str, device: torch.device):
     """A context manager for the forward pass: bf16 autocast, or nothing."""
-    if name == "bf16":
-        return lambda: torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext
+    return lambda: torch.autocast(device.type, torch.bfloat16, enabled=name == "bf16")
 
 
 def to_device(batch, device: torch.device):

@@ -70,9 +70,7 @@ class Group:
             what = f"this worker has {world} ranks (slurm.gpus_per_worker)"
             call = "torch.distributed.init_process_group() before LocalSGD.from_env()"
             raise ElasticError(f"{what}, and they are no group yet", f"call {call}")
-        device = torch.device("cpu")
-        if "nccl" in dist.get_backend():
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     @property

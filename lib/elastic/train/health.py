@@ -60,10 +60,9 @@ class NaNDetector:
         self.bad_in_a_row = self.bad_in_a_row + 1 if bad else 0
         if not bad:
             return "ok"
-        too_many = self.bad_in_a_row > self.max_bad
         self.reason = f"bad step {self.bad_in_a_row} in a row, {self.max_bad} are allowed"
         self.reason += f" (this rank: {seen})" if seen else ""
-        return "stop" if too_many else self.action
+        return "stop" if self.bad_in_a_row > self.max_bad else self.action
 
 
 def check_nccl_health(group: Group, timeout_s: float) -> str:

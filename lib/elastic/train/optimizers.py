@@ -83,19 +83,13 @@ class MuonAdamW(Eager, Optimizer):
 
 def default_optimizer(model: nn.Module, train) -> Optimizer:
     """The one that the [train] section names."""
-    if train.optimizer == "adamw":
-        return _adamw(model.parameters(), train)
-    hidden = hidden_matrices(model)
+    hidden = hidden_matrices(model) if train.optimizer == "muon" else []
     chosen = {id(param) for param in hidden}
     others = [param for param in model.parameters() if id(param) not in chosen]
     if not hidden:
         return _adamw(others, train)
-    muon = EagerMuon(
-        hidden,
-        lr=train.learning_rate,
-        weight_decay=train.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    muon = EagerMuon(hidden, lr=train.learning_rate, weight_decay=train.weight_decay,
+                     adjust_lr_fn="match_rms_adamw")  # fmt: skip
     return MuonAdamW(muon, _adamw(others, train))
 
 
@@ -117,7 +111,6 @@ def _adamw(parameters, train) -> EagerAdamW:
     ]
     return EagerAdamW(
         [group for group in groups if group["params"]],
-        lr=train.learning_rate,
-        betas=(train.beta1, train.beta2),
+        lr=train.learning_rate, betas=(train.beta1, train.beta2),
         fused=True if all(p.is_cuda for p in parameters) else None,
-    )
+    )  # fmt: skip
