@@ -7,6 +7,7 @@ workers are in test_rejections.py, test_faults.py and test_overlap.py.
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,6 +188,21 @@ def test_what_a_worker_waits_for_is_no_part_of_what_a_delivery_takes(monkeypatch
     worker.deliver.deliver(WorkerRound(5, 0.0, steps=1, lr_sum=0.1))
     assert clock.now == 2 + 2 * durable.STUCK_S + 90
     assert (worker.hand.deliver_s, worker.line._said["needs_s"]) == (2.0, 0.5 + 2.0 + 1.0)
+
+
+def test_who_was_slow_to_deliver_once_passes_one_round_and_not_all():
+    """A delivery of 45 s, as of a disk that was busy, in rounds of 40 s: such a worker would have
+    to stop before its first step, and never find out that it is fast again."""
+    worker = Worker(5)
+    worker.hand.config.local_sgd = SimpleNamespace(max_staleness=1)
+    worker.line.offer = lambda _header: None
+    worker.exchange.codec = SimpleNamespace(name="none")
+    worker.exchange.replica = SimpleNamespace(delta=None, layout=SimpleNamespace(hash="l"))
+    worker.hand.deliver_s = 45.0
+    worker.line.news = line.News(5, state="running", due=time.monotonic() + 40)
+    assert worker.hand.is_over()
+    worker.deliver.deliver(worker.hand.round)
+    assert not worker.hand.is_over()
 
 
 def test_samples_of_a_delta_that_is_delivered_are_still_held_for_a_new_master():

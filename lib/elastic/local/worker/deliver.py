@@ -49,9 +49,9 @@ class Deliver:
         took_s = line.clock() - began
         done.header = self._header(done, fragments)  # to be left, if nobody hears of it
         line.offer(done.header)
+        hand.deliver_s = took_s  # nothing, of a pass: who was slow once trains the next round
         if done.steps:
             self._delivered += 1
-            hand.deliver_s = took_s
             needs_s = hand.step_s + took_s + self._moments.save_s
             line.say(delivered=self._delivered, needs_s=round(needs_s, 1))
 
