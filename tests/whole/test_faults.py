@@ -265,6 +265,22 @@ def test_of_two_masters_the_older_is_fenced_and_every_version_is_committed_once(
     run.versions(1)
 
 
+def test_nobody_stays_with_the_redis_of_a_master_that_hangs_once_there_is_another(run: Running):
+    """As on a node whose filesystem hangs: its Redis answers, and so nobody looked for another."""
+    hanging, older = run.pids("master")[0], run.jobs()["master", 0].job_id
+    trainers = set(run.pids("trainer"))
+    os.kill(hanging, signal.SIGSTOP)
+    second = second_master(run)
+    try:
+        run.versions(3)
+        assert set(run.pids("trainer")) == trainers
+    finally:
+        os.kill(hanging, signal.SIGCONT)
+    assert run.ended(older)["outcome"] == "fenced"
+    run.until(lambda: second.poll() is not None, 60, "the one that was started by hand is fenced")
+    run.versions(1)
+
+
 def test_an_old_attempt_that_comes_back_after_a_flush_does_not_stop_the_run(run: Running):
     """It may claim the slot in the moment before the master says again which attempt is newest."""
     run.run.slots.claim(2, {"job_id": "old"})

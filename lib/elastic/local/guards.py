@@ -38,11 +38,6 @@ class Moved:
     steps: int
     lr_sum: float
 
-    @property
-    def is_known(self) -> bool:
-        """Can the norm be compared with that of others?"""
-        return self.norm > 0 and self.steps > 0 and self.lr_sum > 0
-
 
 @dataclass(frozen=True)
 class Reach:
@@ -82,9 +77,11 @@ def _reach(known: Sequence[Moved]) -> Reach:
 
 
 def whole(moves: Sequence[Moved]) -> list[Moved]:
-    """Deltas that are not partial: at least half as many steps as the longest."""
+    """Deltas that have moved, and are not partial: at least half as many steps as the
+    longest."""
     most = max((each.steps for each in moves), default=0)
-    return [each for each in moves if each.is_known and 2 * each.steps >= most]
+    moved = [each for each in moves if min(each.norm, each.steps, each.lr_sum) > 0]
+    return [each for each in moved if 2 * each.steps >= most]
 
 
 @dataclass(frozen=True)

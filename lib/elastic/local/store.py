@@ -176,6 +176,10 @@ class Store:
         if self._redis.get(self._key("proof")) != self.proof.encode():
             raise TryAgain(f"Redis at {self.where} does not know this run's master (yet)")
 
+    def disown(self) -> None:
+        """Nobody is to take this server for its run's any more."""
+        self._redis.delete(self._key("proof"))
+
     def close(self) -> None:
         self._redis.close()
 

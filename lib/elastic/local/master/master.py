@@ -295,8 +295,7 @@ class Master:
         self.journal.wait_for_space()
         self.fence()
         try:
-            how = (closing.recipe, closing.commit)
-            commit = self.journal.written(intake.averager.commit, *how)
+            commit = self.journal.written(intake.averager.commit, closing.recipe, closing.commit)
         except DeltaLost as error:
             intake.withdraw(error.key, error.why)
             return

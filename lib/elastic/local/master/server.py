@@ -12,11 +12,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from elastic.base.config import Config
-from elastic.base.errors import TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address
 from elastic.local.master.redis_server import RedisServer, start
 from elastic.local.master_store import MasterStore
 from elastic.local.store import Listener, Useless
+from elastic.local.worker_store import WorkerStore
 from elastic.run.membership import Slot, live
 from elastic.run.rundir import Endpoint, RunDir
 
@@ -102,10 +103,14 @@ class Server:
 
     def introduce(self) -> None:
         """Tell a new server all attempts, so that it fences; also those of slots that
-        are too many by now, whose workers have left deltas."""
+        are too many by now, whose workers have left deltas. And send those away who speak
+        to the server before: where its master hangs it answers for hours yet, and who gets
+        an answer looks for no other."""
         newest = {slot: self.run.slots.latest(slot) for slot in self.run.slots.all()}
         self.attempts |= {slot: attempt for slot, attempt in newest.items() if attempt}
         self.store.set_attempts(self.attempts)
+        with contextlib.suppress(ElasticError):  # it is gone; or it is the site's, and not asked
+            WorkerStore.open(self.run).disown()
 
     def look(self, now: float) -> dict[int, Slot]:
         """The leases that count, by slot."""

@@ -28,8 +28,7 @@ class Adopt:
         version, outcome, was_void = self._group.decide(
             lambda: [*self._wait(), hand.was_void]
         )
-        if was_void:
-            hand.was_void = False
+        hand.was_void = False
         if outcome:
             return outcome
         if version > hand.round.base:

@@ -143,6 +143,7 @@ class Lease:
         try:
             if self._store is None:
                 self._store = WorkerStore.open(run, self._health.heartbeat_s + 1)
+            self._store.meet()  # a master that hangs may leave a server that answers for hours
             lease = (slot, attempt, fields, self._health.lease_s)
             if not self._store.beat(*lease) and not self._store.claim(*lease):
                 raise TryAgain(f"slot {slot} has an attempt higher than {attempt}")

@@ -232,6 +232,7 @@ class Line(NoLine):
                 store = Store.open(self.run)
                 listener = store.listen("ctl")
                 while not self._closed.is_set():
+                    store.meet()  # else a newer master has another one
                     self._note(store.master(), store.now())
                     listener.wait(POLL_S)
             except (ElasticError, OSError):  # files, too, where too many are open

@@ -68,9 +68,7 @@ class Moments:
 
     def _load(self, pointer: dict) -> str:
         """Why a rank could not take it; empty if all could."""
-        refused = inner_state.load(
-            self._line.run, pointer, self._optimizer.each, self._group.rank
-        )
+        refused = inner_state.load(self._line.run, pointer, self._optimizer.each, self._group.rank)
         return next(filter(None, self._group.gather(refused)), "")
 
     def save_if_due(self) -> None:
