@@ -10,6 +10,7 @@ ends in its one life, with the same parameters, and a clean audit.
 
 import builtins
 import errno
+import functools
 import io
 import itertools
 import os
@@ -24,8 +25,10 @@ import test_crash_points as played
 from crashing import World, in_child
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.signals import Notice
 from elastic.local.master import intake
 from elastic.local.transport import Damaged, Transport
+from elastic.local.worker.line import NoLine, Place
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
@@ -335,6 +338,25 @@ def test_that_a_delta_cannot_be_read_now_says_nothing_of_it(tmp_path, monkeypatc
         transport.get(name, found, memoryview(into))
     transport.get(name, found, memoryview(into))  # once more it is read a beat later
     assert bytes(into) == b"delta"
+
+
+def test_a_delta_is_written_though_its_folder_gives_no_answer_for_a_while(tmp_path, monkeypatch):
+    """Six seconds in which no folder can be listed: more than a look-up alone waits."""
+    monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
+    monkeypatch.setattr(durable, "STUCK_S", 0.0)
+    (tmp_path / "deltas").mkdir()
+    fails, real = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT] * 3, os.listdir
+
+    def listdir(path):
+        if fails:
+            raise OSError(fails.pop(), "no answer", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    run = RunDir(tmp_path)
+    put = functools.partial(Transport(run).put, "000001/0000.1.000", memoryview(b"delta"))
+    assert NoLine(Place(run, 0, 1, "7"), Notice()).written(put).bytes == 5
+    assert not fails
 
 
 @pytest.mark.parametrize("has_left", [False, True])

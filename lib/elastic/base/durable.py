@@ -142,14 +142,15 @@ def _lock_if_free(file: io.FileIO) -> None:
 
 
 def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: None):
-    """What `write()` returns, tried again while the disk is full or fails for now;
-    `tell(error)` in between. Raises TryAgain once `hurry()` is true."""
+    """What `write()` returns, tried again while the disk is full or fails for now, in
+    what it looks up before, too; `tell(error)` in between. Raises TryAgain once `hurry()`
+    is true."""
     is_told = False
     while True:
         try:
             return write()
-        except OSError as error:
-            if error.errno not in FULL:
+        except (OSError, TryAgain) as error:
+            if isinstance(error, OSError) and error.errno not in FULL:
                 raise
             if hurry():
                 why = f"a notice came while waiting for space: {error}"

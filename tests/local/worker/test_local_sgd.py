@@ -34,34 +34,39 @@ from elastic.train.inner_optimizer import InnerOptimizer
 from helpers import commit_of
 
 
-def hidden(for_looks: int, notice: bool = False) -> tuple[NoLine, list[int]]:
-    """The line of a worker whose filesystem shows a version only after so many looks at it; and
-    what it has looked at."""
+def hidden(for_looks: int, notice=False, answers=True) -> tuple[NoLine, list[int]]:
+    """The line of a worker whose filesystem shows a version only after so many looks at it (and
+    `answers` none of them); and what it has looked at."""
     looks = []
 
     def commit(version: int) -> Commit | None:
         looks.append(version)
+        if not answers and len(looks) <= for_looks:
+            raise TryAgain("the filesystem fails for now")
         return commit_of(version) if len(looks) > for_looks else None
 
     run = SimpleNamespace(commits=SimpleNamespace(of=commit), path="/runs/a")
     return NoLine(Place(run, 0, 1, "7"), notice), looks
 
 
-def test_a_version_that_is_announced_before_it_is_seen_is_waited_for(monkeypatch):
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_version_that_is_announced_before_it_is_seen_is_waited_for(monkeypatch, answers):
     monkeypatch.setattr(line, "DRY_S", 0.0)
-    late, looks = hidden(for_looks=3)
+    late, looks = hidden(for_looks=3, answers=answers)
     assert late.commit(7) == commit_of(7)
     assert looks == [7] * 4
 
 
 @pytest.mark.parametrize("notice", [False, True])
 def test_it_is_not_waited_for_without_end_nor_after_a_notice(monkeypatch, notice):
+    """After a notice that is no fault of the program, nor of the run."""
     monkeypatch.setattr(line, "UNSEEN_S", 3600.0 if notice else 0.0)
     monkeypatch.setattr(line, "DRY_S", 0.0)
     late, _ = hidden(for_looks=10**9, notice=notice)
     with pytest.raises(ElasticError, match="version 7 is announced") as caught:
         late.commit(7)
     assert "/runs/a" in caught.value.hint
+    assert isinstance(caught.value, TryAgain) == notice
 
 
 class Worker:

@@ -25,9 +25,7 @@ class Adopt:
         go back to the base. Returns the worker's outcome when it is time to leave, else
         "". Collective."""
         hand = self._hand
-        version, outcome, was_void = self._group.decide(
-            lambda: [*self._wait(), hand.was_void]
-        )
+        version, outcome, was_void = self._group.decide(lambda: [*self._wait(), hand.was_void])
         hand.was_void = False
         if outcome:
             return outcome

@@ -102,7 +102,7 @@ class NoLine:
 
     def written(self, write: Callable[[], T]) -> T:
         """What `write()` returns, once the disk has room. Raises TryAgain at a notice."""
-        def say_why(error: OSError) -> None:
+        def say_why(error: OSError | TryAgain) -> None:
             self._blocked_s += STUCK_S
             self.say(state="blocked", trouble=str(error))
 
@@ -114,16 +114,18 @@ class NoLine:
 
     def commit(self, version: int) -> Commit:
         """Of a version that somebody has seen: on NFS others may see it only half a
-        minute later. Raises ElasticError after two."""
+        minute later. Raises ElasticError after two, and TryAgain at a notice."""
         until = time.monotonic() + UNSEEN_S
-        while (commit := self.run.commits.of(version)) is None:
+        while True:
+            with contextlib.suppress(TryAgain):  # no answer is not a no
+                if commit := self.run.commits.of(version):
+                    return commit
             if self.notice or time.monotonic() > until:
                 what = f"version {version} is announced, and not to be seen here"
                 hint = f"is {self.run.path} the same folder on all nodes?"
-                raise ElasticError(what, hint)
+                raise (TryAgain if self.notice else ElasticError)(what, hint)
             self.say(state="loading")
             time.sleep(DRY_S)
-        return commit
 
 
 class Line(NoLine):
