@@ -5,8 +5,14 @@
 The world is that of test_crash_points.py: a master that takes turns, and two workers.
 """
 
+import functools
+import time
+
 import test_crash_points as played
 from elastic.base.errors import TryAgain
+from elastic.local.master import master
+from elastic.local.master.averaging import Averager
+from elastic.local.master.samples import Samples
 from elastic.local.store import Ask
 from elastic.run.rundir import RunDir
 from stores import BothSides
@@ -78,3 +84,26 @@ def test_what_a_worker_declares_once_is_heard_though_that_turn_fails(run, monkey
     one.turn()
     one.close()
     assert list(one.samples.ledger.held[0, 1]) == [held]
+
+
+def test_what_a_new_master_takes_to_load_is_no_time_to_be_told_what_workers_hold(run, monkeypatch):
+    """It hears nobody while it loads: it gave samples away of which a worker had not said yet
+    that it holds them, and then refused its delta."""
+    create_version_0(run)
+    run.masters.claim({})
+    one, loaded = Turns(run), []
+
+    def load(*how) -> Averager:
+        averager = Averager(*how)
+        time.sleep(0.5)
+        loaded.append(one.server.now())
+        return averager
+
+    monkeypatch.setattr(master, "Averager", load)
+    monkeypatch.setattr(one.samples, "settle", functools.partial(Samples.settle, one.samples))
+    one.take_over()
+    one.turn()
+    one.close()
+    health = one.config.health
+    settling_s = 2 * health.heartbeat_s + 1.0 + health.stall_after_s
+    assert one.samples.settled_at >= loaded[0] + settling_s

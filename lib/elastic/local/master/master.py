@@ -87,8 +87,6 @@ class Master:
         record = {"job_id": job_id, "node": node_name(), "time": time.time()}
         self.program.attempt = self.journal.written(self.run.masters.claim, record)
         self._open_redis()
-        if self.epoch > 1:
-            self._settle()
         self.run.event("master", epoch=self.epoch, node=node_name(), job_id=job_id)
         self.journal.say(f"epoch {self.epoch}, Redis at {self.server.store.where}")
 
@@ -179,12 +177,10 @@ class Master:
         self.intake.averager.close()
         self.intake = None
         self.samples.granted.clear()
-        self._settle()
 
     def _settle(self) -> None:
-        commit = self.commit or self.run.commits.newest()
-        deltas = commit.deltas if commit else ()
-        self.samples.settle(self.server.store.now(), deltas, self.config.health)
+        deltas = self.commit.deltas if self.commit else ()
+        self.samples.settle(self.server.now(), deltas, self.config.health)
         self.server.has_doubts = False
 
     # ---- open Redis, the run, a round
@@ -225,9 +221,11 @@ class Master:
             most_samples=settings.inner_steps * self.config.step_samples,
         )  # fmt: skip
         is_own = commit.master_epoch == self.epoch
-        now = self.server.now()
-        round_ = OpenRound(commit, now, is_own, ledger, facts, settings, {})
+        round_ = OpenRound(commit, self.server.now(), is_own, ledger, facts, settings, {})
+        is_first = self.epoch == 1 and not self.commit
         self.begin_round(round_, averager)
+        if not is_first:  # from here on it hears: to load all of that may have taken minutes
+            self._settle()
         self.publish_state(wake=f"version {newest}")
         self.intake.meet()
 
