@@ -3,14 +3,21 @@
 Two ranks of batch 4 have to do the same as one process of batch 8.
 """
 
+import errno
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from elastic.base import durable
+from elastic.base.signals import Notice
+from elastic.local.worker.agent import Agent, Training
+from elastic.local.worker.line import Line, NoLine, Place
 from helpers import listening
 from running import Running, running
 
@@ -46,6 +53,36 @@ def test_two_ranks_deliver_the_delta_of_one_process(tmp_path: Path, optimizer: s
             torch.testing.assert_close(one[key], two[key], **close)
     before, after = found[0][:2]
     assert max((after[key] - before[key]).abs().max() for key in before) > 0.01
+
+
+def test_a_disk_that_is_full_for_a_rank_that_does_not_lead_is_told_of_until_it_is_not(
+    run, monkeypatch
+):
+    """Rank 0 waits for it and says nothing: as it "delivered" without a move it was killed."""
+    monkeypatch.setattr(durable, "STUCK_S", 0.0)
+    reader, writer = os.pipe()
+    first, second = (Place(run, 0, 1, "7", rank, 2, writer) for rank in (0, 1))
+    leading, other = Line(first, Notice()), NoLine(second, Notice())
+    training, agent = Training([], reader), Agent(run, 0, Notice())
+
+    def told() -> tuple[str, str]:
+        training.read()
+        seen = replace(training, processes=[SimpleNamespace(pid=1)])
+        fields = agent._fields(seen)
+        return fields["state"], fields["trouble"]
+
+    def write() -> str:
+        if not (seen := told())[1]:
+            raise OSError(errno.EDQUOT, "quota exceeded")
+        return seen
+
+    leading.say(state="delivering")
+    assert told() == ("delivering", "")
+    assert other.written(write) == ("blocked", "[Errno 122] quota exceeded")
+    leading.say(state="waiting")
+    assert told() == ("waiting", "")
+    os.close(writer)
+    training.end()
 
 
 def test_two_ranks_leave_on_notice_and_come_back_after_the_loss_of_one(tmp_path: Path):

@@ -375,6 +375,7 @@ class Agent:
     def _fields(self, training: Training) -> dict:
         report, program = training.report, self.program
         silent_s = time.monotonic() - training.heard
+        trouble = report["trouble"] if report["state"] == "blocked" else ""
         failure = "" if report["steps_total"] else self._failure
         if report["state"] == "waiting" and silent_s > self.config.health.stall_after_s:
             report = report | {"state": "stalled"}
@@ -382,7 +383,7 @@ class Agent:
             "slot": program.slot, "attempt": program.attempt, "job_id": program.job_id,
             "node": node_name(), "pid": training.processes[0].pid,
             **{name: report[name] for name in SILENT},
-            "trouble": report["trouble"] or failure,
+            "trouble": trouble or failure,
         }  # fmt: skip
 
 

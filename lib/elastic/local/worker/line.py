@@ -5,7 +5,7 @@ The line may break at any time: Redis is restarted, the master moves to another 
 every call looks the newest endpoint up again and repeats itself (`reach`); all of them
 are safe to repeat. A thread keeps `news` fresh; it only reads. Of the ranks of a worker
 only rank 0 has a line; the others have `NoLine`, which takes the same words and passes
-nothing on.
+nothing on, but to the agent that a disk is full.
 """
 
 import contextlib
@@ -88,7 +88,8 @@ class News:
 
 
 class NoLine:
-    """The line of a rank that does not lead: it says nothing and hears nothing."""
+    """The line of a rank that does not lead: it hears nothing, and says nothing but to its
+    agent that it is blocked."""
 
     def __init__(self, place: Place, notice: Notice):
         self.place, self.run, self.notice = place, place.run, notice
@@ -104,9 +105,15 @@ class NoLine:
         """What `write()` returns, once the disk has room. Raises TryAgain at a notice."""
         def say_why(error: OSError | TryAgain) -> None:
             self._blocked_s += STUCK_S
-            self.say(state="blocked", trouble=str(error))
+            self.tell_agent({"state": "blocked", "trouble": str(error)})
 
         return until_written(write, self.notice.has_run_out, say_why)
+
+    def tell_agent(self, said: dict) -> None:
+        """Of any rank: where one is blocked the others wait for it, and say nothing."""
+        if self.place.progress_fd >= 0:
+            with contextlib.suppress(BrokenPipeError):  # no agent: so are we, soon
+                os.write(self.place.progress_fd, json.dumps(said).encode() + b"\n")
 
     def clock(self) -> float:
         """Seconds; it stands still while the disk has no room."""
@@ -284,7 +291,4 @@ class Line(NoLine):
         if not is_news and time.monotonic() - self._said_at < 0.5:
             return
         self._said_at = time.monotonic()
-        if self.place.progress_fd >= 0:
-            line = json.dumps(self._said).encode() + b"\n"
-            with contextlib.suppress(BrokenPipeError):  # no agent: so are we, soon
-                os.write(self.place.progress_fd, line)
+        self.tell_agent(self._said)
