@@ -86,6 +86,7 @@ def test_tokens_of_a_loop_do_not_run_ahead_of_its_epochs(tmp_path: Path):
 
 @pytest.mark.parametrize(("kind", "words"), [
     ("zero", "the learning rate of the optimizer is 0"), ("empty", "the data set is empty"),
+    ("twice", "sgd.batches() was left before the run was over"),
 ])  # fmt: skip
 def test_what_cannot_train_is_said_at_once(tmp_path: Path, kind: str, words: str):
     with loop(tmp_path, kind, elastic__max_failures=1, elastic__backoff="0.1s") as run:

@@ -260,8 +260,7 @@ class Line(NoLine):
             is_new = version >= self.news.version
             left_s = float(master.get("due", inf)) - now if is_new else inf
             version, epoch = max(version, self.news.version), int(master.get("epoch", -1))
-            due, state = time.monotonic() + left_s, master["state"]
-            self.news = News(version, called, state, epoch, due)
+            self.news = News(version, called, master["state"], epoch, time.monotonic() + left_s)
             self._changed.notify_all()
 
     # ---- to the agent, and to people

@@ -105,8 +105,9 @@ class LocalSGD:
 
     @property
     def progress(self) -> float:
-        """How much of the run is trained, from 0 to 1, as far as this worker can tell."""
-        return self._hand.progress
+        """How much of the run is trained, from 0 to 1, as far as this worker can tell: before
+        the first batch, nothing."""
+        return self._hand.progress if self._hand.commit else 0.0
 
     def validate_by(self, task) -> None:
         """Let `task.validate(model)`, which says names and numbers, score versions, as
@@ -126,6 +127,9 @@ class LocalSGD:
 
     def batches_on_cpu(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
         """Likewise, where they were loaded."""
+        if self._hand.commit and not self.outcome:
+            once = "iterate over it once; what is to be done now and then belongs into that loop"
+            raise ElasticError("sgd.batches() was left before the run was over", once)
         self.open(loading.check(dataset))
         is_on_gpu = next(self.model.parameters()).is_cuda
         loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
