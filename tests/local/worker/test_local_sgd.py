@@ -18,8 +18,9 @@ from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice
 from elastic.local.transport import Transport
-from elastic.local.worker import deliver, line
+from elastic.local.worker import agent, deliver, line
 from elastic.local.worker.adopt import Adopt
+from elastic.local.worker.agent import Agent, Training
 from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.exchange import Put
 from elastic.local.worker.in_hand import InHand
@@ -306,3 +307,23 @@ def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():
     own.close()
     assert not own._stores
     assert not closed
+
+
+def test_the_time_of_a_suspension_is_not_counted_as_that_of_a_hang(run, monkeypatch):
+    """Of a job that is suspended for hours the agent may wake first: it killed its own trainer."""
+    clock = SimpleNamespace(now=1000.0)
+
+    def suspended(_read, _write, _errors, timeout_s: float) -> None:
+        clock.now += timeout_s + 7200.0
+
+    told = SimpleNamespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr(agent, "time", told)
+    monkeypatch.setattr(agent, "select", SimpleNamespace(select=suspended))
+    reader, writer = os.pipe()
+    training, one = Training([], reader, moved=990.0, heard=995.0), Agent(run, 0, Notice())
+    training.report["state"], one.lease.served, one._next_beat = "training", 998.0, 1000.5
+    one._wait_for_something(training)
+    assert clock.now == 8200.5
+    assert (training.still_s(), clock.now - one.lease.served) == (10.5, 2.5)
+    os.close(writer)
+    os.close(reader)

@@ -315,7 +315,12 @@ class Agent:
     def _wait_for_something(self, training: Training) -> None:
         sources = training.sources() + ([] if self.notice else [self.notice])
         timeout_s = max(0.0, min(self._next_beat - time.monotonic(), 1.0))
+        began = time.monotonic()
         select.select(sources, [], [], timeout_s)
+        # Where the whole job was suspended for longer, nobody in it has hung meanwhile.
+        lost_s = max(0.0, time.monotonic() - began - timeout_s)
+        training.moved, training.heard = training.moved + lost_s, training.heard + lost_s
+        self.lease.served += lost_s
         if training.read():
             self._next_beat = 0.0
 

@@ -104,10 +104,9 @@ class Deliver:
         """What the master is told: rank 0, whose line alone says it, knows all of it."""
         place, exchange = self._line.place, self.exchange
         return Header(
-            run=place.run.key, slot=place.slot, attempt=place.attempt,
-            job_id=place.job_id, base=done.base, layout=exchange.replica.layout.hash,
-            codec=exchange.codec.name, steps=done.steps, tokens=done.tokens,
-            samples=tuple(joined(done.samples)),
+            run=place.run.key, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
+            base=done.base, layout=exchange.replica.layout.hash, codec=exchange.codec.name,
+            steps=done.steps, tokens=done.tokens, samples=tuple(joined(done.samples)),
             loss=done.mean_loss, first_loss=done.first_loss, fragments=tuple(fragments),
             inner=self._moments.origin, seconds=round(time.monotonic() - done.started, 3),
             stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,

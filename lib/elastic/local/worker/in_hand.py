@@ -117,9 +117,8 @@ class InHand:
         per_sample = tokens / samples if samples else 1.0
         if commit.epochs:
             per_sample = total / (commit.epochs * commit.dataset_samples)
-        most = self.inner_steps * self.config.step_samples * workers
-        trained, most = samples * per_sample, most * per_sample
-        return tokens_at(commit.tokens, trained, workers, most) / total
+        most = self.inner_steps * self.config.step_samples * workers * per_sample
+        return tokens_at(commit.tokens, samples * per_sample, workers, most) / total
 
     # ---- samples, which rank 0 alone has
 

@@ -102,10 +102,8 @@ class Moments:
         """The entry of this rank's file; None if it could not be written."""
         place = self._line.place
         try:
-            return insist(
-                inner_state.save, place.run.slots.path(place.slot), stem,
-                self._optimizer.each, self._group.rank,
-            )  # fmt: skip
+            folder = place.run.slots.path(place.slot)
+            return insist(inner_state.save, folder, stem, self._optimizer.each, self._group.rank)
         except (OSError, TryAgain) as error:
             place.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
         except inner_state.UNFIT as error:
