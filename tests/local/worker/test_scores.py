@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from elastic.base.durable import append_line
-from elastic.local.worker.validation import is_due
+from elastic.base.signals import Notice
+from elastic.local.worker.in_hand import InHand
+from elastic.local.worker.line import Line, News, Place
+from elastic.local.worker.validation import Validation, is_due
 from elastic.people import metrics, report, status
 from elastic.people.status import Listing
 from elastic.run import scores
+from elastic.train.group import Group
 from helpers import commit_of, delta_of, elastic, environment
 from running import Running, running
 
@@ -91,6 +95,19 @@ def test_a_long_validation_keeps_one_worker_and_the_other_trains_on(tmp_path: Pa
         for number in (1, 2):
             run.until(lambda n=number: len(run.events("validate")) >= n, 60, f"score {number}")
             assert run.version > numbers(run)[-1] + 5
+
+
+def test_a_new_master_is_told_in_a_validation_what_is_held(run):
+    """It waits for a minute, and then gives the samples to others; a validation may be longer."""
+    told, line = [], Line(Place(run, 0, 1, "7"), Notice())
+    line.declare, line.commit = lambda held: told.append(held) or line.news.epoch, commit_of
+    hand = InHand(line, run.config())
+    hand.queue = [(0, 4, 8)]
+    validation = Validation(hand, None, Group(), 0)
+    for epoch in (1, 1, 2):
+        line.news = News(5, state="running", epoch=epoch)
+        validation._before_pass()
+    assert told == [[(0, 4, 8)]] * 2
 
 
 def test_a_notice_ends_a_validation_and_loses_nothing(tmp_path: Path):

@@ -57,7 +57,8 @@ class Validation:
         return not any(slot.state == "validating" for slot in slots.values())
 
     def _before_pass(self) -> None:
-        line = self._hand.line
+        """A new master is told what this worker holds: it waits less long than some pass."""
+        line, tell_new_master = self._hand.line, self._hand.tell_new_master
         line.say(state="validating")
-        if self._group.decide(lambda: bool(line.notice)):
+        if self._group.decide(lambda: bool(line.notice) or tell_new_master()):
             raise _Interrupted
