@@ -426,6 +426,21 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
     assert_same_run(lines, undisturbed)
 
 
+def test_a_data_set_of_another_size_is_not_gone_on_with(tmp_path):
+    """The order of the samples depends on the size: some would be trained twice, others never."""
+    settings = {"sync.crash_retries": 0, "elastic.max_failures": 1}
+    with synchronous(tmp_path, settings, step_s=0.05) as run:
+        further(run, 3)
+        assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
+        run.until(lambda: not run.jobs(), 60, "the job leaves")
+        settings = run.run.path / "run.toml"
+        settings.write_text(settings.read_text().replace("samples = 600", "samples = 700"))
+        assert elastic("scale", run.run.path, env=environment(run.home)).returncode == 0
+        failed = run.until_failed(60)
+    assert "data set has 700 samples, the run's has 600" in failed["reason"]
+    assert "submit a new run" in failed["detail"]
+
+
 def test_status_says_how_many_gpus_train_and_when_it_saves(tmp_path):
     with synchronous(tmp_path, TWO, step_s=0.05) as run:
         further(run, 5)

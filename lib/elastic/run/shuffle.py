@@ -17,6 +17,8 @@ import functools
 import math
 from hashlib import blake2b
 
+from elastic.base.errors import ElasticError
+
 PASSES = 4  # two half-steps each; with 2, samples a row apart are visibly related, from 3 not
 MASK = (1 << 64) - 1
 MULTIPLIER = 0xBF58476D1CE4E5B9  # odd and well mixed: the first constant of SplitMix64
@@ -60,3 +62,15 @@ _shuffle = functools.cache(Shuffle)
 def index(size: int, seed: int, epoch: int, position: int) -> int:
     """The sample at a position in the order of an epoch: the same in both modes."""
     return _shuffle(size, seed, epoch)[position]
+
+
+def check_size(size: int, of_run: int | None) -> None:
+    """Raise ElasticError if a data set is not of the run's size: its order would be
+    another, and what the run has trained would stand for other samples. None: not known
+    yet."""
+    if of_run not in (None, size):
+        raise ElasticError(
+            f"this machine's data set has {size} samples, the run's has {of_run}",
+            "every job of a run must see the same data: the same files, the same Python;"
+            " submit a new run for other data",
+        )

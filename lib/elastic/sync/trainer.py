@@ -39,6 +39,7 @@ from elastic.jobs.slurm_info import check_layout, get_slurm_info
 from elastic.run import scores
 from elastic.run.ledger import Range, Ranges
 from elastic.run.rundir import RunDir
+from elastic.run.shuffle import check_size
 from elastic.saved import handover
 from elastic.saved.checkpoint import Saved, steps
 from elastic.sync.batches import Batch, Samples
@@ -182,16 +183,17 @@ class Trainer:
         run = self.rank.run
         newest = run.commits.newest()
         version, tokens = (newest.version, newest.tokens) if newest else (0, 0)
+        check_size(len(self.samples), newest and newest.dataset_samples)
         commits = run.commits.all(last=version) if newest else ()
         samples = Ranges(span for commit in commits for span in commit.samples)
         step = max(steps(run), default=0)
-        base = State(step, tokens, base_version=version, base_step=step,
-                     base_tokens=tokens)  # fmt: skip
-        return asdict(base), list(samples)
+        base = {"base_version": version, "base_step": step, "base_tokens": tokens}
+        return asdict(State(step, tokens, **base)), list(samples)
 
     def _go_on_from(self, saved: Saved | None, skipped: Iterable[Range] = ()) -> None:
         """From a checkpoint, or from the base; without the samples that are `skipped`."""
         extra = saved.extra if saved else {"samples": (), "skipped": ()}
+        check_size(len(self.samples), extra.get("dataset_samples"))
         self.state = State(**extra["state"]) if saved else replace(self._base)
         skipped = [*extra["skipped"], *skipped]
         self.samples.set(self.samples.committed, extra["samples"], skipped)

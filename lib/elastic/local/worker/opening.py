@@ -12,6 +12,7 @@ from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.local.worker.line import NoLine
 from elastic.run.records import Commit
+from elastic.run.shuffle import check_size
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.saved.versions import Draft, read_layout
@@ -33,12 +34,7 @@ def layout_of_run(
         _create(line, group, Replica(model, layout), commit)
     newest = line.commit(run.commits.told_version())
     layout = read_layout(run, newest.version)
-    if samples != newest.dataset_samples:
-        raise ElasticError(
-            f"this machine's data set has {samples} samples, the run's has"
-            f" {newest.dataset_samples}",
-            "every worker must see the same data: the same files, the same Python",
-        )
+    check_size(samples, newest.dataset_samples)
     own, of_run = shapes(model), sum(layout.to_json(), [])
     # An older run's layout has no buffers.
     if of_run not in (own, [shape for shape in own if len(shape) == 2]):
