@@ -492,6 +492,20 @@ def test_a_job_that_left_as_it_was_asked_was_not_taken_away_and_has_worked():
     assert (end.outcome, end.worked) == ("cancelled", True)
 
 
+@pytest.mark.parametrize(
+    ("record", "worked"),
+    [
+        (ended("failed", steps=1), True),
+        (ended("failed"), False),  # it hung at its first step, again and again
+        (ended("killed"), True),
+        (started(), True),  # nobody knows what it did
+    ],
+)
+def test_a_crash_after_half_an_hour_without_a_step_is_part_of_a_loop(record, worked):
+    job = Job("1", "worker", 0, "FAILED", submitted_at=NOW - 2000, started_at=NOW - 1900)
+    assert history.ending(job, {**record, "started": NOW - 1900}, NOW).worked == worked
+
+
 def test_a_crash_of_a_job_that_was_told_to_go_is_no_crash():
     job = Job("1", "worker", 0, "CANCELLED", cancelled_at=NOW - 5)
     assert history.ending(job, ended("failed"), NOW).outcome == "cancelled"

@@ -508,17 +508,23 @@ def test_notes_that_cannot_be_read_now_are_not_those_of_a_new_run(run, slurm, ag
     assert run.failed() is None
 
 
-def test_a_crash_loop_ends_the_run_with_the_last_log_lines(run, slurm, again):
+@pytest.mark.parametrize("lasted_s", [1, 2400])
+def test_a_crash_loop_ends_the_run_with_the_last_log_lines(run, slurm, again, lasted_s):
+    """Also one of jobs that hang: each is found out in ten minutes, and tried again twice."""
+    def fail() -> None:
+        words = {"reason": "exit 1", "detail": "ValueError: step 3"}
+        ending(run, slurm, 0, "failed", **words, started=slurm.now - lasted_s)
+
     run.set_control(max=1)
     until_running(again, slurm)
     for pause in (30, 60):
-        ending(run, slurm, 0, "failed", reason="exit 1", detail="ValueError: step 3")
+        fail()
         assert did(again(1)) == []
         assert did(again(pause - 1)) == []
         assert did(again(2)) == [("submit", "worker", 0)]
         slurm.becomes("RUNNING")
         again(1)
-    ending(run, slurm, 0, "failed", reason="exit 1", detail="ValueError: step 3")
+    fail()
     report = again(1)
     assert report.lines() == ["run-a: failed: worker 0 failed 3 times in a row: exit 1"]
     assert run.failed()["detail"] == "ValueError: step 3"

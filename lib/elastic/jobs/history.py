@@ -44,7 +44,7 @@ SETTLE_S = 30.0  # a job this young may be missing from a listing that is a litt
 CANCEL_AGAIN_S = 60.0  # how long a cancelled job may take to go
 CLOCK_SKEW_S = 300.0  # an exit record older than its job by more is another job's
 RECENT_S = 1800.0  # how long an end counts for its node
-WORKED_S = 1800.0  # a job that lasted this long was not part of a crash loop
+WORKED_S = 1800.0  # a job that lasted this long, and took a step, was not part of a crash loop
 
 
 def has_ended(state: str) -> bool:
@@ -235,7 +235,9 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
     if record.get("state") == "ended":
         ended_at = record.get("time", 0.0)
         age_s = ended_at - record.get("started", ended_at)
-    did_some = job.role == MASTER or record.get("steps", 0) > 0
+    steps = 1 if job.role == MASTER else record.get("steps")  # None: nobody knows
+    # Hangs at the first step are found so late that the job is old.
+    is_idle = outcome == Outcome.FAILED and steps == 0
     said = record.get("outcome", "") if outcome == Outcome.CANCELLED else outcome
     return Ended(
         *(job.job_id, job.role, job.slot, outcome, now),
@@ -243,7 +245,7 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
         submitted_at=job.submitted_at,
         reason=reason,
         detail=str(record.get("detail") or ""),
-        worked=age_s >= WORKED_S or (did_some and said in ORDERLY),
+        worked=(age_s >= WORKED_S and not is_idle) or (bool(steps) and said in ORDERLY),
         started_at=job.started_at,
         ended_at=job.ended_at or ended_at,
     )
