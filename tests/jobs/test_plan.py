@@ -486,6 +486,17 @@ def test_how_a_job_ended_is_told_by_its_record_else_by_its_state(state, record, 
     assert history.ending(job, record, NOW).outcome == outcome
 
 
+def test_a_job_whose_prolog_fails_has_failed_and_one_that_never_had_a_node_is_cancelled():
+    """Slurm calls both CANCELLED, and drains the node: each next job took another node."""
+    queued = Job("1", "worker", 0, "CANCELLED", submitted_at=NOW - 10, started_at=NOW - 5)
+    assert history.ending(queued, None, NOW).outcome == "cancelled"
+    end = history.ending(replace(queued, node="n1"), None, NOW)
+    assert (end.outcome, end.worked) == ("failed", False)
+    assert end.reason == "it ended before it could start (CANCELLED)"
+    told = replace(queued, node="n1", cancelled_at=NOW)
+    assert history.ending(told, None, NOW).outcome == "cancelled"
+
+
 def test_a_job_that_left_as_it_was_asked_was_not_taken_away_and_has_worked():
     job = Job("1", "worker", 0, "COMPLETED", cancelled_at=NOW - 5)
     end = history.ending(job, ended("yielded", steps=5), NOW)

@@ -14,7 +14,7 @@ import pytest
 from elastic.base import config
 from elastic.base.environment import clean_environment, elastic_home, user_name
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.jobs import sched, sched_slurm
+from elastic.jobs import history, sched, sched_slurm
 from elastic.jobs.history import Job
 from elastic.jobs.sched import Elsewhere, JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.jobs.sched_slurm import (
@@ -705,6 +705,24 @@ def test_nodes_that_are_reserved_or_powered_down_are_not_spare(new_sandbox, tmp_
             "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")  # fmt: skip
     box.run("scontrol", "update", "NodeName=n2", "State=POWER_DOWN")
     wait_until(lambda: SlurmScheduler(None).spare_gpus(spec, 99) == 1, 30, "one is left")
+
+
+@pytest.mark.slurm
+def test_a_job_whose_prolog_fails_is_told_from_one_that_was_cancelled(
+    new_sandbox, tmp_path, monkeypatch
+):
+    (tmp_path / "prolog").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "prolog").chmod(0o755)
+    box = new_sandbox(nodes=1, settings=(f"Prolog={tmp_path / 'prolog'}",))
+    monkeypatch.setenv("SLURM_CONF", str(box.conf))
+    stage = Stage(tmp_path, box)
+    failed, waits = stage.submit(), stage.submit()
+    ends = [stage.ended(failed)]
+    box.run("scancel", waits)
+    ends.append(stage.ended(waits))
+    assert [job.state for job in ends] == ["CANCELLED"] * 2
+    outcomes = [history.ending(job, None, time.time()).outcome for job in ends]
+    assert outcomes == ["failed", "cancelled"]
 
 
 @pytest.mark.slurm

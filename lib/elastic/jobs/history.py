@@ -271,7 +271,9 @@ def _outcome(job: Job, record: Mapping) -> tuple[str, str]:
     cancelled |= state == "CANCELLED" and said == Outcome.YIELDED
     if said and not (said in (Outcome.FAILED, Outcome.YIELDED) and cancelled):
         return said, str(record.get("reason") or said)
-    if cancelled or (state == "CANCELLED" and not record):
+    # With a node it was no owner's whim: Slurm ends so a job whose prolog has failed.
+    cancelled |= state == "CANCELLED" and not record and not (job.started_at and job.node)
+    if cancelled:
         return (Outcome.HELD, held) if held else (Outcome.CANCELLED, "cancelled")
     if state in LOST_STATES:
         return Outcome.LOST, state
