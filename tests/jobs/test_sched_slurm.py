@@ -452,6 +452,9 @@ def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path, 
     assert questions() == 4
     assert asked[0].jobs(within_s=1e-9) == everybody
     assert questions() == 5
+    os.utime(asked[0]._listing, (time.time() + 3600,) * 2)  # the clock was an hour ahead
+    assert asked[0].jobs(within_s=30) == everybody
+    assert questions() == 6
 
 
 def test_an_sbatch_that_answers_nothing_usable_leaves_it_unsure(tmp_path):

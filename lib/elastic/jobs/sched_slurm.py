@@ -85,7 +85,7 @@ class SlurmScheduler:
         """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not
         say. An answer that is `within_s` old will do: Slurm's are dear where many ask."""
         with contextlib.suppress(OSError):
-            if time.time() - self._listing.stat().st_mtime < within_s:
+            if 0 <= time.time() - self._listing.stat().st_mtime < within_s:
                 return parse_squeue(self._listing.read_text())
         self._check_cluster()
         answer = self._ask(*_SQUEUE)
