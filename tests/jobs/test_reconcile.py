@@ -449,6 +449,36 @@ def test_a_job_whose_epilog_hangs_is_over_by_its_own_word(run, slurm, again, pla
     assert [(end["job_id"], end["outcome"]) for end in ends] == [(stuck.job_id, outcome)]
 
 
+def leaves_without_a_word(run, slurm, job):
+    """It was killed, and is COMPLETING: a process of it waits for a disk, and cannot be killed."""
+    record = {"role": job.role, "slot": job.slot, "state": "training", "time": slurm.now}
+    run.jobs.write_ending(job.job_id, record)
+    slurm.listed[job.job_id] = replace(job, state="COMPLETING", ended_at=slurm.now)
+
+
+@pytest.mark.parametrize("place", [("master", 0), ("worker", 2)])
+def test_a_job_that_can_not_be_killed_is_over_a_while_after_its_end(run, slurm, again, place):
+    until_running(again, slurm)
+    (stuck,) = [job for job in slurm.listed.values() if job.place == place]
+    leaves_without_a_word(run, slurm, stuck)
+    assert did(again(299)) == []
+    assert did(again(1)) == [("submit", *place)]
+    slurm.listed[stuck.job_id] = replace(stuck, state="PREEMPTED")
+    assert did(again(600)) == []
+    ends = [each for each in run.events() if each["kind"] == "end"]
+    assert [(end["job_id"], end["outcome"]) for end in ends] == [(stuck.job_id, "killed")]
+
+
+def test_the_successor_of_a_trainer_that_can_not_be_killed_has_one_of_its_own(run, slurm, again):
+    """`singleton` does not wait for who is COMPLETING; the run had no third job, ever."""
+    run.set_control(mode="sync")
+    until_running(again, slurm)
+    slurm.becomes("RUNNING")
+    leaves_without_a_word(run, slurm, slurm.listed["100"])
+    assert did(again(299)) == []
+    assert did(again(1)) == [("submit", "trainer", 0)]
+
+
 def test_a_job_whose_epilog_hangs_does_not_keep_a_stopped_run_open(run, slurm, again):
     until_running(again, slurm)
     run.set_control(state="stopped")

@@ -34,8 +34,9 @@ from helpers import ROOT, wait_until
 pytest_plugins = ["slurm_sandbox"]
 
 # squeue --me --states=all, 22.05.8: a worker runs, one waits, one was preempted, a trainer's first
-# node has died, the master was cancelled and had been renamed by the site, one comes from a version
-# that had other names; others' jobs with a newline, a separator, and names only nearly like ours.
+# node has died, the master was cancelled and had been renamed by the site, one is leaving, one
+# comes from a version that had other names; others' jobs with a newline, a separator, and names
+# only nearly like ours.
 SQUEUE = """\
 41|RUNNING|1795257556|1795257557|1795343957|n1|None|n1|elastic:big/worker/3|big/w3@elastic;
 42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|n/a|(null)|big/w4@elastic;
@@ -46,6 +47,7 @@ SQUEUE = """\
 40|PREEMPTED|1795257500|1795257501|1795257540|n2|None|n2|elastic:big/worker/5|elastic:big/worker/5;
 38|RUNNING|1795257480|1795257481|1795343957|n[2-3]|None|n1|elastic:big/trainer/0|big/t0@elastic;
 39|CANCELLED|1795257490|1795257491|1795257499|c1|None|c1|elastic:big/master/0|site-big/m0@elastic;
+37|COMPLETING|1795257480|1795257481|1795257499|n4|None|n4|elastic:big/worker/1|big/w1@elastic;
 """.replace("|", "\x1f").replace(";", "\x1e")
 
 
@@ -60,8 +62,10 @@ def test_squeue_answer_becomes_the_elastic_jobs_in_it():
             is_headless=True, limit_at=1795343957.0, run="big"),
         Job("39", "master", 0, "CANCELLED", "None", 1795257490.0, 1795257491.0, "c1",
             ended_at=1795257499.0, run="big"),
+        Job("37", "worker", 1, "COMPLETING", "None", 1795257480.0, 1795257481.0, "n4",
+            ended_at=1795257499.0, run="big"),
     ]  # fmt: skip
-    assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, False, True]
+    assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, False, True, False]
 
 
 def test_a_job_is_found_by_its_name_and_by_its_token_alone(tmp_path):

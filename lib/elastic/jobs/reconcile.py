@@ -44,6 +44,7 @@ DYING_S, UNSURE_S = 60.0, 600.0
 # After its last word a job may be COMPLETING for so long before another takes its place:
 # an earlier one could exceed a site's limit of submitted jobs.
 EPILOG_S = 120.0
+WORDLESS_S = 300.0  # … and for so long after its end if it has said none: it may be writing yet
 LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
 LOCK = "reconcile.lock"  # its time is that of the last pass
 MOST_LATER_S = 1800.0  # … after many
@@ -471,10 +472,12 @@ def _trainer_at_work(memory: Memory) -> Job | None:
 
 def _with_last_word(job: Job, facts: Facts, now: float) -> Job:
     """`job`, and the outcome that it has written itself, where that counts before the
-    scheduler knows of its end: of one whose epilog hangs, that it has ended."""
+    scheduler knows of its end: of one whose epilog hangs, or a process that cannot be
+    killed, that it has ended."""
     record = {} if job.queued else facts.ending(job.job_id) or {}
     over = history.said_at_end(job, record)
-    if over and job.state in history.LEAVING_STATES and now - record["time"] >= EPILOG_S:
+    gone_at = record["time"] + EPILOG_S if over else (job.ended_at or now) + WORDLESS_S
+    if job.state in history.LEAVING_STATES and now >= gone_at:
         return replace(job, state="ENDED")
     is_foreign = (job.role == TRAINER) != (facts.control.mode == "sync")
     is_trainer_at_work = job.role == TRAINER and job.started

@@ -30,7 +30,7 @@ from elastic.base.durable import write_atomic
 from elastic.base.environment import clean_environment, elastic_home, env, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import sched, sizing
-from elastic.jobs.history import MASTER, TRAINER, WORKER, Job, has_ended
+from elastic.jobs.history import LEAVING_STATES, MASTER, TRAINER, WORKER, Job, has_ended
 from elastic.jobs.hostlist import expand_hostlist
 from elastic.jobs.sched import JobSpec, Refused, RetryLater, Unsure, parse_job_name
 from elastic.run.records import Node, gpus_of
@@ -398,7 +398,7 @@ def parse_squeue(text: str) -> list[Job]:
                 job_id, role, slot, state, reason, _epoch(submitted) or 0.0, run=run, node=node,
                 # Before, start and end are only forecasts.
                 started_at=None if state == "PENDING" else _epoch(started),
-                ended_at=_epoch(ended) if has_ended(state) else None,
+                ended_at=_epoch(ended) if has_ended(state) or state in LEAVING_STATES else None,
                 limit_at=_epoch(ended) if is_running else None,
                 is_headless=is_running and host not in expand_hostlist(node),
             ))  # fmt: skip
