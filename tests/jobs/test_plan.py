@@ -621,6 +621,13 @@ def test_a_successor_that_waits_for_a_growth_gives_up_in_the_end():
     assert (action.job_id, action.reason) == ("2", "4 GPUs have not become free")
 
 
+@pytest.mark.parametrize("limit", ["QOSMaxGRESPerUser", "AssocGrpNodeLimit"])
+def test_a_successor_does_not_wait_for_a_growth_beyond_its_users_limits(limit):
+    grows = trainer("2", "PENDING", asked=(4, 4), grows_until=NOW + 100, reason=limit)
+    (action,) = plan(replace(sync_world(grows), limits_of_gpus=(1, 4)), NOW)
+    assert (action.job_id, action.reason) == ("2", "4 GPUs have not become free")
+
+
 def test_new_limits_reach_the_successor_and_a_trainer_that_is_too_large():
     """`elastic-scale --max` touched neither."""
     old, new = trainer("2", "PENDING", asked=(1, 8)), trainer("3", "PENDING", asked=[1, 4])

@@ -404,6 +404,31 @@ def test_a_submit_limit_is_waited_for_and_said_once(run, slurm, again):
     assert len(did(again(70))) == 2
 
 
+def test_a_growth_that_never_comes_true_is_tried_ever_more_seldom(run, slurm, again):
+    """Nodes are idle, and a limit of the user's keeps him from them: the job left its GPUs for
+    nothing every hour."""
+    tried, waiting = [], set()
+
+    def wait_for(job_id, spec):
+        tried.append(slurm.now)
+        waiting.add(job_id)
+
+    slurm.wait_for, slurm.spare_gpus = wait_for, lambda spec, most: most
+    run.set_control(mode="sync")
+    for _ in range(30 * 24):  # a day
+        again(120)
+        for job_id, _ in slurm.cancelled:
+            slurm.listed[job_id] = replace(slurm.listed[job_id], state="CANCELLED")
+        there = [job for job in slurm.listed.values() if not (job.ended or job.job_id in waiting)]
+        if there and not any(job.started for job in there):
+            record = {"role": "trainer", "slot": 0, "state": "training", "gpus": 1}
+            run.jobs.write_ending(there[0].job_id, {**record, "time": slurm.now})
+            slurm.listed[there[0].job_id] = replace(there[0], state="RUNNING", started_at=slurm.now)
+    gaps = [after - before for before, after in itertools.pairwise(tried)]
+    assert len(gaps) >= 3
+    assert all(after > 1.5 * before for before, after in itertools.pairwise(gaps))
+
+
 # ---- ends
 
 

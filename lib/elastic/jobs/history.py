@@ -164,6 +164,7 @@ class Memory:
     mode: str = ""
     mode_since: float = 0.0
     spare_passes: int = 0  # in a row, that found more GPUs for a trainer at work
+    missed_growths: int = 0  # whose GPUs have not come free
     said: tuple[str, ...] = ()  # why places are empty, as the pass before has said
 
     def is_closed(self, closing: str) -> bool:
@@ -179,7 +180,7 @@ def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:
     if closing == memory.closing:
         return memory
     memory = replace(memory, closing=closing, closing_since=now)
-    return memory if closing else replace(memory, born=now, ended=())
+    return memory if closing else replace(memory, born=now, ended=(), missed_growths=0)
 
 
 def gone(memory: Memory, listed: Sequence[Job], now: float) -> list[Job]:

@@ -121,14 +121,10 @@ def bad_nodes(memory: Memory, now: float) -> tuple[str, ...]:
     worked."""
     crashes: dict[str, list[Ended]] = defaultdict(list)
     for end in memory.ended:
-        is_recent = now - end.at < RECENT_S
-        if end.crashed and end.role == WORKER and end.node and is_recent:
+        if end.crashed and end.role == WORKER and end.node and now - end.at < RECENT_S:
             crashes[end.node].append(end)
-    bad = [
-        node
-        for node, ends in sorted(crashes.items(), key=lambda item: -item[1][-1].at)
-        if len(ends) >= 2 and _works_elsewhere(memory, node, ends[0].at)
-    ]
+    bad = [node for node, ends in sorted(crashes.items(), key=lambda item: -item[1][-1].at)
+           if len(ends) >= 2 and _works_elsewhere(memory, node, ends[0].at)]  # fmt: skip
     return tuple(sorted(bad[:MAX_EXCLUDED]))
 
 
@@ -161,12 +157,10 @@ def _chains(memory: Memory, blamed: Sequence[str]) -> dict[Place, list[Ended]]:
 def _hopeless(world: World, chain: Sequence[Ended]) -> str:
     """Why the crashes of this place end the run, or ""."""
     crashes = [end for end in chain if end.crashed]
-    if not crashes:
+    if len(crashes) < world.limits.max_failures:
         return ""
     last, first = crashes[0], crashes[-1]
     who = last.role if last.role in ALONE else f"{last.role} {last.slot}"
-    if len(crashes) < world.limits.max_failures:
-        return ""
     others = [j for j in _training_since(world.memory, first.at) if j.place != last.place]
     if last.role == WORKER and others:
         return ""
@@ -193,7 +187,9 @@ def _resize(world: World, now: float) -> Iterator[Action]:
     started = [job for job in jobs if job.started
                and now - (job.cancelled_at or -math.inf) >= LEAVE_S[TRAINER]]  # fmt: skip
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
-    asking = [job for job in waiting if limits and job.asked and now >= job.grows_until]
+    # What exceeds a limit of the user's does not come free at all.
+    asking = [job for job in waiting if limits and job.asked
+              and (now >= job.grows_until or "QOS" in job.reason or "Assoc" in job.reason)]
     if outdated := [job for job in asking if [*job.asked] != [*limits]]:
         for job in (each for each in outdated if not each.leaving(now)):
             missed = f"{job.asked[0]} GPUs have not become free"

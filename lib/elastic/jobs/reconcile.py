@@ -50,7 +50,7 @@ LOCK = "reconcile.lock"  # its time is that of the last pass
 MOST_LATER_S = 1800.0  # … after many
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 SPARE_PASSES = 3  # in a row must find the GPUs for which a job is started anew
-NO_GROWTH_PASSES = 30  # after one for which the GPUs did not come free
+NO_GROWTH_PASSES = 30  # after one for which the GPUs did not come free; then 60, 120, …
 GROWS_S = 180.0  # for the epilog of the nodes that a job has left
 
 
@@ -313,8 +313,7 @@ class _Pass:
         """The nodes that its predecessor leaves are free only after their epilog: a
         successor that would take less starts at once on the others alone."""
         wanted = (action.gpus, action.gpus)
-        spec = replace(self._spec(TRAINER, 0), limits=wanted)
-        self.scheduler.wait_for(action.job_id, spec)
+        self.scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), limits=wanted))
         self._change(action, asked=wanted, grows_until=self._clock() + GROWS_S)
         return True
 
@@ -357,7 +356,9 @@ class _Pass:
         self.scheduler.cancel(action.job_id, now=action.now)
         self._change(action, cancelled_at=self._clock())
         if any(job.job_id == action.job_id and job.grows_until for job in self.memory.jobs):
-            self.memory = replace(self.memory, spare_passes=-NO_GROWTH_PASSES)
+            missed = self.memory.missed_growths
+            passes = NO_GROWTH_PASSES * 2 ** min(missed, 5)
+            self.memory = replace(self.memory, spare_passes=-passes, missed_growths=missed + 1)
         self._tell(action)
         return True
 
