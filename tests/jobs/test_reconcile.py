@@ -390,6 +390,27 @@ def test_a_host_that_may_not_submit_does_not_hold_up_one_that_may(run, slurm, ag
     assert again().runs[0].waiting == ["worker 2: worker refused: sbatch: Access/permission denied"]
 
 
+def test_two_hosts_that_are_refused_leave_each_other_their_pause(run, slurm, again, monkeypatch):
+    """Each took the other's refusal for none of its business, and forgot its own: all passes of
+    both tried again."""
+    until_running(again, slurm)
+    slurm.becomes("PREEMPTED", ("worker", 1))
+    asked = []
+
+    def refuse(spec):
+        asked.append(slurm.now)
+        raise Refused("sbatch: Invalid account")
+
+    slurm.on_submit = refuse
+    for host in ["c1", "login"] * 120:  # four hours
+        monkeypatch.setattr(reconcile, "node_name", lambda host=host: host)
+        again(60)
+    assert len(asked) < 30
+    slurm.on_submit = lambda spec: None
+    assert did(again(1900)) == [("submit", "worker", 1)]
+    assert notes(run)["memory"]["later_s"] == 0
+
+
 def test_a_submit_limit_is_waited_for_and_said_once(run, slurm, again):
     def limit(spec):
         if len(slurm.listed) >= 3:

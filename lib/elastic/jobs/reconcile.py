@@ -304,7 +304,7 @@ class _Pass:
         asked = spec.limits if action.role == TRAINER else None
         job = Job(job_id, *place, "PENDING", submitted_at=self._clock(), asked=asked)
         self.memory = replace(before, jobs=(*before.jobs, job))
-        if before.later_host == node_name():
+        if before.later_host in ("", node_name()):
             self.memory = replace(self.memory, later_s=0.0)
         self._tell(replace(action, job_id=job_id))
         return True
@@ -340,7 +340,9 @@ class _Pass:
         host's alone (compute nodes may not submit everywhere), or a site's of today."""
         memory, delay_s = self.memory, LATER_S
         if isinstance(refusal, Refused):
-            reason, host = f"{action.role} refused: {refusal.what}", node_name()
+            reason = f"{action.role} refused: {refusal.what}"
+            # While another host's pause runs, it is the site that refuses.
+            host = "" if self.now < memory.later_until else node_name()
             if memory.born == self.now:
                 self._give_up(replace(action, reason=reason, detail=refusal.hint))
                 return
