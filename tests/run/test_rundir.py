@@ -122,6 +122,16 @@ def test_a_root_that_cannot_be_written_is_a_clear_error(home, read_only_root, ma
     assert registered() == []
 
 
+def test_a_home_that_cannot_be_written_is_not_taken_for_the_run_directory(
+    home, read_only_root, make_config, monkeypatch
+):
+    monkeypatch.setenv("ELASTIC_HOME_DIR", str(read_only_root / "me"))
+    with pytest.raises(ElasticError, match=f"cannot make {read_only_root}") as caught:
+        RunDir.create(home / "runs", make_config(), CONTROL, {})
+    assert "set ELASTIC_HOME_DIR to a writable folder" in caught.value.hint
+    assert everything(home / "runs") == []
+
+
 @pytest.mark.parametrize("file", ["run.toml", "secret", "control.json"])
 def test_a_disk_that_fills_up_meanwhile_leaves_nothing_behind(home, make_run, monkeypatch, file):
     real = rundir.write_atomic

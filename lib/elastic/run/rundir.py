@@ -120,9 +120,13 @@ class RunDir:
             os.rename(draft.path, run.path)  # the one of several who try at once that made it
         except OSError as error:
             shutil.rmtree(draft.path, ignore_errors=True)
+            what, variable = f"the run directory {run.path}", "ELASTIC_RUNS"
+            place = Path(error.filename2 or error.filename or run.path)
+            if place in (link, *link.parents):
+                what, variable = place, "ELASTIC_HOME_DIR"
             raise ElasticError(
-                f"cannot make the run directory {run.path}: {error.strerror}",
-                "set ELASTIC_RUNS to a writable folder on the shared filesystem",
+                f"cannot make {what}: {error.strerror}",
+                f"set {variable} to a writable folder on the shared filesystem",
             ) from None
         return run
 
