@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -239,6 +240,16 @@ def test_a_pass_skips_a_run_that_another_pass_is_at_work_on(run, slurm, again):
         assert (did(report), report.lines(), report.errors) == ([], [], [])
         assert slurm.asked == 0
     assert len(did(again())) == 5
+
+
+def test_a_pass_that_a_person_asked_for_waits_for_another_one(run, slurm, again):
+    with open(run.path / "reconcile.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another pass is at work" in again(wait_s=0.3).unknown
+        release = threading.Timer(0.3, lambda: fcntl.flock(file, fcntl.LOCK_UN))
+        release.start()
+        assert len(did(again(wait_s=30.0))) == 5
+        release.join()
 
 
 def test_a_filesystem_without_locks_has_passes_too(run, again, monkeypatch):

@@ -3,6 +3,7 @@
 pytest tests/people/test_cli.py
 """
 
+import fcntl
 import json
 import os
 import re
@@ -600,6 +601,18 @@ def test_what_a_silent_scheduler_leaves_undone_is_noted_and_exits_75(config, env
         assert noted in (tmp_path / "runs" / "quiet" / "control.json").read_text()
     silent.unlink()
     assert elastic("stop", "quiet", env=env).returncode == 0
+
+
+def test_what_another_pass_may_not_know_yet_is_noted_and_exits_75(config, env, tmp_path):
+    """It exited 0, as if the jobs had been told."""
+    path = fake_slurm(tmp_path / "slurm", squeue="exit 0", scancel="exit 0", sbatch="echo 7")
+    env = {**env, "PATH": path}
+    assert elastic("submit", config, *ON_SLURM, env=env).returncode == 0
+    with open(tmp_path / "runs" / "quiet" / "reconcile.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        answer = elastic("stop", "quiet", env=env)
+    assert answer.returncode == 75
+    assert "noted, and left to the next pass: quiet: another pass is at work" in answer.stderr
 
 
 def test_a_job_that_is_refused_undoes_the_run(config, env, tmp_path):

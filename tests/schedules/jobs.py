@@ -464,7 +464,7 @@ CLOCK = Clock()
 
 
 @contextlib.contextmanager
-def lock(run: MemoryRun):
+def lock(run: MemoryRun, wait_s: float):
     """The kernel's: of one pass at a time, and gone with its process."""
     world = run.world
     is_mine = not world.locked

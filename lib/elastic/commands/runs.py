@@ -108,7 +108,7 @@ def code_of(report: PassReport) -> Exit:
 
 def take_effect(run: RunDir) -> Exit:
     """Let a change take effect now, say what that came to, and give its exit code."""
-    report = reconciling.run_pass([run], time.time())
+    report = reconciling.run_pass([run], time.time(), wait_s=reconciling.PERSON_S)
     if report.unknown:
         report.unknown_is_new = False  # it is said here, news or not
         warn(f"run {run.name}: noted, and left to the next pass: {report.unknown}")

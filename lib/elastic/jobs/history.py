@@ -243,13 +243,11 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
     return Ended(
         *(job.job_id, job.role, job.slot, outcome, now),
         node=str(record.get("node") or job.node),
-        submitted_at=job.submitted_at,
-        reason=reason,
-        detail=str(record.get("detail") or ""),
+        submitted_at=job.submitted_at, started_at=job.started_at,
+        reason=reason, detail=str(record.get("detail") or ""),
         worked=(age_s >= WORKED_S and not is_idle) or (bool(steps) and said in ORDERLY),
-        started_at=job.started_at,
         ended_at=job.ended_at or ended_at,
-    )
+    )  # fmt: skip
 
 
 def said_at_end(job: Job, record: Mapping) -> str:

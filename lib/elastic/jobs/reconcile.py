@@ -47,6 +47,8 @@ EPILOG_S = 120.0
 WORDLESS_S = 300.0  # … and for so long after its end if it has said none: it may be writing yet
 LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
 LOCK = "reconcile.lock"  # its time is that of the last pass
+# Between two looks at the lock, and how long a pass that a person asked for looks.
+LOCK_POLL_S, PERSON_S = 0.1, 5.0
 MOST_LATER_S = 1800.0  # … after many
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 SPARE_PASSES = 3  # in a row must find the GPUs for which a job is started anew
@@ -90,15 +92,17 @@ def run_pass(
     dry_run: bool = False,
     scheduler: Callable[[str, Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
     within_s: float = 0.0,
+    wait_s: float = 0.0,
 ) -> PassReport:
     """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing.
-    The scheduler's answer of `within_s` ago will do."""
+    The scheduler's answer of `within_s` ago will do. A run that another pass is at work
+    on is skipped; with `wait_s` it is unknown, if that pass takes longer."""
     report = PassReport()
     with contextlib.ExitStack() as locks:
         passes: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
         for run in runs:
             with _errors_of(run, report):
-                if not _is_closed(run) and (dry_run or locks.enter_context(_lock(run))):
+                if not _is_closed(run) and (dry_run or locks.enter_context(_lock(run, wait_s))):
                     one = _Pass(run, now, dry_run, within_s)
                     passes[sched.cluster_of(one.kind, one.environment)].append(one)
         for mine in passes.values():
@@ -142,24 +146,32 @@ def _errors_of(run: RunDir, report: PassReport) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lock(run: RunDir) -> Iterator[bool]:
-    """True if this pass alone has the run now. The kernel drops the lock of a killed
-    pass.
+def _lock(run: RunDir, wait_s: float) -> Iterator[bool]:
+    """True if this pass alone has the run now, or within `wait_s`; if not even then,
+    TryAgain. The kernel drops the lock of a killed pass.
 
     Where the filesystem has no locks (Lustre without -o flock), two passes at once may
     submit a job twice: `singleton` keeps one of the two from starting, and the next pass
     cancels it.
     """
     with os.fdopen(os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as file:
-        is_mine = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            is_mine = not isinstance(error, BlockingIOError)
+        until = time.monotonic() + wait_s
+        while not (is_mine := _has_locked(file.fileno())) and time.monotonic() < until:
+            time.sleep(LOCK_POLL_S)
         if is_mine:
             with contextlib.suppress(OSError):  # a full quota costs the note, not the pass
                 os.utime(file.fileno())
+        elif wait_s:
+            raise TryAgain("another pass is at work, and may know nothing of this yet")
         yield is_mine
+
+
+def _has_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 # ---- what a pass leaves to the next
@@ -224,8 +236,7 @@ class _Pass:
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
         best = sizing.Growth(
             gpus, most, speeds, restart_s=statistics.median(restarts or [RESTART_S]),
-            horizon_s=cadence.observed_mtbi_s(endings),
-            least_age_s=self.config.sync.grow_after_s,
+            horizon_s=cadence.observed_mtbi_s(endings), least_age_s=self.config.sync.grow_after_s,
         )  # fmt: skip
         if not best.pays(self.now - job.started_at)[0]:
             return None

@@ -161,12 +161,9 @@ class SlurmScheduler:
         moment?"""
         columns = f"--format={_FIELD.join(('%r', '%j', '%k'))}"
         where = ("--states=PENDING", f"--partition={partition}")
-        for line in self._ask("squeue", "--noheader", *where, columns).splitlines():
-            reason, *names = line.split(_FIELD)
-            is_ours = any(map(parse_job_name, names))
-            if reason in ("Resources", "Priority") and not is_ours:
-                return True
-        return False
+        lines = self._ask("squeue", "--noheader", *where, columns).splitlines()
+        return any(reason in ("Resources", "Priority") and not any(map(parse_job_name, names))
+                   for reason, *names in (line.split(_FIELD) for line in lines))  # fmt: skip
 
 
 def release_nodes(job_id: str, kept: int) -> None:

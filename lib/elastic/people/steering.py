@@ -14,7 +14,7 @@ from pathlib import Path
 from elastic.base.config import Config, load
 from elastic.base.environment import cron_line, runs_root
 from elastic.base.errors import ElasticError, TryAgain, UsageError
-from elastic.jobs.reconcile import run_pass
+from elastic.jobs.reconcile import PERSON_S, run_pass
 from elastic.jobs.sched import scheduler_of
 from elastic.people import dial, submission
 from elastic.run import estimate, wording
@@ -83,7 +83,7 @@ def start(ready: Prepared) -> tuple[RunDir, list[str]]:
     """Make the run and its first reconcile pass; also why some of its jobs wait.
     ElasticError: it cannot start, and is gone again."""
     run = submission.start(submission.with_shares(ready.config, ready.model), runs_root())
-    report = run_pass([run], time.time())
+    report = run_pass([run], time.time(), wait_s=PERSON_S)
     failed = run.failed()
     if failed or report.errors:
         submission.undo(run)
