@@ -70,6 +70,16 @@ def test_steps_of_sync_mode_that_come_again_are_replay():
     assert sum(each.tokens for each in work) == 40
 
 
+def test_what_a_trainer_does_between_two_steps_is_no_loss():
+    """It saves, validates or loads: in one attempt nothing that it trained is lost."""
+    lines = [{"step": step, "tokens": 10 * step, "time": at, "seconds": 1.0, "attempt": 1}
+             for step, at in ((1, 3), (2, 4), (3, 9), (3, 12))]  # fmt: skip
+    job = Allocation(2, 0, 1, 13, "done", ((1, (0, 1)),))
+    assert parts(job, *work_in([], lines)) == {
+        "start-up": 2, "training": 6, "replay": 2, "waiting": 2 * (4 + 2 + 1),
+    }  # fmt: skip
+
+
 @given(
     st.lists(st.tuples(TIMES, TIMES, st.integers(1, 3), TIMES, st.booleans()), max_size=8),
     st.lists(TIMES, min_size=3, max_size=3), st.tuples(TIMES, TIMES), st.none() | TIMES,

@@ -3,7 +3,8 @@
     training   steps that are in a commit (sync mode: that took the run further)
     replay     steps trained a second time (sync mode)
     start-up   from the start of a job, or of an attempt in it, to its first round or step
-    waiting    between rounds: delivering, the others, the next version (sync mode: saves)
+    waiting    between rounds: delivering, the others, the next version; between steps of
+               sync mode: saving, validating, loading samples
     notice     from the notice to the end of the job, but for steps taken and delivered meanwhile
     lost       steps that no commit has, and all that came after a worker had died or hung
     open       since the newest commit, in jobs at work: undecided yet
@@ -14,6 +15,7 @@ add up to what was allocated. `queued` stands beside them: GPU-seconds that were
 and not yet given.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ class Work:
     start: float
     stop: float
     tokens: int
-    stall_s: float = 0.0  # the worker's own measure of the wait before it
+    stall_s: float = 0.0  # the worker's own measure of the wait before it; inf: all of it
     again: bool = False
 
     def tokens_between(self, start: float, stop: float) -> float:
@@ -69,7 +71,8 @@ def work_in(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[
         again = line["step"] <= furthest
         attempt, start = (0, line["attempt"]), line["time"] - line["seconds"]
         grown = 0 if again else line["tokens"] - tokens
-        work.append(Work(attempt, start, line["time"], grown, again=again))
+        # A trainer that dies or hangs goes on in another attempt: in one, it only waits.
+        work.append(Work(attempt, start, line["time"], grown, math.inf, again))
         furthest, tokens = max(furthest, line["step"]), max(tokens, line["tokens"])
     return work
 
@@ -153,7 +156,7 @@ def _divided(job: Allocation, work: Sequence[Work]) -> Iterator[tuple[str, float
         start = min(max(piece.start, at), job.end)
         stop = min(max(piece.stop, start), job.end)
         if piece.attempt == begun:
-            waited_s = min(start - at, max(piece.stall_s, 0.0)) if not piece.again else start - at
+            waited_s = min(start - at, max(piece.stall_s, 0.0))
             yield "waiting", waited_s
             yield "lost", start - at - waited_s  # rounds in between that were rejected
         else:
