@@ -18,7 +18,9 @@ import pytest
 
 from elastic.base.errors import TryAgain
 from elastic.jobs.history import Job
+from elastic.jobs.sched import Elsewhere
 from elastic.people import status
+from elastic.people.metrics import prometheus
 from elastic.run.rundir import Control, Endpoint, RunDir
 from elastic.run.wording import unit
 from helpers import ROOT, commit_of, delta_of
@@ -122,6 +124,44 @@ def test_what_the_next_pass_would_do_is_what_it_does(runs):
     run.set_control(state="stopped")
     stopped = status.observe(run, status.Listing())
     assert (stopped["state"], stopped["next"]) == ("stopped", "nothing: all is as wanted")
+
+
+@pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.parametrize(
+    ("silence", "said"),
+    [(TryAgain("squeue gave no answer", "later"),
+      "the scheduler does not answer: squeue gave no answer"),
+     (Elsewhere("this is cluster a, and the run's jobs are on b", "ask there"),
+      "this is cluster a, and the run's jobs are on b: ask there")],
+)  # fmt: skip
+def test_where_nobody_can_list_the_jobs_nobody_says_that_there_is_none(
+    runs, monkeypatch, silence, said, brief: bool
+):
+    """A run that trains is not to look idle, nor a dashboard to count no GPU."""
+    trains = runs[0]
+    trains.set_control(mode="sync")
+    now, saved = time.time(), {"step": 40, "writer": "attempt1", "files": []}
+    saved["extra"] = {"base_version": 0, "tokens": 400, "loss": 2.5, "samples": [], "deltas": []}
+    path = trains.path / "checkpoints" / "step-00000040.json"
+    told = {"base_version": 0, "step": 45, "tokens": 450, "total_tokens": 999, "loss": 2.0,
+            "tokens_per_s": 7.0, "time": now, "world": 2, "attempt": 1, "cadence": "",
+            "job_id": f"{trains.name}.0"}  # fmt: skip
+    trains.jobs.write_progress(told)
+
+    def silent(_within_s: float) -> list[Job]:
+        raise silence
+
+    monkeypatch.setattr(status, "open_scheduler", lambda *_: SimpleNamespace(jobs=silent))
+    for saved_ago_s, step in ((60, 45), (-60, 40)):  # the newer one counts
+        path.write_text(json.dumps(saved | {"time": now - saved_ago_s}))
+        found = status.observe_all(runs, brief)
+        assert {(seen["state"], seen["gpus"]) for seen in found} == {("unknown", None)}
+        assert all("no worker" not in seen["reason"] for seen in found)
+        assert all(said in seen["reason"] for seen in found)
+        assert (found[0]["version"], found[0]["tokens"]) == (step, 10 * step)
+        if not brief:
+            assert found[0]["summary"].startswith(f"unknown: {said}")
+            assert "elastic_gpus{" not in prometheus(found)
 
 
 def test_of_many_runs_workers_are_counted_by_jobs_and_no_redis_is_asked(runs):

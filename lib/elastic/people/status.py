@@ -13,7 +13,7 @@ asks no Redis.
     state    running   workers train (or load, or deliver)      done     finished
              waiting   it wants to run, and no worker is there  failed   `reason` says why
              stopped   by elastic-stop                          damaged  cannot be read
-             unknown   its filesystem does not answer
+             unknown   its filesystem does not answer; or the scheduler, and no worker says more
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from elastic.jobs import reconcile
 from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER, Job, Memory
 from elastic.jobs.plan import WAIT
 from elastic.jobs.reconcile import Facts
-from elastic.jobs.sched import cluster_of, open_scheduler
+from elastic.jobs.sched import Elsewhere, cluster_of, open_scheduler
 from elastic.local.rounds import inner_steps
 from elastic.run import membership, scores, wording
 from elastic.run.audit import read_checkpoints
@@ -105,9 +105,10 @@ class World:
         return self.commits[-1] if self.commits else None
 
     @property
-    def gpus(self) -> int:
-        per_worker = self.facts.config.slurm.gpus_per_worker
-        return len(self.crew.workers) * (1 if _is_sync(self.facts) else per_worker)
+    def gpus(self) -> int | None:
+        """At work; None where nobody knows."""
+        count, each = len(self.crew.workers), self.facts.config.slurm.gpus_per_worker
+        return None if self.trouble and not count else count * (1 if _is_sync(self.facts) else each)
 
 
 def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE) -> World:
@@ -133,7 +134,8 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
         crew = _program(facts, jobs, run.log_path(TRAINER, 0), now)
     else:
         crew = _ranks(facts, jobs, progress, now)
-    on_top = _on_top(run, facts, progress, newest[-1].version if newest else 0, crew)
+    version = newest[-1].version if newest else 0
+    on_top = _on_top(run.path, facts, progress, version, crew, listing.trouble)
     return World(
         now, facts, listing.trouble, jobs, record, newest, progress, on_top, crew,
         asks or _is_sync(facts), run.shortage(config.checkpoint.min_free_bytes),
@@ -145,19 +147,19 @@ def _is_sync(facts: Facts) -> bool:
     return facts.control.mode == "sync"
 
 
-def _on_top(run: RunDir, facts: Facts, progress: Mapping, version: int, crew: Crew) -> dict:
-    """What sync mode has trained on top of a version, in words of `observe`; there, a
+def _on_top(path: Path, facts: Facts, told: Mapping, base: int, crew: Crew, trouble: str) -> dict:
+    """What sync mode has trained on top of version `base`, in words of `observe`; there, a
     version is a step. A trainer at work says it, else the newest checkpoint: what an
-    earlier one said last is less than it saved, or tells of steps that are lost."""
-    names, said = {"tokens": "tokens", "loss": "loss"}, {}
-    if _is_sync(facts):
-        names["version"] = "step"
-        said = progress if progress.get("base_version") == version else {}
+    earlier one said last is less than it saved, or tells of steps that are lost. Where
+    nobody knows if one is at work, the newer of the two."""
+    names = {"tokens": "tokens", "loss": "loss"} | ({"version": "step"} if _is_sync(facts) else {})
+    said = told if _is_sync(facts) and told.get("base_version") == base else {}
     goal = {"tokens_goal": said.get("total_tokens")} if said else {}
-    if said and crew.workers:
+    newest = [] if said and crew.workers else read_checkpoints(path, base)[-1:]
+    is_newer = bool(trouble) and all(saved.time < said.get("time", 0.0) for saved in newest)
+    if said and (crew.workers or is_newer):
         speed = {"tokens_per_s": said.get("tokens_per_s")}
         return {name: said.get(theirs) for name, theirs in names.items()} | goal | speed
-    newest = read_checkpoints(run.path, version)[-1:]
     return goal | {mine: getattr(saved, name) for saved in newest for mine, name in names.items()}
 
 
@@ -172,8 +174,10 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
     config = run.config()
     try:
         return Listing(open_scheduler(config.run.scheduler, config, environment).jobs(within_s))
+    except Elsewhere as other:
+        return Listing(trouble=f"{other.what}: {other.hint}")
     except TryAgain as silence:
-        return Listing(trouble=silence.what)
+        return Listing(trouble=f"the scheduler does not answer: {silence.what}")
 
 
 # ---- one run, or many
@@ -202,7 +206,8 @@ def observe_all(
         except (ElasticError, OSError) as error:
             trouble = error
             observations.append(_unread(run, error))  # it must not hide the others
-    if trouble and (is_named or all(seen["state"] == "unknown" for seen in observations)):
+    is_silent = all((seen["state"], seen["min"]) == ("unknown", None) for seen in observations)
+    if trouble and (is_named or is_silent):
         raise trouble
     return observations
 
@@ -286,7 +291,7 @@ def judge(world: World) -> tuple[str, str]:
         return closing, f"{one_line(record['reason'])}{leaving}"
     if closing == "stopped":
         return closing, f"stopped by elastic-stop{leaving}"
-    state = "running" if world.crew.workers else "waiting"
+    state = "running" if world.crew.workers else "unknown" if world.trouble else "waiting"
     return state, "; ".join(filter(None, _reasons(world, world.crew)))
 
 
@@ -297,8 +302,8 @@ def _reasons(world: World, crew: Crew) -> Iterator[str]:
         yield f"the master is not reachable{_since(world.newest)}: {crew.silence}"
     else:
         there = counted(gpus, "GPU")
-        yield f"{there}, fewer than the {least} wanted" if gpus < least and workers else ""
-        yield "" if workers else "no worker is there"
+        yield f"{there}, fewer than the {least} wanted" if workers and gpus < least else ""
+        yield "" if workers or world.trouble else "no worker is there"
     yield crew.hang
     # A full disk is looked at from here, too: with it, nobody else may be able to say so.
     yield world.shortage or crew.words
@@ -312,7 +317,7 @@ def _reasons(world: World, crew: Crew) -> Iterator[str]:
     pending = wording.awaited(world.jobs, workers)
     waits = f"{counted(len(pending), 'job')} {'waits' if len(pending) == 1 else 'wait'}"
     yield f"{waits} ({pending[0]['reason'] or 'PENDING'})" if pending else ""
-    yield f"the scheduler does not answer: {world.trouble}" if world.trouble else ""
+    yield world.trouble
     if not (workers or world.jobs or world.trouble):
         yield "no job is queued or running"
     if world.pass_s > NO_PASS_S:

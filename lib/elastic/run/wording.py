@@ -178,7 +178,8 @@ def sentence(seen: Mapping[str, Any], upcoming: str, now: float) -> str:
     if seen["state"] == "running" and seen.get("program"):
         return seen["program"]
     if seen["state"] not in ("running", "waiting"):
-        ended = f"failed: {seen['reason']}" if seen["state"] == "failed" else seen["state"]
+        is_told = seen["state"] in ("failed", "unknown")
+        ended = f"{seen['state']}: {seen['reason']}" if is_told else seen["state"]
         return ", ".join([ended, *_progress(seen)])
     gpus = f"{_doing(seen)} {seen['gpus']} of {seen['min']}..{seen['max']} GPUs"
     following = upcoming and f"next: {upcoming}"
