@@ -128,7 +128,7 @@ SCREENS_OF = {
     "runs-by-jobs": lambda: views.runs_table([seen(asked=False), DONE | {"asked": False}]),
     "run": lambda: views.run_view(seen()),
     "run-on-24-lines": lambda: views.run_view(seen(), 24),
-    "run-128-workers": lambda: views.run_view(seen(workers=CROWD, gpus=128)),
+    "run-128-workers": lambda: views.run_view(seen(workers=CROWD, gpus=127)),
     "run-waiting": lambda: views.run_view(WAITING),
     "run-failed": lambda: views.run_view(FAILED),
     "run-failing": lambda: views.run_view(FAILING),

@@ -248,6 +248,26 @@ def test_where_no_trainer_works_the_newest_checkpoint_is_what_there_is(runs, bri
         assert brief or seen["tokens_goal"] == 999
 
 
+@pytest.mark.parametrize("brief", [False, True])
+def test_a_trainer_that_stands_still_is_not_said_to_train(runs, brief: bool):
+    run, ago_s = runs[0], 150.0
+    run.set_control(mode="sync")
+    told = {"base_version": 0, "step": 45, "tokens": 450, "total_tokens": 999, "loss": 2.0,
+            "tokens_per_s": 7.0, "time": time.time() - ago_s, "world": 2, "attempt": 1,
+            "cadence": "every 9 s", "job_id": f"{run.name}.0"}  # fmt: skip
+    for step_s, gpus, state, why in ((0.1, 0, "stalled", "no step since 2 min"),
+                                     (100.0, 2, "training", "every 9 s")):  # fmt: skip
+        run.jobs.write_progress(told | {"seconds": step_s})
+        seen = status.observe_all(runs[:2], brief)[0]
+        assert {rank["state"] for rank in seen["workers"]} == {state}
+        assert (seen["state"], seen["gpus"]) == ("running", gpus)
+        assert (bool(seen["tokens_per_s"]), why in seen["reason"]) == (gpus > 0, True)
+        assert "beat" not in seen["reason"]
+        words = "training on 2" if gpus else "standing still, with 0"
+        assert brief or seen["summary"].startswith(f"{words} of 1..4 GPUs, step 45, loss 2.00")
+        assert brief or ("7 tokens/s" in seen["summary"]) == (gpus > 0)
+
+
 def test_a_damaged_run_does_not_hide_the_others(runs):
     (runs[0].path / "run.toml").write_text("no toml")
     states = [row["state"] for row in status.observe_all(runs, brief=True)]

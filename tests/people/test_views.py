@@ -15,7 +15,7 @@ WORKER = {
     "state": "training", "step": 40, "tokens_per_s": 12345.6, "loss": 2.5, "last_beat_s": 1.2,
 }  # fmt: skip
 SEEN = {
-    "summary": "", "losses": [], "preemptions_per_h": 4.0, "inner_steps": 100, "gpus": 2,
+    "summary": "", "losses": [], "preemptions_per_h": 4.0, "inner_steps": 100, "gpus": 1,
     "run": "demo", "path": "/runs/demo", "mode": "local", "state": "running", "detail": "",
     "reason": "2 workers, fewer than the 4 wanted; 3 jobs wait (Resources)", "next": "nothing",
     "version": 12, "tokens": 1234567, "tokens_goal": 5000000, "loss": 2.3456, "tokens_per_s": 999.9,
@@ -116,7 +116,7 @@ def test_counts_are_short(number, text):
 
 
 def test_gpus_are_counted_not_workers():
-    of_eight = {**SEEN, "gpus": 16, "max": 32}
+    of_eight = {**SEEN, "gpus": 8, "max": 32}
     assert "1 alive, on 8 of 4..32 GPUs" in plain(views.run_view(of_eight))
     assert "8 of 4..32" in plain(views.runs_table([of_eight]))
 

@@ -107,8 +107,9 @@ class World:
     @property
     def gpus(self) -> int | None:
         """At work; None where nobody knows."""
-        count, each = len(self.crew.workers), self.facts.config.slurm.gpus_per_worker
-        return None if self.trouble and not count else count * (1 if _is_sync(self.facts) else each)
+        each = 1 if _is_sync(self.facts) else self.facts.config.slurm.gpus_per_worker
+        count = sum(worker["state"] != "stalled" for worker in self.crew.workers)
+        return count * each if self.crew.workers or not self.trouble else None
 
 
 def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE) -> World:
@@ -158,7 +159,7 @@ def _on_top(path: Path, facts: Facts, told: Mapping, base: int, crew: Crew, trou
     newest = [] if said and crew.workers else read_checkpoints(path, base)[-1:]
     is_newer = bool(trouble) and all(saved.time < said.get("time", 0.0) for saved in newest)
     if said and (crew.workers or is_newer):
-        speed = {"tokens_per_s": said.get("tokens_per_s")}
+        speed = {"tokens_per_s": round(sum(rank["tokens_per_s"] for rank in crew.workers), 1)}
         return {name: said.get(theirs) for name, theirs in names.items()} | goal | speed
     return goal | {mine: getattr(saved, name) for saved in newest for mine, name in names.items()}
 
@@ -307,7 +308,8 @@ def _reasons(world: World, crew: Crew) -> Iterator[str]:
     yield crew.hang
     # A full disk is looked at from here, too: with it, nobody else may be able to say so.
     yield world.shortage or crew.words
-    stalled = [str(worker["slot"]) for worker in workers if worker["state"] == "stalled"]
+    # A rank has no pid and does not beat: of it, the words have told.
+    stalled = [str(each["slot"]) for each in workers if each["state"] == "stalled" and each["pid"]]
     yield f"slots {', '.join(stalled)} beat but do not advance" if stalled else ""
     troubled = [worker for worker in workers if worker.get("trouble")]
     slots = ", ".join(str(worker["slot"]) for worker in troubled)
@@ -404,11 +406,14 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
         troubles = [record["trouble"] for record in records if record.get("trouble")]
         return Crew(crash=f"starting again after {troubles[0]}" if troubles else "")
     count, beat_s = progress["world"], round(max(0.0, now - progress["time"]), 3)
+    state, speed, words = "training", progress["tokens_per_s"] / count, progress["cadence"]
+    step_s, stall_after_s = progress.get("seconds", 0.0), facts.config.health.stall_after_s
+    if beat_s > max(stall_after_s, membership.STALL_STEPS * step_s):
+        state, speed, words = "stalled", 0.0, f"no step since {wording.span(beat_s)}"
     rank = {"attempt": progress["attempt"], "job_id": job["job_id"], "node": job["node"],
-            "pid": None, "version": progress["step"], "step": progress["step"],
-            "tokens_per_s": progress["tokens_per_s"] / count, "loss": progress["loss"],
-            "state": "training", "last_beat_s": beat_s}  # fmt: skip
-    return Crew([{"slot": number, **rank} for number in range(count)], progress["cadence"])
+            "pid": None, "version": progress["step"], "step": progress["step"], "state": state,
+            "tokens_per_s": speed, "loss": progress["loss"], "last_beat_s": beat_s}  # fmt: skip
+    return Crew([{"slot": number, **rank} for number in range(count)], words)
 
 
 def _program(facts: Facts, jobs: Sequence[dict], log: Path, now: float) -> Crew:

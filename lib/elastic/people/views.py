@@ -124,7 +124,8 @@ def _summary(seen: dict, height: int) -> RenderableType:
         f"version {_number(seen['version'])} · {si(seen['tokens'])} {seen['unit']}{goal}"
         f" · loss {_number(seen['loss'], LOSS)}"
     )
-    alive = f"{len(_alive(seen))} alive, on {_gpus(seen)} GPUs"
+    alive = sum(worker["state"] != "stalled" for worker in seen["workers"])
+    alive = f"{alive} alive, on {_gpus(seen)} GPUs"
     if seen["preemptions_per_h"]:
         alive += f" · {seen['preemptions_per_h']:.0f} preemptions/h"
     for name, text in (
@@ -359,16 +360,9 @@ def _rest(rows: Sequence[dict], most: int, words: str = "") -> list[str]:
     return [f"and {len(rows) - most} more{words}"] if len(rows) > most else []
 
 
-def _alive(seen: dict) -> list[dict]:
-    return [worker for worker in seen["workers"] if worker["state"] != "stalled"]
-
-
 def _gpus(seen: dict) -> str:
-    """Of those alive, and the limits."""
-    if seen["gpus"] is None:
-        return "-"
-    alive = seen["gpus"] * len(_alive(seen)) // max(1, len(seen["workers"]))
-    return f"{alive} of {seen['min']}..{seen['max']}"
+    """Those at work, and the limits."""
+    return "-" if seen["gpus"] is None else f"{seen['gpus']} of {seen['min']}..{seen['max']}"
 
 
 def _state(state: str) -> Text:

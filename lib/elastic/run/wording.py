@@ -191,7 +191,7 @@ def _doing(seen: Mapping[str, Any]) -> str:
     """What the workers do, if they all do the same; else those that train count."""
     states = {"failing" if each.get("trouble") else each["state"] for each in seen["workers"]}
     words = {"unknown": "nobody says how it goes, on", "loading": "starting on",
-             "failing": "failing on"}  # fmt: skip
+             "failing": "failing on", "stalled": "standing still, with"}  # fmt: skip
     usual = "training on" if states else "waiting, with"
     return words.get(min(states), usual) if len(states) == 1 else usual
 
