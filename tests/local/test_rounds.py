@@ -171,6 +171,14 @@ def test_a_round_goes_from_its_offers_to_its_commit_and_the_round_after():
     assert (later.version, later.opened, later.accepted) == (8, 125.0, {})
 
 
+def test_a_loss_that_no_loop_has_told_is_none():
+    """`sgd.step()` says 0; it was shown as a loss that is there."""
+    round_ = opened()
+    offered(round_, loss=0.0, first_loss=0.0)
+    offered(round_, slot=4, samples=((0, 32, 64),), loss=0.0, first_loss=0.0)
+    assert round_.close(True, 3, 120.0).commit.loss is None
+
+
 def test_two_deltas_of_an_attempt_both_count_though_one_is_late():
     """Who joins as a round closes delivers to the next one, and then again: on other samples, from
     another base. As two workers would have done."""

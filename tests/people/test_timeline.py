@@ -1,6 +1,7 @@
 """What happened, out of events and commits; and the words for it."""
 
 import ast
+import math
 
 import pytest
 
@@ -91,6 +92,11 @@ def test_points_have_the_speed_since_the_one_before():
     commits = [commit_of(), commit_of(1, time=2.0, tokens=100, loss=3.0),
                commit_of(2, time=4.0, tokens=300, loss=2.0)]  # fmt: skip
     assert timeline.points(commits) == [Point(2.0, 100, 3.0, 50.0), Point(4.0, 300, 2.0, 100.0)]
+
+
+def test_points_have_their_speed_where_nobody_told_a_loss():
+    (point,) = timeline.points([commit_of(), commit_of(1, time=2.0, tokens=100, loss=None)])
+    assert (point.tokens_per_s, math.isnan(point.loss)) == (50.0, True)
 
 
 def test_of_steps_that_were_trained_again_the_second_time_counts():

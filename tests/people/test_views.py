@@ -143,6 +143,7 @@ def test_a_name_that_is_to_be_copied_is_whole():
     ({"kind": "restore", "resume": "x/y", "world": 8}, "training goes on from x/y on 8 GPUs"),
     ({"kind": "outer-step", "version": 4, "workers": 1, "loss": 2.5},
      "version 4 from 1 worker, loss 2.5"),
+    ({"kind": "outer-step", "version": 4, "workers": 1, "loss": None}, "version 4 from 1 worker"),
 ])  # fmt: skip
 def test_an_event_says_what_happened(event, words):
     assert event_words(event) == words

@@ -364,6 +364,7 @@ def test_the_loop_in_the_manual_trains(batches, tmp_path):
     with running(tmp_path, settings, step_s=0) as started:
         started.finish()
         assert started.commits()[-1].tokens == 400
+        assert started.commits()[-1].loss > 0
 
 
 def test_each_threat_in_the_manual_names_the_test_that_shows_what_is_said():

@@ -60,7 +60,8 @@ class Incident:
 
 @dataclass(frozen=True)
 class Point:
-    """A version, or a step of sync mode; the rate is that since the one before."""
+    """A version, or a step of sync mode; the rate is that since the one before. A loss
+    that nobody told is not a number."""
 
     time: float
     tokens: int
@@ -139,6 +140,6 @@ def _growing(rows: Iterable[tuple]) -> list[tuple]:
 
 def _rates(rows: Sequence[tuple]) -> Iterator[Point]:
     for (before, fewer, _), (time, tokens, loss) in pairwise(rows):
-        if loss is not None:
-            passed_s = time - before if time > before else math.nan
-            yield Point(time, tokens, loss, (tokens - fewer) / passed_s)
+        passed_s = time - before if time > before else math.nan
+        loss = math.nan if loss is None else loss
+        yield Point(time, tokens, loss, (tokens - fewer) / passed_s)

@@ -118,6 +118,8 @@ def event_words(event: Mapping[str, Any]) -> str:
         words = CRASHED
     if "steps" not in event:  # of a program whose steps nobody knows
         words = words.removesuffix("; {steps} steps in all")
+    if event.get("loss") is None:  # nobody told it
+        words = words.removesuffix(", loss {loss}")
     fields = {name: brief(value) for name, value in {**event, **_derived(event)}.items()}
     return words.format_map(defaultdict(lambda: "?", fields))
 

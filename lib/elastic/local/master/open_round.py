@@ -208,7 +208,8 @@ class OpenRound:
             samples=tuple(sorted(each for delta in deltas for each in delta.samples)),
             deltas=deltas,
             workers=len({delta.slot for delta in deltas}) or newest.workers,
-            loss=loss / tokens if tokens else newest.loss,
+            # Exactly 0: nobody has told a loss.
+            loss=loss / tokens or None if tokens else newest.loss,
             rejected=dict(self.rejected),
         )  # fmt: skip
 
