@@ -328,6 +328,17 @@ def test_no_checkpoint_is_due_while_one_is_being_written(rank, make_config, monk
     assert begun == [1, 10]
 
 
+@pytest.mark.parametrize(("setting", "said"), [
+    ("10m", "every 10m: checkpoint.interval"), ("50 steps", "every 50 steps: checkpoint.interval"),
+    ("auto", "every 5 s: a save stalls 0 s, an interruption comes every 240 min"),
+])  # fmt: skip
+def test_status_tells_the_interval_that_is_used(rank, make_config, setting, said):
+    config = make_config(f"checkpoint.interval={setting}")
+    saving = Saving(replace(rank, config=config), None, None, ())
+    saving.choose_cadence()
+    assert saving.words == said
+
+
 def test_a_filesystem_that_is_silent_is_no_wish_of_anybody(run, monkeypatch):
     """Rank 0 left its job, without a checkpoint, and as if after a notice."""
 

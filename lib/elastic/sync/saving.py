@@ -63,6 +63,8 @@ class Saving:
         self._auto_s, self.words = cadence.interval(stall_s, self._mtbi_s, save_s)
         if self._least_s > self._auto_s:
             self.words = f"at most every {self._least_s:.0f} s: checkpoint.max_rate"
+        elif (setting := self._rank.config.checkpoint.interval) != "auto":
+            self.words = f"every {setting}: checkpoint.interval"
 
     def is_due(self, step: int) -> bool:
         """Rank 0: is it time for a checkpoint, once this step is taken? Not while one is
