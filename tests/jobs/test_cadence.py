@@ -18,6 +18,7 @@ def test_no_other_interval_loses_less(save_s, mtbi_s):
 def test_saves_that_are_dear_or_cheap_stay_within_bounds():
     assert interval(60.0, 300.0)[0] == 600.0  # never more than a tenth of the time
     assert interval(3.0, 3600.0, 60.0)[0] == 600.0  # nor of the filesystem's: it was 147 s
+    assert interval(1.0, 4 * 3600.0, 900.0)[0] == 9000.0  # not even of saves that take minutes
     assert interval(1e-4, 60.0)[0] == LEAST_S
     assert interval(100.0, 1e9)[0] == MOST_S
 

@@ -323,7 +323,7 @@ def test_no_checkpoint_is_due_while_one_is_being_written(rank, make_config, monk
     is_due = saving.is_due(10)
     may_end.set()
     saving.begin(State(10), is_due)
-    assert saving._auto_s == 3600  # a tenth of the time
+    assert saving._auto_s >= 36_000  # a tenth of the time
     saving.checkpoints.finish()
     assert begun == [1, 10]
 
