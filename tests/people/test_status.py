@@ -248,6 +248,17 @@ def test_where_no_trainer_works_the_newest_checkpoint_is_what_there_is(runs, bri
         assert brief or seen["tokens_goal"] == 999
 
 
+def test_the_speed_is_not_that_of_a_night_for_which_the_run_was_stopped(runs, monkeypatch):
+    run, now = runs[0], time.time()
+    monkeypatch.setattr(status.time, "time", lambda: now)
+    who = {"role": "worker", "slot": 0, "attempt": 1, "node": "n1"}
+    run.jobs.write_ending(f"{run.name}.0", {"state": "started", **who})
+    for version, ago_s in enumerate((36_030, 36_000, 20, 10)):
+        run.commits.link(commit_of(version, time=now - ago_s, tokens=1000 * version, loss=2.0))
+    (run.path / "reconcile.json").write_text(json.dumps({"memory": {"born": now - 60}}))
+    assert status.observe_all(runs[:1])[0]["tokens_per_s"] == pytest.approx(1000 / 20)
+
+
 @pytest.mark.parametrize("brief", [False, True])
 def test_a_trainer_that_stands_still_is_not_said_to_train(runs, brief: bool):
     run, ago_s = runs[0], 150.0

@@ -251,7 +251,7 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     brief, upcoming, newest = row(world), _upcoming(world), world.newest
     is_sync, is_running = _is_sync(world.facts), brief["state"] == "running"
     seen = {
-        "tokens_per_s": _speed(world.commits[-WINDOW - 1 :], 0.0 if is_sync else world.now),
+        "tokens_per_s": _speed(world),
         "tokens_goal": newest and newest.total_tokens,
         **brief,
         **({} if is_running else {"tokens_per_s": None}),
@@ -445,9 +445,11 @@ def _preemptions_per_h(world: World) -> float:
     return len(taken) * 3600 / RECENT_S
 
 
-def _speed(commits: Sequence[Commit], now: float) -> float | None:
-    """Committed tokens per second over the window, up to now for a run that is
-    running."""
+def _speed(world: World) -> float | None:
+    """Committed tokens per second over the window since the run was last started, up to
+    now for a run that is running."""
+    born, now = world.facts.memory.born, 0.0 if _is_sync(world.facts) else world.now
+    commits = [commit for commit in world.commits[-WINDOW - 1 :] if commit.time >= born]
     if len(commits) < 2:
         return None
     first, last = commits[0], commits[-1]
