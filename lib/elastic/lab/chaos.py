@@ -32,7 +32,7 @@ from elastic.lab.sandbox import Sandbox
 from elastic.local.master_store import MasterStore
 from elastic.people.submission import jobs_of
 from elastic.run import goodput
-from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
+from elastic.run.audit import audit, gpu_seconds, read_metrics
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 
@@ -216,11 +216,7 @@ class Chaos:
         kinds = list(faults.by_kind(costs, work, end))
         for row in kinds:
             row["kept"] = row["tokens_per_s"] / before if before else None
-        if has_ledger(self.run):
-            proof = audit(self.run.path, self.config.checkpoint.keep)
-        else:
-            unknown = "run.command keeps count of its samples"
-            proof = {"epochs": [], "problems": [], "unknown": unknown}
+        proof = audit(self.run.path, self.config.checkpoint.keep)
         return {
             "run": self.run.name, "seconds": round(end - began, 1), "faults": len(costs),
             "kinds": kinds, "tokens_per_s": rate, "baseline_tokens_per_s": before,

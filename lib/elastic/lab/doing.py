@@ -15,6 +15,7 @@ from elastic.lab.forecast import costs, forecast
 from elastic.people import submission
 from elastic.people.steering import progress_of
 from elastic.run import rundir
+from elastic.run.audit import has_ledger
 from elastic.run.rundir import RunDir
 
 
@@ -79,6 +80,9 @@ def harm(
     if over := run.closing():
         what = f"run {run.name} is {over}: there is nobody to hit"
         raise UsageError(what, f"elastic-scale {run.name} starts a stopped or failed run")
+    if not has_ledger(run):
+        what = f"what a fault costs run {run.name} cannot be known: run.command counts its steps"
+        raise UsageError(what, f"preempt it by hand: elastic-status {run.name} names its job")
     agent = chaos.Chaos(run, seed)
     chosen, refused = chaos.choose(agent, kinds)
     for kind, why in refused.items():
