@@ -81,7 +81,14 @@ def test_a_master_is_back_when_it_has_committed():
     step = event("outer-step", 25.0, version=7, workers=2, loss=1.0)
     first = event("master", 1.0, epoch=1, node="n1")
     found = timeline.incidents([first, death, new, step])
-    assert [(each.kind, each.back_s) for each in found] == [("killed", 5.0), ("master", 3.0)]
+    assert [(each.kind, each.back_s, each.is_masters) for each in found] == [("killed", 5.0, True)]
+
+
+def test_a_master_that_hands_over_in_time_is_no_incident():
+    """Its time limit came, or the mode was changed and changed back: nothing went wrong."""
+    left = event("end", 21.0, role="master", slot=0, job_id="1", outcome="yielded", reason="notice")
+    taken = [event("master", at, epoch=epoch, node="n1") for at, epoch in ((1.0, 1), (20.0, 2))]
+    assert timeline.incidents([*taken, left]) == []
 
 
 def test_an_end_that_was_announced_is_no_second_incident():

@@ -31,7 +31,6 @@ BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#9
 # At the end of a job.
 MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}
 MARK_OF_DEATH = ("X", RED)
-LINES = (EventKind.CHAOS, EventKind.MASTER, EventKind.REDIS_LOST, EventKind.TAKEN_BACK)
 COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#bbbbbb")
 PART_COLOURS = dict(zip(PARTS, COLOURS, strict=True))
 WIDTH, HEIGHT = 9.0, 3.0  # inches of a panel
@@ -137,7 +136,7 @@ def draw_jobs(axes: Any, facts: Facts) -> None:
             marker, colour = MARKS.get(stay.outcome, MARK_OF_DEATH)
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
     for incident in facts.incidents:
-        if incident.event in LINES:
+        if incident.is_masters or incident.event in (EventKind.CHAOS, EventKind.TAKEN_BACK):
             axes.axvline(_at(incident.time), color=RED, linewidth=0.7, linestyle=":")
     shown = range(0, len(places), 1 + len(places) // 40)
     axes.set_yticks(shown, [places[at] for at in shown])

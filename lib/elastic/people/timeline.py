@@ -49,13 +49,15 @@ class Stay:
 @dataclass(frozen=True)
 class Incident:
     """Something that went wrong, or was made to. `kind`: the fault or the outcome, where
-    the event has one. `back_s`: seconds until all was as before."""
+    the event has one. `back_s`: seconds until all was as before. `is_masters`: the whole
+    run waited."""
 
     time: float
     event: str
     kind: str
     words: str
     back_s: float | None = None
+    is_masters: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,27 +92,20 @@ def incidents(events: Sequence[Mapping]) -> list[Incident]:
             commit_at = event["time"]
         if _is_incident(event, asked):
             kind = event.get("fault") or event.get("outcome") or event["kind"]
-            back = commit_at if _is_masters(event) else _next_join(event, joins)
+            is_masters = event.get("role") == "master" or event["kind"] == EventKind.REDIS_LOST
+            back = commit_at if is_masters else _next_join(event, joins)  # all is as before
             back_s = None if back is None else back - event["time"]
             what = (event["kind"], kind, wording.event_words(event))
-            newest_first.append(Incident(event["time"], *what, back_s))
+            newest_first.append(Incident(event["time"], *what, back_s, is_masters))
     return newest_first[::-1]
 
 
 def _is_incident(event: Mapping, asked: Collection[tuple]) -> bool:
     if event["kind"] == EventKind.END:
         return event["outcome"] in SURPRISES
-    if event["kind"] == EventKind.MASTER:
-        return event["epoch"] > 1
     if event["kind"] == EventKind.PREEMPT:
         return job_key(event) not in asked
     return event["kind"] in INCIDENTS
-
-
-def _is_masters(event: Mapping) -> bool:
-    """All is as before when a version is committed."""
-    return event.get("role") == "master" or event["kind"] in (
-        EventKind.REDIS_LOST, EventKind.MASTER)  # fmt: skip
 
 
 def _next_join(event: Mapping, joins: Mapping[int, float]) -> float | None:
