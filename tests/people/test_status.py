@@ -283,6 +283,8 @@ def test_a_damaged_run_does_not_hide_the_others(runs):
     (runs[0].path / "run.toml").write_text("no toml")
     states = [row["state"] for row in status.observe_all(runs, brief=True)]
     assert states == ["damaged"] + ["running"] * status.ASKED
+    damaged, other = status.observe_all(runs[:2])
+    assert damaged.keys() == other.keys()  # what scripts read
 
 
 def test_the_manual_names_every_key_of_the_json(runs):

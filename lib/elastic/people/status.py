@@ -221,9 +221,10 @@ def _unread(run: RunDir, trouble: ElasticError | OSError) -> dict:
                              "inner_steps", "min", "max", "gpus", "validated",
                              "preemptions_per_h"))  # fmt: skip
     nothing = {name: [] for name in ("losses", "workers", "jobs", "events")}
-    return {**unknown, **nothing, "run": run.name, "path": str(run.path), "mode": "",
+    return {**unknown, **nothing, "run": run.name, "path": str(run.path), "asked": False,
             "state": state, "reason": str(trouble), "summary": f"{state}: {trouble}",
-            "detail": "", "next": "nothing", "unit": "tokens"}  # fmt: skip
+            "mode": "", "detail": "", "trouble": "", "program": "", "next": "nothing",
+            "unit": "tokens"}  # fmt: skip
 
 
 def row(world: World) -> dict:
