@@ -105,6 +105,7 @@ def test_local_sync_local_trains_every_sample_once_and_the_loss_goes_on(tmp_path
         run.until(lambda: run.version >= 3, 60, "versions")
         to_sync(run)
         base = run.run.commits.newest()
+        assert run.events("restore")[0]["resume"] == f"version {base.version}"
         seen = [tokens(run)]
         assert seen[0] > base.tokens
         first = steps(run)[0]

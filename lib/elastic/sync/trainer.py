@@ -165,8 +165,8 @@ class Trainer:
             rank.group.all_do(lambda: patiently(read, for_s=rank.group.patience_s))
         elif not saved:
             set_initial_values(self.learner.task, self.learner.model)
-        begin = f"version {version}" if version else "the beginning"
-        where = f"step {self.state.step} from {saved.path.name}" if saved else begin
+        at = "" if saved else f"version {version}" if version else "the beginning"
+        where = at or f"step {self.state.step} from {saved.path.name}"
         self.saving.begin_at(self.state.step)
         rank.say(f"{rank.group.world} ranks, attempt {rank.attempt}: goes on at {where}")
         for reason in refused:
@@ -174,7 +174,7 @@ class Trainer:
             rank.event("checkpoint-refused", reason=reason)
         self.saving.choose_cadence()
         rank.event("restore", step=self.state.step, world=rank.group.world, attempt=rank.attempt,
-                   job_id=rank.job_id, load_s=round(time.time() - began, 3))  # fmt: skip
+                   job_id=rank.job_id, load_s=round(time.time() - began, 3), resume=at)  # fmt: skip
 
     def _find_base(self) -> tuple[dict, list[Range]]:
         """Rank 0: the state at the newest version, and the samples of all versions up to
