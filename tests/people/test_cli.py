@@ -453,6 +453,18 @@ def test_an_unknown_run_lists_those_there_are(config, env):
         assert "quiet" in answer.stderr
 
 
+def test_of_a_program_in_sync_mode_there_is_the_trainers_log_and_nothing_to_evaluate(env, tmp_path):
+    """It was told that there is no log yet, and no version: for ever."""
+    path = write_config(tmp_path / "quiet.toml", elastic="min = 1\nmax = 1")
+    assert elastic("submit", path, "--set", "run.mode=sync", env=env).returncode == 0
+    log = tmp_path / "runs" / "quiet" / "logs" / "trainer-0000.log"
+    log.touch()
+    answer = elastic("logs", "quiet", 0, env=env)
+    assert (answer.returncode, log.name in answer.stderr) == (1, True), answer.stderr
+    answer = elastic("evaluate", "quiet", env=env)
+    assert (answer.returncode, "a program of its own" in answer.stderr) == (2, True), answer.stderr
+
+
 def test_limits_that_make_no_sense_change_nothing(config, env):
     elastic("submit", config, env=env)
     for limits in (["--min", 3], ["--max", 0], ["--min", 2, "--max", 1], ["--min", 0]):

@@ -82,7 +82,9 @@ def logs(run: str, slot: str | None, follow: bool, lines: int):
     coming = logs_to_come(logged) if follows else []
     paths = [path for path in logs_of(logged, slot, coming) if path in coming or path.exists()]
     if not paths:
-        raise ElasticError(f"no log of {slot or 'a job'} yet", f"elastic-status {logged.name}")
+        there = ", ".join(path.name for path in logs_of(logged, None, [])) or "none"
+        what = f"no log of {slot or 'a job'} yet; there are: {there}"
+        raise ElasticError(what, f"elastic-status {logged.name}")
     sys.exit(tail(["-n", str(lines), *["-F"] * follows, "--", *paths], follows))
 
 

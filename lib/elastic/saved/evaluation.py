@@ -25,6 +25,7 @@ from elastic.train.task import Task, load_task, score
 def evaluate(run: RunDir, version: int | None = None) -> dict:
     """{"version" or "step": which, and the task's scores};
     by default of the newest there is."""
+    _refuse_program(run.config())
     commit = run.commits.newest() if version is None else run.commits.of(version)
     if version is None:
         saved, _ = Checkpoints(run, Group(), "reader").newest(commit.version if commit else 0)
@@ -66,11 +67,15 @@ def _task(run: RunDir) -> Iterator[tuple[Task, nn.Module]]:
         yield task, task.model().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _refuse_program(config: Config) -> None:
+    if config.run.command:
+        what = f"run {config.run.name} has a program of its own (run.command)"
+        raise UsageError(what, "only a run of a task (run.task) can be evaluated")
+
+
 def load(config: Config) -> Task:
     """The task of a run, if it can say how good a model is. UsageError: it cannot."""
-    if config.run.command:
-        what = f"run {config.run.name} has a loop of its own (run.command)"
-        raise UsageError(what, "only a run of a task (run.task) can be evaluated")
+    _refuse_program(config)
     task = load_task(config.run.task, config.task, Path(config.run.folder))
     if not hasattr(task, "validate"):
         raise UsageError(f"task {config.run.task} has no validate()", "add one to the task")
