@@ -17,18 +17,18 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 967,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1474,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1717,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 959,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1061,  # tensors on disk, committed by link(): what both modes begin with
+    "base": 961,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1445,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1716,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 966,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 1054,  # tensors on disk, committed by link(): what both modes begin with
     "local": 639,  # local mode: what both sides of the wire speak
-    "local/worker": 1417,  # one slot: hold the lease, train, deliver
-    "local/master": 1151,  # one master: Redis, samples, rounds, commits
-    "sync": 966,  # sync mode: one job that resizes
+    "local/worker": 1402,  # one slot: hold the lease, train, deliver
+    "local/master": 1149,  # one master: Redis, samples, rounds, commits
+    "sync": 968,  # sync mode: one job that resizes
     "people": 2191,  # what a person asks and sees
-    "lab": 1495,  # trying and proving; nothing imports it
-    "commands": 504,  # click: options, checks, exit codes
+    "lab": 1494,  # trying and proving; nothing imports it
+    "commands": 503,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),
