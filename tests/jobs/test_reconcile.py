@@ -461,6 +461,31 @@ def test_a_growth_that_never_comes_true_is_tried_ever_more_seldom(run, slurm, ag
     assert all(after > 1.5 * before for before, after in itertools.pairwise(gaps))
 
 
+def test_growths_that_come_true_do_not_wait_for_each_other_ever_longer(run, slurm, again):
+    """One more GPU comes free, again and again: the successor starts with it each time."""
+    tried, gpus = [], {}
+
+    def wait_for(job_id, spec):
+        tried.append(slurm.now)
+        gpus[job_id] = spec.limits[0]
+
+    slurm.wait_for, slurm.spare_gpus = wait_for, lambda spec, most: min(1, most)
+    run.set_control(mode="sync", max=9)
+    for _ in range(30 * 12):  # half a day
+        again(120)
+        for job_id in {job_id for job_id, _ in slurm.cancelled}:
+            slurm.listed[job_id] = replace(slurm.listed[job_id], state="CANCELLED")
+        there = [job for job in slurm.listed.values() if not job.ended]
+        if there and not any(job.started for job in there):
+            record = {"role": "trainer", "slot": 0, "state": "training",
+                      "gpus": gpus.get(there[0].job_id, 1)}  # fmt: skip
+            run.jobs.write_ending(there[0].job_id, {**record, "time": slurm.now})
+            slurm.listed[there[0].job_id] = replace(there[0], state="RUNNING", started_at=slurm.now)
+    gaps = [after - before for before, after in itertools.pairwise(tried)]
+    assert max(gpus.values()) == 9
+    assert max(gaps) < 3 * min(gaps)
+
+
 # ---- ends
 
 

@@ -326,6 +326,8 @@ class _Pass:
         wanted = (action.gpus, action.gpus)
         self.scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), limits=wanted))
         self._change(action, asked=wanted, grows_until=self._clock() + GROWS_S)
+        if any(job.started and job.grows_until for job in self.memory.jobs):
+            self.memory = replace(self.memory, missed_growths=0)  # the one before came true
         return True
 
     def _change(self, action: Action, **fields) -> None:
@@ -368,7 +370,8 @@ class _Pass:
     def _cancel(self, action: Action) -> bool:
         self.scheduler.cancel(action.job_id, now=action.now)
         self._change(action, cancelled_at=self._clock())
-        if any(job.job_id == action.job_id and job.grows_until for job in self.memory.jobs):
+        jobs = (job for job in self.memory.jobs if job.job_id == action.job_id)
+        if any(job.queued and job.grows_until for job in jobs):
             missed = self.memory.missed_growths
             passes = NO_GROWTH_PASSES * 2 ** min(missed, 5)
             self.memory = replace(self.memory, spare_passes=-passes, missed_growths=missed + 1)
