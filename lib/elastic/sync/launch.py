@@ -276,7 +276,9 @@ class Launcher:
         mine = progress if progress.get("job_id") == self.program.job_id else {}
         measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
         worked = {} if self.config.run.command else {"steps": progress.get("step", 0)}
-        measured |= {"gpus": self.gpus, "steps": int(self._resume.has_progressed())}
+        measured |= {"gpus": self.gpus}
+        if not self.config.run.command or self._resume.there():  # else nobody knows
+            measured |= {"steps": int(self._resume.has_progressed())}
         code = self.program.end(end, worked, **measured)
         _say(f"{end.outcome}: {end.reason}")
         if self._follower and (end.outcome in WANTED or end.outcome == Outcome.FENCED):

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from elastic.base import durable
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import ElasticError, Exit, TryAgain
 from elastic.base.signals import Notice
+from elastic.jobs.ending import End
 from elastic.local.transport import Transport
 from elastic.local.worker import agent, deliver, line
 from elastic.local.worker.adopt import Adopt
@@ -29,7 +30,7 @@ from elastic.local.worker.local_sgd import LocalSGD
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.local.worker_store import WorkerStore
-from elastic.run.records import Commit, Fragment, Header
+from elastic.run.records import Commit, Fragment, Header, Outcome
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer
 from helpers import commit_of
@@ -307,6 +308,18 @@ def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():
     own.close()
     assert not own._stores
     assert not closed
+
+
+def test_a_job_that_took_steps_and_died_at_starts_has_taken_steps(run):
+    """Else three such jobs, days apart, ended the run as a crash loop."""
+    one = Agent(run, 0, Notice())
+    for steps in (500, 0, 0):
+        training = Training([], -1)
+        training.report["steps_total"] = steps
+        end = one._after_crash(End(Outcome.CRASHED, "it died"), training)
+    assert one.end(end, training) == Exit.ERROR
+    record = run.jobs.ending(one.program.job_id)
+    assert (record["outcome"], record["steps"]) == ("failed", 500)
 
 
 def test_the_time_of_a_suspension_is_not_counted_as_that_of_a_hang(run, monkeypatch):

@@ -183,6 +183,7 @@ class Agent:
         self.lease = Lease(self.program)
         self._next_beat = 0.0
         self._crashes = 0
+        self._steps = 0  # of the newest attempt before, in this job, that took any
         self._failure = ""  # the exception that the attempt before died of
         self._has_told = False  # the notice has been passed on
         self._too_short = ""  # why a notice does not suffice to deliver
@@ -244,11 +245,12 @@ class Agent:
             self.program.run.mark_failed(what, failed.detail)
             return failed
         self.program.event("restart", reason=end.reason)
+        self._steps = training.report["steps_total"] or self._steps
         return None
 
     def end(self, end: End, training: Training | None = None) -> int:
         """Say how it ended, and give the slot up; the exit code."""
-        steps = {"steps": training.report["steps_total"] if training else 0}
+        steps = {"steps": (training.report["steps_total"] if training else 0) or self._steps}
         if self._too_short and end.outcome == Outcome.YIELDED:
             end = replace(end, reason=f"{end.reason}; {self._too_short}")
         code = self.program.end(end, steps)
