@@ -266,9 +266,12 @@ def test_a_trainer_that_stands_still_is_not_said_to_train(runs, brief: bool):
     told = {"base_version": 0, "step": 45, "tokens": 450, "total_tokens": 999, "loss": 2.0,
             "tokens_per_s": 7.0, "time": time.time() - ago_s, "world": 2, "attempt": 1,
             "cadence": "every 9 s", "job_id": f"{run.name}.0"}  # fmt: skip
-    for step_s, gpus, state, why in ((0.1, 0, "stalled", "no step since 2 min"),
-                                     (100.0, 2, "training", "every 9 s")):  # fmt: skip
-        run.jobs.write_progress(told | {"seconds": step_s})
+    for step_s, said, gpus, state, why in (
+        (0.1, "training", 0, "stalled", "no step since 2 min"),
+        (100.0, "training", 2, "training", "every 9 s"),
+        (0.1, "validating", 2, "validating", "every 9 s"),
+    ):
+        run.jobs.write_progress(told | {"seconds": step_s, "state": said})
         seen = status.observe_all(runs[:2], brief)[0]
         assert {rank["state"] for rank in seen["workers"]} == {state}
         assert (seen["state"], seen["gpus"]) == ("running", gpus)

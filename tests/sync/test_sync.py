@@ -67,6 +67,11 @@ def step(run: Running) -> int:
     return max((line["step"] for line in steps(run)), default=0)
 
 
+def at_work(run: Running) -> str:
+    """What the ranks are at, by what they tell."""
+    return (run.run.jobs.progress() or {}).get("state", "")
+
+
 def further(run: Running, count: int, timeout_s: float = 60) -> None:
     """Wait for steps beyond the newest."""
     goal = step(run) + count
@@ -407,11 +412,13 @@ def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):
 def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
     settings = {**TWO, "train.max_steps": 30, "train.validate_every": 10, "train.profile": "5:99"}
     with synchronous(tmp_path, settings, step_s=0.1, validation_passes=300) as run:
-        run.until(lambda: step(run) == 10, 60, "the first validation")
+        run.until(lambda: at_work(run) == "validating", 60, "a validation")
+        assert step(run) == 10
         job = run.jobs()["trainer", 0]
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
         lines = finish(run)
+        assert at_work(run) == "saving"
         trace = run.run.path / "profile" / "steps-5-99.json"
         assert json.loads(trace.read_text())["traceEvents"]  # what was seen by then
     assert [line["step"] for line in lines] == list(range(1, 31))
@@ -453,7 +460,7 @@ def test_a_data_set_of_another_size_is_not_gone_on_with(tmp_path):
 
 
 def test_status_says_how_many_gpus_train_and_when_it_saves(tmp_path):
-    with synchronous(tmp_path, TWO, step_s=0.05) as run:
+    with synchronous(tmp_path, {**TWO, "checkpoint.interval": "auto"}, step_s=0.05) as run:
         further(run, 5)
         run.until(lambda: read_json(run.run.path / "progress.json"), 20, "progress")
         answer = elastic("status", run.run.path, "--json", env=environment(run.home))

@@ -407,9 +407,10 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
         troubles = [record["trouble"] for record in records if record.get("trouble")]
         return Crew(crash=f"starting again after {troubles[0]}" if troubles else "")
     count, beat_s = progress["world"], round(max(0.0, now - progress["time"]), 3)
-    state, speed, words = "training", progress["tokens_per_s"] / count, progress["cadence"]
-    step_s, stall_after_s = progress.get("seconds", 0.0), facts.config.health.stall_after_s
-    if beat_s > max(stall_after_s, membership.STALL_STEPS * step_s):
+    state, speed = progress.get("state", "training"), progress["tokens_per_s"] / count
+    words, health = progress["cadence"], facts.config.health
+    most_s = max(health.stall_after_s, membership.STALL_STEPS * progress.get("seconds", 0.0))
+    if beat_s > (most_s if state == "training" else max(most_s, health.hang_timeout_s)):
         state, speed, words = "stalled", 0.0, f"no step since {wording.span(beat_s)}"
     rank = {"attempt": progress["attempt"], "job_id": job["job_id"], "node": job["node"],
             "pid": None, "version": progress["step"], "step": progress["step"], "state": state,

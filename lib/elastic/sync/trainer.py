@@ -107,6 +107,7 @@ class Trainer:
         self.learner.model.train()
         wish = self._train()
         # A save may take longer than a step ever should.
+        self.journal.turn_to("saving")
         while wish == Wish.GO_ON and not self.saving.save(self.state):
             time.sleep(STUCK_S)  # not done before the last step is on the disk
             wish = Wish(self.rank.group.broadcast(self.wishes.mine()))
@@ -332,6 +333,7 @@ class Trainer:
             if wish != Wish.GO_ON:
                 raise _Interrupted(wish)
 
+        self.journal.turn_to("validating")
         try:
             measured = score(task, self.learner.model, before_pass)
         except _Interrupted as interruption:
@@ -393,6 +395,7 @@ class Journal:
         self._rate_since = (time.monotonic(), 0)  # time, tokens
         # From the launcher's start of the ranks to the first step's end.
         self._startup_s = 0.0
+        self._told: dict = {}
 
     def write(self, line: dict, more: dict) -> None:
         """`more`: what status wants to know beside it."""
@@ -410,8 +413,13 @@ class Journal:
         speed = (line["tokens"] - counted) / max(now - before, 1e-9) if counted else 0.0
         self._rate_since = (now, line["tokens"])
         measured = {"tokens_per_s": round(speed, 1), "startup_s": round(self._startup_s, 3)}
-        told = {**line, "job_id": self._rank.job_id, **measured, **more}
-        self._rank.run.jobs.write_progress(told)
+        self._told = {**line, "job_id": self._rank.job_id, **measured, **more}
+        self.turn_to("training")
+
+    def turn_to(self, state: str) -> None:
+        """Tell what the ranks are at, as others than steps may take long."""
+        if self._told:
+            self._rank.run.jobs.write_progress({**self._told, "state": state})
 
 
 def run(notice: Notice) -> int:
