@@ -169,6 +169,8 @@ LAYERS = {
     "list": (lambda block: torch.nn.ModuleList([block, torch.nn.Linear(4, 4)]), 3),
     "dict": (lambda block: torch.nn.ModuleDict({"0": block}), 2),
     "one block several times": (lambda block: torch.nn.ModuleList([block] * 3), 2),
+    "lists in a list": (
+        lambda block: torch.nn.ModuleList([torch.nn.ModuleList([block, torch.nn.ReLU()])] * 2), 1),
     "how many there are": (lambda block: 3, 1),
     "none": (lambda block: None, 1),
 }

@@ -172,7 +172,8 @@ def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     layers = getattr(model, "layers", None)  # one that is there twice, `children` has once
     for layer in layers.children() if isinstance(layers, torch.nn.Module) else ():
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        if not isinstance(layer, torch.nn.ModuleList | torch.nn.ModuleDict):  # no unit by itself
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
