@@ -302,8 +302,8 @@ def share_of_gpu(slurm) -> tuple[int, str]:
                            (int(node["RealMemory"]) - spared_mb) // gpus))  # fmt: skip
     cpus, megabytes = map(min, zip(*shares, strict=True)) if shares else (0, 0)
     # Of threads, where only cores are to be used, there are too many in a share.
-    is_said = re.search("DefCpuPerGPU|--cpus-per|--hint|--threads-per-core", given)
-    is_known = megabytes >= LEAST_MB and not re.search("DefMemPer|--mem", given)
+    is_said = re.search("DefCpuPerGPU|--cpus-per|(^| )-c|--hint|--threads-per-core", given)
+    is_known = megabytes >= LEAST_MB and not re.search("DefMemPer|--mem(?!-bind)", given)
     return 0 if is_said else cpus, f"{megabytes}M" if is_known else ""
 
 

@@ -122,7 +122,7 @@ def with_shares(config: Config, model: estimate.Model | None) -> Config:
     cpus, memory = 0, ""
     with contextlib.suppress(TryAgain):
         cpus, memory = share_of_gpu(slurm)
-    is_said = "--mem" in " ".join(slurm.master_options)
+    is_said = re.search("--mem(?!-bind)", " ".join(slurm.master_options))
     held = 0.0 if is_said or not model else estimate.held_bytes(model, slurm.master_cpus or 1)
     master = f"{math.ceil(MASTER_GB + MASTER_MARGIN * held / 1e9)}G" if held else ""
     return replace(config, slurm=replace(
