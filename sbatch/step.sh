@@ -63,7 +63,7 @@ elastic::step() {
         passed="${told}"
     done
     wait "${step}" && code=0 || code="$?"
-    ((code != 0)) || ! rm "${ELASTIC_NOTICED}" 2>/dev/null || code=75
+    ! rm "${ELASTIC_NOTICED}" 2>/dev/null || ((code != 0)) || code=75
     ((code != 0)) || touch "${over}" || true
     if [[ "${code}" == 75 && "${told}" != TERM && "${ELASTIC_REQUEUE:-1}" == 1 ]]; then
         echo "a notice was obeyed: back to the queue"

@@ -128,6 +128,7 @@ def test_a_rank_that_crashes_ends_the_others_and_the_job(folder):
     job = folder.submit("multi-node", command=["bash", "-c", crash])
     assert folder.until_ended(job) == "FAILED"
     assert folder.of_job(job, "ExitCode") == "3:0"
+    assert not list(folder.path.rglob("noticed-*"))
 
 
 def test_a_job_that_has_ended_with_0_is_not_run_again(folder):
