@@ -153,10 +153,10 @@ def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: N
             if isinstance(error, OSError) and error.errno not in FULL:
                 raise
             if hurry():
-                why = f"a notice came while waiting for space: {error}"
+                why = f"a notice came while waiting to write: {error}"
                 raise TryAgain(why) from None
             if not is_told:
-                print(f"waiting for space, will try on: {error}", flush=True)
+                print(f"waiting to write, will try on: {error}", flush=True)
             is_told = True
             tell(error)
             time.sleep(STUCK_S)

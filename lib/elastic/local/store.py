@@ -156,7 +156,8 @@ class Store:
         """The run's store on its server at `endpoint`, whoever answers there."""
         own = cls.connect(endpoint, run.password(cls.role, endpoint), run.key, timeout_s)
         own.seal = "" if cls.role == "reader" else run.secret("seal")
-        own.proof = run.password("seal", endpoint)
+        # None: of a master of before.
+        own.proof = run.password("seal", endpoint) if endpoint.nonce else ""
         return own
 
     @classmethod
@@ -168,12 +169,15 @@ class Store:
             what = f"run {run.name} has had no master yet"
             raise TryAgain(what, "elastic-status RUN says why")
         store = cls.of(run, endpoint, timeout_s)
-        store.meet() if endpoint.nonce else store.now()
+        store.meet()
         return store
 
     def meet(self) -> None:
-        """Raise TryAgain unless the server has been told the proof."""
-        if self._redis.get(self._key("proof")) != self.proof.encode():
+        """Raise TryAgain unless the server answers, and has been told the proof, where the
+        master has one."""
+        if not self.proof:
+            self.now()
+        elif self._redis.get(self._key("proof")) != self.proof.encode():
             raise TryAgain(f"Redis at {self.where} does not know this run's master (yet)")
 
     def disown(self) -> None:

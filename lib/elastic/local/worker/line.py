@@ -123,14 +123,18 @@ class NoLine:
         """Of a version that somebody has seen: on NFS others may see it only half a
         minute later. Raises ElasticError after two, and TryAgain at a notice."""
         until = time.monotonic() + UNSEEN_S
+        what = f"version {version} is announced, and not to be seen here"
         while True:
-            with contextlib.suppress(TryAgain):  # no answer is not a no
+            trouble = ElasticError(what, f"is {self.run.path} the same folder on all nodes?")
+            try:
                 if commit := self.run.commits.of(version):
                     return commit
-            if self.notice or time.monotonic() > until:
-                what = f"version {version} is announced, and not to be seen here"
-                hint = f"is {self.run.path} the same folder on all nodes?"
-                raise (TryAgain if self.notice else ElasticError)(what, hint)
+            except TryAgain as silence:  # no answer is not a no
+                trouble = silence
+            if self.notice:
+                raise TryAgain(trouble.what, trouble.hint)
+            if time.monotonic() > until:
+                raise trouble
             self.say(state="loading")
             time.sleep(DRY_S)
 

@@ -2,9 +2,10 @@
 
     with elastic.LocalSGD.from_env(model, inner_optimizer) as sgd:
         for batch in sgd.batches(dataset):
-            loss(model, batch).backward()
+            value = loss(model, batch)
+            value.backward()
             inner_optimizer.step(); inner_optimizer.zero_grad()
-            sgd.step()
+            sgd.step(value)
 
 A step is a step of the optimizer, on as many batches as `train.accumulate` says
 (`ends_step` at the last of them). Before it the learning rate is set, unless
