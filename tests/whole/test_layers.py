@@ -19,14 +19,14 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 961,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1445,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1716,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 966,  # a process with torch: the task, its ranks, its device, its health
+    "jobs": 1719,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 967,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1054,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 639,  # local mode: what both sides of the wire speak
-    "local/worker": 1402,  # one slot: hold the lease, train, deliver
+    "local": 641,  # local mode: what both sides of the wire speak
+    "local/worker": 1408,  # one slot: hold the lease, train, deliver
     "local/master": 1149,  # one master: Redis, samples, rounds, commits
-    "sync": 968,  # sync mode: one job that resizes
-    "people": 2191,  # what a person asks and sees
+    "sync": 976,  # sync mode: one job that resizes
+    "people": 2192,  # what a person asks and sees
     "lab": 1494,  # trying and proving; nothing imports it
     "commands": 503,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
