@@ -225,12 +225,11 @@ def test_nodes_need_not_have_as_many_cores_as_the_first(folder):
     assert [log.split()[-1] for log in folder.ranks(job)] == ["4", "4"]
 
 
-@pytest.mark.parametrize("own", ["--gres=gpu:1", "--gpus-per-node=1"])
-def test_a_job_that_is_submitted_inside_of_another_has_its_own_gpus_and_memory(folder, own):
+def test_a_job_that_is_submitted_inside_of_another_has_its_own_gpus_and_memory(folder):
     """sbatch hands on what salloc has set; srun asked for that, of a job that has less."""
     outer = {"SLURM_GPUS": "2", "SLURM_GPUS_PER_NODE": "2", "SLURM_MEM_PER_CPU": "100"}
     command = ["printenv", "SLURM_GPUS_ON_NODE"]
-    job = folder.submit("single-node", own, "--mem=200M", command=command, **outer)
+    job = folder.submit("single-node", "--gres=gpu:1", "--mem=200M", command=command, **outer)
     assert folder.until_ended(job) == "COMPLETED", folder.log(job)
     assert folder.ranks(job)[0].split()[-1] == "1"
 
