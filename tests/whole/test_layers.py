@@ -23,8 +23,8 @@ FOLDERS = {
     "train": 967,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1054,  # tensors on disk, committed by link(): what both modes begin with
     "local": 641,  # local mode: what both sides of the wire speak
-    "local/worker": 1408,  # one slot: hold the lease, train, deliver
-    "local/master": 1149,  # one master: Redis, samples, rounds, commits
+    "local/worker": 1410,  # one slot: hold the lease, train, deliver
+    "local/master": 1153,  # one master: Redis, samples, rounds, commits
     "sync": 976,  # sync mode: one job that resizes
     "people": 2192,  # what a person asks and sees
     "lab": 1494,  # trying and proving; nothing imports it

@@ -417,7 +417,7 @@ class Journal:
         self.turn_to("training")
 
     def turn_to(self, state: str) -> None:
-        """Tell what the ranks are at, as others than steps may take long."""
+        """Tell what the ranks do now: a validation or a save may take long."""
         if self._told:
             self._rank.run.jobs.write_progress({**self._told, "state": state})
 

@@ -192,6 +192,7 @@ class Master:
         self.server.has_doubts |= self.samples.ledger is not None
         self.publish_state()
         self.server.introduce()
+        self.server.disown_older()
         self.journal.written(self.run.set_endpoint, self.server.endpoint)
 
     def open_run(self) -> None:

@@ -103,14 +103,18 @@ class Server:
 
     def introduce(self) -> None:
         """Tell a new server all attempts, so that it fences; also those of slots that
-        are too many by now, whose workers have left deltas. And send those away who speak
-        to the server before: where its master hangs it answers for hours yet, and who gets
-        an answer looks for no other."""
+        are too many by now, whose workers have left deltas."""
         newest = {slot: self.run.slots.latest(slot) for slot in self.run.slots.all()}
         self.attempts |= {slot: attempt for slot, attempt in newest.items() if attempt}
         self.store.set_attempts(self.attempts)
-        with contextlib.suppress(ElasticError):  # it is gone; or it is the site's, and not asked
-            WorkerStore.open(self.run).disown()
+
+    def disown_older(self) -> None:
+        """Make workers look for another server than the one before: where its master
+        hangs, that server answers for hours."""
+        with contextlib.suppress(ElasticError):  # it is gone, or is this one: the site's
+            older = WorkerStore.open(self.run)
+            older.disown()
+            older.close()
 
     def look(self, now: float) -> dict[int, Slot]:
         """The leases that count, by slot."""

@@ -57,8 +57,12 @@ class Validation:
         return not any(slot.state == "validating" for slot in slots.values())
 
     def _before_pass(self) -> None:
-        """A new master is told what this worker holds: it waits less long than some pass."""
-        line, tell_new_master = self._hand.line, self._hand.tell_new_master
-        line.say(state="validating")
-        if self._group.decide(lambda: bool(line.notice) or tell_new_master()):
+        """Also tell a new master what this worker holds: a pass may take longer than the
+        master waits to hear it."""
+        self._hand.line.say(state="validating")
+        if self._group.decide(self._look_around):
             raise _Interrupted
+
+    def _look_around(self) -> bool:
+        self._hand.tell_new_master()
+        return bool(self._hand.line.notice)
