@@ -119,10 +119,6 @@ class Insider:
     def forget_attempts(self) -> None:
         self.client.unlink(f"{self.key}attempts")
 
-    def point_elsewhere(self) -> None:
-        pointer = {"slot": 0, "version": 10**6, "path": "../../../etc/passwd", "entries": [{}]}
-        self.client.hset(f"{self.key}inner", self.owner()[0], self.seal(json.dumps(pointer)))
-
     def fill_memory(self) -> None:
         """With what nobody reads, until there is no room for a heartbeat."""
         key = f"{self.key}offers:{self.draw.randrange(10**6)}"

@@ -318,13 +318,6 @@ def test_a_waiting_worker_gets_its_grant_at_once(make_store, redis_server):
 # ---- the rest -----------------------------------------------------------------------------------
 
 
-def test_pointers_to_inner_state_are_kept_by_slot(store):
-    store.set_inner(3, {"version": 7, "files": []})
-    store.set_inner(4, {"version": 6})
-    store.set_inner(3, {"version": 8})
-    assert store.inner() == {3: {"version": 8}, 4: {"version": 6}}
-
-
 def test_runs_on_one_server_do_not_see_each_other(make_store):
     one, other = make_store("run-a"), make_store("run-ab")
     claim(one)
@@ -527,10 +520,9 @@ def test_who_reads_a_sites_server_learns_no_secret_of_the_run(run, masters, redi
         claim(worker)
         offer(worker)
         worker.ask(ask(1))
-        worker.set_inner(3, {"version": 7})
         server.store.set_verdict("3:1", {"base": 7})
         said = everything(redis_server.client(), run.key)
-        assert said.keys() >= {"master", "slot:3", "offers:7", "asks", "verdicts", "inner", "proof"}
+        assert said.keys() >= {"master", "slot:3", "offers:7", "asks", "verdicts", "proof"}
         assert not [role for role in SECRETS if run.secret(role) in str(said)]
 
 
@@ -558,13 +550,12 @@ def test_each_master_on_a_sites_server_has_a_proof_of_its_own(run, masters):
 @pytest.mark.parametrize("mark", [b"", b"0" * 64, b"\xff" * 64])
 def test_what_is_not_sealed_is_dropped(store, mark):
     store.seal = "a key that no server hears of"
-    texts = {"offers:7": b"{}", "asks": b"[1, 8, []]", "verdicts": b'{"base": 7}', "inner": b"{}"}
+    texts = {"offers:7": b"{}", "asks": b"[1, 8, []]", "verdicts": b'{"base": 7}'}
     for kind, text in texts.items():
-        name = "3" if kind == "inner" else "3:1"
-        store._redis.hset(store._key(kind), name, mark + text)
+        store._redis.hset(store._key(kind), "3:1", mark + text)
     assert store.offers([7]) == {7: {}}
     assert not store.offered(3, 1, 7)
-    assert (store.take_asks(), store.take_verdict(3, 1), store.inner()) == ([], None, {})
+    assert (store.take_asks(), store.take_verdict(3, 1)) == ([], None)
 
 
 def test_a_seal_is_of_one_run_one_place_and_one_key(make_store):
@@ -572,7 +563,7 @@ def test_a_seal_is_of_one_run_one_place_and_one_key(make_store):
     one.seal, other.seal, place.seal = "key", "another", "key"
     one.set_verdict("3:1", {"base": 7})
     body = one._redis.hget(one._key("verdicts"), "3:1")
-    for key, name in [("verdicts", "4:1"), ("offers:7", "3:1"), ("inner", "3:1")]:
+    for key, name in [("verdicts", "4:1"), ("offers:7", "3:1"), ("asks", "3:1")]:
         assert not one._unsealed(one._key(key), name, body)
     assert not place._unsealed(place._key("verdicts"), "3:1", body)
     assert other.take_verdict(3, 1) is None

@@ -346,7 +346,7 @@ def live(run: RunDir, slot: int) -> None:
 
 def inner(run: RunDir, slot: int) -> str:
     """Why the slot's inner state cannot be used, if it cannot."""
-    pointer, origin = inner_state.choose(run, slot, {}, 1, 3)
+    pointer, origin = inner_state.choose(run, slot, 1, 3)
     optimizer = learner(run, slot, 1, Notice()).optimizer.each
     return inner_state.load(run, pointer, optimizer, 0) if pointer else origin
 

@@ -174,7 +174,6 @@ def test_names_and_numbers_that_are_none_stop_no_master(store, intake):
         store._redis.hset(store._key("offers", 5), name, sealed)
         store._redis.hset(store._key("attempts"), name, b"1")
     store._redis.hset(store._key("attempts"), "4", b"many")
-    store._redis.hset(store._key("inner"), "5", b"[" * 100_000)
     store.set_attempts({7: 1})
     found = store.offers([5])[5]
     assert len(found) == len(names)
@@ -183,7 +182,7 @@ def test_names_and_numbers_that_are_none_stop_no_master(store, intake):
     assert len(intake.server.store.rejected) == len(names)
     store.drop_offers(5, found)
     assert store.offers([5]) == {5: {}}
-    assert (store.attempts(), store.slots(), store.inner()) == ({7: 1}, {}, {})
+    assert (store.attempts(), store.slots()) == ({7: 1}, {})
 
 
 # ---- bytes --------------------------------------------------------------------------------------

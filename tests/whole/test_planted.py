@@ -81,7 +81,7 @@ def everything(run: RunDir) -> None:
     train(net, optimizer)
     Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})
     entry = inner_state.save(run.slots.path(3), "inner-1", [optimizer], 0)
-    inner_state.publish(run, 3, 1, 0, [entry])
+    inner_state.publish(run, inner_state.Pointer(3, 1, 0, (entry,)))
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -298,8 +299,6 @@ def test_a_role_may_do_its_own_work(server):
     assert master.take_asks() == [ask]
     master.grant({(3, 1): (1, [[0, 0, 8]])})
     assert worker.granted(ask, 1.0) == [(0, 0, 8)]
-    worker.set_inner(3, {"version": 1})
-    assert worker.inner() == {3: {"version": 1}}
     master.set_verdict("3:1", {"base": 5})
     assert worker.take_verdict(3, 1) == {"base": 5}
     assert master.offers([5]) == {5: {"3:1": b'{"a": 1}'}}
@@ -573,22 +572,32 @@ def test_what_sbatch_gets_is_words_and_no_shell_reads_them(make_config, tmp_path
 POINTER = {"slot": 1, "attempt": 1, "version": 5,
            "files": [{"name": "x.safetensors", "bytes": 3, "xxh3": "0"}]}  # fmt: skip
 NO_POINTERS = [
-    None, 3, [], "x", {}, POINTER | {"slot": "../.."}, POINTER | {"slot": True},
+    {}, POINTER | {"slot": "../.."}, POINTER | {"slot": True},
     POINTER | {"version": "9"}, POINTER | {"files": {}}, POINTER | {"files": ["x"]},
     POINTER | {"files": [{"name": 3, "bytes": 3, "xxh3": ""}]}, POINTER | {"files": [{}]},
+    *(POINTER | {"files": [{"name": name, "bytes": 3, "xxh3": ""}]}
+      for name in ("../../secret", "/etc/passwd", "\0", "x" * 300)),
 ]  # fmt: skip
 
 
-def test_a_donors_pointer_that_is_none_is_passed_by(run, make_run):
-    here = make_run()
+def test_a_donors_pointer_that_is_none_is_passed_by(make_run):
+    run = make_run()
+    file = run.slots.path(1) / "inner.json"
     for pointer in NO_POINTERS:
-        assert inner_state.choose(here, 0, {1: pointer}, 5, 3) == (None, "fresh")
-    assert inner_state.choose(here, 0, {1: POINTER}, 5, 3)[0] == POINTER
+        file.write_text(json.dumps(pointer))
+        assert inner_state.choose(run, 0, 5, 3) == (None, "fresh")
+    for text in ("", "3", "[]", "[" * 100_000):
+        file.write_text(text)
+        assert inner_state.choose(run, 0, 5, 3) == (None, "fresh")
+    file.write_text(json.dumps(POINTER))
+    chosen, origin = inner_state.choose(run, 0, 5, 3)
+    assert (asdict(chosen) | {"files": [*chosen.files]}, "donor" in origin) == (POINTER, True)
+    assert inner_state.choose(run, 0, 9, 3) == (None, "fresh")
 
 
-@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", "", "\0", "x" * 300])
+@pytest.mark.parametrize("name", ["..", "."])
 def test_a_donors_pointer_cannot_lead_out_of_its_slot(make_run, name):
-    here = make_run()
-    here.slots.path(1)
-    entry = {"name": name, "bytes": (here.path / "secret").stat().st_size, "xxh3": ""}
-    assert inner_state.load(here, POINTER | {"files": [entry]}, None, 0)
+    run = make_run()
+    run.slots.path(1)
+    pointer = inner_state.Pointer(1, 1, 5, ({"name": name, "bytes": 0, "xxh3": ""},))
+    assert inner_state.load(run, pointer, None, 0)

@@ -12,7 +12,6 @@ offers:V                    hash     "slot:attempt" -> header of a delta on vers
 verdicts                    hash     "slot:attempt" -> why its delta was rejected
 asks                        hash     "slot:attempt" -> sample ranges wanted and held
 grant:SLOT:ATTEMPT          list     sample ranges granted to the newest ask; expires
-inner                       hash     slot -> pointer to its saved inner optimizer state
 proof                       string   what nobody but the run's own master could tell it
 ctl                         pub/sub  wake-ups for all: version V, last-call V, stop
 wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
@@ -26,9 +25,9 @@ site's has the user and the password of its URL instead):
 
 What a role may do is in redis_server.py.
 
-Offers, verdicts, asks and pointers are sealed with a key that no server ever hears of:
-who has a worker's password alone can neither make one nor change one, and what is not
-sealed is dropped.
+Offers, verdicts and asks are sealed with a key that no server ever hears of: who has a
+worker's password alone can neither make one nor change one, and what is not sealed is
+dropped.
 
 A server that was started later may have the port of one that is gone, and be somebody
 else's. So passwords are for one server only (RunDir.password), and what answers is asked

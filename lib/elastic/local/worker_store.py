@@ -1,11 +1,10 @@
-"""The store as an agent and its trainer speak to it: leases, offers, asks, moments."""
+"""The store as an agent and its trainer speak to it: leases, offers, asks."""
 
-import contextlib
 import json
 
 from elastic.base.errors import Fenced
 from elastic.local.scripts import BEAT, CLAIM, OFFER, RELEASE
-from elastic.local.store import MALFORMED, Ask, Store, reaches_redis
+from elastic.local.store import Ask, Store, reaches_redis
 
 
 @reaches_redis
@@ -70,20 +69,6 @@ class WorkerStore(Store):
             return None
         sequence, ranges = json.loads(answer[1])
         return [tuple(each) for each in ranges] if sequence == ask.sequence else None
-
-    # ---- inner state
-
-    def set_inner(self, slot: int, pointer: dict) -> None:
-        key = self._key("inner")
-        self._redis.hset(key, str(slot), self._sealed(key, str(slot), pointer))
-
-    def inner(self) -> dict[int, dict]:
-        """Slot -> what its worker has said, whatever that is."""
-        found, key = {}, self._key("inner")
-        for slot, body in self._redis.hgetall(key).items():
-            with contextlib.suppress(*MALFORMED):
-                found[int(slot)] = json.loads(self._unsealed(key, slot.decode(), body))
-        return found
 
 
 def _held(answer: int, slot: int, attempt: int) -> bool:

@@ -15,22 +15,43 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from elastic.base.durable import checksum, read_json, to_json, write_atomic
+from elastic.base.errors import ElasticError, TryAgain
+from elastic.run.records import Name, restored
 from elastic.run.rundir import RunDir
 from elastic.train.group import is_sharded, own_part, sharded_like
 
+NAME = "inner.json"
 UNFIT = (TypeError, ValueError, RuntimeError)  # of what is neither a tensor nor JSON
 
 
-def save(
-    folder: Path, stem: str, optimizers: Sequence[torch.optim.Optimizer], rank: int
-) -> dict:
+class Entry(TypedDict):
+    """The file of one rank."""
+
+    name: Name
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Where a slot's inner state is, and which version it is of."""
+
+    slot: int
+    attempt: int
+    version: int
+    files: tuple[Entry, ...]
+
+
+def save(folder: Path, stem: str, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> Entry:
     """Write this rank's file. Returns its entry: name, bytes, xxh3. Raises OSError, or
     one of UNFIT."""
     tensors: dict[str, torch.Tensor] = {}
@@ -55,59 +76,50 @@ def save(
     return entry
 
 
-def publish(run: RunDir, slot: int, attempt: int, version: int, entries: list[dict]) -> dict:
+def publish(run: RunDir, pointer: Pointer) -> None:
     """Replace the slot's pointer and remove what it does not name:
     also what a death has left."""
-    folder = run.slots.path(slot)
-    pointer = {"slot": slot, "attempt": attempt, "version": version, "files": entries}
-    write_atomic(folder / "inner.json", to_json(pointer))
-    current = {entry["name"] for entry in entries}
+    folder = run.slots.path(pointer.slot)
+    write_atomic(folder / NAME, to_json(asdict(pointer)))
+    current = {entry["name"] for entry in pointer.files}
     for path in folder.glob("*inner-*"):
         if path.name not in current:
             path.unlink(missing_ok=True)
-    return pointer
 
 
-def choose(
-    run: RunDir, slot: int, offered: dict[int, dict], version: int, max_age: int
-) -> tuple[dict | None, str]:
+def choose(run: RunDir, slot: int, version: int, max_age: int) -> tuple[Pointer | None, str]:
     """The pointer to start from, and what it is:
     own, a donor's, or none that is recent."""
-
-    def recent(pointer: dict | None) -> bool:
-        return pointer is not None and version - pointer["version"] <= max_age
-
-    own = read_json(run.slots.path(slot) / "inner.json")
-    if recent(own):
-        return own, f"own of version {own['version']}"
-    donors = [offered[other] for other in sorted(offered) if other != slot]
-    donors = [pointer for pointer in donors if _is_whole(pointer) and recent(pointer)]
-    if not donors:
+    if own := _recent(run, slot, version - max_age):
+        return own, f"own of version {own.version}"
+    others = (_recent(run, other, version - max_age) for other in run.slots.all())
+    if not (donors := [*filter(None, others)]):
         return None, "fresh"
-    donor = max(donors, key=lambda pointer: (pointer["version"], -pointer["slot"]))
-    whose = f"donor slot {donor['slot']} attempt {donor['attempt']}"
-    return donor, f"{whose} of version {donor['version']}"
+    donor = max(donors, key=lambda pointer: (pointer.version, -pointer.slot))
+    whose = f"donor slot {donor.slot} attempt {donor.attempt}"
+    return donor, f"{whose} of version {donor.version}"
 
 
-def _is_whole(pointer: object) -> bool:
-    """Is it what `publish` makes? A donor may have put anything into Redis."""
-    if not isinstance(pointer, dict) or not isinstance(pointer.get("files"), list):
-        return False
-    numbers = [pointer.get(name) for name in ("slot", "attempt", "version")]
-    return all(type(number) is int for number in numbers) and all(
-        isinstance(entry, dict) and set(entry) == {"name", "bytes", "xxh3"}
-        and isinstance(entry["name"], str) for entry in pointer["files"]
-    )  # fmt: skip
+def _recent(run: RunDir, slot: int, oldest: int) -> Pointer | None:
+    """The slot's pointer, if it is of version `oldest` or newer; one that is damaged is
+    as good as none."""
+    try:
+        pointer = restored(Pointer, read_json(run.path / "slots" / f"{slot:04d}" / NAME))
+    except TryAgain:
+        raise
+    except (ValueError, ElasticError):
+        return None
+    return pointer if pointer.version >= oldest else None
 
 
 def load(
-    run: RunDir, pointer: dict, optimizers: Sequence[torch.optim.Optimizer], rank: int
+    run: RunDir, pointer: Pointer, optimizers: Sequence[torch.optim.Optimizer], rank: int
 ) -> str:
     """Set the optimizers' state. Returns why it could not be used; empty if it was."""
-    if rank >= len(pointer["files"]):
-        return f"it was saved by {len(pointer['files'])} ranks"
-    entry = pointer["files"][rank]
-    path = run.path / "slots" / f"{pointer['slot']:04d}" / Path(entry["name"]).name
+    if rank >= len(pointer.files):
+        return f"it was saved by {len(pointer.files)} ranks"
+    entry = pointer.files[rank]
+    path = run.path / "slots" / f"{pointer.slot:04d}" / entry["name"]
     try:
         if path.stat().st_size != entry["bytes"] or checksum(path) != entry["xxh3"]:
             return f"{path.name} is damaged"

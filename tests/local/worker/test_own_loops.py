@@ -287,7 +287,7 @@ def test_the_state_of_every_optimizer_comes_back(tmp_path: Path, kind):
     optimizers = make(model)
     train(model, optimizers)
     entry = inner_state.save(run.slots.path(0), "inner-1.1", optimizers, 0)
-    pointer = {"slot": 0, "attempt": 1, "version": 1, "files": [entry]}
+    pointer = inner_state.Pointer(0, 1, 1, (entry,))
     others = make(Net())
     assert inner_state.load(run, pointer, others, 0) == ""
     for one, other in zip(optimizers, others, strict=True):

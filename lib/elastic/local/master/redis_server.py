@@ -43,7 +43,7 @@ MOST_CLIENTS = 50_000
 _WORKER = "time ping get multi exec evalsha publish exists del pexpire"
 _WORKER += " hget hmget hset hdel hexists hgetall blpop"
 _MASTER = f"{_WORKER} set script|load rpush scan unlink subscribe unsubscribe"
-_OF_WORKERS = "slot:* attempts offers:* verdicts asks grant:* inner proof"
+_OF_WORKERS = "slot:* attempts offers:* verdicts asks grant:* proof"
 # Role -> its commands, and its keys and channels, all of them after the run's prefix.
 ROLES = {
     "master": (_MASTER, "*", "*"),

@@ -12,6 +12,7 @@ from elastic.base.errors import TryAgain
 from elastic.local.worker.exchange import Exchange
 from elastic.local.worker.in_hand import InHand
 from elastic.saved import inner_state
+from elastic.saved.inner_state import Entry, Pointer
 from elastic.train.inner_optimizer import InnerOptimizer
 from elastic.train.schedule import learning_rate
 
@@ -60,13 +61,11 @@ class Moments:
             self._ramp = self._config.local_sgd.join_ramp
         self.origin = f"{origin} with a ramp" if self._ramp else origin
 
-    def _choose(self, version: int) -> tuple[dict | None, str]:
-        offered = self._line.reach(lambda store: store.inner())
-        oldest = self._config.local_sgd.inner_state_max_age
-        slot = self._line.place.slot
-        return inner_state.choose(self._line.run, slot, offered, version, oldest)
+    def _choose(self, version: int) -> tuple[Pointer | None, str]:
+        line, oldest = self._line, self._config.local_sgd.inner_state_max_age
+        return inner_state.choose(line.run, line.place.slot, version, oldest)
 
-    def _load(self, pointer: dict) -> str:
+    def _load(self, pointer: Pointer) -> str:
         """Why a rank could not take it; empty if all could."""
         refused = inner_state.load(self._line.run, pointer, self._optimizer.each, self._group.rank)
         return next(filter(None, self._group.gather(refused)), "")
@@ -88,17 +87,16 @@ class Moments:
         if self._group.leads and all(entries):
             self._publish(version, entries)
 
-    def _publish(self, version: int, entries: list[dict]) -> None:
+    def _publish(self, version: int, entries: list[Entry]) -> None:
         run, (slot, attempt) = self._line.run, self._line.place.owner
-        # Not announced, the slot's own file is there all the same.
         with contextlib.suppress(OSError, TryAgain):
             if run.slots.latest(slot) != attempt:
                 return  # a successor has saved its own, or will
-            pointer = insist(inner_state.publish, run, slot, attempt, version, entries)
+            pointer = Pointer(slot, attempt, version, tuple(entries))
+            insist(inner_state.publish, run, pointer)
             self._saved_at = self._hand.steps_total
-            self._line.reach(lambda store: store.set_inner(slot, pointer))
 
-    def _saved(self, stem: str) -> dict | None:
+    def _saved(self, stem: str) -> Entry | None:
         """The entry of this rank's file; None if it could not be written."""
         place = self._line.place
         try:
