@@ -5,7 +5,6 @@ A job's exit record says first that it has started, and last how it has ended; a
 leaves none was killed. Reconcile reads it, and the exit code where there is nothing else.
 """
 
-import contextlib
 import functools
 import os
 import subprocess
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from elastic.base.durable import patiently, until_written
-from elastic.base.environment import elastic_home, env, environment
+from elastic.base.environment import env, environment
 from elastic.base.errors import Exit
 from elastic.base.network import node_name
 from elastic.base.signals import Notice, die_with_parent
@@ -23,7 +22,6 @@ from elastic.jobs.command import STACKS
 from elastic.jobs.ending import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
-PASS_S = 60.0  # for a reconcile pass
 SILENT_S = 600.0  # then the GPUs may go to a node whose filesystem answers
 
 
@@ -93,15 +91,3 @@ def start_rank(
         command, env={**STACKS, **environment(), **extra}, cwd=folder, stdin=subprocess.DEVNULL,
         stdout=sys.stdout, stderr=subprocess.PIPE, preexec_fn=die_with_parent, **options,
     )  # fmt: skip
-
-
-def pass_command(run: RunDir, within_s: float = 0.0) -> list[str]:
-    """Of a reconcile pass; an answer of the scheduler that is `within_s` old will do."""
-    command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
-    return [*command, f"--within={within_s:g}"] if within_s else command
-
-
-def reconcile_now(run: RunDir, within_s: float = 0.0) -> None:
-    """See to the job's successor now, or to the end of the run; cron would come later."""
-    with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # no memory for a process, say
-        subprocess.run(pass_command(run, within_s), stdin=subprocess.DEVNULL, timeout=PASS_S)

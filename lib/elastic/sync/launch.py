@@ -36,7 +36,8 @@ from elastic.jobs import cadence, sched_local, sched_slurm, sizing
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import TRAINER
-from elastic.jobs.program import Program, reconcile_now, run_job, start_rank
+from elastic.jobs.passes import Passes, reconcile_now
+from elastic.jobs.program import Program, run_job, start_rank
 from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, with_end_time
 from elastic.run import wording
 from elastic.run.records import WANTED, Outcome
@@ -73,6 +74,7 @@ class Launcher:
         self._resume = Resume(run)
         self._crashes = 0
         self._failure = ""  # what the ranks of the attempt before died of
+        self._passes: Passes | None = None
         self._follower: subprocess.Popen | None = None  # who passes when this has ended
         self._rendezvous: TextIO | None = None  # of the ranks
         self._lines: Keepalive | None = None  # to the nodes
@@ -283,23 +285,17 @@ class Launcher:
         _say(f"{end.outcome}: {end.reason}")
         if self._follower and (end.outcome in WANTED or end.outcome == Outcome.FENCED):
             os.killpg(self._follower.pid, signal.SIGKILL)
+        if self._passes:
+            self._passes.close()
         reconcile_now(self.run)
         return code
 
     def _have_successors(self) -> None:
         """Without cron, too: one waits in the queue soon, and is started however this one
         ends."""
-        threading.Thread(target=self._look_after_them, daemon=True).start()
+        self._passes = Passes(self.run, PASSES_S, SUCCESSOR_S)
         if self.config.run.scheduler == "local":
             self._follower = sched_local.pass_after_me(self.run.path)
-
-    def _look_after_them(self) -> None:
-        """Also when a pass has got no answer, or a successor is gone."""
-        time.sleep(SUCCESSOR_S)
-        reconcile_now(self.run)
-        while True:
-            time.sleep(PASSES_S)
-            reconcile_now(self.run, within_s=PASSES_S / 10)
 
 
 def _say(line: str) -> None:

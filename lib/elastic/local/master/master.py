@@ -23,12 +23,12 @@ from elastic.base.network import node_name
 from elastic.base.signals import Notice
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import MASTER
+from elastic.jobs.passes import Passes, reconcile_now
 from elastic.jobs.program import Program, run_job
 from elastic.local.master.averaging import Averager, DeltaLost
 from elastic.local.master.intake import Intake
 from elastic.local.master.journal import Journal, Leaving
 from elastic.local.master.open_round import OpenRound
-from elastic.local.master.passes import Reconcile
 from elastic.local.master.samples import Samples
 from elastic.local.master.server import TICK_S, Server
 from elastic.local.rounds import Facts, Move
@@ -53,7 +53,7 @@ class Master:
         self.asks: dict[Owner, Ask] = {}
         self.commit: Commit | None = None  # the newest version's
         self.intake: Intake | None = None  # of the open round
-        self.reconcile = Reconcile(run, self.config)
+        self.passes: Passes | None = None  # once it has taken over
         self.controlled_at = self.ending_since = 0.0  # Redis TIME
 
     @property
@@ -86,6 +86,8 @@ class Master:
         job_id = self.program.job_id
         record = {"job_id": job_id, "node": node_name(), "time": time.time()}
         self.program.attempt = self.journal.written(self.run.masters.claim, record)
+        every_s = self.config.elastic.reconcile_interval_s
+        self.passes = Passes(self.run, every_s, every_s)
         self._open_redis()
         self.run.event("master", epoch=self.epoch, node=node_name(), job_id=job_id)
         self.journal.say(f"epoch {self.epoch}, Redis at {self.server.store.where}")
@@ -133,8 +135,7 @@ class Master:
                 self._move(slots, now)
         self.finish_if_over(slots, now)
         if any(word.startswith("leave") for word in words):
-            self.reconcile.soon()
-        self.reconcile.tick()
+            self.passes.soon()
 
     # ---- observe
 
@@ -352,15 +353,16 @@ class Master:
         with contextlib.suppress(TryAgain):
             if self.server.store and self.state == "over":
                 self.publish_state(wake="stop")
-        self.reconcile.close()
         self.server.stop()
 
     def end(self, end: End) -> int:
         """Say how it ended; the exit code."""
         code = self.program.record_end(end, steps=self.commit.version if self.commit else 0)
         self.journal.say(f"{end.outcome}: {end.reason}")
+        if self.passes:
+            self.passes.close()
         if end.outcome != Outcome.FAILED:
-            self.reconcile.last()
+            reconcile_now(self.run)
         return code
 
 
