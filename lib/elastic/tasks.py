@@ -10,6 +10,7 @@ it is first asked for: what needs only the model does not wait for it.
 
 import difflib
 import functools
+import glob
 import hashlib
 import sysconfig
 from bisect import bisect_right
@@ -181,7 +182,7 @@ class TokenFiles(LanguageTask):
     def __init__(self, config: dict):
         self.options = o = read_options(
             config,
-            files=[],  # paths
+            files=[],  # paths, or patterns of them
             dtype="uint16",  # or uint32; little-endian, no header
             model=None,  # a preset (none: 125m), or a table of the fields of models.Shape
             context=0,  # tokens; 0: the model's
@@ -206,7 +207,8 @@ class TokenFiles(LanguageTask):
     def windows(self, held_out: bool) -> Windows:
         o, vocabulary = self.options, self.shape.vocabulary
         files = o.validation_files if held_out else o.files
-        sources = [TokenFile(Path(file), o.dtype, vocabulary) for file in files]
+        paths = [path for pattern in files for path in sorted(glob.glob(pattern)) or [pattern]]
+        sources = [TokenFile(Path(path), o.dtype, vocabulary) for path in paths]
         return Windows(sources, self.shape.context)
 
 

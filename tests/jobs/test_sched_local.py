@@ -23,9 +23,10 @@ from elastic.base import proc
 from elastic.base.config import load
 from elastic.base.errors import TryAgain
 from elastic.jobs import sched_local
-from elastic.jobs.sched import Elsewhere, JobSpec
+from elastic.jobs.sched import Elsewhere, JobSpec, cluster_of, scheduler_of
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.people import submission
+from elastic.run.rundir import Control, RunDir
 from helpers import ROOT, wait_until
 
 PATIENT = 'trap "echo notice >> told; exit 0" TERM; while :; do sleep 0.05; done'
@@ -325,6 +326,15 @@ def test_a_job_whose_claim_cannot_be_read_now_goes_on(site, monkeypatch):
 def test_a_job_whose_run_directory_is_gone_ends(site):
     job_id = site.submit(folder=site.home / "nowhere")
     assert site.state(job_id) == "ENDED"
+
+
+def test_the_jobs_of_a_run_are_looked_up_where_it_was_submitted(make_config, home, monkeypatch):
+    """By a path, from another home, each had vanished: a pass submitted all of them again."""
+    there = {"ELASTIC_HOME_DIR": str(home / "demo")}
+    run = RunDir.create(home / "runs", make_config(), Control("local", "running", 1, 4), there)
+    assert scheduler_of(run).state == home / "demo" / "local"
+    assert cluster_of("local", there) != cluster_of("local", {})
+    assert cluster_of("local", {}) == cluster_of("local", {"ELASTIC_HOME_DIR": f"{home}/registry"})
 
 
 # ---- callers that die, callers that meet

@@ -120,8 +120,10 @@ def test_from_the_command_line_and_a_bare_environment():
         again = subprocess.run(
             [COMMAND, "up", "--name", name], env=BARE, capture_output=True, text=True
         )
-        assert (again.returncode, again.stderr.partition("\n")[0]) == (
-            2, f"error: a sandbox is up in {sandbox.default_folder() / name}",
+        where = sandbox.default_folder()
+        assert (again.returncode, again.stderr) == (
+            2, f"error: a sandbox is up in {where / name}\n"
+               f"  hint: elastic-sandbox down --name {name} --dir {where}\n",
         )  # fmt: skip
     finally:
         elastic_sandbox("down", "--name", name)

@@ -304,6 +304,10 @@ def test_logs_that_are_followed_may_still_be_to_come(make_run, home):
     assert elastic("logs", run.name, "7", "-f", env=environment(home)).returncode == 1
     run.set_control(mode="sync")
     assert looking.logs_to_come(run) == [run.path / "logs/trainer-0000.log"]
+    rank = run.path / "logs/ranks/rank-001.log"
+    rank.parent.mkdir()  # by slot 1 status means that rank
+    rank.write_text("a step\n")
+    assert elastic("logs", run.name, "1", env=environment(home)).stdout == "a step\n"
 
 
 # ---- a first step of the task, before anything is made
@@ -459,7 +463,7 @@ def test_of_a_program_in_sync_mode_there_is_the_trainers_log_and_nothing_to_eval
     assert elastic("submit", path, "--set", "run.mode=sync", env=env).returncode == 0
     log = tmp_path / "runs" / "quiet" / "logs" / "trainer-0000.log"
     log.touch()
-    answer = elastic("logs", "quiet", 0, env=env)
+    answer = elastic("logs", "quiet", 7, env=env)
     assert (answer.returncode, log.name in answer.stderr) == (1, True), answer.stderr
     answer = elastic("evaluate", "quiet", env=env)
     assert (answer.returncode, "a program of its own" in answer.stderr) == (2, True), answer.stderr

@@ -72,11 +72,11 @@ def test_sizes_as_people_read_them(amount, text):
     assert size(amount) == text
 
 
-def config(**changes):
+def config(origin="default", **changes):
     sgd = {"compression": "int8", "max_staleness": 2, **changes}
     return SimpleNamespace(
         local_sgd=SimpleNamespace(**sgd),
-        checkpoint=SimpleNamespace(keep=3, min_free_bytes=200e9),
+        checkpoint=SimpleNamespace(keep=3, min_free_bytes=200e9), origin=lambda _: origin,
     )
 
 
@@ -86,6 +86,7 @@ def config(**changes):
         ({}, 300, []),
         ({}, 0, []),
         ({}, 50, ["the run has 50 rounds"]),
+        ({"origin": "elastic-submit: few fit"}, 50, []),
     ],
 )
 def test_what_will_hurt_is_said_and_nothing_else(changes, rounds, words):
@@ -96,7 +97,7 @@ def test_what_will_hurt_is_said_and_nothing_else(changes, rounds, words):
 
 def test_too_little_space_for_a_version_is_said():
     (found,) = warnings(replace(MODEL, numel=30_000_000_000), 1, config(), 0)
-    assert "checkpoint.min_free is only 200 GB" in found
+    assert "start with 200 GB free: raise checkpoint.min_free" in found
 
 
 def test_the_table_on_paper_is_what_the_formulas_say():

@@ -267,6 +267,17 @@ def test_samples_go_through_the_files_in_order_and_span_none(tmp_path, dtype, co
     assert [samples[i].tolist() for i in range(len(samples))] == expected
 
 
+def test_a_pattern_stands_for_its_files_in_the_order_of_their_names(tmp_path):
+    for number in (2, 0, 1):
+        tokens_file(tmp_path / f"train-{number}.bin", range(10 * number, 10 * number + 5))
+    last = tokens_file(tmp_path / "last.bin", range(90, 95))
+    files = [str(tmp_path / "train-*.bin"), last]
+    samples = TokenFiles({"files": files, "model": SMALL}).dataset()
+    assert [int(samples[i][0]) for i in range(len(samples))] == [0, 10, 20, 90]
+    with pytest.raises(ElasticError, match=r"none-\*.bin: No such file"):
+        TokenFiles({"files": [str(tmp_path / "none-*.bin")], "model": SMALL}).dataset()
+
+
 def test_read_only_files_do_and_stay_as_they_are(tmp_path):
     path = Path(tokens_file(tmp_path / "a.bin", range(9)))
     path.chmod(0o400)

@@ -69,9 +69,10 @@ SHOWN_BY = {
     "make check": QUICK,
     "make gpu-check": QUICK,
     "make slurm": "test_another_slurm_is_asked_for_by_its_version",
-    "sbatch --nodes=4 --gres=gpu:8 -c 64 sbatch/multi-node.sbatch python train.py": NODES,
-    "LAUNCHER=torchrun sbatch --gres=gpu:8 sbatch/single-node.sbatch python train.py": NODE,
-    "sbatch/interactive.sh 4711 python train.py": NODES,
+    "sbatch --nodes=4 --gres=gpu:8 -c 64 $ELASTIC_HOME/sbatch/multi-node.sbatch python train.py":
+        NODES,
+    "LAUNCHER=torchrun sbatch --gres=gpu:8 $ELASTIC_HOME/sbatch/single-node.sbatch python train.py":
+        NODE,
     "make test": ALL,
     ".ci/run": ALL,
 }

@@ -329,7 +329,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (("redis.tls", "redis.url"), lambda tls, url: not (tls is True and url),
      "redis.tls = {} is for the master's own server: for TLS to a site's, redis.url is rediss://…"),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
-     'slurm.partition is not set: name it in etc/site.toml, or set run.scheduler = "local"'),
+     "slurm.partition is not set: give --set slurm.partition=NAME, or write it into the run's file"
+     " or the site's (elastic-doctor --init does); on this machine alone: --scheduler local"),
 )  # fmt: skip
 
 

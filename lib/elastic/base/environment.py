@@ -80,9 +80,11 @@ def runs_root() -> Path:
     return expanded(env("ELASTIC_RUNS", "runs"), "ELASTIC_RUNS").absolute()
 
 
-def registry_dir() -> Path:
-    """The user's own state, with links to runs: $ELASTIC_HOME_DIR, else ~/.elastic."""
-    folder = expanded(env("ELASTIC_HOME_DIR", "~/.elastic"), "ELASTIC_HOME_DIR").resolve()
+def registry_dir(given: Mapping[str, str] | None = None) -> Path:
+    """The user's own state, with links to runs: $ELASTIC_HOME_DIR (`given` goes before this
+    process's), else ~/.elastic."""
+    named = (given or {}).get("ELASTIC_HOME_DIR") or env("ELASTIC_HOME_DIR", "~/.elastic")
+    folder = expanded(named, "ELASTIC_HOME_DIR").resolve()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", "remove it, or set ELASTIC_HOME_DIR")
     for each in filter(Path.exists, (folder, folder / "runs", folder / "local" / "jobs")):

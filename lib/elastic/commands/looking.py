@@ -75,7 +75,8 @@ def redraw(view: Callable, look: Callable[[float], dict | list[dict]]) -> None:
 def logs(run: str, slot: str | None, follow: bool, lines: int):
     """Print the logs of RUN.
 
-    SLOT is a number, or "master"; without it, all logs are printed.
+    SLOT is a number (in sync mode a rank's), or "master"; without it, all logs
+    are printed.
     """
     logged = rundir.find(run)
     follows = follow and not (logged.done() or logged.failed())
@@ -102,6 +103,8 @@ def logs_of(run: RunDir, slot: str | None, coming: Sequence[Path]) -> list[Path]
         return sorted({*coming, *(run.path / "logs").glob("*.log")})
     if slot == "master":
         return [run.log_path("master", 0)]
+    if slot.isdecimal() and run.control().mode == "sync":
+        return [run.path / "logs" / "ranks" / f"rank-{int(slot):03d}.log"]
     if slot.isdecimal():
         return [run.log_path("worker", int(slot))]
     raise UsageError(f"no slot {slot!r}", 'a slot is a number, or "master"')

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from elastic.base.environment import LEADS, elastic_home
+from elastic.base.environment import LEADS, elastic_home, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Job
 
@@ -150,7 +150,7 @@ def open_scheduler(
         return SlurmScheduler(config, environment)
     from elastic.jobs.sched_local import LocalScheduler
 
-    return LocalScheduler(config)
+    return LocalScheduler(config, registry_dir(environment) / "local")
 
 
 def scheduler_of(run: "RunDir") -> Scheduler:
@@ -161,5 +161,6 @@ def scheduler_of(run: "RunDir") -> Scheduler:
 
 def cluster_of(kind: str, environment: Mapping[str, str]) -> tuple[str, str]:
     """Equal for runs that one listing of jobs can serve."""
-    names = (*LEADS, CLUSTER) if kind == "slurm" else ()
-    return kind, " ".join(filter(None, map(environment.get, names)))
+    if kind == "local":
+        return kind, str(registry_dir(environment))
+    return kind, " ".join(filter(None, map(environment.get, (*LEADS, CLUSTER))))

@@ -143,7 +143,8 @@ class Sandbox:
         behind."""
         paths = programs(shape.accounting)
         if self.members():
-            raise UsageError(f"a sandbox is up in {self.path}", "elastic-sandbox down")
+            down = f"elastic-sandbox down --name {self.path.name} --dir {self.path.parent}"
+            raise UsageError(f"a sandbox is up in {self.path}", down)
         self._make_folders(shape)
         try:
             self._start_daemons(paths, shape)

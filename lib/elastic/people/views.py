@@ -295,7 +295,7 @@ def _gpu_seconds(ledger: dict[str, float]) -> str:
     others = [f"{part} {share[part]:.1%}" for part in PARTS[1:] if share[part]]
     goodput = f"training {share['training']:.1%} of {si(ledger['allocated'])} GPU-seconds"
     words, queued = ", ".join([goodput, *others]), si(ledger["queued"])
-    return f"goodput: {words}; {queued} more were waited for"
+    return f"goodput: {words}; {queued} more passed in the queue"
 
 
 def validation_view(comparison: dict, curves: dict) -> RenderableType:

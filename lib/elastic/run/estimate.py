@@ -17,6 +17,7 @@ KEPT = 8  # bytes per parameter of a version that the master alone reads: float3
 DOWN = 2  # bytes per parameter of a version that workers read: bfloat16
 THREADS = 16  # most threads that average; each holds a fragment of a delta and of a mean
 ENOUGH = 0.05  # share of a round for which workers may stand still
+CHOSEN = "elastic-submit"  # how the origin of a key begins that nobody has set
 AHEAD = 4  # of a round's steps, a quarter at most is done while its delta travels
 PASS_FLOPS = 6  # per parameter and token, forth and back
 
@@ -112,11 +113,12 @@ def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
     version = version_bytes(model)
     space = version * (config.checkpoint.keep + 1) + up * (sgd.max_staleness + 1)
     hurts = {
-        f"versions and deltas take up to {size(space)}, checkpoint.min_free is only"
-        f" {size(config.checkpoint.min_free_bytes)}: commits would wait for space":
+        f"the run takes up to {size(space)} of disk, and would start with"
+        f" {size(config.checkpoint.min_free_bytes)} free: raise checkpoint.min_free":
             config.checkpoint.min_free_bytes < version,
         f"the run has {rounds:.0f} rounds, and the outer optimizer wants a hundred:"
-        " lower local_sgd.inner_steps": 0 < rounds < 100,
+        " lower local_sgd.inner_steps":
+            0 < rounds < 100 and not config.origin("local_sgd.inner_steps").startswith(CHOSEN),
     }  # fmt: skip
     return [text for text, holds in hurts.items() if holds and text]
 
@@ -143,7 +145,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
              f"{', and less with overlap' if sgd.overlap != 'off' else ''}"),
         ("memory", f"worker {size(host)} of its host's, beside training; master"
                    f" {size(held_bytes(model, cores))}"),
-        ("taken for granted", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
+        ("counted with", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
                               f" the filesystem, {cores} cores for the master"),
     ]  # fmt: skip
     if rounds:
