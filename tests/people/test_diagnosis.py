@@ -101,6 +101,15 @@ def test_a_finding_says_what_was_seen_why_it_matters_and_what_to_do():
     )  # fmt: skip
 
 
+def test_a_site_without_a_partition_has_one_thing_to_mend():
+    neither = ["slurm.partition=", "slurm.master_partition="]
+    found = {each.check: each for each in diagnose(facts(*neither))}
+    assert [name for name, each in found.items() if each.verdict == FAIL] == ["partition"]
+    assert "elastic-doctor --init" in found["partition"].fix
+    for name in ("master partition", "time limit", "preemption"):
+        assert found[name][1:3] == (SKIP, "slurm.partition is not set")
+
+
 # Changed settings of the run, changed facts, and the one finding that they give.
 MISCONFIGURED = {
     "an old Slurm": ([], cluster(SLURM_VERSION="21.08.5"), "slurm", WARN, "21.08.5"),

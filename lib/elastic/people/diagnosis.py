@@ -24,6 +24,7 @@ OLDEST_SLURM = (22, 5)
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 CRED_EXPIRE_S = 120  # Slurm's default; a requeued job waits as long
 LONG_REQUEUE_S = 30.0
+NO_PARTITION = "slurm.partition is not set"
 LONG_ENOUGH_S = 12 * 3600.0  # a time limit that costs little: each start takes a minute
 SLOW_DISK = 10e6  # bytes/s
 SLOW_IMPORT_S = 10.0
@@ -171,7 +172,8 @@ def _away(states: Iterable[str]) -> str:
 def _masters_partition(config, cluster, partitions, nodes) -> Judgement:
     if config.run.mode == "sync":
         return SKIP, "sync mode has no master", ""
-    name = config.slurm.master_partition
+    if not (name := config.slurm.master_partition or config.slurm.partition.split(",")[0]):
+        return SKIP, NO_PARTITION, ""
     if closed := _closed(name, "slurm.master_partition", partitions, nodes):
         return closed
     mode = preempt_mode(cluster, name, partitions, nodes)
@@ -183,8 +185,9 @@ def _masters_partition(config, cluster, partitions, nodes) -> Judgement:
 def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
     """The finding on a partition in which no job can run; None if jobs can run."""
     if name not in partitions:
-        seen = f"no partition {name}" if name else f"{key} is not set"
-        return FAIL, seen, f"set {key}: there are {', '.join(partitions)}"
+        there = f"set {key}: there are {', '.join(partitions)}"
+        return (FAIL, f"no partition {name}", there) if name else (
+            FAIL, NO_PARTITION, f"elastic-doctor --init finds one; or {there}")  # fmt: skip
     state = partitions[name]["State"]
     if state != "UP":
         return FAIL, f"{name}: {state}", f"wait for it, or set {key} to another"
@@ -198,6 +201,8 @@ def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
 
 def _time(config, partitions) -> Judgement:
     slurm, seen, short, brief = config.slurm, [], [], []
+    if not slurm.partition:
+        return SKIP, NO_PARTITION, ""
     kinds = [("time", slurm.partition.split(",")[0]), ("master_time", slurm.master_partition)]
     for key, name in kinds[: 1 if config.run.mode == "sync" else 2]:
         wanted, partition = getattr(slurm, key), partitions.get(name, {})
@@ -271,7 +276,7 @@ class Preemption(NamedTuple):
 def _preemption(config, cluster, partitions, nodes, qos) -> Preemption | Unknown:
     name = config.slurm.partition.split(",")[0]
     if name not in partitions:
-        return Unknown(f"no partition {name}")
+        return Unknown(f"no partition {name}" if name else NO_PARTITION)
     if mode := preempt_mode(cluster, name, partitions, nodes):
         return Preemption(name, mode, int(partitions[name]["GraceTime"]))
     if isinstance(qos, Unknown):
