@@ -24,7 +24,7 @@ for name in "${!SLURM_@}" "${!SQUEUE_@}"; do # of another job, in which this she
 done
 
 # Nothing that a user can name is among these: anybody's job may have any name.
-shown="$(squeue --noheader --states=all --jobs="${job}" --format="%U %T %D %C %N" 2>&1)" || true
+shown="$(squeue --all --noheader --states=all --jobs="${job}" --format="%U %T %D %C %N" 2>&1)" || true
 [[ "${shown}" =~ ^([0-9]+)\ ([A-Z_]+)\ ([1-9][0-9]*)\ ([0-9]+)\ ([^[:space:]]*) ]] ||
     die "no job ${job}: ${shown}" "it ended long ago, or never was: squeue --me"
 read -r user state nodes cpus nodelist <<<"${BASH_REMATCH[0]}"

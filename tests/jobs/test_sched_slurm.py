@@ -29,6 +29,7 @@ from elastic.people import submission
 from elastic.run import estimate
 from elastic.run.records import Node
 from elastic.sync.launch import Ranks
+from forks import as_nobody
 from helpers import ROOT, wait_until
 
 pytest_plugins = ["slurm_sandbox"]
@@ -359,7 +360,7 @@ def test_commands_lose_what_leaks_from_jobs_and_shapes_answers(tmp_path):
     lost = ("SLURM_NTASKS", "SLURMD_NODENAME", "SBATCH_PARTITION", "SQUEUE_FORMAT", "SCANCEL_STATE")
     said = slurm_command(["squeue"], environment=kept | dict.fromkeys(lost, "1")).stdout
     assert {line for line in said.splitlines() if not line.startswith(("SLURM_TIME", "PWD"))} == {
-        f"{name}={value}" for name, value in kept.items()
+        "SQUEUE_ALL=1", *(f"{name}={value}" for name, value in kept.items())
     }
 
 
@@ -714,6 +715,27 @@ def test_nodes_that_are_reserved_or_powered_down_are_not_spare(new_sandbox, tmp_
             "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")  # fmt: skip
     box.run("scontrol", "update", "NodeName=n2", "State=POWER_DOWN")
     wait_until(lambda: SlurmScheduler(None).spare_gpus(spec, 99) == 1, 30, "one is left")
+
+
+@pytest.mark.slurm
+@pytest.mark.root
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, from which no partition is hidden")
+def test_jobs_in_a_hidden_partition_are_seen(new_sandbox, tmp_path, monkeypatch):
+    """A run saw none of its own there, and submitted them again in every pass."""
+    box = new_sandbox(nodes=1, settings=("PartitionName=preempt Hidden=YES",))
+    box.path.chmod(0o711)
+    box.conf.chmod(0o644)
+    monkeypatch.setenv("SLURM_CONF", str(box.conf))
+    monkeypatch.setenv("ELASTIC_HOME_DIR", "/nonexistent")
+
+    def seen() -> list:
+        options = ("--chdir=/", "--output=/dev/null", "--job-name=big/w1@elastic")
+        told = slurm_command(("sbatch", *options, "--partition=preempt", "--wrap=true"))
+        listed = SlurmScheduler(None).jobs()
+        known = (sched_slurm.partitions(), {node.partition for node in sched_slurm.nodes()})
+        return [told.returncode, len(listed), *("preempt" in names for names in known)]
+
+    assert as_nobody(seen) == [0, 1, True, True]
 
 
 @pytest.mark.slurm

@@ -48,7 +48,9 @@ _FIELD, _RECORD = "\x1f", "\x1e"
 _COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%B", "%k", "%j")
 _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
-_TIMES = {"squeue": {"SLURM_TIME_FORMAT": "%s"}}  # seconds since the epoch
+# Hidden partitions and the jobs in them, too; times in seconds since the epoch.
+_ASKED = {"squeue": {"SQUEUE_ALL": "1", "SLURM_TIME_FORMAT": "%s"},
+          "sinfo": {"SINFO_ALL": "1"}, "scontrol": {"SCONTROL_ALL": "1"}}  # fmt: skip
 
 # From 23.11 on srun takes the cores that the job asked for, on a node, for those of each
 # task.
@@ -267,7 +269,7 @@ def cluster(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def partitions() -> dict[str, dict[str, str]]:
     """The properties of every partition, hidden ones included, by its name."""
-    found = map(_properties, ask("scontrol", "--all", "-o", "show", "partition").splitlines())
+    found = map(_properties, ask("scontrol", "-o", "show", "partition").splitlines())
     return {properties["PartitionName"]: properties for properties in found if properties}
 
 
@@ -278,7 +280,7 @@ def _properties(line: str) -> dict[str, str]:
 def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
     """Every node, once per partition that it is in."""
     columns = f"--format={_FIELD.join(('%R', '%N', '%n', '%o', '%T', '%G'))}"
-    argv = ("sinfo", "--all", "--noheader", "--Node", columns)
+    argv = ("sinfo", "--noheader", "--Node", columns)
     lines = ask(*argv, environment=environment).splitlines()
     return [Node(*map(str.strip, line.split(_FIELD))) for line in lines]
 
@@ -360,7 +362,7 @@ def slurm_command(
         )
     try:
         answer = subprocess.run(
-            [program, *argv[1:]], env=given | _TIMES.get(argv[0], {}), timeout=timeout_s,
+            [program, *argv[1:]], env=given | _ASKED.get(argv[0], {}), timeout=timeout_s,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
