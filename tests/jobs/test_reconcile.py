@@ -461,6 +461,24 @@ def test_a_growth_that_never_comes_true_is_tried_ever_more_seldom(run, slurm, ag
     assert all(after > 1.5 * before for before, after in itertools.pairwise(gaps))
 
 
+def test_where_nobody_knows_what_is_free_a_trainer_has_its_successor(run, slurm, again):
+    """A site showed its nodes to nobody: passes failed as soon as a growth was thought of."""
+
+    def spare_gpus(spec, most):
+        raise TryAgain("sinfo failed: slurm_load_node: Access/permission denied")
+
+    slurm.spare_gpus = spare_gpus
+    run.set_control(mode="sync")
+    again()
+    (job,) = slurm.listed.values()
+    record = {"role": "trainer", "slot": 0, "state": "training", "gpus": 1, "time": slurm.now}
+    run.jobs.write_ending(job.job_id, record)
+    slurm.listed[job.job_id] = replace(job, state="RUNNING", started_at=slurm.now)
+    report = again(24 * 3600)
+    assert (report.unknown, report.errors) == (None, [])
+    assert len(slurm.listed) == 2
+
+
 def test_growths_that_come_true_do_not_wait_for_each_other_ever_longer(run, slurm, again):
     """One more GPU comes free, again and again: the successor starts with it each time."""
     tried, gpus = [], {}

@@ -717,16 +717,29 @@ def test_nodes_that_are_reserved_or_powered_down_are_not_spare(new_sandbox, tmp_
     wait_until(lambda: SlurmScheduler(None).spare_gpus(spec, 99) == 1, 30, "one is left")
 
 
+@pytest.fixture
+def private(new_sandbox, monkeypatch):
+    """Start a sandbox of root's that other users may ask, who are not shown everything."""
+
+    def start(*settings: str) -> None:
+        box = new_sandbox(nodes=1, settings=settings)
+        box.path.chmod(0o711)
+        box.conf.chmod(0o644)
+        monkeypatch.setenv("SLURM_CONF", str(box.conf))
+        monkeypatch.setenv("ELASTIC_HOME_DIR", "/nonexistent")
+
+    return start
+
+
+of_users = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to whom all is shown")
+
+
 @pytest.mark.slurm
 @pytest.mark.root
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, from which no partition is hidden")
-def test_jobs_in_a_hidden_partition_are_seen(new_sandbox, tmp_path, monkeypatch):
+@of_users
+def test_jobs_in_a_hidden_partition_are_seen(private):
     """A run saw none of its own there, and submitted them again in every pass."""
-    box = new_sandbox(nodes=1, settings=("PartitionName=preempt Hidden=YES",))
-    box.path.chmod(0o711)
-    box.conf.chmod(0o644)
-    monkeypatch.setenv("SLURM_CONF", str(box.conf))
-    monkeypatch.setenv("ELASTIC_HOME_DIR", "/nonexistent")
+    private("PartitionName=preempt Hidden=YES")
 
     def seen() -> list:
         options = ("--chdir=/", "--output=/dev/null", "--job-name=big/w1@elastic")
@@ -736,6 +749,27 @@ def test_jobs_in_a_hidden_partition_are_seen(new_sandbox, tmp_path, monkeypatch)
         return [told.returncode, len(listed), *("preempt" in names for names in known)]
 
     assert as_nobody(seen) == [0, 1, True, True]
+
+
+@pytest.mark.slurm
+@pytest.mark.root
+@of_users
+def test_where_nodes_are_shown_to_nobody_a_node_has_its_name(private, monkeypatch):
+    """A master asked Slurm for its address, was refused and left, for ever."""
+    private("PrivateData=nodes")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+
+    def seen() -> list:
+        with pytest.raises(TryAgain) as hidden:
+            sched_slurm.nodes()
+        return [sched_slurm.node_address(), hidden.value.hint]
+
+    assert as_nobody(seen) == ["n1", "this site shows it to nobody (PrivateData in slurm.conf)"]
+
+
+def test_that_no_node_is_shown_does_not_mean_that_there_is_none(tmp_path):
+    with pytest.raises(TryAgain, match="sinfo shows no node"):
+        sched_slurm.nodes(fake_command(tmp_path, "sinfo", ""))
 
 
 @pytest.mark.slurm

@@ -471,6 +471,18 @@ def test_init_writes_a_site_file_with_which_it_is_silent(quick, site):
     assert bad() == {}
 
 
+def test_init_says_nothing_of_partitions_whose_nodes_nobody_is_shown(quick, site, monkeypatch):
+    site.unlink()
+    hidden = "#!/bin/sh\necho 'slurm_load_node: Access/permission denied' >&2; exit 1\n"
+    (site.parent / "bin/sinfo").write_text(hidden)
+    (site.parent / "bin/sinfo").chmod(0o755)
+    _, text = doctor.init()
+    assert ("partition" in text, "server" in text) == (False, True)
+    checks = doctor.report(None, ["slurm.partition=preempt"])["checks"]
+    (found,) = [each for each in checks if each["check"] == "partition"]
+    assert (found["verdict"], "PrivateData" in found["fix"]) == ("SKIP", True)
+
+
 def test_init_replaces_nothing_that_somebody_wrote(quick, site):
     with pytest.raises(UsageError, match="sets something already"):
         doctor.init()

@@ -242,7 +242,10 @@ class _Pass:
             return None
         spec = self._spec(TRAINER, 0)
         counts = sizing.node_counts(spec.gpu_range, 1, spec.sizes)
-        more = sizing.fit(counts, gpus + self.scheduler.spare_gpus(spec, most - gpus))
+        spare = 0
+        with contextlib.suppress(TryAgain):  # a site may show its nodes to nobody
+            spare = self.scheduler.spare_gpus(spec, most - gpus)
+        more = sizing.fit(counts, gpus + spare)
         before = self.memory.spare_passes
         passes = before + 1 if more > gpus else min(0, before)
         self.memory = replace(self.memory, spare_passes=passes)

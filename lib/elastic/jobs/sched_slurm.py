@@ -63,6 +63,7 @@ _NO_ANSWER = re.compile(
     "Transport endpoint|communication|standby mode",
     re.IGNORECASE,
 )
+_PRIVATE = "this site shows it to nobody (PrivateData in slurm.conf)"
 _GONE = re.compile("Invalid job id|already completing or completed")
 _NOT_NOW = re.compile(
     "SubmitJob|inactive or drain|not available now|try again|temporarily|munge", re.IGNORECASE
@@ -241,10 +242,12 @@ def answering(nodes: Sequence[str]) -> list[str]:
 
 
 def node_address() -> str:
-    """What Slurm calls the node of this job (NodeAddr: an address or a name); "" outside
-    of one."""
-    node = env("SLURMD_NODENAME")
-    return _properties(show("node", node)).get("NodeAddr", "") if node else ""
+    """What Slurm calls the node of this job (NodeAddr: an address or a name), or its name
+    where users are shown no nodes; "" outside of one. TryAgain if Slurm is silent."""
+    if not (node := env("SLURMD_NODENAME", "")):
+        return ""
+    answer = slurm_command(("scontrol", "--oneliner", "show", "node", node))
+    return _properties(answer.stdout).get("NodeAddr", node)
 
 
 def show(*what: str) -> str:
@@ -278,10 +281,12 @@ def _properties(line: str) -> dict[str, str]:
 
 
 def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
-    """Every node, once per partition that it is in."""
+    """Every node, once per partition that it is in. TryAgain where none is shown."""
     columns = f"--format={_FIELD.join(('%R', '%N', '%n', '%o', '%T', '%G'))}"
     argv = ("sinfo", "--noheader", "--Node", columns)
     lines = ask(*argv, environment=environment).splitlines()
+    if not lines:
+        raise TryAgain("sinfo shows no node", _PRIVATE)
     return [Node(*map(str.strip, line.split(_FIELD))) for line in lines]
 
 
@@ -437,7 +442,8 @@ def _checked(answer: subprocess.CompletedProcess[str]) -> str:
     """What a command said. TryAgain if it has failed."""
     if answer.returncode != 0:
         said = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
-        hint = "is slurmctld up, and SLURM_CONF right?"
+        is_hidden = said[-1].endswith("Access/permission denied")
+        hint = "is slurmctld up, and SLURM_CONF right?" if not is_hidden else _PRIVATE
         raise TryAgain(f"{Path(answer.args[0]).name} failed: {said[-1]}", hint)
     return answer.stdout
 

@@ -556,6 +556,8 @@ TRIED = (
 def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """("section.key", value, where it comes from) for a site file."""
     proposals = []
+    if isinstance(facts["nodes"], Unknown):  # nor is it known what a partition is good for
+        facts = {**facts, "nodes": []}
     if worker := _best_partition(facts, with_gpus=True):
         proposals.append(("slurm.partition", *worker))
     if master := _best_partition(facts, with_gpus=False):

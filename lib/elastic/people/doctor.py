@@ -332,9 +332,8 @@ def init() -> tuple[Path, str]:
     path = site_path().resolve()  # several versions of Elastic share one file
     _check_untouched(path)
     facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
-    facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions(),
-              "nodes": sched_slurm.nodes()}  # fmt: skip
-    for name, probe in (("network", _network), ("server", _server)):
+    facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions()}
+    for name, probe in (("nodes", PROBES["nodes"]), ("network", _network), ("server", _server)):
         facts[name] = _fact(probe, facts)
     text = site_text(facts["cluster"], propose(facts))
     write_atomic(path, text.encode())
