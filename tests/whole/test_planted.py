@@ -234,6 +234,40 @@ def test_a_folder_above_is_fit_if_nobody_else_can_change_what_is_in_it(
     assert as_nobody(take_away) is True  # it was no idle word
 
 
+def enter_container() -> None:
+    """A user namespace that knows no root, as that of an image that an ordinary user starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(4, 1)  # PR_SET_DUMPABLE: /proc/self is the user's own
+    assert libc.unshare(0x10000000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWUSER
+    Path("/proc/self/uid_map").write_text(f"{NOBODY} {NOBODY} 1")
+
+
+def test_in_a_container_without_root_the_folders_above_may_be_roots(project):
+    """They are shown as nobody's, and no run could be started there."""
+    mine, theirs, wide = (project / name for name in ("mine", "theirs", "wide"))
+    for folder in (mine, theirs, wide):
+        folder.mkdir()
+    os.chown(mine, NOBODY, NOBODY)
+    wide.chmod(0o777)
+
+    def judged() -> list:
+        before = outcome(mine, False), outcome(theirs, True)
+        enter_container()
+        assert Path("/").stat().st_uid not in (0, NOBODY)
+        return [*before, outcome(mine, False), outcome(theirs, True), outcome(theirs, False),
+                outcome(wide, True)]  # fmt: skip
+
+    def outcome(folder: Path, is_above: bool) -> str:
+        try:
+            check_private(folder, is_above)
+        except ElasticError as error:
+            return error.what.split(" (")[0].replace(str(project), "")
+        return "fit"
+
+    refused = ["/theirs is another user's", "others may write to /wide"]
+    assert as_nobody(judged) == ["fit"] * 4 + refused
+
+
 def thief(one: Path, other: Path) -> int:
     """A process that exchanges two folders for as long as it lives."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -32,6 +32,7 @@ from typing import TypeVar
 
 import xxhash
 
+from elastic.base import proc
 from elastic.base.errors import ElasticError, TryAgain
 
 STUCK_S = 2.0  # between two tries of what a process cannot go on without
@@ -262,7 +263,7 @@ def check_private(path: Path, is_above: bool = False) -> Path:
 def check_folder(folder: Path, may_be_sticky: bool = False) -> Path:
     """`folder`, of which those above are known to be private: so it is, itself."""
     status = insist(folder.lstat)
-    if status.st_uid not in (0, os.getuid()):
+    if not is_ours(status.st_uid, is_above=may_be_sticky):
         what = f"{folder} is another user's (uid {status.st_uid}, not {os.getuid()})"
         own_folders = "folders that are root's or your own (ELASTIC_RUNS)"
         raise ElasticError(what, f"work below {own_folders}, or as that user")
@@ -271,6 +272,18 @@ def check_folder(folder: Path, may_be_sticky: bool = False) -> Path:
         else_ways = ", or +t, or choose another place" * may_be_sticky
         raise ElasticError(what, f"chmod go-w {shlex.quote(str(folder))}{else_ways}")
     return folder
+
+
+def is_ours(owner: int, is_above: bool) -> bool:
+    """Is this the number of the user, or root? In a container without root (a user
+    namespace) root's folders above are those of a number that stands for all unknown ones:
+    nobody can tell them from another user's there."""
+    is_known = owner in (0, os.getuid())
+    if is_known or not is_above:
+        return is_known
+    counts = proc.read("/proc/self/uid_map").split()[2::3]  # 2**32 - 1 outside of any
+    knows_all = not counts or sum(map(int, counts)) >= 2**32 - 1
+    return not knows_all and proc.read("/proc/sys/kernel/overflowuid").strip() == str(owner)
 
 
 def to_json(data: dict) -> bytes:

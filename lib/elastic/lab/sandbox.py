@@ -26,7 +26,7 @@ from pathlib import Path
 from signal import SIGSTOP
 
 from elastic.base import proc
-from elastic.base.durable import check_private
+from elastic.base.durable import check_private, is_ours
 from elastic.base.environment import clean_environment, elastic_home, env, user_name
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.network import free_ports
@@ -181,7 +181,7 @@ class Sandbox:
         removed."""
         there = [path for path in (self.path, *self.path.parents) if os.path.lexists(path)]
         for path in there:
-            if path.lstat().st_uid not in (0, os.getuid()):
+            if not is_ours(path.lstat().st_uid, is_above=path != self.path):
                 raise ElasticError(f"{path} is another user's", "choose another --dir")
         check_private(there[0], is_above=there[0] != self.path)
         return there[0] == self.path
