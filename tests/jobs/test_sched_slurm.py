@@ -282,7 +282,8 @@ def test_options_that_are_not_set_are_not_passed(tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "nodes"),
-    [("slurm 23.02.1", "1,2,4"), ("slurm-wlm 24.11.0", "1,2,4"), ("slurm-wlm 22.05.8", "1-4")],
+    [("slurm 23.02.1", "1,2,4"), ("slurm-wlm 24.11.0", "1,2,4"), ("slurm-wlm 22.05.8", "1-4"),
+     ("Welcome to cluster 90.1\nslurm 22.05.8", "1-4")],
 )
 def test_a_list_of_sizes_goes_to_a_slurm_that_knows_lists(tmp_path, version, nodes):
     """With a pretended sbatch: no newer Slurm is to be had here."""
@@ -356,6 +357,30 @@ def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():
 
 
 def test_commands_lose_what_leaks_from_jobs_and_shapes_answers(tmp_path):
+BANNER = "Welcome to cluster 7!\\nYour project has 1200 hours left\\n"
+
+
+@pytest.mark.parametrize(("said", "job_id"), [
+    ("123\\n", "123"), ("123;west\\n", "123"), (BANNER + "123\\n", "123"),
+    (BANNER + "123;west\\nSee https://site/123\\n", "123"), ("Submitted\\r\\n123\\r\\n", "123"),
+])  # fmt: skip
+def test_the_id_is_found_among_the_words_of_a_sites_own_sbatch(tmp_path, said, job_id):
+    """It was lost: the run waited ten minutes for a job of which it had been told."""
+    environment = fake_command(tmp_path, "sbatch", f"printf '{said}'")
+    spec = make_spec(tmp_path, SLURM_TOML, environment=environment)
+    assert SlurmScheduler(None).submit(spec) == job_id
+
+
+NOT_ONE = ("", "Submitted batch job 123", "job 123;west", "job=123", "123\\n40")
+
+
+@pytest.mark.parametrize("said", NOT_ONE)
+def test_words_without_one_id_leave_a_submission_unsure(tmp_path, said):
+    environment = fake_command(tmp_path, "sbatch", f"printf '{said}'")
+    with pytest.raises(Unsure):
+        SlurmScheduler(None).submit(make_spec(tmp_path, SLURM_TOML, environment=environment))
+
+
     kept = {"SLURM_CONF": os.devnull, "A": "b"} | fake_command(tmp_path, "squeue", "exec env")
     lost = ("SLURM_NTASKS", "SLURMD_NODENAME", "SBATCH_PARTITION", "SQUEUE_FORMAT", "SCANCEL_STATE")
     said = slurm_command(["squeue"], environment=kept | dict.fromkeys(lost, "1")).stdout

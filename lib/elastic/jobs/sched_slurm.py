@@ -106,9 +106,10 @@ class SlurmScheduler:
             answer = slurm_command(argv, environment=spec.environment)
         except TryAgain as silence:
             raise Unsure(silence.what, silence.hint) from silence
-        job_id = answer.stdout.strip().split(";")[0]
-        if answer.returncode == 0 and job_id.isdigit():
-            return job_id
+        # A site's own sbatch may say more; of two numbers one is no job's, or another's.
+        said = re.findall(r"(?m)^(\d+)(?:;\S+)?\s*$", answer.stdout)
+        if answer.returncode == 0 and len(said) == 1:
+            return said[0]
         raise refusal(answer.returncode, answer.stderr)
 
     def cancel(self, job_id: str, now: bool = False) -> None:
@@ -469,7 +470,8 @@ def _takes_size_lists(spec: JobSpec) -> bool:
     """`--nodes=1,2,4` is known since 23.02; before, the launcher gives back what is
     over."""
     answer = slurm_command(("sbatch", "--version"), environment=spec.environment)
-    return [int(part) for part in re.findall(r"\d+", answer.stdout)[:2]] >= [23, 2]
+    version = re.search(r"(?m)^slurm\S* (\d+)\.(\d+)", answer.stdout)
+    return version is not None and [*map(int, version.groups())] >= [23, 2]
 
 
 def _size(spec: JobSpec, lists: bool) -> list[str]:
