@@ -218,6 +218,7 @@ NODE = ("NodeName={0} CPUTot={1} CPUEfctv={2} RealMemory={3} MemSpecLimit={4} Gr
         ("JobDefaults=(null)", "", ["-c", "4"], (0, "124000M")),
         ("JobDefaults=(null)", "", ["--hint=nomultithread"], (0, "124000M")),
         ("JobDefaults=(null)", "", ["--threads-per-core=1"], (0, "124000M")),
+        ("JobDefaults=(null)", "", ["--constraint=few"], (15, "150000M")),
     ],
 )
 def test_a_gpus_share_of_its_node_is_what_slurm_has_no_default_for(
@@ -231,7 +232,7 @@ def test_a_gpus_share_of_its_node_is_what_slurm_has_no_default_for(
             "config": f"Configuration data as of 2026-01-01T00:00:00\n{settings}"
                       "SLURM_VERSION           = 24.11.5\n",
             "node": "\n".join(rows)}  # fmt: skip
-    listed = [Node("gpu", name, name, name, "idle", f"gpu:a100:{gpus}(S:0-1)")
+    listed = [Node("gpu", name, name, name, "idle", f"gpu:a100:{gpus}(S:0-1)", name)
               for name, gpus in (("big", 8), ("few", 4))]  # fmt: skip
     monkeypatch.setattr(sched_slurm, "nodes", lambda: [*listed, Node("cpu", *"ccc", "idle", "")])
     monkeypatch.setattr(sched_slurm, "slurm_command", lambda argv, **_: subprocess.CompletedProcess(
@@ -356,7 +357,6 @@ def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():
     assert type(refusal(0, "")) is Unsure
 
 
-def test_commands_lose_what_leaks_from_jobs_and_shapes_answers(tmp_path):
 BANNER = "Welcome to cluster 7!\\nYour project has 1200 hours left\\n"
 
 
@@ -381,6 +381,7 @@ def test_words_without_one_id_leave_a_submission_unsure(tmp_path, said):
         SlurmScheduler(None).submit(make_spec(tmp_path, SLURM_TOML, environment=environment))
 
 
+def test_commands_lose_what_leaks_from_jobs_and_shapes_answers(tmp_path):
     kept = {"SLURM_CONF": os.devnull, "A": "b"} | fake_command(tmp_path, "squeue", "exec env")
     lost = ("SLURM_NTASKS", "SLURMD_NODENAME", "SBATCH_PARTITION", "SQUEUE_FORMAT", "SCANCEL_STATE")
     said = slurm_command(["squeue"], environment=kept | dict.fromkeys(lost, "1")).stdout
@@ -725,6 +726,27 @@ def test_spare_is_what_is_idle_while_nobody_else_waits(stage):
         stage.scheduler.cancel(waiting)
     finally:
         stage.box.run("scontrol", "update", "NodeName=n4", "State=RESUME")
+
+
+@pytest.mark.parametrize(("options", "spare"), [
+    ([], 5), (["--constraint=a"], 2), (["-C", "a"], 2), (["-Ca", "--nice"], 2),
+    (["--cons=a", "--constraint=c,d"], 1), (["--constraint=c&d|a"], 3), (["-Ca|b&d"], 0),
+    (["--constraint=a|c"], 4), (["--constraint=[a|c]"], 0), (["--constraint=a*2"], 0),
+    (["--constraint=(a|c)&d"], 0), (["--constraint=x"], 0), (["--exclude=n[1-2]"], 3),
+    (["-x", "n1"], 4), (["--reservation=mine"], 0), (["-w", "n1"], 0), (["--exclusive"], 5),
+])  # fmt: skip
+def test_spare_are_nodes_that_the_jobs_own_options_let_it_have(tmp_path, options, spare):
+    """All idle nodes of the partition were: a job was started anew, again and again, for GPUs
+    without the feature that it wants. Slurm reads a|d&c as (a|d)&c."""
+    features = ("a", "a,b", "c,d", "c", "(null)")
+    rows = [("gpu", f"n{i}", "", "", "idle", "gpu:2", of) for i, of in enumerate(features, 1)]
+    listing = "\n".join(map("\x1f".join, rows))
+    fake_command(tmp_path, "sinfo", f"echo '{listing}'")
+    given = fake_command(tmp_path, "squeue", "true")
+    spec = make_spec(tmp_path, MINIMAL_TOML, "trainer", 0)
+    settings = replace(spec.config, slurm=replace(spec.config.slurm, options=options))
+    spec = replace(spec, config=settings)
+    assert SlurmScheduler(None, given).spare_gpus(spec, 99) == spare
 
 
 SAVING = ("SuspendProgram=/bin/true", "ResumeProgram=/bin/true", "SuspendTime=3600")

@@ -152,11 +152,14 @@ class SlurmScheduler:
         go.
         """
         slurm, wanted = spec.config.slurm, spec.config.slurm.gpus_per_node
-        if self._others_wait(slurm.partition):
+        # Which nodes a reservation holds is not asked.
+        if _given(slurm, "reserv|nodel|nodef", "wF") or self._others_wait(slurm.partition):
             return 0
-        avoided, inside = expand_hostlist(slurm.exclude), slurm.partition.split(",")
+        avoided = expand_hostlist(",".join([slurm.exclude, *_given(slurm, "exclude", "x")]))
+        inside = slurm.partition.split(",")
         fit = {node.name for node in nodes(self._environment)
                if node.partition in inside and node.state == "idle" and node.name not in avoided
+               and _has_features(node, slurm)
                and (not slurm.gres or gpus_of(node.gres, slurm.gres) >= wanted)}  # fmt: skip
         return min(len(fit), most // wanted) * wanted
 
@@ -283,12 +286,30 @@ def _properties(line: str) -> dict[str, str]:
 
 def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
     """Every node, once per partition that it is in. TryAgain where none is shown."""
-    columns = f"--format={_FIELD.join(('%R', '%N', '%n', '%o', '%T', '%G'))}"
+    columns = f"--format={_FIELD.join(('%R', '%N', '%n', '%o', '%T', '%G', '%b'))}"
     argv = ("sinfo", "--noheader", "--Node", columns)
     lines = ask(*argv, environment=environment).splitlines()
     if not lines:
         raise TryAgain("sinfo shows no node", _PRIVATE)
     return [Node(*map(str.strip, line.split(_FIELD))) for line in lines]
+
+
+def _given(slurm, long: str, short: str) -> list[str]:
+    """What the workers' own options of sbatch say, each of which may be cut short."""
+    option = rf"(?:^| )(?:--(?:{long})\w*[= ]|-[{short}] ?)(\S+)"
+    return re.findall(option, " ".join(slurm.options))
+
+
+def _has_features(node: Node, slurm) -> bool:
+    """Has the node what the workers' --constraint wants? Slurm reads it from the left, & and
+    | alike. No, where it wants so many nodes of a kind, or all of one."""
+    given = _given(slurm, "cons", "C")
+    if re.search(r"[][()*]", wanted := given[-1] if given else ""):
+        return False
+    has, names = True, node.features.split(",")
+    for sign, name in re.findall(r"([&,|]?)([^&,|]+)", wanted):
+        has = (has or name in names) if sign == "|" else (has and name in names)
+    return has
 
 
 def share_of_gpu(slurm) -> tuple[int, str]:
@@ -299,7 +320,7 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     settings = [*partitions().get(first, {}).items(), *cluster().items()]
     defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
     given = " ".join((*defaults, *slurm.options))
-    inside = [node for node in nodes() if node.partition == first]
+    inside = [node for node in nodes() if node.partition == first and _has_features(node, slurm)]
     gpus_on = {node.name: gpus_of(node.gres, slurm.gres) for node in inside}
     shares = []
     lines = show("node", ",".join(gpus_on)).splitlines() if any(gpus_on.values()) else ()

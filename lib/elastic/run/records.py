@@ -282,6 +282,7 @@ class Node:
     address: str
     state: str
     gres: str
+    features: str = ""
 
 
 def gpus_of(gres: str, wanted: str) -> int:
