@@ -232,6 +232,31 @@ def test_a_wrong_value_is_refused_with_key_value_and_rule(write, line, said):
     assert message.startswith("run.toml cannot be used:\n")
 
 
+@pytest.mark.parametrize(("low", "high", "gpus", "nearest"), [
+    (12, 15, 8, "elastic.min to 8 or elastic.max to 16"),
+    (9, 9, 4, "elastic.min to 8 or elastic.max to 12"),
+    (8, 15, 8, ""), (12, 16, 8, ""), (2, 3, 4, ""), (1, 1, 1, ""),
+])  # fmt: skip
+def test_limits_that_no_whole_nodes_meet_are_refused_before_a_run_is_there(
+    write, low, high, gpus, nearest
+):
+    """Such a job got 8 GPUs for a --min of 12. One that exists has to be seen to all the same."""
+    limits = f"[elastic]\nmin = {low}\nmax = {high}\n"
+    slurm = f"[slurm]\npartition = 'p'\ngpus_per_node = {gpus}\n[train]\nepochs = 1\n"
+    run = write(f"[run]\nmode = 'sync'\n{limits}{slurm}")
+    made = config.load_written(run)
+    assert (made.elastic.min, made.elastic.max) == (low, high)
+    for other in ("run.mode=local", "run.scheduler=local"):
+        config.load(run, [other])
+    if not nearest:
+        config.load(run)
+        return
+    with pytest.raises(UsageError, match=f"no nodes of {gpus} GPUs make .*: set {nearest}$"):
+        config.load(run)
+    with pytest.raises(UsageError, match=f"set {nearest}$"):
+        config.load_written(run, [f"elastic.min={low}"])
+
+
 def test_a_slurm_run_without_a_partition_anywhere_is_refused(write):
     run = write("[train]\nepochs = 1\n")
     assert "slurm.partition is not set" in problems_of(run)

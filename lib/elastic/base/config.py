@@ -111,7 +111,9 @@ def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
             for name in table.keys() - {key.name for key in KEYS[section]}:
                 del table[name]
             layer.tables[section] = BEFORE.get(section, {}) | table
-    return _resolve([layer, _override_layer(overrides)], path)
+    # A run that exists goes on, whatever was asked of the numbers that it was submitted with.
+    left_open = frozenset() if overrides else {"slurm.gpus_per_node"}
+    return _resolve([layer, _override_layer(overrides)], path, left_open)
 
 
 def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:
@@ -297,10 +299,22 @@ def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> Iterator[_Pr
         given = [flat[name] for name in names]
         is_open = bad.intersection([*names, *(name.split(".")[0] for name in names)])
         if not is_open and not holds(*given):
-            yield names[0], text.format(*map(toml_value, given))
+            said = text if isinstance(text, str) else text(*given)
+            yield names[0], said.format(*map(toml_value, given))
 
 
-_RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
+def _whole_nodes(low: int, high: int, gpus: int, mode: str, scheduler: str) -> bool:
+    """Can a job have so many GPUs? Where a node has more than are wanted it gets one."""
+    is_asked = (mode, scheduler) == ("sync", "slurm") and high >= gpus
+    return not is_asked or high // gpus * gpus >= low
+
+
+def _not_whole(low: int, high: int, gpus: int, *_) -> str:
+    nearest = f"set elastic.min to {high // gpus * gpus} or elastic.max to {-(-low // gpus) * gpus}"
+    return f"no nodes of {{2}} GPUs make elastic.min ({{0}}) to elastic.max ({{1}}): {nearest}"
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str | Callable[..., str]], ...] = (
     (("run.name",), NAME.holds, f"run.name must be {NAME.rule}, is {{}}"),
     (("elastic.min", "elastic.max"), lambda low, high: low <= high,
      "elastic.min ({}) is above elastic.max ({})"),
@@ -324,6 +338,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str], ...] = (
     (("sync.sizes", "elastic.min", "elastic.max", "slurm.gpus_per_node"),
      lambda sizes, low, high, n: not sizes or any(low <= s <= high and s % n == 0 for s in sizes),
      "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({}) in nodes of {} GPUs"),
+    (("elastic.min", "elastic.max", "slurm.gpus_per_node", "run.mode", "run.scheduler"),
+     _whole_nodes, _not_whole),
     (("local_sgd.overlap", "slurm.gpus_per_worker"), lambda how, n: how == "off" or n == 1,
      "local_sgd.overlap = {} is for workers of one GPU: slurm.gpus_per_worker is {}"),
     (("redis.tls", "redis.url"), lambda tls, url: not (tls is True and url),
