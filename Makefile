@@ -136,7 +136,7 @@ install:  ## Copy this version into PREFIX, make its venv, and switch to it
 	for kind in lua tcl; do name=$(VERSION); test $$kind = tcl || name=$$name.lua; \
 	    sed 's|@PREFIX@|$(PREFIX)|g; s|@VERSION@|$(VERSION)|g' etc/modulefile.$$kind \
 	        | install -D -m 0644 /dev/stdin '$(MODULES)'/$$kind/elastic/$$name || exit 1; done
-	if test -n '$(DESTDIR)'; then echo 'next, there: make -C $(PREFIX)/$(VERSION) venv'; \
+	if test -n '$(DESTDIR)'; then echo 'next, there: (umask 022; make -C $(PREFIX)/$(VERSION) venv)'; \
 	    elif test -z "$$ELASTIC_PYTHON"; then umask 022; \
 	        $(MAKE) --no-print-directory -C '$(TREE)' venv; fi
 	umask 022; $(MAKE) --no-print-directory switch

@@ -187,6 +187,22 @@ def test_everybody_can_read_what_an_admin_with_a_narrow_umask_installs(tmp_path)
     prefix, python = tmp_path / "elastic", pretended_python(tmp_path)
     done = run(f"umask 077; make install PREFIX={prefix} PYTHON={python}", ROOT)
     assert done.returncode == 0, done.stderr
+    everybody_can_read(prefix)
+
+
+def test_everybody_can_read_what_is_packaged_and_gets_its_venv_later(tmp_path):
+    prefix, stage = tmp_path / "elastic", tmp_path / "stage"
+    done = run(f"umask 077; make install DESTDIR={stage} PREFIX={prefix}", ROOT)
+    assert done.returncode == 0, done.stderr
+    (stage / prefix.relative_to("/")).rename(prefix)
+    (told,) = re.findall("next, there: (.*)", done.stdout)
+    python = pretended_python(tmp_path)
+    made = run(f"umask 077; export MAKEFLAGS=PYTHON={python}; {told}", tmp_path)
+    assert made.returncode == 0, made.stderr
+    everybody_can_read(prefix)
+
+
+def everybody_can_read(prefix: Path) -> None:
     paths = [path for path in prefix.rglob("*") if not path.is_symlink()]
     assert any(path.name == ".ready" for path in paths)
     for path in (prefix, *paths):
