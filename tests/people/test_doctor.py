@@ -25,6 +25,7 @@ from elastic.base import config as configuration, network
 from elastic.base.errors import UsageError
 from elastic.commands.main import elastic as commands
 from elastic.lab.sandbox import Sandbox
+from elastic.local.master import redis_server
 from elastic.people import dial, doctor, tryout
 from elastic.run.estimate import Save
 from forks import as_nobody
@@ -481,6 +482,17 @@ def test_init_says_nothing_of_partitions_whose_nodes_nobody_is_shown(quick, site
     checks = doctor.report(None, ["slurm.partition=preempt"])["checks"]
     (found,) = [each for each in checks if each["check"] == "partition"]
     assert (found["verdict"], "PrivateData" in found["fix"]) == ("SKIP", True)
+
+
+def test_init_names_no_redis_server_that_goes_with_this_version(quick, site, monkeypatch):
+    """After the next version had taken its place, runs found none."""
+    site.unlink()
+    own = ROOT / "build/.venv/bin/redis-server"
+    monkeypatch.setattr(redis_server, "find", lambda: str(own))
+    assert "redis" not in doctor.init()[1]
+    site.unlink()
+    monkeypatch.setattr(redis_server, "find", lambda: "/opt/redis/bin/redis-server")
+    assert 'server = "/opt/redis/bin/redis-server"' in doctor.init()[1]
 
 
 def test_init_replaces_nothing_that_somebody_wrote(quick, site):

@@ -25,7 +25,7 @@ from typing import Any
 from elastic.base import config as configuration, network, proc
 from elastic.base.config import Config
 from elastic.base.durable import create_once, write_atomic
-from elastic.base.environment import cron_line, runs_root, site_path, user_name
+from elastic.base.environment import cron_line, elastic_home, runs_root, site_path, user_name
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.keys import toml_value
 from elastic.jobs import sched_slurm
@@ -348,10 +348,13 @@ def _check_untouched(path: Path) -> None:
         raise UsageError(f"{path} sets something already", f"mv {path} {path}.old")
 
 
-def _server(_facts: dict) -> str:
+def _server(_facts: dict) -> str | Unknown:
     from elastic.local.master import redis_server
 
-    return redis_server.find()
+    path = redis_server.find()
+    if Path(path).parent.resolve().is_relative_to(elastic_home()):
+        return Unknown("each version finds its own, which goes with it")
+    return path
 
 
 def site_text(cluster: Mapping[str, str], proposals: list[tuple[str, str, str]]) -> str:
