@@ -175,6 +175,7 @@ def test_what_is_not_short_is_cut():
 @pytest.mark.parametrize(
     ("reason", "words"),
     [("Priority", "others"), ("Resources", "no node"), ("QOSMaxJobsPerUserLimit", "--max"),
+     ("ReqNodeNotAvail, Reserved for maintenance", "--time-min"),
      ("ReqNodeNotAvail, UnavailableNodes:n1", "drained"), ("PartitionTimeLimit", "slurm.time"),
      ("AssocGrpGRES", "group"), ("launch failed requeued held", "held"), ("BeginTime", "minute"),
      ("InvalidQOS", "slurm.qos"), ("Whatever", ""), ("", "")],

@@ -78,6 +78,7 @@ PENDING = (
     ("PartitionTimeLimit|QOSTimeLimit", "longer than allowed: lower slurm.time"),
     ("PartitionNodeLimit|PartitionConfig", "more than the partition gives: see slurm.partition"),
     ("Partition(Down|Inactive)", "the partition is closed: ask its admin"),
+    (".*maintenance", "it would take longer: see --time-min in INSTALL.md"),
     ("ReqNodeNotAvail|NodeDown|Reservation", "nodes are down, drained or reserved: ask the admin"),
     ("BadConstraints", "no node fits: see slurm.gpus_per_node and slurm.options"),
     ("Invalid(Account|QOS)", "not yours to use: see slurm.account and slurm.qos"),
