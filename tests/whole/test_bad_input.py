@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from conftest import start_redis
-from elastic.base import config as configuration
+from elastic.base import config as configuration, durable
 from elastic.base.errors import UsageError
 from elastic.people import status
+from elastic.run.rundir import RunDir
 from helpers import ROOT, elastic, environment
 from running import SETTINGS, TESTS, kill_all, members, running, toml
 
@@ -289,6 +290,27 @@ def test_a_full_disk_stops_the_clock_and_not_the_run(small_disk: Path, leave_byt
         assert run.pids("trainer") == trainers
         run.finish()
     assert run.events("fail") == []
+
+
+@pytest.mark.root
+def test_a_disk_that_turns_read_only_is_waited_for_and_named(small_disk: Path):
+    """So the kernel mounts one anew that has failed: every worker died of it, delta and all."""
+    path, told = small_disk / "delta", []
+
+    def remount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
+
+    def tell(error: Exception) -> None:
+        told.append((str(error), RunDir(small_disk).shortage(1)))
+        remount("rw")
+
+    remount("ro")
+    durable.until_written(lambda: durable.write_atomic(path, b"delta"), lambda: False, tell)
+    assert path.read_bytes() == b"delta"
+    ((refused, shown),) = told
+    assert f"Read-only file system: '{path}'" in refused
+    assert shown == f"the filesystem of {small_disk} is read-only here: ask its admin"
+    assert RunDir(small_disk).shortage(1) == ""
 
 
 @pytest.mark.root

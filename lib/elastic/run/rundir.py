@@ -259,6 +259,8 @@ class RunDir:
         """What the filesystem is short of, and the way out; "" if there is room to go
         on."""
         disk = durable.insist(os.statvfs, self.path)
+        if disk.f_flag & os.ST_RDONLY:  # as the kernel mounts one anew that has failed
+            return f"the filesystem of {self.path} is read-only here: ask its admin"
         free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
         if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
             return ""
