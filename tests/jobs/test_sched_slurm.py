@@ -90,8 +90,25 @@ def test_an_answer_that_is_cut_short_is_no_answer(length):
 
 
 def test_a_record_with_too_few_fields_is_no_answer():
-    with pytest.raises(TryAgain, match="3 fields"):
+    with pytest.raises(TryAgain, match="squeue: the answer cannot be read"):
         parse_squeue("41\x1fRUNNING\x1f1795257556\x1e\n")
+
+
+@pytest.mark.parametrize("said", ["Welcome!\n{}", "{}Bye.\n", "Welcome!\n{}Bye.\n", "No jobs\n"])
+def test_words_of_a_sites_own_command_are_no_answer_and_no_jobs(tmp_path, monkeypatch, said):
+    """The first job had the greeting in its id: nobody's, it was taken to be gone."""
+    rest = SQUEUE if "{}" in said else ""
+    with pytest.raises(TryAgain, match="squeue: the answer cannot be read"):
+        parse_squeue(said.format(rest))
+    path = fake_command(tmp_path, "sinfo", "echo 'Welcome = to n1'; printf 'a\\037n1\\n'")
+    monkeypatch.setenv("PATH", path["PATH"])
+    with pytest.raises(TryAgain, match="sinfo: the answer cannot be read"):
+        sched_slurm.nodes()
+    fake_command(tmp_path, "scontrol", "echo 'Welcome=1'; echo 'PartitionName=gpu State=UP'")
+    assert sched_slurm.partitions() == {"gpu": {"PartitionName": "gpu", "State": "UP"}}
+    fake_command(tmp_path, "scontrol", "echo 'No partitions in the system'")
+    with pytest.raises(TryAgain, match="scontrol: the answer cannot be read"):
+        sched_slurm.partitions()
 
 
 SLURM_TOML = """

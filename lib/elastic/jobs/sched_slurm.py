@@ -276,8 +276,11 @@ def cluster(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def partitions() -> dict[str, dict[str, str]]:
     """The properties of every partition, hidden ones included, by its name."""
-    found = map(_properties, ask("scontrol", "-o", "show", "partition").splitlines())
-    return {properties["PartitionName"]: properties for properties in found if properties}
+    text = ask("scontrol", "-o", "show", "partition")
+    found = [*map(_properties, re.findall("(?m)^PartitionName=.*", text))]
+    if not found:
+        raise _unread("scontrol", text)
+    return {properties["PartitionName"]: properties for properties in found}
 
 
 def _properties(line: str) -> dict[str, str]:
@@ -291,6 +294,9 @@ def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
     lines = ask(*argv, environment=environment).splitlines()
     if not lines:
         raise TryAgain("sinfo shows no node", _PRIVATE)
+    for line in lines:
+        if line.count(_FIELD) != columns.count(_FIELD):
+            raise _unread("sinfo", line)
     return [Node(*map(str.strip, line.split(_FIELD))) for line in lines]
 
 
@@ -407,13 +413,15 @@ def parse_squeue(text: str) -> list[Job]:
     short."""
     *records, rest = text.split(_RECORD)
     if rest.strip():
-        raise TryAgain(f"squeue: the answer is cut short at {rest!r}")
+        raise _unread("squeue", rest)
     jobs = []
     for record in records:
         fields = record.removeprefix("\n").split(_FIELD)
         if len(fields) < len(_COLUMNS):  # more: a separator in a name; not one of ours
-            raise TryAgain(f"squeue: {len(fields)} fields, not {len(_COLUMNS)}: {fields!r}")
+            raise _unread("squeue", record)
         job_id, state, submitted, started, ended, node, reason, host, *names = fields
+        if not re.fullmatch(r"\d\S*", job_id):  # a site's own squeue may say more
+            raise _unread("squeue", job_id)
         # The comment first: a site's submit plugin may rename a job, to what looks like
         # another's.
         whose = next(filter(None, map(parse_job_name, names)), None)
@@ -468,6 +476,11 @@ def _checked(answer: subprocess.CompletedProcess[str]) -> str:
         hint = "is slurmctld up, and SLURM_CONF right?" if not is_hidden else _PRIVATE
         raise TryAgain(f"{Path(answer.args[0]).name} failed: {said[-1]}", hint)
     return answer.stdout
+
+
+def _unread(command: str, text: str) -> TryAgain:
+    what = f"{command}: the answer cannot be read, or is cut short: {text.strip()[:80]!r}"
+    return TryAgain(what, "a script of this site's in its place may say more than Slurm")
 
 
 def _epoch(text: str) -> float | None:
