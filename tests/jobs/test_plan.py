@@ -360,8 +360,11 @@ def test_a_run_fails_only_for_crashes_in_a_row_that_nobody_outlived(world):
 @over_open_worlds
 def test_a_node_is_avoided_only_for_recent_crashes_while_work_goes_on_elsewhere(world):
     bad = bad_nodes(world.memory, NOW)
+    masters = Counter(end.node for end in world.memory.ended if end.node and NOW - end.at < 1800
+                      and (end.role, end.outcome) == ("master", "failed"))  # fmt: skip
+    avoided = {"worker": bad, "master": tuple(sorted(n for n in masters if masters[n] >= 2))}
     for action in verbs(plan(world, NOW), SUBMIT):
-        assert action.exclude == (bad if action.role == "worker" else ())
+        assert action.exclude == avoided.get(action.role, ())
     for node in NODES:
         crashes = [
             end.at
@@ -948,6 +951,24 @@ def test_story_a_master_that_crashes_three_times_ends_the_run_though_workers_liv
         if FAIL in verbs_seen:
             break
     assert FAIL in verbs_seen
+
+
+def test_story_a_master_that_crashed_twice_on_a_node_is_tried_on_another():
+    """One broken node of many, the idlest one, took the run's three tries and ended it."""
+    story, tried = Story(backoff_s=1.0).running(), []
+    for node in ("c1", "c1", "c2"):
+        row = story.job(role="master")
+        story.cluster.rows[row.job_id] = replace(row, node=node)
+        story.wait(10)
+        story.crash(role="master") if node == "c1" else None
+        tried += [action.exclude for action in story.wait(10) if action.verb == SUBMIT]
+        story.wait(10)
+    assert tried == [(), ("c1",)]
+    assert story.job(role="master").state == "RUNNING"
+    story.wait(1800)
+    story.cluster.end(story.job(role="master"), "PREEMPTED", "yielded")
+    (action,) = verbs(story.cluster.one_pass(), SUBMIT)
+    assert action.exclude == ()
 
 
 def test_story_two_crashes_on_a_node_while_another_works_make_it_avoided_for_a_while():

@@ -422,6 +422,25 @@ def test_two_hosts_that_are_refused_leave_each_other_their_pause(run, slurm, aga
     assert notes(run)["memory"]["later_s"] == 0
 
 
+def test_a_master_that_no_other_node_can_take_is_submitted_for_the_avoided_one(run, slurm, again):
+    def refuse(spec):
+        asked.append((spec.role, spec.exclude))
+        if spec.exclude:
+            raise Refused("sbatch: Requested node configuration is not available")
+
+    asked = []
+    again()
+    slurm.on_submit = refuse
+    for _ in range(2):
+        master = next(job for job in slurm.listed.values()
+                      if job.role == "master" and not job.ended)  # fmt: skip
+        slurm.listed[master.job_id] = replace(master, state="FAILED", node="c1")
+        again(10)
+        again(120)
+    assert asked == [("master", ()), ("master", ("c1",)), ("master", ())]
+    assert not run.failed()
+
+
 def test_a_submit_limit_is_waited_for_and_said_once(run, slurm, again):
     def limit(spec):
         if len(slurm.listed) >= 3:

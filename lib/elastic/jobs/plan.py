@@ -18,8 +18,9 @@ A job that was taken away (preempted, timed out, killed, its node lost) is repla
 once. A crash waits `backoff_s`, doubling; `max_failures` crashes of one slot in a row end
 the run, unless another worker has been training all the while: then the fault is that
 slot's, and it goes on backing off. A node is avoided while workers crash on it and work
-elsewhere, and those crashes do not count. A job in a broken hold is cancelled, and
-replaced with the same backing off.
+elsewhere, and those crashes do not count. A master is one of a kind: it avoids a node where
+two crashed, and all its crashes count. A job in a broken hold is cancelled, and replaced
+with the same backing off.
 """
 
 import math
@@ -116,15 +117,16 @@ def plan(world: World, now: float) -> list[Action]:
 # ---- what went wrong, and whose fault it is
 
 
-def bad_nodes(memory: Memory, now: float) -> tuple[str, ...]:
+def bad_nodes(memory: Memory, now: float, role: str = WORKER) -> tuple[str, ...]:
     """Nodes on which two or more workers crashed lately while workers elsewhere
-    worked."""
+    worked; or two or more masters."""
     crashes: dict[str, list[Ended]] = defaultdict(list)
     for end in memory.ended:
-        if end.crashed and end.role == WORKER and end.node and now - end.at < RECENT_S:
+        if end.crashed and end.role == role and end.node and now - end.at < RECENT_S:
             crashes[end.node].append(end)
     bad = [node for node, ends in sorted(crashes.items(), key=lambda item: -item[1][-1].at)
-           if len(ends) >= 2 and _works_elsewhere(memory, node, ends[0].at)]  # fmt: skip
+           if len(ends) >= 2
+           and (role == MASTER or _works_elsewhere(memory, node, ends[0].at))]  # fmt: skip
     return tuple(sorted(bad[:MAX_EXCLUDED]))
 
 
@@ -289,6 +291,7 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
     workers += sum(role == WORKER for role, _ in unsure)
     pending = sum(job.queued for job in memory.jobs) + len(unsure)
     last = {end.place: end for end in memory.ended}
+    avoided = {WORKER: blamed, MASTER: bad_nodes(memory, now, MASTER)}
     foreign = [job.job_id for job in memory.jobs if not (world.own(job.role) or job.over)]
     foreign += ["that may have been submitted" for u in memory.unsure if not world.own(u.role)]
     for place in world.places:
@@ -312,7 +315,7 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
         reason = _occasion(last.get(place))
         if ahead:
             reason = f"to follow job {ahead[0].job_id} at once"
-        yield Action(SUBMIT, *place, reason, exclude=blamed if is_worker else ())
+        yield Action(SUBMIT, *place, reason, exclude=avoided.get(place[0], ()))
         workers, pending = workers + is_worker, pending + 1
 
 

@@ -306,7 +306,7 @@ class _Pass:
         self._note_unsure(place, DYING_S)
         self.save()
         try:
-            job_id = self.scheduler.submit(spec := self._spec(*place, action.exclude))
+            job_id = self._submitted(spec := self._spec(*place, action.exclude))
         except (Unsure, TryAgain) as silence:
             self._note_unsure(place, UNSURE_S)
             self._say(f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}")
@@ -322,6 +322,14 @@ class _Pass:
             self.memory = replace(self.memory, later_s=0.0)
         self._tell(replace(action, job_id=job_id))
         return True
+
+    def _submitted(self, spec: JobSpec) -> str:
+        try:
+            return self.scheduler.submit(spec)
+        except Refused:  # there may be no other node than those that are avoided
+            if not spec.exclude:
+                raise
+        return self.scheduler.submit(replace(spec, exclude=()))
 
     def _grow(self, action: Action) -> bool:
         """The nodes that its predecessor leaves are free only after their epilog: a
