@@ -303,12 +303,6 @@ def _conflicts(values: dict[str, dict[str, Any]], bad: set[str]) -> Iterator[_Pr
             yield names[0], said.format(*map(toml_value, given))
 
 
-def _whole_nodes(low: int, high: int, gpus: int, mode: str, scheduler: str) -> bool:
-    """Can a job have so many GPUs? Where a node has more than are wanted it gets one."""
-    is_asked = (mode, scheduler) == ("sync", "slurm") and high >= gpus
-    return not is_asked or high // gpus * gpus >= low
-
-
 def _not_whole(low: int, high: int, gpus: int, *_) -> str:
     nearest = f"set elastic.min to {high // gpus * gpus} or elastic.max to {-(-low // gpus) * gpus}"
     return f"no nodes of {{2}} GPUs make elastic.min ({{0}}) to elastic.max ({{1}}): {nearest}"
@@ -339,7 +333,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str | Callable[..., st
      lambda sizes, low, high, n: not sizes or any(low <= s <= high and s % n == 0 for s in sizes),
      "sync.sizes ({}) has none from elastic.min ({}) to elastic.max ({}) in nodes of {} GPUs"),
     (("elastic.min", "elastic.max", "slurm.gpus_per_node", "run.mode", "run.scheduler"),
-     _whole_nodes, _not_whole),
+     lambda low, high, n, *how: how != ("sync", "slurm") or high // n * n >= low or high < n,
+     _not_whole),
     (("local_sgd.overlap", "slurm.gpus_per_worker"), lambda how, n: how == "off" or n == 1,
      "local_sgd.overlap = {} is for workers of one GPU: slurm.gpus_per_worker is {}"),
     (("redis.tls", "redis.url"), lambda tls, url: not (tls is True and url),

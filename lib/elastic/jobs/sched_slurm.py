@@ -472,8 +472,8 @@ def _checked(answer: subprocess.CompletedProcess[str]) -> str:
     """What a command said. TryAgain if it has failed."""
     if answer.returncode != 0:
         said = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
-        is_hidden = said[-1].endswith("Access/permission denied")
-        hint = "is slurmctld up, and SLURM_CONF right?" if not is_hidden else _PRIVATE
+        is_hidden = said[-1].endswith("permission denied")
+        hint = _PRIVATE if is_hidden else "is slurmctld up, and SLURM_CONF right?"
         raise TryAgain(f"{Path(answer.args[0]).name} failed: {said[-1]}", hint)
     return answer.stdout
 
