@@ -43,6 +43,7 @@ run, waiting, delivered = played.run, played.waiting, played.delivered
 pytestmark = pytest.mark.timeout(1800)
 ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
 SWEEP = bool(os.environ.get("ELASTIC_FILE_SWEEP"))
+CHANGES = ("mkdir", "rename", "replace", "link", "unlink")
 EACH = 24  # operations that are tried of each process, in the sample
 NAMES = ("stat", "mkdir", "rename", "replace", "link", "fsync", "statvfs", "scandir", "unlink",
          "close")  # fmt: skip
@@ -145,7 +146,14 @@ def points(count: int, what: str) -> Iterator[tuple[int, int]]:
     return every[len(what) % step :: step]
 
 
-def try_each(world: World, act: Callable[[], object], check: Callable[[], object]) -> None:
+def read_only(names: list[str]) -> list[tuple[int, int]]:
+    """(k, EROFS) of what changes a folder: all, or a sample."""
+    every = [(k, errno.EROFS) for k, name in enumerate(names, 1) if name in CHANGES]
+    return every[:: 1 if SWEEP else max(1, len(every) // 6)]
+
+
+def try_each(world: World, act: Callable[[], object], check: Callable[[], object],
+             more: Callable = lambda names: ()) -> None:  # fmt: skip
     def failing(kth: int = 0, number: int = 0) -> dict:
         files = Failing(world.folder, kth, number)
         files.install()
@@ -159,7 +167,7 @@ def try_each(world: World, act: Callable[[], object], check: Callable[[], object
     names = counted.said["result"]["names"]
     assert len(names) > 20
     wrong = []
-    for kth, number in points(len(names), act.__name__):
+    for kth, number in (*points(len(names), act.__name__), *more(names)):
         world.thaw()
         where = f"{errno.errorcode[number]} at {kth} ({names[kth - 1]})"
         ended = in_child(lambda kth=kth, number=number: failing(kth, number))
@@ -207,7 +215,7 @@ def test_a_master_lives_through_any_one_of_them(world, run):
         assert assert_sound(run)["committed"] == SAMPLES
         assert torch.equal(parameters(run), before)
 
-    try_each(world, be_master, check)
+    try_each(world, be_master, check, more=read_only)
 
 
 def test_an_agent_and_its_trainer_live_through_any_one_of_them(world, waiting):

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from math import inf
 from pathlib import Path
 
-from elastic.base.durable import PASSING, exists
+from elastic.base.durable import FULL, exists
 from elastic.base.errors import Fenced, TryAgain
 from elastic.base.network import node_name
 from elastic.base.signals import Notice
@@ -98,7 +98,7 @@ class Master:
             checks = list(self.intake.checks.values()) if self.intake else []
             self._tick(self.server.wait(checks, len(self.server.attempts)))
         except (TryAgain, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in PASSING:
+            if isinstance(error, OSError) and error.errno not in FULL:
                 raise
             if self.notice:
                 return  # a scheduler that ends this job signals its Redis, too
