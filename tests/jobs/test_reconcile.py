@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from signal import SIGKILL
 
@@ -192,6 +192,43 @@ def test_a_lost_or_damaged_memory_makes_no_second_job(run, slurm, again):
         assert did(again()) == []
     (run.path / "reconcile.json").unlink()
     assert did(again()) == []
+
+
+def test_what_a_later_version_notes_besides_is_left_out(run, slurm, again):
+    """After a step back: the pass that crashed on it, or took it for nothing, forgot all."""
+    until_running(again, slurm)
+    for slot in range(2):
+        ending(run, slurm, slot, "failed", reason="exit 1")
+    again()
+    before = notes(run)
+    slurm.becomes("RUNNING")
+    told = before["memory"]
+    assert told["jobs"]
+    assert told["ended"]
+    later = {name: [{**row, "later": [1]} for row in told[name]] for name in ("jobs", "ended")}
+    unsure = [{"role": "worker", "slot": 0, "until": NOW + 600, "later": None}]
+    (run.path / "reconcile.json").write_text(
+        json.dumps({"memory": {**told, **later, "unsure": unsure, "later": {}}, "later": 1})
+    )
+    memory = reconcile.remembered(run, NOW)
+    assert memory.born == told["born"]
+    assert json.loads(json.dumps(asdict(memory))) == {**told, "unsure": [
+        {name: value for name, value in unsure[0].items() if name != "later"}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ['{"memory": {"jobs": 3}}', "", '{"memory": []}'])
+def test_a_run_whose_memory_is_damaged_is_no_new_one(run, slurm, again, damage):
+    """A new run whose first job is refused has failed; one that is at work waits."""
+    until_running(again, slurm)
+    slurm.becomes("PREEMPTED", ("worker", 2))
+
+    def refuse(spec):
+        raise Refused("sbatch: Access/permission denied")
+
+    slurm.on_submit = refuse
+    (run.path / "reconcile.json").write_text(damage)
+    again()
+    assert run.failed() is None
 
 
 def test_a_dry_run_tells_the_plan_and_changes_nothing(run, slurm, again):

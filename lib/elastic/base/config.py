@@ -103,9 +103,10 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) ->
 
 def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
     """What `to_toml` wrote, complete in itself, under `overrides`. It may be another
-    version's, that the run goes on with: keys that are not known here are for that one.
-    """
+    version's, that the run goes on with: what is not known here is for that one."""
     layer = _read(path)
+    for section in layer.tables.keys() - {*SECTIONS}:
+        del layer.tables[section]
     for section in KEYS.keys() & layer.tables.keys():
         if isinstance(table := layer.tables[section], dict):
             for name in table.keys() - {key.name for key in KEYS[section]}:

@@ -35,7 +35,7 @@ from elastic.jobs import cadence, history, sched, sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, Job, Memory, UnsureSubmission
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
 from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler, Unsure
-from elastic.run.records import Outcome
+from elastic.run.records import Outcome, restored
 from elastic.run.rundir import Control, RunDir
 
 # How long a submission may still turn up whose pass was killed (past SETTLE_S, too), or
@@ -178,20 +178,18 @@ def _has_locked(descriptor: int) -> bool:
 
 
 def remembered(run: RunDir, now: float) -> Memory:
-    """What the newest pass over the run has left to the next. A lost or outdated file
-    only costs what is in it: jobs are known by their names. One that cannot be read now
-    is neither: raises TryAgain."""
+    """What the newest pass over the run, of whatever version, has left to the next. A
+    lost or damaged file only costs what is in it: jobs are known by their names. One that
+    cannot be read now is neither: raises TryAgain."""
+    path = run.path / "reconcile.json"
     try:
-        notes = read_json(run.path / "reconcile.json") or {}
-        memory = {"born": now, "said": (), **notes.get("memory", {})}
-        memory["said"] = tuple(memory["said"])
-        for name, kind in (("jobs", Job), ("ended", Ended), ("unsure", UnsureSubmission)):
-            memory[name] = tuple(kind(**row) for row in memory.get(name, ()))
-        return Memory(**memory)
+        notes = read_json(path) or {}
+        return restored(Memory, {"born": now, **restored(dict, notes.get("memory", {}))})
     except TryAgain:
         raise
-    except (ElasticError, TypeError, AttributeError):
-        return Memory(born=now)
+    except (ElasticError, ValueError):
+        # No new run, which a first refusal would end.
+        return Memory(born=path.stat().st_mtime)
 
 
 def since_last(run: RunDir) -> float:

@@ -55,7 +55,7 @@ Place = NewType("Place", str)  # in the run directory
 # A lone surrogate can be written nowhere.
 WORDS = {str: "[^\ud800-\udfff]*", Name: r"(?a)[\w.-]{0,100}", Place: r"(?a)(?!/|.*\.\.)[\w./-]+"}
 # What JSON has for a value that is no record: what is 1.0 may be written as 1.
-PLAIN = {int: (int,), float: (float, int), Measured: (float, int), dict: (dict,)}
+PLAIN = {bool: (bool,), int: (int,), float: (float, int), Measured: (float, int), dict: (dict,)}
 
 
 def restored(kind: type[T], raw: object) -> T:
