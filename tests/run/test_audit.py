@@ -189,6 +189,21 @@ def test_a_commit_that_cannot_be_read_is_named(ledger):
     assert "000001.json cannot be read" in ledger.problems()
 
 
+def test_a_copy_of_a_record_is_none(ledger):
+    ledger.commit([delta([[0, 0, 10]])])
+    ledger.save(4, base=1, tokens=160, samples=[[0, 10, 20]])
+    ledger.save(5, base=1, tokens=240, samples=[[0, 10, 30]])
+    for place in ("commits/000001.json", "checkpoints/step-00000004.json"):
+        record = ledger.path / place
+        for name in (f"{record.stem}.bak.json", f"{record.stem} (copy).json", f"old {record.name}"):
+            shutil.copy(record, record.with_name(name))
+    shutil.copy(ledger.path / "checkpoints/step-00000004.json",
+                ledger.path / "checkpoints/step-00000005.old.json")  # fmt: skip
+    assert ledger.problems() == ""
+    assert audit(ledger.path)["commits"] == 2
+    assert [saved.step for saved in read_checkpoints(ledger.path, 1)] == [4, 5]
+
+
 def test_no_commit_at_all_is_said_so(tmp_path):
     (tmp_path / "commits").mkdir()
     assert audit(tmp_path)["problems"] == ["no version is committed"]

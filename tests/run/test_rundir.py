@@ -368,6 +368,12 @@ def test_a_job_says_that_it_started_and_then_how_it_ended(run):
     assert [record["state"] for record in run.jobs.endings()] == ["ended", "started"]
 
 
+def test_a_copy_of_an_exit_record_is_no_other_job(run):
+    run.jobs.write_ending("7", {"role": "worker", "slot": 3, "state": "started"})
+    shutil.copy(run.path / "exit/7.json", run.path / "exit/7 (copy).json")
+    assert [record["job_id"] for record in run.jobs.endings()] == ["7"]
+
+
 def test_a_run_is_done_or_has_failed_until_somebody_clears_it(run):
     run.mark_failed("3 crashes", "Traceback ...")
     assert (run.failed()["reason"], run.failed()["detail"]) == ("3 crashes", "Traceback ...")

@@ -419,6 +419,25 @@ def test_the_last_versions_and_every_mth_are_kept_and_every_record(run, keep, ev
     assert sorted(newest) == list(range(max(0, 12 - keep), 12))
 
 
+def test_a_copy_beside_the_versions_is_left_alone(run):
+    """`cp -r versions/000001 versions/000001.bak`: from then on nothing was pruned."""
+    for version in range(2):
+        commit(run, version)
+    copies = ("000001.bak", "000001 (copy)", ".1st.try", "2nd")
+    for name in copies:
+        shutil.copytree(run.version_path(1), run.path / "versions" / name)
+        (run.path / "deltas" / name).mkdir()
+        (run.path / "slots" / name).mkdir()
+        shutil.copy(run.commits.path(1), run.path / "commits" / f"{name}.json")
+    for version in range(2, 6):
+        commit(run, version)
+        remove_drafts(run, run.commits.newest())
+        prune(run, version, keep=2, keep_every=0)
+    assert {*os.listdir(run.path / "versions")} == {*copies, "000004", "000005"}
+    assert {*os.listdir(run.path / "deltas")} == {*copies, "000004", "000005"}
+    assert (run.commits.newest_version(), run.slots.all()) == (5, [])
+
+
 def test_a_smaller_keep_catches_up_and_a_pruned_version_says_so(run):
     for version in range(6):
         commit(run, version)

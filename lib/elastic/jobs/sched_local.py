@@ -131,7 +131,7 @@ class LocalScheduler:
 
     def _ids(self) -> list[str]:
         names = (path.stem for path in (self.state / "jobs").glob("[0-9]*.json"))
-        return sorted(names, key=int)
+        return sorted(filter(str.isdecimal, names), key=int)
 
     def _new_id(self, spec: JobSpec) -> str:
         """The next number that neither this directory nor the run has seen."""

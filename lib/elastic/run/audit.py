@@ -24,7 +24,7 @@ from pathlib import Path
 from elastic.base.durable import damage, draft_of, read_json
 from elastic.base.errors import ElasticError
 from elastic.run import goodput
-from elastic.run.claims import numbers
+from elastic.run.claims import CHECKPOINT, numbers
 from elastic.run.commits import read_commit
 from elastic.run.ledger import Range, count
 from elastic.run.records import Checkpoint, Commit, as_commit, restored
@@ -114,7 +114,8 @@ def read_checkpoints(run_dir: Path, base: int) -> list[Checkpoint]:
     """The checkpoints of sync mode on top of version `base`, in order, as the version
     after it. What cannot be read is none, as it is for sync mode."""
     found = []
-    for path in sorted((run_dir / "checkpoints").glob("step-*.json")):
+    for step in sorted(numbers(run_dir / "checkpoints", CHECKPOINT)):
+        path = run_dir / "checkpoints" / f"step-{step:08d}.json"
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # pruned
             record = as_commit(json.loads(path.read_text()))
             found.append(restored(Checkpoint, record))
@@ -133,13 +134,14 @@ def read_end(run_dir: Path) -> tuple[dict | None, list[str]]:
 def read_commits(commits_dir: Path) -> tuple[list[Commit], list[str]]:
     """Every readable commit in order of its version, and what could not be read."""
     commits, problems = [], []
-    for path in sorted(commits_dir.glob("*.json")):
+    for version in sorted(numbers(commits_dir)):
+        path = commits_dir / f"{version:06d}.json"
         try:
             commit = read_commit(path)
         except (OSError, ElasticError) as error:
             problems.append(f"{path.name} cannot be read: {error}")
             continue
-        if commit and path.stem != f"{commit.version:06d}":
+        if commit and commit.version != version:
             problems.append(f"{path.name} says it is version {commit.version}")
         commits += [commit] if commit else []
     return sorted(commits, key=lambda commit: commit.version), problems

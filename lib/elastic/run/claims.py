@@ -10,6 +10,10 @@ from elastic.base.durable import check_folder, create_once, make_folder, names, 
 from elastic.base.errors import Fenced
 from elastic.run.sound import Part
 
+# Names in the folders of a run, by their number. Others are a user's, a copy of one say.
+RECORD, FOLDER = r"(\d{6,})\.json", r"(\d{6,})"
+CHECKPOINT = r"step-(\d{8,})\.json"
+
 
 class Slots(Part):
     """Each slot's folder and attempts."""
@@ -57,9 +61,10 @@ def _newest_number(folder: Path) -> int:
     return max(numbers(folder), default=0)
 
 
-def numbers(folder: Path) -> list[int]:
-    """Of the records in a folder."""
-    return [int(name[:-5]) for name in names(folder) if re.fullmatch(r"\d{6,}\.json", name)]
+def numbers(folder: Path, kind: str = RECORD) -> list[int]:
+    """Of the names of one kind in a folder."""
+    found = (re.fullmatch(kind, name) for name in names(folder))
+    return [int(name[1]) for name in found if name]
 
 
 def _next_number(folder: Path, record: dict) -> int:

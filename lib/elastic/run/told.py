@@ -39,7 +39,8 @@ class Jobs(Part):
     def endings(self) -> list[dict]:
         """For statistics: without what cannot be read now."""
         paths = sorted((self.run.path / "exit").glob("[!.]*.json"))
-        return [record for path in paths if (record := _at_best(path, ENDING))]
+        told = ((path.stem, _at_best(path, ENDING)) for path in paths)
+        return [record for job_id, record in told if record.get("job_id") == job_id]  # no copy
 
     def write_progress(self, progress: dict) -> None:
         """How far the ranks are, for status: a hint, lost with the next one."""

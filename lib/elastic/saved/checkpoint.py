@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from elastic.base import durable
 from elastic.base.durable import patiently
 from elastic.base.errors import ElasticError, TryAgain
+from elastic.run.claims import CHECKPOINT, numbers
 from elastic.run.records import File, Name, restored
 from elastic.run.rundir import RunDir
 from elastic.saved import storage
@@ -42,8 +43,7 @@ from elastic.train.group import Group
 # Of a write: filesystems get stuck, and hangs are found elsewhere.
 SLOWEST = timedelta(days=1)
 EXTRA = "extra.json"
-# Names of a committed step, and of one of which there is a record or a folder.
-COMMITTED, BEGUN = r"step-(\d+)\.json", r"step-(\d+)(?:\.json)?"
+BEGUN = r"step-(\d{8,})(?:\.json)?"  # a step of which there is a record or a folder
 
 
 @dataclass(frozen=True)
@@ -320,10 +320,9 @@ def _prefixes(names) -> set[str]:
 # ---- the files -------------------------------------------------------------------------
 
 
-def steps(run: RunDir, pattern: str = COMMITTED) -> list[int]:
+def steps(run: RunDir, kind: str = CHECKPOINT) -> list[int]:
     """Steps whose checkpoint is committed (or, with BEGUN, damaged), newest first."""
-    found = (re.fullmatch(pattern, name) for name in durable.names(_folder(run)))
-    return sorted({int(name[1]) for name in found if name}, reverse=True)
+    return sorted({*numbers(_folder(run), kind)}, reverse=True)
 
 
 def size_bytes(run: RunDir, step: int) -> int:

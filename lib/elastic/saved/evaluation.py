@@ -12,6 +12,7 @@ from torch import nn
 
 from elastic.base.config import Config
 from elastic.base.errors import UsageError
+from elastic.run.claims import FOLDER, numbers
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
@@ -34,7 +35,7 @@ def evaluate(run: RunDir, version: int | None = None) -> dict:
     if commit is None:
         wanted = "no version" if version is None else f"no version {version}"
         raise UsageError(f"{wanted} of {run.name} is committed", f"elastic-status {run.name}")
-    kept = sorted(int(path.name) for path in (run.path / "versions").glob("[0-9]*"))
+    kept = sorted(numbers(run.path / "versions", FOLDER))
     if commit.version not in kept:
         hint = f"there are versions {', '.join(map(str, kept))}; see checkpoint.keep_every"
         raise UsageError(f"version {commit.version} is no longer on disk", hint)

@@ -82,7 +82,7 @@ def publish(run: RunDir, pointer: Pointer) -> None:
     folder = run.slots.path(pointer.slot)
     write_atomic(folder / NAME, to_json(asdict(pointer)))
     current = {entry["name"] for entry in pointer.files}
-    for path in folder.glob("*inner-*"):
+    for path in folder.glob("*inner-*.safetensors"):
         if path.name not in current:
             path.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ verified by size and xxh3.
 One file per fragment. A version is written and committed as drafts.py says.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError
+from elastic.run.claims import FOLDER, numbers
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved import drafts
@@ -68,9 +70,9 @@ def remove_drafts(run: RunDir, newest: Commit) -> None:
 
 def _remove_drafts_below(run: RunDir, version: int) -> None:
     for folder in (run.path / "versions").glob(".[0-9]*.*"):
-        number = int(folder.name[1:].partition(".")[0])
+        name = re.fullmatch(rf"\.{FOLDER}\..*", folder.name)
         # One without a commit: that is not seen here yet.
-        if number < version and (commit := run.commits.of(number)):
+        if name and int(name[1]) < version and (commit := run.commits.of(int(name[1]))):
             settle(run, commit)
             drafts.drop(folder)
 
@@ -124,15 +126,14 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> None:
     they are the ledger.
     """
     _remove_drafts_below(run, newest - keep + 1)
-    versions, deltas = run.path / "versions", (run.path / "deltas").glob("[0-9]*")
-    old = (folder for folder in deltas if int(folder.name) <= newest - keep)
+    versions, deltas = run.path / "versions", run.path / "deltas"
+    old = (deltas / f"{base:06d}" for base in numbers(deltas, FOLDER) if base <= newest - keep)
     for left in (*versions.glob(".pruned.*"), *old):
         drafts.drop(left)
-    for folder in sorted(versions.glob("[0-9]*")):
-        version = int(folder.name)
+    for version in sorted(numbers(versions, FOLDER)):
         is_kept = keep_every and version % keep_every == 0
         if version <= newest - keep and not is_kept:
-            drafts.remove(folder)
+            drafts.remove(run.version_path(version))
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
