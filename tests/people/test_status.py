@@ -290,6 +290,17 @@ def test_a_damaged_run_does_not_hide_the_others(runs):
     assert damaged.keys() == other.keys()  # what scripts read
 
 
+def test_a_run_on_a_dead_server_does_not_hide_the_others(runs, monkeypatch):
+    control = runs[0].path / "control.json"
+    control.unlink()
+    os.mkfifo(control)
+    monkeypatch.setattr(status, "HANG_S", 0.5)
+    hung, *others = status.observe_all(runs, brief=True)
+    assert hung["state"] == "unknown"
+    assert hung["reason"] == "the filesystem has not answered for 0.5 s"
+    assert {seen["state"] for seen in others} == {"running"}
+
+
 def test_the_manual_names_every_key_of_the_json(runs):
     manual = (ROOT / "README.md").read_text().partition("`--json` prints everything")[2]
     named = {*re.findall(r"`(\w+)`", manual.partition("\n\n")[0])}

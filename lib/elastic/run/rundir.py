@@ -39,7 +39,7 @@ from elastic.base import config as configuration, durable
 from elastic.base.config import Config
 from elastic.base.durable import append_line, to_json, write_atomic
 from elastic.base.environment import registry_dir
-from elastic.base.errors import ElasticError, UsageError
+from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.base.units import size
 from elastic.run.claims import Masters, Slots
 from elastic.run.commits import Commits
@@ -51,6 +51,7 @@ PRIVATE = 0o600
 SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-reader",
            "seal": "secret-seal"}  # of what workers and the master tell each other: no password
 MOST_LINE = 2048  # bytes of a log's line, on average, that are looked at
+LOOK_S = 5.0  # at a run that is on a filesystem that may hang
 LEAST_FILES = 32  # inodes: a version makes a few
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
@@ -276,7 +277,8 @@ def registered() -> list[RunDir]:
     """Every run of this user that still has its directory, by name."""
     folder = registry_dir() / "runs"
     links = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [RunDir(link.resolve()) for link in links if _is_run(link)]
+    links = [link for link in links if link.is_symlink() and _is_run(link)]
+    return [RunDir(folder / link.readlink()) for link in links]  # to resolve it may hang
 
 
 def find(name_or_path: str, what: str = "run") -> RunDir:
@@ -292,7 +294,9 @@ def _is_run(path: Path) -> bool:
     """Is a run there? One that cannot be looked at may be: who reads it is told why not.
     """
     try:
-        (path / "control.json").stat()
+        durable.in_time((path / "control.json").stat, LOOK_S)
+    except TryAgain:
+        return True
     except ValueError:  # no path can have that name
         return False
     except OSError as error:
