@@ -34,7 +34,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.commands import looking, main
 from elastic.lab.chaos import Chaos
 from elastic.people import metrics, report, timeline
-from elastic.run import scores
+from elastic.run import rundir, scores
 from elastic.run.rundir import RunDir
 from helpers import ROOT, commit_of, elastic, environment
 from running import Running, running
@@ -321,10 +321,8 @@ def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: P
              for n in (1, 2, 1, 2, 3)]  # fmt: skip
     commits = SimpleNamespace(newest_version=lambda: 2, of=commits.__getitem__)
 
-    def lines(name: str, _last: int = 0) -> list[dict]:
-        return steps if name == "metrics.jsonl" else []
-
-    run = SimpleNamespace(commits=commits, lines=lines)
+    run = SimpleNamespace(commits=commits, lines=lambda *_: [],
+                          lines_after=lambda *_: (steps, (0, 0)))  # fmt: skip
     found = [(row.get("version"), row.get("step"), row["tokens"]) for row in metrics.rows(run, 0)]
     assert found == [(1, None, 100), (None, 1, 110), (None, 2, 120), (None, 3, 130), (2, None, 300)]
 
@@ -367,6 +365,58 @@ def test_a_number_that_json_has_none_for_is_null_in_its_lines(run, tmp_path: Pat
     commit(run, 1, loss=math.nan)
     (row,) = told_rows(run, metrics.JsonLines(tmp_path / "rows.jsonl", run))
     assert row == {**row, "loss": None, "tokens": 100}
+
+
+def step(run: RunDir, number: int, **told) -> None:
+    line = {"step": number, "time": float(number), "seconds": 1.0, "tokens": 10 * number,
+            "attempt": 1, "world": 1, "loss": 3.0}  # fmt: skip
+    durable.append_line(run.path / "metrics.jsonl", line | told)
+
+
+def test_who_follows_reads_a_step_once(run, tmp_path: Path, monkeypatch):
+    """A run of a million steps was read as a whole every ten seconds."""
+    path, read, real = run.path / "metrics.jsonl", [], rundir.records
+    monkeypatch.setattr(rundir, "records", lambda lines, name: read.append(len(lines))
+                        or real(lines, name))  # fmt: skip
+    steps, sinks = metrics.Steps(run), [metrics.JsonLines(tmp_path / n, run) for n in ("a", "b")]
+
+    def told() -> list[int]:
+        read.clear()
+        metrics.feed(run, sinks, steps)
+        (told,) = {sink.path.read_text() for sink in sinks}
+        return [json.loads(line)["step"] for line in told.splitlines()]
+
+    assert told() == []
+    for number in (1, 2, 3):
+        step(run, number)
+    assert told() == [1, 2, 3]
+    step(run, 4)
+    with path.open("ab") as file:
+        file.write(b'{"step": 5, "time": 5.0, "seconds": 1.0, "tokens": 50, "attempt": 1,')
+    assert told() == [1, 2, 3, 4]
+    with path.open("ab") as file:
+        file.write(b'"world": 1, "loss": 3.0}\n')
+    assert told() == [1, 2, 3, 4, 5]
+    assert max(read) <= 2
+    assert told() == [1, 2, 3, 4, 5]
+    assert set(read) <= {0}
+    path.write_bytes(b"")  # cut, and then another one
+    step(run, 6)
+    assert told() == [1, 2, 3, 4, 5, 6]
+    path.rename(path.with_name("metrics.jsonl.1"))
+    for number in (5, 6, 7):
+        step(run, number, attempt=2)
+    assert told() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_score_between_steps_that_are_done_again_is_told(run, tmp_path: Path):
+    sink = metrics.JsonLines(tmp_path / "rows.jsonl", run)
+    for number, at in ((1, 1.0), (2, 2.0), (2, 3e9)):
+        step(run, number, time=at)
+    scores.add(run, 20, {"loss": 3.0})
+    assert [row.get("score/tokens") for row in told_rows(run, sink)] == [None, None]
+    step(run, 3, time=3e9 + 1)
+    assert [row.get("score/tokens") for row in told_rows(run, sink)] == [None, None, 20]
 
 
 def test_rows_for_which_there_was_no_room_come_whole_when_there_is(run, tmp_path: Path):

@@ -192,8 +192,9 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
         raise UsageError("which RUN? Only --prometheus takes all of them", "elastic-status")
     measured = rundir.find(run) if run else None
     sinks = numbers.sinks(measured, **series) if measured else []
+    feed = functools.partial(numbers.feed, measured, sinks, numbers.Steps(measured))
     within_s = LISTED_S if follow else 0.0
-    write = functools.partial(write_numbers, measured, prometheus, sinks, within_s)
+    write = functools.partial(write_numbers, measured, prometheus, sinks and feed, within_s)
     with contextlib.suppress(KeyboardInterrupt):
         write_on(write) if follow else write()
 
@@ -216,7 +217,7 @@ def write_on(write: Callable[[], bool]) -> None:
             time.sleep(FOLLOW_S)
 
 
-def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, within_s: float) -> bool:
+def write_numbers(run: RunDir | None, prometheus: Path | None, feed, within_s: float) -> bool:
     """Write what is there now; whether that was the last of it."""
     from elastic.people import metrics as numbers, status
 
@@ -225,8 +226,8 @@ def write_numbers(run: RunDir | None, prometheus: Path | None, sinks, within_s: 
         runs = [run] if run else rundir.registered()
         observed = status.observe_all(runs, within_s=within_s, is_named=bool(run))
         shared.put(prometheus, numbers.prometheus(observed).encode())
-    if sinks:
-        numbers.feed(run, sinks)
+    if feed:
+        feed()
     return is_over
 
 

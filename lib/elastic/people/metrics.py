@@ -72,31 +72,49 @@ def _gauge(name: str, words: str, samples: Iterable[tuple]) -> Iterator[str]:
 # ---- one run, version by version
 
 
-def feed(run: RunDir, sinks: Sequence[Any]) -> None:
+class Steps:
+    """Those of sync mode, of which each look reads what is new: there may be millions."""
+
+    def __init__(self, run: RunDir):
+        self._run, self._place, self._rows = run, (0, 0), []
+
+    def rows(self, after: int) -> list[dict]:
+        """From the last one up to `after` tokens on."""
+        news, self._place = self._run.lines_after("metrics.jsonl", self._place)
+        self._rows += [{**{name: line[name] for name in ("step", "time", "tokens", "loss")},
+                        "workers": line["world"]} for line in news]  # fmt: skip
+        return [row for row in self._rows if row["tokens"] >= after]
+
+    def forget(self, before: int) -> None:
+        self._rows = self.rows(before)
+
+
+def feed(run: RunDir, sinks: Sequence[Any], steps: Steps | None = None) -> None:
     """Give each sink what it does not have yet, by its `newest` committed tokens."""
+    steps = steps or Steps(run)
     for sink in sinks:
-        if news := [*rows(run, sink.newest)]:
+        if news := [*rows(run, sink.newest, steps)]:
             sink.add(news)
             sink.newest = news[-1]["tokens"]
+    steps.forget(min(sink.newest for sink in sinks))
 
 
-def rows(run: RunDir, after: int) -> Iterator[dict]:
+def rows(run: RunDir, after: int, steps: Steps | None = None) -> Iterator[dict]:
     """Numbers of every version and every step of sync mode, beyond `after` committed
     tokens and in their order. Of a step that was done again the first line counts."""
-    steps = [{"step": line["step"], "time": line["time"], "tokens": line["tokens"],
-              "loss": line["loss"], "workers": line["world"]}
-             for line in run.lines("metrics.jsonl")]  # fmt: skip
+    told, steps = -1, (steps or Steps(run)).rows(after)
     versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
                 for commit in _since(run, after)]  # fmt: skip
     news = deque(scores.read(run))
     for row in sorted(versions + steps, key=lambda row: row["tokens"]):
-        said = {}  # by the newest validation since the row before
+        if row["tokens"] == told:
+            continue
+        said, told = {}, row["tokens"]  # by the newest validation since the row before
         while news and news[0].time <= row["time"]:
-            told = {**news[0].values, "tokens": news.popleft().tokens}
-            said = {f"score/{name}": value for name, value in told.items()}
-        if row["tokens"] > after:
+            values = {**news[0].values, "tokens": news.popleft().tokens}
+            said = {f"score/{name}": value for name, value in values.items()}
+        if told > after:
             yield {**row, **said}
-            after = row["tokens"]
 
 
 def _since(run: RunDir, after: int) -> list[Commit]:

@@ -32,6 +32,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -241,13 +242,21 @@ class RunDir:
                 lines = file.read().splitlines()
         except FileNotFoundError:
             return []
-        records = []
-        for line in lines[-last:]:
-            # A torn line, by a full disk for one; or whatever else somebody has put
-            # there.
-            with contextlib.suppress(ValueError, RecursionError):
-                records.append(json.loads(line))
-        return [record for record in records if not fault(record, LOGS.get(name, ""))]
+        return records(lines[-last:], name)
+
+    def lines_after(self, name: str, place: tuple[int, int]) -> tuple[list[dict], tuple[int, int]]:
+        """The whole lines after a place, (0, 0) at first, and the place of the next look;
+        of a file that is another one by then, or was cut, all of it."""
+        try:
+            with (self.path / name).open("rb") as file:
+                which, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+                start = place[1] if place[0] == which and place[1] <= size else 0
+                file.seek(start)
+                whole = file.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return [], (0, 0)
+        end = start + len(whole) + 1 if whole else start
+        return records(whole.splitlines(), name), (which, end)
 
     def log_path(self, role: str, slot: int) -> Path:
         name = "master.log" if role == "master" else f"{role}-{slot:04d}.log"
@@ -268,6 +277,16 @@ class RunDir:
         left = f"{size(free)} and {files} inodes are free"
         left += f", checkpoint.min_free = {size(least_bytes)}"
         return f"no space on the filesystem of {self.path} ({left}): remove files there"
+
+
+def records(lines: Iterable[bytes], name: str) -> list[dict]:
+    """Of a log of that name, without a line that is torn, by a full disk for one; or
+    whatever else somebody has put there."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [record for record in found if not fault(record, LOGS.get(name, ""))]
 
 
 # ---- all runs of this user ----------------------------------------------------------------------
