@@ -290,6 +290,33 @@ def test_a_damaged_run_does_not_hide_the_others(runs):
     assert damaged.keys() == other.keys()  # what scripts read
 
 
+@pytest.mark.parametrize("brief", [False, True])
+def test_a_trainer_before_its_first_step_is_said_to_start(runs, monkeypatch, brief: bool):
+    """Also one that follows another: what that said last are not its own steps."""
+    run, job_id = runs[0], "4711"
+    run.set_control(mode="sync")
+    jobs = [Job(job_id, "trainer", 0, "RUNNING", node="n1", run=run.name)]
+    slurm = SimpleNamespace(jobs=lambda _within_s: jobs)
+    monkeypatch.setattr(status, "open_scheduler", lambda *_: slurm)
+    who = {"role": "trainer", "slot": 0, "attempt": 2, "job_id": job_id, "node": "n1"}
+    before = {"base_version": 0, "step": 45, "tokens": 450, "total_tokens": 999, "loss": 2.0,
+              "tokens_per_s": 7.0, "time": time.time() - 9, "world": 2, "attempt": 1,
+              "cadence": "", "job_id": "earlier"}  # fmt: skip
+    run.jobs.write_ending(job_id, {**who, "state": "training", "gpus": 3})
+    for step in (0, 40):
+        if step:
+            run.jobs.write_progress(before)
+            record = {"step": step, "writer": "a", "time": 1.0, "files": [], "world": 2, "extra": {
+                "base_version": 0, "tokens": 400, "samples": [], "deltas": []}}  # fmt: skip
+            (run.path / "checkpoints/step-00000040.json").write_text(json.dumps(record))
+        seen = status.observe_all(runs[:2], brief)[0]
+        assert (seen["state"], seen["gpus"], seen.get("tokens_per_s")) == ("running", 3, None)
+        assert [rank["state"] for rank in seen["workers"]] == ["loading"] * 3
+        assert "no worker" not in seen["reason"]
+        assert (seen["version"] or 0, seen["tokens"]) == (step, 10 * step)
+        assert brief or seen["summary"].startswith("starting on 3 of 1..4 GPUs")
+
+
 def test_a_run_on_a_dead_server_does_not_hide_the_others(runs, monkeypatch):
     control = runs[0].path / "control.json"
     control.unlink()

@@ -157,9 +157,10 @@ def _on_top(path: Path, facts: Facts, told: Mapping, base: int, crew: Crew, trou
     names = {"tokens": "tokens", "loss": "loss"} | ({"version": "step"} if _is_sync(facts) else {})
     said = told if _is_sync(facts) and told.get("base_version") == base else {}
     goal = {"tokens_goal": said.get("total_tokens")} if said else {}
-    newest = [] if said and crew.workers else read_checkpoints(path, base)[-1:]
+    is_at_work = bool(said) and any(rank["step"] for rank in crew.workers)
+    newest = [] if is_at_work else read_checkpoints(path, base)[-1:]
     is_newer = bool(trouble) and all(saved.time < said.get("time", 0.0) for saved in newest)
-    if said and (crew.workers or is_newer):
+    if said and (is_at_work or is_newer):
         speed = {"tokens_per_s": round(sum(rank["tokens_per_s"] for rank in crew.workers), 1)}
         return {name: said.get(theirs) for name, theirs in names.items()} | goal | speed
     return goal | {mine: getattr(saved, name) for saved in newest for mine, name in names.items()}
@@ -406,9 +407,9 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
     running = {job["job_id"]: job for job in jobs if job["state"] == "RUNNING"}
     job = running.get(progress.get("job_id"))
     if job is None:
-        records = filter(None, map(facts.ending, running))
-        troubles = [record["trouble"] for record in records if record.get("trouble")]
-        return Crew(crash=f"starting again after {troubles[0]}" if troubles else "")
+        rows, record = _by_record(facts, jobs, "loading")
+        trouble = record.get("trouble")
+        return Crew(rows, crash=f"starting again after {trouble}" if trouble else "")
     count, beat_s = progress["world"], round(max(0.0, now - progress["time"]), 3)
     state, speed = progress.get("state", "training"), progress["tokens_per_s"] / count
     words, health = progress["cadence"], facts.config.health
@@ -422,21 +423,28 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
 
 
 def _program(facts: Facts, jobs: Sequence[dict], log: Path, now: float) -> Crew:
-    """The same of a program that says nothing of its progress, by its job's record
-    alone."""
-    running = _running(jobs, TRAINER)
-    record = facts.ending(running[0]["job_id"]) if running else None
-    if not record or record["state"] != "training":
+    """The same of a program that says nothing of its progress."""
+    rows, record = _by_record(facts, jobs, "running")
+    if not rows:
         return Crew()
-    rank = {**UNKNOWN, "attempt": record["attempt"], "job_id": record["job_id"],
-            "node": running[0]["node"], "state": "running"}  # fmt: skip
-    gpus, since = counted(record["gpus"], "GPU"), wording.span(now - record["started"])
-    words = f"running job {record['job_id']} on {rank['node']}, {gpus}, since {since}"
+    gpus, since = counted(len(rows), "GPU"), wording.span(now - record["started"])
+    words = f"running job {record['job_id']} on {rows[0]['node']}, {gpus}, since {since}"
     silent_s = now - log.stat().st_mtime if log.exists() else 0.0
     if silent_s > facts.config.health.hang_timeout_s:
         words += f", without output for {wording.span(silent_s)}"
-    rows = [{**rank, "slot": number} for number in range(record["gpus"])]
     return Crew(rows, program=f"{words}; its progress is its own (elastic-logs)")
+
+
+def _by_record(facts: Facts, jobs: Sequence[dict], state: str) -> tuple[list[dict], Mapping]:
+    """The same of a trainer that has only written on how many GPUs its ranks have started;
+    and that record."""
+    for job in _running(jobs, TRAINER):
+        record = facts.ending(job["job_id"]) or {}
+        if record.get("state") == "training":
+            rank = {**UNKNOWN, "attempt": record["attempt"], "job_id": job["job_id"],
+                    "node": job["node"], "state": state}  # fmt: skip
+            return [{**rank, "slot": number} for number in range(record["gpus"])], record
+    return [], {}
 
 
 # ---- how fast
@@ -452,8 +460,10 @@ def _preemptions_per_h(world: World) -> float:
 
 def _speed(world: World) -> float | None:
     """Committed tokens per second over the window since the run was last started, up to
-    now for a run that is running."""
-    born, now = world.facts.memory.born, 0.0 if _is_sync(world.facts) else world.now
+    now for a run that is running. A trainer tells its own."""
+    born, now = world.facts.memory.born, world.now
+    if _is_sync(world.facts):
+        return None
     commits = [commit for commit in world.commits[-WINDOW - 1 :] if commit.time >= born]
     if len(commits) < 2:
         return None
