@@ -3,19 +3,24 @@
 pytest tests/lab/test_validation.py
 """
 
+import errno
 import io
 import json
 import math
+import os
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 
 import pytest
 
-from elastic.base.errors import ElasticError
+from elastic.base import durable
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.reconcile import PassReport
 from elastic.lab import doing, validation
 from elastic.lab.validation import verdicts
-from elastic.people import views
+from elastic.people import steering, views
 from elastic.run.rundir import RunDir
 from elastic.saved import evaluation
 from helpers import elastic, environment
@@ -125,6 +130,42 @@ def test_a_trial_that_has_failed_is_tried_again(make_config, home: Path, monkeyp
     again = train()
     assert [run.name for run in again.values()] == ["t0", "t1"]
     assert all(run.done() and not run.failed() for run in again.values())
+
+
+def test_a_silence_ends_no_trial(make_config, home: Path, monkeypatch):
+    """Three seconds of it ended all runs, after hours of training."""
+    trials = [validation.Trial("int8", seed, make_config(f"run.seed={seed}", name=f"t{seed}"))
+              for seed in (0, 1)]  # fmt: skip
+    passed, silent, real = Counter(), Counter(), os.listdir
+
+    def a_pass(runs: list[RunDir], _now: float) -> PassReport:
+        for run in runs:
+            passed[run.name] += 1
+            if passed[run.name] == 2:
+                run.mark_done(SAID)
+        return PassReport()
+
+    def listdir(path):
+        silent[name := Path(path).name] += 1
+        if name in ("t0", "t1") and silent[name] % 20 < 9:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    def check(config, root) -> None:
+        silent["slurm"] += 1
+        if config.run.name == "t1" and silent["slurm"] < 4:
+            raise TryAgain("squeue: Socket timed out")
+
+    for where, name, value in (
+        (validation, "run_pass", a_pass), (os, "listdir", listdir), (durable, "AGAIN_S", ()),
+        (validation, "LOOK_S", 0.0), (validation.submission, "check", check),
+    ):  # fmt: skip
+        monkeypatch.setattr(where, name, value)
+    settings = replace(trials[0].config.elastic, reconcile_interval_s=0.0)
+    trials[0] = replace(trials[0], config=replace(trials[0].config, elastic=settings))
+    over = validation.train(trials, home / "runs", 1, lambda runs: steering.progress_of(runs, 2))
+    assert [run.name for run in over.values()] == ["t0", "t1"]
+    assert silent["slurm"] == 4
 
 
 # ---- for real

@@ -14,13 +14,14 @@ again. What it costs: arms x seeds whole runs.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
 
 from elastic.base.config import Config
-from elastic.base.durable import read_json, to_json, write_atomic
-from elastic.base.errors import ElasticError, UsageError
+from elastic.base.durable import patiently, read_json, to_json, write_atomic
+from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.reconcile import run_pass
 from elastic.people import steering, submission, timeline
 from elastic.run.audit import read_metrics
@@ -85,8 +86,13 @@ def train(
     try:
         while waiting or active:
             while waiting and len(active) < at_once:
-                trial = waiting.pop(0)
-                active[trial], next_pass = _begin(trial, root), 0.0
+                try:
+                    active[waiting[0]], next_pass = _begin(waiting[0], root), 0.0
+                except TryAgain:
+                    if not (active or over):
+                        raise
+                    break  # hours of work wait for the answer
+                waiting.pop(0)
             if time.monotonic() >= next_pass:  # as often as cron would: schedulers are shared
                 if errors := run_pass(list(active.values()), time.time()).errors:
                     raise ElasticError(errors[0], "elastic-reconcile")
@@ -97,7 +103,7 @@ def train(
             time.sleep(LOOK_S)
     finally:
         for run in active.values():
-            run.set_control(state="stopped")
+            patiently(partial(run.set_control, state="stopped"))
         run_pass(list(active.values()), time.time())
     return over
 

@@ -15,7 +15,7 @@ from elastic.base.config import Config, load
 from elastic.base.environment import cron_line, runs_root
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.reconcile import PERSON_S, run_pass
-from elastic.jobs.sched import scheduler_of
+from elastic.jobs.sched import Elsewhere, Scheduler, scheduler_of
 from elastic.people import dial, submission
 from elastic.run import estimate, wording
 from elastic.run.rundir import RunDir
@@ -126,13 +126,17 @@ def wait_for_end(run: RunDir) -> None:
 
 
 def is_done(run: RunDir) -> bool:
-    """Raises ElasticError where it has failed, or was stopped."""
-    if failed := run.failed():
-        raise ElasticError(f"run {run.name} failed: {failed['reason']}", f"elastic-logs {run.path}")
-    is_over = run.done() is not None
-    if not is_over and run.control().state == "stopped":
-        raise ElasticError(f"run {run.name} was stopped", f"elastic-scale {run.path}: it goes on")
-    return is_over
+    """Raises ElasticError where it has failed, or was stopped. A silence is neither."""
+    with contextlib.suppress(TryAgain):
+        if failed := run.failed():
+            what = f"run {run.name} failed: {failed['reason']}"
+            raise ElasticError(what, f"elastic-logs {run.path}")
+        if run.done() is not None:
+            return True
+        if run.control().state == "stopped":
+            what = f"run {run.name} was stopped"
+            raise ElasticError(what, f"elastic-scale {run.path}: it goes on")
+    return False
 
 
 def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
@@ -140,12 +144,12 @@ def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
     newest."""
     trained, words = 0.0, ""
     for run in runs:
-        newest, of_sync = None, run.jobs.progress() or {}
+        newest, of_sync, is_over = None, run.jobs.progress() or {}, False
         with contextlib.suppress(TryAgain):  # no reason to end for who only looks
-            newest = run.commits.newest()
+            newest, is_over = run.commits.newest(), run.done() is not None
         tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
         goal = of_sync.get("total_tokens") or (newest and newest.total_tokens)
-        trained += 1.0 if run.done() else tokens / goal if goal else 0.0
+        trained += 1.0 if is_over else tokens / goal if goal else 0.0
         unit = wording.unit(newest.deltas if newest else (), of_sync)
         words = f"{run.name}: {wording.si(tokens)} {unit}"
     return trained / count, words
@@ -185,8 +189,18 @@ def stop(run: RunDir, now: bool) -> None:
 
 
 def wait_until_gone(run: RunDir) -> None:
-    """Reconcile as cron would until a run that stops has no job any more."""
+    """Reconcile as cron would until a run that stops has no job any more, however long
+    nobody says so."""
     scheduler = scheduler_of(run)
-    while submission.jobs_of(run.name, scheduler):
+    while _has_jobs(run, scheduler):
         time.sleep(WAIT_S)
         run_pass([run], time.time())
+
+
+def _has_jobs(run: RunDir, scheduler: Scheduler) -> bool:
+    try:
+        return bool(submission.jobs_of(run.name, scheduler))
+    except Elsewhere:  # nobody here will ever know
+        raise
+    except TryAgain:
+        return True
