@@ -259,6 +259,20 @@ def test_the_speed_is_not_that_of_a_night_for_which_the_run_was_stopped(runs, mo
     assert status.observe_all(runs[:1])[0]["tokens_per_s"] == pytest.approx(1000 / 20)
 
 
+def test_the_speed_is_not_that_of_the_sync_mode_before(runs, monkeypatch):
+    """Version 1 holds all that the trainers of a week have done, seconds after version 0."""
+    run, now = runs[0], time.time()
+    monkeypatch.setattr(status.time, "time", lambda: now)
+    who = {"role": "worker", "slot": 0, "attempt": 1, "node": "n1"}
+    run.jobs.write_ending(f"{run.name}.0", {"state": "started", **who})
+    (run.path / "reconcile.json").write_text(json.dumps({"memory": {"born": now - 60}}))
+    for version, (ago_s, tokens, step) in enumerate([(32, 0, None), (30, 10**9, 5000)]):
+        run.commits.link(commit_of(version, time=now - ago_s, tokens=tokens, loss=2.0, step=step))
+    assert status.observe_all(runs[:1])[0]["tokens_per_s"] is None
+    run.commits.link(commit_of(2, time=now - 10, tokens=10**9 + 600, loss=2.0))
+    assert status.observe_all(runs[:1])[0]["tokens_per_s"] == pytest.approx(600 / 30)
+
+
 @pytest.mark.parametrize("brief", [False, True])
 def test_a_trainer_that_stands_still_is_not_said_to_train(runs, brief: bool):
     run, ago_s = runs[0], 150.0

@@ -465,8 +465,10 @@ def _speed(world: World) -> float | None:
     if _is_sync(world.facts):
         return None
     commits = [commit for commit in world.commits[-WINDOW - 1 :] if commit.time >= born]
-    if len(commits) < 2:
+    # What is in a version that a checkpoint became, sync mode has trained.
+    since = max((n for n, commit in enumerate(commits) if commit.step is not None), default=0)
+    if len(commits) < since + 2:
         return None
-    first, last = commits[0], commits[-1]
+    first, last = commits[since], commits[-1]
     passed_s = max(now, last.time) - first.time
     return (last.tokens - first.tokens) / passed_s if passed_s > 0 else None
