@@ -254,6 +254,16 @@ def test_a_dry_run_starts_nothing(config, env, tmp_path):
     assert left_behind(tmp_path) == []
 
 
+def test_a_dry_run_refuses_a_name_that_is_taken(config, env, tmp_path):
+    elastic("submit", config, env=env)
+    there = left_behind(tmp_path)
+    answers = [elastic("submit", config, *dry, env=env) for dry in ((), ("--dry-run",))]
+    assert answers[0].stderr == answers[1].stderr
+    assert "run name taken: 'quiet'" in answers[1].stderr
+    assert [answer.returncode for answer in answers] == [2, 2]
+    assert left_behind(tmp_path) == there
+
+
 def test_the_command_line_overrides_the_file(config, env, tmp_path):
     options = ("--min", 2, "--max", 3, "--train.batch_size=5")
     elastic("submit", config, *options, env=env)

@@ -30,7 +30,7 @@ from elastic.jobs.history import Job
 from elastic.jobs.sched import CLUSTER, Scheduler, open_scheduler, scheduler_of
 from elastic.jobs.sched_local import VISIBLE
 from elastic.run import estimate
-from elastic.run.rundir import Control, RunDir
+from elastic.run.rundir import Control, RunDir, place_of
 from elastic.run.wording import EventKind
 
 TRY_S = 60.0  # for a first step of the task
@@ -50,7 +50,7 @@ def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
         _check_command(config.run)
     lacking = []
     for look in (lambda: _check_root(root, config), lambda: _check_redis(config),
-                 lambda: _check_name(config)):  # fmt: skip
+                 lambda: _check_name(root, config)):  # fmt: skip
         try:
             look()
         except ElasticError as error:
@@ -87,8 +87,9 @@ def described(
     return estimate.Model(**answer["model"]), "", answer["untried"]
 
 
-def _check_name(config: Config) -> None:
+def _check_name(root: Path, config: Config) -> None:
     name = config.run.name
+    place_of(root, name)
     if jobs := jobs_of(name, open_scheduler(config.run.scheduler, config)):
         what = f"a job of another run {name!r} is still there: {jobs[0].job_id}"
         raise UsageError(what, "choose another --name, or wait until it is gone")

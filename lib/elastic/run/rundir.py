@@ -96,15 +96,7 @@ class RunDir:
     ) -> "RunDir":
         """Make the directory of a new run and register its name. UsageError if it is
         taken."""
-        run = cls(Path(root).resolve() / config.run.name)
-        link = registry_dir() / "runs" / run.name
-        if run.path.exists() or (link.is_symlink() and link.readlink() != run.path):
-            where = run.path if run.path.exists() else Path(os.readlink(link))
-            folder = where if where.exists() else link
-            raise UsageError(
-                f"run name taken: {run.name!r} is {where}",
-                f"choose another --name; of a run that is over remove {folder}",
-            )
+        run, link = cls(place_of(root, config.run.name)), registry_dir() / "runs" / config.run.name
         draft = cls(run.path.with_name(f".{run.name}.{secrets.token_hex(16)}"))
         try:
             durable.make_folder(draft.path, 0o700, parents=True)
@@ -287,6 +279,19 @@ def records(lines: Iterable[bytes], name: str) -> list[dict]:
         with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(line))
     return [record for record in found if not fault(record, LOGS.get(name, ""))]
+
+
+def place_of(root: Path, name: str) -> Path:
+    """Where a new run of that name is to be. UsageError if the name is taken."""
+    path, link = Path(root).resolve() / name, registry_dir() / "runs" / name
+    if path.exists() or (link.is_symlink() and link.readlink() != path):
+        where = path if path.exists() else Path(os.readlink(link))
+        folder = where if where.exists() else link
+        raise UsageError(
+            f"run name taken: {name!r} is {where}",
+            f"choose another --name; of a run that is over remove {folder}",
+        )
+    return path
 
 
 # ---- all runs of this user ----------------------------------------------------------------------
