@@ -206,7 +206,7 @@ def test_a_run_is_submitted_resized_stopped_and_started_again(config, env):
     wait_until(lambda: slots(env) == [0], 15, "the second worker leaves")
     assert "life stops" in elastic("stop", "life", env=env).stdout
     assert status_of(env)["state"] == "stopped"
-    assert "is stopped" in elastic("stop", "life", "--now", "--wait", env=env).stdout
+    assert "life is stopped" in elastic("stop", "life", "--now", "--wait", env=env).stdout
     assert status_of(env)["jobs"] == []
     again = elastic("scale", "life", "--min", 2, "--max", 2, env=env)
     assert "starts again" in again.stdout

@@ -1,10 +1,11 @@
-"""Who waits for a run goes on waiting while nobody answers.
+"""Who waits for a run goes on waiting while nobody answers; who kills one is told what it costs.
 
 pytest tests/people/test_steering.py
 """
 
 import errno
 import itertools
+import json
 import os
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from elastic.jobs.history import Job
 from elastic.jobs.reconcile import PassReport
 from elastic.jobs.sched import Elsewhere
 from elastic.people import steering
+from helpers import commit_of
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +72,26 @@ def test_who_waits_for_the_jobs_to_go_lives_through_a_silence_of_slurm(run, monk
     answers = iter([Elsewhere("the jobs are on b")])
     with pytest.raises(Elsewhere):
         steering.wait_until_gone(run)
+
+
+def test_who_kills_a_run_is_told_what_is_lost(run, monkeypatch):
+    """A user took --now for the quick way, and lost the six hours of a round."""
+    cancelled, jobs = [], []
+    slurm = SimpleNamespace(jobs=lambda: jobs, cancel=lambda job_id, now: cancelled.append(job_id))
+    monkeypatch.setattr(steering, "scheduler_of", lambda _: slurm)
+    for version in range(3):
+        run.commits.link(commit_of(version))
+    jobs.append(Job("1", "worker", 0, "PENDING", run=run.name))
+    assert steering.stop(run, now=True) == ""
+    jobs.append(Job("2", "worker", 1, "RUNNING", run=run.name))
+    assert steering.stop(run, now=False) == ""
+    lost = "lost: what was trained since version 2 and not delivered"
+    assert steering.stop(run, now=True) == lost
+    assert cancelled == ["1", "1", "2"]
+    run.set_control(mode="sync")
+    assert steering.stop(run, now=True) == "lost: what was trained since version 2"
+    record = {"step": 40, "writer": "a", "time": 1.0, "files": [], "world": 2, "extra": {
+        "base_version": 2, "tokens": 400, "samples": [], "deltas": []}}  # fmt: skip
+    (run.path / "checkpoints/step-00000040.json").write_text(json.dumps(record))
+    lost = "lost: what was trained since the checkpoint of step 40"
+    assert steering.stop(run, now=True) == lost

@@ -137,7 +137,8 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
 
 @command("stop demo", "stop demo --now", "stop demo --wait")
 @shared.run_argument()
-@flag("--now", help="Kill the jobs: steps of the open round are lost.")
+@flag("--now", help="Kill the jobs: lost is what they have not delivered (sync mode: all"
+      " since the last checkpoint).")
 @flag("--wait", "wait_for_it", help="Return when its jobs are gone.")
 def stop(run: str, now: bool, wait_for_it: bool):
     """Stop RUN; nothing committed is lost.
@@ -147,11 +148,11 @@ def stop(run: str, now: bool, wait_for_it: bool):
     it then.
     """
     stopped = rundir.find(run)
-    steering.stop(stopped, now)
+    lost = steering.stop(stopped, now)
     code = take_effect(stopped)
     if wait_for_it:
         steering.wait_until_gone(stopped)
         code = Exit.OK
     state = "is done" if stopped.done() else "is stopped" if wait_for_it else "stops"
-    click.echo(f"run {stopped.name} {state}")
+    say(f"run {stopped.name} {state}" + f"; {lost}" * bool(lost))
     sys.exit(code)

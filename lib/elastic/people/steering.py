@@ -18,6 +18,7 @@ from elastic.jobs.reconcile import PERSON_S, run_pass
 from elastic.jobs.sched import Elsewhere, Scheduler, scheduler_of
 from elastic.people import dial, submission
 from elastic.run import estimate, wording
+from elastic.run.audit import read_checkpoints
 from elastic.run.rundir import RunDir
 
 NO_PARTITION = "any"  # of a dry run, which may be on a laptop
@@ -178,14 +179,30 @@ def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -
     return [*words, f"run {run.name}: {before.min}..{before.max} GPUs -> {fewest}..{most}"]
 
 
-def stop(run: RunDir, now: bool) -> None:
-    """Have a run that is not done stop; `now`: without a notice to its jobs."""
+def stop(run: RunDir, now: bool) -> str:
+    """Have a run that is not done stop; `now`: without a notice to its jobs. Returns what
+    is lost by that, in words; ""."""
     if not run.done():
         run.set_control(state="stopped")
         run.event("stop", now=now)
     scheduler = scheduler_of(run)
-    for job in submission.jobs_of(run.name, scheduler) if now else ():
+    jobs = submission.jobs_of(run.name, scheduler) if now else []
+    for job in jobs:
         scheduler.cancel(job.job_id, now=True)
+    with contextlib.suppress(TryAgain):
+        return _lost(run) if any(job.started for job in jobs) else ""
+    return ""
+
+
+def _lost(run: RunDir) -> str:
+    version = run.commits.newest_version()
+    if run.control().mode == "local":
+        return f"lost: what was trained since version {max(0, version)} and not delivered"
+    if run.config().run.command:
+        return "lost: what its program has not saved"
+    saved = read_checkpoints(run.path, max(0, version))
+    since = f"the checkpoint of step {saved[-1].step}" if saved else f"version {max(0, version)}"
+    return f"lost: what was trained since {since}"
 
 
 def wait_until_gone(run: RunDir) -> None:
