@@ -24,10 +24,10 @@ for name in "${!SLURM_@}" "${!SQUEUE_@}"; do # of another job, in which this she
 done
 
 # Nothing that a user can name is among these: anybody's job may have any name.
-shown="$(squeue --all --noheader --states=all --jobs="${job}" --format="%U %T %D %C %N" 2>&1)" || true
-[[ "${shown}" =~ ^([0-9]+)\ ([A-Z_]+)\ ([1-9][0-9]*)\ ([0-9]+)\ ([^[:space:]]*) ]] ||
+shown="$(squeue --all --noheader --states=all --jobs="${job}" --format="%U %T %D %N" 2>&1)" || true
+[[ "${shown}" =~ ^([0-9]+)\ ([A-Z_]+)\ ([1-9][0-9]*)\ ([^[:space:]]*) ]] ||
     die "no job ${job}: ${shown}" "it ended long ago, or never was: squeue --me"
-read -r user state nodes cpus nodelist <<<"${BASH_REMATCH[0]}"
+read -r user state nodes nodelist <<<"${BASH_REMATCH[0]}"
 [[ "${user}" == "$(id -u)" ]] || die "job ${job} is not yours but uid ${user}'s" "squeue --me"
 case "${state}" in
     RUNNING) ;;
@@ -39,7 +39,8 @@ gpus=0
 shown="$(scontrol --details --oneliner show job "${job}")"
 [[ ! "${shown}" =~ \ GRES=gpu(:[^:\(]*)?:([0-9]+) ]] || gpus="${BASH_REMATCH[2]}"
 ranks="${RANKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
-cpus="$((cpus / nodes / ranks))"
+cpus="$(tr ' ' '\n' <<<"${shown}" | awk -F'[=,]' '/^CPU_IDs=/ { n = 0; for (i = 2; i <= NF; i++) {
+    split($i "-" $i, ids, "-"); n += ids[2] - ids[1] + 1 }; print n }' | sort -n | head -n 1)" # of the smallest node
 MASTER_ADDR="${MASTER_ADDR:-$(elastic::master_addr "${nodelist}")}"
 MASTER_PORT="${MASTER_PORT:-$(elastic::master_port "$((job + $$))" "${MASTER_ADDR}")}"
 export MASTER_ADDR MASTER_PORT
@@ -47,5 +48,5 @@ nodes="${NODES:-${nodes}}"
 options=()
 [[ ! -t 0 || "$((nodes * ranks))" != 1 ]] || options+=(--pty)
 exec srun --jobid="${job}" --overlap --nodes="${nodes}" --ntasks="$((nodes * ranks))" \
-    --ntasks-per-node="${ranks}" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > 0 ? cpus : 1))}" \
+    --ntasks-per-node="${ranks}" --cpus-per-task="${CPUS_PER_RANK:-$((cpus > ranks ? cpus / ranks : 1))}" \
     --mpi=none "${options[@]}" "${home}/sbatch/rank.sh" "$@"

@@ -332,6 +332,22 @@ def test_who_attaches_to_a_job_drops_an_outer_one_and_finds_the_cluster(tmp_path
     assert done.stderr.startswith("error: no job 4711: SLURM_CONF SLURM_CONF_SERVER\n")
 
 
+def test_who_attaches_to_unequal_nodes_takes_what_the_smallest_has(tmp_path):
+    """With the mean srun refused the smaller one."""
+    job = "JobId=4711 NumCPUs=65 Nodes=n[1-2] CPU_IDs=0-11,24-58 Mem=0 GRES=gpu:2(IDX:0-1)"
+    answers = {"squeue": f"{os.getuid()} RUNNING 3 n[1-3]", "srun": '"$@"',
+               "scontrol": f"'{job} Nodes=n3 CPU_IDs=0-15,20 Mem=0 GRES='"}  # fmt: skip
+    for name, words in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\necho {words}\n")
+        (tmp_path / name).chmod(0o755)
+    script = [ROOT / "sbatch" / "interactive.sh", "4711", "bash"]
+    for more, cpus in (({}, 8), ({"RANKS_PER_NODE": "40"}, 1), ({"CPUS_PER_RANK": "3"}, 3)):
+        env = given(MASTER_ADDR="n1", MASTER_PORT="4000", **more)
+        done = subprocess.run(script, env=env | {"PATH": f"{tmp_path}:{env['PATH']}"},
+                              text=True, capture_output=True)  # fmt: skip
+        assert f"--cpus-per-task={cpus} " in done.stdout, done.stderr
+
+
 # ---- peers
 
 

@@ -245,7 +245,7 @@ def test_what_is_no_job_of_mine_is_said_plainly(folder, slurm):
     slurm.run("scancel", held)
     programs = folder.path / "bin"
     programs.mkdir()
-    (programs / "squeue").write_text("#!/bin/sh\necho '54321 RUNNING 1 1 n1'\n")
+    (programs / "squeue").write_text("#!/bin/sh\necho '54321 RUNNING 1 n1'\n")
     (programs / "squeue").chmod(0o755)
     others = folder.attach("7", "true", PATH=f"{programs}:{folder.env['PATH']}")
     assert others.stderr.startswith("error: job 7 is not yours but uid 54321's\n")
