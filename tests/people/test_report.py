@@ -361,6 +361,21 @@ def test_a_score_is_told_once_however_often_a_version_is(run, tmp_path: Path):
     assert [row.get("score/tokens") for row in told] == [None, 100, None, None]
 
 
+def test_the_last_score_of_a_run_that_is_done_is_told_once(run, tmp_path: Path):
+    """By it runs are compared, and no step came after it."""
+    sink = metrics.JsonLines(tmp_path / "rows.jsonl", run)
+    for number in (1, 2):
+        step(run, number)
+    scores.add(run, 20, {"loss": 3.0})
+    assert [row.get("score/tokens") for row in told_rows(run, sink)] == [None, None]
+    run.mark_done({"reason": "nothing is left to train"})
+    for _ in range(2):
+        told = told_rows(run, sink)
+        assert [row.get("score/tokens") for row in told] == [None, None, 20]
+        assert told[2] == {**told[1], "score/tokens": 20, "score/loss": 3.0}
+        sink = metrics.JsonLines(tmp_path / "rows.jsonl", run)
+
+
 def test_a_number_that_json_has_none_for_is_null_in_its_lines(run, tmp_path: Path):
     commit(run, 1, loss=math.nan)
     (row,) = told_rows(run, metrics.JsonLines(tmp_path / "rows.jsonl", run))

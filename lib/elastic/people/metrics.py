@@ -93,28 +93,38 @@ def feed(run: RunDir, sinks: Sequence[Any], steps: Steps | None = None) -> None:
     """Give each sink what it does not have yet, by its `newest` committed tokens."""
     steps = steps or Steps(run)
     for sink in sinks:
-        if news := [*rows(run, sink.newest, steps)]:
+        if news := [*rows(run, sink.newest, steps, sink.scored)]:
             sink.add(news)
-            sink.newest = news[-1]["tokens"]
+            sink.newest, sink.scored = _reached(news[-1])
     steps.forget(min(sink.newest for sink in sinks))
 
 
-def rows(run: RunDir, after: int, steps: Steps | None = None) -> Iterator[dict]:
+def rows(
+    run: RunDir, after: int, steps: Steps | None = None, scored: int = -1
+) -> Iterator[dict]:
     """Numbers of every version and every step of sync mode, beyond `after` committed
-    tokens and in their order. Of a step that was done again the first line counts."""
+    tokens and in their order. Of a step that was done again the first line counts. Of a
+    run that is done the last row comes again, with the last validation, unless that was
+    told (`scored`)."""
     told, steps = -1, (steps or Steps(run)).rows(after)
     versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
                 for commit in _since(run, after)]  # fmt: skip
-    news = deque(scores.read(run))
+    news, last = deque(scores.read(run)), None
     for row in sorted(versions + steps, key=lambda row: row["tokens"]):
         if row["tokens"] == told:
             continue
-        said, told = {}, row["tokens"]  # by the newest validation since the row before
+        last, said, told = row, {}, row["tokens"]  # by the newest validation since the row before
         while news and news[0].time <= row["time"]:
-            values = {**news[0].values, "tokens": news.popleft().tokens}
-            said = {f"score/{name}": value for name, value in values.items()}
+            said = _said(news.popleft())
         if told > after:
             yield {**row, **said}
+    if last and news and news[-1].tokens != scored and run.done():
+        yield {**last, **_said(news[-1])}
+
+
+def _said(score: scores.Score) -> dict:
+    values = {**score.values, "tokens": score.tokens}
+    return {f"score/{name}": value for name, value in values.items()}
 
 
 def _since(run: RunDir, after: int) -> list[Commit]:
@@ -135,12 +145,17 @@ def sinks(run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str 
     return [kind(place, run) for kind, place in kinds if place]
 
 
-def _newest(place: Path, told: dict, run: RunDir) -> int:
-    """Tokens that were told of. UsageError: of another run. Before there was `run` in what
-    was told, nobody could say."""
+def _newest(place: Path, told: dict, run: RunDir) -> tuple[int, int]:
+    """What was told of. UsageError: of another run. Before there was `run` in what was
+    told, nobody could say."""
     if told.get("run", run.key) != run.key:
         raise UsageError(f"{place} is of another run: {told['run']}", "name a new one")
-    return told["tokens"]
+    return _reached(told)
+
+
+def _reached(row: dict) -> tuple[int, int]:
+    """The tokens of a row, and those of the score in it, if there is one."""
+    return row["tokens"], row.get("score/tokens", -1)
 
 
 class JsonLines:
@@ -152,7 +167,7 @@ class JsonLines:
         whole, end, torn = path.read_bytes().rpartition(b"\n")
         try:
             told = json.loads(whole.splitlines()[-1]) if whole else {"tokens": 0}
-            self.newest = _newest(path, told, run)
+            self.newest, self.scored = _newest(path, told, run)
             if torn and not any(torn.startswith(start[: len(torn)]) for start in STARTS):
                 raise ValueError("no line of it")
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -176,7 +191,8 @@ class TensorBoard:
     def __init__(self, folder: Path, run: RunDir):
         package = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard")
         self._mark, self._run = folder / "elastic.json", run.key
-        self.newest = _newest(folder, {"tokens": 0, **(read_json(self._mark) or {})}, run)
+        told = {"tokens": 0, **(read_json(self._mark) or {})}
+        self.newest, self.scored = _newest(folder, told, run)
         self._open = functools.partial(package.SummaryWriter, str(folder))
         self._writer: Any = None
 
@@ -190,7 +206,8 @@ class TensorBoard:
         except OSError:
             self._writer = None  # it would tell of that for ever
             raise
-        write_atomic(self._mark, to_json({"run": self._run, "tokens": rows[-1]["tokens"]}))
+        told = dict(zip(("tokens", "score/tokens"), _reached(rows[-1]), strict=True))
+        write_atomic(self._mark, to_json({"run": self._run, **told}))
 
 
 class WandB:
@@ -200,7 +217,8 @@ class WandB:
         wandb = _package("wandb", "Weights & Biases", "wandb")
         key = run.key.replace(":", "-")  # which no id may have
         self._run = wandb.init(project=project, id=key, name=run.name, resume="allow")
-        self.newest = int(self._run.summary.get("tokens") or 0)
+        told = self._run.summary
+        self.newest, self.scored = (int(told.get(name) or 0) for name in ("tokens", "score/tokens"))
 
     def add(self, rows: Sequence[dict]) -> None:
         for row in rows:
