@@ -13,6 +13,7 @@ from elastic.base.errors import ElasticError
 from elastic.jobs.slurm_info import (
     SLURMInfo,
     SlurmInfo,
+    check_layout,
     end_time,
     expand_hostlist,
     get_slurm_info,
@@ -168,6 +169,14 @@ def test_the_banner_holds_job_size_time_and_nccl(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("NCCL_DEBUG")
     log_job_info(replace(INFO, end_time=None), lines.append)
     assert "time left unknown, NCCL_DEBUG not set" in lines[1]
+
+
+def test_a_layout_is_right_with_one_task_per_gpu_on_every_node():
+    assert check_layout(INFO, 4) == ""
+    said = check_layout(replace(INFO, tasks_per_node=(4, 1)), 4)
+    assert "4,1 tasks per node, 4 GPUs per node" in said
+    assert "srun --nodes=2 --ntasks-per-node=4" in said
+    assert check_layout(replace(INFO, tasks_per_node=(4,)), 4) != ""
 
 
 @pytest.mark.parametrize(

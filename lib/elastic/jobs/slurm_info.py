@@ -122,6 +122,15 @@ def log_job_info(info: SlurmInfo, say: Callable[[str], object] = print) -> None:
     say(f"{job}: {size}, time left {left}, NCCL_DEBUG {env('NCCL_DEBUG', 'not set')}")
 
 
+def check_layout(info: SlurmInfo, gpus_per_node: int) -> str:
+    """Empty if every node has one task per GPU, else how many each has and what to do."""
+    count, tasks = len(info.nodes), ",".join(map(str, info.tasks_per_node))
+    if info.tasks_per_node == (gpus_per_node,) * count:
+        return ""
+    way_out = f"one task per GPU: srun --nodes={count} --ntasks-per-node={gpus_per_node}"
+    return f"{tasks} tasks per node, {gpus_per_node} GPUs per node; {way_out}"
+
+
 def resolve_resume_path(folder: Path, pattern: str = "") -> Path | None:
     """The checkpoint to resume from: the first of `resume_paths`; None if there is
     none."""

@@ -35,6 +35,7 @@ from elastic.base.durable import STUCK_S, append_line, patiently, until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
+from elastic.jobs.slurm_info import check_layout, get_slurm_info
 from elastic.run import scores
 from elastic.run.ledger import Range, Ranges
 from elastic.run.rundir import RunDir
@@ -424,7 +425,10 @@ class Journal:
 def run(notice: Notice) -> int:
     """Be a rank of the job until the run is over or a notice comes."""
     run_dir = RunDir(Path(sys.argv[1]))
-    config, number, world = run_dir.config(), int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
+    config, info = run_dir.config(), get_slurm_info()
+    if info and (problem := check_layout(info, config.slurm.gpus_per_node)):
+        raise ElasticError(problem)
+    number, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
     group = join(config, number, world, config.health.hang_timeout_s)
     attempt, job_id = int(env("ELASTIC_ATTEMPT", "1")), env("ELASTIC_JOB_ID", "")
     return Trainer(Rank(run_dir, config, group, attempt, job_id), notice).main()
