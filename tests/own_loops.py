@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import elastic
@@ -29,6 +30,27 @@ class Normed(nn.Module):
 def scheduled(optimizer: torch.optim.Optimizer):
     """As transformers' get_linear_schedule_with_warmup: the rate begins at 0."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+
+
+def of_ranks(pace: str, folder: str) -> None:
+    """Two ranks of a worker, each with the whole model; the second has twice the tokens and a
+    loss of its own."""
+    torch.manual_seed(0)
+    task = Tiny({"pace": pace, "samples": 400})
+    dist.init_process_group("gloo")
+    model, rank = Net(), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rates = []
+    with elastic.LocalSGD.from_env(model, optimizer) as sgd:
+        for batch in sgd.batches(task.dataset()):
+            rates.append(optimizer.param_groups[0]["lr"])
+            task.loss(model, batch).backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            sgd.step(1.0 + rank, tokens=(1 + rank) * len(batch[0]))
+    Path(folder, f"{rank}.json").write_text(json.dumps(rates))
 
 
 def main(kind: str, pace: str, folder: str) -> None:
@@ -67,4 +89,4 @@ def main(kind: str, pace: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    of_ranks(*sys.argv[2:]) if sys.argv[1] == "ranks" else main(*sys.argv[1:])

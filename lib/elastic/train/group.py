@@ -107,6 +107,13 @@ class Group:
         dist.broadcast(there, src=source)
         return there
 
+    def sum(self, *numbers: float) -> list[float]:
+        """The sums of every rank's numbers, on every rank. Collective."""
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(sums)
+        return sums.tolist()
+
     def gather(self, message: object) -> list:
         """Every rank's message, by rank, on every rank."""
         return [self.broadcast(message, source) for source in range(self.world)]

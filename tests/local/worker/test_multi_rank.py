@@ -20,6 +20,7 @@ from elastic.local.worker.agent import Agent, Training
 from elastic.local.worker.line import Line, NoLine, Place
 from helpers import listening
 from running import Running, running
+from tiny_task import Samples
 
 EXACT = {"local_sgd.outer_lr": 1.0, "local_sgd.outer_momentum": 0.0, "checkpoint.keep_every": 1,
          "local_sgd.thin_rounds": False, "local_sgd.clip_norm": 0.0}  # fmt: skip
@@ -53,6 +54,25 @@ def test_two_ranks_deliver_the_delta_of_one_process(tmp_path: Path, optimizer: s
             torch.testing.assert_close(one[key], two[key], **close)
     before, after = found[0][:2]
     assert max((after[key] - before[key]).abs().max() for key in before) > 0.01
+
+
+RAGGED = """
+from tiny_task import Tiny
+
+class Ragged(Tiny):
+    def tokens(self, batch):
+        return int((batch[0] > 0).sum())
+"""
+
+
+def test_the_tokens_of_all_ranks_count(tmp_path: Path):
+    """Those of sample 0 stood for those of every sample."""
+    (tmp_path / "ragged.py").write_text(RAGGED)
+    settings = {**TWO, "run.task": "ragged:Ragged"}
+    with running(tmp_path, settings, samples=200, step_s=0) as run:
+        run.finish(120)
+        samples = Samples(200, -1)
+        assert run.commits()[-1].tokens == sum(int((samples[i][0] > 0).sum()) for i in range(200))
 
 
 def test_a_disk_that_is_full_for_a_rank_that_does_not_lead_is_told_of_until_it_is_not(

@@ -84,6 +84,21 @@ def test_tokens_of_a_loop_do_not_run_ahead_of_its_epochs(tmp_path: Path):
     assert rates[10] > 0.009
 
 
+def test_all_ranks_of_a_loop_count(tmp_path: Path):
+    """Only what rank 0 told was counted; and by the tokens of a run each rank had a learning rate
+    of its own, though they share a model."""
+    two = {"slurm__gpus_per_worker": 2, "elastic__min": 2, "elastic__max": 2}
+    with loop(tmp_path, "ranks", train__schedule="cosine", train__max_tokens=600,
+              train__epochs=0, **two) as run:  # fmt: skip
+        run.finish()
+        deltas = [delta for commit in run.commits() for delta in commit.deltas]
+    assert sum(delta.steps for delta in deltas) >= 50
+    assert all((delta.tokens, delta.loss) == (12 * delta.steps, 1.5) for delta in deltas)
+    rates = told(tmp_path)
+    assert rates["0"] == rates["1"]
+    assert len({*rates["0"]}) > 10
+
+
 @pytest.mark.parametrize(("kind", "words"), [
     ("zero", "the learning rate of the optimizer is 0"), ("empty", "the data set is empty"),
     ("twice", "sgd.batches() was left before the run was over"),

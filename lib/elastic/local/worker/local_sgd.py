@@ -221,7 +221,8 @@ class LocalSGD:
                 )  # fmt: skip
 
     def step(self, loss: torch.Tensor | float = 0.0, tokens: int | None = None) -> None:
-        """An inner step is done, on `tokens` of this worker (default: its samples)."""
+        """An inner step is done, on `tokens` of this rank's batches (default: its samples).
+        All ranks call it alike."""
         rates = (float(group["lr"]) for group in self.optimizer.groups)
         self._count(loss, tokens, max(rates, default=0.0))
 
@@ -230,9 +231,12 @@ class LocalSGD:
         self._count(self._hand.round.mean_loss, None, rate=0.0)
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
-        tokens = self._tokens_of_step(tokens)
         loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        hand = self._hand
+        hand, own = self._hand, self._own_tokens(tokens)
+        loss, tokens = self.group.sum(loss / self.group.world, own)
+        share = hand.round.pending / self.config.step_samples
+        # What has filled up the last batch of a run does not count.
+        tokens = int(tokens) if share == 1 else max(1, round(tokens * share))
         hand.count(loss, tokens, rate, time.monotonic())
         self._moments.step()
         self._look_at_optimizer()
@@ -242,15 +246,14 @@ class LocalSGD:
             tokens_per_s=round(hand.tokens_per_s, 1),
         )  # fmt: skip
 
-    def _tokens_of_step(self, told: int | None) -> int:
-        """Tokens that count: what has filled up the last batch of a run does not."""
-        pending, whole = self._hand.round.pending, self.config.step_samples
+    def _own_tokens(self, told: int | None) -> float:
+        """Of this rank's batches of the step, what has filled them up included."""
         if told is None:
-            return int(pending * self.tokens_per_sample)
+            return self.config.step_samples * self.tokens_per_sample / self.group.world
         if not (0 <= told < math.inf and int(told) == told):
             raise ElasticError(f"sgd.step(loss, tokens): {told} is no count of tokens",
                                "give those of the step's own batches")  # fmt: skip
-        return int(told) if pending == whole else max(1, round(told * pending / whole))
+        return float(told)
 
     def _look_at_optimizer(self) -> None:
         self.line.warn(self.optimizer.contested())

@@ -68,7 +68,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         action = nans.judge(not math.isfinite(norm))
         if action == "ok":
             optimizer.step()
-            sgd.step(loss_sum / sgd.accumulate, tokens if sgd.group.world == 1 else None)
+            sgd.step(loss_sum / sgd.accumulate, tokens)
         elif action == "skip":
             sgd.skip()
         else:
