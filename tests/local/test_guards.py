@@ -117,6 +117,8 @@ def test_a_loss_counts_by_tokens_of_the_newest_version_and_of_enough_samples():
     ]
     assert guards.round_loss(told, 7) == 1.75
     assert guards.round_loss(told[1:], 7) == 0.0
+    silent = replace(told[0], slot=3, loss=0.0)
+    assert guards.round_loss([*told, silent], 7) == 1.75, "who has told none has none"
 
 
 def test_means_of_a_commit_are_read_back_and_those_of_an_older_one_begin_anew():

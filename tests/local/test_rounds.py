@@ -177,6 +177,8 @@ def test_a_loss_that_no_loop_has_told_is_none():
     offered(round_, loss=0.0, first_loss=0.0)
     offered(round_, slot=4, samples=((0, 32, 64),), loss=0.0, first_loss=0.0)
     assert round_.close(True, 3, 120.0).commit.loss is None
+    offered(round_, base=6, samples=((0, 64, 96),), loss=2.5)
+    assert round_.close(True, 3, 120.0).commit.loss == 2.5
 
 
 def test_two_deltas_of_an_attempt_both_count_though_one_is_late():

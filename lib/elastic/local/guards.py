@@ -161,7 +161,7 @@ def suspect(deltas: Sequence[Delta]) -> tuple[int, int] | None:
 def round_loss(headers: Sequence, version: int) -> float:
     """Mean training loss on a version, by tokens; 0: of too few samples to tell
     anything."""
-    fresh = [header for header in headers if header.base == version]
+    fresh = [header for header in headers if header.base == version and header.loss]
     tokens = sum(header.tokens for header in fresh)
     samples = sum(stop - start for header in fresh for _, start, stop in header.samples)
     if samples < CANARY_SAMPLES:

@@ -40,8 +40,8 @@ class Samples:
     def __init__(self, task, config: Config, group: Group):
         self._config, self._group = config, group
         self._dataset = check(task.dataset())
-        # As many as in the first.
-        self.tokens_each = count_tokens(task, default_collate([self._dataset[0]]))
+        # As many as in the first, unless that is all padding.
+        self.tokens_each = max(1, count_tokens(task, default_collate([self._dataset[0]])))
         most = config.train.batch_size * config.elastic.max
         self.batch_size = config.sync.global_batch_size or most
         self.set()

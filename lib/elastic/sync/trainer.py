@@ -9,7 +9,7 @@
 
 All that a step depends on, its samples, its learning rate, its random numbers, follows
 from the state that checkpoints carry, so a run that comes back at another size goes on
-with the same steps. The ranks agree once per step, in one reduction of six numbers: the
+with the same steps. The ranks agree once per step, in one reduction of numbers: the
 loss, the tokens, and whether anybody wants to stop, or rank 0 wants to save or to look
 after everybody's health. Rank 0 alone writes: metrics.jsonl (a line per step),
 progress.json (for status), DONE.
@@ -207,11 +207,11 @@ class Trainer:
         expected = len(batch.samples) * self.samples.tokens_each
         self._profile.at(self.state.step)
         self._prepare_step()
-        loss_sum, tokens = learner.backward(batch.passes, expected)
-        agreed = self._agree(loss_sum, tokens)
+        losses, tokens = learner.backward(batch.passes, expected)
+        agreed = self._agree(losses, tokens)
         if agreed.wish == Wish.FENCED:
             return agreed.wish
-        learner.rescale(expected / agreed.tokens)
+        learner.rescale(expected / max(agreed.tokens, 1))
         norm = clip_gradients(learner.model, self.train.grad_clip)
         if self._may_step(batch, agreed.loss, norm):
             learner.optimizer.step()
@@ -240,7 +240,7 @@ class Trainer:
         most = self.rank.config.local_sgd.join_ramp
         return (done + 1) / most if self.state.base_version and done < most else 1.0
 
-    def _agree(self, loss_sum: torch.Tensor, tokens: int) -> Agreed:
+    def _agree(self, losses: torch.Tensor, tokens: int) -> Agreed:
         """One sum over all ranks: of each wish it has how many ranks have it."""
         group, wish = self.rank.group, self.wishes.mine()
         silent_s = time.monotonic() - self._checked_at
@@ -248,17 +248,18 @@ class Trainer:
         save = self.saving.is_due(self.state.step + 1)
         mine = [tokens, save, check, *(wish == each for each in Wish)]
         numbers = torch.tensor(mine, dtype=torch.float64, device=group.device)
-        numbers = torch.cat([loss_sum.view(1), numbers])
+        numbers = torch.cat([losses, numbers])
         if group.world > 1:
             dist.all_reduce(numbers)
-        loss, tokens, save, check, *counts = numbers.tolist()
+        loss, told, tokens, save, check, *counts = numbers.tolist()
         wish = max(each for each in Wish if counts[each])
-        return Agreed(loss / tokens, tokens, wish, save > 0, check > 0)
+        loss = loss / told if told else math.nan
+        return Agreed(loss, tokens, wish, save > 0, check > 0)
 
     def _may_step(self, batch: Batch, loss: float, norm: float) -> bool:
         """Else the batch is skipped, or steps are rolled back. ElasticError: the run
         ends."""
-        verdict = self.nans.judge(not (math.isfinite(loss) and math.isfinite(norm)))
+        verdict = self.nans.judge(not math.isfinite(norm))
         if verdict == "ok":
             return True
         numbers = f"step {self.state.step}: loss {loss:g}, gradient norm {norm:g}"
@@ -286,7 +287,7 @@ class Trainer:
     def _count(self, batch: Batch, agreed: Agreed) -> None:
         self.state.step += 1
         self.state.tokens += int(agreed.tokens)
-        self.state.loss = agreed.loss
+        self.state.loss = agreed.loss if math.isfinite(agreed.loss) else self.state.loss
         self.samples.trained.add(batch.samples)
 
     def _tell(self, batch: Batch, norm: float, seconds: float) -> None:
@@ -363,20 +364,22 @@ class Learner:
 
     def backward(self, passes: Iterator, expected: int) -> tuple[torch.Tensor, int]:
         """Gradients of the mean over a batch, if it has the `expected` tokens (else
-        `rescale` them); this rank's sum of losses, and its tokens.
+        `rescale` them); this rank's sum of losses and how many tokens they are of; its
+        tokens. Of padding alone there is no loss, and gradients are 0.
 
         FSDP takes the mean over ranks, hence the factor `world`.
         """
         device = self._group.device
-        loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+        losses, tokens = torch.zeros(2, dtype=torch.float64, device=device), 0
         for counts, data in passes:
             count = count_tokens(self.task, data) if counts else 0
             with self._autocast():
                 loss = self.task.loss(self.model, to_device(data, device))
             (loss * (self._group.world * count / expected)).backward()
-            loss_sum += loss.detach().double() * count
+            told = count * torch.stack([loss.detach().double(), losses.new_ones(())])
+            losses += told.where(loss.isfinite(), 0.0)
             tokens += count
-        return loss_sum, tokens
+        return losses, tokens
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:

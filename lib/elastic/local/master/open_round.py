@@ -200,7 +200,9 @@ class OpenRound:
     def _following(self, deltas: tuple[Delta, ...], epoch: int, now: float) -> Commit:
         """The commit of the next version, with these deltas in it."""
         newest, tokens = self.commit, sum(delta.tokens for delta in deltas)
+        # Exactly 0: nobody has told a loss.
         loss = sum(delta.loss * delta.tokens for delta in deltas)
+        told = sum(delta.tokens for delta in deltas if delta.loss)
         return newest.following(
             master_epoch=epoch, time=now,
             total_tokens=self._total_tokens(tokens, deltas),
@@ -208,8 +210,7 @@ class OpenRound:
             samples=tuple(sorted(each for delta in deltas for each in delta.samples)),
             deltas=deltas,
             workers=len({delta.slot for delta in deltas}) or newest.workers,
-            # Exactly 0: nobody has told a loss.
-            loss=loss / tokens or None if tokens else newest.loss,
+            loss=loss / told if told else None if tokens else newest.loss,
             rejected=dict(self.rejected),
         )  # fmt: skip
 

@@ -228,12 +228,13 @@ class LocalSGD:
 
     def skip(self) -> None:
         """The batch is to have no effect, as its loss is not finite: count it as seen."""
-        self._count(self._hand.round.mean_loss, None, rate=0.0)
+        self._count(math.nan, None, rate=0.0)
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
         loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        hand, own = self._hand, self._own_tokens(tokens)
-        loss, tokens = self.group.sum(loss / self.group.world, own)
+        hand, own, has_loss = self._hand, self._own_tokens(tokens), math.isfinite(loss)
+        loss, losses, tokens = self.group.sum(loss if has_loss else 0.0, has_loss, own)
+        loss = loss / losses if losses else math.nan
         share = hand.round.pending / self.config.step_samples
         # What has filled up the last batch of a run does not count.
         tokens = int(tokens) if share == 1 else max(1, round(tokens * share))
@@ -241,9 +242,9 @@ class LocalSGD:
         self._moments.step()
         self._look_at_optimizer()
         self.line.say(
-            state="training", version=hand.round.base, step=self.steps, loss=loss,
-            steps_total=hand.steps_total, step_s=round(hand.step_s, 3),
-            tokens_per_s=round(hand.tokens_per_s, 1),
+            state="training", version=hand.round.base, step=self.steps,
+            loss=loss if losses else hand.round.mean_loss, steps_total=hand.steps_total,
+            step_s=round(hand.step_s, 3), tokens_per_s=round(hand.tokens_per_s, 1),
         )  # fmt: skip
 
     def _own_tokens(self, told: int | None) -> float:

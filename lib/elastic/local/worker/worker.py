@@ -55,20 +55,21 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
     sgd.tokens_per_sample = count_tokens(task, default_collate([dataset[0]]))
     autocast = precision(settings.precision, device)
     nans = NaNDetector(health.nan_action, sgd.group, health.max_bad_batches)
-    loss_sum, tokens = 0.0, 0  # of the step's batches
+    losses, tokens = [], 0  # of the step's batches
     for batch in sgd.batches_on_cpu(dataset):  # where tokens() counts
         tokens += count_tokens(task, batch)
         with autocast():
             loss = task.loss(model, to_device(batch, device))
         (loss / sgd.accumulate).backward()
-        loss_sum += loss.detach()
+        losses.append(loss.detach())
         if not sgd.ends_step:
             continue
         norm = clip_gradients(model, settings.grad_clip)
         action = nans.judge(not math.isfinite(norm))
         if action == "ok":
             optimizer.step()
-            sgd.step(loss_sum / sgd.accumulate, tokens)
+            # A batch of nothing but padding has no loss, and gradients of 0.
+            sgd.step(torch.stack(losses).nanmean(), tokens)
         elif action == "skip":
             sgd.skip()
         else:
@@ -77,4 +78,4 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
                 "lower train.learning_rate, or look at the data",
             )
         optimizer.zero_grad(set_to_none=True)
-        loss_sum, tokens = 0.0, 0
+        losses, tokens = [], 0

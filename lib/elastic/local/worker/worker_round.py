@@ -1,5 +1,6 @@
 """What a worker has done on one version: the steps of a round, counted. Pure."""
 
+import math
 from dataclasses import dataclass, field
 
 from elastic.run.ledger import Range
@@ -17,6 +18,7 @@ class WorkerRound:
     sample_count: int = 0
     samples: list[Range] = field(default_factory=list)  # only rank 0 knows which
     pending: int = 0  # samples of the step that is being done
+    losses: int = 0  # steps that have told a loss
     loss_sum: float = 0.0
     lr_sum: float = 0.0
     first_loss: float = 0.0
@@ -26,17 +28,20 @@ class WorkerRound:
 
     @property
     def mean_loss(self) -> float:
-        return self.loss_sum / self.steps if self.steps else 0.0
+        return self.loss_sum / self.losses if self.losses else 0.0
 
     def count(self, loss: float, tokens: int, rate: float, now: float) -> None:
-        """A step has ended, on the samples pending and at the learning rate `rate`."""
+        """A step has ended, on the samples pending and at the learning rate `rate`. A loss
+        that is not finite, as of a batch of nothing but padding, is none."""
         self.steps += 1
         self.tokens += tokens
         self.sample_count += self.pending
-        self.loss_sum += loss
         self.lr_sum += rate
+        if math.isfinite(loss):
+            self.losses, self.loss_sum = self.losses + 1, self.loss_sum + loss
+            self.first_loss = loss if self.losses == 1 else self.first_loss
         if self.first_ended is None:
-            self.first_loss, self.first_ended = loss, now
+            self.first_ended = now
 
 
 def joined(ranges: list[Range]) -> list[Range]:
