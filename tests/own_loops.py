@@ -16,14 +16,20 @@ from tiny_task import WIDTH, Net, Tiny
 
 
 class Normed(nn.Module):
-    """With running statistics, and a constant that its code has made."""
+    """With running statistics, and constants: a table that its code has made; masks, one of them
+    a frozen parameter; and a minimum that, as an observer's, begins at infinity."""
 
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
         self.register_buffer("table", torch.arange(8))
+        mask = torch.full((2, 2), -torch.inf).triu(1)
+        self.register_buffer("mask", mask)
+        self.frozen = nn.Parameter(mask.clone(), requires_grad=False)
+        self.register_buffer("least", torch.tensor(torch.inf))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.least.copy_(torch.minimum(self.least, x.detach().min()))
         return self.body(5 + 3 * x).squeeze(-1)
 
 

@@ -69,7 +69,7 @@ def mean_delta(
     for term in terms:
         for start, tile in term.tiles:
             mean[start : start + tile.numel()].add_(tile, alpha=term.factor)
-        if term.anchor is not None:
-            mean.add_(params, alpha=term.factor * reanchor)
-            mean.add_(term.anchor.float(), alpha=-term.factor * reanchor)
+        if term.anchor is not None:  # inf - inf: a constant, which has not moved
+            moved = (params - term.anchor).nan_to_num_(0.0)
+            mean.add_(moved, alpha=term.factor * reanchor)
     return mean

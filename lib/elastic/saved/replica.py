@@ -56,6 +56,8 @@ class Replica:
         self.params = dict(model.named_parameters()) | buffers(model)
         self.layout = layout
         self.base: dict[str, torch.Tensor] = {}
+        # Where a base is not finite, as a mask's -inf: a constant, in every version.
+        self._constant: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def adopt(self, index: int, values: torch.Tensor) -> None:
@@ -68,6 +70,8 @@ class Replica:
                 kind = torch.float32 if tensor.is_buffer else torch.bfloat16
                 base = torch.empty(shard.shape, dtype=kind, pin_memory=pinned)
                 self.base[tensor.name] = base
+                if not shard.sum().isfinite():
+                    self._constant[tensor.name] = ~shard.isfinite()
             base.copy_(shard)
             own_part(param).copy_(base, non_blocking=True)
 
@@ -92,7 +96,7 @@ class Replica:
                 local.copy_(new)
             else:
                 since = tensor.of(delta).to(base.device) + (new.float() - base.float())
-                local.add_(since.to(local.device))
+                local.add_(self._moved(tensor.name, since).to(local.device))
             base.copy_(new)
 
     def _shards(self, index: int, values: torch.Tensor) -> Iterator[tuple]:
@@ -118,12 +122,18 @@ class Replica:
             local, base = own_part(param), self.base[tensor.name]
             part = tensor.of(flat)
             if not is_sharded(param) and not local.is_cuda:
-                torch.sub(base, local.float(), out=part)
+                self._moved(tensor.name, torch.sub(base, local.float(), out=part))
             else:
                 shard = base.to(local.device, torch.float32).sub_(local.float())
+                shard = self._moved(tensor.name, shard)
                 whole = sharded_like(param, shard).full_tensor() if is_sharded(param) else shard
                 part.copy_(whole)
         return flat
+
+    def _moved(self, name: str, by: torch.Tensor) -> torch.Tensor:
+        """`by`, in place, but 0 for constants."""
+        constant = self._constant.get(name)
+        return by if constant is None else by.masked_fill_(constant.to(by.device), 0.0)
 
     def empty(self, index: int) -> torch.Tensor:
         """Room for the values of a published fragment."""

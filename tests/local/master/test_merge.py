@@ -358,6 +358,12 @@ def test_a_late_delta_half_reanchored_lies_between(open_rounds):
     assert torch.equal(theta, (late + (first - start) / 2 + fresh) / 2)
 
 
+def test_a_constant_that_is_infinite_stays_where_a_delta_is_late():
+    now, then = torch.tensor([-torch.inf, 3.0]), torch.tensor([-torch.inf, 1.0]).bfloat16()
+    late = merge.Term([(0, torch.tensor([0.0, 8.0]))], 0.5, then)
+    assert merge.mean_delta(now, [late], 1.0).tolist() == [0.0, 0.5 * (8 + 3 - 1)]
+
+
 # ---- deltas that are no good --------------------------------------------------------------------
 
 

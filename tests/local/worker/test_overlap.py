@@ -62,6 +62,23 @@ def test_the_next_delta_holds_exactly_the_steps_since_the_last(replica):
         assert torch.allclose(deltas(replica)[index], -since[index], atol=1e-5)
 
 
+def test_a_constant_that_is_infinite_never_moves(replica):
+    """As a mask: no delta of such a model was finite, and each was refused."""
+    published = [torch.randn(numel).bfloat16() for numel in replica.layout.numels]
+    published[0][1] = -torch.inf
+    it = Replica(replica.model, replica.layout)
+    for index in replica.indices:
+        it.adopt(index, published[index])
+    move(replica)
+    sent = [it.delta(index) for index in replica.indices]
+    assert (sent[0][1], sent[0].isfinite().all()) == (0.0, True)
+    it.rebase(0, published[0], sent[0])
+    assert (it.whole(0)[1], it.delta(0)[1]) == (-torch.inf, 0.0)
+    with torch.no_grad():
+        replica.model[1].bias[0] = torch.nan
+    assert not it.delta(len(published) - 1).isfinite().all(), "what was trained is judged"
+
+
 # ---- the courier --------------------------------------------------------------------------------
 
 
