@@ -66,7 +66,7 @@ def attempt(config, task, numel: int) -> tuple[str, int]:
         if numel > MOST_TRIED:
             return f"{numel:,} parameters are too many to train here", per_sample
         torch.manual_seed(config.run.seed)
-        model = task.model()
+        model = task.model().train()
         make = getattr(task, "optimizer", None)
         optimizer = make(model) if make else default_optimizer(model, config.train)
         task.loss(model, batch).backward()

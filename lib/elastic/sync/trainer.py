@@ -104,7 +104,6 @@ class Trainer:
         """Train to the end of the run, or until a notice; returns the exit status."""
         self._restore()
         self.notice.exit_code = None
-        self.learner.model.train()
         wish = self._train()
         # A save may take longer than a step ever should.
         self.journal.turn_to("saving")

@@ -69,7 +69,8 @@ def join_group(rank: int, world: int, device: torch.device, timeout_s: float) ->
 
 
 def build_model(task, config: Config, device: torch.device, group: Group) -> torch.nn.Module:
-    """The task's model, the same parameters for the same seed, on the device, sharded.
+    """The task's model, the same parameters for the same seed, on the device, sharded, in
+    training mode.
 
     Its layers go to the device one by one. Where the task has `initial_values`, the model
     has only room for them: they are loaded, or set by `set_initial_values`. Raises
@@ -86,7 +87,7 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
     model = _with_room(model, device) if is_bare else model.to(device)
     if config.train.compile:
         model.compile()
-    return model
+    return model.train()  # from_pretrained() of some libraries leaves it in the other
 
 
 @torch.no_grad()

@@ -107,16 +107,18 @@ def score(
     task: Task, model: nn.Module, before_pass: Callable[[], object] = lambda: None
 ) -> dict[str, float]:
     """What the task's validate() says of the model. `before_pass` is called before each
-    pass over the model, and may raise: that ends it. Random numbers go on as if it had
-    not been."""
+    pass over the model, and may raise: that ends it. Random numbers, and the mode of each
+    part of the model, are then as if it had not been."""
     hook = model.register_forward_pre_hook(lambda *_: before_pass())
-    device, is_training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             said = task.validate(model)
     finally:
         hook.remove()
-        model.train(is_training)
+        for module, mode in modes:
+            module.training = mode
     try:  # many return tensors
         return {name: float(value) for name, value in said.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:

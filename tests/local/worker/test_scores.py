@@ -6,8 +6,10 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from elastic.base.durable import append_line
 from elastic.base.signals import Notice
@@ -18,6 +20,7 @@ from elastic.people import metrics, report, status
 from elastic.people.status import Listing
 from elastic.run import scores
 from elastic.train.group import Group
+from elastic.train.task import score
 from helpers import commit_of, delta_of, elastic, environment
 from running import Running, running
 
@@ -78,6 +81,39 @@ def test_a_task_may_call_its_scores_what_it_likes(make_run):
     assert (row["loss"], row["tokens"]) == (0.5, 99)
     assert (row["score/loss"], row["score/tokens"]) == (3.0, 9)
     assert status.observe(run, Listing())["validated"] == {**values, "tokens": 9}
+
+
+ASLEEP = """
+from tiny_task import Tiny
+
+class Asleep(Tiny):
+    def model(self):
+        return super().model().eval()  # as from_pretrained() does
+
+    def loss(self, model, batch):
+        assert all(module.training for module in model.modules()), "without dropout"
+        return super().loss(model, batch)
+
+    def validate(self, model):
+        model.eval()
+        return {"score": 1.0}
+"""
+
+
+@pytest.mark.parametrize("mode", ["local", "sync"])
+def test_a_model_trains_in_its_training_mode_whatever_mode_it_came_in(tmp_path: Path, mode: str):
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    settings = {**EVERY, "run.task": "asleep:Asleep", "run.mode": mode}
+    with running(tmp_path, settings, samples=200, step_s=0) as run:
+        run.until(run.run.done, 60, "the end of the run")
+        assert len(scores.read(run.run)) > 1
+
+
+def test_a_validation_puts_each_part_back_into_its_mode():
+    """A part that is frozen, BatchNorm mostly, trained from the first validation on."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1).eval())
+    score(SimpleNamespace(validate=lambda model: model.eval() and {"a": 1}), model)
+    assert [part.training for part in model] == [True, False]
 
 
 def test_ranks_that_share_a_model_score_it_together(tmp_path: Path):
