@@ -78,6 +78,57 @@ def test_a_model_without_such_matrices_gets_adamw():
     assert type(default_optimizer(nn.Linear(2, 2), TRAIN)).__name__ == "EagerAdamW"
 
 
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank, as LoRA has it; `last` has the head's place."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, rank, bias=False), nn.Linear(rank, 6, bias=False)
+        self.last = nn.Linear(6, 7).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.one_hot(x, 7)[..., :6].float()
+        return self.last(self.base(x) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_muon_trains_adapters_alone(rank):
+    """AdamW had no parameter left, and is not made without."""
+    model = Adapted(rank)
+    optimizer = default_optimizer(model, TRAIN)
+    assert hidden_matrices(model) == optimizer.param_groups[0]["params"]
+    before = [model.down.weight.detach().clone(), model.up.weight.detach().clone()]
+    train(model, [optimizer])
+    assert not any(map(torch.equal, before, (model.down.weight, model.up.weight)))
+    assert torch.stack([p.isfinite().all() for p in model.parameters()]).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("place", ["hidden", "head", "table", "all"])
+@pytest.mark.parametrize("norm", ["old", "new", "spectral", "scalar"])
+def test_what_a_parametrization_computes_is_no_parameter(norm, place):
+    kinds = {
+        "old": nn.utils.weight_norm, "new": nn.utils.parametrizations.weight_norm,
+        "spectral": nn.utils.parametrizations.spectral_norm,
+        "scalar": lambda layer: nn.utils.parametrizations.weight_norm(layer, dim=None),
+    }  # fmt: skip
+    model = net()
+    places = {"hidden": [model.inner[0]], "head": [model.head], "table": [model.table]}
+    for layer in places.get(place) or [*model.inner, model.head, model.table]:
+        kinds[norm](layer)
+    optimizer = default_optimizer(model, TRAIN)
+    held = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    assert sorted(held) == sorted(id(param) for param in model.parameters())
+    before = [param.detach().clone() for param in model.parameters()]
+    assert not any(map(torch.equal, before, train(model, [optimizer])))
+
+
+def test_a_frozen_model_has_no_optimizer():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        default_optimizer(net().requires_grad_(False), TRAIN)
+
+
 def test_both_move_as_torchs_own():
     """Muon to the digits of bfloat16, in which torch's own multiplies; AdamW to the bit."""
     mine, theirs = net(), net()

@@ -85,26 +85,30 @@ def default_optimizer(model: nn.Module, train) -> Optimizer:
     """The one that the [train] section names."""
     hidden = hidden_matrices(model) if train.optimizer == "muon" else []
     chosen = {id(param) for param in hidden}
-    others = [param for param in model.parameters() if id(param) not in chosen]
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     if not hidden:
         return _adamw(others, train)
     muon = EagerMuon(hidden, lr=train.learning_rate, weight_decay=train.weight_decay,
                      adjust_lr_fn="match_rms_adamw")  # fmt: skip
-    return MuonAdamW(muon, _adamw(others, train))
+    return MuonAdamW(muon, _adamw(others, train)) if others else muon
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The weights of linear layers, but for the head's: the last one, or one that is an
-    embedding's, too."""
+    embedding's, too; and but for one that is no parameter, as of weight_norm."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    left = {id(module.weight) for module in chain(tables, linear[-1:])}
-    return list(dict.fromkeys(each.weight for each in linear
-                if each.weight.requires_grad and id(each.weight) not in left))  # fmt: skip
+    left = {id(_weight(module)) for module in chain(tables, linear[-1:])}
+    weights = dict.fromkeys(_weight(module) for module in linear)
+    return [each for each in weights if each is not None and each.requires_grad
+            and id(each) not in left]  # fmt: skip
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    return dict(module.named_parameters(recurse=False)).get("weight")
 
 
 def _adamw(parameters, train) -> EagerAdamW:
-    parameters = [param for param in parameters if param.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
