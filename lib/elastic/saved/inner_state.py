@@ -28,6 +28,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.records import Name, restored
 from elastic.run.rundir import RunDir
 from elastic.train.group import is_sharded, own_part, sharded_like
+from elastic.train.inner_optimizer import numbers
 
 NAME = "inner.json"
 UNFIT = (TypeError, ValueError, RuntimeError)  # of what is neither a tensor nor JSON
@@ -51,15 +52,20 @@ class Pointer:
     files: tuple[Entry, ...]
 
 
-def save(folder: Path, stem: str, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> Entry:
-    """Write this rank's file. Returns its entry: name, bytes, xxh3. Raises OSError, or
-    one of UNFIT."""
+def save(
+    folder: Path, stem: str, optimizers: Sequence[torch.optim.Optimizer], rank: int,
+    counted: Sequence[dict] = (),
+) -> Entry:  # fmt: skip
+    """Write this rank's file; `counted` is what is state in the parameter groups. Returns
+    its entry: name, bytes, xxh3. Raises OSError, or one of UNFIT."""
     tensors: dict[str, torch.Tensor] = {}
     states = [
         [_packed(optimizer.state.get(param, {}), tensors) for param in _params(optimizer)]
         for optimizer in optimizers
     ]
-    header = {"states": json.dumps(states), "whose": json.dumps(_whose(optimizers))}
+    packed = [_packed(each, tensors) for each in counted]
+    header = {"states": json.dumps(states), "whose": json.dumps(_whose(optimizers)),
+              "counted": json.dumps(packed)}  # fmt: skip
     path = folder / f"{stem}.{rank}.safetensors"
     temporary = folder / f".{path.name}"
     try:
@@ -128,7 +134,8 @@ def load(
             tensors = {name: file.get_tensor(name) for name in names}
             header = file.metadata()
             states, whose = json.loads(header["states"]), json.loads(header["whose"])
-        return _restore(optimizers, tensors, states, whose)
+            counted = json.loads(header.get("counted", "[]"))  # an older file has none
+        return _restore(optimizers, tensors, states, whose) or _count(optimizers, tensors, counted)
     except Exception as error:  # a donor, or an optimizer, may have put anything there
         return f"{path.name}: {getattr(error, 'strerror', None) or error}"
 
@@ -145,6 +152,16 @@ def _restore(optimizers: Sequence, tensors: dict, states: list, whose: list) -> 
         # What never trained has none.
         state = {i: value for i, value in enumerate(values) if value}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    return ""
+
+
+def _count(optimizers: Sequence, tensors: dict, counted: list) -> str:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, packed in zip(groups, counted, strict=False):
+        param = group["params"][0]
+        for name, number in numbers(_unpacked(packed, tensors, param)).items():
+            is_tensor = isinstance(number, torch.Tensor)
+            group[name] = number.to(own_part(param).device) if is_tensor else number
     return ""
 
 

@@ -2,6 +2,7 @@
 who sets the learning rates, and whether it takes the parameters that a version brings."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from elastic.train.group import own_part
 from elastic.train.schedule import peak
 
 PROBED = 4096  # elements of a parameter
+RATES = {"lr", "initial_lr", "max_lr", "min_lr"}  # of a group: a schedule sets them
 FEW_STEPS = 8  # they may come close to where the parameters were before by chance
 
 
@@ -21,6 +23,7 @@ class InnerOptimizer:
         self.each = list(given) if isinstance(given, list | tuple) else [given]
         self.sets_rates = sets_rates
         self._peaks = list(map(peak, self.groups))
+        self._made_with = deepcopy(list(map(numbers, self.groups)))
         self._rates: list[float] = []  # as they were set last
         self._has_others = False
         if sets_rates and not any(self._peaks):
@@ -37,6 +40,17 @@ class InnerOptimizer:
         """Clear its state: moments that are suspect, or another model's."""
         for optimizer in self.each:
             optimizer.state.clear()
+        for group, made_with in zip(self.groups, self._made_with, strict=True):
+            for name in numbers(group):
+                del group[name]
+            group |= deepcopy(made_with)
+
+    def counted(self) -> list[dict]:
+        """The part of its state that is in its groups: a step, a distance. These are the
+        numbers that it was not made with."""
+        return [{name: number for name, number in numbers(group).items()
+                 if name not in made_with or torch.as_tensor(number != made_with[name]).any()}
+                for group, made_with in zip(self.groups, self._made_with, strict=True)]  # fmt: skip
 
     def set_rates(self, factor: float) -> None:
         """Every group's peak times `factor`."""
@@ -66,6 +80,13 @@ class InnerOptimizer:
     def _notice_others(self) -> None:
         rates = [float(group["lr"]) for group in self.groups]
         self._has_others |= bool(self._rates) and self._rates != rates
+
+
+def numbers(group: dict) -> dict:
+    """Those of a parameter group, but for the learning rates."""
+    kinds = int | float | torch.Tensor
+    return {name: value for name, value in group.items() if name not in RATES
+            and isinstance(value, kinds) and not isinstance(value, bool)}  # fmt: skip
 
 
 class Probe:

@@ -31,6 +31,7 @@ from elastic.local.worker.moments import Moments
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.local.worker_store import WorkerStore
 from elastic.run.records import Commit, Fragment, Header, Outcome
+from elastic.saved import inner_state
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer
 from helpers import commit_of
@@ -260,12 +261,13 @@ class Keeping:
     def __init__(self, run):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.AdamW(model.parameters())
+        inner = InnerOptimizer(optimizer, sets_rates=True)
         model(torch.ones(2)).backward()
         optimizer.step()
+        optimizer.param_groups[0]["step"] = 3
         one = Line(Place(run, 0, run.slots.claim(0, {}), "7"), False)
         self.hand = InHand(one, run.config())
         self.hand.round, self.hand.steps_total = WorkerRound(5, 0.0, steps=3), 3
-        inner = InnerOptimizer(optimizer, sets_rates=True)
         self.moments = Moments(self.hand, SimpleNamespace(group=Group()), inner)
 
 
@@ -274,6 +276,10 @@ def test_inner_state_is_saved_once_for_the_same_steps(run):
     worker, file = Keeping(run), run.slots.path(0) / "inner.json"
     worker.moments.save()
     assert json.loads(file.read_bytes())["version"] == 5
+    pointer, _ = inner_state.choose(run, 0, 5, 0)
+    other = torch.optim.AdamW(torch.nn.Linear(2, 1).parameters())
+    assert inner_state.load(run, pointer, [other], 0) == ""
+    assert (other.param_groups[0]["step"], len(other.state)) == (3, 2)
     file.unlink()
     worker.moments.save()
     assert not file.exists()

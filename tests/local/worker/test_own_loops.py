@@ -336,6 +336,62 @@ def test_the_state_of_every_optimizer_comes_back(tmp_path: Path, kind):
     assert "another optimizer's" in inner_state.load(run, pointer, wrong, 0)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps state in its groups, as Prodigy does (k, d) and apex's FusedAdam (step)."""
+
+    def __init__(self, params, lr: float, decay: float = 0.1):
+        super().__init__(params, lr=lr, weight_decay=decay)
+        for group in self.param_groups:
+            group |= {"d": 1e-6, "k": 0, "flag": True, "sums": torch.zeros(2)}
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group |= {"d": 2 * group["d"], "k": group["k"] + 1, "flag": False}
+            group |= {"step": group.get("step", 0) + 1}
+            group["sums"] += 1
+
+
+def test_what_an_optimizer_counts_in_its_groups_comes_back(tmp_path: Path):
+    """It began anew at each restart, with moments that were not new. What the run or the user has
+    set since is not undone."""
+    run, model = RunDir(tmp_path), Net()
+    (tmp_path / "slots").mkdir()
+
+    def made(**options) -> InnerOptimizer:
+        parts = (model.generator, model.critic)
+        return InnerOptimizer([Counting(p.parameters(), 0.1, **options) for p in parts], True)
+
+    one, other = made(), made(decay=0.2)
+    assert one.counted() == [{}, {}]
+    train(model, one.each)
+    one.set_rates(0.5)
+    entry = inner_state.save(run.slots.path(0), "inner-1.1", one.each, 0, one.counted())
+    pointer = inner_state.Pointer(0, 1, 1, (entry,))
+    assert inner_state.load(run, pointer, other.each, 0) == ""
+    for group in other.groups:
+        told = {name: plain(group[name]) for name in ("d", "k", "step", "sums", "lr", "flag")}
+        assert told == {"d": 8e-6, "k": 3, "step": 3, "sums": [3, 3], "lr": 0.1, "flag": True}
+        assert group["weight_decay"] == 0.2
+    assert plain(other.counted()) == plain(one.counted())
+    other.forget()
+    assert other.counted() == [{}, {}]
+    assert [group["k"] for group in other.groups] == [0, 0]
+
+
+def test_a_donor_sets_no_learning_rate_nor_parameters(tmp_path: Path):
+    run, model = RunDir(tmp_path), Net()
+    (tmp_path / "slots").mkdir()
+    one = Counting(model.parameters(), lr=0.1)
+    planted = {"lr": 9.0, "initial_lr": 9.0, "params": [], "words": "x", "k": 7}
+    entry = inner_state.save(run.slots.path(0), "inner-1.1", [one], 0, [planted])
+    pointer = inner_state.Pointer(0, 1, 1, (entry,))
+    assert inner_state.load(run, pointer, [one], 0) == ""
+    (group,) = one.param_groups
+    assert (group["lr"], len(group["params"]), group["k"]) == (0.1, 4, 7)
+    assert not {"words", "initial_lr"} & {*group}
+
+
 def test_what_cannot_be_saved_is_no_crash(tmp_path: Path):
     run, model = RunDir(tmp_path), Net()
     (tmp_path / "slots").mkdir()

@@ -98,10 +98,10 @@ class Moments:
 
     def _saved(self, stem: str) -> Entry | None:
         """The entry of this rank's file; None if it could not be written."""
-        place = self._line.place
+        place, optimizer = self._line.place, self._optimizer
         try:
-            folder = place.run.slots.path(place.slot)
-            return insist(inner_state.save, folder, stem, self._optimizer.each, self._group.rank)
+            state = (optimizer.each, self._group.rank, optimizer.counted())
+            return insist(inner_state.save, place.run.slots.path(place.slot), stem, *state)
         except (OSError, TryAgain) as error:
             place.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
         except inner_state.UNFIT as error:
