@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import re
 import signal
 import threading
@@ -323,6 +324,35 @@ def saving_of(rank: Rank) -> Saving:
     (rank.run.path / "checkpoints").mkdir(parents=True)
     net, samples = torch.nn.Linear(2, 2), Samples(Tiny({"pace": ""}), rank.config, rank.group)
     return Saving(rank, net, torch.optim.SGD(net.parameters()), samples)
+
+
+class Noise(Tiny):
+    """Samples that are changed by chance as they are loaded."""
+
+    def dataset(self):
+        return self
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([torch.rand(()).item(), random.random()])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_two_ranks_or_attempts_change_their_samples_alike(make_config, workers):
+    config = make_config("sync.global_batch_size=4", f"train.loader_workers={workers}")
+    seen = []
+    for rank, trained in ((0, 0), (1, 0), (0, 32), (0, 0)):
+        torch.manual_seed(0)  # as of the model
+        random.seed(0)
+        samples = Samples(Noise({"pace": ""}), config, Group(rank, 2))
+        samples.set(trained=[(0, 0, trained)])
+        [(_, values)] = samples.next().passes
+        seen.append(values.tolist())
+    assert seen.pop() == seen[0], "it follows from where the run is"
+    values = [value for pairs in seen for pair in pairs for value in pair]
+    assert len({*values}) == len(values) == 12
 
 
 @pytest.mark.parametrize("interval", ["auto", "1 steps"])

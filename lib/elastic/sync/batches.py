@@ -16,6 +16,7 @@ from elastic.base.config import Config
 from elastic.jobs.sizing import passes
 from elastic.run.ledger import Ledger, Range, Ranges
 from elastic.run.shuffle import index
+from elastic.train.device import seed_by
 from elastic.train.group import Group
 from elastic.train.health import shield_workers
 from elastic.train.loading import check
@@ -86,6 +87,9 @@ class Samples:
                 for part in parts:
                     yield [index(len(self), seed, *place) for place in part or places[:1]]
 
+        # Else all ranks, and each attempt, would change their samples by the same numbers.
+        done = len(self.committed) + len(self.trained) + len(self.skipped)
+        seed_by(f"{seed}/{done} samples/{group.rank}")
         loader = iter(DataLoader(
             self._dataset, batch_sampler=draw(), num_workers=train.loader_workers,
             worker_init_fn=shield_workers, pin_memory=group.device.type == "cuda",
