@@ -20,8 +20,12 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+
+from elastic.base.errors import ElasticError
+
+Muon = getattr(torch.optim, "Muon", Optimizer)  # torch has it since 2.9
 
 
 class Eager:
@@ -82,12 +86,15 @@ class MuonAdamW(Eager, Optimizer):
 
 
 def default_optimizer(model: nn.Module, train) -> Optimizer:
-    """The one that the [train] section names."""
+    """The one that the [train] section names. Raises ElasticError if torch has none."""
     hidden = hidden_matrices(model) if train.optimizer == "muon" else []
     chosen = {id(param) for param in hidden}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     if not hidden:
         return _adamw(others, train)
+    if Muon is Optimizer:
+        what = f'train.optimizer = "muon" needs torch 2.9, and this is {torch.__version__}'
+        raise ElasticError(what, 'train.optimizer = "adamw" is for every torch')
     muon = EagerMuon(hidden, lr=train.learning_rate, weight_decay=train.weight_decay,
                      adjust_lr_fn="match_rms_adamw")  # fmt: skip
     return MuonAdamW(muon, _adamw(others, train)) if others else muon
