@@ -6,11 +6,13 @@ a ramp of the learning rate (`local_sgd.join_ramp`).
 
 import contextlib
 import time
+from dataclasses import asdict
 
 from elastic.base.durable import insist
 from elastic.base.errors import TryAgain
 from elastic.local.worker.exchange import Exchange
 from elastic.local.worker.in_hand import InHand
+from elastic.run.records import restored
 from elastic.saved import inner_state
 from elastic.saved.inner_state import Entry, Pointer
 from elastic.train.inner_optimizer import InnerOptimizer
@@ -53,7 +55,8 @@ class Moments:
 
     def adopt(self, version: int) -> None:
         """Begin with the slot's state, or a donor's. Collective."""
-        pointer, origin = self._group.decide(lambda: self._choose(version))
+        told, origin = self._group.decide(lambda: self._choose(version))
+        pointer = told and restored(Pointer, told)
         if pointer and (refused := self._load(pointer)):
             self._optimizer.forget()
             pointer, origin = None, f"fresh: {refused}"
@@ -61,9 +64,11 @@ class Moments:
             self._ramp = self._config.local_sgd.join_ramp
         self.origin = f"{origin} with a ramp" if self._ramp else origin
 
-    def _choose(self, version: int) -> tuple[Pointer | None, str]:
+    def _choose(self, version: int) -> tuple[dict | None, str]:
+        """Rank 0; as JSON has it, for the others."""
         line, oldest = self._line, self._config.local_sgd.inner_state_max_age
-        return inner_state.choose(line.run, line.place.slot, version, oldest)
+        pointer, origin = inner_state.choose(line.run, line.place.slot, version, oldest)
+        return pointer and asdict(pointer), origin
 
     def _load(self, pointer: Pointer) -> str:
         """Why a rank could not take it; empty if all could."""
