@@ -87,9 +87,9 @@ class Checkpoints:
         self._run, self._group, self._writer, self._keep = run, group, writer, keep
         self._flight: _Flight | None = None
         self._skipped: set[int] = set()
-        several = group.world > 1
+        several = group.world > 1  # else DCP finds no group, and needs none
         ranks = dist.new_group(backend="gloo", timeout=SLOWEST) if several else None
-        self._how = {"process_group": ranks, "no_dist": not several}
+        self._how = {"process_group": ranks}
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
     def save(self, step: int, model, optimizer, extra: dict) -> None:
@@ -278,14 +278,14 @@ class Checkpoints:
         model_state, optimizer_state = states.get_state_dict(model, optimizer)
         reader = _reader(self._run, saved)
         held = _prefixes(reader.read_metadata().state_dict_metadata)
-        optimizer_state["state"] = {
-            name: values for name, values in optimizer_state["state"].items()
-            if f"optimizer.state.{name}" in held
-        }  # fmt: skip
+        places = optimizer_state["state"]
+        saved_state = {name: places[name] for name in places if f"optimizer.state.{name}" in held}
+        optimizer_state["state"] = saved_state
         reader.fill({"model": model_state, "optimizer": optimizer_state}, **self._how)
+        # What never trained has no moments; torch before 2.9 misses it by its name.
+        optimizer_state["state"] = {n: saved_state.get(n, {}) for n in places if saved_state}
         states.set_state_dict(
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
-            # What never trained has no moments.
             options=states.StateDictOptions(strict=False),
         )  # fmt: skip
 

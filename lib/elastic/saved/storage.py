@@ -78,7 +78,7 @@ class Writer(dcp.FileSystemWriter):
                 raise OSError(refused.errno, refused.strerror, str(self.path)) from None
             raise
         sync_path(self.path)
-        entry = self.fs.entries[RANKS_FILE.format(self.rank)]
+        [entry] = self.fs.entries.values()  # of this rank's file; .metadata comes after all
         return written.then(lambda done: (done.value(), entry))
 
     def finish(self, metadata, results) -> None:
