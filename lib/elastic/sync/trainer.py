@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from elastic.base.config import Config
 from elastic.base.durable import STUCK_S, append_line, patiently, until_written
@@ -245,12 +244,8 @@ class Trainer:
         silent_s = time.monotonic() - self._checked_at
         check = group.leads and silent_s > self.rank.config.health.liveness_interval_s
         save = self.saving.is_due(self.state.step + 1)
-        mine = [tokens, save, check, *(wish == each for each in Wish)]
-        numbers = torch.tensor(mine, dtype=torch.float64, device=group.device)
-        numbers = torch.cat([losses, numbers])
-        if group.world > 1:
-            dist.all_reduce(numbers)
-        loss, told, tokens, save, check, *counts = numbers.tolist()
+        mine = [*losses.tolist(), tokens, save, check, *(wish == each for each in Wish)]
+        loss, told, tokens, save, check, *counts = group.sum(*mine)
         wish = max(each for each in Wish if counts[each])
         loss = loss / told if told else math.nan
         return Agreed(loss, tokens, wish, save > 0, check > 0)

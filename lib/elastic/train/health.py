@@ -50,10 +50,8 @@ class NaNDetector:
         """The verdict on this step, after one all_reduce."""
         norm = norm.full_tensor() if is_sharded(norm) else norm
         is_good = math.isfinite(loss) and math.isfinite(norm)
-        bad = torch.tensor(not is_good, dtype=torch.int32, device=self.group.device)
-        if self.group.world > 1:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        return self.judge(bool(bad), f"loss {loss}, norm {norm}")
+        [bad] = self.group.sum(not is_good)
+        return self.judge(bad > 0, f"loss {loss}, norm {norm}")
 
     def judge(self, bad: bool, seen: str = "") -> str:
         """`check` for a caller that has agreed with the other ranks already."""
