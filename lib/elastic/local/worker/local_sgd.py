@@ -227,7 +227,7 @@ class LocalSGD:
         self._count(loss, tokens, max(rates, default=0.0))
 
     def skip(self) -> None:
-        """The batch is to have no effect, as its loss is not finite: count it as seen."""
+        """The batch is to have no effect, as its gradient is not finite: count it as seen."""
         self._count(math.nan, None, rate=0.0)
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
