@@ -17,7 +17,8 @@ from tiny_task import WIDTH, Net, Tiny
 
 class Normed(nn.Module):
     """With running statistics, and constants: a table that its code has made; masks, one of them
-    a frozen parameter; and a minimum that, as an observer's, begins at infinity."""
+    a frozen parameter; and a minimum that, as an observer's, begins at infinity; and a
+    count that its code makes anew."""
 
     def __init__(self):
         super().__init__()
@@ -27,9 +28,11 @@ class Normed(nn.Module):
         self.register_buffer("mask", mask)
         self.frozen = nn.Parameter(mask.clone(), requires_grad=False)
         self.register_buffer("least", torch.tensor(torch.inf))
+        self.register_buffer("count", torch.tensor(0.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.least.copy_(torch.minimum(self.least, x.detach().min()))
+        self.count = self.count + 1  # a new tensor
         return self.body(5 + 3 * x).squeeze(-1)
 
 

@@ -8,6 +8,7 @@ fragment at a time.
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -53,11 +54,16 @@ def refuse_inexact(model: nn.Module) -> None:
 
 class Replica:
     def __init__(self, model: nn.Module, layout: Layout):
-        self.params = dict(model.named_parameters()) | buffers(model)
-        self.layout = layout
+        self.model, self.layout = model, layout
+        self._params = dict(model.named_parameters())  # FSDP has others while it computes
         self.base: dict[str, torch.Tensor] = {}
         # Where a base is not finite, as a mask's -inf: a constant, in every version.
         self._constant: dict[str, torch.Tensor] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter, or a buffer as it is now: the model's code may have put a new one in
+        its place."""
+        return self._params[name] if name in self._params else attrgetter(name)(self.model)
 
     @torch.no_grad()
     def adopt(self, index: int, values: torch.Tensor) -> None:
@@ -103,14 +109,14 @@ class Replica:
         """Each tensor of a fragment, its parameter,
         and this rank's part of its values."""
         for tensor in self.layout.fragments[index]:
-            param = self.params[tensor.name]
+            param = self.tensor(tensor.name)
             yield tensor, param, part_like(param, tensor.of(values))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the base: this round's steps are void."""
         for name, base in self.base.items():
-            own_part(self.params[name]).copy_(base)
+            own_part(self.tensor(name)).copy_(base)
 
     @torch.no_grad()
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,7 +124,7 @@ class Replica:
         `into`. Collective with FSDP2."""
         flat = torch.empty(self.layout.numels[index], device=self._device) if into is None else into
         for tensor in self.layout.fragments[index]:
-            param = self.params[tensor.name]
+            param = self.tensor(tensor.name)
             local, base = own_part(param), self.base[tensor.name]
             part = tensor.of(flat)
             if not is_sharded(param) and not local.is_cuda:
@@ -142,7 +148,7 @@ class Replica:
 
     @property
     def _device(self) -> torch.device:
-        devices = (own_part(param).device for param in self.params.values())
+        devices = (own_part(param).device for param in self._params.values())
         return next(devices, torch.device("cpu"))
 
     @torch.no_grad()
@@ -151,7 +157,7 @@ class Replica:
         Collective with FSDP2."""
         parts = []
         for tensor in self.layout.fragments[index]:
-            param = self.params[tensor.name]
+            param = self.tensor(tensor.name)
             whole = param.full_tensor() if is_sharded(param) else param
             parts.append(whole.detach().float().flatten().cpu())
         return torch.cat(parts)

@@ -158,7 +158,7 @@ def test_each_rank_moves_its_own_fragments(open_rounds, monkeypatch):
         exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number))
         exchange.adopt(rounds.run.commits.newest())
         with torch.no_grad():
-            for param in replica.params.values():
+            for param in replica.model.parameters():
                 param.sub_(1.0)
 
         def stored(index: int, data: memoryview):

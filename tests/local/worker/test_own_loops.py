@@ -169,6 +169,7 @@ def test_a_network_with_batch_norm_survives_a_kill_and_ends_with_its_statistics(
     assert "table" not in found
     assert found["body.1.running_var"].mean() > 2  # of inputs with a variance of 9; it begins at 1
     assert found["body.1.num_batches_tracked"] > 10
+    assert found["count"] == found["body.1.num_batches_tracked"]
     ended = list(tmp_path.glob("[0-9]*.pt"))
     assert ended
     for path in ended:
