@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from elastic.base import config as configuration
 from elastic.base.errors import UsageError
 from elastic.lab import trace
-from elastic.lab.forecast import Forecast, _choose, costs, forecast, mostly_there, spans
-from elastic.lab.played import Change, Costs, Requeue, Sync
+from elastic.lab.forecast import _choose, costs, forecast, mostly_there
+from elastic.lab.played import Change, Costs, Nodes, Requeue, Sync
 from elastic.lab.played_local import Local
 from elastic.people import views
 from elastic.run import estimate
@@ -195,7 +195,7 @@ def plays(changes: list[Change], costs: Costs) -> list:
 @given(traces(), ALL_COSTS)
 def test_parts_add_up_to_what_was_allocated_and_that_is_never_more_than_there_was(changes, costs):
     end = changes[-1].at + 100
-    offered_s = sum(gpus * seconds for gpus, seconds in spans(changes, end))
+    offered_s = sum(gpus * seconds for gpus, seconds in Nodes(changes).spans(end))
     taken = sum(change.gpus == 0 for change in changes)
     for play, again in zip(plays(changes, costs), plays(changes, costs), strict=True):
         found = play.play(end)
@@ -241,17 +241,17 @@ def test_one_preemption_more_never_makes_plain_requeue_train_more(moments, extra
 # ---- what to do about it
 
 
-def way(mode: str, kept: float, gpus=(1, 8), inner_steps: int = 0) -> Forecast:
-    return Forecast(mode, gpus, inner_steps, {"training": kept, "allocated": 1, "open": 0}, 1.0)
+def way(mode: str, kept: float, inner_steps: int = 0) -> dict:
+    return {"mode": mode, "kept": kept, "inner_steps": inner_steps}
 
 
 def test_sync_mode_is_taken_where_it_is_as_good():
     ways = [way("requeue", 0.5), way("sync", 0.88), way("local", 0.9)]
     best, why = _choose(ways)
-    assert best.mode == "sync"
+    assert best["mode"] == "sync"
     assert "step for step as if undisturbed, for 88%" in why
     best, why = _choose([*ways, way("local", 0.95, inner_steps=500)])
-    assert (best.mode, best.inner_steps) == ("local", 500)
+    assert (best["mode"], best["inner_steps"]) == ("local", 500)
     assert why == ("it trains for 95% of the GPU time that is there, sync mode for 88%,"
                    " --requeue for 50%")  # fmt: skip
 
@@ -278,10 +278,11 @@ def test_costs_are_those_of_the_configuration_unless_a_run_has_shown_others():
 def test_the_limits_are_those_of_the_trace():
     changes, end = trace.read(str(AWS), 1)
     assert len(changes) == 177 + 167
-    assert max(gpus for gpus, _ in spans(changes, end)) == 32
-    assert sum(seconds for _, seconds in spans(changes, end)) == pytest.approx(end)
-    least = mostly_there(changes, end)
-    assert sum(seconds for gpus, seconds in spans(changes, end) if gpus < least) < 0.1 * end
+    spans = [*Nodes(changes).spans(end)]
+    assert max(gpus for gpus, _ in spans) == 32
+    assert sum(seconds for _, seconds in spans) == pytest.approx(end)
+    least = mostly_there(spans, end)
+    assert sum(seconds for gpus, seconds in spans if gpus < least) < 0.1 * end
 
 
 # ---- where traces come from

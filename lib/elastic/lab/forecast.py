@@ -20,12 +20,14 @@ not by what its workers have shown. Training are steps alone: a delta on its way
 waiting, which a run's own ledger counts as training.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from operator import itemgetter
+from typing import Any
 
 from elastic.base.errors import UsageError
 from elastic.jobs import cadence, sizing
-from elastic.lab.played import Costs, Requeue, Sync, Trace
+from elastic.lab.played import Costs, Nodes, Requeue, Sync, Trace
 from elastic.lab.played_local import Local
 from elastic.run import estimate
 
@@ -37,11 +39,14 @@ KS = (25, 50, 100, 200, 500)
 MOST_ROUNDS = 50_000  # that are played
 LEAST_ROUND_S = 30.0  # no shorter ones are tried
 
+Way = dict[str, Any]  # what a way to train makes of a trace, as --json has it
+Say = Callable[[str], object]
+
 
 def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> Costs:
     """The costs of a run by its configuration and size; what was `shown` goes before."""
-    names = ("step_s", "startup_s", "queue_s", "requeue_s", "notice_s", "leave_s", "save_s")
-    stated = {name: getattr(config.plan, name) for name in names}
+    plan, names = config.plan, (field.name for field in fields(Costs))
+    stated = {name: getattr(plan, name) for name in names if hasattr(plan, name)}
     return Costs(**stated | (_by_size(config, model) if model else {}) | dict(shown))
 
 
@@ -63,32 +68,6 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What a way to train makes of a trace. `parts`: of goodput.ledger, in
-    GPU-seconds."""
-
-    mode: str
-    gpus: tuple[int, int]  # from and to
-    inner_steps: int  # 0 but in local mode
-    parts: Mapping[str, float]
-    offered_s: float  # GPU-seconds that a run could have had
-
-    @property
-    def goodput(self) -> float:
-        closed_s = self.parts["allocated"] - self.parts["open"]
-        return self.parts["training"] / max(closed_s, 1e-9)
-
-    @property
-    def kept(self) -> float:
-        """Of all that was there to be had."""
-        return self.parts["training"] / max(self.offered_s, 1e-9)
-
-    def to_json(self) -> dict:
-        return {"mode": self.mode, "gpus": list(self.gpus), "inner_steps": self.inner_steps,
-                "goodput": self.goodput, "kept": self.kept, **self.parts}  # fmt: skip
-
-
 def silence(_text: str) -> None:
     """Tell nobody."""
 
@@ -97,92 +76,86 @@ class Forecaster:
     """A trace until `end`, played to a run of that configuration at those costs. Takes
     seconds: `say` is told of each play."""
 
-    def __init__(self, trace: Trace, end: float, config, costs: Costs, say=silence):
+    def __init__(self, trace: Trace, end: float, config, costs: Costs, say: Say = silence):
         self.trace, self.end, self.config, self.costs = trace, end, config, costs
-        self._say = say
-        self._limits = _, most = config.elastic.min, config.elastic.max
-        self._offered_s = sum(seconds * min(gpus, most) for gpus, seconds in spans(trace, end))
+        self._say, self._limits = say, (config.elastic.min, config.elastic.max)
+        spans = Nodes(trace).spans(end)
+        self._offered_s = sum(seconds * min(gpus, config.elastic.max) for gpus, seconds in spans)
 
-    def local(self, inner_steps: int = 0) -> Forecast:
+    def local(self, inner_steps: int = 0) -> Way:
         sgd = self.config.local_sgd
         steps = inner_steps or sgd.inner_steps
         self._say(f"playing the trace to local mode, inner_steps = {steps}")
         config = replace(self.config, local_sgd=replace(sgd, inner_steps=steps))
-        play = Local(self.trace, config, self.costs)
-        return self._of("local", self._limits, steps, play)
+        return self._way("local", self._limits, Local(self.trace, config, self.costs), steps)
 
-    def sync(self, least: int = 0) -> Forecast:
+    def sync(self, least: int = 0) -> Way:
         limits = self.config.elastic
         limits = replace(limits, min=least or limits.min)
         self._say(f"playing the trace to sync mode, min = {limits.min}")
         play = Sync(self.trace, replace(self.config, elastic=limits), self.costs)
-        return self._of("sync", (limits.min, limits.max), 0, play)
+        return self._way("sync", (limits.min, limits.max), play)
 
-    def requeue(self) -> Forecast:
+    def requeue(self) -> Way:
         """Of the size that turns out to be the best, of all from min to max."""
         per_node = self.config.slurm.gpus_per_node
         sizes = sizing.node_counts(self._limits, per_node)
         self._say(f"playing the trace to --requeue, in {len(sizes)} sizes")
-        rows = (self._of("requeue", (nodes * per_node,) * 2, 0,
-                         Requeue(self.trace, self.config, self.costs, [nodes]))
-                for nodes in sizes)  # fmt: skip
-        return max(rows, key=lambda row: row.kept)
+        plays = (Requeue(self.trace, self.config, self.costs, [nodes]) for nodes in sizes)
+        ways = (self._way("requeue", (nodes * per_node,) * 2, play)
+                for nodes, play in zip(sizes, plays, strict=True))  # fmt: skip
+        return max(ways, key=itemgetter("kept"))
 
-    def _of(self, mode: str, gpus: tuple[int, int], inner_steps: int, play) -> Forecast:
-        return Forecast(mode, gpus, inner_steps, play.play(self.end), self._offered_s)
-
-
-def spans(trace: Trace, end: float) -> Iterator[tuple[int, float]]:
-    """(GPUs that are there, for so many seconds)."""
-    there: dict[str, int] = {}
-    at = 0.0
-    for change in trace:
-        if change.at > at:
-            yield sum(there.values()), min(change.at, end) - at
-        at, there[change.node] = min(change.at, end), change.gpus
-    yield sum(there.values()), end - at
+    def _way(self, mode: str, gpus: tuple[int, int], play, inner_steps: int = 0) -> Way:
+        """`gpus`: from and to. Of the shares `kept` is of all that was there to be had."""
+        parts = play.play(self.end)
+        closed_s = max(parts["allocated"] - parts["open"], 1e-9)
+        return {"mode": mode, "gpus": [*gpus], "inner_steps": inner_steps,
+                "goodput": parts["training"] / closed_s,
+                "kept": parts["training"] / max(self._offered_s, 1e-9), **parts}  # fmt: skip
 
 
-def mostly_there(trace: Trace, end: float) -> int:
+def mostly_there(spans: Iterable[tuple[int, float]], end: float) -> int:
     """GPUs that are there for nine tenths of the time."""
     left_s = (1 - MOSTLY) * end
-    for gpus, seconds in sorted(spans(trace, end)):
+    for gpus, seconds in sorted(spans):
         left_s -= seconds
         if left_s < 0:
             return gpus
     return 0
 
 
-def forecast(trace: Trace, end: float, config, costs: Costs, say=silence) -> dict:
+def forecast(trace: Trace, end: float, config, costs: Costs, say: Say = silence) -> dict:
     """All ways to train as `config` has them, and what to change: for views and for
     scripts."""
     _check(end, config, costs)
-    most = max(gpus for gpus, _ in spans(trace, end))
-    least = max(config.slurm.gpus_per_worker, min(mostly_there(trace, end), config.elastic.max))
+    spans = [*Nodes(trace).spans(end)]
+    most = max(gpus for gpus, _ in spans)
+    least = max(config.slurm.gpus_per_worker, min(mostly_there(spans, end), config.elastic.max))
     play = Forecaster(trace, end, config, costs, say)
-    rows = [play.requeue(), play.sync(), play.local()]
-    if not any(row.kept for row in rows):
+    ways = [play.requeue(), play.sync(), play.local()]
+    if not any(way["kept"] for way in ways):
         what = f"nothing could be trained in the {end:.0f} s of the trace"
         raise UsageError(what, "a longer trace, or smaller costs: section [plan]")
-    rows += _better(play, least, rows[1:])
-    best, why = _choose(rows)
-    if config.run.command and best.mode != config.run.mode:
-        best = [row for row in rows if row.mode == config.run.mode][-1]
+    ways += _better(play, least, *ways[1:])
+    best, why = _choose(ways)
+    if config.run.command and best["mode"] != config.run.mode:
+        best = [way for way in ways if way["mode"] == config.run.mode][-1]
         why = f"run.command keeps its mode; as a task, {why}"
     taken = [change.at for change in trace if not change.gpus]
-    moments, steps = len(set(taken)), best.inner_steps or config.local_sgd.inner_steps
+    moments, steps = len(set(taken)), best["inner_steps"] or config.local_sgd.inner_steps
     mtbi_s = (end + cadence.PRIOR_S) / max(1, moments)
     every_s, _ = cadence.interval(costs.stall_s, mtbi_s, costs.save_s)
-    if best.mode == "local":
+    if best["mode"] == "local":
         every_s = steps * costs.step_s + costs.deliver_s + costs.average_s + costs.pull_s
     return {
         "trace": {"seconds": end, "nodes": len({change.node for change in trace}),
                   "most_gpus": most, "taken": len(taken), "moments": moments},
         "costs": vars(costs),
-        "ways": [row.to_json() for row in rows],
+        "ways": ways,
         "recommended": {
-            "mode": best.mode, "inner_steps": steps,
-            "min": best.gpus[0] if best.mode == "sync" else least,
+            "mode": best["mode"], "inner_steps": steps,
+            "min": best["gpus"][0] if best["mode"] == "sync" else least,
             "max": min(most, config.elastic.max),
             "checkpoint_interval_s": every_s,  # in local mode, of versions
             "reason": why,
@@ -202,27 +175,26 @@ def _check(end: float, config, costs: Costs) -> None:
         raise UsageError(what, "give --set plan.step=SECONDS, or --measured RUN")
 
 
-def _better(play: Forecaster, least: int, rows: Sequence[Forecast]) -> Iterator[Forecast]:
+def _better(play: Forecaster, least: int, sync: Way, local: Way) -> Iterator[Way]:
     """Another min in sync mode, and another K in local mode, where they gain
     something."""
-    sync, local = rows
-    if least != sync.gpus[0] and (other := play.sync(least)).kept > sync.kept:
+    if least != sync["gpus"][0] and (other := play.sync(least))["kept"] > sync["kept"]:
         yield other
-    others = (k for k in KS if k * play.costs.step_s >= LEAST_ROUND_S and k != local.inner_steps)
-    tried = [local, *map(play.local, others)]
-    enough = AS_GOOD * max(row.kept for row in tried)
-    best = min((row for row in tried if row.kept >= enough), key=lambda row: row.inner_steps)
+    ks = {k for k in KS if k * play.costs.step_s >= LEAST_ROUND_S} - {local["inner_steps"]}
+    tried = [local, *map(play.local, sorted(ks))]
+    enough = AS_GOOD * max(way["kept"] for way in tried)
+    best = min((way for way in tried if way["kept"] >= enough), key=itemgetter("inner_steps"))
     if best is not local:
         yield best
 
 
-def _choose(rows: Sequence[Forecast]) -> tuple[Forecast, str]:
+def _choose(ways: Sequence[Way]) -> tuple[Way, str]:
     """The way to take, and why."""
-    requeue = rows[0]
-    sync, local = ([row for row in rows if row.mode == mode][-1] for mode in ("sync", "local"))
-    best, other = (sync, local) if sync.kept >= WORTH_SYNC * local.kept else (local, sync)
+    last = {way["mode"]: way for way in ways}
+    sync, local = last["sync"], last["local"]
+    best, other = (sync, local) if sync["kept"] >= WORTH_SYNC * local["kept"] else (local, sync)
     exactly = ", step for step as if undisturbed," * (best is sync)
     return best, (
-        f"it trains{exactly} for {best.kept:.0%} of the GPU time that is there,"
-        f" {other.mode} mode for {other.kept:.0%}, --requeue for {requeue.kept:.0%}"
+        f"it trains{exactly} for {best['kept']:.0%} of the GPU time that is there,"
+        f" {other['mode']} mode for {other['kept']:.0%}, --requeue for {ways[0]['kept']:.0%}"
     )
