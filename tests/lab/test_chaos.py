@@ -16,7 +16,7 @@ import pytest
 import soak
 from elastic.base import config
 from elastic.base.errors import ElasticError, UsageError
-from elastic.lab import chaos, doing
+from elastic.lab import chaos
 from elastic.lab.faults import Cost, Fault, by_kind, cost_in_local_mode, cost_in_sync_mode, schedule
 from elastic.run.goodput import PARTS, Work
 from elastic.run.membership import Slot
@@ -122,7 +122,7 @@ def test_to_a_run_whose_steps_nobody_knows_no_fault_is_done(tmp_path, monkeypatc
     settings = config.load(path, [])
     run = RunDir.create(tmp_path / "runs", settings, Control("sync", "running", 1, 1), {})
     with pytest.raises(UsageError, match="run own cannot be known: run.command counts its steps"):
-        doing.harm(run, 1.0, 1.0, 0.0, 0, "", print)
+        chaos.harm(run, 1.0, 1.0, 0.0, 0, "", print)
 
 
 def test_only_processes_and_jobs_of_the_run_are_hit_whatever_a_lease_says(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.reconcile import PassReport
-from elastic.lab import doing, validation
+from elastic.lab import validation
 from elastic.lab.validation import verdicts
 from elastic.people import steering, views
 from elastic.run.rundir import RunDir
@@ -30,7 +30,7 @@ SAID = {"reason": "nothing is left to train"}
 BASE = {0: 2.00, 1: 2.02, 2: 1.98}
 
 
-def judged(arm: dict[int, float], margin: float = 0.02, base: dict = BASE) -> validation.Verdict:
+def judged(arm: dict[int, float], margin: float = 0.02, base: dict = BASE) -> dict:
     return list(verdicts({"sync": base, "int8": arm}, margin))[1]
 
 
@@ -40,52 +40,53 @@ def shifted(by: float, noise: float = 0.0) -> dict[int, float]:
 
 def test_the_noise_of_the_seeds_does_not_count_where_they_are_paired():
     verdict = judged(shifted(0.01))
-    assert verdict.gap == pytest.approx(0.01)
-    assert verdict.bound == pytest.approx(0.01)
-    assert verdict.words.startswith("ok")
+    assert verdict["gap"] == pytest.approx(0.01)
+    assert verdict["bound"] == pytest.approx(0.01)
+    assert verdict["words"].startswith("ok")
 
 
 def test_a_gap_above_the_margin_is_worse():
-    assert judged(shifted(0.05)).words.startswith("WORSE")
+    assert judged(shifted(0.05))["words"].startswith("WORSE")
 
 
 def test_where_noise_hides_the_answer_there_is_none():
     """Gaps of -0.03, 0 and 0.03: by the t of 3 seeds the bound is 0 + 2.92 · 0.03 / √3."""
     verdict = judged(shifted(0.0, noise=0.03))
-    assert verdict.bound == pytest.approx(2.92 * 0.03 / 3**0.5)
-    assert verdict.words.startswith("undecided")
+    assert verdict["bound"] == pytest.approx(2.92 * 0.03 / 3**0.5)
+    assert verdict["words"].startswith("undecided")
 
 
 def test_one_seed_gives_no_bound():
     verdict = judged({0: 2.0}, base={0: 2.0})
-    assert (verdict.bound, verdict.words[:8]) == (None, "one seed")
+    assert (verdict["bound"], verdict["words"][:8]) == (None, "one seed")
 
 
 def test_better_is_ok():
-    assert judged(shifted(-0.5)).words.startswith("ok")
+    assert judged(shifted(-0.5))["words"].startswith("ok")
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
 def test_an_arm_without_a_finite_loss_is_told_of_and_not_ok(lost: float):
     """After hours of training, statistics would have ended it without any verdict."""
     sync, int8, none = verdicts({"sync": BASE, "int8": BASE | {1: lost}, "none": BASE}, 0.02)
-    assert (int8.words, int8.gap, int8.bound) == ("a loss is not finite", None, None)
-    assert (sync.words, none.words) == ("what the others are compared with", "ok: within 0.02")
+    assert (int8["words"], int8["gap"], int8["bound"]) == ("a loss is not finite", None, None)
+    assert sync["words"] == "what the others are compared with"
+    assert none["words"] == "ok: within 0.02"
     every = [*verdicts({"sync": BASE | {1: lost}, "int8": BASE}, 0.02)]
-    assert [verdict.words for verdict in every] == ["a loss is not finite"] * 2
-    assert every[1].spread == stdev(BASE.values())
+    assert [verdict["words"] for verdict in every] == ["a loss is not finite"] * 2
+    assert every[1]["spread"] == stdev(BASE.values())
 
 
 def test_who_compares_with_an_arm_that_is_lost_is_not_told_ok(make_config, monkeypatch):
     runs = {"sync": 2.0, "int8": 2.0, "none": math.nan}
     monkeypatch.setattr(evaluation, "load", lambda _config: None)
-    monkeypatch.setattr(doing, "load", lambda _path, settings: make_config(*settings))
+    monkeypatch.setattr(validation, "load", lambda _path, settings: make_config(*settings))
     monkeypatch.setattr(validation, "train", lambda trials, *_: {each: each for each in trials})
     monkeypatch.setattr(validation, "final_loss", lambda trial, _metric: runs[trial.arm])
     monkeypatch.setattr(validation, "curve", lambda _trial: [])
 
     def compare(*arms: str) -> tuple[dict, bool]:
-        data, _, is_ok = doing.compare(Path("x"), [], arms, 2, 1, "", 0.02, print)
+        data, _, is_ok = validation.compare(Path("x"), [], arms, 2, 1, "", 0.02, print)
         return data, is_ok
 
     assert compare("int8")[1]

@@ -49,11 +49,11 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     to take, and with what settings. What things cost is in section [plan].
     A line of a CSV file is MILLISECONDS,add|remove,NODE.
     """
-    from elastic.lab import doing, forecast
+    from elastic.lab import forecast, trace
     from elastic.people import views
 
     tell = warn if sys.stderr.isatty() else forecast.silence
-    found = doing.advise(config, overrides, source, measured, warn, tell)
+    found = trace.advise(config, overrides, source, measured, warn, tell)
     show(as_json, found, views.plan_view)
 
 
@@ -76,11 +76,11 @@ def validate(config: Path, arms: str, as_json: bool, **given):
     GPUs, and says how much loss local mode costs, with its noise. Goes on
     where it was if it is started again. Exits 1 unless every arm is ok.
     """
-    from elastic.lab import doing
+    from elastic.lab.validation import compare
     from elastic.people import views
 
     with views.progress() as tell:
-        data, curves, is_ok = doing.compare(config, arms=arms.split(","), tell=tell, **given)
+        data, curves, is_ok = compare(config, arms=arms.split(","), tell=tell, **given)
     show(as_json, data, functools.partial(views.validation_view, curves=curves))
     sys.exit(Exit.OK if is_ok else Exit.ERROR)
 
@@ -112,10 +112,10 @@ def chaos(run: str, as_json: bool, **plan):
     Kills and stops the run's own processes and jobs. Nothing that is
     committed can be lost by it.
     """
-    from elastic.lab import doing
+    from elastic.lab.chaos import harm
     from elastic.people import views
 
-    report = doing.harm(rundir.find(run), say=warn, **plan)
+    report = harm(rundir.find(run), say=warn, **plan)
     show(as_json, report, views.chaos_view)
     sys.exit(Exit.ERROR if report["audit"]["problems"] else Exit.OK)
 

@@ -32,7 +32,7 @@ from elastic.lab.sandbox import Sandbox
 from elastic.local.master_store import MasterStore
 from elastic.people.submission import jobs_of
 from elastic.run import goodput
-from elastic.run.audit import audit, gpu_seconds, read_metrics
+from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 
@@ -227,6 +227,31 @@ class Chaos:
 
 
 Say = Callable[[str], object]
+
+
+def harm(
+    run: RunDir, every_s: float, for_s: float, before_s: float, seed: int, kinds: str, say: Say
+) -> dict:
+    """Do a fault to the run every so often, saying each of them, after a time to compare
+    with; the report. UsageError: there is nobody to hit."""
+    if not every_s:
+        raise UsageError("--every 0: faults need time between them", "give --every 10s")
+    if over := run.closing():
+        what = f"run {run.name} is {over}: there is nobody to hit"
+        raise UsageError(what, f"elastic-scale {run.name} starts a stopped or failed run")
+    if not has_ledger(run):
+        what = f"what a fault costs run {run.name} cannot be known: run.command counts its steps"
+        raise UsageError(what, f"preempt it by hand: elastic-status {run.name} names its job")
+    agent = Chaos(run, seed)
+    chosen, refused = choose(agent, kinds)
+    for kind, why in refused.items():
+        say(f"not done: {kind}: {why}")
+    began = time.time()
+    time.sleep(before_s)
+    baseline = (began, time.time()) if before_s else None
+    planned = faults.schedule(chosen, every_s, for_s, random.Random(seed))
+    unleash(agent, planned, lambda text: say(f"{time.time() - began:7.1f}s  {text}"))
+    return agent.report(baseline[1] if baseline else began, baseline)
 
 
 def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Say) -> None:

@@ -1,5 +1,5 @@
-"""Traces of preemptions, from files and runs; and what a run's own record says that
-things cost.
+"""What `elastic plan` does: traces of preemptions, from files and runs, and what a run's
+own record says that things cost.
 
 A trace file has lines `milliseconds,add|remove,node`. A run's jobs make one, too: a job's
 GPUs are there from its start to its notice or its end, unless it had nothing left to do.
@@ -10,8 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
+from elastic.base.config import load
 from elastic.base.errors import UsageError
+from elastic.lab.forecast import Say, costs, forecast
 from elastic.lab.played import Change
+from elastic.people import submission
 from elastic.run import goodput, rundir
 from elastic.run.goodput import Allocation
 from elastic.run.records import WANTED, Outcome
@@ -19,6 +22,35 @@ from elastic.run.rundir import RunDir
 
 MOST_MS = 366 * 86400 * 1000
 LINE = "a line is MILLISECONDS,add|remove,NODE"
+
+
+def advise(
+    path: Path, overrides: Sequence[str], source: str, measured: str | None, say: Say, tell: Say
+) -> dict:
+    """The forecast of a run for a trace, at the costs that the run `measured` has shown.
+    What is not known is said; `tell` hears how far it is. UsageError: a step's time is
+    not known."""
+    overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
+    config = load(path, overrides)
+    per_node = max(config.slurm.gpus_per_worker, config.slurm.gpus_per_node)
+    changes, end = read(source, per_node)
+    shown = measured(rundir.find(measured)) if measured else {}
+    for name in ("step", "startup", "leave"):
+        if config.origin(f"plan.{name}") == "command line":
+            shown.pop(f"{name}_s", None)
+    model, reason = None, "only run.command knows the model"
+    if not config.run.command:
+        model, reason, _ = submission.described(path, overrides)
+    price = costs(config, model, shown)
+    if not price.step_s:
+        raise UsageError(f"how long a step takes cannot be known: {reason}",
+                         "give --set plan.step=SECONDS, or --measured RUN")  # fmt: skip
+    if not model:
+        say(f"saves and deltas are taken to cost no time: {reason}")
+    return forecast(changes, end, config, price, tell)
+
+
+# ---- traces
 
 
 def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:

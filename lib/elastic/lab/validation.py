@@ -19,8 +19,9 @@ from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
 
-from elastic.base.config import Config
+from elastic.base.config import Config, load
 from elastic.base.durable import patiently, read_json, to_json, write_atomic
+from elastic.base.environment import runs_root
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.reconcile import run_pass
 from elastic.people import steering, submission, timeline
@@ -42,22 +43,34 @@ class Trial:
     config: Config
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What an arm costs against the baseline: `gap` and `bound` in the unit of the
-    loss."""
+def compare(
+    path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: int, at_once: int,
+    metric: str, margin: float, tell: Callable[[tuple[float, str]], None],
+) -> tuple[dict, dict[str, list[float]], bool]:  # fmt: skip
+    """Train what is not trained yet. Returns losses and verdicts, loss curves by arm, and
+    whether every arm is ok; `tell` hears how far it is. ElasticError: a run failed."""
+    from elastic.saved import evaluation
 
-    arm: str
-    loss: float
-    spread: float | None = None  # of the losses over the seeds
-    gap: float | None = None
-    bound: float | None = None  # the gap is below that, with 95 %
-    words: str = ""
+    base = load(path, overrides)
+    evaluation.load(base)  # what cannot be evaluated need not be trained
+    every = [*trials(lambda more: load(path, [*overrides, *more]), arms, seeds)]
+    folder = runs_root() / f"{base.run.name}-validate"
+    runs = train(every, folder, at_once, lambda r: tell(steering.progress_of(r, len(every))))
+    losses, curves = {}, {}
+    for trial in every:
+        losses.setdefault(trial.arm, {})[trial.seed] = final_loss(runs[trial], metric)
+        curves.setdefault(trial.arm, curve(runs[trial]))
+    judged = [*verdicts(losses, margin)]
+    bounds = [verdict["bound"] for verdict in judged if verdict["arm"] != BASELINE]
+    is_ok = all(bound is not None and bound <= margin for bound in bounds)
+    return {"runs": str(folder), "losses": losses, "verdicts": judged}, curves, is_ok
 
 
-def trials(load: Callable[[list[str]], Config], arms: Sequence[str], seeds: int) -> Iterator[Trial]:
-    """Every run there is to make. `load` is CONFIG with settings on top of it."""
-    base = load([])
+def trials(
+    config: Callable[[list[str]], Config], arms: Sequence[str], seeds: int
+) -> Iterator[Trial]:
+    """Every run there is to make. `config` is CONFIG with settings on top of it."""
+    base = config([])
     workers = max(1, base.elastic.max // base.slurm.gpus_per_worker)
     samples = workers * base.step_samples
     for seed in range(seeds):
@@ -69,7 +82,7 @@ def trials(load: Callable[[list[str]], Config], arms: Sequence[str], seeds: int)
                 settings += ["run.mode=sync", f"sync.global_batch_size={samples}"]
             else:
                 settings += ["run.mode=local", f"local_sgd.compression={arm}"]
-            yield Trial(arm, seed, load(settings))
+            yield Trial(arm, seed, config(settings))
 
 
 # ---- running them
@@ -148,21 +161,24 @@ def curve(run: RunDir) -> list[float]:
     return [point.loss for point in timeline.points(list(run.commits.all()), read_metrics(run))]
 
 
-def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterator[Verdict]:
-    """The baseline's row, then one for each arm; `losses`: final ones, by arm and
-    seed."""
+def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterator[dict]:
+    """The baseline's row, then one for each arm; `losses`: final ones, by arm and seed.
+    `gap` and `bound` are in the unit of the loss; the gap is below the bound, with
+    95 %."""
     for arm, by_seed in losses.items():
-        average = mean(by_seed.values())
+        average, gap, bound = mean(by_seed.values()), None, None
         spread = stdev(by_seed.values()) if len(by_seed) > 1 and isfinite(average) else None
         gaps = [loss - losses[BASELINE][seed] for seed, loss in by_seed.items()]
         if not isfinite(mean(gaps)):
-            yield Verdict(arm, average, spread, words="a loss is not finite")
+            words = "a loss is not finite"
         elif arm == BASELINE:
-            yield Verdict(arm, average, spread, words="what the others are compared with")
+            words = "what the others are compared with"
         else:
             gap, half = mean(gaps), half_width(gaps)
             bound = None if half is None else gap + half
-            yield Verdict(arm, average, spread, gap, bound, _judged(gap, half, margin))
+            words = _judged(gap, half, margin)
+        yield {"arm": arm, "loss": average, "spread": spread, "gap": gap, "bound": bound,
+               "words": words}  # fmt: skip
 
 
 def half_width(gaps: Sequence[float]) -> float | None:
