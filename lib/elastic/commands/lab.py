@@ -49,11 +49,11 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     to take, and with what settings. What things cost is in section [plan].
     A line of a CSV file is MILLISECONDS,add|remove,NODE.
     """
-    from elastic.lab import forecast, trace
+    from elastic.lab.trace import advise
     from elastic.people import views
 
-    tell = warn if sys.stderr.isatty() else forecast.silence
-    found = trace.advise(config, overrides, source, measured, warn, tell)
+    with views.busy("playing the trace"):
+        found = advise(config, overrides, source, measured, warn)
     show(as_json, found, views.plan_view)
 
 

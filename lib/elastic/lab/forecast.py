@@ -20,7 +20,7 @@ not by what its workers have shown. Training are steps alone: a delta on its way
 waiting, which a run's own ledger counts as training.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import itemgetter
 from typing import Any
@@ -40,7 +40,6 @@ MOST_ROUNDS = 50_000  # that are played
 LEAST_ROUND_S = 30.0  # no shorter ones are tried
 
 Way = dict[str, Any]  # what a way to train makes of a trace, as --json has it
-Say = Callable[[str], object]
 
 
 def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> Costs:
@@ -68,49 +67,39 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
     }  # fmt: skip
 
 
-def silence(_text: str) -> None:
-    """Tell nobody."""
-
-
 class Forecaster:
     """A trace until `end`, played to a run of that configuration at those costs. Takes
-    seconds: `say` is told of each play."""
+    seconds."""
 
-    def __init__(self, trace: Trace, end: float, config, costs: Costs, say: Say = silence):
+    def __init__(self, trace: Trace, end: float, config, costs: Costs):
         self.trace, self.end, self.config, self.costs = trace, end, config, costs
-        self._say, self._limits = say, (config.elastic.min, config.elastic.max)
-        spans = Nodes(trace).spans(end)
-        self._offered_s = sum(seconds * min(gpus, config.elastic.max) for gpus, seconds in spans)
+        self.limits = _, most = config.elastic.min, config.elastic.max
+        self._offered_s = sum(s * min(gpus, most) for gpus, s in Nodes(trace).spans(end))
 
     def local(self, inner_steps: int = 0) -> Way:
-        sgd = self.config.local_sgd
-        steps = inner_steps or sgd.inner_steps
-        self._say(f"playing the trace to local mode, inner_steps = {steps}")
-        config = replace(self.config, local_sgd=replace(sgd, inner_steps=steps))
-        return self._way("local", self._limits, Local(self.trace, config, self.costs), steps)
+        steps = inner_steps or self.config.local_sgd.inner_steps
+        sgd = replace(self.config.local_sgd, inner_steps=steps)
+        play = Local(self.trace, replace(self.config, local_sgd=sgd), self.costs)
+        return self._way("local", play, *self.limits, steps)
 
     def sync(self, least: int = 0) -> Way:
-        limits = self.config.elastic
-        limits = replace(limits, min=least or limits.min)
-        self._say(f"playing the trace to sync mode, min = {limits.min}")
+        limits = replace(self.config.elastic, min=least or self.limits[0])
         play = Sync(self.trace, replace(self.config, elastic=limits), self.costs)
-        return self._way("sync", (limits.min, limits.max), play)
+        return self._way("sync", play, limits.min, limits.max)
 
     def requeue(self) -> Way:
         """Of the size that turns out to be the best, of all from min to max."""
         per_node = self.config.slurm.gpus_per_node
-        sizes = sizing.node_counts(self._limits, per_node)
-        self._say(f"playing the trace to --requeue, in {len(sizes)} sizes")
-        plays = (Requeue(self.trace, self.config, self.costs, [nodes]) for nodes in sizes)
-        ways = (self._way("requeue", (nodes * per_node,) * 2, play)
-                for nodes, play in zip(sizes, plays, strict=True))  # fmt: skip
+        plays = {nodes * per_node: Requeue(self.trace, self.config, self.costs, [nodes])
+                 for nodes in sizing.node_counts(self.limits, per_node)}  # fmt: skip
+        ways = (self._way("requeue", play, gpus, gpus) for gpus, play in plays.items())
         return max(ways, key=itemgetter("kept"))
 
-    def _way(self, mode: str, gpus: tuple[int, int], play, inner_steps: int = 0) -> Way:
-        """`gpus`: from and to. Of the shares `kept` is of all that was there to be had."""
+    def _way(self, mode: str, play, least: int, most: int, inner_steps: int = 0) -> Way:
+        """Of the shares `kept` is of all that was there to be had."""
         parts = play.play(self.end)
         closed_s = max(parts["allocated"] - parts["open"], 1e-9)
-        return {"mode": mode, "gpus": [*gpus], "inner_steps": inner_steps,
+        return {"mode": mode, "gpus": [least, most], "inner_steps": inner_steps,
                 "goodput": parts["training"] / closed_s,
                 "kept": parts["training"] / max(self._offered_s, 1e-9), **parts}  # fmt: skip
 
@@ -125,14 +114,14 @@ def mostly_there(spans: Iterable[tuple[int, float]], end: float) -> int:
     return 0
 
 
-def forecast(trace: Trace, end: float, config, costs: Costs, say: Say = silence) -> dict:
+def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
     """All ways to train as `config` has them, and what to change: for views and for
     scripts."""
     _check(end, config, costs)
     spans = [*Nodes(trace).spans(end)]
     most = max(gpus for gpus, _ in spans)
     least = max(config.slurm.gpus_per_worker, min(mostly_there(spans, end), config.elastic.max))
-    play = Forecaster(trace, end, config, costs, say)
+    play = Forecaster(trace, end, config, costs)
     ways = [play.requeue(), play.sync(), play.local()]
     if not any(way["kept"] for way in ways):
         what = f"nothing could be trained in the {end:.0f} s of the trace"

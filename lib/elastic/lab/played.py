@@ -39,10 +39,9 @@ class Nodes:
     def __init__(self, trace: Trace):
         self.moments, self.there = [0.0], [{}]  # node -> its GPUs, since then; the oldest first
         for change in trace:
-            there = {**self.there[-1]}
-            there.pop(change.node, None)
+            there = {node: n for node, n in self.there[-1].items() if node != change.node}
             self.moments.append(change.at)
-            self.there.append(there | ({change.node: change.gpus} if change.gpus else {}))
+            self.there.append(there | {change.node: change.gpus} if change.gpus else there)
 
     def at(self, time: float) -> dict[str, int]:
         return self.there[bisect_right(self.moments, time) - 1]
@@ -85,6 +84,14 @@ class Costs:
     total_steps: float = 0.0  # of all workers, in the whole run; 0: not known
 
 
+def job_until(
+    until: float, gpus: int, submitted: float, start: float, end: float, key: tuple, notice: float
+) -> Allocation:
+    """A job that was taken, or is at work."""
+    outcome, told = ("killed", notice) if end < until else ("", notice if notice < until else None)
+    return Allocation(gpus, submitted, start, min(end, until), outcome, ((start, key),), told)
+
+
 class Requeue:
     """A job of whole nodes, which is requeued when one of them goes."""
 
@@ -105,11 +112,9 @@ class Requeue:
             gpus, taken = len(mine) * self.per_node, min(self.nodes.gone(n, start) for n in mine)
             every_s = self._every_s(gpus)
             notice, stop, end, is_saved = self._leave(start, gpus, min(taken, until))
-            job = Allocation(gpus, submitted, start, min(end, until), "killed" * (end < until),
-                             ((start, (0, len(self.jobs) + 1)),),
-                             notice if notice < until else None)  # fmt: skip
-            self.jobs.append(job)
-            self._train(job, min(stop, until), is_saved, every_s)
+            key = (0, len(self.jobs))
+            self.jobs.append(job_until(until, gpus, submitted, start, end, key, notice))
+            self._train(self.jobs[-1], min(stop, until), is_saved, every_s)
             submitted, free = end, end + self.requeue_s
         return ledger(self.jobs, self.work)
 

@@ -15,7 +15,7 @@ from math import ceil, inf
 
 from elastic.jobs.history import MASTER, WORKER, Job, Memory
 from elastic.jobs.plan import AFTER_LEAVE_S, SUBMIT, Limits, World, plan
-from elastic.lab.played import Costs, Nodes, Trace
+from elastic.lab.played import Costs, Nodes, Trace, job_until
 from elastic.local import rounds
 from elastic.run.goodput import Allocation, Work, ledger
 from elastic.run.records import Commit
@@ -57,12 +57,8 @@ class Local:
         opened = self._coming[0].free if self._coming else inf
         while opened < until:
             commit, opened = self._round(commit, opened, until)
-        self.jobs = [
-            Allocation(self.gpus, w.submitted, w.start, min(w.end, until),
-                       "yielded" if w.end < until else "", ((w.start, w.key),),
-                       w.notice if w.notice < until else None)
-            for w in workers if w.start < until
-        ]  # fmt: skip
+        self.jobs = [job_until(until, self.gpus, w.submitted, w.start, w.end, w.key, w.notice)
+                     for w in workers if w.start < until]  # fmt: skip
         return ledger(self.jobs, self.work)
 
     # ---- jobs
@@ -82,9 +78,10 @@ class Local:
                     if nodes.gone(node, now) > now + costs.queue_s)  # fmt: skip
             for (slot, submitted), node in zip([*queued], free, strict=False):
                 start, notice = now + costs.queue_s, nodes.gone(node, now)
-                leaves_s = costs.step_s / 2 + costs.deliver_alone_s + costs.leave_s
-                worker = Worker((slot, count), node, submitted, start, start + costs.startup_s,
-                                notice, notice + min(leaves_s, costs.notice_s),
+                free, leaves_s = start + costs.startup_s, costs.leave_s
+                leaves_s += (notice > free) * (costs.step_s / 2 + costs.deliver_alone_s)
+                worker = Worker((slot, count), node, submitted, start, free, notice,
+                                notice + min(leaves_s, costs.notice_s),
                                 notice + costs.notice_s + self.config.health.lease_s)  # fmt: skip
                 yield worker
                 alive.append(worker)
@@ -109,8 +106,7 @@ class Local:
         """What a round makes of a version, and when the next one is opened."""
         sgd, costs = self.config.local_sgd, self.costs
         steps = rounds.inner_steps(commit, sgd)
-        pace_s = costs.step_s + (costs.pull_s + costs.deliver_s) / steps
-        due_s = rounds.due_s([pace_s], steps, sgd)
+        due_s = rounds.due_s([costs.step_s + (costs.pull_s + costs.deliver_s) / steps], steps, sgd)
         deadline = opened + rounds.deadline_s(due_s, sgd) + LATE_S
         now, called = opened, inf
         self._there = [worker for worker in self._there if worker.live > opened]

@@ -5,14 +5,14 @@ A trace file has lines `milliseconds,add|remove,node`. A run's jobs make one, to
 GPUs are there from its start to its notice or its end, unless it had nothing left to do.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
 from elastic.base.config import load
 from elastic.base.errors import UsageError
-from elastic.lab.forecast import Say, costs, forecast
+from elastic.lab.forecast import costs, forecast
 from elastic.lab.played import Change
 from elastic.people import submission
 from elastic.run import goodput, rundir
@@ -25,19 +25,17 @@ LINE = "a line is MILLISECONDS,add|remove,NODE"
 
 
 def advise(
-    path: Path, overrides: Sequence[str], source: str, measured: str | None, say: Say, tell: Say
+    path: Path, overrides: Sequence[str], source: str, run: str | None, say: Callable[[str], object]
 ) -> dict:
-    """The forecast of a run for a trace, at the costs that the run `measured` has shown.
-    What is not known is said; `tell` hears how far it is. UsageError: a step's time is
-    not known."""
+    """The forecast of a run for a trace, at the costs that `run` has shown. What is not
+    known is said. UsageError: a step's time is not known."""
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
     config = load(path, overrides)
     per_node = max(config.slurm.gpus_per_worker, config.slurm.gpus_per_node)
     changes, end = read(source, per_node)
-    shown = measured(rundir.find(measured)) if measured else {}
-    for name in ("step", "startup", "leave"):
-        if config.origin(f"plan.{name}") == "command line":
-            shown.pop(f"{name}_s", None)
+    shown = measured(rundir.find(run)) if run else {}
+    shown = {name: cost_s for name, cost_s in shown.items()
+             if config.origin(f"plan.{name[:-2]}") != "command line"}  # fmt: skip
     model, reason = None, "only run.command knows the model"
     if not config.run.command:
         model, reason, _ = submission.described(path, overrides)
@@ -47,7 +45,7 @@ def advise(
                          "give --set plan.step=SECONDS, or --measured RUN")  # fmt: skip
     if not model:
         say(f"saves and deltas are taken to cost no time: {reason}")
-    return forecast(changes, end, config, price, tell)
+    return forecast(changes, end, config, price)
 
 
 # ---- traces
