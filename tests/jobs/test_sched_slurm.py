@@ -306,10 +306,10 @@ def test_options_that_are_not_set_are_not_passed(tmp_path):
 def test_a_list_of_sizes_goes_to_a_slurm_that_knows_lists(tmp_path, version, nodes):
     """With a pretended sbatch: no newer Slurm is to be had here."""
     script = f'[ "$1" = --version ] && echo "{version}" && exit; echo "$@" >&2; exit 255'
-    fields = {"limits": (6, 40), "sizes": (8, 16, 32, 64)}
-    fields["environment"] = fake_command(tmp_path, "sbatch", script)
-    toml = MINIMAL_TOML.replace("[train]", "gpus_per_node = 8\n[train]")
-    spec = make_spec(tmp_path, toml, "trainer", 0, **fields)
+    environment = fake_command(tmp_path, "sbatch", script)
+    more = "gpus_per_node = 8\n[elastic]\nmax = 40\n[sync]\nsizes = [8, 16, 32, 64]\n[train]"
+    toml = MINIMAL_TOML.replace("[train]", more)
+    spec = make_spec(tmp_path, toml, "trainer", 0, limits=(6, 40), environment=environment)
     with pytest.raises(Refused) as refused:
         SlurmScheduler(None).submit(spec)
     assert f" --nodes={nodes} --no-kill " in refused.value.what

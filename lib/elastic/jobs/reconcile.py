@@ -264,7 +264,7 @@ class _Pass:
         if not best.pays(self.now - job.started_at)[0]:
             return None
         spec = self._spec(TRAINER, 0)
-        counts = sizing.node_counts(spec.gpu_range, 1, spec.sizes)
+        counts = sizing.node_counts(spec.gpu_range, 1, self.config.sync.sizes)
         spare = 0
         with contextlib.suppress(TryAgain):  # a site may show its nodes to nobody
             spare = self.scheduler.spare_gpus(spec, most - gpus)
@@ -378,7 +378,7 @@ class _Pass:
         queued = [job.job_id for job in masters if job.queued and not at_work]
         return JobSpec(
             run.path, run.name, role, slot, self.config, self.environment, exclude,
-            limits=(control.min, control.max), sizes=self.config.sync.sizes,
+            limits=(control.min, control.max),
             after=queued[0] if queued and role == WORKER else "",
             alone=not (role == MASTER and at_work),
         )  # fmt: skip

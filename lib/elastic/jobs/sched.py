@@ -64,7 +64,6 @@ class JobSpec:
     environment: Mapping[str, str] = field(repr=False)  # may hold secrets: never printed
     exclude: tuple[str, ...] = ()
     limits: tuple[int, int] = (0, 0)  # of a trainer: fewest and most GPUs
-    sizes: tuple[int, ...] = ()  # of these only; empty: any
     after: str = ""  # the job without which it would hold its GPUs for nothing
     alone: bool = True  # waits for the end of one of the same name
 

@@ -100,7 +100,7 @@ class SlurmScheduler:
         """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may
         exist."""
         self._forget()
-        lists = bool(spec.sizes) and _takes_size_lists(spec)
+        lists = bool(spec.config.sync.sizes) and _takes_size_lists(spec)
         argv = sbatch_argv(spec, spec.home, _job_python(spec), lists)
         try:
             answer = slurm_command(argv, environment=spec.environment)
@@ -514,7 +514,8 @@ def _size(spec: JobSpec, lists: bool) -> list[str]:
     job that loses a node goes on with the others."""
     if spec.role != TRAINER:
         return ["--nodes=1", "--ntasks=1"]
-    counts = sizing.node_counts(spec.gpu_range, spec.config.slurm.gpus_per_node, spec.sizes)
+    per_node, sizes = spec.config.slurm.gpus_per_node, spec.config.sync.sizes
+    counts = sizing.node_counts(spec.gpu_range, per_node, sizes)
     nodes = ",".join(map(str, counts)) if lists else f"{counts[0]}-{counts[-1]}"
     return [f"--nodes={nodes}", "--no-kill"]
 
