@@ -206,12 +206,12 @@ class Chaos:
         commits = list(self.run.commits.all(self._began))
         return [(fault, faults.cost_in_local_mode(fault, commits)) for fault in self.done]
 
-    def report(self, began: float, baseline: tuple[float, float] | None = None) -> dict:
-        """What the faults cost; `baseline`: a window without faults, from and to."""
+    def report(self, began: float, before_s: float = 0.0) -> dict:
+        """What the faults cost since they began, beside the `before_s` without any."""
         work = goodput.work_in(self.run.commits.all(), read_metrics(self.run))
         costs = self.costs()
         end = min(time.time(), (self.run.done() or {}).get("time", inf))
-        before = goodput.tokens_per_s(work, *baseline) if baseline else None
+        before = goodput.tokens_per_s(work, began - before_s, began) if before_s else None
         rate = goodput.tokens_per_s(work, began, end)
         kinds = list(faults.by_kind(costs, work, end))
         for row in kinds:
@@ -248,10 +248,9 @@ def harm(
         say(f"not done: {kind}: {why}")
     began = time.time()
     time.sleep(before_s)
-    baseline = (began, time.time()) if before_s else None
     planned = faults.schedule(chosen, every_s, for_s, random.Random(seed))
     unleash(agent, planned, lambda text: say(f"{time.time() - began:7.1f}s  {text}"))
-    return agent.report(baseline[1] if baseline else began, baseline)
+    return agent.report(began + before_s, before_s)
 
 
 def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Say) -> None:
