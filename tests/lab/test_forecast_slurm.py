@@ -1,8 +1,8 @@
 """A forecast against what a private Slurm then makes of the same trace: goodput within 5 points.
 
-First comes a calm part: there it is measured what things cost. Then nodes are taken, and come back.
-What a start-up costs is measured all the time, and so is everything about the plain script: it
-depends on who else is busy on this machine, which no forecast can know.
+First comes a calm part: there it is measured what things cost in sync mode. Then nodes are taken,
+and come back. What a start-up costs is measured all the time, and so is everything of local mode
+and of the plain script: it depends on who else is busy on this machine, and no forecast knows that.
 
     pytest tests/lab/test_forecast_slurm.py    local mode; the other ways, too: make matrix
 """
@@ -135,11 +135,10 @@ def comes_out_as(predicted: dict, measured: dict[str, float]) -> None:
 def local(stage: Stage) -> None:
     stage.begin(NODES[:1])
     stage.cluster.submit(1, len(NODES), **LOCAL)
-    stage.play((5, "n2"), (10, "n3"), (15, "n4"), (28, ""))
-    shown = trace.measured(stage.run)
-    stage.play((28, "n2"), (34, "n2"), (40, "n3 n4"), (46, "n3"), (60, ""))
+    stage.play((5, "n2"), (10, "n3"), (15, "n4"), (28, "n2"), (34, "n2"), (40, "n3 n4"), (46, "n3"))
+    stage.play((60, ""))
     measured = stage.measured()
-    comes_out_as(stage.forecaster(shown).local(), measured)
+    comes_out_as(stage.forecaster(trace.measured(stage.run)).local(), measured)
     its_own_record_makes_the_same_forecast(stage, measured)
 
 
@@ -152,8 +151,8 @@ def its_own_record_makes_the_same_forecast(stage: Stage, measured: dict[str, flo
     found = json.loads(answer.stdout)
     assert found["trace"]["taken"] == 3
     assert found["trace"]["most_gpus"] == len(NODES)
-    (one,) = [way for way in found["ways"] if way["mode"] == "local"]
-    comes_out_as(one, measured)
+    # Another K may follow, where it is better.
+    comes_out_as(next(way for way in found["ways"] if way["mode"] == "local"), measured)
 
 
 def sync(stage: Stage) -> None:

@@ -73,10 +73,10 @@ class Local:
                 queued += [(slot, now) for slot in self._missing(queued, alive, now)]
                 next_pass = now + self.config.elastic.reconcile_interval_s
             used = Counter(worker.node for worker in alive)
-            free = (node for node, gpus in nodes.at(now).items()
-                    for _ in range(gpus // self.gpus - used[node])
-                    if nodes.gone(node, now) > now + costs.queue_s)  # fmt: skip
-            for (slot, submitted), node in zip([*queued], free, strict=False):
+            places = (node for node, gpus in nodes.at(now).items()
+                      for _ in range(gpus // self.gpus - used[node])
+                      if nodes.gone(node, now) > now + costs.queue_s)  # fmt: skip
+            for (slot, submitted), node in zip([*queued], places, strict=False):
                 start, notice = now + costs.queue_s, nodes.gone(node, now)
                 free, leaves_s = start + costs.startup_s, costs.leave_s
                 leaves_s += (notice > free) * (costs.step_s / 2 + costs.deliver_alone_s)
