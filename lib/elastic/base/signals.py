@@ -8,6 +8,7 @@ not surprised. CONT comes along with TERM, in either order, and needs nothing.
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import threading
@@ -79,12 +80,40 @@ def install(exit_code: int | None = None) -> Notice:
     notice = Notice(exit_code)
     for number in NOTICES:
         signal.signal(number, notice.arrived)
+    _spare_children()
     return notice
+
+
+@functools.cache
+def _spare_children() -> None:
+    """A forked child would take its parent's TERM for a notice, and stay. It gets the default
+    handlers; one of multiprocessing's that goes with its parent (Pool, DataLoader) ignores
+    notices, too."""
+    from multiprocessing import process, util
+
+    held = threading.local()
+
+    def hold() -> None:  # a signal that comes before the child has its own handlers
+        held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+
+    def go_on() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
+
+    def forget() -> None:
+        for number in NOTICES:
+            if isinstance(getattr(signal.getsignal(number), "__self__", None), Notice):
+                signal.signal(number, signal.SIG_DFL)
+        go_on()
+
+    os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=forget)
+    util.register_after_fork(
+        Notice, lambda _: process.current_process().daemon and ignore_notices()
+    )
 
 
 def ignore_notices() -> None:
     """For a child whose parent gets the notice too: it passes by. The parent's TERM still
-    ends it.
+    ends it. The signals stay blocked in what it executes: that is to be ended by KILL.
 
     Ignored signals would not do: at exit multiprocessing sends TERM to its children and
     then waits.

@@ -1,0 +1,80 @@
+"""Notices, and the children of a process that hears them.
+
+pytest tests/base/test_signals.py
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from helpers import PATIENCE, ROOT
+
+START = """
+import multiprocessing, os, signal, subprocess, sys, time
+from elastic.base.signals import NOTICES, install
+notice = install()
+fork = multiprocessing.get_context("fork")
+"""
+A_POOL = """
+with fork.Pool(2) as pool:
+    print(pool.map(abs, [-1, 2]))
+pool.join()
+"""
+ENDED_AT_ONCE = """
+for _ in range(20):
+    child = fork.Process(target=time.sleep, args=[600])
+    child.start()
+    child.terminate()
+    child.join()
+    print(child.exitcode)
+"""
+# Slurm sends its notice to every process of a step.
+A_NOTICE_TO_ALL = """
+pool = fork.Pool(1)
+waits = pool.apply_async(time.sleep, [1])
+(before,) = fork.active_children()
+for number in NOTICES:
+    subprocess.run(["kill", f"-{number.value}", str(before.pid)])
+waits.get(30)
+print(fork.active_children() == [before], bool(notice))
+pool.terminate()
+pool.join()
+"""
+A_FORK = """
+if not (pid := os.fork()):
+    time.sleep(600)
+os.kill(pid, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+OF_ITS_OWN = """
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+if not (pid := os.fork()):
+    time.sleep(600)
+os.kill(pid, signal.SIGUSR1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+EXECUTED = """
+child = subprocess.Popen(["sleep", "600"], preexec_fn=lambda: None)
+child.terminate()
+print(child.wait())
+"""
+
+
+@pytest.mark.parametrize(
+    ("story", "said"),
+    [(A_POOL, "[1, 2]\n"), (ENDED_AT_ONCE, "-15\n" * 20), (A_NOTICE_TO_ALL, "True False\n"),
+     (A_FORK, "-15\n"), (OF_ITS_OWN, "7\n"), (EXECUTED, "-15\n")],
+    ids=["pool", "ended at once", "a notice to all", "fork", "a handler of its own", "executed"],
+)  # fmt: skip
+def test_a_child_is_ended_by_its_parent_and_by_no_notice(story: str, said: str):
+    """A multiprocessing.Pool waited for ever for children that took TERM for a notice."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", START + story], env={"PYTHONPATH": str(ROOT / "lib")},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.communicate(timeout=20 * PATIENCE)[0] == said
+        assert process.returncode == 0
+    finally:
+        process.kill()
