@@ -25,11 +25,6 @@ elastic::under_srun() {
     step="$!"
 
     # The trap interrupts `wait`; wait again until the status is srun's own.
-    while :; do
-        noticed=0
-        code=0
-        wait "${step}" || code="$?"
-        ((noticed && code > 128)) || break
-    done
+    while noticed=0 code=0; wait "${step}" || code="$?"; ((noticed && code > 128)); do :; done
     exit "${code}"
 }

@@ -166,8 +166,6 @@ elastic::master_addr() {
 # the ports that the kernel hands out.
 elastic::master_port() {
     local port="$((12000 + $1 % 20000))"
-    while (exec 3<>"/dev/tcp/$2/${port}") 2>/dev/null; do
-        port="$((port + 1))"
-    done
+    while (exec 3<>"/dev/tcp/$2/${port}") 2>/dev/null; do ((++port)); done
     echo "${port}"
 }

@@ -7,6 +7,7 @@ set -euo pipefail
 
 folder="$1" lock="$1/lock"
 noticed=0 heard=0
+unset OMP_NUM_THREADS OMP_THREAD_LIMIT # for nproc, too
 trap 'noticed=1' TERM
 
 say() {
@@ -32,16 +33,11 @@ memory_limit() {
     REPLY="${least}"
 }
 
-# What nproc says, whatever is to be told to OpenMP.
-cores() {
-    env --unset=OMP_NUM_THREADS --unset=OMP_THREAD_LIMIT nproc "$@"
-}
-
 # Slurm may give more cores than there are, where nodes are pretended.
 look() {
     local gpus="${CUDA_VISIBLE_DEVICES:-${ROCR_VISIBLE_DEVICES:-}}" each=() memory mine all
     local given="${SLURM_CPUS_ON_NODE:-0}"
-    mine="$(cores)" all="$(cores --all)" memory="no limit of memory"
+    mine="$(nproc)" all="$(nproc --all)" memory="no limit of memory"
     IFS=, read -ra each <<<"${gpus}"
     memory_limit
     [[ -z "${REPLY}" ]] || memory="$(numfmt --to=si "${REPLY}" || echo "${REPLY} ")B of memory"

@@ -80,11 +80,29 @@ if [[ -n "${ELASTIC_KEEPALIVE:-}" && "${LOCAL_RANK}" == 0 ]]; then
     line="$!"
 fi
 
-signal="${ELASTIC_NOTICE_SIGNAL:-TERM}"
-noticed=0
-child=""
-trap 'noticed=1; [[ -z "${child}" ]] || kill -s "${signal}" "${child}" 2>/dev/null || true' \
-    "${signals[@]}"
+# Slurm gives its signal to every process of a step, and a save that is told twice may break.
+is_told() { [[ "${SLURM_STEP_ID:+${noticed}}" == "${signal}" ]]; }
+
+# What a launcher that died of the notice (bash, conda run) has left at work hears of it, and may save.
+outlast() {
+    local pid left told=" "
+    while left=" $(grep -lzsxF "${mark}" /proc/[0-9]*/environ | tr -cs 0-9 ' ')"; [[ "${left}" == *[0-9]* ]]; do
+        for pid in ${left}; do # but no helper of theirs, such as the workers of a DataLoader
+            [[ "${told}" != *" ${pid} "* ]] || continue
+            [[ "${left}" != *" $(sed -n 's/^PPid:\t//p' "/proc/${pid}/status") "* ]] || continue
+            told+="${pid} "
+            is_told || kill -s "${signal}" "${pid}"
+        done
+        sleep 0.2
+    done 2>/dev/null || true
+}
+
+signal="${ELASTIC_NOTICE_SIGNAL:-TERM}" mark="ELASTIC_RANK_MARK=${node}:$$:${EPOCHSECONDS}"
+noticed="" child=""
+for each in "${signals[@]}"; do
+    trap "noticed=${each};"' [[ -z "${child}" ]] || is_told || kill -s "${signal}" "${child}" 2>/dev/null || true' \
+        "${each}"
+done
 [[ -z "${ELASTIC_RUN_DIR:-}" ]] || open_log
 elastic::network
 
@@ -94,18 +112,16 @@ elastic::network
     for each in "${signals[@]}"; do
         [[ "${each}" == "${signal}" ]] || trap '' "${each}"
     done
+    export "${mark?}"
     exec "$@"
 ) <&0 & # else it would have /dev/null
 child="$!"
-((noticed == 0)) || kill -s "${signal}" "${child}" # it came before there was a child
+[[ -z "${noticed}" ]] || kill -s "${signal}" "${child}" # it came before there was a child
 
 # The trap interrupts `wait`; wait again until the status is the command's own.
-while :; do
-    code=0
-    wait "${child}" || code="$?"
-    kill -0 "${child}" 2>/dev/null || break
-done
-if ((noticed)); then
+while code=0; wait "${child}" || code="$?"; kill -0 "${child}" 2>/dev/null; do :; done
+if [[ -n "${noticed}" ]]; then
+    ((code < 128)) || outlast
     touch "${ELASTIC_NOTICED:-}" 2>/dev/null && code=0 || code=75
 fi
 [[ -z "${line}" ]] || kill -KILL "${line}" 2>/dev/null || true

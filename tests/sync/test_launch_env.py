@@ -261,6 +261,35 @@ def test_what_a_rank_leaves_behind_does_not_keep_it(tmp_path):
     rank.communicate()
 
 
+SAVES = """
+import multiprocessing, signal, time
+helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60], daemon=True)
+helper.start()
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+print("up", flush=True)
+while not heard:
+    time.sleep(0.05)
+time.sleep(1.5)
+print("saved", len(heard), helper.is_alive(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("step", ["", "0"])
+def test_what_a_launcher_that_dies_of_the_notice_leaves_at_work_may_save(tmp_path, step: str):
+    """`bash train.sh` and `conda run` die of it, and their program was killed in its save."""
+    (tmp_path / "train.py").write_text(SAVES)
+    script = f"bash -c '{sys.executable} {tmp_path}/train.py; true'; true"
+    rank = rank_of(tmp_path, script, SLURM_STEP_ID=step)
+    assert rank.stdout.readline() == "up\n"
+    if step:  # Slurm gives it to every process
+        os.killpg(rank.pid, signal.SIGTERM)
+    else:
+        rank.send_signal(signal.SIGTERM)
+    out, _ = rank.communicate(timeout=20 * PATIENCE)
+    assert (rank.returncode, out) == (75, f"saved 1 {not step}\n")
+
+
 def test_what_is_typed_reaches_the_command(tmp_path):
     """In an allocation it is a shell, which ended at once: it was given /dev/null."""
     for extra in ({}, {"ELASTIC_RUN_DIR": str(tmp_path)}):
