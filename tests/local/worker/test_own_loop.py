@@ -57,6 +57,20 @@ def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: i
         run.audit()
 
 
+# As `conda run` does: no descriptor is passed on, and a notice ends it.
+LAUNCHER = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+
+
+def test_a_loop_behind_a_launcher_is_seen(tmp_path: Path):
+    """What it reported went into whichever file of its own had the number."""
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, str(SCRIPT)]
+    settings = {"run.command": [*command, str(tmp_path / "pace"), "400"], "elastic.max": 1}
+    with running(tmp_path, settings) as run:
+        run.workers(1)
+        run.until(lambda: run.slots()[0].step > 0, 30, "its progress")
+        run.finish()
+
+
 def test_a_loop_that_breaks_off_fails_the_run_and_says_so(tmp_path: Path):
     command = [sys.executable, str(SCRIPT), str(tmp_path / "pace"), "1200", "3"]
     settings = {"run.command": command, "elastic.max_failures": 1, "elastic.backoff": "0.1s"}
@@ -72,7 +86,8 @@ YIELD = "lambda *_: (os.write(fd, b'{\"end\": \"yielded\"}\\n'), os._exit(0))"
 @pytest.mark.parametrize("at_a_notice", ["signal.SIG_DFL", "signal.SIG_IGN", YIELD])
 def test_a_program_that_never_joins_its_run_ends_with_it(tmp_path: Path, at_a_notice: str):
     """It stayed for health.master_wait, and elastic-stop --wait with it."""
-    program = ("import os, signal, sys, time", "fd = int(os.environ['ELASTIC_PROGRESS_FD'])",
+    program = ("import os, signal, sys, time",
+               "fd = os.open(os.environ['ELASTIC_PROGRESS'], os.O_WRONLY)",
                f"signal.signal(signal.SIGTERM, {at_a_notice})",
                "print('a stranger is here', flush=True)", "time.sleep(3600)")  # fmt: skip
     settings = {"run.command": [sys.executable, "-c", "\n".join(program)], "elastic.max": 1,

@@ -66,6 +66,7 @@ class Training:
     moved: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     kill_at: float = inf
+    files: tuple[int, ...] = ()  # that they open, as long as they live
 
     def exit_code(self) -> int | None:
         """None while all run; else that of the first rank that failed, or 0."""
@@ -117,7 +118,8 @@ class Training:
         for process in self.processes:
             process.wait()
         self.read()
-        os.close(self.pipe)
+        for descriptor in (self.pipe, *self.files):
+            os.close(descriptor)
 
     def last_words(self) -> str:
         return self.said[-TAIL_BYTES:].decode(errors="replace")
@@ -269,28 +271,27 @@ class Agent:
         reader, writer = os.pipe()
         # Whoever opens a port opens it to all users.
         rendezvous = os.memfd_create("rendezvous")
+        # Not inherited: `conda run` and others pass no descriptor on.
+        places = f"/proc/{os.getpid()}/fd/"
         shared = {
             "ELASTIC_RUN_DIR": str(program.run.path), "ELASTIC_SLOT": str(program.slot),
             "ELASTIC_ATTEMPT": str(program.attempt), "ELASTIC_JOB_ID": program.job_id,
-            "ELASTIC_PROGRESS_FD": str(writer), "WORLD_SIZE": str(ranks),
+            "ELASTIC_PROGRESS": f"{places}{writer}", "WORLD_SIZE": str(ranks),
             "ELASTIC_NOTICE_S": str(self.notice.window_s), "GLOO_SOCKET_IFNAME": "lo",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
-            "ELASTIC_RENDEZVOUS": f"/proc/self/fd/{rendezvous}",
+            "ELASTIC_RENDEZVOUS": f"{places}{rendezvous}",
         }  # fmt: skip
-        files = [writer, rendezvous]
-        processes = [self._start_rank(rank, shared, files) for rank in range(ranks)]
-        os.close(writer)
-        os.close(rendezvous)
-        return Training(processes, reader)
+        processes = [self._start_rank(rank, shared) for rank in range(ranks)]
+        return Training(processes, reader, files=(writer, rendezvous))
 
-    def _start_rank(self, rank: int, shared: dict, files: list[int]) -> subprocess.Popen:
+    def _start_rank(self, rank: int, shared: dict) -> subprocess.Popen:
         program, own = self.program, {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         names = {"python": sys.executable, "run": str(program.run.path),
                  "slot": str(program.slot), "attempt": str(program.attempt)}  # fmt: skip
         words = expand(self.config.run.command, names) or torch_program("worker")
         folder = self.config.run.folder if self.config.run.command else None
         command = [*self.config.slurm.rank_prefix, *words]
-        return start_rank(command, {**shared, **own}, folder, pass_fds=files)
+        return start_rank(command, {**shared, **own}, folder)
 
     def _watch(self, training: Training) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""

@@ -67,9 +67,18 @@ class Place:
         return cls(
             RunDir(Path(folder)), int(env("ELASTIC_SLOT")), int(env("ELASTIC_ATTEMPT")),
             env("ELASTIC_JOB_ID", ""), int(env("RANK", "0")), int(env("WORLD_SIZE", "1")),
-            int(env("ELASTIC_PROGRESS_FD", "-1")),
+            _opened(env("ELASTIC_PROGRESS")),
             float(env("ELASTIC_NOTICE_S") or KILL_WAIT_S),
         )  # fmt: skip
+
+
+def _opened(path: str | None) -> int:
+    """What the agent reads, whoever has started this process for it; -1: nobody reads."""
+    try:
+        return os.open(path, os.O_WRONLY) if path else -1
+    except OSError as error:
+        what, hint = f"no way to the agent: {error}", "a container has to show the node's /proc"
+        raise ElasticError(what, hint) from None
 
 
 @dataclass(frozen=True)
