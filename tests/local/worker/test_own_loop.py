@@ -1,5 +1,6 @@
 """A plain PyTorch loop around elastic.LocalSGD, run by `run.command`."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -61,6 +62,18 @@ def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: i
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 
 
+HANGS = """
+import os, time
+fd = os.open(os.environ["ELASTIC_PROGRESS"], os.O_WRONLY)
+os.write(fd, b'{"state": "training"}\\n')
+
+def hangs_here():
+    time.sleep(3600)
+
+hangs_here()
+"""
+
+
 def test_a_loop_behind_a_launcher_is_seen(tmp_path: Path):
     """What it reported went into whichever file of its own had the number."""
     command = [sys.executable, "-c", LAUNCHER, sys.executable, str(SCRIPT)]
@@ -69,6 +82,32 @@ def test_a_loop_behind_a_launcher_is_seen(tmp_path: Path):
         run.workers(1)
         run.until(lambda: run.slots()[0].step > 0, 30, "its progress")
         run.finish()
+
+
+def test_a_loop_delivers_though_its_launchers_die_of_the_notice(tmp_path: Path):
+    """The agent took the end of `bash train.sh` for that of the loop, which trained on."""
+    words = [sys.executable, "-c", LAUNCHER, sys.executable, str(SCRIPT), str(tmp_path / "pace")]
+    command = ["bash", "-c", f"{shlex.join(words)} 100000; true"]
+    settings = {"run.command": command, "elastic.max": 1, "local_sgd.inner_steps": 1000}
+    with running(tmp_path, settings, step_s=0.3) as run:
+        run.until(lambda: run.slots()[0].step > 1, 60, "it trains")
+        job = run.jobs()["worker", 0]
+        run.scheduler.preempt(job.job_id, 30)
+        record = run.ended(job.job_id)
+        assert (record["outcome"], record["reason"]) == ("yielded", "notice: SIGTERM")
+        delivered = [event["steps"] for event in run.events("delta")]
+        assert sum(delivered) == record["steps"] > 1
+
+
+def test_what_hangs_behind_a_launcher_prints_its_stacks_and_is_killed(tmp_path: Path):
+    """The launcher alone was ended, and two attempts were on one GPU."""
+    (tmp_path / "hang.py").write_text(HANGS)
+    command = ["bash", "-c", f"{sys.executable} {tmp_path}/hang.py; true"]
+    settings = {"run.command": command, "elastic.max": 1, "health.hang_timeout": "1s"}
+    with running(tmp_path, settings) as run:
+        run.until(lambda: len(run.events("start")) > 3, 60, "it is started again")
+        assert len(run.pids("hang.py")) <= 2  # with its shell
+        assert "in hangs_here" in run.run.log_path("worker", 0).read_text()
 
 
 def test_a_loop_that_breaks_off_fails_the_run_and_says_so(tmp_path: Path):

@@ -22,15 +22,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
+from elastic.base import proc
 from elastic.base.durable import log_what_fits
 from elastic.base.environment import torch_program
 from elastic.base.errors import ElasticError, Exit, Fenced, TryAgain
 from elastic.base.network import free_port, node_name
-from elastic.base.signals import KILL_WAIT_S, Notice, install, name_of
+from elastic.base.signals import KILL_WAIT_S, NOTICES, Notice, install, name_of
 from elastic.jobs.command import expand
 from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import WORKER
@@ -50,6 +52,7 @@ CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in betwee
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
           "step_s": 0.0, "tokens_per_s": 0.0, "trouble": "", "moves": 0}  # fmt: skip
 
+MARK = "ELASTIC_TRAINING"  # RUN_DIR:JOB_ID.ATTEMPT.RANK, in the environment of all its processes
 MOVING = ("state", "step", "version", "moves")  # who changes none of them may hang
 
 
@@ -67,17 +70,39 @@ class Training:
     heard: float = field(default_factory=time.monotonic)
     kill_at: float = inf
     files: tuple[int, ...] = ()  # that they open, as long as they live
+    family: Callable[[int], set[int]] = lambda _rank: set()  # the processes of a rank
+    told: set[int] = field(default_factory=set)
 
     def exit_code(self) -> int | None:
-        """None while all run; else that of the first rank that failed, or 0."""
+        """None while all run, or what a launcher that died of a notice (bash, conda run)
+        has left; else that of the first rank that failed, or 0."""
         codes = [process.poll() for process in self.processes]
-        failed = [code for code in codes if code]
-        return failed[0] if failed else (None if None in codes else 0)
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        died = all(-code in NOTICES for code in failed.values())
+        if died and (left := set().union(*map(self.family, failed))):
+            self._tell(left)
+            return None
+        return next(iter(failed.values()), None if None in codes else 0)
+
+    def _tell(self, left: set[int]) -> None:
+        """What nobody among them has started hears of the notice, once, and may deliver."""
+        for process in filter(None, map(proc.Process.of, left - self.told)):
+            if process.parent not in left:
+                self.told.add(process.pid)
+                proc.send([process.pid], signal.SIGTERM)
 
     def signal(self, number: int) -> None:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
+
+    def strike(self, number: int) -> None:
+        """Signal all processes of theirs, too."""
+        self.signal(number)
+        proc.send(self._everybody(), number)
+
+    def _everybody(self) -> set[int]:
+        return set().union(*map(self.family, range(len(self.processes))))
 
     def send_away(self, within_s: float) -> None:
         """Notice, once; who is deaf to it is killed after `within_s`."""
@@ -115,6 +140,8 @@ class Training:
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)
+        with contextlib.suppress(ElasticError):
+            proc.kill_all(self._everybody)  # what a launcher has left trains on, unseen
         for process in self.processes:
             process.wait()
         self.read()
@@ -211,7 +238,8 @@ class Agent:
         """What the end of the training process means."""
         end, program = training.report.get("end"), self.program
         is_sent_away = end == Outcome.YIELDED and not (self.notice or self._deserted)
-        if code == 0 and end and not is_sent_away:
+        has_left = code == 0 or -code in NOTICES  # of which its launcher may have died
+        if has_left and end and not is_sent_away:
             notice = self._deserted or f"notice: {self.notice.signal_name}"
             return End(Outcome(end), notice if end == Outcome.YIELDED else f"run {end}")
         if code == Exit.DO_NOT_RESTART:
@@ -282,16 +310,23 @@ class Agent:
             "ELASTIC_RENDEZVOUS": f"{places}{rendezvous}",
         }  # fmt: skip
         processes = [self._start_rank(rank, shared) for rank in range(ranks)]
-        return Training(processes, reader, files=(writer, rendezvous))
+        return Training(processes, reader, files=(writer, rendezvous), family=self._family)
 
     def _start_rank(self, rank: int, shared: dict) -> subprocess.Popen:
         program, own = self.program, {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own[MARK] = f"{program.run.path}:{self._mark(rank)}"
         names = {"python": sys.executable, "run": str(program.run.path),
                  "slot": str(program.slot), "attempt": str(program.attempt)}  # fmt: skip
         words = expand(self.config.run.command, names) or torch_program("worker")
         folder = self.config.run.folder if self.config.run.command else None
         command = [*self.config.slurm.rank_prefix, *words]
         return start_rank(command, {**shared, **own}, folder)
+
+    def _mark(self, rank: int) -> str:
+        return f"{self.program.job_id}.{self.program.attempt}.{rank}"
+
+    def _family(self, rank: int) -> set[int]:
+        return proc.families(MARK, self.program.run.path)[self._mark(rank)]
 
     def _watch(self, training: Training) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""
@@ -307,7 +342,7 @@ class Agent:
                     self._leave_if_over(training)
                     self.beat(training)
                 if time.monotonic() > training.kill_at:
-                    training.signal(signal.SIGKILL)
+                    training.strike(signal.SIGKILL)
             code = training.exit_code()
         except Fenced:
             code = Exit.DO_NOT_RESTART
@@ -343,9 +378,9 @@ class Agent:
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
             self.program.event("hang", seconds=round(still_s))
             training.said += b"agent  no sign of life for %.0f s: killed\n" % still_s
-            training.signal(signal.SIGABRT)  # prints its stacks
+            training.strike(signal.SIGABRT)  # prints its stacks
             time.sleep(ABORT_S)
-            training.signal(signal.SIGKILL)
+            training.strike(signal.SIGKILL)
 
     def _leave_if_deserted(self, training: Training) -> None:
         """There is nothing to train without a master, and nobody knows when there is one
