@@ -2,6 +2,7 @@
 
 import os
 import time
+import zipfile
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -332,3 +333,51 @@ def test_folders_that_say_or_show_that_they_are_half_written_are_passed_over(tmp
     assert resolve_resume_path(tmp_path) == good
     write(tmp_path, "checkpoint-125/trainer_state.json", 3)
     assert resolve_resume_path(tmp_path) == tmp_path / "checkpoint-125"
+
+
+def test_pictures_and_folders_without_tensors_are_no_checkpoints(tmp_path: Path):
+    """The newest picture of the losses was handed to the program, which died of it."""
+    good = write(tmp_path, "step_10.pt", 1)
+    for second, name in enumerate(
+        ("loss_step_20.png", "step_30.svg", "last.mp4", "latest.html", "epoch_4.wav",
+         "step_20_samples/0.png", "last-run/events.out.tfevents.17.host", "epoch_9/loss.pdf"),
+        2,
+    ):  # fmt: skip
+        write(tmp_path, name, second)
+    assert list(resume_paths(tmp_path)) == [good]
+    assert resolve_resume_path(tmp_path, "step_30.*") == tmp_path / "step_30.svg"
+
+
+FIRST_FILES = {  # of a checkpoint that is cut short, and what the whole one has at last
+    "FSDP": ("pytorch_model_fsdp_0/.metadata", "trainer_state.json"),
+    "PEFT": ("adapter_model.safetensors", "trainer_state.json"),
+    "shards": ("model-00001-of-00002.safetensors", "trainer_state.json"),
+    "no transformer": ("model.safetensors", "trainer_state.json"),
+    "accelerate": ("model.safetensors", "random_states_0.pkl"),
+}
+
+
+@pytest.mark.parametrize(("first", "last"), FIRST_FILES.values(), ids=FIRST_FILES)
+def test_a_checkpoint_that_a_kill_cut_short_is_passed_over(tmp_path: Path, first: str, last: str):
+    """The Trainer takes the weights that are there, and begins at step 0 without a word."""
+    for name in (first, "optimizer.pt", last):
+        write(tmp_path / "checkpoint-100", name, 1)
+    write(tmp_path / "checkpoint-200", first, 2)
+    assert list(resume_paths(tmp_path)) == [tmp_path / "checkpoint-100"]
+    write(tmp_path / "checkpoint-200", last, 2)
+    assert resolve_resume_path(tmp_path) == tmp_path / "checkpoint-200"
+
+
+def test_shards_in_a_folder_of_a_checkpoint_need_their_metadata(tmp_path: Path):
+    write(tmp_path / "step_3" / "optimizer", "__0_0.distcp", 1)
+    assert resolve_resume_path(tmp_path) is None
+    write(tmp_path / "step_3" / "optimizer", ".metadata", 1)
+    assert resolve_resume_path(tmp_path) == tmp_path / "step_3"
+
+
+def test_a_file_that_torch_has_not_written_to_its_end_is_passed_over(tmp_path: Path):
+    with zipfile.ZipFile(tmp_path / "step_1.pt", "w") as file:
+        file.writestr("archive/data.pkl", bytes(1000))
+    whole = (tmp_path / "step_1.pt").read_bytes()
+    (tmp_path / "step_2.pt").write_bytes(whole[:500])
+    assert list(resume_paths(tmp_path)) == [tmp_path / "step_1.pt"]

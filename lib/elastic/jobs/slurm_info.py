@@ -7,8 +7,10 @@ is pure.
 """
 
 import contextlib
+import os
 import re
 import time
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,8 +29,14 @@ _NUMBERED = re.compile(rf"(?:(?:{_WORDS})[-_=.]?|^(?=\d+(?:\.|$)))(\d+)", re.IGN
 _POINTER = re.compile(r"(^|[-_.])(latest|last)([-_.]|$)", re.IGNORECASE)
 _PLAIN = re.compile(r"(^|[-_.])(checkpoint|ckpt|snapshot|state)(\.(pt|pth|ckpt|tar|bin|pkl))+$")
 _OTHER = re.compile(r"(^|[-_.])best([-_.]|$)|-of-\d|\.(txt|jsonl?|ya?ml|toml|log|csv|md|py)$")
-# Files of Hugging Face's Trainer.
-_OF_TRAINER = {"training_args.bin", "config.json", "adapter_config.json"}
+_TENSORS = re.compile(
+    r"\.(pth?|th|ckpt|tar|bin|pkl|pickle|safetensors|distcp|npz|msgpack|h5|model|params|zip)$"
+)
+# What Hugging Face's Trainer, alone or with PEFT or FSDP, writes first; and what it and
+# accelerate write last.
+_OF_TRAINER = {"training_args.bin", "config.json", "adapter_config.json",
+               "adapter_model.safetensors", "pytorch_model_fsdp_0"}  # fmt: skip
+_WRITTEN_LAST = ("trainer_state.json", "random_states_0.pkl")
 
 
 @dataclass(frozen=True)
@@ -161,9 +169,7 @@ def _candidates(folder: Path, pattern: str) -> list[Path]:
         paths = [path for path in folder.glob(pattern) if not _TEMPORARY.search(path.name)]
     else:  # accelerate makes a folder of its own
         there = [*_parts(folder), *_parts(folder / "checkpoints")]
-        # A file without a suffix is a note that names one.
-        paths = [path for path in there if _is_named_so(path.name)
-                 and (path.is_dir() or path.resolve().suffix)]  # fmt: skip
+        paths = [path for path in there if _is_named_so(path.name) and _has_tensors(path)]
     pointers = [path for path in paths if _POINTER.search(path.name)]
     return [*pointers, *sorted(paths, key=_order)]
 
@@ -182,15 +188,34 @@ def _is_named_so(name: str) -> bool:
     return is_known and not (_TEMPORARY.search(name) or _OTHER.search(name))
 
 
+def _has_tensors(path: Path) -> bool:
+    """Not pictures, say. A file without a suffix is a note that names one; in a folder it
+    may be anything."""
+    if not path.is_dir():
+        return bool(_TENSORS.search(path.resolve().name))
+    return any(_TENSORS.search(part.name) or not part.suffix for part in _below(path))
+
+
 def _is_whole(path: Path) -> bool:
-    if path.is_file():
-        return path.stat().st_size > 0
+    if not path.is_dir():
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            start = file.read(4)  # torch.save makes a zip, whose directory comes last
+            return zipfile.is_zipfile(path) if start == b"PK\3\4" else bool(start)
+        return False
     names = {part.name for part in _parts(path)}
-    if any(name.endswith(".distcp") for name in names):
-        return ".metadata" in names  # DCP writes it last
-    if names & _OF_TRAINER and re.fullmatch(r"checkpoint-\d+", path.name):
-        return "trainer_state.json" in names  # so does the Trainer
-    return bool(names) and not any("incomplete" in name for name in names)
+    shards = {part.parent for part in _below(path) if part.suffix == ".distcp"}
+    is_begun = any("incomplete" in name for name in names)
+    if re.fullmatch(r"checkpoint[-_]\d+", path.name) and not names & {*_WRITTEN_LAST}:
+        alike = path.parent.glob("checkpoint[-_]*")
+        others = any((each / name).exists() for each in alike for name in _WRITTEN_LAST)
+        is_begun |= others or bool(names & _OF_TRAINER)
+    # DCP writes .metadata last.
+    return bool(names) and not is_begun and all((each / ".metadata").exists() for each in shards)
+
+
+def _below(path: Path) -> list[Path]:
+    """The files in a folder, and in its folders; those that are just being removed or not."""
+    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 def _written(path: Path) -> int:
