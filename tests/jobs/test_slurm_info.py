@@ -318,6 +318,13 @@ def test_of_one_kind_the_step_counts_and_the_others_follow_by_age(tmp_path: Path
     assert [path.name for path in resume_paths(tmp_path)] == ["last.pt", "step_30.pt", "step_9.pt"]
 
 
+def test_what_comes_along_with_a_checkpoint_is_none(tmp_path: Path):
+    """It is written last, and was taken for the newest kind of checkpoint."""
+    for second, name in enumerate(("step_5.pt", "step_5.optimizer.pt", "step_5.ema.pt")):
+        write(tmp_path, name, second)
+    assert list(resume_paths(tmp_path)) == [tmp_path / "step_5.pt"]
+
+
 def test_a_pattern_says_what_a_checkpoint_is(tmp_path: Path):
     for second, name in enumerate(("a/weights", "b/weights", "step_3.pt", ".weights")):
         write(tmp_path, name, second)

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 
 from elastic.base.config import Config
@@ -169,7 +170,10 @@ def _candidates(folder: Path, pattern: str) -> list[Path]:
         paths = [path for path in folder.glob(pattern) if not _TEMPORARY.search(path.name)]
     else:  # accelerate makes a folder of its own
         there = [*_parts(folder), *_parts(folder / "checkpoints")]
-        paths = [path for path in there if _is_named_so(path.name) and _has_tensors(path)]
+        named = [path for path in there if _is_named_so(path.name) and _has_tensors(path)]
+        stems = {path.stem for path in named}  # step_5.optimizer.pt comes along with step_5.pt
+        paths = [path for path in named if stems.isdisjoint(
+            accumulate(path.stem.split(".")[:-1], "{}.{}".format))]  # fmt: skip
     pointers = [path for path in paths if _POINTER.search(path.name)]
     return [*pointers, *sorted(paths, key=_order)]
 
