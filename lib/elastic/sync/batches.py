@@ -93,6 +93,7 @@ class Samples:
         loader = iter(DataLoader(
             self._dataset, batch_sampler=draw(), num_workers=train.loader_workers,
             worker_init_fn=shield_workers, pin_memory=group.device.type == "cuda",
+            multiprocessing_context="fork" if train.loader_workers else None,  # as in loading
         ))  # fmt: skip
         for first in loader:
             batch, counts = planned.popleft()

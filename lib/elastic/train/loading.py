@@ -46,6 +46,7 @@ class Loader:
         self._ahead = None if not workers else DataLoader(
             dataset, batch_sampler=self, collate_fn=collate, num_workers=workers,
             worker_init_fn=shield_workers, persistent_workers=True, pin_memory=pin,
+            multiprocessing_context="fork",  # else a data set would have to be picklable
             generator=torch.Generator().manual_seed(torch.initial_seed()),
         )  # fmt: skip
 

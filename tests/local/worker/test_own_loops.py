@@ -4,6 +4,7 @@ slow samples. In real processes where the run has a part in it."""
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from elastic.saved import inner_state
 from elastic.saved.layout import Layout
 from elastic.saved.replica import buffers, refuse_inexact, shapes
 from elastic.saved.versions import read_layout, read_params
+from elastic.sync.batches import Samples
 from elastic.train import loading
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
@@ -486,6 +488,28 @@ def test_samples_are_loaded_by_others_while_a_batch_is_trained(tmp_path: Path):
     ahead.next()
     wait_for(lambda: len(loaded(path)) >= 12)  # this one, and two more, while it is at hand
     assert str(os.getpid()) not in loaded(path)
+
+
+@pytest.fixture
+def forkserver():
+    """The default from Python 3.14 on."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(None, force=True)
+
+
+def test_a_data_set_need_not_be_picklable_on_any_python(tmp_path: Path, forkserver, make_config):
+    class Local(Counted):
+        pass
+
+    dataset = Local(tmp_path / "loaded", 8)
+    ahead = loader(dataset, workers=1)
+    ahead.plan([(0, 0, 4)])
+    assert len(ahead.next()) == 4
+    task = SimpleNamespace(dataset=lambda: dataset)
+    config = make_config("train.loader_workers=1", "train.batch_size=4", "elastic.max=1")
+    batch = Samples(task, config, CPU).next()
+    assert len(next(iter(batch.passes))[1]) == 4
 
 
 def test_without_workers_nothing_is_loaded_before_it_is_asked_for(tmp_path: Path):
