@@ -65,6 +65,11 @@ class Notice:
         """Becomes readable at the notice: for select()."""
         return self._reader
 
+    def listen(self) -> None:
+        """From now on the notice signals come here, whoever had them before."""
+        for number in NOTICES:
+            signal.signal(number, self.arrived)
+
     def arrived(self, number: int, _frame=None) -> None:
         if self.exit_code is not None:
             os._exit(self.exit_code)
@@ -78,8 +83,7 @@ def install(exit_code: int | None = None) -> Notice:
     """From now on the notice signals set the returned flag, or end the process with
     `exit_code`."""
     notice = Notice(exit_code)
-    for number in NOTICES:
-        signal.signal(number, notice.arrived)
+    notice.listen()
     _spare_children()
     return notice
 

@@ -62,6 +62,19 @@ def test_the_examples_learn_through_a_kill(tmp_path: Path, script: str, batch: i
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 
 
+HANDLES = """
+import signal, sys
+sys.path.append(sys.argv.pop(1))
+import elastic, own_loop
+
+class Late(elastic.LocalSGD):
+    def __enter__(self):
+        signal.signal(signal.SIGTERM, lambda *_: print("it is mine", flush=True))
+        return super().__enter__()
+
+elastic.LocalSGD = Late
+own_loop.main(*sys.argv[1:])
+"""
 HANGS = """
 import os, time
 fd = os.open(os.environ["ELASTIC_PROGRESS"], os.O_WRONLY)
@@ -97,6 +110,19 @@ def test_a_loop_delivers_though_its_launchers_die_of_the_notice(tmp_path: Path):
         assert (record["outcome"], record["reason"]) == ("yielded", "notice: SIGTERM")
         delivered = [event["steps"] for event in run.events("delta")]
         assert sum(delivered) == record["steps"] > 1
+
+
+def test_a_handler_of_the_programs_own_does_not_keep_the_notice_from_its_loop(tmp_path: Path):
+    """It trained on until the kill, and its steps were lost."""
+    (tmp_path / "train.py").write_text(HANDLES)
+    command = [sys.executable, "train.py", str(SCRIPT.parent), str(tmp_path / "pace"), "100000"]
+    settings = {"run.command": command, "elastic.max": 1, "local_sgd.inner_steps": 1000}
+    with running(tmp_path, settings, step_s=0.3) as run:
+        run.until(lambda: run.slots()[0].step > 1, 60, "it trains")
+        job = run.jobs()["worker", 0]
+        run.scheduler.preempt(job.job_id, 30)
+        assert run.ended(job.job_id)["reason"] == "notice: SIGTERM"
+        assert run.events("delta")
 
 
 def test_what_hangs_behind_a_launcher_prints_its_stacks_and_is_killed(tmp_path: Path):

@@ -23,6 +23,7 @@ told. What the worker knows is in in_hand.py; deliver.py, adopt.py and moments.p
 is done in a round.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +133,9 @@ class LocalSGD:
             once = "iterate over it once; what is to be done now and then belongs into that loop"
             raise ElasticError("sgd.batches() was left before the run was over", once)
         self.open(loading.check(dataset))
+        if self.place.progress_fd >= 0:  # else nobody sends any
+            with contextlib.suppress(ValueError):  # of a thread that may not
+                self.line.notice.listen()
         is_on_gpu = next(self.model.parameters()).is_cuda
         loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
         while not (outcome := self._adopt.newest()):
