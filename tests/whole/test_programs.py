@@ -167,7 +167,15 @@ def test_names_that_say_nothing_are_told(tmp_path: Path):
     assert "(there are: weights.odd)" in warning["reason"]
 
 
-def test_a_silent_program_is_ended_with_its_stacks_and_started_again(tmp_path: Path):
+# As torchrun starts its ranks.
+IN_A_SESSION = """
+import subprocess, sys
+sys.exit(subprocess.Popen(sys.argv[1:], start_new_session=True).wait())
+"""
+
+
+@pytest.mark.parametrize("launcher", [[], ["{python}", "-c", IN_A_SESSION]], ids=["", "launched"])
+def test_a_silent_program_is_ended_with_its_stacks_and_started_again(tmp_path: Path, launcher):
     text = """
 def hangs_here():
     time.sleep(600)
@@ -177,7 +185,10 @@ if not resume:
     hangs_here()
 """
     settings = program(tmp_path, text) | {"sync.silent_timeout": "2s"}
+    settings["run.command"] = [*launcher, *settings["run.command"]]
     with running(tmp_path, settings) as run:
+        run.until(lambda: run.events("restart"), 60, "it is started again")
+        assert len(run.pids("program.py")) <= 1 + bool(launcher)
         finished(run)
         (hang,) = run.events("hang")
         (restart,) = run.events("restart")

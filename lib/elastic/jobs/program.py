@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
+from elastic.base import proc
 from elastic.base.durable import patiently, until_written
 from elastic.base.environment import env, environment
 from elastic.base.errors import Exit
@@ -22,6 +23,7 @@ from elastic.jobs.command import STACKS
 from elastic.jobs.ending import EVENTS, EXIT_CODES, End, end_of_error
 from elastic.run.rundir import RunDir
 
+MARK = "ELASTIC_RANK"  # RUN_DIR:JOB_ID.ATTEMPT.RANK, in the environment of all its processes
 SILENT_S = 600.0  # then the GPUs may go to a node whose filesystem answers
 
 
@@ -63,6 +65,16 @@ class Program:
         code = EXIT_CODES[self.role].get(end.outcome, Exit.OK)
         self.record("ended", **asdict(end), code=code, **fields)
         return code
+
+    def mark(self, rank: str) -> dict[str, str]:
+        """The environment by which `family` knows the processes of a rank."""
+        return {MARK: f"{self.run.path}:{self.job_id}.{self.attempt}.{rank}"}
+
+    def family(self, rank: str) -> set[int]:
+        """All processes of a rank on this node, also where a launcher has started them in
+        a session of their own, and has died."""
+        owner = self.mark(rank)[MARK].rpartition(":")[2]
+        return proc.families(MARK, self.run.path)[owner]
 
     def closing(self, mode: str, notice: Notice) -> str:
         """Why the run does not go on in this mode, once the filesystem answers. Raises

@@ -14,6 +14,7 @@ torch in this process.
 """
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -23,10 +24,12 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from elastic.base import proc
 from elastic.base.durable import log_what_fits
 from elastic.base.environment import elastic_home, env, torch_program
 from elastic.base.errors import ElasticError, Exit, TryAgain
@@ -193,7 +196,8 @@ class Launcher:
         ways = {"text": True, "errors": "replace", "process_group": 0}
         processes = [start_rank(command, shared | place, folder, **ways) for place in places]
         limit_s = config.sync.silent_timeout_s if config.run.command else 0.0
-        return Ranks(processes, self._lines, limit_s, self._resume)
+        here = set if is_in_slurm else functools.partial(self.program.family, "")
+        return Ranks(processes, self._lines, limit_s, self._resume, here)
 
     def _shared(self, nodes: int) -> dict[str, str]:
         """What every rank finds in its environment; they meet on this node, and where
@@ -208,7 +212,7 @@ class Launcher:
             # It lives as long as the attempt.
             self._rendezvous = os.fdopen(os.memfd_create("rendezvous"))
             file = f"/proc/{os.getpid()}/fd/{self._rendezvous.fileno()}"
-        return {"ELASTIC_RENDEZVOUS": file,
+        return {**self.program.mark(""), "ELASTIC_RENDEZVOUS": file,
                 "ELASTIC_KEEPALIVE": self._lines.place if self._lines else "",
                 "ELASTIC_ATTEMPT": str(self.program.attempt),
                 "ELASTIC_JOB_ID": self.program.job_id,
@@ -308,13 +312,14 @@ class Ranks:
 
     def __init__(
         self, processes: list[subprocess.Popen], lines: Keepalive | None, limit_s: float,
-        resume: Resume,
+        resume: Resume, here: Callable[[], set[int]] = set,
     ):  # fmt: skip
-        """`limit_s`: for how long they may neither say nor save anything; 0: for ever."""
+        """`limit_s`: for how long they may neither say nor save anything; 0: for ever.
+        `here`: all their processes, where Slurm does not keep them."""
         self.began, self.error = time.time(), ""  # what they died of, if that is known
         self._heard: deque[str] = deque(maxlen=HEARD_LINES)
         self._processes, self._lines = processes, lines
-        self._limit_s, self._resume = limit_s, resume
+        self._limit_s, self._resume, self._here = limit_s, resume, here
         self._bad_exit_at = math.inf  # when srun said that a rank had crashed
         self._readers = [threading.Thread(target=self._copy, args=[p.stderr]) for p in processes]
         for reader in self._readers:
@@ -380,8 +385,7 @@ class Ranks:
         self.error = f"no output and no new checkpoint for {limit_s}"
         if job_id := env("SLURM_JOB_ID"):
             sched_slurm.signal_steps(job_id, "ABRT")
-        for process in self._processes if not job_id else ():
-            os.killpg(process.pid, signal.SIGABRT)
+        proc.send(self._here(), signal.SIGABRT)
         time.sleep(ABORT_S)
         return -signal.SIGABRT
 
@@ -395,6 +399,8 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        with contextlib.suppress(ElasticError):
+            proc.kill_all(self._here)  # of a launcher's, in sessions of their own
         if self._lines:
             self._lines.close()
         for reader in self._readers:

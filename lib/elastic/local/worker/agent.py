@@ -52,7 +52,6 @@ CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in betwee
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
           "step_s": 0.0, "tokens_per_s": 0.0, "trouble": "", "moves": 0}  # fmt: skip
 
-MARK = "ELASTIC_TRAINING"  # RUN_DIR:JOB_ID.ATTEMPT.RANK, in the environment of all its processes
 MOVING = ("state", "step", "version", "moves")  # who changes none of them may hang
 
 
@@ -70,14 +69,14 @@ class Training:
     heard: float = field(default_factory=time.monotonic)
     kill_at: float = inf
     files: tuple[int, ...] = ()  # that they open, as long as they live
-    family: Callable[[int], set[int]] = lambda _rank: set()  # the processes of a rank
+    family: Callable[[str], set[int]] = lambda _rank: set()  # the processes of a rank
     told: set[int] = field(default_factory=set)
 
     def exit_code(self) -> int | None:
         """None while all run, or what a launcher that died of a notice (bash, conda run)
         has left; else that of the first rank that failed, or 0."""
         codes = [process.poll() for process in self.processes]
-        failed = {rank: code for rank, code in enumerate(codes) if code}
+        failed = {str(rank): code for rank, code in enumerate(codes) if code}
         died = all(-code in NOTICES for code in failed.values())
         if died and (left := set().union(*map(self.family, failed))):
             self._tell(left)
@@ -102,7 +101,7 @@ class Training:
         proc.send(self._everybody(), number)
 
     def _everybody(self) -> set[int]:
-        return set().union(*map(self.family, range(len(self.processes))))
+        return set().union(*(self.family(str(rank)) for rank in range(len(self.processes))))
 
     def send_away(self, within_s: float) -> None:
         """Notice, once; who is deaf to it is killed after `within_s`."""
@@ -310,23 +309,16 @@ class Agent:
             "ELASTIC_RENDEZVOUS": f"{places}{rendezvous}",
         }  # fmt: skip
         processes = [self._start_rank(rank, shared) for rank in range(ranks)]
-        return Training(processes, reader, files=(writer, rendezvous), family=self._family)
+        return Training(processes, reader, files=(writer, rendezvous), family=program.family)
 
     def _start_rank(self, rank: int, shared: dict) -> subprocess.Popen:
         program, own = self.program, {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        own[MARK] = f"{program.run.path}:{self._mark(rank)}"
         names = {"python": sys.executable, "run": str(program.run.path),
                  "slot": str(program.slot), "attempt": str(program.attempt)}  # fmt: skip
         words = expand(self.config.run.command, names) or torch_program("worker")
         folder = self.config.run.folder if self.config.run.command else None
         command = [*self.config.slurm.rank_prefix, *words]
-        return start_rank(command, {**shared, **own}, folder)
-
-    def _mark(self, rank: int) -> str:
-        return f"{self.program.job_id}.{self.program.attempt}.{rank}"
-
-    def _family(self, rank: int) -> set[int]:
-        return proc.families(MARK, self.program.run.path)[self._mark(rank)]
+        return start_rank(command, {**shared, **own, **program.mark(str(rank))}, folder)
 
     def _watch(self, training: Training) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""
