@@ -92,8 +92,7 @@ class Training:
 
     def signal(self, number: int) -> None:
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+            process.send_signal(number)
 
     def strike(self, number: int) -> None:
         """Signal all processes of theirs, too."""
