@@ -123,6 +123,33 @@ def test_who_has_nothing_to_save_may_leave_before_who_saves(tmp_path, new_sandbo
     assert "a notice was obeyed" in folder.log(job)
 
 
+SAVES = """
+import signal, sys, time
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+print("here", file=sys.stderr, flush=True)
+while not heard:
+    time.sleep(0.1)
+time.sleep(4)
+print("told and saved", len(heard), file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["", "; true"], ids=["", "launched"])
+def test_a_program_saves_though_its_launcher_dies_of_the_notice(tmp_path, new_sandbox, launcher):
+    """Its shell's end was taken for its own: the step ended, and the program in its save."""
+    slurm = new_sandbox(nodes=1, grace_s=60)
+    folder = Folder(tmp_path, slurm)
+    (tmp_path / "train.py").write_text(SAVES)
+    command = ["bash", "-c", f"{sys.executable} {tmp_path}/train.py{launcher}"]
+    job = folder.submit("single-node", command=command)
+    wait_until(lambda: "here" in folder.log(job), 60, "it trains")
+    slurm.preempt(1, 3600)
+    wait_until(lambda: folder.of_job(job, "JobState") in ("PENDING", "FAILED"), 60, "it leaves")
+    assert "told and saved 1\n" in folder.log(job)
+    assert "a notice was obeyed" in folder.log(job)
+
+
 def test_a_rank_that_crashes_ends_the_others_and_the_job(folder):
     """They leave as on a notice, which is none: the job goes back to no queue."""
     crash = "((RANK)) || exit 3; trap 'exit 0' TERM; while :; do sleep 0.1; done"
