@@ -59,7 +59,9 @@ def parts(ledger: dict[str, float]) -> dict[str, float]:
 def test_a_requeued_job_saves_loses_waits_and_trains_again():
     """10..40 train, ..42 save, ..70, save, 72..100, save, 102..105: killed, 3 s after its save;
     it may start at 125, and trains those 3 s again from 135 to 138."""
-    found = Requeue(there(("a", 0, 100), ("a", 110, 999)), run_of(), replace(COSTS, save_s=2), [1])
+    found = Requeue(
+        Nodes(there(("a", 0, 100), ("a", 110, 999))), run_of(), replace(COSTS, save_s=2), [1]
+    )
     assert parts(found.play(200)) == {
         "training": 30 + 28 + 28 + 3 + 27 + 28 + 3, "replay": 3, "start-up": 20, "waiting": 10,
         "allocated": 105 + 75,
@@ -68,7 +70,7 @@ def test_a_requeued_job_saves_loses_waits_and_trains_again():
 
 def test_a_requeued_job_needs_all_its_nodes():
     changes = there(("a", 0, 100), ("b", 50, 999), ("c", 150, 999))
-    found = Requeue(changes, run_of(), COSTS, [2]).play(200)
+    found = Requeue(Nodes(changes), run_of(), COSTS, [2]).play(200)
     assert parts(found)["allocated"] == 2 * (55 + 50)
 
 
@@ -76,7 +78,9 @@ def test_a_trainer_saves_at_the_notice_and_goes_on_with_what_is_left():
     """On two: 10..40, 41..70, 71..95.5, where its step ends; saved at 99.5, gone at 100.5. On one:
     110.5..140.5, 141.5..170.5, 171.5..200."""
     changes = there(("a", 0, 999), ("b", 0, 95))
-    found = Sync(changes, run_of(), replace(COSTS, notice_s=30, save_s=4, stall_s=1)).play(200)
+    found = Sync(Nodes(changes), run_of(), replace(COSTS, notice_s=30, save_s=4, stall_s=1)).play(
+        200
+    )
     assert parts(found) == {
         "training": 2 * (30 + 29 + 24.5) + 30 + 29 + 28.5, "start-up": 30, "waiting": 6,
         "notice": 10, "allocated": 2 * 100.5 + 99.5,
@@ -86,16 +90,16 @@ def test_a_trainer_saves_at_the_notice_and_goes_on_with_what_is_left():
 def test_a_trainer_whose_notice_is_too_short_goes_back_to_its_last_checkpoint():
     """Saved at 70 s, at 59 s of training each; 71..95.5 is trained again by one GPU."""
     changes = there(("a", 0, 999), ("b", 0, 95))
-    found = Sync(changes, run_of(), replace(COSTS, save_s=6, stall_s=1)).play(200)
+    found = Sync(Nodes(changes), run_of(), replace(COSTS, save_s=6, stall_s=1)).play(200)
     assert parts(found)["replay"] == 2 * 24.5
     assert parts(found)["training"] == 2 * (30 + 29 + 24.5) + (200 - 106.5 - 3) - 2 * 24.5
 
 
 def test_a_trainer_grows_when_it_pays():
     changes = there(("a", 0, 9e9), ("b", 300, 9e9))
-    grown = Sync(changes, run_of(sync__grow_after="1m"), COSTS).play(3000)
+    grown = Sync(Nodes(changes), run_of(sync__grow_after="1m"), COSTS).play(3000)
     assert parts(grown)["start-up"] == 10 + 2 * 10
-    never = Sync(changes, run_of(sync__grow_after="2h"), COSTS).play(3000)
+    never = Sync(Nodes(changes), run_of(sync__grow_after="2h"), COSTS).play(3000)
     assert (parts(never)["start-up"], parts(never)["allocated"]) == (10, 3000)
 
 
@@ -105,7 +109,7 @@ LOCAL = replace(COSTS, deliver_s=1, deliver_alone_s=1, average_s=1, pull_s=1)
 def test_a_worker_that_is_preempted_delivers_the_steps_it_has():
     """Rounds from 10, 23, 36 and 49. At 50 the second worker has done one step, delivers it until
     51, and is gone at 52; the other one delivers at 60."""
-    found = Local(there(("a", 0, 999), ("b", 0, 50)), run_of(), LOCAL).play(60.5)
+    found = Local(Nodes(there(("a", 0, 999), ("b", 0, 50))), run_of(), LOCAL).play(60.5)
     assert parts(found) == {
         "training": 40 + 31, "start-up": 20, "waiting": 9 + 9, "notice": 2, "open": 1.5,
         "allocated": 60.5 + 52,
@@ -116,18 +120,18 @@ def test_a_worker_that_is_killed_loses_its_round_and_the_others_call_in_vain():
     """The other one waits from 59 on: for a deadline, 14.4 s after the round was opened at 48, then
     for an answer to the last call; the next round begins two seconds later."""
     changes = there(("a", 0, 999), ("b", 0, 50.5))
-    found = Local(changes, run_of(), replace(LOCAL, notice_s=0)).play(80)
+    found = Local(Nodes(changes), run_of(), replace(LOCAL, notice_s=0)).play(80)
     assert parts(found)["lost"] == 50.5 - 46  # since its last step that counts
     late_s = 62.4 + 1 + 2 - 59
     assert found["waiting"] == pytest.approx(9 + 6 + late_s, abs=0.05)
-    lease = Local(changes, run_of(health__lease="4s"), replace(LOCAL, notice_s=0)).play(80)
+    lease = Local(Nodes(changes), run_of(health__lease="4s"), replace(LOCAL, notice_s=0)).play(80)
     assert lease["waiting"] == pytest.approx(9 + 6 + 3)
 
 
 def test_a_worker_that_joins_stops_when_the_round_is_due():
     """The round of 49 is due at 60; who comes at 52 has 7 s until it must deliver."""
     changes = there(("a", 0, 999), ("b", 42, 999))
-    found = Local(changes, run_of(), LOCAL)
+    found = Local(Nodes(changes), run_of(), LOCAL)
     found.play(65)
     steps = {(each.attempt[0], each.start): each.tokens for each in found.work}
     assert (steps[0, 49], steps[1, 52]) == (10, 7)
@@ -138,7 +142,7 @@ def test_a_worker_that_comes_too_late_for_a_step_is_asked_again():
     that was at it is dead; and the round is due no more: who came at 59.5 does 10 steps after all.
     """
     changes = there(("a", 0, 58), ("b", 49.5, 999))
-    found = Local(changes, run_of(), replace(LOCAL, notice_s=0))
+    found = Local(Nodes(changes), run_of(), replace(LOCAL, notice_s=0))
     found.play(80)
     last = found.work[-1]
     assert (last.attempt[0], last.start, last.tokens) == (1, pytest.approx(62.41), 10)
@@ -147,7 +151,7 @@ def test_a_worker_that_comes_too_late_for_a_step_is_asked_again():
 def test_a_run_starts_as_many_jobs_at_once_as_may_wait_in_the_queue():
     changes = there(*((f"n{number}", 0, 9e9) for number in range(8)))
     config = run_of(elastic__max=8, elastic__max_pending=3, elastic__reconcile_interval="30s")
-    found = Local(changes, config, COSTS)
+    found = Local(Nodes(changes), config, COSTS)
     found.play(100)
     assert sorted(job.start for job in found.jobs) == [0, 0, 0, 30, 30, 30, 60, 60]
 
@@ -155,7 +159,7 @@ def test_a_run_starts_as_many_jobs_at_once_as_may_wait_in_the_queue():
 def test_a_job_whose_node_goes_before_it_starts_waits_anew():
     """The node of a job that is about to start goes and comes back: it starts two seconds later."""
     costs, one = replace(COSTS, queue_s=2), run_of(elastic__max=1)
-    found = Local(there(("a", 0, 1), ("a", 1.5, 99)), one, costs)
+    found = Local(Nodes(there(("a", 0, 1), ("a", 1.5, 99))), one, costs)
     found.play(20)
     assert [job.start for job in found.jobs] == [3.5]
 
@@ -187,8 +191,8 @@ ALL_COSTS = st.builds(
 
 def plays(changes: list[Change], costs: Costs) -> list:
     config = run_of(elastic__max=3)
-    return [Requeue(changes, config, costs, [2]), Sync(changes, config, costs),
-            Local(changes, config, costs)]  # fmt: skip
+    return [Requeue(Nodes(changes), config, costs, [2]), Sync(Nodes(changes), config, costs),
+            Local(Nodes(changes), config, costs)]  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
@@ -215,7 +219,7 @@ def test_without_preemptions_all_is_training_but_for_start_up_saves_and_rounds(n
     least = {Requeue: saves * costs.save_s, Sync: saves * costs.stall_s,
              Local: 2000 * pause_s / (10 * costs.step_s + pause_s)}  # fmt: skip
     for kind, other_s in least.items():
-        play = kind(changes, config, costs, *([[nodes]] if kind is Requeue else []))
+        play = kind(Nodes(changes), config, costs, *([[nodes]] if kind is Requeue else []))
         found = play.play(2000.0)
         lost_s = costs.startup_s + costs.queue_s + other_s + 20
         assert found["training"] >= nodes * (2000 - lost_s)
@@ -233,7 +237,7 @@ def test_one_preemption_more_never_makes_plain_requeue_train_more(moments, extra
     def trained(moments: set[int]) -> float:
         start = [Change(0.0, "a", 1), Change(0.0, "b", 1)]
         taken = [Change(100.5 * n, "a", gpus) for n in sorted(moments) for gpus in (0, 1)]
-        return Requeue([*start, *taken], config, costs, [2]).play(1050)["training"]
+        return Requeue(Nodes([*start, *taken]), config, costs, [2]).play(1050)["training"]
 
     assert trained(moments | {extra}) <= trained(moments) + 1e-6
 

@@ -72,25 +72,25 @@ class Forecaster:
     seconds."""
 
     def __init__(self, trace: Trace, end: float, config, costs: Costs):
-        self.trace, self.end, self.config, self.costs = trace, end, config, costs
+        self.nodes, self.end, self.config, self.costs = Nodes(trace), end, config, costs
         self.limits = _, most = config.elastic.min, config.elastic.max
-        self._offered_s = sum(s * min(gpus, most) for gpus, s in Nodes(trace).spans(end))
+        self._offered_s = sum(s * min(gpus, most) for gpus, s in self.nodes.spans(end))
 
     def local(self, inner_steps: int = 0) -> Way:
         steps = inner_steps or self.config.local_sgd.inner_steps
         sgd = replace(self.config.local_sgd, inner_steps=steps)
-        play = Local(self.trace, replace(self.config, local_sgd=sgd), self.costs)
+        play = Local(self.nodes, replace(self.config, local_sgd=sgd), self.costs)
         return self._way("local", play, *self.limits, steps)
 
     def sync(self, least: int = 0) -> Way:
         limits = replace(self.config.elastic, min=least or self.limits[0])
-        play = Sync(self.trace, replace(self.config, elastic=limits), self.costs)
+        play = Sync(self.nodes, replace(self.config, elastic=limits), self.costs)
         return self._way("sync", play, limits.min, limits.max)
 
     def requeue(self) -> Way:
         """Of the size that turns out to be the best, of all from min to max."""
         per_node = self.config.slurm.gpus_per_node
-        plays = {nodes * per_node: Requeue(self.trace, self.config, self.costs, [nodes])
+        plays = {nodes * per_node: Requeue(self.nodes, self.config, self.costs, [nodes])
                  for nodes in sizing.node_counts(self.limits, per_node)}  # fmt: skip
         ways = (self._way("requeue", play, gpus, gpus) for gpus, play in plays.items())
         return max(ways, key=itemgetter("kept"))
@@ -118,10 +118,10 @@ def forecast(trace: Trace, end: float, config, costs: Costs) -> dict:
     """All ways to train as `config` has them, and what to change: for views and for
     scripts."""
     _check(end, config, costs)
-    spans = [*Nodes(trace).spans(end)]
+    play = Forecaster(trace, end, config, costs)
+    spans = [*play.nodes.spans(end)]
     most = max(gpus for gpus, _ in spans)
     least = max(config.slurm.gpus_per_worker, min(mostly_there(spans, end), config.elastic.max))
-    play = Forecaster(trace, end, config, costs)
     ways = [play.requeue(), play.sync(), play.local()]
     if not any(way["kept"] for way in ways):
         what = f"nothing could be trained in the {end:.0f} s of the trace"

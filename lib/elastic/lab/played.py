@@ -95,9 +95,9 @@ def job_until(
 class Requeue:
     """A job of whole nodes, which is requeued when one of them goes."""
 
-    def __init__(self, trace: Trace, config, costs: Costs, counts: Sequence[int]):
+    def __init__(self, nodes: Nodes, config, costs: Costs, counts: Sequence[int]):
         self.config, self.costs, self.counts = config, costs, counts  # of nodes of a job
-        self.nodes, self.per_node = Nodes(trace), config.slurm.gpus_per_node
+        self.nodes, self.per_node = nodes, config.slurm.gpus_per_node
         self.stall_s = costs.save_s  # a plain script stands still while it saves
         self.requeue_s = costs.requeue_s
         self.jobs: list[Allocation] = []
@@ -176,10 +176,10 @@ class Requeue:
 class Sync(Requeue):
     """The trainer of a run, and its successor, which waits behind it."""
 
-    def __init__(self, trace: Trace, config, costs: Costs):
+    def __init__(self, nodes: Nodes, config, costs: Costs):
         limits = (config.elastic.min, config.elastic.max)
         counts = sizing.node_counts(limits, config.slurm.gpus_per_node, config.sync.sizes)
-        super().__init__(trace, config, costs, counts)
+        super().__init__(nodes, config, costs, counts)
         self.stall_s, self.requeue_s = costs.stall_s, 0.0
 
     def _leave(self, start: float, gpus: int, taken: float) -> tuple[float, float, float, bool]:

@@ -15,7 +15,7 @@ from math import ceil, inf
 
 from elastic.jobs.history import MASTER, WORKER, Job, Memory
 from elastic.jobs.plan import AFTER_LEAVE_S, SUBMIT, Limits, World, plan
-from elastic.lab.played import Costs, Nodes, Trace, job_until
+from elastic.lab.played import Costs, Nodes, job_until
 from elastic.local import rounds
 from elastic.run.goodput import Allocation, Work, ledger
 from elastic.run.records import Commit
@@ -41,8 +41,8 @@ class Worker:
 class Local:
     """The run's jobs on the nodes of a trace, and its rounds. A step is a token."""
 
-    def __init__(self, trace: Trace, config, costs: Costs):
-        self.config, self.costs, self.nodes = config, costs, Nodes(trace)
+    def __init__(self, nodes: Nodes, config, costs: Costs):
+        self.config, self.costs, self.nodes = config, costs, nodes
         self.gpus = config.slurm.gpus_per_worker
         self.jobs: list[Allocation] = []
         self.work: list[Work] = []
