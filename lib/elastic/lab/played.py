@@ -50,11 +50,11 @@ class Nodes:
         """When something changes after that."""
         return next(iter(self.moments[bisect_right(self.moments, time) :]), inf)
 
-    def gone(self, node: str, time: float) -> float:
-        """When a node that is there then is taken."""
+    def gone(self, nodes: set[str], time: float) -> float:
+        """When the first of nodes that are there then is taken."""
         since = bisect_right(self.moments, time)
         later = zip(self.moments[since:], self.there[since:], strict=True)
-        return next((moment for moment, there in later if node not in there), inf)
+        return next((moment for moment, there in later if not nodes <= there.keys()), inf)
 
     def spans(self, end: float) -> Iterator[tuple[int, float]]:
         """(GPUs that are there, for so many seconds)."""
@@ -109,7 +109,7 @@ class Requeue:
         submitted = free = 0.0
         while (start := self._start(free)) < until:
             mine = self._fit(start)
-            gpus, taken = len(mine) * self.per_node, min(self.nodes.gone(n, start) for n in mine)
+            gpus, taken = len(mine) * self.per_node, self.nodes.gone({*mine}, start)
             every_s = self._every_s(gpus)
             notice, stop, end, is_saved = self._leave(start, gpus, min(taken, until))
             key = (0, len(self.jobs))

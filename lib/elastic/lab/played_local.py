@@ -75,9 +75,9 @@ class Local:
             used = Counter(worker.node for worker in alive)
             places = (node for node, gpus in nodes.at(now).items()
                       for _ in range(gpus // self.gpus - used[node])
-                      if nodes.gone(node, now) > now + costs.queue_s)  # fmt: skip
+                      if nodes.gone({node}, now) > now + costs.queue_s)  # fmt: skip
             for (slot, submitted), node in zip([*queued], places, strict=False):
-                start, notice = now + costs.queue_s, nodes.gone(node, now)
+                start, notice = now + costs.queue_s, nodes.gone({node}, now)
                 free, leaves_s = start + costs.startup_s, costs.leave_s
                 leaves_s += (notice > free) * (costs.step_s / 2 + costs.deliver_alone_s)
                 worker = Worker((slot, count), node, submitted, start, free, notice,
