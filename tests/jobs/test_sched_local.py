@@ -334,6 +334,12 @@ def test_the_jobs_of_a_run_are_looked_up_where_it_was_submitted(make_config, hom
     run = RunDir.create(home / "runs", make_config(), Control("local", "running", 1, 4), there)
     assert scheduler_of(run).state == home / "demo" / "local"
     assert cluster_of("local", there) != cluster_of("local", {})
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("ELASTIC_HOME_DIR", "demo")
+    typed = submission.start(make_config(name="run-b"), home / "runs")
+    monkeypatch.chdir(typed.path)  # where its jobs work
+    assert scheduler_of(typed).state == home / "demo" / "local"
+    monkeypatch.setenv("ELASTIC_HOME_DIR", f"{home}/registry")
     assert cluster_of("local", {}) == cluster_of("local", {"ELASTIC_HOME_DIR": f"{home}/registry"})
 
 

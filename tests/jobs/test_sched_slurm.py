@@ -236,6 +236,7 @@ NODE = ("NodeName={0} CPUTot={1} CPUEfctv={2} RealMemory={3} MemSpecLimit={4} Gr
         ("JobDefaults=(null)", "", ["--hint=nomultithread"], (0, "124000M")),
         ("JobDefaults=(null)", "", ["--threads-per-core=1"], (0, "124000M")),
         ("JobDefaults=(null)", "", ["--constraint=few"], (15, "150000M")),
+        ("JobDefaults=(null)", "", ["--constraint=[few|big]"], (15, "124000M")),
     ],
 )
 def test_a_gpus_share_of_its_node_is_what_slurm_has_no_default_for(

@@ -1,5 +1,6 @@
 """What Slurm says about a job: environments and answers as Slurm writes them, and resume paths."""
 
+import errno
 import os
 import time
 import zipfile
@@ -290,6 +291,14 @@ REAL_NAMES = {  # as programs leave them, oldest first; the last one but for `be
     "Megatron": "latest_checkpointed_iteration.txt iter_0000900/ iter_0001000/",
     "Hugging Face": "checkpoint-900/ checkpoint-1000/",
     "YOLO": "last.pt best.pt",
+    "Keras": "checkpoint_99.keras checkpoint_100.keras",
+    "Equinox": "checkpoint_99.eqx checkpoint_100.eqx",
+    "Paddle": "epoch_2.pdparams epoch_3.pdparams",
+    "TensorFlow": "ckpt-4.index ckpt-5.data-00000-of-00001 ckpt-5.index",
+    "packed": "ckpt_99.pt.gz ckpt_100.pt.gz",
+    "arrays": "step_99.npy step_100.npy",
+    "steps with a dot": "ckpt_1.pt ckpt_1.5.pt",
+    "steps of an epoch": "epoch_1.pt epoch_1.step_500.pt epoch_1.step_900.pt",
 }
 
 
@@ -323,6 +332,21 @@ def test_what_comes_along_with_a_checkpoint_is_none(tmp_path: Path):
     for second, name in enumerate(("step_5.pt", "step_5.optimizer.pt", "step_5.ema.pt")):
         write(tmp_path, name, second)
     assert list(resume_paths(tmp_path)) == [tmp_path / "step_5.pt"]
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_none_the_less_one(tmp_path: Path, monkeypatch):
+    """A server that hiccups sent the program back to the step before."""
+    for name in ("step_1.pt", "step_2.pt"):
+        (tmp_path / name).write_bytes(b"x")
+    real = Path.open
+
+    def stale(self, *how):
+        if self.name == "step_2.pt":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return real(self, *how)
+
+    monkeypatch.setattr(Path, "open", stale)
+    assert resolve_resume_path(tmp_path) == tmp_path / "step_2.pt"
 
 
 def test_a_pattern_says_what_a_checkpoint_is(tmp_path: Path):

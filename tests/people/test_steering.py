@@ -95,3 +95,5 @@ def test_who_kills_a_run_is_told_what_is_lost(run, monkeypatch):
     (run.path / "checkpoints/step-00000040.json").write_text(json.dumps(record))
     lost = "lost: what was trained since the checkpoint of step 40"
     assert steering.stop(run, now=True) == lost
+    run.mark_done({"tokens": 400})
+    assert steering.stop(run, now=True) == ""  # one that hangs as it leaves

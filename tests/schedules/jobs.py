@@ -483,8 +483,7 @@ def in_memory():
     def remembered(run, now):
         return run.notes or history.Memory(born=now)
 
-    names = {"_Pass": Pass, "remembered": remembered, "_lock": lock, "time": CLOCK,
-             "in_time": lambda action, _: action()}  # fmt: skip
+    names = {"_Pass": Pass, "remembered": remembered, "_lock": lock, "time": CLOCK}
     with contextlib.ExitStack() as stack:
         for name, value in names.items():
             stack.enter_context(mock.patch.object(reconcile, name, value))

@@ -24,11 +24,9 @@ import os
 import shlex
 import stat
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -209,23 +207,6 @@ def patiently(
             if hurry() or time.monotonic() > until:
                 raise
             time.sleep(STUCK_S)
-
-
-def in_time(action: Callable[[], T], limit_s: float) -> T:
-    """What `action()` returns. Raises TryAgain if it is not done by then: only a thread,
-    that is left behind, waits for a server that is gone."""
-    done: Future = Future()
-
-    def act() -> None:
-        try:
-            done.set_result(action())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=act, daemon=True).start()
-    if not wait([done], limit_s).done:
-        raise TryAgain(f"the filesystem has not answered for {limit_s:g} s")
-    return done.result()
 
 
 def names(folder: Path) -> list[str]:

@@ -10,9 +10,6 @@ leads to none), asked once for all of them. A pass that is not urgent takes an a
 from a listing so old is missed only so much later. If the scheduler does not answer, that
 is unknown, and nothing is done.
 
-A run whose filesystem hangs is left to a thread of its own, which keeps its lock if it
-ever gets it, and the pass goes on without it.
-
 RUN/reconcile.json carries history.Memory from pass to pass. Before every submission the
 pass notes that it may happen, so that a pass that dies in the middle of it submits
 nothing twice. What has been said is kept there too: a pass in which nothing changes says
@@ -31,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from elastic.base.config import Config
-from elastic.base.durable import in_time, read_json, to_json, write_atomic
+from elastic.base.durable import read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import node_name
 from elastic.jobs import cadence, history, sched, sizing
@@ -49,8 +46,6 @@ DYING_S, UNSURE_S = 60.0, 600.0
 EPILOG_S = 120.0
 WORDLESS_S = 300.0  # … and for so long after its end if it has said none: it may be writing yet
 LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
-# Of a run's filesystem, before the others go on without it: to begin, and to submit all jobs.
-BEGIN_S, ACT_S = 20.0, 300.0
 LOCK = "reconcile.lock"  # its time is that of the last pass
 # Between two looks at the lock, and how long a pass that a person asked for looks.
 LOCK_POLL_S, PERSON_S = 0.1, 5.0
@@ -103,46 +98,38 @@ def run_pass(
     The scheduler's answer of `within_s` ago will do. A run that another pass is at work
     on is skipped; with `wait_s` it is unknown, if that pass takes longer."""
     report = PassReport()
-    passes: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
-    for run in runs:
-        begin = functools.partial(_begun, run, now, dry_run, within_s, wait_s)
-        with _errors_of(run, report):
-            if one := in_time(begin, BEGIN_S + wait_s):
-                passes[sched.cluster_of(one.kind, one.environment)].append(one)
-    for mine in passes.values():
-        first = mine[0]
-        with _errors_of(first.run, report):
-            _pass_over(mine, scheduler(first.kind, first.config, first.environment), report)
+    with contextlib.ExitStack() as locks:
+        passes: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
+        for run in runs:
+            with _errors_of(run, report):
+                run.check_answers()
+                if not _is_closed(run) and (dry_run or locks.enter_context(_lock(run, wait_s))):
+                    one = _Pass(run, now, dry_run, within_s)
+                    passes[sched.cluster_of(one.kind, one.environment)].append(one)
+        for mine in passes.values():
+            first = mine[0]
+            with _errors_of(first.run, report):
+                _pass_over(mine, scheduler(first.kind, first.config, first.environment), report)
     return report
 
 
-def _begun(
-    run: RunDir, now: float, dry_run: bool, within_s: float, wait_s: float
-) -> "_Pass | None":
-    """A pass over the run, with its lock; None if it needs none, or another is at it."""
-    with contextlib.ExitStack() as lock:
-        if not _is_closed(run) and (dry_run or lock.enter_context(_lock(run, wait_s))):
-            one = _Pass(run, now, dry_run, within_s)
-            one.lock = lock.pop_all()
-            return one
-    return None
-
-
 def _pass_over(passes: Sequence["_Pass"], scheduler: Scheduler, report: PassReport) -> None:
-    jobs: Sequence[Job] | None = None
     try:
         jobs = scheduler.jobs(passes[0].within_s)
     except TryAgain as silence:
         report.unknown = report.unknown or str(silence)
-        if isinstance(silence, sched.Elsewhere):
-            return
+        for one in passes if not isinstance(silence, sched.Elsewhere) else ():
+            with _errors_of(one.run, report):
+                report.unknown_is_new |= one.left_unknown()
+        return
     for one in passes:
         with _errors_of(one.run, report):
-            if jobs is None:
-                report.unknown_is_new |= in_time(one.left_unknown, BEGIN_S)
-            else:
-                report.runs.append(one.report)
-                in_time(functools.partial(one.go, scheduler, jobs), ACT_S)
+            report.runs.append(one.report)
+            one.observe(jobs)
+            try:
+                one.act(scheduler)
+            finally:
+                one.save()
 
 
 @contextlib.contextmanager
@@ -233,16 +220,6 @@ class _Pass:
         self.report = RunReport(run.name)
         self.memory = remembered(run, now)
         self.scheduler: Scheduler | None = None
-        self.lock = contextlib.ExitStack()
-
-    def go(self, scheduler: Scheduler, jobs: Sequence[Job]) -> None:
-        """To the end, by a listing that is newer than the lock."""
-        with self.lock:
-            self.observe(jobs)
-            try:
-                self.act(scheduler)
-            finally:
-                self.save()
 
     def _growth(self) -> sizing.Growth | None:
         """What a restart of the trainer would gain; None if it is not the time to ask."""
@@ -309,8 +286,7 @@ class _Pass:
         """Nothing is known, nothing is done. True if that is news."""
         is_news = "unknown" not in self.memory.said
         self.memory = replace(self.memory, said=("unknown",))
-        with self.lock:
-            self.save()
+        self.save()
         return is_news
 
     def save(self) -> None:

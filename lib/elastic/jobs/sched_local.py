@@ -211,7 +211,8 @@ class LocalScheduler:
         devices = _least_used(in_use, count, record["environment"].get(VISIBLE))
         environment = {
             **record["environment"], "ELASTIC_JOB_ID": job_id, "ELASTIC_GPUS": str(count),
-            "ELASTIC_HOME_DIR": str(registry_dir()), MARK: f"{self.state}:{job_id}",
+            "ELASTIC_HOME_DIR": str(registry_dir(record["environment"])),
+            MARK: f"{self.state}:{job_id}",
         }  # fmt: skip
         write_atomic(self._path(job_id, "devices"), to_json({"count": count, "gpus": devices}))
         environment |= {VISIBLE: ",".join(devices)} if devices else {}

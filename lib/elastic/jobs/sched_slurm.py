@@ -326,7 +326,9 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     settings = [*partitions().get(first, {}).items(), *cluster().items()]
     defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
     given = " ".join((*defaults, *slurm.options))
-    inside = [node for node in nodes() if node.partition == first and _has_features(node, slurm)]
+    inside = [node for node in nodes() if node.partition == first]
+    # A constraint that says more than features leaves all of them.
+    inside = [node for node in inside if _has_features(node, slurm)] or inside
     gpus_on = {node.name: gpus_of(node.gres, slurm.gres) for node in inside}
     shares = []
     lines = show("node", ",".join(gpus_on)).splitlines() if any(gpus_on.values()) else ()

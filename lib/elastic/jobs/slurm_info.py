@@ -12,7 +12,7 @@ import re
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
@@ -30,8 +30,8 @@ _NUMBERED = re.compile(rf"(?:(?:{_WORDS})[-_=.]?|^(?=\d+(?:\.|$)))(\d+)", re.IGN
 _POINTER = re.compile(r"(^|[-_.])(latest|last)([-_.]|$)", re.IGNORECASE)
 _PLAIN = re.compile(r"(^|[-_.])(checkpoint|ckpt|snapshot|state)(\.(pt|pth|ckpt|tar|bin|pkl))+$")
 _OTHER = re.compile(r"(^|[-_.])best([-_.]|$)|-of-\d|\.(txt|jsonl?|ya?ml|toml|log|csv|md|py)$")
-_TENSORS = re.compile(
-    r"\.(pth?|th|ckpt|tar|bin|pkl|pickle|safetensors|distcp|npz|msgpack|h5|model|params|zip)$"
+_MEDIA = re.compile(
+    r"\.(png|jpe?g|gif|webp|svg|pdf|html?|mp4|avi|wav|mp3|flac)$|tfevents", re.IGNORECASE
 )
 # What Hugging Face's Trainer, alone or with PEFT or FSDP, writes first; and what it and
 # accelerate write last.
@@ -170,10 +170,9 @@ def _candidates(folder: Path, pattern: str) -> list[Path]:
         paths = [path for path in folder.glob(pattern) if not _TEMPORARY.search(path.name)]
     else:  # accelerate makes a folder of its own
         there = [*_parts(folder), *_parts(folder / "checkpoints")]
-        named = [path for path in there if _is_named_so(path.name) and _has_tensors(path)]
-        stems = {path.stem for path in named}  # step_5.optimizer.pt comes along with step_5.pt
-        paths = [path for path in named if stems.isdisjoint(
-            accumulate(path.stem.split(".")[:-1], "{}.{}".format))]  # fmt: skip
+        named = [path for path in there if _is_named_so(path.name) and _may_hold_state(path)]
+        stems = {path.stem for path in named}
+        paths = [path for path in named if not _comes_along(path.stem, stems)]
     pointers = [path for path in paths if _POINTER.search(path.name)]
     return [*pointers, *sorted(paths, key=_order)]
 
@@ -192,27 +191,38 @@ def _is_named_so(name: str) -> bool:
     return is_known and not (_TEMPORARY.search(name) or _OTHER.search(name))
 
 
-def _has_tensors(path: Path) -> bool:
-    """Not pictures, say. A file without a suffix is a note that names one; in a folder it
-    may be anything."""
+def _comes_along(stem: str, stems: Set[str]) -> bool:
+    """As step_5.optimizer.pt does with step_5.pt; step_5.5.pt does not."""
+    begun = accumulate(stem.split(".")[:-1], "{}.{}".format)
+    return any(each in stems and not re.search(r"\d", stem[len(each) :]) for each in begun)
+
+
+def _may_hold_state(path: Path) -> bool:
+    """Not pictures or words alone. A file without a suffix is a note that names a
+    checkpoint; in a folder it may be anything."""
     if not path.is_dir():
-        return bool(_TENSORS.search(path.resolve().name))
-    return any(_TENSORS.search(part.name) or not part.suffix for part in _below(path))
+        name = path.resolve().name
+        return "." in name and not (_MEDIA.search(name) or _OTHER.search(name))
+    return any(not (_MEDIA.search(part.name) or part.suffix in (".txt", ".json"))
+               for part in _below(path))  # fmt: skip
 
 
 def _is_whole(path: Path) -> bool:
+    """As far as it can be read now."""
     if not path.is_dir():
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            start = file.read(4)  # torch.save makes a zip, whose directory comes last
-            return zipfile.is_zipfile(path) if start == b"PK\3\4" else bool(start)
-        return False
+        try:
+            with path.open("rb") as file:
+                start = file.read(4)  # torch.save makes a zip, whose directory comes last
+                return zipfile.is_zipfile(file) if start == b"PK\3\4" else bool(start)
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
     names = {part.name for part in _parts(path)}
     shards = {part.parent for part in _below(path) if part.suffix == ".distcp"}
     is_begun = any("incomplete" in name for name in names)
     if re.fullmatch(r"checkpoint[-_]\d+", path.name) and not names & {*_WRITTEN_LAST}:
         alike = path.parent.glob("checkpoint[-_]*")
         others = any((each / name).exists() for each in alike for name in _WRITTEN_LAST)
-        is_begun |= others or bool(names & _OF_TRAINER)
+        is_begun |= others or ("-" in path.name and bool(names & _OF_TRAINER))
     # DCP writes .metadata last.
     return bool(names) and not is_begun and all((each / ".metadata").exists() for each in shards)
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from elastic.base.durable import PASSING, in_time
+from elastic.base.durable import PASSING
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.history import MASTER, RECENT_S, TRAINER, WORKER, Job, Memory
@@ -47,7 +47,6 @@ NO_PASS_S = 360.0  # cron passes every two minutes, scrontab every five
 UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
            "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
 NOT_REACHED_S = 2.0  # how long a master that does not answer is waited for
-HANG_S = 30.0  # … and a run's filesystem, and its scheduler
 ASKED = 8  # most runs in a table whose Redis is asked
 MOST_ACTIONS = 3  # of the next pass that are named
 
@@ -193,11 +192,20 @@ def observe_all(
     `within_s` ago; of several, if `brief`, `row`. What cannot be read is told of it, and
     raised only if it `is_named` by the user, or no filesystem answers."""
     listings: dict[tuple[str, str], Listing] = {}
-    observations, trouble = [], None
+    observations = []
+    is_one, trouble = len(runs) == 1, None
     for run in runs:
         try:
-            seen = functools.partial(_seen, run, listings, len(runs), brief, within_s)
-            observations.append(in_time(seen, HANG_S))
+            run.check_answers()
+            environment = run.environment()
+            cluster = cluster_of(run.config().run.scheduler, environment)
+            if cluster not in listings:
+                listings[cluster] = ask(run, environment, within_s)
+            if brief and not is_one:
+                world = look(run, listings[cluster], asks=len(runs) <= ASKED, commits=0)
+                observations.append(row(world))
+            else:
+                observations.append(observe(run, listings[cluster], is_one))
         except (ElasticError, OSError) as error:
             trouble = error
             observations.append(_unread(run, error))  # it must not hide the others
@@ -205,16 +213,6 @@ def observe_all(
     if trouble and (is_named or is_silent):
         raise trouble
     return observations
-
-
-def _seen(run: RunDir, listings: dict, count: int, brief: bool, within_s: float) -> dict:
-    environment = run.environment()
-    cluster = cluster_of(run.config().run.scheduler, environment)
-    if cluster not in listings:
-        listings[cluster] = ask(run, environment, within_s)
-    if brief and count > 1:
-        return row(look(run, listings[cluster], asks=count <= ASKED, commits=0))
-    return observe(run, listings[cluster], count == 1)
 
 
 def _unread(run: RunDir, trouble: ElasticError | OSError) -> dict:

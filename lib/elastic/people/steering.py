@@ -190,7 +190,8 @@ def stop(run: RunDir, now: bool) -> str:
     for job in jobs:
         scheduler.cancel(job.job_id, now=True)
     with contextlib.suppress(TryAgain):
-        return _lost(run) if any(job.started for job in jobs) else ""
+        is_at_work = not run.done() and any(job.started for job in jobs)
+        return _lost(run) if is_at_work else ""
     return ""
 
 

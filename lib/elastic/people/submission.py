@@ -143,9 +143,11 @@ def start(config: Config, root: Path) -> RunDir:
 
 def _where(config: Config) -> dict[str, str]:
     """Which cluster the run's jobs are on, for passes on another one that has this home; of
-    local jobs, which may be inside of an allocation, the GPUs."""
+    local jobs, which may be inside of an allocation, the GPUs, and the folder that lists
+    them."""
     if config.run.scheduler == "local":
-        return {name: value for name, value in environment().items() if name == VISIBLE}
+        gpus = {name: value for name, value in environment().items() if name == VISIBLE}
+        return {"ELASTIC_HOME_DIR": str(registry_dir()), **gpus}
     from elastic.jobs.sched_slurm import cluster
 
     with contextlib.suppress(ElasticError):  # such a run is taken to be everywhere

@@ -31,6 +31,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -51,8 +52,8 @@ FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "maste
 PRIVATE = 0o600
 SECRETS = {"master": "secret", "worker": "secret-worker", "reader": "secret-reader",
            "seal": "secret-seal"}  # of what workers and the master tell each other: no password
+LOOK_S = 5.0  # at all runs, before those whose filesystem does not answer are left alone
 MOST_LINE = 2048  # bytes of a log's line, on average, that are looked at
-LOOK_S = 5.0  # at a run that is on a filesystem that may hang
 LEAST_FILES = 32  # inodes: a version makes a few
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
@@ -83,8 +84,8 @@ class Endpoint:
 class RunDir:
     """One run's directory. Cheap to make; reads and writes happen in the methods."""
 
-    def __init__(self, path: Path):
-        self.path = Path(path)
+    def __init__(self, path: Path, is_silent: bool = False):
+        self.path, self._is_silent = Path(path), is_silent
         self.name = self.path.name
         self._config: Config | None = None
         self.commits, self.slots, self.masters = Commits(self), Slots(self), Masters(self)
@@ -123,6 +124,11 @@ class RunDir:
                 f"set {variable} to a writable folder on the shared filesystem",
             ) from None
         return run
+
+    def check_answers(self) -> None:
+        """Raise TryAgain where `registered` has had no answer of its filesystem."""
+        if self._is_silent:
+            raise TryAgain(f"the filesystem has not answered for {LOOK_S:g} s")
 
     # ---- what the user wants
 
@@ -298,11 +304,22 @@ def place_of(root: Path, name: str) -> Path:
 
 
 def registered() -> list[RunDir]:
-    """Every run of this user that still has its directory, by name."""
-    folder = registry_dir() / "runs"
+    """Every run of this user that still has its directory, by name. All are looked at at
+    once: one on a server that is gone keeps no other waiting (see check_answers)."""
+    folder, found = registry_dir() / "runs", {}
     links = sorted(folder.iterdir()) if folder.is_dir() else []
-    links = [link for link in links if link.is_symlink() and _is_run(link)]
-    return [RunDir(folder / link.readlink()) for link in links]  # to resolve it may hang
+
+    def look(link: Path) -> None:
+        found[link] = RunDir(link.resolve()) if _is_run(link) else None
+
+    looks = [threading.Thread(target=look, args=[link], daemon=True) for link in links]
+    for each in looks:
+        each.start()
+    until = time.monotonic() + LOOK_S
+    for each in looks:
+        each.join(max(0.0, until - time.monotonic()))
+    runs = [found.get(link, RunDir(link, is_silent=True)) for link in links]
+    return [run for run in runs if run]
 
 
 def find(name_or_path: str, what: str = "run") -> RunDir:
@@ -318,9 +335,7 @@ def _is_run(path: Path) -> bool:
     """Is a run there? One that cannot be looked at may be: who reads it is told why not.
     """
     try:
-        durable.in_time((path / "control.json").stat, LOOK_S)
-    except TryAgain:
-        return True
+        (path / "control.json").read_bytes()
     except ValueError:  # no path can have that name
         return False
     except OSError as error:
