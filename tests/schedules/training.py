@@ -65,6 +65,7 @@ CONFIG = SimpleNamespace(
                            hang_timeout_s=600.0, max_bad_batches=5),
     checkpoint=SimpleNamespace(min_free_bytes=1, keep=3, keep_every=0),
     slurm=SimpleNamespace(gpus_per_worker=1),
+    elastic=SimpleNamespace(reconcile_interval_s=60.0),
     redis=SimpleNamespace(url="", bind=""),
 )  # fmt: skip
 SITE = SimpleNamespace(url="redis://site")
@@ -833,12 +834,12 @@ WORKER = (line, in_hand, deliver, adopt, opening)
 
 
 class NoPass:
-    """`master.Reconcile`: no jobs here."""
+    """`master.Passes`: no jobs here."""
 
     def __init__(self, *_args):
         pass
 
-    tick = soon = close = last = lambda self, *args, **options: None
+    soon = close = lambda self: None
 
 
 @contextlib.contextmanager
@@ -852,7 +853,8 @@ def in_memory():
 
     replaced = {
         master: {
-            "Averager": MemoryAverager, "Reconcile": NoPass, "remove_drafts": quiet, "time": CLOCK,
+            "Averager": MemoryAverager, "Passes": NoPass, "reconcile_now": quiet,
+            "remove_drafts": quiet, "time": CLOCK,
         },
         server: {"start": world("start_redis"), "bind_address": quiet, "time": CLOCK},
         journal: {"print": quiet, "time": CLOCK},

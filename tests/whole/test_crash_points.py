@@ -87,13 +87,14 @@ class Inline:
         pass
 
 
+NO_PASSES = SimpleNamespace(soon=lambda: None, close=lambda: None)
+
+
 class Turns(Master):
     """A master that is told when to take a turn, and never waits."""
 
     def __init__(self, run: RunDir):
         super().__init__(run, Notice())
-        self.reconcile = SimpleNamespace(tick=lambda: None, soon=lambda: None,
-                                         close=lambda: None, last=lambda: None)  # fmt: skip
         self.server.wait = lambda *_: []
         self.samples.settle = lambda *_: None  # the workers have said what they hold
 
@@ -219,6 +220,7 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_RUNS", str(folder / "runs"))
     monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
     monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
+    monkeypatch.setattr(master, "Passes", lambda *_: NO_PASSES)
     monkeypatch.setattr(master_server, "MasterStore", BothSides)  # workers speak through it, too
     for module in (averaging, exchange):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
