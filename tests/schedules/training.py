@@ -53,7 +53,7 @@ LAYOUT = SimpleNamespace(hash="abc", fragments=[0])
 CONFIG = SimpleNamespace(
     run=SimpleNamespace(seed=1, scheduler="local"),
     train=SimpleNamespace(batch_size=1, accumulate=1, max_tokens=0, epochs=EPOCHS, schedule="own",
-                          loader_workers=0, profile=""),
+                          loader_workers=0),
     step_samples=1,
     local_sgd=SimpleNamespace(
         inner_steps=2, max_staleness=1, compression="none", overlap="off",

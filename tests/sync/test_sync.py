@@ -443,22 +443,17 @@ def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkey
     assert 28 < wishes.left_s(45.0) <= 29
 
 
-def test_a_run_of_so_many_steps_is_profiled_and_looked_after(tmp_path):
+def test_a_run_of_so_many_steps_is_looked_after(tmp_path):
     settings = {"elastic.max": 3, "sync.sizes": [1, 2], "local_scheduler.gpus": 3,
-                "train.max_steps": 30, "train.profile": "5:8",
-                "health.liveness_interval": "0.1s"}  # fmt: skip
+                "train.max_steps": 30, "health.liveness_interval": "0.1s"}  # fmt: skip
     with synchronous(tmp_path, settings, step_s=0.02) as run:
         lines = finish(run)
-        log = run.run.log_path("trainer", 0).read_text()
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert {line["world"] for line in lines} == {2}  # of the 3 that it may have
-    trace = json.loads((run.run.path / "profile" / "steps-5-8.json").read_text())
-    assert any("AdamW.step" in str(event.get("name")) for event in trace["traceEvents"])
-    assert "profile of steps 5 to 8" in log
 
 
 def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
-    settings = {**TWO, "train.max_steps": 30, "train.validate_every": 10, "train.profile": "5:99"}
+    settings = {**TWO, "train.max_steps": 30, "train.validate_every": 10}
     with synchronous(tmp_path, settings, step_s=0.1, validation_passes=300) as run:
         run.until(lambda: at_work(run) == "validating", 60, "a validation")
         assert step(run) == 10
@@ -467,8 +462,6 @@ def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
         assert run.ended(job.job_id)["outcome"] == "yielded"
         lines = finish(run)
         assert at_work(run) == "saving"
-        trace = run.run.path / "profile" / "steps-5-99.json"
-        assert json.loads(trace.read_text())["traceEvents"]  # what was seen by then
     assert [line["step"] for line in lines] == list(range(1, 31))
     found = run.events("validate")
     assert [event["step"] for event in found] == [10, 20, 30]
@@ -477,7 +470,7 @@ def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
-    with synchronous(tmp_path, {"train.profile": "59:60"}, step_s=0.05) as run:
+    with synchronous(tmp_path, step_s=0.05) as run:
         further(run, 5)
         assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
         run.until(lambda: not run.jobs(), 60, "the job leaves")
@@ -487,8 +480,6 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
         assert (run.jobs(), step(run)) == ({}, reached)
         assert elastic("scale", run.run.path, env=environment(run.home)).returncode == 0
         lines = finish(run)
-        trace = run.run.path / "profile" / "steps-59-60.json"
-        assert json.loads(trace.read_text())["traceEvents"]  # though no step comes after it
     assert_same_run(lines, undisturbed)
 
 

@@ -160,7 +160,6 @@ CLASS = TEXT.that_is('written "package.module:Class"', _names_a_class)
 SIGNAL = TEXT.that_is("TERM, INT, USR1 or USR2", ("TERM", "INT", "USR1", "USR2").__contains__)
 BIND = TEXT.that_is('"auto", an interface or the IPv4 address of one', _listens)
 BELOW = TEXT.like('relative, without ".." and "**"', r"(?!/)((?!\.\.|\*\*).)*")
-WINDOW = TEXT.like('written "FIRST:LAST"', r"(\d+:\d+)?")
 INTERVAL = TEXT.that_is('"auto", "N steps" or a duration ("10m")',
                         lambda value: value == "auto" or units.interval(value)[0] > 0)  # fmt: skip
 MEMORY = TEXT.like("written as 64G, without a fraction", r"([1-9]\d{0,8}[KMGT]?)?")
@@ -187,7 +186,7 @@ KINDS = {
               "beta1": REAL.below_one(), "beta2": REAL.below_one(), "grad_clip": AMOUNT,
               "precision": _one_of("float32", "bf16"), "device": _one_of("auto", "cpu", "cuda"),
               "threads": INT.between(0, 4096), "loader_workers": NATURAL,
-              "validate_every": NATURAL, "compile": BOOL, "profile": WINDOW},
+              "validate_every": NATURAL, "compile": BOOL},
     "local_sgd": {"inner_steps": COUNT, "cold_start": AMOUNT,
                   "outer_lr": AUTO.above_zero(), "outer_momentum": AUTO.below_one(),
                   "compression": _one_of("none", "int8", "int4"),

@@ -45,7 +45,6 @@ from elastic.sync.batches import Batch, Samples
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.train.device import (
-    Profile,
     build_model,
     join,
     leave,
@@ -93,8 +92,6 @@ class Trainer:
         self.wishes, self.journal = Wishes(rank, notice), Journal(rank)
         health = config.health
         self.nans = NaNDetector(health.nan_action, group, health.max_bad_batches)
-        window = self.train.profile if group.leads else ""
-        self._profile = Profile(window, rank.run.path / "profile")
         self._checked_at = time.monotonic()
 
     # ---- the program
@@ -113,7 +110,6 @@ class Trainer:
             return self._leave(wish)
         if self.rank.group.leads:
             self._mark_done()
-        self._profile.end()
         return Exit.OK
 
     def _train(self) -> Wish:
@@ -138,7 +134,6 @@ class Trainer:
         if wish == Wish.FENCED:
             raise Fenced(f"attempt {self.rank.attempt}: it leaves, as rank 0 was fenced")
         self.saving.save_within(self.state, self.wishes.left_s)
-        self._profile.end()
         why = "notice" if wish == Wish.NOTICE else "stopped"
         self.rank.say(f"leaves at step {self.state.step}: {why}")
         return Exit.TRY_AGAIN if wish == Wish.NOTICE else Exit.DO_NOT_RESTART
@@ -203,7 +198,6 @@ class Trainer:
         """Train one global batch; returns what the ranks want to do now."""
         began, learner = time.monotonic(), self.learner
         expected = len(batch.samples) * self.samples.tokens_each
-        self._profile.at(self.state.step)
         self._prepare_step()
         losses, tokens = learner.backward(batch.passes, expected)
         agreed = self._agree(losses, tokens)

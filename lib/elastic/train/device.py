@@ -12,12 +12,10 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import blake2b
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from elastic.base import durable
 from elastic.base.config import Config
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError
@@ -133,33 +131,6 @@ def seed_by(place: str) -> None:
     seed = int.from_bytes(blake2b(place.encode(), digest_size=7).digest())
     torch.manual_seed(seed)
     random.seed(seed)
-
-
-class Profile:
-    """Traces the steps of a window "FIRST:LAST" into a file in `folder`; an empty one:
-    none."""
-
-    def __init__(self, window: str, folder: Path):
-        self._first, self._last = map(int, (window or "-1:-1").split(":"))
-        self._path = folder / f"steps-{self._first}-{self._last}.json"
-        self._profiler = None
-
-    def at(self, step: int) -> None:
-        """So many steps are done."""
-        if step == self._first and not self._profiler:
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        elif step == self._last:
-            self.end()
-
-    def end(self) -> None:
-        if not self._profiler:
-            return
-        self._profiler.stop()
-        durable.make_folder(self._path.parent)
-        self._profiler.export_chrome_trace(str(self._path))
-        self._profiler = None
-        print(f"profile of steps {self._first} to {self._last}: {self._path}", flush=True)
 
 
 def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:

@@ -574,11 +574,3 @@ def test_workers_that_load_go_with_a_preempted_job(tmp_path: Path):
         run.until(lambda: not before & set(run.pids("trainer")), 30, "all of them are gone")
         run.finish()
     assert not run.events("restart") or all("SIGKILL" in e["reason"] for e in run.events("restart"))
-
-
-def test_a_profile_is_written_in_local_mode(tmp_path: Path):
-    with running(tmp_path, {"train.profile": "3:5"}, samples=80) as run:
-        run.finish()
-    [path] = (run.run.path / "profile").rglob("*.json")
-    assert path.name == "steps-3-5.json"
-    assert json.loads(path.read_text())["traceEvents"]

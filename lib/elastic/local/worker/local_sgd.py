@@ -46,7 +46,7 @@ from elastic.local.worker.opening import layout_of_run
 from elastic.local.worker.validation import Validation
 from elastic.saved.replica import Replica, refuse_inexact
 from elastic.train import loading
-from elastic.train.device import Profile, seed_by, to_device
+from elastic.train.device import seed_by, to_device
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer
 from elastic.train.loading import Loader
@@ -63,8 +63,6 @@ class LocalSGD:
         notice.window_s, notice.ask = place.notice_s, kill_at
         self.line = Line(place, notice) if group.leads else NoLine(place, notice)
         self._hand = InHand(self.line, config)
-        window = config.train.profile if group.leads and place.slot == 0 else ""
-        self._profile = Profile(window, place.run.path / "profile")
         self._last_step_at = 0.0
         self._validation: Validation | None = None
 
@@ -181,7 +179,6 @@ class LocalSGD:
 
     def _leave(self, outcome: str) -> None:
         self.outcome = outcome
-        self._profile.end()
         self._leave_offers()
         if outcome == "done":
             self._adopt.final()
@@ -204,7 +201,6 @@ class LocalSGD:
                 loader.plan(plan)
             self._moments.set_rates()
             self.line.say(state="training")  # it may have said that it waits
-            self._profile.at(hand.steps_total)
             if hand.round.first_ended is None and self._last_step_at:
                 hand.round.stall_s += time.monotonic() - self._last_step_at
             yield from self._batches_of_step(loader)
