@@ -22,11 +22,12 @@ from typing import TypedDict
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 
-from elastic.base.durable import checksum, read_json, to_json, write_atomic
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.durable import checksum, to_json, write_atomic
 from elastic.run.records import Name, restored
 from elastic.run.rundir import RunDir
+from elastic.run.sound import hint
 from elastic.train.group import is_sharded, own_part, sharded_like
 from elastic.train.inner_optimizer import numbers
 
@@ -53,19 +54,17 @@ class Pointer:
 
 
 def save(
-    folder: Path, stem: str, optimizers: Sequence[torch.optim.Optimizer], rank: int,
-    counted: Sequence[dict] = (),
-) -> Entry:  # fmt: skip
+    folder: Path, stem: str, optimizers: Sequence[Optimizer], rank: int, counted: Sequence = ()
+) -> Entry:
     """Write this rank's file; `counted` is what is state in the parameter groups. Returns
     its entry: name, bytes, xxh3. Raises OSError, or one of UNFIT."""
     tensors: dict[str, torch.Tensor] = {}
-    states = [
-        [_packed(optimizer.state.get(param, {}), tensors) for param in _params(optimizer)]
-        for optimizer in optimizers
-    ]
-    packed = [_packed(each, tensors) for each in counted]
-    header = {"states": json.dumps(states), "whose": json.dumps(_whose(optimizers)),
-              "counted": json.dumps(packed)}  # fmt: skip
+    said = {
+        "states": [[_packed(each.state.get(param, {}), tensors) for param in _params(each)]
+                   for each in optimizers],
+        "whose": _whose(optimizers), "counted": [_packed(each, tensors) for each in counted],
+    }  # fmt: skip
+    header = {name: json.dumps(value) for name, value in said.items()}
     path = folder / f"{stem}.{rank}.safetensors"
     temporary = folder / f".{path.name}"
     try:
@@ -102,25 +101,20 @@ def choose(run: RunDir, slot: int, version: int, max_age: int) -> tuple[Pointer 
     if not (donors := [*filter(None, others)]):
         return None, "fresh"
     donor = max(donors, key=lambda pointer: (pointer.version, -pointer.slot))
-    whose = f"donor slot {donor.slot} attempt {donor.attempt}"
-    return donor, f"{whose} of version {donor.version}"
+    return donor, f"donor slot {donor.slot} attempt {donor.attempt} of version {donor.version}"
 
 
 def _recent(run: RunDir, slot: int, oldest: int) -> Pointer | None:
     """The slot's pointer, if it is of version `oldest` or newer; one that is damaged is
     as good as none."""
     try:
-        pointer = restored(Pointer, read_json(run.path / "slots" / f"{slot:04d}" / NAME))
-    except TryAgain:
-        raise
-    except (ValueError, ElasticError):
+        pointer = restored(Pointer, hint(run.path / "slots" / f"{slot:04d}" / NAME))
+    except ValueError:
         return None
     return pointer if pointer.version >= oldest else None
 
 
-def load(
-    run: RunDir, pointer: Pointer, optimizers: Sequence[torch.optim.Optimizer], rank: int
-) -> str:
+def load(run: RunDir, pointer: Pointer, optimizers: Sequence[Optimizer], rank: int) -> str:
     """Set the optimizers' state. Returns why it could not be used; empty if it was."""
     if rank >= len(pointer.files):
         return f"it was saved by {len(pointer.files)} ranks"
@@ -132,37 +126,35 @@ def load(
         with safe_open(path, framework="pt") as file:
             names = file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
-            header = file.metadata()
-            states, whose = json.loads(header["states"]), json.loads(header["whose"])
-            counted = json.loads(header.get("counted", "[]"))  # an older file has none
-        return _restore(optimizers, tensors, states, whose) or _count(optimizers, tensors, counted)
+            said = {name: json.loads(text) for name, text in file.metadata().items()}
+        return _restore(optimizers, tensors, said)
     except Exception as error:  # a donor, or an optimizer, may have put anything there
         return f"{path.name}: {getattr(error, 'strerror', None) or error}"
 
 
-def _restore(optimizers: Sequence, tensors: dict, states: list, whose: list) -> str:
-    needed = _whose(optimizers)
+def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
+    whose, needed = said["whose"], _whose(optimizers)
+    counted = iter(said.get("counted", ()))  # an older file has none
     if _kinds(whose) != _kinds(needed):
         return "it is another optimizer's"
     if whose != needed:
         return "it is another model's"
-    for optimizer, packed in zip(optimizers, states, strict=True):
+    for optimizer, packed in zip(optimizers, said["states"], strict=True):
         params = _params(optimizer)
         values = (_unpacked(value, tensors, params[i]) for i, value in enumerate(packed))
         # What never trained has none.
         state = {i: value for i, value in enumerate(values) if value}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        for group, held in zip(optimizer.param_groups, counted, strict=False):
+            _count(group, held, tensors)
     return ""
 
 
-def _count(optimizers: Sequence, tensors: dict, counted: list) -> str:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, packed in zip(groups, counted, strict=False):
-        param = group["params"][0]
-        for name, number in numbers(_unpacked(packed, tensors, param)).items():
-            is_tensor = isinstance(number, torch.Tensor)
-            group[name] = number.to(own_part(param).device) if is_tensor else number
-    return ""
+def _count(group: dict, packed: object, tensors: dict) -> None:
+    param = group["params"][0]
+    for name, number in numbers(_unpacked(packed, tensors, param)).items():
+        is_tensor = isinstance(number, torch.Tensor)
+        group[name] = number.to(own_part(param).device) if is_tensor else number
 
 
 def _whose(optimizers: Sequence) -> list:
@@ -206,5 +198,5 @@ def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return sharded_like(param, value.to(own_part(param).device))
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
