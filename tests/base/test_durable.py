@@ -19,6 +19,7 @@ import pytest
 from elastic.base.durable import (
     append_line,
     create_once,
+    in_background,
     make_folder,
     own,
     read_json,
@@ -259,3 +260,12 @@ def test_a_folder_in_a_projects_folder_stays_the_projects(tmp_path):
     make_folder(tmp_path / "runs" / "7b" / "versions", 0o700, parents=True)
     for name, mode in (("runs/7b/versions", 0o2700), ("runs/7b", 0o2755), ("runs", 0o2755)):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+
+
+# ---- in the background --------------------------------------------------------------------------
+
+
+def test_what_is_done_in_the_background_comes_or_its_error():
+    assert in_background(lambda: 7).result(20) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_background(lambda: 1 // 0).result(20)

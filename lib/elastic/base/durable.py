@@ -24,9 +24,11 @@ import os
 import shlex
 import stat
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -207,6 +209,21 @@ def patiently(
             if hurry() or time.monotonic() > until:
                 raise
             time.sleep(STUCK_S)
+
+
+def in_background(action: Callable[[], T]) -> Future[T]:
+    """What `action()` will return, or raise, in a thread for which nobody waits where the
+    process ends."""
+    result: Future = Future()
+
+    def act() -> None:
+        try:
+            result.set_result(action())
+        except BaseException as error:  # raised where the result is asked for
+            result.set_exception(error)
+
+    threading.Thread(target=act, daemon=True).start()
+    return result
 
 
 def names(folder: Path) -> list[str]:

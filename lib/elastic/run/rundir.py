@@ -31,9 +31,9 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -306,38 +306,32 @@ def place_of(root: Path, name: str) -> Path:
 def registered() -> list[RunDir]:
     """Every run of this user that still has its directory, by name. All are looked at at
     once: one on a server that is gone keeps no other waiting (see check_answers)."""
-    folder, found = registry_dir() / "runs", {}
+    folder = registry_dir() / "runs"
     links = sorted(folder.iterdir()) if folder.is_dir() else []
-
-    def look(link: Path) -> None:
-        found[link] = RunDir(link.resolve()) if _is_run(link) else None
-
-    looks = [threading.Thread(target=look, args=[link], daemon=True) for link in links]
-    for each in looks:
-        each.start()
-    until = time.monotonic() + LOOK_S
-    for each in looks:
-        each.join(max(0.0, until - time.monotonic()))
-    runs = [found.get(link, RunDir(link, is_silent=True)) for link in links]
+    looks = [durable.in_background(functools.partial(_run_at, link)) for link in links]
+    wait(looks, LOOK_S)
+    runs = (look.result() if look.done() else RunDir(link, is_silent=True)
+            for link, look in zip(links, looks, strict=True))  # fmt: skip
     return [run for run in runs if run]
 
 
 def find(name_or_path: str, what: str = "run") -> RunDir:
     """The run of that name or directory. UsageError names the runs there are."""
     for path in (registry_dir() / "runs" / name_or_path, Path(name_or_path)):
-        if _is_run(path):
-            return RunDir(path.resolve())
+        if run := _run_at(path):
+            return run
     names = ", ".join(run.name for run in registered()) or "none"
     raise UsageError(f"no such {what}: {name_or_path!r}", f"runs: {names}")
 
 
-def _is_run(path: Path) -> bool:
-    """Is a run there? One that cannot be looked at may be: who reads it is told why not.
-    """
+def _run_at(path: Path) -> RunDir | None:
+    """The run that is there. One that cannot be looked at may be: who reads it is told why
+    not."""
     try:
         (path / "control.json").read_bytes()
     except ValueError:  # no path can have that name
-        return False
+        return None
     except OSError as error:
-        return error.errno not in NOT_THERE
-    return True
+        if error.errno in NOT_THERE:
+            return None
+    return RunDir(path.resolve())

@@ -20,8 +20,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from elastic.base.durable import in_time
 from elastic.base.environment import env
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, ignore_notices, install
 from elastic.train.group import Group, is_sharded
 
@@ -72,21 +73,13 @@ def check_nccl_health(group: Group, timeout_s: float) -> str:
     """
     if group.world == 1:
         return ""
-    answers: list[str] = []
-    deadline = time.monotonic() + timeout_s
-
-    def ask() -> None:
-        try:
-            answers.append(_roll_call(group, deadline) or _ping(group, deadline))
-        except RuntimeError as error:  # what torch.distributed raises when a peer is gone
-            answers.append(f"the group is broken: {str(error).splitlines()[0]}")
-
-    # A store whose host is stopped never answers, nor does NCCL while it connects.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout_s + 10 * POLL_S)
-    words = "no answer from the store (kept by rank 0 or torchrun), or from NCCL's start"
-    problem = answers[0] if answers else words
+    deadline, longest_s = time.monotonic() + timeout_s, timeout_s + 10 * POLL_S
+    try:
+        problem = in_time(lambda: _roll_call(group, deadline) or _ping(group, deadline), longest_s)
+    except TryAgain:  # a store whose host is stopped never answers, nor NCCL while it connects
+        problem = "no answer from the store (kept by rank 0 or torchrun), or from NCCL's start"
+    except RuntimeError as error:  # what torch.distributed raises when a peer is gone
+        problem = f"the group is broken: {str(error).splitlines()[0]}"
     return f"{problem} (within {timeout_s:g} s)" if problem else ""
 
 

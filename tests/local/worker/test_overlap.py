@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic.local.worker import deliver
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from running import running
@@ -77,21 +76,6 @@ def test_a_constant_that_is_infinite_never_moves(replica):
     with torch.no_grad():
         replica.model[1].bias[0] = torch.nan
     assert not it.delta(len(published) - 1).isfinite().all(), "what was trained is judged"
-
-
-# ---- the courier --------------------------------------------------------------------------------
-
-
-def test_a_courier_delivers_first_and_brings_what_it_fetched():
-    said = []
-    sent = deliver.send(lambda: said.append("delivered"), lambda: said.append("fetched") or 7)
-    assert (sent.result(20), said, sent.done()) == (7, ["delivered", "fetched"], True)
-
-
-def test_what_goes_wrong_on_the_way_is_raised_where_it_is_waited_for():
-    sent = deliver.send(lambda: 1 // 0, lambda: None)
-    with pytest.raises(ZeroDivisionError):
-        sent.result(20)
 
 
 # ---- a run --------------------------------------------------------------------------------------

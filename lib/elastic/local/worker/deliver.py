@@ -6,14 +6,13 @@ that are done meanwhile are put on top of the version that the courier brings.
 
 import contextlib
 import math
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 import torch
 
+from elastic.base.durable import in_background
 from elastic.base.errors import ElasticError
 from elastic.local import guards, rounds
 from elastic.local.transport import Transport, fragment_name
@@ -142,7 +141,7 @@ class Deliver:
             return None
         hand.sent, hand.round = done, WorkerRound(done.base, time.monotonic())
         hand.ahead = Ahead(hand.round, deltas)
-        return send(lambda: self.deliver(done, deltas), lambda: self._bring(done))
+        return in_background(lambda: self.deliver(done, deltas) or self._bring(done))
 
     def _copied(self) -> list[torch.Tensor]:
         replica = self.exchange.replica
@@ -180,19 +179,3 @@ class Deliver:
             hand.void("were rejected")
         else:
             hand.ahead.fetched = brought
-
-
-def send(deliver: Callable[[], None], fetch: Callable[[], object]) -> Future:
-    """A courier: a thread that does `deliver()`, then `fetch()`, whose result is what it
-    brings. Nobody waits for it where the worker dies."""
-    courier: Future = Future()
-
-    def run() -> None:
-        try:
-            deliver()
-            courier.set_result(fetch())
-        except BaseException as error:  # raised where the worker asks for the result
-            courier.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="courier").start()
-    return courier
