@@ -122,11 +122,13 @@ class Replica:
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
         """base - local of a fragment: flat, float32, where the parameters are, or in
         `into`. Collective with FSDP2."""
-        flat = torch.empty(self.layout.numels[index], device=self._device) if into is None else into
+        if into is None:
+            device = own_part(self.tensor(self.layout.fragments[index][0].name)).device
+            into = torch.empty(self.layout.numels[index], device=device)
         for tensor in self.layout.fragments[index]:
             param = self.tensor(tensor.name)
             local, base = own_part(param), self.base[tensor.name]
-            part = tensor.of(flat)
+            part = tensor.of(into)
             if not is_sharded(param) and not local.is_cuda:
                 self._moved(tensor.name, torch.sub(base, local.float(), out=part))
             else:
@@ -134,7 +136,7 @@ class Replica:
                 shard = self._moved(tensor.name, shard)
                 whole = sharded_like(param, shard).full_tensor() if is_sharded(param) else shard
                 part.copy_(whole)
-        return flat
+        return into
 
     def _moved(self, name: str, by: torch.Tensor) -> torch.Tensor:
         """`by`, in place, but 0 for constants."""
@@ -145,11 +147,6 @@ class Replica:
         """Room for the values of a published fragment."""
         dtype = torch.float32 if self.layout.has_buffers(index) else torch.bfloat16
         return torch.empty(self.layout.numels[index], dtype=dtype)
-
-    @property
-    def _device(self) -> torch.device:
-        devices = (own_part(param).device for param in self._params.values())
-        return next(devices, torch.device("cpu"))
 
     @torch.no_grad()
     def whole(self, index: int) -> torch.Tensor:
