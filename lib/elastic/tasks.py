@@ -58,9 +58,8 @@ class Windows(Dataset):
 
     def __init__(self, sources: list, context: int, limit: int = 0):
         self.sources, self.context = sources, context
-        self.ends = list(accumulate(max(len(s) - 1, 0) // context for s in sources))
-        whole = self.ends[-1] if sources else 0
-        self.count = min(whole, limit) if limit > 0 else whole
+        self.ends = list(accumulate((max(len(s) - 1, 0) // context for s in sources), initial=0))
+        self.count = min(self.ends[-1], limit) if limit > 0 else self.ends[-1]
 
     def __len__(self) -> int:
         return self.count
@@ -68,8 +67,8 @@ class Windows(Dataset):
     def __getitem__(self, i: int) -> Tensor:
         if not 0 <= i < self.count:
             raise IndexError(f"sample {i} of {self.count}")
-        source = bisect_right(self.ends, i)
-        start = (i - (self.ends[source - 1] if source else 0)) * self.context
+        source = bisect_right(self.ends, i) - 1
+        start = (i - self.ends[source]) * self.context
         return self.sources[source][start : start + self.context + 1]
 
 
@@ -198,8 +197,7 @@ class TokenFiles(LanguageTask):
         elif (o.model or "125m") in PRESETS:
             shape = PRESETS[o.model or "125m"]
         else:
-            hint = f"a table, or one of {', '.join(PRESETS)}"
-            raise UsageError(f"[task] model = {o.model!r}", hint)
+            raise UsageError(f"[task] model = {o.model!r}", f"a table, or one of {', '.join(PRESETS)}")
         given = {"context": o.context, "vocabulary": o.vocabulary, "checkpointing": o.checkpointing}
         self.shape = replace(shape, **{name: value for name, value in given.items() if value})
         self.validation_windows = o.validation_windows
