@@ -353,10 +353,8 @@ def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
             raise ValueError(f"it names step {saved.step} and {sorted(names)}")
     except TryAgain:
         raise
-    except ElasticError as error:
-        return None, error.what
-    except (OSError, ValueError) as error:
-        return None, f"damaged commit record: {path}: {error!r}"
+    except (OSError, ValueError, ElasticError) as error:
+        return None, getattr(error, "what", f"damaged commit record: {path}: {error!r}")
     return saved, ""
 
 

@@ -10,6 +10,7 @@ verified by size and xxh3.
 One file per fragment. A version is written and committed as drafts.py says.
 """
 
+import contextlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -102,11 +103,8 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
     entries = {Path(entry["path"]).name: entry for entry in commit.files}
     if name not in entries:
         raise ElasticError(f"version {commit.version} has no file {name}")
-    try:
+    with contextlib.suppress(OSError):  # then it is read where it is
         settle(run, commit)
-    except OSError as error:
-        if error.errno not in durable.FULL:
-            raise
     path = drafts.place(run.version_path(commit.version), commit.writer) / name
     if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
