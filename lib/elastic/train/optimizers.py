@@ -16,7 +16,6 @@ long for those products as for float32's; one that has them, half as long
 
 import inspect
 from contextlib import nullcontext
-from itertools import chain
 
 import torch
 from torch import nn
@@ -105,14 +104,11 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     embedding's, too; and but for one that is no parameter, as of weight_norm."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    left = {id(_weight(module)) for module in chain(tables, linear[-1:])}
-    weights = dict.fromkeys(_weight(module) for module in linear)
-    return [each for each in weights if each is not None and each.requires_grad
-            and id(each) not in left]  # fmt: skip
-
-
-def _weight(module: nn.Module) -> nn.Parameter | None:
-    return dict(module.named_parameters(recurse=False)).get("weight")
+    others = [*tables, *linear[-1:]]
+    left = {id(param) for module in others for param in module.parameters(recurse=False)}
+    named = (each for module in linear for each in module.named_parameters(recurse=False))
+    weights = dict.fromkeys(param for name, param in named if name == "weight")
+    return [each for each in weights if each.requires_grad and id(each) not in left]
 
 
 def _adamw(parameters, train) -> EagerAdamW:
