@@ -16,7 +16,7 @@ from elastic.train.inner_optimizer import Probe
 
 class Adopt:
     def __init__(self, hand: InHand, moments: Moments, deliver: Deliver, model: Module):
-        self._hand, self._line, self._probe = hand, hand.line, Probe(model)
+        self._hand, self._line, self.probe = hand, hand.line, Probe(model)
         self._moments, self._deliver = moments, deliver
         self._exchange, self._group = deliver.exchange, deliver.exchange.group
 
@@ -40,10 +40,6 @@ class Adopt:
         """The run is done: leave its last version in the model."""
         self._hand.ahead = None
         self._load_newest(self._group.decide(self._line.run.commits.told_version))
-
-    def is_ignored(self) -> bool:
-        """After a step: has the optimizer ignored two versions?"""
-        return self._probe.stepped()
 
     # ---- what to train on
 
@@ -81,14 +77,14 @@ class Adopt:
 
     def _adopt(self, version: int) -> None:
         base = self._hand.round.base
-        self._probe.before(self._hand.round.steps)
+        self.probe.before(self._hand.round.steps)
         commit = self._load_newest(version)
         version = commit.version
         if base < 0:
             self._moments.adopt(version)
         else:
             self._heed_reverts(range(base + 1, version + 1))
-        self._probe.placed()
+        self.probe.placed()
         self._hand.begin(commit, self._round_on(version))
         self._line.say(state="training", version=version, step=0)
 

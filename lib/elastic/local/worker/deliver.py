@@ -132,9 +132,8 @@ class Deliver:
         """Send the open round's delta by a courier, and open a round for the steps ahead.
         None: it is to be delivered before anything else."""
         hand, done, news = self._hand, self._hand.round, self._line.news
-        if hand.config.local_sgd.overlap == "off" or not done.steps:
-            return None
-        if self._line.notice or news.over or news.version > done.base:
+        is_late = self._line.notice or news.over or news.version > done.base
+        if hand.config.local_sgd.overlap == "off" or not done.steps or is_late:
             return None
         deltas = self._copied()
         if self._why_not(guards.Moved(self._length(deltas), done.steps, done.lr_sum)):

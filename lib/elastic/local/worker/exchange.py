@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import astuple
 from functools import partial
 
 import torch
@@ -56,7 +57,7 @@ class Exchange:
                     self.moved()
                     wait(put_yet.values())  # one that failed is told once all ranks are here
                     put_yet[index] = sender.submit(put, index, data)
-        entries = self.group.all_do(lambda: [_entry(i, put_yet[i].result()) for i in put_yet])
+        entries = self.group.all_do(lambda: [[i, *astuple(put_yet[i].result())] for i in put_yet])
         fragments = [Fragment(size, xxh3) for _, size, xxh3 in sorted(itertools.chain(*entries))]
         return fragments, sum(self.group.gather(square)) ** 0.5
 
@@ -93,10 +94,6 @@ class Exchange:
     def _read(self, commit: Commit, index: int) -> torch.Tensor:
         self.moved()
         return patiently(read_params, self.run, commit, self.replica.layout, index)
-
-
-def _entry(index: int, fragment: Fragment) -> list:
-    return [index, fragment.bytes, fragment.xxh3]
 
 
 def read_ahead(read: Callable, indices: Sequence[int]) -> Iterator:

@@ -155,12 +155,11 @@ class LocalSGD:
         layout = layout_of_run(
             self.line, self.group, self.model, len(dataset), self.tokens_per_sample
         )
-        place, seed = self.place, self.config.run.seed
-        exchange = Exchange(place.run, self.config, Replica(self.model, layout), self.group)
+        exchange = Exchange(self.place.run, self.config, Replica(self.model, layout), self.group)
         exchange.moved = self.line.moved
         self.join(exchange, Moments(self._hand, exchange, self.optimizer))
         # Noise that workers do not share is what averaging takes out.
-        seed_by(f"{seed}/{place.slot}/{place.attempt}/{self.group.rank}")
+        seed_by(f"{self.config.run.seed}/{self.slot}/{self.place.attempt}/{self.group.rank}")
 
     def join(self, exchange: Exchange, moments: Moments) -> None:
         """Train with these from now on: what moves tensors, and what keeps inner
@@ -258,7 +257,7 @@ class LocalSGD:
 
     def _look_at_optimizer(self) -> None:
         self.line.warn(self.optimizer.contested())
-        if self._adopt.is_ignored():
+        if self._adopt.probe.stepped():
             names = ", ".join(type(each).__name__ for each in self.optimizer.each)
             raise ElasticError(
                 f"{names} does not train from the parameters of a version: its first step"

@@ -59,10 +59,7 @@ class Validation:
     def _before_pass(self) -> None:
         """Also tell a new master what this worker holds: a pass may take longer than the
         master waits to hear it."""
-        self._hand.line.say(state="validating")
-        if self._group.decide(self._look_around):
+        hand = self._hand
+        hand.line.say(state="validating")
+        if self._group.decide(lambda: hand.tell_new_master() or bool(hand.line.notice)):
             raise _Interrupted
-
-    def _look_around(self) -> bool:
-        self._hand.tell_new_master()
-        return bool(self._hand.line.notice)
