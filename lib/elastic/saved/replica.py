@@ -45,11 +45,9 @@ def refuse_inexact(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *floats]:
         if tensor.dtype not in HELD:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise ElasticError(
-                f"{name} is {kind}: local mode averages float32, bfloat16 and float16",
-                "convert it (model.float(), torch.view_as_real); what is not trained can be a"
-                " buffer with persistent=False",
-            )
+            what = f"{name} is {kind}: local mode averages float32, bfloat16 and float16"
+            other = "what is not trained can be a buffer with persistent=False"
+            raise ElasticError(what, f"convert it (model.float(), torch.view_as_real); {other}")
 
 
 class Replica:

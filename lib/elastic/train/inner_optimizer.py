@@ -27,10 +27,8 @@ class InnerOptimizer:
         self._rates: list[float] = []  # as they were set last
         self._has_others = False
         if sets_rates and not any(self._peaks):
-            raise ElasticError(
-                "the learning rate of the optimizer is 0",
-                'give it the peak of train.schedule, or set train.schedule = "own"',
-            )
+            hint = 'give it the peak of train.schedule, or set train.schedule = "own"'
+            raise ElasticError("the learning rate of the optimizer is 0", hint)
 
     @property
     def groups(self) -> list[dict]:

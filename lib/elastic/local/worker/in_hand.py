@@ -72,10 +72,8 @@ class InHand:
         self.round, self.was_void = WorkerRound(self.round.base, time.monotonic()), True
         self._void_rounds += 1
         if self._void_rounds > self.config.health.max_bad_batches:
-            raise ElasticError(
-                f"{self._void_rounds} deltas in a row {what}",
-                "elastic-status says why; lower train.learning_rate, or look at the data",
-            )
+            hint = "elastic-status says why; lower train.learning_rate, or look at the data"
+            raise ElasticError(f"{self._void_rounds} deltas in a row {what}", hint)
 
     def is_over(self) -> bool:
         """Is there nothing more to do in the open round?"""

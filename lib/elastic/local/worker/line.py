@@ -60,10 +60,9 @@ class Place:
         """Raises ElasticError when this process was not started by an agent."""
         folder = env("ELASTIC_RUN_DIR")
         if folder is None:
-            raise ElasticError(
-                "ELASTIC_RUN_DIR is not set: `elastic agent` did not start this process",
-                'set run.command = ["python", "train.py"] and use elastic-submit',
-            )
+            what = "ELASTIC_RUN_DIR is not set: `elastic agent` did not start this process"
+            hint = 'set run.command = ["python", "train.py"] and use elastic-submit'
+            raise ElasticError(what, hint)
         return cls(
             RunDir(Path(folder)), int(env("ELASTIC_SLOT")), int(env("ELASTIC_ATTEMPT")),
             env("ELASTIC_JOB_ID", ""), int(env("RANK", "0")), int(env("WORLD_SIZE", "1")),

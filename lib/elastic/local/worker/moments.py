@@ -110,7 +110,6 @@ class Moments:
         except (OSError, TryAgain) as error:
             place.run.event("inner-state", slot=place.slot, reason=f"not saved: {error}")
         except inner_state.UNFIT as error:
-            self._line.warn(
-                f"the optimizer's state is not saved, a restart begins it anew: {error}"
-            )
+            words = "the optimizer's state is not saved, a restart begins it anew"
+            self._line.warn(f"{words}: {error}")
         return None

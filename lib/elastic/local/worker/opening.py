@@ -38,10 +38,8 @@ def layout_of_run(
     own, of_run = shapes(model), sum(layout.to_json(), [])
     # An older run's layout has no buffers.
     if of_run not in (own, [shape for shape in own if len(shape) == 2]):
-        raise ElasticError(
-            f"this model, of {len(own)} parameters, is not the run's, of {len(of_run)}",
-            "a run keeps its model; submit a new run for another one",
-        )
+        what = f"this model, of {len(own)} parameters, is not the run's, of {len(of_run)}"
+        raise ElasticError(what, "a run keeps its model; submit a new run for another one")
     return layout
 
 

@@ -73,9 +73,7 @@ def train(task, model, optimizer, sgd: LocalSGD, device: torch.device) -> None:
         elif action == "skip":
             sgd.skip()
         else:
-            raise ElasticError(
-                f"the gradient is not finite (loss {loss.item():g}): {nans.reason}",
-                "lower train.learning_rate, or look at the data",
-            )
+            what = f"the gradient is not finite (loss {loss.item():g}): {nans.reason}"
+            raise ElasticError(what, "lower train.learning_rate, or look at the data")
         optimizer.zero_grad(set_to_none=True)
         losses, tokens = [], 0
