@@ -150,8 +150,8 @@ class ByteText(LanguageTask):
             digest = int(hashlib.sha1(name.encode()).hexdigest(), 16)
             held_out = digest % HELD_OUT_OF == 0 and len(names) >= HELD_OUT_OF
             parts[held_out].extend((root / name).read_bytes())
-        one = bytearray(1)  # in place of nothing, of which torch makes no tensor: no window either
-        return tuple(torch.frombuffer(part or one, dtype=torch.uint8) for part in parts)
+        # One byte in place of nothing, of which torch makes no tensor: no window either.
+        return tuple(torch.frombuffer(part or bytearray(1), dtype=torch.uint8) for part in parts)
 
 
 def text_files(root: Path, pattern: str = "*") -> list[str]:
@@ -197,7 +197,8 @@ class TokenFiles(LanguageTask):
         elif (o.model or "125m") in PRESETS:
             shape = PRESETS[o.model or "125m"]
         else:
-            raise UsageError(f"[task] model = {o.model!r}", f"a table, or one of {', '.join(PRESETS)}")
+            hint = f"a table, or one of {', '.join(PRESETS)}"
+            raise UsageError(f"[task] model = {o.model!r}", hint)
         given = {"context": o.context, "vocabulary": o.vocabulary, "checkpointing": o.checkpointing}
         self.shape = replace(shape, **{name: value for name, value in given.items() if value})
         self.validation_windows = o.validation_windows
