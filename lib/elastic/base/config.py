@@ -105,16 +105,15 @@ def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
     """What `to_toml` wrote, complete in itself, under `overrides`. It may be another
     version's, that the run goes on with: what is not known here is for that one."""
     layer = _read(path)
-    for section in layer.tables.keys() - {*SECTIONS}:
-        del layer.tables[section]
-    for section in KEYS.keys() & layer.tables.keys():
-        if isinstance(table := layer.tables[section], dict):
-            for name in table.keys() - {key.name for key in KEYS[section]}:
-                del table[name]
-            layer.tables[section] = BEFORE.get(section, {}) | table
+    tables = {section: layer.tables[section] for section in SECTIONS if section in layer.tables}
+    for section in KEYS.keys() & tables.keys():
+        if isinstance(table := tables[section], dict):
+            known = {key.name: table[key.name] for key in KEYS[section] if key.name in table}
+            tables[section] = BEFORE.get(section, {}) | known
     # A run that exists goes on, whatever was asked of the numbers that it was submitted with.
     left_open = frozenset() if overrides else {"slurm.gpus_per_node"}
-    return _resolve([layer, _override_layer(overrides)], path, left_open)
+    layers = [layer._replace(tables=tables), _override_layer(overrides)]
+    return _resolve(layers, path, left_open)
 
 
 def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:
@@ -141,9 +140,6 @@ def _read(path: Path) -> _Layer:
         tables = _parsed(text)
     except OSError as error:
         raise UsageError(f"cannot read {shown}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        what = f"{shown} is not TOML: no text in UTF-8"
-        raise UsageError(what, "save it as UTF-8") from None
     except ValueError as error:
         raise UsageError(f"{shown} is not TOML: {error}") from error
     lines = _line_numbers(text)
@@ -154,16 +150,15 @@ def _parsed(text: str) -> dict[str, Any]:
     """TOML of a depth that all who walk it can bear. ValueError: it is none."""
     with contextlib.suppress(RecursionError):
         tables = tomllib.loads(text)
-        if not _reaches(tables, MOST_DEEP):
+        if _depth(tables) < MOST_DEEP:
             return tables
     raise ValueError(f"tables and arrays are nested deeper than {MOST_DEEP}")
 
 
-def _reaches(value: Any, levels: int) -> bool:
-    """Is there something so many levels below `value`?"""
-    inner = value.values() if isinstance(value, dict) else value
-    is_nested = isinstance(value, dict | list)
-    return levels == 0 or (is_nested and any(_reaches(each, levels - 1) for each in inner))
+def _depth(value: Any) -> int:
+    """So many levels are below `value`. RecursionError: too many to count."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max((1 + _depth(each) for each in inner), default=0)
 
 
 def _read_site(path: Path) -> _Layer:
