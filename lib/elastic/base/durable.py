@@ -156,8 +156,7 @@ def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: N
             if isinstance(error, OSError) and error.errno not in FULL:
                 raise
             if hurry():
-                why = f"a notice came while waiting to write: {error}"
-                raise TryAgain(why) from None
+                raise TryAgain(f"a notice came while waiting to write: {error}") from None
             if not is_told:
                 print(f"waiting to write, will try on: {error}", flush=True)
             is_told = True
@@ -295,12 +294,11 @@ def is_ours(owner: int, is_above: bool) -> bool:
     """Is this the number of the user, or root? In a container without root (a user
     namespace) root's folders above are those of a number that stands for all unknown ones:
     nobody can tell them from another user's there."""
-    is_known = owner in (0, os.getuid())
-    if is_known or not is_above:
-        return is_known
-    counts = proc.read("/proc/self/uid_map").split()[2::3]  # 2**32 - 1 outside of any
-    knows_all = not counts or sum(map(int, counts)) >= 2**32 - 1
-    return not knows_all and proc.read("/proc/sys/kernel/overflowuid").strip() == str(owner)
+    if owner in (0, os.getuid()) or not is_above:
+        return owner in (0, os.getuid())
+    known = sum(map(int, proc.read("/proc/self/uid_map").split()[2::3]))
+    is_unknown = proc.read("/proc/sys/kernel/overflowuid").strip() == str(owner)
+    return is_unknown and 0 < known < 2**32 - 1  # all, outside of a container; 0: nobody says
 
 
 def to_json(data: dict) -> bytes:

@@ -93,7 +93,8 @@ def _spare_children() -> None:
     """A forked child would take its parent's TERM for a notice, and stay. It gets the default
     handlers; one of multiprocessing's that goes with its parent (Pool, DataLoader) ignores
     notices, too."""
-    from multiprocessing import process, util
+    from multiprocessing.process import current_process
+    from multiprocessing.util import register_after_fork
 
     held = threading.local()
 
@@ -110,9 +111,7 @@ def _spare_children() -> None:
         go_on()
 
     os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=forget)
-    util.register_after_fork(
-        Notice, lambda _: process.current_process().daemon and ignore_notices()
-    )
+    register_after_fork(Notice, lambda _: current_process().daemon and ignore_notices())
 
 
 def ignore_notices() -> None:
