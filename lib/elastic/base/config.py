@@ -259,8 +259,7 @@ def _bad_section(section: str, place: str) -> _Problem:
     if section in SECTIONS:
         return section, f"{place}: {section} is a section, not a key"
     near, guess = _nearest(section, SECTIONS)
-    known = ", ".join(SECTIONS)
-    return near, f"{place}: unknown section {section}{guess}; there are {known}"
+    return near, f"{place}: unknown section {section}{guess}; there are {', '.join(SECTIONS)}"
 
 
 def _nearest(name: str, legal: Iterable[str]) -> tuple[str, str]:

@@ -87,8 +87,8 @@ class Checkpoints:
         self._run, self._group, self._writer, self._keep = run, group, writer, keep
         self._flight: _Flight | None = None
         self._skipped: set[int] = set()
-        several = group.world > 1  # else DCP finds no group, and needs none
-        ranks = dist.new_group(backend="gloo", timeout=SLOWEST) if several else None
+        # Where there is one rank DCP finds no group, and needs none.
+        ranks = dist.new_group(backend="gloo", timeout=SLOWEST) if group.world > 1 else None
         self._how = {"process_group": ranks}
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 

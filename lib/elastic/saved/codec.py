@@ -107,9 +107,8 @@ class Blocks(Codec):
         return data[:scales].view(torch.bfloat16), data[scales:]
 
 
-CODECS = {  # by local_sgd.compression
-    chosen.name: chosen for chosen in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128))
-}
+# By local_sgd.compression.
+CODECS = {each.name: each for each in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128))}
 
 
 def codec_of(fragment: Fragment, chosen: Codec) -> Codec:

@@ -68,15 +68,13 @@ class Replica:
         """Set a fragment's parameters, and its base, to a published fragment (flat,
         bf16)."""
         for tensor, param, shard in self._shards(index, values):
-            base = self.base.get(tensor.name)
-            if base is None:
+            if tensor.name not in self.base:
                 pinned = own_part(param).is_cuda
                 kind = torch.float32 if tensor.is_buffer else torch.bfloat16
-                base = torch.empty(shard.shape, dtype=kind, pin_memory=pinned)
-                self.base[tensor.name] = base
+                self.base[tensor.name] = torch.empty(shard.shape, dtype=kind, pin_memory=pinned)
                 if not shard.sum().isfinite():
                     self._constant[tensor.name] = ~shard.isfinite()
-            base.copy_(shard)
+            base = self.base[tensor.name].copy_(shard)
             own_part(param).copy_(base, non_blocking=True)
 
     @torch.no_grad()

@@ -55,17 +55,12 @@ class Draft(drafts.Draft):
         return commit if self.commit_by(lambda: self._run.commits.link(commit)) else None
 
 
-def settle(run: RunDir, commit: Commit) -> None:
-    """Give a committed version's folder its name, if its writer did not live to do it."""
-    drafts.settle(run.version_path(commit.version), commit.writer)
-
-
 def remove_drafts(run: RunDir, newest: Commit) -> None:
     """Settle the newest version and remove what lost the race for those before it.
 
     Drafts of later versions stay: their writer may be alive, and just about to link one.
     """
-    settle(run, newest)
+    drafts.settle(run.version_path(newest.version), newest.writer)
     _remove_drafts_below(run, newest.version)
 
 
@@ -74,7 +69,7 @@ def _remove_drafts_below(run: RunDir, version: int) -> None:
         name = re.fullmatch(rf"\.{FOLDER}\..*", folder.name)
         # One without a commit: that is not seen here yet.
         if name and int(name[1]) < version and (commit := run.commits.of(int(name[1]))):
-            settle(run, commit)
+            drafts.settle(run.version_path(commit.version), commit.writer)
             drafts.drop(folder)
 
 
@@ -103,9 +98,10 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
     entries = {Path(entry["path"]).name: entry for entry in commit.files}
     if name not in entries:
         raise ElasticError(f"version {commit.version} has no file {name}")
+    folder = (run.version_path(commit.version), commit.writer)
     with contextlib.suppress(OSError):  # then it is read where it is
-        settle(run, commit)
-    path = drafts.place(run.version_path(commit.version), commit.writer) / name
+        drafts.settle(*folder)
+    path = drafts.place(*folder) / name
     if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
     return path
