@@ -8,7 +8,6 @@ nobody asks again.
 
 import contextlib
 import difflib
-import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -96,9 +95,8 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) ->
 
     `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation.
     """
-    site = site or site_file()
-    below = [_read_site(site)] if site else []
-    return _resolve([*below, _read(Path(path)), _override_layer(overrides)], Path(path))
+    layers = [_read_site(site or site_file()), _read(Path(path)), _override_layer(overrides)]
+    return _resolve(layers, Path(path))
 
 
 def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -119,7 +117,7 @@ def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:
 def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config:
     """What every run inherits: the site file over the defaults, under `overrides`. What
     that leaves to a run's file, such as how long to train, is left open."""
-    site = site or site_file() or Path(os.devnull)
+    site = site or site_file()
     layers = [_read_site(site), _override_layer(overrides)]
     return _resolve(layers, site, {"train.epochs", "slurm.partition"})
 

@@ -115,6 +115,6 @@ def site_path() -> Path:
     return Path(env("ELASTIC_SITE") or elastic_home() / "etc" / "site.toml")
 
 
-def site_file() -> Path | None:
-    """It, where it is there; one that $ELASTIC_SITE names has to be."""
-    return site_path() if env("ELASTIC_SITE") or site_path().exists() else None
+def site_file() -> Path:
+    """It, or an empty file where it is not there; one that $ELASTIC_SITE names has to be."""
+    return site_path() if env("ELASTIC_SITE") or site_path().exists() else Path(os.devnull)
