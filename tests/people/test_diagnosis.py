@@ -25,7 +25,7 @@ from elastic.run.records import Node, gpus_of
 
 CLUSTER = {
     "SLURM_VERSION": "22.05.8", "ClusterName": "lab", "PreemptType": "preempt/partition_prio",
-    "KillWait": "30 sec", "JobRequeue": "1", "AuthInfo": "cred_expire=10,socket=/run/munge",
+    "KillWait": "30 sec", "AuthInfo": "cred_expire=10,socket=/run/munge",
     "AccountingStorageEnforce": "associations,limits", "MaxJobCount": "10000",
     "SchedulerParameters": "bf_interval=2",
 }  # fmt: skip
@@ -154,10 +154,6 @@ MISCONFIGURED = {
     "no grace, and a short KillWait": (
         [], {**partition(GraceTime="0"), **cluster(KillWait="2 sec"), "save": Save(3e9, 3e9)},
         "notice", FAIL, "1 s (GraceTime=0, KillWait=2)"),
-    "JobRequeue=0": ([], cluster(JobRequeue="0"), "requeue delay", WARN, "JobRequeue=0"),
-    "the default requeue delay": ([], cluster(AuthInfo="(null)"), "requeue delay", WARN, "121 s"),
-    "a requeue delay of its own": (
-        [], cluster(SchedulerParameters="requeue_delay=60"), "requeue delay", WARN, "61 s"),
     "preemption by priority": (
         [], partition(PreemptMode="PRIORITY,SUSPEND"), "preemption", FAIL, "SUSPEND"),
     "MaxSubmitJobs below max": (
@@ -255,8 +251,7 @@ def test_what_a_site_does_to_every_job_is_told():
     changes |= cluster(JobSubmitPlugins="lua", Prolog="/etc/prolog", Epilog="(null)")
     told = {each.check: each.seen for each in diagnose(facts(**changes))}["habits"]
     assert told == ("submit plugins lua; Prolog /etc/prolog; per job DefCpuPerGPU=4;"
-                    " DefMemPerCPU 200")  # fmt: skip
-    assert {each.check: each.seen for each in diagnose(facts())}["habits"] == "none"
+                    " DefMemPerCPU 200; a requeued job waits for 11 s")  # fmt: skip
 
 
 def test_without_slurm_one_line_says_so_for_all_that_slurm_knows():
@@ -317,8 +312,8 @@ def test_a_clock_is_off_only_as_far_as_it_must_be():
 
 
 @pytest.mark.parametrize(("name", "found", "said"), [
-    ("requeue delay", cluster(AuthInfo="", SlurmctldParameters="enable_expedited_requeue"),
-     "121 s; none for jobs of --requeue=expedite"),
+    ("habits", cluster(AuthInfo="", SlurmctldParameters="enable_expedited_requeue"),
+     "a requeued job waits for 1 s"),
     ("preemption", partition(PreemptMode="WITHIN,REQUEUE"), "gpu: REQUEUE"),
     ("preemption", partition(PreemptMode="PRIORITY,REQUEUE"), "gpu: REQUEUE"),
 ])  # fmt: skip
@@ -357,6 +352,8 @@ def test_a_site_file_leaves_out_what_nobody_knows():
 
 def test_a_site_file_says_how_long_a_requeued_job_waits():
     assert proposed(**cluster(AuthInfo=""))["plan.requeue"] == "121s"
+    own = cluster(SchedulerParameters="requeue_delay=60")
+    assert proposed(**own)["plan.requeue"] == "61s"
     expedited = cluster(SlurmctldParameters="enable_expedited_requeue")
     assert proposed(**expedited)["plan.requeue"] == "1s"
 

@@ -114,9 +114,9 @@ CHECKS = [
     ("notice", "FAIL", "29 s (GraceTime=0, KillWait=30); a save takes 65 s (31 s for what counts):"
      " 60.7 GB at 937 MB/s", "what is not saved before the kill is lost",
      "GraceTime=101 for preempt, or a faster filesystem"),
-    ("requeue delay", "WARN", "121 s", "a job that Slurm requeues waits so long",
-     "AuthInfo=cred_expire=10 and a restart of slurmctld, or scontrol update JobId=ID"
-     " StartTime=now each time. Runs do not wait: their jobs are submitted anew"),
+    ("preemption", "WARN", "preempt: CANCEL (preempt/partition_prio)",
+     "what becomes of a job whose GPUs are taken", "runs go on, as elastic-reconcile in a crontab"
+     " submits their jobs again. For jobs of your own: PreemptMode=REQUEUE for preempt"),
     ("limits", "SKIP", "Slurm keeps no accounts here, and so no limits", "", ""),
     ("run folder", "FAIL", "cannot write to /a/rather/long/path/that/fits/into/no/line: [Errno 13]",
      "it is the durable truth of a run", "set ELASTIC_RUNS to a folder on the shared filesystem"),

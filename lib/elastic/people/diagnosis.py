@@ -23,7 +23,6 @@ OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
 OLDEST_SLURM = (22, 5)
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 CRED_EXPIRE_S = 120  # Slurm's default; a requeued job waits as long
-LONG_REQUEUE_S = 30.0
 NO_PARTITION = "slurm.partition is not set"
 LONG_ENOUGH_S = 12 * 3600.0  # a time limit that costs little: each start takes a minute
 SLOW_DISK = 10e6  # bytes/s
@@ -344,30 +343,17 @@ def _habits(config, cluster, partitions) -> Judgement:
     told = {word: every.get(f"{name}[0]", every.get(name))  # several scripts from 24.11 on
             for word, name in names.items()}  # fmt: skip
     known = [f"{word} {value}" for word, value in told.items() if value not in _NOTHING]
-    return OK, "; ".join(known) or "none", ""
-
-
-def _requeue(cluster) -> Judgement:
-    delay_s, is_off = _delay_s(cluster), cluster["JobRequeue"] == "0"
-    at_once = "; none for jobs of --requeue=expedite" if _expedites(cluster) else ""
-    return judged(
-        f"JobRequeue={cluster['JobRequeue']}, after {delay_s} s{at_once}",
-        (is_off, WARN, "", "give sbatch --requeue, or set JobRequeue=1"),
-        (delay_s > LONG_REQUEUE_S and not at_once, WARN, "", "AuthInfo=cred_expire=10, and"
-         " restart slurmctld; or scontrol update JobId=ID StartTime=now each time"),
-    )  # fmt: skip
+    return OK, "; ".join([*known, f"a requeued job waits for {_delay_s(cluster)} s"]), ""
 
 
 def _delay_s(cluster: Mapping[str, str]) -> int:
-    """Seconds that a requeued job waits at least."""
+    """Seconds that a requeued job waits at least: one of --requeue=expedite, where those
+    come back at once, as they may from Slurm 25.11 on."""
+    if "enable_expedited_requeue" in cluster.get("SlurmctldParameters", ""):
+        return 1
     delay = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", ""))
     delay = delay or re.search(r"\bcred_expire=(\d+)", cluster.get("AuthInfo", ""))
     return 1 + (int(delay[1]) if delay else CRED_EXPIRE_S)
-
-
-def _expedites(cluster: Mapping[str, str]) -> bool:
-    """May jobs of --requeue=expedite come back at once? From Slurm 25.11 on."""
-    return "enable_expedited_requeue" in cluster.get("SlurmctldParameters", "")
 
 
 # ---- limits --------------------------------------------------------------------------
@@ -490,8 +476,6 @@ CHECKS = (
     Check("time limit", "a job that asks for more never starts", _time),
     Check("preemption", "what becomes of a job whose GPUs are taken", _mode),
     Check("notice", "what is not saved before the kill is lost", _notice),
-    Check("requeue delay", "sbatch scripts of your own wait so long, if they come back. Runs"
-          " do not: their jobs are submitted anew", _requeue),
     Check("limits", "a run gets no more GPUs than it may have jobs", _limits),
     Check("run folder", "all jobs of a run work there, and wait for it", _folder, "disk"),
     Check("redis", "workers and master find each other there", lambda redis: (OK, redis, ""),
@@ -568,10 +552,8 @@ def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     is_hidden = not isinstance(network, Unknown) and network["address"].startswith("127.")
     if is_hidden and network["routed"] and others - {facts["here"]}:
         proposals.append(("redis.bind", network["routed"], "leads to other machines"))
-    cluster = facts["cluster"]
-    why = "--requeue=expedite" if _expedites(cluster) else "AuthInfo, SchedulerParameters"
-    delay_s = 1 if _expedites(cluster) else _delay_s(cluster)
-    return [*proposals, ("plan.requeue", f"{delay_s}s", f"a requeued job waits: {why}")]
+    delay = f"{_delay_s(facts['cluster'])}s"
+    return [*proposals, ("plan.requeue", delay, "a requeued job waits, as slurm.conf has it")]
 
 
 def _best_partition(facts: Mapping[str, Any], with_gpus: bool) -> tuple[str, str] | None:
