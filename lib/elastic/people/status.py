@@ -19,7 +19,6 @@ asks no Redis.
 import contextlib
 import functools
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -60,14 +59,6 @@ class Listing:
 
     listed: Sequence[Job] = ()
     trouble: str = ""
-
-    @functools.cached_property
-    def by_run(self) -> Mapping[str, list[Job]]:
-        """The jobs of every run, by role and slot."""
-        runs = defaultdict(list)
-        for job in sorted(self.listed, key=attrgetter("role", "slot")):
-            runs[job.run].append(job)
-        return runs
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,8 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
     """Read a run. `asks`: its Redis, too. `commits`: how many older ones than the newest;
     of 0 (for a table) nothing is known of the next pass."""
     now, config, control = time.time(), run.config(), run.control()
-    listed = listing.by_run.get(run.name, [])
+    ours = (job for job in listing.listed if job.run == run.name)
+    listed = sorted(ours, key=attrgetter("role", "slot"))
     jobs = [_job(job) for job in listed if not job.ended]
     done, last, progress = run.done(), run.commits.told_version(), run.jobs.progress() or {}
     record = done or run.failed() or {}
