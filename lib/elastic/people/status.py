@@ -280,13 +280,10 @@ def judge(world: World) -> tuple[str, str]:
     """(state, one sentence why)."""
     count, closing, record = len(world.jobs), world.facts.closing, world.record
     leaving = f"; still leaving: {counted(count, 'job')}" if count else ""
-    if closing == "done":
-        why = record.get("reason", "nothing is left to train")
-        return closing, f"finished: {why}{leaving}"
-    if closing == "failed":
-        return closing, f"{one_line(record['reason'])}{leaving}"
-    if closing == "stopped":
-        return closing, f"stopped by elastic-stop{leaving}"
+    words = {"done": f"finished: {record.get('reason', 'nothing is left to train')}",
+             "failed": one_line(record.get("reason", "")), "stopped": "stopped by elastic-stop"}
+    if closing:
+        return closing, words[closing] + leaving
     state = "running" if world.crew.workers else "unknown" if world.trouble else "waiting"
     return state, "; ".join(filter(None, _reasons(world, world.crew)))
 
@@ -451,14 +448,12 @@ def _preemptions_per_h(world: World) -> float:
 def _speed(world: World) -> float | None:
     """Committed tokens per second over the window since the run was last started, up to
     now for a run that is running. A trainer tells its own."""
-    born, now = world.facts.memory.born, world.now
-    if _is_sync(world.facts):
-        return None
-    commits = [commit for commit in world.commits[-WINDOW - 1 :] if commit.time >= born]
     # What is in a version that a checkpoint became, sync mode has trained.
-    since = max((n for n, commit in enumerate(commits) if commit.step is not None), default=0)
-    if len(commits) < since + 2:
+    of_sync = [commit.time for commit in world.commits if commit.step is not None]
+    since = max([world.facts.memory.born, *of_sync])
+    commits = [commit for commit in world.commits[-WINDOW - 1 :] if commit.time >= since]
+    if _is_sync(world.facts) or len(commits) < 2:
         return None
-    first, last = commits[since], commits[-1]
-    passed_s = max(now, last.time) - first.time
+    first, last = commits[0], commits[-1]
+    passed_s = max(world.now, last.time) - first.time
     return (last.tokens - first.tokens) / passed_s if passed_s > 0 else None
