@@ -274,7 +274,7 @@ def test_long_curves_are_thinned_and_keep_their_end():
 def test_json_lines_go_on_where_they_end(lived, tmp_path: Path):
     run, path = lived[0].run, tmp_path / "run.jsonl"
     newest = run.commits.newest_version()
-    first = [row for row in metrics.rows(run, 0) if row["version"] <= newest - 2]
+    first = [row for row in metrics.Feed(run).rows(0) if row["version"] <= newest - 2]
     path.write_text("".join(json.dumps(row) + "\n" for row in first) + '{"version": 9')
     done = elastic("metrics", "tiny", "--jsonl", path, env=environment(lived[0].home))
     assert done.returncode == 0, done.stderr
@@ -304,9 +304,9 @@ def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path, monkeypatch):
     with monkeypatch.context() as crash:
         crash.setattr(metrics, "write_atomic", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
-            metrics.TensorBoard(tmp_path, run).add(list(metrics.rows(run, 0))[:3])
+            metrics.TensorBoard(tmp_path, run).add(list(metrics.Feed(run).rows(0))[:3])
     for _ in range(2):
-        metrics.feed(run, [metrics.TensorBoard(tmp_path, run)])
+        metrics.Feed(run, [metrics.TensorBoard(tmp_path, run)]).tell()
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     points = read.Scalars("loss")
@@ -323,7 +323,8 @@ def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: P
 
     run = SimpleNamespace(commits=commits, lines=lambda *_: [],
                           lines_after=lambda *_: (steps, (0, 0)))  # fmt: skip
-    found = [(row.get("version"), row.get("step"), row["tokens"]) for row in metrics.rows(run, 0)]
+    rows = metrics.Feed(run).rows(0)
+    found = [(row.get("version"), row.get("step"), row["tokens"]) for row in rows]
     assert found == [(1, None, 100), (None, 1, 110), (None, 2, 120), (None, 3, 130), (2, None, 300)]
 
 
@@ -341,7 +342,7 @@ def test_a_file_of_something_else_is_left_alone(run, tmp_path: Path, content: by
 
 
 def told_rows(run: RunDir, sink: Any) -> list[dict]:
-    metrics.feed(run, [sink])
+    metrics.Feed(run, [sink]).tell()
     return [json.loads(line, parse_constant=pytest.fail)
             for line in sink.path.read_text().splitlines()]  # fmt: skip
 
@@ -393,11 +394,12 @@ def test_who_follows_reads_a_step_once(run, tmp_path: Path, monkeypatch):
     path, read, real = run.path / "metrics.jsonl", [], rundir.records
     monkeypatch.setattr(rundir, "records", lambda lines, name: read.append(len(lines))
                         or real(lines, name))  # fmt: skip
-    steps, sinks = metrics.Steps(run), [metrics.JsonLines(tmp_path / n, run) for n in ("a", "b")]
+    sinks = [metrics.JsonLines(tmp_path / name, run) for name in ("a", "b")]
+    feed = metrics.Feed(run, sinks)
 
     def told() -> list[int]:
         read.clear()
-        metrics.feed(run, sinks, steps)
+        feed.tell()
         (told,) = {sink.path.read_text() for sink in sinks}
         return [json.loads(line)["step"] for line in told.splitlines()]
 
@@ -442,7 +444,7 @@ def test_rows_for_which_there_was_no_room_come_whole_when_there_is(run, tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
     try:
         with pytest.raises(OSError, match=re.escape(str(path))):
-            metrics.feed(run, [sink])
+            metrics.Feed(run, [sink]).tell()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b""
@@ -459,10 +461,10 @@ def test_a_run_of_tensorboard_that_had_no_room_goes_on_where_there_is(run, tmp_p
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
     try:
         with pytest.raises(OSError, match="too large"):
-            metrics.feed(run, [sink])
+            metrics.Feed(run, [sink]).tell()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    metrics.feed(run, [sink])
+    metrics.Feed(run, [sink]).tell()
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     assert len(read.Scalars("loss")) == 3
@@ -541,7 +543,7 @@ def test_a_run_of_wandb_goes_on(lived, monkeypatch):
     run, fake = lived[0].run, FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        metrics.feed(run, [metrics.WandB("project", run)])
+        metrics.Feed(run, [metrics.WandB("project", run)]).tell()
     assert fake.steps == sorted(set(fake.steps))
     assert len(fake.steps) > 3
 
@@ -558,8 +560,8 @@ def test_data_of_another_run_of_the_same_name_is_left_alone(make_run, tmp_path: 
             metrics.sinks(run, None, None, "project")
         if number == 0:
             commit(run, 1)
-            metrics.feed(run, metrics.sinks(run, **places))
-            assert [sink.newest for sink in metrics.sinks(run, **places)] == [100, 100]
+            metrics.Feed(run, metrics.sinks(run, **places)).tell()
+            assert [sink.told[0] for sink in metrics.sinks(run, **places)] == [100, 100]
             shutil.rmtree(run.path)
     assert (ids[0], ids[2]) == (ids[1], ids[3])
     assert ids[0] != ids[2]

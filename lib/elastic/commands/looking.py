@@ -192,9 +192,9 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
         raise UsageError("which RUN? Only --prometheus takes all of them", "elastic-status")
     measured = rundir.find(run) if run else None
     sinks = numbers.sinks(measured, **series) if measured else []
-    feed = functools.partial(numbers.feed, measured, sinks, numbers.Steps(measured))
+    feed = numbers.Feed(measured, sinks) if sinks else None
     within_s = LISTED_S if follow else 0.0
-    write = functools.partial(write_numbers, measured, prometheus, sinks and feed, within_s)
+    write = functools.partial(write_numbers, measured, prometheus, feed, within_s)
     with contextlib.suppress(KeyboardInterrupt):
         write_on(write) if follow else write()
 
@@ -227,7 +227,7 @@ def write_numbers(run: RunDir | None, prometheus: Path | None, feed, within_s: f
         observed = status.observe_all(runs, within_s=within_s, is_named=bool(run))
         shared.put(prometheus, numbers.prometheus(observed).encode())
     if feed:
-        feed()
+        feed.tell()
     return is_over
 
 

@@ -72,54 +72,40 @@ def _gauge(name: str, words: str, samples: Iterable[tuple]) -> Iterator[str]:
 # ---- one run, version by version
 
 
-class Steps:
-    """Those of sync mode, of which each look reads what is new: there may be millions."""
+class Feed:
+    """Gives each sink what it has not been told yet. Of sync mode each look reads the new
+    steps alone: there may be millions."""
 
-    def __init__(self, run: RunDir):
-        self._run, self._place, self._rows = run, (0, 0), []
+    def __init__(self, run: RunDir, sinks: Sequence[Any] = ()):
+        self._run, self._sinks, self._place, self._steps = run, sinks, (0, 0), []
 
-    def rows(self, after: int) -> list[dict]:
-        """From the last one up to `after` tokens on."""
-        news, self._place = self._run.lines_after("metrics.jsonl", self._place)
-        self._rows += [{**{name: line[name] for name in ("step", "time", "tokens", "loss")},
-                        "workers": line["world"]} for line in news]  # fmt: skip
-        return [row for row in self._rows if row["tokens"] >= after]
+    def tell(self) -> None:
+        rows = [*self.rows(min(sink.told[0] for sink in self._sinks))]
+        for sink in self._sinks:
+            if news := [row for row in rows if _reached(row) > sink.told]:
+                sink.add(news)
+                sink.told = _reached(news[-1])
 
-    def forget(self, before: int) -> None:
-        self._rows = self.rows(before)
-
-
-def feed(run: RunDir, sinks: Sequence[Any], steps: Steps | None = None) -> None:
-    """Give each sink what it does not have yet, by its `newest` committed tokens."""
-    steps = steps or Steps(run)
-    for sink in sinks:
-        if news := [*rows(run, sink.newest, steps, sink.scored)]:
-            sink.add(news)
-            sink.newest, sink.scored = _reached(news[-1])
-    steps.forget(min(sink.newest for sink in sinks))
-
-
-def rows(
-    run: RunDir, after: int, steps: Steps | None = None, scored: int = -1
-) -> Iterator[dict]:
-    """Numbers of every version and every step of sync mode, beyond `after` committed
-    tokens and in their order. Of a step that was done again the first line counts. Of a
-    run that is done the last row comes again, with the last validation, unless that was
-    told (`scored`)."""
-    told, steps = -1, (steps or Steps(run)).rows(after)
-    versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
-                for commit in _since(run, after)]  # fmt: skip
-    news, last = deque(scores.read(run)), None
-    for row in sorted(versions + steps, key=lambda row: row["tokens"]):
-        if row["tokens"] == told:
-            continue
-        last, said, told = row, {}, row["tokens"]  # by the newest validation since the row before
-        while news and news[0].time <= row["time"]:
-            said = _said(news.popleft())
-        if told > after:
-            yield {**row, **said}
-    if last and news and news[-1].tokens != scored and run.done():
-        yield {**last, **_said(news[-1])}
+    def rows(self, after: int) -> Iterator[dict]:
+        """Numbers of every version and every step of sync mode, beyond `after` committed
+        tokens and in their order. Of a step that was done again the first line counts. Of
+        a run that is done the last row comes again, with the last validation."""
+        lines, self._place = self._run.lines_after("metrics.jsonl", self._place)
+        self._steps += [{**{name: line[name] for name in ("step", "time", "tokens", "loss")},
+                         "workers": line["world"]} for line in lines]  # fmt: skip
+        self._steps = [row for row in self._steps if row["tokens"] >= after]
+        versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
+                    for commit in _since(self._run, after)]  # fmt: skip
+        firsts = {row["tokens"]: row for row in reversed(versions + self._steps)}
+        news, row = deque(scores.read(self._run)), {}
+        for tokens, row in sorted(firsts.items()):
+            said = {}  # by the newest validation since the row before
+            while news and news[0].time <= row["time"]:
+                said = _said(news.popleft())
+            if tokens > after:
+                yield {**row, **said}
+        if row and news and self._run.done():
+            yield {**row, **_said(news[-1])}
 
 
 def _said(score: scores.Score) -> dict:
@@ -145,8 +131,8 @@ def sinks(run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str 
     return [kind(place, run) for kind, place in kinds if place]
 
 
-def _newest(place: Path, told: dict, run: RunDir) -> tuple[int, int]:
-    """What was told of. UsageError: of another run. Before there was `run` in what was
+def _told(place: Path, told: dict, run: RunDir) -> tuple[int, int]:
+    """What was told last. UsageError: of another run. Before there was `run` in what was
     told, nobody could say."""
     if told.get("run", run.key) != run.key:
         raise UsageError(f"{place} is of another run: {told['run']}", "name a new one")
@@ -167,7 +153,7 @@ class JsonLines:
         whole, end, torn = path.read_bytes().rpartition(b"\n")
         try:
             told = json.loads(whole.splitlines()[-1]) if whole else {"tokens": 0}
-            self.newest, self.scored = _newest(path, told, run)
+            self.told = _told(path, told, run)
             if torn and not any(torn.startswith(start[: len(torn)]) for start in STARTS):
                 raise ValueError("no line of it")
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -192,12 +178,12 @@ class TensorBoard:
         package = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard")
         self._mark, self._run = folder / "elastic.json", run.key
         told = {"tokens": 0, **(read_json(self._mark) or {})}
-        self.newest, self.scored = _newest(folder, told, run)
+        self.told = _told(folder, told, run)
         self._open = functools.partial(package.SummaryWriter, str(folder))
         self._writer: Any = None
 
     def add(self, rows: Sequence[dict]) -> None:
-        self._writer = self._writer or self._open(purge_step=self.newest + 1)
+        self._writer = self._writer or self._open(purge_step=self.told[0] + 1)
         try:
             for row in rows:
                 for name, value in _numbers(row).items():
@@ -206,8 +192,7 @@ class TensorBoard:
         except OSError:
             self._writer = None  # it would tell of that for ever
             raise
-        told = dict(zip(("tokens", "score/tokens"), _reached(rows[-1]), strict=True))
-        write_atomic(self._mark, to_json({"run": self._run, **told}))
+        write_atomic(self._mark, to_json(finite({"run": self._run, **rows[-1]})))
 
 
 class WandB:
@@ -218,7 +203,7 @@ class WandB:
         key = run.key.replace(":", "-")  # which no id may have
         self._run = wandb.init(project=project, id=key, name=run.name, resume="allow")
         told = self._run.summary
-        self.newest, self.scored = (int(told.get(name) or 0) for name in ("tokens", "score/tokens"))
+        self.told = int(told.get("tokens") or 0), int(told.get("score/tokens") or 0)
 
     def add(self, rows: Sequence[dict]) -> None:
         for row in rows:
