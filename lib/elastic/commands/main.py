@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 
 from elastic import __version__
-from elastic.base.durable import PASSING
-from elastic.base.errors import ElasticError, Exit, UsageError
+from elastic.base.durable import PASSING, naming
+from elastic.base.errors import ElasticError, Exit
 from elastic.commands import looking, runs
 from elastic.commands.lab import lab
 from elastic.commands.shared import SETTINGS, Ordered, say
@@ -34,7 +34,8 @@ class Commands(Ordered):
 
     def invoke(self, ctx: click.Context):
         try:
-            check_folder()
+            with naming("the working directory"):  # which somebody may have removed
+                Path.cwd()
             return super().invoke(ctx)
         except ElasticError as error:
             say(f"error: {error}", err=True)
@@ -45,14 +46,6 @@ class Commands(Ordered):
             where = f": {error.filename}" if error.filename else ""
             say(f"error: {error.strerror or error}{where}", err=True)
             ctx.exit(Exit.TRY_AGAIN if error.errno in PASSING else Exit.ERROR)
-
-
-def check_folder() -> None:
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise UsageError(f"the working directory cannot be used: {error.strerror}",
-                         "cd to a folder that is there") from None  # fmt: skip
 
 
 @click.group(cls=Commands, commands=LISTED, context_settings=SETTINGS)
