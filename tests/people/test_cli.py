@@ -395,7 +395,12 @@ def test_a_dry_run_needs_neither_a_slurm_nor_a_site_file_nor_the_space(env, tmp_
     answer = elastic("submit", config, "--dry-run", env={**env, "PATH": "/usr/bin:/bin"})
     assert answer.returncode == 0, answer.stderr
     warnings = [line for line in answer.stderr.splitlines() if line.startswith("warning: ")]
-    assert ["no space" in warnings[0], "squeue" in warnings[1]] == [True, True]
+    seen = ["no space" in warnings[0], "squeue" in warnings[1], "slurm.partition" in warnings[2]]
+    assert seen == [True, True, True]
+    site = tmp_path / "site.toml"
+    site.write_text('slurm = { partition = "gpu" }')
+    there = elastic("submit", config, "--dry-run", env={**env, "ELASTIC_SITE": str(site)})
+    assert "slurm.partition" not in there.stderr
 
 
 # ---- bad input: one clear error, the right code, nothing left behind

@@ -89,14 +89,16 @@ class Config(_Sections):
             yield Row(name, value, "", "", self.origin(name), "handed to the task")
 
 
-def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) -> Config:
+def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None,
+         left_open: Set[str] = frozenset()) -> Config:  # fmt: skip
     """The configuration of a run's file, over the site file, under "section.key=value"
     overrides.
 
-    `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation.
+    `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation. What is
+    `left_open` need not be set.
     """
     layers = [_read_site(site or site_file()), _read(Path(path)), _override_layer(overrides)]
-    return _resolve(layers, Path(path))
+    return _resolve(layers, Path(path), left_open)
 
 
 def load_written(path: Path, overrides: Sequence[str] = ()) -> Config:

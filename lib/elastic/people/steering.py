@@ -21,7 +21,6 @@ from elastic.run import estimate, wording
 from elastic.run.audit import read_checkpoints
 from elastic.run.rundir import RunDir
 
-NO_PARTITION = "any"  # of a dry run, which may be on a laptop
 WAIT_S = 2.0  # between two looks at what is waited for
 
 
@@ -41,7 +40,8 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     """The run that the file describes, checked; `tries`: also a first step of its task.
     Raises ElasticError saying what would stop it. A dry run may be on a laptop, without a
     site file."""
-    config = load(path, [*[f"slurm.partition={NO_PARTITION}"] * is_dry, *settings])
+    left_open = {"slurm.partition"} if is_dry else frozenset()
+    config = load(path, settings, left_open=left_open)
     warnings = submission.check(config, runs_root(), is_dry)
     model, reason, untried = None, "", ""
     if not config.run.command and (is_dry or tries):
@@ -49,7 +49,7 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     if untried:
         words = f"the task was not tried: {untried}; the run fails if this is so in its jobs"
         warnings.append(words)
-    if is_dry and config.slurm.partition == NO_PARTITION and config.run.scheduler == "slurm":
+    if not config.slurm.partition and config.run.scheduler == "slurm":
         warnings.append("slurm.partition is not set: a submission needs it")
     ready = Prepared(config, model, reason, warnings)
     may_choose = tries and model and config.run.mode == "local"
@@ -58,7 +58,7 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     rates = dial.rates(config, submission.nearest(runs_root()))
     chosen = dial.choose(config, model, rates)
     settings = [*settings, *(each.setting for each in chosen)]
-    after = load(path, [*[f"slurm.partition={NO_PARTITION}"] * is_dry, *settings])
+    after = load(path, settings, left_open=left_open)
     origins = {each.key: f"{estimate.CHOSEN}: {each.reason}" for each in chosen}
     after = replace(after, origins={**after.origins, **origins})
     codecs = (each.local_sgd.compression for each in (config, after))
