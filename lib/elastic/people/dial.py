@@ -39,10 +39,6 @@ class Choice:
     value: object
     reason: str
 
-    @property
-    def setting(self) -> str:
-        return f"{self.key}={self.value}"
-
 
 def is_open(config: Config, name: str) -> bool:
     return config.origin(name) == "default"

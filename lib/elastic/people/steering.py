@@ -15,7 +15,7 @@ from elastic.base.config import Config, load
 from elastic.base.environment import cron_line, runs_root
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.reconcile import PERSON_S, run_pass
-from elastic.jobs.sched import Elsewhere, Scheduler, scheduler_of
+from elastic.jobs.sched import Elsewhere, scheduler_of
 from elastic.people import dial, submission
 from elastic.run import estimate, wording
 from elastic.run.audit import read_checkpoints
@@ -47,8 +47,8 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     if not config.run.command and (is_dry or tries):
         model, reason, untried = submission.described(path, settings, tries)
     if untried:
-        words = f"the task was not tried: {untried}; the run fails if this is so in its jobs"
-        warnings.append(words)
+        so = "the run fails if this is so in its jobs"
+        warnings.append(f"the task was not tried: {untried}; {so}")
     if not config.slurm.partition and config.run.scheduler == "slurm":
         warnings.append("slurm.partition is not set: a submission needs it")
     ready = Prepared(config, model, reason, warnings)
@@ -57,7 +57,7 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
         return ready
     rates = dial.rates(config, submission.nearest(runs_root()))
     chosen = dial.choose(config, model, rates)
-    settings = [*settings, *(each.setting for each in chosen)]
+    settings = [*settings, *(f"{each.key}={each.value}" for each in chosen)]
     after = load(path, settings, left_open=left_open)
     origins = {each.key: f"{estimate.CHOSEN}: {each.reason}" for each in chosen}
     after = replace(after, origins={**after.origins, **origins})
@@ -82,7 +82,7 @@ def on_paper(ready: Prepared) -> str:
 
 
 def _chosen(ready: Prepared) -> list[str]:
-    return [f"  chosen            {each.setting}: {each.reason}" for each in ready.chosen]
+    return [f"  chosen            {each.key}={each.value}: {each.reason}" for each in ready.chosen]
 
 
 def start(ready: Prepared) -> tuple[RunDir, list[str]]:
@@ -209,15 +209,14 @@ def _lost(run: RunDir) -> str:
 def wait_until_gone(run: RunDir) -> None:
     """Reconcile as cron would until a run that stops has no job any more, however long
     nobody says so."""
-    scheduler = scheduler_of(run)
-    while _has_jobs(run, scheduler):
+    while _has_jobs(run):
         time.sleep(WAIT_S)
         run_pass([run], time.time())
 
 
-def _has_jobs(run: RunDir, scheduler: Scheduler) -> bool:
+def _has_jobs(run: RunDir) -> bool:
     try:
-        return bool(submission.jobs_of(run.name, scheduler))
+        return bool(submission.jobs_of(run.name, scheduler_of(run)))
     except Elsewhere:  # nobody here will ever know
         raise
     except TryAgain:
