@@ -7,7 +7,6 @@
                 that job
 """
 
-import functools
 import html
 import io
 import re
@@ -60,11 +59,6 @@ class Facts:
     stays: Sequence[Stay]
     incidents: Sequence[Incident]
     gpu_seconds: dict[str, float]
-
-    @functools.cached_property
-    def last(self) -> float:
-        times = [stay.end for stay in self.stays] + [point.time for point in self.points[-1:]]
-        return max(times, default=self.began + 1)
 
 
 def gather(run: RunDir) -> Facts:
@@ -160,7 +154,9 @@ def _along_time(axes: Any, facts: Facts) -> None:
     from dateutil.tz import tzlocal  # comes with matplotlib
 
     axes.xaxis_date(tzlocal())
-    axes.set(xlim=(_at(facts.began), _at(facts.last)), xlabel="time")
+    times = [stay.end for stay in facts.stays] + [point.time for point in facts.points[-1:]]
+    last = max(times, default=facts.began + 1)
+    axes.set(xlim=(_at(facts.began), _at(last)), xlabel="time")
 
 
 def _at(time_: float) -> float:
@@ -190,12 +186,11 @@ def panels(facts: Facts) -> list[str]:
 def page(facts: Facts) -> str:
     """The whole HTML file."""
     seen = facts.seen
-    tooltips = {f"job-{number}": stay.words for number, stay in enumerate(facts.stays)}
     words = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
     parts = [HEAD.format(run=_safe(seen["run"]), style=STYLE)]
     parts += [f"<p>{_safe(each)}</p>" for each in words]
     for title in panels(facts):
-        parts += [f"<h2>{_safe(title)}</h2>", with_titles(_svg(title, facts), tooltips)]
+        parts += [f"<h2>{_safe(title)}</h2>", with_tooltips(_svg(title, facts), facts.stays)]
     parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]
     return "\n".join([*parts, "</body></html>", ""])
 
@@ -213,14 +208,13 @@ def _svg(title: str, facts: Facts) -> str:
     return file.getvalue()[file.getvalue().index("<svg") :]
 
 
-def with_titles(svg: str, titles: dict[str, str]) -> str:
-    """The picture with tooltips for the groups of these names."""
+def with_tooltips(svg: str, stays: Sequence[Stay]) -> str:
+    """The picture, in which each bar of a job says all about it."""
 
-    def titled(group: re.Match) -> str:
-        words = titles.get(group[1])
-        return f"{group[0]}<title>{_safe(words)}</title>" if words else group[0]
+    def titled(bar: re.Match) -> str:
+        return f"{bar[0]}<title>{_safe(stays[int(bar[1])].words)}</title>"
 
-    return re.sub(r'<g id="([\w-]+)">', titled, svg)
+    return re.sub(r'<g id="job-(\d+)">', titled, svg)
 
 
 def _pyplot() -> Any:
