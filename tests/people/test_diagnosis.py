@@ -250,7 +250,7 @@ def test_what_a_site_does_to_every_job_is_told():
     changes = partition(JobDefaults="DefCpuPerGPU=4", DefMemPerCPU="200")
     changes |= cluster(JobSubmitPlugins="lua", Prolog="/etc/prolog", Epilog="(null)")
     told = {each.check: each.seen for each in diagnose(facts(**changes))}["habits"]
-    assert told == ("submit plugins lua; Prolog /etc/prolog; per job DefCpuPerGPU=4;"
+    assert told == ("JobSubmitPlugins lua; Prolog /etc/prolog; JobDefaults DefCpuPerGPU=4;"
                     " DefMemPerCPU 200; a requeued job waits for 11 s")  # fmt: skip
 
 

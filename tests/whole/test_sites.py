@@ -47,7 +47,7 @@ def test_the_doctor_tells_what_is_unusual_there(cluster, tmp_path):
     assert "a job gets whole nodes" in seen["partition"]
     assert seen["preemption"] == "QOS low: REQUEUE (preempt/qos)"
     assert seen["notice"].startswith("49 s (GraceTime=20, KillWait=30)")
-    assert "submit plugins lua; Prolog /" in seen["habits"]
+    assert "JobSubmitPlugins lua; Prolog /" in seen["habits"]
     assert "DefCpuPerGPU=4; DefMemPerCPU 200" in seen["habits"]
     assert "only localhost may submit jobs (AllocNodes)" in seen["cron"]
 

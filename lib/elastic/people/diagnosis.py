@@ -335,14 +335,12 @@ _NOTHING = (None, "", "(null)", "UNLIMITED", "NONE", "0")  # what Slurm writes i
 
 def _habits(config, cluster, partitions) -> Judgement:
     """What this site does to every job, of which nothing is wrong."""
-    first = partitions.get(config.slurm.partition.split(",")[0], {})
-    every = cluster | first
-    names = {"submit plugins": "JobSubmitPlugins", "Prolog": "Prolog", "Epilog": "Epilog",
-             "per job": "JobDefaults", "DefMemPerCPU": "DefMemPerCPU",
-             "DefMemPerNode": "DefMemPerNode", "MaxBatchRequeue": "MaxBatchRequeue"}  # fmt: skip
-    told = {word: every.get(f"{name}[0]", every.get(name))  # several scripts from 24.11 on
-            for word, name in names.items()}  # fmt: skip
-    known = [f"{word} {value}" for word, value in told.items() if value not in _NOTHING]
+    every = cluster | partitions.get(config.slurm.partition.split(",")[0], {})
+    names = ("JobSubmitPlugins", "Prolog", "Epilog", "JobDefaults", "DefMemPerCPU",
+             "DefMemPerNode", "MaxBatchRequeue")  # fmt: skip
+    # Several scripts from 24.11 on.
+    told = ((name, every.get(f"{name}[0]", every.get(name))) for name in names)
+    known = [f"{name} {value}" for name, value in told if value not in _NOTHING]
     return OK, "; ".join([*known, f"a requeued job waits for {_delay_s(cluster)} s"]), ""
 
 
