@@ -388,12 +388,12 @@ def test_a_folder_that_cannot_be_written_is_named(quick, monkeypatch):
     try:
         folder.chmod(0o755)
         monkeypatch.setenv("ELASTIC_RUNS", str(folder))
-        config = configuration.load_site(["run.scheduler=local"])
-        found = as_nobody(lambda: [each[:3] for each in doctor.examine(config, [])])
+        monkeypatch.setenv("ELASTIC_SITE", os.devnull)
+        found = as_nobody(lambda: doctor.report(None, ["run.scheduler=local"])["checks"])
     finally:
         folder.rmdir()
-    failed = [each for each in found if each[1] == "FAIL"]
-    assert failed == [["run folder", "FAIL", f"cannot write to {folder}: Permission denied"]]
+    failed = {each["check"]: each["seen"] for each in found if each["verdict"] == "FAIL"}
+    assert failed == {"run folder": f"cannot write to {folder}: Permission denied"}
 
 
 def test_a_filesystem_without_links_is_named(quick, monkeypatch):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from elastic.base import config as configuration, network, proc
-from elastic.base.config import Config
 from elastic.base.durable import create_once, write_atomic
 from elastic.base.environment import cron_line, elastic_home, runs_root, site_path, user_name
 from elastic.base.errors import ElasticError, UsageError
@@ -50,24 +49,17 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
         config, given = configuration.load(path, overrides), [str(path), *overrides]
     else:
         config, given = configuration.load_site(overrides), []
-    findings = examine(config, given, tell, more)
-    verdicts = [finding.verdict for finding in findings]
-    counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
-    return counts | {"checks": [finding._asdict() for finding in findings]}
-
-
-def examine(config: Config, given: list[str], tell=unheard, more=()) -> list:
-    """The findings of all checks. `given`: the run's file, if there is one, and its overrides."""
-    tell((0.0, "cluster"))
     facts = {"config": config, "given": given, "here": _here(), "clocks": {}}
     facts["cron_line"] = cron_line()
-    facts["cluster"] = _fact(_cluster, facts)
-    for done, (name, probe) in enumerate([*PROBES.items(), *more], 1):
-        tell((done / (len(PROBES) + 1), name))
+    for done, (name, probe) in enumerate([*PROBES.items(), *more]):
+        tell((done / len(PROBES), name))
         # One wait for a Slurm that is silent is enough.
         lost = name in OF_SLURM and isinstance(facts["cluster"], Unknown)
         facts[name] = facts["cluster"] if lost else _fact(probe, facts)
-    return diagnose(facts)
+    findings = diagnose(facts)
+    verdicts = [finding.verdict for finding in findings]
+    counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+    return counts | {"checks": [finding._asdict() for finding in findings]}
 
 
 def _fact(probe: Callable[[dict], Any], facts: dict[str, Any]) -> Any:
@@ -307,6 +299,7 @@ def _crontab() -> subprocess.CompletedProcess[str]:
 
 
 PROBES: dict[str, Callable[[dict], Any]] = {
+    "cluster": _cluster,
     "partitions": lambda _: sched_slurm.partitions(),
     "nodes": lambda _: sched_slurm.nodes(),
     "limits": _limits,
