@@ -242,7 +242,7 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     """All about one run; of one among many not its `losses` and `events`, which would
     have to be read. Raises ElasticError only if its directory is damaged."""
     world = look(run, jobs or ask(run, run.environment()), commits=CURVE if whole else WINDOW)
-    events = run.events(last=LOOKED_AT) if whole else ()
+    events, scored = (run.events(last=LOOKED_AT), scores.read(run, 1)) if whole else ((), ())
     brief, upcoming, newest = row(world), _upcoming(world), world.newest
     is_sync, is_running = _is_sync(world.facts), brief["state"] == "running"
     seen = {
@@ -256,7 +256,8 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
         "next": upcoming or wording.AS_WANTED,
         "losses": [[commit.tokens, commit.loss] for commit in world.commits
                    if whole and commit.loss is not None],
-        "validated": _validated(run) if whole else None,
+        # The newest one on the way: the task's own names and numbers.
+        "validated": next(({**score.values, "tokens": score.tokens} for score in scored), None),
         "preemptions_per_h": _preemptions_per_h(world),
         "inner_steps": None if is_sync or not newest
                        else inner_steps(newest, world.facts.config.local_sgd),
@@ -265,12 +266,6 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
         "events": [event for event in events if event["kind"] != EventKind.DELTA][-EVENTS:],
     }  # fmt: skip
     return {**seen, "summary": wording.sentence(seen, upcoming, world.now)}
-
-
-def _validated(run: RunDir) -> dict | None:
-    """The newest score on the way: `tokens`, and the task's own names and numbers."""
-    newest = scores.read(run, 1)
-    return {**newest[-1].values, "tokens": newest[-1].tokens} if newest else None
 
 
 # ---- why
