@@ -106,8 +106,8 @@ def test_a_site_without_a_partition_has_one_thing_to_mend():
     found = {each.check: each for each in diagnose(facts(*neither))}
     assert [name for name, each in found.items() if each.verdict == FAIL] == ["partition"]
     assert "elastic-doctor --init" in found["partition"].fix
-    for name in ("master partition", "time limit", "preemption"):
-        assert found[name][1:3] == (SKIP, "slurm.partition is not set")
+    assert found["partition"].seen == "slurm.partition is not set"
+    assert not {"master partition", "time limit", "preemption", "notice"} & {*found}
 
 
 # Changed settings of the run, changed facts, and the one finding that they give.

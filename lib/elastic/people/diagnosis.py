@@ -23,7 +23,6 @@ OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
 OLDEST_SLURM = (22, 5)
 NOTICE_MARGIN_S = 1.0  # GraceTime has been seen half a second short
 CRED_EXPIRE_S = 120  # Slurm's default; a requeued job waits as long
-NO_PARTITION = "slurm.partition is not set"
 LONG_ENOUGH_S = 12 * 3600.0  # a time limit that costs little: each start takes a minute
 SLOW_DISK = 10e6  # bytes/s
 SLOW_IMPORT_S = 10.0
@@ -86,6 +85,9 @@ class Check(NamedTuple):
 def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
     """One finding per check, in order. An Unknown fact is told once, by the first check
     that needs it; the others that need it are left out."""
+    names = facts["config"].slurm.partition.split(",")
+    facts = {**facts, "named": names if names != [""] else Unknown(
+        "slurm.partition is not set", "set it: elastic-doctor --init finds one")}  # fmt: skip
     findings: dict[int, Finding] = {}
     for at, check in enumerate(CHECKS + (TRIED if "tried" in facts else ())):
         needs = signature(check.judge).parameters.values()
@@ -127,19 +129,19 @@ def _slurm(cluster: Mapping[str, str]) -> Judgement:
     return judged(f"{version}, cluster {cluster['ClusterName']}", (is_old, WARN, "", fix))
 
 
-def _workers_partition(config, partitions, nodes) -> Judgement:
-    slurm, names = config.slurm, config.slurm.partition.split(",")
-    closed = [_closed(name, "slurm.partition", partitions, nodes) for name in names]
-    if all(closed) or not partitions.keys() >= {*names}:
+def _workers_partition(config, partitions, nodes, named) -> Judgement:
+    slurm = config.slurm
+    closed = [_closed(name, "slurm.partition", partitions, nodes) for name in named]
+    if all(closed) or not partitions.keys() >= {*named}:
         return next(filter(None, closed))
-    inside = {node.name: node for node in nodes if node.partition in names}.values()
+    inside = {node.name: node for node in nodes if node.partition in named}.values()
     counts = [gpus_of(node.gres, slurm.gres) for node in inside]
     most, wants_gpus = max(counts), bool(slurm.gres)
     is_local = config.run.mode == "local"
     per_job = slurm.gpus_per_worker if is_local else slurm.gpus_per_node
     fit = {node.partition for node in nodes if gpus_of(node.gres, "gpu") >= per_job}
     there = f"nodes with {per_job} GPUs are in: {', '.join(sorted(fit)) or 'no partition'}"
-    whole = next(filter(None, (_gives_whole_nodes(partitions[name]) for name in names)), "")
+    whole = next(filter(None, (_gives_whole_nodes(partitions[name]) for name in named)), "")
     key = f"slurm.{'gpus_per_worker' if is_local else 'gpus_per_node'}"
     return judged(
         f"{slurm.partition}: UP, {counted(len(inside), 'node')}, {sum(counts)} GPUs"
@@ -168,11 +170,10 @@ def _away(states: Iterable[str]) -> str:
     return "".join(f", {count} {word}" for word, count in sorted(counts.items()))
 
 
-def _masters_partition(config, cluster, partitions, nodes) -> Judgement:
+def _masters_partition(config, cluster, partitions, nodes, named) -> Judgement:
     if config.run.mode == "sync":
         return SKIP, "sync mode has no master", ""
-    if not (name := config.slurm.master_partition or config.slurm.partition.split(",")[0]):
-        return SKIP, NO_PARTITION, ""
+    name = config.slurm.master_partition or named[0]
     if closed := _closed(name, "slurm.master_partition", partitions, nodes):
         return closed
     mode = preempt_mode(cluster, name, partitions, nodes)
@@ -184,9 +185,7 @@ def _masters_partition(config, cluster, partitions, nodes) -> Judgement:
 def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
     """The finding on a partition in which no job can run; None if jobs can run."""
     if name not in partitions:
-        there = f"set {key}: there are {', '.join(partitions)}"
-        return (FAIL, f"no partition {name}", there) if name else (
-            FAIL, NO_PARTITION, f"elastic-doctor --init finds one; or {there}")  # fmt: skip
+        return FAIL, f"no partition {name}", f"set {key}: there are {', '.join(partitions)}"
     state = partitions[name]["State"]
     if state != "UP":
         return FAIL, f"{name}: {state}", f"wait for it, or set {key} to another"
@@ -198,11 +197,9 @@ def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
     return None
 
 
-def _time(config, partitions) -> Judgement:
+def _time(config, partitions, named) -> Judgement:
     slurm, seen, short, brief = config.slurm, [], [], []
-    if not slurm.partition:
-        return SKIP, NO_PARTITION, ""
-    kinds = [("time", slurm.partition.split(",")[0]), ("master_time", slurm.master_partition)]
+    kinds = [("time", named[0]), ("master_time", slurm.master_partition or named[0])]
     for key, name in kinds[: 1 if config.run.mode == "sync" else 2]:
         wanted, partition = getattr(slurm, key), partitions.get(name, {})
         most, usual = partition.get("MaxTime", "UNLIMITED"), partition.get("DefaultTime", "NONE")
@@ -272,10 +269,9 @@ class Preemption(NamedTuple):
     grace_s: int
 
 
-def _preemption(config, cluster, partitions, nodes, qos) -> Preemption | Unknown:
-    name = config.slurm.partition.split(",")[0]
+def _preemption(name: str, cluster, partitions, nodes, qos) -> Preemption | Unknown:
     if name not in partitions:
-        return Unknown(f"no partition {name}" if name else NO_PARTITION)
+        return Unknown(f"no partition {name}")
     if mode := preempt_mode(cluster, name, partitions, nodes):
         return Preemption(name, mode, int(partitions[name]["GraceTime"]))
     if isinstance(qos, Unknown):
@@ -287,8 +283,8 @@ def _preemption(config, cluster, partitions, nodes, qos) -> Preemption | Unknown
     return Preemption(f"QOS {qos['Name']}", mode, grace_s)
 
 
-def _mode(config, cluster, partitions, *, nodes, qos) -> Judgement:
-    found = _preemption(config, cluster, partitions, nodes, qos)
+def _mode(cluster, partitions, named, *, nodes, qos) -> Judgement:
+    found = _preemption(named[0], cluster, partitions, nodes, qos)
     if isinstance(found, Unknown):
         return SKIP, found.why, found.fix
     fix = f"PreemptMode=REQUEUE for {found.decides}"
@@ -303,8 +299,8 @@ def _mode(config, cluster, partitions, *, nodes, qos) -> Judgement:
     )  # fmt: skip
 
 
-def _notice(config, cluster, partitions, *, nodes, disk, save, qos) -> Judgement:
-    found = _preemption(config, cluster, partitions, nodes, qos)
+def _notice(cluster, partitions, named, *, nodes, disk, save, qos) -> Judgement:
+    found = _preemption(named[0], cluster, partitions, nodes, qos)
     if isinstance(found, Unknown):
         return SKIP, found.why, found.fix
     if found.mode == "OFF":
@@ -468,7 +464,7 @@ def _cron(config, cron: str | None, cron_line: str, *, partitions) -> Judgement:
 
 CHECKS = (
     Check("slurm", "without it nothing can be submitted", _slurm, "cluster"),
-    Check("partition", "workers and trainers run there", _workers_partition),
+    Check("partition", "workers and trainers run there", _workers_partition, "named"),
     Check("master partition", "rounds wait while the master is away", _masters_partition),
     Check("habits", "what this site does to every job", _habits),
     Check("time limit", "a job that asks for more never starts", _time),
