@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,7 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
         config, given = configuration.load(path, overrides), [str(path), *overrides]
     else:
         config, given = configuration.load_site(overrides), []
-    facts = {"config": config, "given": given, "here": _here(), "clocks": {}}
-    facts["cron_line"] = cron_line()
+    facts = dict(config=config, given=given, here=_here(), clocks={}, cron_line=cron_line())
     for done, (name, probe) in enumerate([*PROBES.items(), *more]):
         tell((done / len(PROBES), name))
         # One wait for a Slurm that is silent is enough.
@@ -108,11 +108,10 @@ def _qos(facts: dict) -> dict[str, str] | Unknown:
     if facts["cluster"]["PreemptType"] != "preempt/qos":
         return Unknown("PreemptType is not preempt/qos", meant=True)
     slurm = facts["config"].slurm
-    if not (name := slurm.qos):
-        row = _association(facts["cluster"], slurm.account)
-        if isinstance(row, Unknown):
-            return row
-        name = row["Def QOS"] or row["QOS"]
+    row = {} if slurm.qos else _association(facts["cluster"], slurm.account)
+    if isinstance(row, Unknown):
+        return row
+    name = slurm.qos or row["Def QOS"] or row["QOS"]
     return next(iter(sched_slurm.qos(name)), Unknown(f"there is no QOS {name}"))
 
 
@@ -223,8 +222,7 @@ def _network(facts: dict) -> dict[str, Any]:
     config, nodes = facts["config"], facts["nodes"]
     known = [] if isinstance(nodes, Unknown) else nodes
     wanted = config.slurm.master_partition
-    masters = [node.address for node in known if wanted in ("", node.partition)]
-    peer = masters[0] if masters else "127.0.0.1"
+    peer = next((node.address for node in known if wanted in ("", node.partition)), "127.0.0.1")
     try:
         address = network.bind_address(config.redis.bind, peer)
     except ElasticError as error:
@@ -336,8 +334,7 @@ def init() -> tuple[Path, str]:
 def _check_untouched(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise UsageError(f"not a file: {path}", "set ELASTIC_SITE to the path of a new file")
-    known = configuration.load_site(site=path).origins if path.exists() else ()
-    if any("." in key for key in known):
+    if path.exists() and any("." in key for key in configuration.load_site(site=path).origins):
         raise UsageError(f"{path} sets something already", f"mv {path} {path}.old")
 
 
@@ -356,12 +353,10 @@ def site_text(cluster: Mapping[str, str], proposals: list[tuple[str, str, str]])
     which = f"{cluster['ClusterName']} (Slurm {cluster['SLURM_VERSION']})"
     lines = [f"# Settings of cluster {which}. A run file inherits and may override them.",
              "# Written by elastic-doctor --init. Every key and default: etc/keys.toml"]
-    section = ""
-    for name, value, why in proposals:
-        table, key = name.split(".")
-        lines += [] if table == section else ["", f"[{table}]"]
-        section = table
-        lines.append(f"{key} = {toml_value(value)}  # {why}")
+    for table, rows in groupby(proposals, lambda row: row[0].partition(".")[0]):
+        lines += ["", f"[{table}]"]
+        lines += [f"{name.partition('.')[2]} = {toml_value(value)}  # {why}"
+                  for name, value, why in rows]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
