@@ -47,13 +47,11 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     if not config.run.command and (is_dry or tries):
         model, reason, untried = submission.described(path, settings, tries)
     if untried:
-        so = "the run fails if this is so in its jobs"
-        warnings.append(f"the task was not tried: {untried}; {so}")
+        warnings.append(f"the task was not tried: {untried}; if so in its jobs, the run fails")
     if not config.slurm.partition and config.run.scheduler == "slurm":
         warnings.append("slurm.partition is not set: a submission needs it")
     ready = Prepared(config, model, reason, warnings)
-    may_choose = tries and model and config.run.mode == "local"
-    if not (may_choose and dial.has_choice(config, model)):
+    if not (tries and model and config.run.mode == "local" and dial.has_choice(config, model)):
         return ready
     rates = dial.rates(config, submission.nearest(runs_root()))
     chosen = dial.choose(config, model, rates)
@@ -196,14 +194,13 @@ def stop(run: RunDir, now: bool) -> str:
 
 
 def _lost(run: RunDir) -> str:
-    version = run.commits.newest_version()
+    version = max(0, run.commits.newest_version())
     if run.control().mode == "local":
-        return f"lost: what was trained since version {max(0, version)} and not delivered"
+        return f"lost: what was trained since version {version} and not delivered"
     if run.config().run.command:
         return "lost: what its program has not saved"
-    saved = read_checkpoints(run.path, max(0, version))
-    since = f"the checkpoint of step {saved[-1].step}" if saved else f"version {max(0, version)}"
-    return f"lost: what was trained since {since}"
+    saved = [f"the checkpoint of step {each.step}" for each in read_checkpoints(run.path, version)]
+    return f"lost: what was trained since {[f'version {version}', *saved][-1]}"
 
 
 def wait_until_gone(run: RunDir) -> None:
