@@ -191,8 +191,7 @@ def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
         return FAIL, f"{name}: {state}", f"wait for it, or set {key} to another"
     states = [node.state for node in nodes if node.partition == name]
     if all(state.startswith(_UNFIT) for state in states):
-        words = ", ".join(sorted(set(states)))
-        seen = f"{name}: none of {len(states)} nodes is up ({words})"
+        seen = f"{name}: none of {len(states)} nodes is up ({', '.join(sorted({*states}))})"
         return FAIL, seen, f"see sinfo -R, or set {key} to another"
     return None
 

@@ -29,7 +29,6 @@ from elastic.run.wording import EventKind
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
 # At the end of a job.
 MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}
-MARK_OF_DEATH = ("X", RED)
 COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#bbbbbb")
 PART_COLOURS = dict(zip(PARTS, COLOURS, strict=True))
 WIDTH, HEIGHT = 9.0, 3.0  # inches of a panel
@@ -127,7 +126,7 @@ def draw_jobs(axes: Any, facts: Facts) -> None:
         row, start, end = places.index(stay.place), _at(stay.start), _at(stay.end)
         axes.barh(row, end - start, left=start, height=0.6, gid=f"job-{number}", color=LIGHT)
         if stay.outcome and stay.outcome not in WANTED:
-            marker, colour = MARKS.get(stay.outcome, MARK_OF_DEATH)
+            marker, colour = MARKS.get(stay.outcome, ("X", RED))
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
     for incident in facts.incidents:
         if incident.is_masters or incident.event in (EventKind.CHAOS, EventKind.TAKEN_BACK):

@@ -358,13 +358,10 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
     if master and (still_s := now - float(master["beat"])) > stall_after_s:
         hang = f"the master has stood still for {wording.span(still_s)}: to have another,"
         hang += f" end its job {master['job_id']}"
-    workers = [_worker(slots[n], now, stall_after_s) for n in sorted(slots)]
+    workers = [{**asdict(slot), "state": membership.state(slot, now, stall_after_s),
+                "last_beat_s": round(max(0.0, now - slot.beat), 3)}
+               for _, slot in sorted(slots.items())]  # fmt: skip
     return Crew(workers, master.get("reason", ""), silence, hang)
-
-
-def _worker(slot: membership.Slot, now: float, stall_after_s: float) -> dict:
-    state, beat_s = membership.state(slot, now, stall_after_s), max(0.0, now - slot.beat)
-    return {**asdict(slot), "state": state, "last_beat_s": round(beat_s, 3)}
 
 
 def _by_jobs(jobs: Sequence[dict]) -> list[dict]:

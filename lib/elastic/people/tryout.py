@@ -94,8 +94,7 @@ class Step:
 
     def __init__(self, nodes: list[str], command: list[str], said: Path):
         self.said, config = said, load_written(said.with_name("run.toml"))
-        options = config.slurm.srun_options
-        argv = sched_slurm.step_argv(nodes, RANKS // NODES, command, options)
+        argv = sched_slurm.step_argv(nodes, RANKS // NODES, command, config.slurm.srun_options)
         address = bind_address(config.sync.bind, sched_slurm.node_address(), "sync.bind")
         meet = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(address))}
         with said.open("w") as file:
@@ -126,8 +125,7 @@ def lead(folder: Path) -> dict:
     if (here := step.heard("rank . is here", RANKS, LIMIT_S / 2)[0]) < RANKS:
         sys.exit(f"{here} of {RANKS} ranks started: {last_words(step.said)}")
     ranks = [durable.read_json(folder / f"rank-{number}.json") for number in range(RANKS)]
-    trial = [*rank, *torch_program("trial"), str(folder)]
-    training = Step(nodes, trial, folder / "trained")
+    training = Step(nodes, [*rank, *torch_program("trial"), str(folder)], folder / "trained")
     report = {"up": time.time(), "ranks": ranks} | _trained(training)
     durable.write_atomic(folder / "word", b"")
     report["seen"] = step.heard("rank . sees it", RANKS)
@@ -162,8 +160,7 @@ def _shrunk(job_id: str, kept: list[str], folder: Path) -> dict:
             raise ElasticError(f"no step starts on what is left: {last_words(step.said)}")
     except ElasticError as error:
         return {"shrunk": error.what, "is_stuck": True}
-    took = f"a step on one node took {time.time() - began:.1f} s"
-    return {"shrunk": took, "is_stuck": False}
+    return {"shrunk": f"a step on one node took {time.time() - began:.1f} s", "is_stuck": False}
 
 
 if __name__ == "__main__":
