@@ -17,7 +17,6 @@ from hypothesis import given, note, settings, strategies as st
 from elastic.jobs import history
 from elastic.jobs.history import Ended, Job, Memory, UnsureSubmission, has_ended
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Limits, World, bad_nodes, plan
-from elastic.jobs.sizing import Growth
 
 NOW = 100_000.0
 NODES = ("n1", "n2", "n3")
@@ -569,7 +568,7 @@ def trainer(job_id="1", state="RUNNING", **more):
     return Job(job_id, "trainer", 0, state, **times, **more)
 
 
-def sync_world(*jobs, ended=(), growth=None):
+def sync_world(*jobs, ended=(), growth=0):
     return World(0, Memory(0.0, jobs=jobs, ended=ended, mode="sync"), mode="sync", growth=growth)
 
 
@@ -599,20 +598,16 @@ def test_the_successor_of_a_trainer_that_failed_waits_as_after_any_crash():
     assert again.verb == SUBMIT
 
 
-def test_a_trainer_grows_once_where_it_pays_and_its_successor_is_there():
-    growth = Growth(2, 4, {2: 100.0, 4: 190.0}, restart_s=60, horizon_s=3600, least_age_s=600)
+def test_a_trainer_grows_once_its_successor_is_there():
     pair = (trainer(), trainer("2", "PENDING"))
-    grow, action = plan(sync_world(*pair, growth=growth), NOW)
+    grow, action = plan(replace(sync_world(*pair, growth=4), gpus=2), NOW)
     assert (grow.verb, grow.job_id, grow.gpus) == (GROW, "2", 4)
     assert (action.verb, action.job_id, action.now) == (CANCEL, "1", False)
-    assert "2 to 4 GPUs are 1.90 times as fast for 3600 s" in action.reason
-    assert plan(sync_world(*pair, growth=replace(growth, speeds={2: 100, 4: 102})), NOW) == []
-    assert plan(sync_world(*pair, growth=replace(growth, horizon_s=100)), NOW) == []
-    assert plan(sync_world(*pair, growth=replace(growth, more=2)), NOW) == []
-    assert plan(sync_world(*pair, growth=replace(growth, least_age_s=901)), NOW) == []
+    assert action.reason == "it has 2 GPUs, and 4 are to be had"
+    assert plan(sync_world(*pair), NOW) == []
     told = (replace(pair[0], cancelled_at=NOW - 5), pair[1])
-    assert plan(sync_world(*told, growth=growth), NOW) == []
-    (action,) = plan(sync_world(trainer(), growth=growth), NOW)
+    assert plan(sync_world(*told, growth=4), NOW) == []
+    (action,) = plan(sync_world(trainer(), growth=4), NOW)
     assert action.verb == SUBMIT  # first the successor
 
 

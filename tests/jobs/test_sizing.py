@@ -5,7 +5,7 @@ pytest tests/jobs/test_sizing.py
 
 from hypothesis import given, strategies as st
 
-from elastic.jobs.sizing import fit, node_counts, part, passes
+from elastic.jobs.sizing import fit, node_counts, part, passes, pays
 
 sizes, worlds, micro = st.integers(0, 200), st.integers(1, 40), st.integers(1, 9)
 
@@ -52,3 +52,11 @@ def test_of_the_sizes_allowed_the_largest_that_is_there_is_taken():
     assert [fit(counts, nodes) for nodes in (1, 3, 4, 7)] == [1, 2, 4, 4]
     assert fit([2, 4], 1) == 0
     assert node_counts((40, 48), 8, sizes=(8, 16)) == [5, 6]  # after elastic-scale: none is in it
+
+
+def test_a_restart_pays_where_it_gains_twice_what_it_costs():
+    assert pays(2, 4, restart_s=60, horizon_s=3600)
+    assert not pays(2, 4, restart_s=60, horizon_s=240)
+    assert not pays(20, 21, restart_s=60, horizon_s=2500)
+    for more in (0, 1, 2):
+        assert not pays(2, more, restart_s=0, horizon_s=3600)

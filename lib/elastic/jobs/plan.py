@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic.jobs.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, Job, Memory
-from elastic.jobs.sizing import Growth
 
 SUBMIT, CANCEL, GROW, FAIL, WAIT = "submit", "cancel", "grow", "fail", "wait"
 
@@ -62,7 +61,7 @@ class World:
     memory: Memory
     limits: Limits = field(default_factory=Limits)
     mode: str = "local"
-    growth: Growth | None = None  # sync mode: what a restart now might gain
+    growth: int = 0  # sync mode: GPUs for which a restart pays now; 0: there are none
     limits_of_gpus: tuple[int, int] | None = None  # sync mode: fewest and most, now
     gpus: int = 0  # sync mode: of the trainer at work
     node_gpus: int = 1  # that a trainer has at least, whatever the limits are
@@ -202,10 +201,9 @@ def _resize(world: World, now: float) -> Iterator[Action]:
             reason = f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
             yield _told(started[0], reason)
         elif world.growth:
-            pays, reason = world.growth.pays(now - (started[0].started_at or now))
-            if pays:
-                yield Action(GROW, TRAINER, 0, reason, waiting[0].job_id, gpus=world.growth.more)
-                yield _told(started[0], reason)
+            reason = f"it has {world.gpus} GPUs, and {world.growth} are to be had"
+            yield Action(GROW, TRAINER, 0, reason, waiting[0].job_id, gpus=world.growth)
+            yield _told(started[0], reason)
 
 
 def _cancel(world: World, now: float) -> Iterator[Action]:

@@ -221,35 +221,28 @@ class _Pass:
         self.memory = remembered(run, now)
         self.scheduler: Scheduler | None = None
 
-    def _growth(self) -> sizing.Growth | None:
-        """What a restart of the trainer would gain; None if it is not the time to ask."""
-        job, most = _trainer_at_work(self.memory), self.facts.control.max
+    def _growth(self) -> int:
+        """The GPUs for which the trainer is to be started anew; 0: there are none, or it is
+        not the time to ask."""
+        job, sync = _trainer_at_work(self.memory), self.config.sync
         # A program of the user's may save but once an epoch.
         if job is None or job.started_at is None or self.dry_run or self.config.run.command:
-            return None
-        endings, gpus = self.run.jobs.endings(), self.facts.gpus_of(job)
-        if not 0 < gpus < most:
-            return None
-        told = (*endings, self.run.jobs.progress() or {})
-        speeds = {end.get("gpus") or end.get("world"): end["tokens_per_s"]
-                  for end in told if end.get("tokens_per_s")}  # fmt: skip
-        restarts = [end["startup_s"] for end in endings if end.get("startup_s")]
-        best = sizing.Growth(
-            gpus, most, speeds, restart_s=statistics.median(restarts or [RESTART_S]),
-            horizon_s=cadence.observed_mtbi_s(endings), least_age_s=self.config.sync.grow_after_s,
-        )  # fmt: skip
-        if not best.pays(self.now - job.started_at)[0]:
-            return None
-        spec = self._spec(TRAINER, 0)
-        counts = sizing.node_counts(spec.gpu_range, 1, self.config.sync.sizes)
+            return 0
+        spec, gpus = self._spec(TRAINER, 0), self.facts.gpus_of(job)
+        endings = self.run.jobs.endings()
+        restarts = [end["startup_s"] for end in endings if end.get("startup_s")] or [RESTART_S]
+        costs = (statistics.median(restarts), cadence.observed_mtbi_s(endings))
+        is_young = self.now - job.started_at < sync.grow_after_s
+        if is_young or not gpus or not sizing.pays(gpus, spec.gpus, *costs):
+            return 0
         spare = 0
         with contextlib.suppress(TryAgain):  # a site may show its nodes to nobody
-            spare = self.scheduler.spare_gpus(spec, most - gpus)
-        more = sizing.fit(counts, gpus + spare)
+            spare = self.scheduler.spare_gpus(spec, spec.gpus - gpus)
+        more = sizing.fit(sizing.node_counts(spec.gpu_range, 1, sync.sizes), gpus + spare)
         before = self.memory.spare_passes
-        passes = before + 1 if more > gpus else min(0, before)
+        passes = before + 1 if sizing.pays(gpus, more, *costs) else min(0, before)
         self.memory = replace(self.memory, spare_passes=passes)
-        return replace(best, more=more) if passes >= SPARE_PASSES else None
+        return more if passes >= SPARE_PASSES else 0
 
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes
@@ -268,7 +261,7 @@ class _Pass:
     def act(self, scheduler: Scheduler) -> None:
         """Plan, and carry the plan out as far as the scheduler goes along."""
         self.scheduler = scheduler
-        growth = self._growth() if self.facts.control.mode == "sync" else None
+        growth = self._growth() if self.facts.control.mode == "sync" else 0
         planned = plan(world_of(replace(self.facts, memory=self.memory), growth), self.now)
         self._tell_waiting([action for action in planned if action.verb == WAIT])
         verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit,
@@ -469,7 +462,7 @@ def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
     return history.learn(memory, listed, endings, listed_at, keep), endings
 
 
-def world_of(facts: Facts, growth: sizing.Growth | None = None) -> World:
+def world_of(facts: Facts, growth: int = 0) -> World:
     config, control, memory = facts.config, facts.control, facts.memory
     elastic, hang_s = config.elastic, config.health.hang_timeout_s
     limits = Limits(elastic.max_pending, elastic.max_failures, elastic.backoff_s, hang_s)

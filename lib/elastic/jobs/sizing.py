@@ -11,8 +11,7 @@ because each pass is a collective: a rank that has fewer samples than passes mak
 over a sample that counts nothing.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 
 def part(whole: Sequence, index: int, count: int) -> Sequence:
@@ -49,28 +48,8 @@ def fit(counts: Sequence[int], available: int) -> int:
 WORTH = 2.0  # a restart must gain so many times what it costs
 
 
-@dataclass(frozen=True)
-class Growth:
-    """What a job on `gpus` GPUs would win by a restart on `more`. Speeds were measured,
-    by GPUs."""
-
-    gpus: int
-    more: int
-    speeds: Mapping[int, float]  # tokens per second
-    restart_s: float  # from the last step to the first on the new GPUs
-    horizon_s: float  # how long the new size is likely to last
-    least_age_s: float  # not twice in a row quickly
-
-    def pays(self, age_s: float) -> tuple[bool, str]:
-        """Is it worth it for a job of this age; and why. An unknown size is taken as
-        linear."""
-        if self.more <= self.gpus:
-            return False, f"no more than {self.gpus} GPUs are to be had"
-        if age_s < self.least_age_s:
-            return False, f"it started {age_s:.0f} s ago: not yet"
-        now, then = self.speeds.get(self.gpus), self.speeds.get(self.more)
-        gain = then / now if now and then else self.more / self.gpus
-        won_s, cost_s = self.horizon_s * (gain - 1), self.restart_s * gain
-        words = f"{self.gpus} to {self.more} GPUs are {gain:.2f} times as fast"
-        for_s = f"for {self.horizon_s:.0f} s, a restart takes {self.restart_s:.0f} s"
-        return won_s > WORTH * cost_s, f"{words} {for_s}"
+def pays(gpus: int, more: int, restart_s: float, horizon_s: float) -> bool:
+    """Is a restart of a job on `gpus` GPUs, which takes so long, worth it to have `more`,
+    as much faster, for as long as that is likely to last?"""
+    gain = more / gpus
+    return horizon_s * (gain - 1) > WORTH * restart_s * gain

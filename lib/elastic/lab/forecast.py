@@ -7,7 +7,7 @@
 
 The trace is played to each (played.py, played_local.py), and what a run would do is
 decided by what decides it there: plan.plan (which workers are submitted), sizing.fit and
-Growth (the trainer's size), cadence (its checkpoints), rounds (the life of a round),
+`sizing` (the trainer's size), cadence (its checkpoints), rounds (the life of a round),
 estimate (what a round moves and takes). The result goes through goodput.ledger, so its
 parts are those of `elastic-audit`.
 

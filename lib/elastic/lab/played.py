@@ -198,10 +198,8 @@ class Sync(Requeue):
         time = start // CRON_S * CRON_S + CRON_S
         while gpus < self.config.elastic.max and (time := time + CRON_S) < taken:
             horizon_s = self._mtbi_s({"role": TRAINER, "started": start, "time": time})
-            growth = sizing.Growth(
-                gpus, len(self._fit(time)) * self.per_node, {}, self.costs.startup_s, horizon_s,
-                self.config.sync.grow_after_s,
-            )  # fmt: skip
-            if growth.pays(time - start)[0]:
+            more, is_old = self._fit(time), time - start >= self.config.sync.grow_after_s
+            if is_old and sizing.pays(gpus, len(more) * self.per_node, self.costs.startup_s,
+                                      horizon_s):  # fmt: skip
                 return time
         return inf

@@ -280,9 +280,8 @@ class Launcher:
         """Say how it ended, and see to what comes next; the exit code."""
         progress = self.run.jobs.progress() or {}
         mine = progress if progress.get("job_id") == self.program.job_id else {}
-        measured = {name: mine.get(name) for name in ("tokens_per_s", "startup_s")}
+        measured = {"startup_s": mine.get("startup_s"), "gpus": self.gpus}
         worked = {} if self.config.run.command else {"steps": progress.get("step", 0)}
-        measured |= {"gpus": self.gpus}
         if not self.config.run.command or self._resume.there():  # else nobody knows
             measured |= {"steps": int(self._resume.has_progressed())}
         code = self.program.end(end, worked, **measured)
