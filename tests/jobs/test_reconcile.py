@@ -822,7 +822,7 @@ def test_every_run_is_looked_for_on_the_cluster_it_was_submitted_to(make_run, sl
     clusters = {"gone": Answers(), "here": slurm}
     clusters["gone"].silent = True
 
-    def scheduler(kind, config, environment):
+    def scheduler(config, environment):
         return clusters[environment["SLURM_CONF"]]
 
     report = run_pass(list(runs.values()), NOW, scheduler=scheduler)
@@ -853,7 +853,7 @@ from elastic.jobs import sched_local
 from elastic.jobs.reconcile import run_pass
 from elastic.run.rundir import RunDir
 run, home, state = map(Path, sys.argv[1:4])
-def scheduler(kind, config, environment):
+def scheduler(config, environment):
     return sched_local.LocalScheduler(config, state, home)
 print("ready", flush=True)
 while True:

@@ -90,7 +90,7 @@ def run_pass(
     runs: Sequence[RunDir],
     now: float,
     dry_run: bool = False,
-    scheduler: Callable[[str, Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
+    scheduler: Callable[[Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
     within_s: float = 0.0,
     wait_s: float = 0.0,
 ) -> PassReport:
@@ -105,11 +105,11 @@ def run_pass(
                 run.check_answers()
                 if not _is_closed(run) and (dry_run or locks.enter_context(_lock(run, wait_s))):
                     one = _Pass(run, now, dry_run, within_s)
-                    passes[sched.cluster_of(one.kind, one.environment)].append(one)
+                    passes[sched.cluster_of(one.config.run.scheduler, one.environment)].append(one)
         for mine in passes.values():
             first = mine[0]
             with _errors_of(first.run, report):
-                _pass_over(mine, scheduler(first.kind, first.config, first.environment), report)
+                _pass_over(mine, scheduler(first.config, first.environment), report)
     return report
 
 
@@ -216,7 +216,6 @@ class _Pass:
         self.run, self.now, self.dry_run, self.within_s = run, now, dry_run, within_s
         self._began = time.monotonic()
         self.config, self.environment = run.config(), run.environment()
-        self.kind = self.config.run.scheduler
         self.report = RunReport(run.name)
         self.memory = remembered(run, now)
         self.scheduler: Scheduler | None = None

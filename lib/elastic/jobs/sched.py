@@ -15,15 +15,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from elastic.base.config import Config
 from elastic.base.environment import LEADS, elastic_home, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Job
-
-if TYPE_CHECKING:
-    from elastic.base.config import Config
-    from elastic.run.rundir import RunDir
+from elastic.run.rundir import RunDir
 
 CLUSTER = "SLURM_CLUSTER_NAME"  # Slurm's own; in a run's environment since its submission
 _RUN, _SLOT = "([A-Za-z0-9][A-Za-z0-9._-]{0,62})", "(0|[1-9][0-9]*)"
@@ -60,7 +58,7 @@ class JobSpec:
     run: str
     role: str
     slot: int
-    config: "Config"
+    config: Config
     environment: Mapping[str, str] = field(repr=False)  # may hold secrets: never printed
     exclude: tuple[str, ...] = ()
     limits: tuple[int, int] = (0, 0)  # of a trainer: fewest and most GPUs
@@ -135,15 +133,13 @@ def parse_job_name(text: str) -> tuple[str, str, int] | None:
     return (match[1], _ROLES.get(match[2], match[2]), int(match[3])) if match else None
 
 
-def open_scheduler(
-    kind: str, config: "Config", environment: Mapping[str, str] | None = None
-) -> Scheduler:
-    """The scheduler named `kind`, which a run's `environment` leads to (None: this
+def open_scheduler(config: Config, environment: Mapping[str, str] | None = None) -> Scheduler:
+    """The scheduler of a configuration, which a run's `environment` leads to (None: this
     process's).
 
     Only the one that is used gets imported.
     """
-    if kind == "slurm":
+    if config.run.scheduler == "slurm":
         from elastic.jobs.sched_slurm import SlurmScheduler
 
         return SlurmScheduler(config, environment)
@@ -152,10 +148,9 @@ def open_scheduler(
     return LocalScheduler(config, registry_dir(environment) / "local")
 
 
-def scheduler_of(run: "RunDir") -> Scheduler:
+def scheduler_of(run: RunDir) -> Scheduler:
     """The scheduler that a run was submitted to, whoever asks: cron knows of none."""
-    config = run.config()
-    return open_scheduler(config.run.scheduler, config, run.environment())
+    return open_scheduler(run.config(), run.environment())
 
 
 def cluster_of(kind: str, environment: Mapping[str, str]) -> tuple[str, str]:

@@ -165,9 +165,8 @@ def _job(job: Job) -> dict:
 
 def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> Listing:
     """Ask the run's scheduler once."""
-    config = run.config()
     try:
-        return Listing(open_scheduler(config.run.scheduler, config, environment).jobs(within_s))
+        return Listing(open_scheduler(run.config(), environment).jobs(within_s))
     except Elsewhere as other:
         return Listing(trouble=f"{other.what}: {other.hint}")
     except TryAgain as silence:

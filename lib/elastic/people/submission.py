@@ -90,7 +90,7 @@ def described(
 def _check_name(root: Path, config: Config) -> None:
     name = config.run.name
     place_of(root, name)
-    if jobs := jobs_of(name, open_scheduler(config.run.scheduler, config)):
+    if jobs := jobs_of(name, open_scheduler(config)):
         what = f"a job of another run {name!r} is still there: {jobs[0].job_id}"
         raise UsageError(what, "choose another --name, or wait until it is gone")
 
