@@ -3,7 +3,6 @@
 import contextlib
 import subprocess
 import threading
-import time
 
 from elastic.base.environment import elastic_home
 from elastic.jobs.plan import AFTER_LEAVE_S
@@ -19,36 +18,30 @@ class Passes:
 
     def __init__(self, run: RunDir, every_s: float, first_s: float):
         self._run, self._every_s = run, every_s
-        self._at, self._within_s = time.monotonic() + first_s, min(SHARED_S, first_s / 2)
-        self._turn, self._is_over = threading.Condition(), False
-        self._thread = threading.Thread(target=self._pass_over, daemon=True)
+        self._has_left, self._is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._pass_over, args=[first_s], daemon=True)
         self._thread.start()
 
     def soon(self) -> None:
         """A worker has left: look again once its job has had time to end."""
-        with self._turn:
-            self._at, self._within_s = min(self._at, time.monotonic() + AFTER_LEAVE_S), 0.0
-            self._turn.notify()
+        self._has_left.set()
 
     def close(self) -> None:
         """Wait for a pass under way; there is no other one."""
-        with self._turn:
-            self._is_over = True
-            self._turn.notify()
+        self._is_over.set()
+        self._has_left.set()
         self._thread.join(PASS_S)
 
-    def _pass_over(self) -> None:
-        while (within_s := self._wait()) is not None:
+    def _pass_over(self, wait_s: float) -> None:
+        while True:
+            within_s, after_s = min(SHARED_S, wait_s / 2), 0.0
+            if self._has_left.wait(wait_s):
+                self._has_left.clear()
+                within_s, after_s = 0.0, AFTER_LEAVE_S
+            if self._is_over.wait(after_s):
+                return
             reconcile_now(self._run, within_s)
-
-    def _wait(self) -> float | None:
-        """For the next pass's time: how old an answer of the scheduler will do for it."""
-        with self._turn:
-            while not self._is_over and (wait_s := self._at - time.monotonic()) > 0:
-                self._turn.wait(wait_s)
-            within_s, self._within_s = self._within_s, min(SHARED_S, self._every_s / 2)
-            self._at = time.monotonic() + self._every_s
-            return None if self._is_over else within_s
+            wait_s = self._every_s
 
 
 def reconcile_now(run: RunDir, within_s: float = 0.0) -> None:
