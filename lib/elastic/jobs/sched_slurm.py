@@ -308,12 +308,9 @@ def _given(slurm, long: str, short: str) -> list[str]:
 
 def _has_features(node: Node, slurm) -> bool:
     """Has the node what the workers' --constraint wants? Slurm reads it from the left, & and
-    | alike. No, where it wants so many nodes of a kind, or all of one."""
-    given = _given(slurm, "cons", "C")
-    if re.search(r"[][()*]", wanted := given[-1] if given else ""):
-        return False
-    has, names = True, node.features.split(",")
-    for sign, name in re.findall(r"([&,|]?)([^&,|]+)", wanted):
+    | alike. No node has what is in brackets, or wanted so many times."""
+    has, names, given = True, node.features.split(","), _given(slurm, "cons", "C")
+    for sign, name in re.findall(r"([&,|]?)([^&,|]+)", "".join(given[-1:])):
         has = (has or name in names) if sign == "|" else (has and name in names)
     return has
 
@@ -419,11 +416,10 @@ def parse_squeue(text: str) -> list[Job]:
     jobs = []
     for record in records:
         fields = record.removeprefix("\n").split(_FIELD)
-        if len(fields) < len(_COLUMNS):  # more: a separator in a name; not one of ours
+        # More fields: a separator in a name; not one of ours. A site's own squeue may say more.
+        if len(fields) < len(_COLUMNS) or not re.fullmatch(r"\d\S*", fields[0]):
             raise _unread("squeue", record)
         job_id, state, submitted, started, ended, node, reason, host, *names = fields
-        if not re.fullmatch(r"\d\S*", job_id):  # a site's own squeue may say more
-            raise _unread("squeue", job_id)
         # The comment first: a site's submit plugin may rename a job, to what looks like
         # another's.
         whose = next(filter(None, map(parse_job_name, names)), None)
@@ -506,8 +502,8 @@ def _takes_size_lists(spec: JobSpec) -> bool:
     """`--nodes=1,2,4` is known since 23.02; before, the launcher gives back what is
     over."""
     answer = slurm_command(("sbatch", "--version"), environment=spec.environment)
-    version = re.search(r"(?m)^slurm\S* (\d+)\.(\d+)", answer.stdout)
-    return version is not None and [*map(int, version.groups())] >= [23, 2]
+    versions = re.findall(r"(?m)^slurm\S* (\d+)\.(\d+)", answer.stdout)
+    return any((int(year), int(month)) >= (23, 2) for year, month in versions)
 
 
 def _size(spec: JobSpec, lists: bool) -> list[str]:
