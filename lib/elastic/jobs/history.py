@@ -60,15 +60,13 @@ class _Placed:
         trainer."""
         return (self.role, 0 if self.role in ALONE else self.slot)
 
-
-class _Known(_Placed):
     @property
     def key(self) -> tuple[str, str, int]:
         return (self.job_id, self.role, self.slot)
 
 
 @dataclass(frozen=True)
-class Job(_Known):
+class Job(_Placed):
     """A job as a listing showed it, or as it was submitted a moment ago, and what memory
     knows of it. Times are seconds since the epoch; node "" before the start."""
 
@@ -115,7 +113,7 @@ class Job(_Known):
 
 
 @dataclass(frozen=True)
-class Ended(_Known):
+class Ended(_Placed):
     """How a job ended. Outcomes of the exit record, and: lost, killed, cancelled, held,
     refused."""
 

@@ -26,7 +26,7 @@ with the same backing off.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elastic.jobs.history import ALONE, MASTER, RECENT_S, TRAINER, WORKER, Ended, Job, Memory
 
@@ -45,21 +45,16 @@ Chains = Mapping[Place, Sequence[Ended]]
 
 
 @dataclass(frozen=True)
-class Limits:
-    max_pending: int = 8
-    max_failures: int = 3
-    backoff_s: float = 30.0
-    hang_timeout_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class World:
     """All that a plan may depend on. `slots` is max // gpus_per_worker; 0 in sync
     mode."""
 
     slots: int
     memory: Memory
-    limits: Limits = field(default_factory=Limits)
+    max_pending: int = 8
+    max_failures: int = 3
+    backoff_s: float = 30.0
+    hang_timeout_s: float = 0.0
     mode: str = "local"
     growth: int = 0  # sync mode: GPUs for which a restart pays now; 0: there are none
     limits_of_gpus: tuple[int, int] | None = None  # sync mode: fewest and most, now
@@ -95,7 +90,7 @@ def plan(world: World, now: float) -> list[Action]:
     """What to do about `world`, to be carried out in this order."""
     memory = world.memory
     if memory.closing:
-        closing_s = now - memory.closing_since - world.limits.hang_timeout_s
+        closing_s = now - memory.closing_since - world.hang_timeout_s
         return list(_close(memory.jobs, memory.closing, closing_s, now))
     blamed = bad_nodes(memory, now)
     chains = _chains(memory, blamed)
@@ -108,7 +103,6 @@ def plan(world: World, now: float) -> list[Action]:
                 f"going on in {world.mode} mode", now - memory.mode_since, now),
         *_cancel(world, now),
         *_resize(world, now),
-        *_held(memory),
         *_fill(world, chains, blamed, now),
     ]  # fmt: skip
 
@@ -158,7 +152,7 @@ def _chains(memory: Memory, blamed: Sequence[str]) -> dict[Place, list[Ended]]:
 def _hopeless(world: World, chain: Sequence[Ended]) -> str:
     """Why the crashes of this place end the run, or ""."""
     crashes = [end for end in chain if end.crashed]
-    if len(crashes) < world.limits.max_failures:
+    if len(crashes) < world.max_failures:
         return ""
     last, first = crashes[0], crashes[-1]
     who = last.role if last.role in ALONE else f"{last.role} {last.slot}"
@@ -271,15 +265,9 @@ def _cancelled(job: Job, reason: str) -> Action:
 # ---- what is missing
 
 
-def _held(memory: Memory) -> Iterator[Action]:
-    for job in memory.jobs:
-        if job.queued and "held" in job.reason.lower() and not job.broken_hold:
-            yield Action(WAIT, job.role, job.slot, f"job {job.job_id} is held ({job.reason})")
-
-
 def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> Iterator[Action]:
     """The master first, then the lowest free slots, as far as the limits allow."""
-    memory, limits = world.memory, world.limits
+    memory = world.memory
     there = [job for job in memory.jobs if not job.over]
     taken = {job.place for job in there if not _may_be_followed(job, now)}
     if len([job for job in there if job.role == MASTER]) > 1:
@@ -297,15 +285,15 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
         if place in taken or (is_worker and workers >= world.slots and place not in unsure):
             continue
         wait = "a job may have been submitted already" if place in unsure else ""
-        wait = wait or _backing_off(chains.get(place, ()), limits, now)
+        wait = wait or _backing_off(chains.get(place, ()), world.backoff_s, now)
         if foreign:
             wait = f"the other mode's job {foreign[0]} is still there"
         elif failed := _failing(memory, place):
             wait = f"job {failed} has failed, and is leaving"
         if not wait and now < memory.later_until:
             wait = memory.later_reason
-        if not wait and is_worker and pending >= limits.max_pending:
-            wait = f"max_pending ({limits.max_pending}) jobs are queued"
+        if not wait and is_worker and pending >= world.max_pending:
+            wait = f"max_pending ({world.max_pending}) jobs are queued"
         if wait:
             yield Action(WAIT, *place, wait)
             continue
@@ -329,10 +317,10 @@ def _may_be_followed(job: Job, now: float) -> bool:
     return job.limit_at - now <= min(NEXT_MASTER_S, whole_s / 4)
 
 
-def _backing_off(chain: Sequence[Ended], limits: Limits, now: float) -> str:
+def _backing_off(chain: Sequence[Ended], backoff_s: float, now: float) -> str:
     if not chain:
         return ""
-    delay_s = min(limits.backoff_s * 2 ** min(len(chain) - 1, 30), MAX_BACKOFF_S)
+    delay_s = min(backoff_s * 2 ** min(len(chain) - 1, 30), MAX_BACKOFF_S)
     if now >= chain[0].at + delay_s:
         return ""
     return f"waits {delay_s:g} s after failure {len(chain)}: {chain[0].reason}"

@@ -33,7 +33,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import node_name
 from elastic.jobs import cadence, history, sched, sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, Job, Memory, UnsureSubmission
-from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, Limits, World, plan
+from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, World, plan
 from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler, Unsure
 from elastic.run.records import Outcome, restored
 from elastic.run.rundir import Control, RunDir
@@ -464,7 +464,7 @@ def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
 def world_of(facts: Facts, growth: int = 0) -> World:
     config, control, memory = facts.config, facts.control, facts.memory
     elastic, hang_s = config.elastic, config.health.hang_timeout_s
-    limits = Limits(elastic.max_pending, elastic.max_failures, elastic.backoff_s, hang_s)
+    limits = (elastic.max_pending, elastic.max_failures, elastic.backoff_s, hang_s)
     if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
         memory = replace(memory, later_until=0.0)
     if control.mode == "sync":
@@ -472,8 +472,8 @@ def world_of(facts: Facts, growth: int = 0) -> World:
         gpus = facts.gpus_of(job) if job else 0
         node_gpus = config.slurm.gpus_per_node if config.run.scheduler == "slurm" else 1
         range_ = (control.min, control.max)
-        return World(0, memory, limits, "sync", growth, range_, gpus, node_gpus)
-    return World(control.max // max(1, config.slurm.gpus_per_worker), memory, limits)
+        return World(0, memory, *limits, "sync", growth, range_, gpus, node_gpus)
+    return World(control.max // max(1, config.slurm.gpus_per_worker), memory, *limits)
 
 
 def reasons_of(waits: Sequence[Action]) -> dict[str, str]:

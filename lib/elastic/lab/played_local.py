@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from elastic.jobs.history import MASTER, WORKER, Job, Memory
-from elastic.jobs.plan import AFTER_LEAVE_S, SUBMIT, Limits, World, plan
+from elastic.jobs.plan import AFTER_LEAVE_S, SUBMIT, World, plan
 from elastic.lab.played import Costs, Nodes, job_until
 from elastic.local import rounds
 from elastic.run.goodput import Allocation, Work, ledger
@@ -96,7 +96,7 @@ class Local:
         jobs = [Job("", WORKER, slot, "PENDING") for slot, _ in queued]
         jobs += [Job("", WORKER, worker.key[0], "RUNNING") for worker in alive]
         world = World(self.config.elastic.max // self.gpus, Memory(0.0, (THE_MASTER, *jobs)),
-                      Limits(self.config.elastic.max_pending))  # fmt: skip
+                      self.config.elastic.max_pending)  # fmt: skip
         return [action.slot for action in plan(world, now)
                 if (action.verb, action.role) == (SUBMIT, WORKER)]  # fmt: skip
 
