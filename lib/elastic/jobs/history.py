@@ -31,14 +31,9 @@ STARTED_STATES = frozenset({"CONFIGURING", "RUNNING", "SUSPENDED"})
 LEAVING_STATES = frozenset({"COMPLETING", "STAGE_OUT"})
 # Holds after which a job never starts by itself (compared without blanks, underscores and
 # case). A hold that the user asked for is respected.
-BROKEN_HOLDS = (
-    "dependencyneversatisfied",
-    "jobheldadmin",
-    "jobholdmaxrequeue",
-    "launchfailedrequeuedheld",
-    "launchfailurelimit",
-    "wasdeleted",  # its reservation
-)
+BROKEN_HOLDS = ("dependencyneversatisfied", "jobheldadmin", "jobholdmaxrequeue",
+                "launchfailedrequeuedheld", "launchfailurelimit",
+                "wasdeleted")  # its reservation  # fmt: skip
 
 SETTLE_S = 30.0  # a job this young may be missing from a listing that is a little behind
 CANCEL_AGAIN_S = 60.0  # how long a cancelled job may take to go

@@ -92,8 +92,7 @@ def plan(world: World, now: float) -> list[Action]:
     if memory.closing:
         closing_s = now - memory.closing_since - world.hang_timeout_s
         return list(_close(memory.jobs, memory.closing, closing_s, now))
-    blamed = bad_nodes(memory, now)
-    chains = _chains(memory, blamed)
+    chains = _chains(memory, bad_nodes(memory, now))
     for place, chain in sorted(chains.items()):
         if reason := _hopeless(world, chain):
             failure = Action(FAIL, *place, reason, detail=chain[0].detail)
@@ -103,7 +102,7 @@ def plan(world: World, now: float) -> list[Action]:
                 f"going on in {world.mode} mode", now - memory.mode_since, now),
         *_cancel(world, now),
         *_resize(world, now),
-        *_fill(world, chains, blamed, now),
+        *_fill(world, chains, now),
     ]  # fmt: skip
 
 
@@ -265,7 +264,7 @@ def _cancelled(job: Job, reason: str) -> Action:
 # ---- what is missing
 
 
-def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> Iterator[Action]:
+def _fill(world: World, chains: Chains, now: float) -> Iterator[Action]:
     """The master first, then the lowest free slots, as far as the limits allow."""
     memory = world.memory
     there = [job for job in memory.jobs if not job.over]
@@ -277,7 +276,6 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
     workers += sum(role == WORKER for role, _ in unsure)
     pending = sum(job.queued for job in memory.jobs) + len(unsure)
     last = {end.place: end for end in memory.ended}
-    avoided = {WORKER: blamed, MASTER: bad_nodes(memory, now, MASTER)}
     foreign = [job.job_id for job in memory.jobs if not (world.own(job.role) or job.over)]
     foreign += ["that may have been submitted" for u in memory.unsure if not world.own(u.role)]
     for place in world.places:
@@ -290,18 +288,16 @@ def _fill(world: World, chains: Chains, blamed: tuple[str, ...], now: float) -> 
             wait = f"the other mode's job {foreign[0]} is still there"
         elif failed := _failing(memory, place):
             wait = f"job {failed} has failed, and is leaving"
-        if not wait and now < memory.later_until:
-            wait = memory.later_reason
+        wait = wait or (memory.later_reason if now < memory.later_until else "")
         if not wait and is_worker and pending >= world.max_pending:
             wait = f"max_pending ({world.max_pending}) jobs are queued"
         if wait:
             yield Action(WAIT, *place, wait)
             continue
         ahead = sorted((job for job in memory.jobs if job.place == place), key=_seniority)
-        reason = _occasion(last.get(place))
-        if ahead:
-            reason = f"to follow job {ahead[0].job_id} at once"
-        yield Action(SUBMIT, *place, reason, exclude=avoided.get(place[0], ()))
+        follows = ahead and f"to follow job {ahead[0].job_id} at once"
+        reason = follows or _occasion(last.get(place))
+        yield Action(SUBMIT, *place, reason, exclude=bad_nodes(memory, now, place[0]))
         workers, pending = workers + is_worker, pending + 1
 
 
