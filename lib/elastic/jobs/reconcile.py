@@ -87,13 +87,10 @@ class PassReport:
 
 
 def run_pass(
-    runs: Sequence[RunDir],
-    now: float,
-    dry_run: bool = False,
+    runs: Sequence[RunDir], now: float, dry_run: bool = False,
     scheduler: Callable[[Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
-    within_s: float = 0.0,
-    wait_s: float = 0.0,
-) -> PassReport:
+    within_s: float = 0.0, wait_s: float = 0.0,
+) -> PassReport:  # fmt: skip
     """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing.
     The scheduler's answer of `within_s` ago will do. A run that another pass is at work
     on is skipped; with `wait_s` it is unknown, if that pass takes longer."""
@@ -301,7 +298,8 @@ class _Pass:
             job_id = self._submitted(spec := self._spec(*place, action.exclude))
         except (Unsure, TryAgain) as silence:
             self._note_unsure(place, UNSURE_S)
-            self._say(f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}")
+            what = f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}"
+            self.report.lines.append(what)
             return False
         except (Refused, RetryLater) as refusal:
             self.memory = before
@@ -354,7 +352,7 @@ class _Pass:
     def _not_taken(self, action: Action, refusal: Refused | RetryLater) -> None:
         """A refusal at the run's start is a mistake in its settings. Later it may be this
         host's alone (compute nodes may not submit everywhere), or a site's of today."""
-        memory, delay_s = self.memory, LATER_S
+        memory, delay_s, reason, host = self.memory, LATER_S, refusal.what, ""
         if isinstance(refusal, Refused):
             reason = f"{action.role} refused: {refusal.what}"
             # While another host's pause runs, it is the site that refuses.
@@ -364,8 +362,6 @@ class _Pass:
                 return
             delay_s = min(max(LATER_S, 2 * memory.later_s), MOST_LATER_S)
             memory = replace(memory, later_s=delay_s)
-        else:
-            reason, host = refusal.what, ""
         self.report.waiting.append(f"{action.role} {action.slot}: {reason}")
         until = self._clock() + delay_s
         self.memory = replace(memory, later_until=until, later_reason=reason, later_host=host)
@@ -373,9 +369,8 @@ class _Pass:
     def _cancel(self, action: Action) -> bool:
         self.scheduler.cancel(action.job_id, now=action.now)
         self._change(action, cancelled_at=self._clock())
-        jobs = (job for job in self.memory.jobs if job.job_id == action.job_id)
-        if any(job.queued and job.grows_until for job in jobs):
-            missed = self.memory.missed_growths
+        jobs, missed = self.memory.jobs, self.memory.missed_growths
+        if any(job.job_id == action.job_id and job.queued and job.grows_until for job in jobs):
             passes = NO_GROWTH_PASSES * 2 ** min(missed, 5)
             self.memory = replace(self.memory, spare_passes=-passes, missed_growths=missed + 1)
         self._tell(action)
@@ -383,7 +378,7 @@ class _Pass:
 
     def _give_up(self, action: Action) -> bool:
         self.run.mark_failed(action.reason, action.detail)
-        self._say(f"failed: {action.reason}")
+        self.report.lines.append(f"failed: {action.reason}")
         return True
 
     def _note_unsure(self, place: tuple[str, int], duration_s: float) -> None:
@@ -397,9 +392,9 @@ class _Pass:
         self.report.actions.append(action)
         job = f" job {action.job_id}" if action.job_id else ""
         said = f"{action.verb} {action.role} {action.slot}{job}: {action.reason}"
-        self._say("would " * self.dry_run + said)
-        fields = {"role": action.role, "slot": action.slot, "job_id": action.job_id}
-        self._event(action.verb, **fields, reason=action.reason)
+        self.report.lines.append("would " * self.dry_run + said)
+        self._event(action.verb, role=action.role, slot=action.slot, job_id=action.job_id,
+                    reason=action.reason)  # fmt: skip
 
     def _tell_waiting(self, waits: Sequence[Action]) -> None:
         """Say every reason once, until it has gone away."""
@@ -407,11 +402,8 @@ class _Pass:
         for reason, text in reasons.items():
             self.report.waiting.append(text)
             if reason not in self.memory.said:
-                self._say(text)
+                self.report.lines.append(text)
         self.memory = replace(self.memory, said=tuple(reasons))
-
-    def _say(self, line: str) -> None:
-        self.report.lines.append(line)
 
     def _event(self, kind: str, **fields) -> None:
         if not self.dry_run:
@@ -500,7 +492,6 @@ def _with_last_word(job: Job, facts: Facts, now: float) -> Job:
     if job.state in history.LEAVING_STATES and now >= gone_at:
         return replace(job, state="ENDED")
     is_foreign = (job.role == TRAINER) != (facts.control.mode == "sync")
-    is_trainer_at_work = job.role == TRAINER and job.started
-    if is_trainer_at_work or (is_foreign and over == Outcome.STOPPED):
+    if (job.role == TRAINER and job.started) or (is_foreign and over == Outcome.STOPPED):
         return replace(job, over=over)
     return job

@@ -294,9 +294,8 @@ def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
     lines = ask(*argv, environment=environment).splitlines()
     if not lines:
         raise TryAgain("sinfo shows no node", _PRIVATE)
-    for line in lines:
-        if line.count(_FIELD) != columns.count(_FIELD):
-            raise _unread("sinfo", line)
+    if odd := [line for line in lines if line.count(_FIELD) != columns.count(_FIELD)]:
+        raise _unread("sinfo", odd[0])
     return [Node(*map(str.strip, line.split(_FIELD))) for line in lines]
 
 
@@ -388,10 +387,8 @@ def slurm_command(
     # A run's may be of a version of Slurm that is gone.
     program = shutil.which(argv[0], path=given["PATH"]) or shutil.which(argv[0])
     if program is None:
-        raise ElasticError(
-            f"Command not found: {argv[0]}",
-            "is Slurm's bin directory in PATH? A crontab sets PATH and SLURM_CONF at its top",
-        )
+        hint = "is Slurm's bin directory in PATH? A crontab sets PATH and SLURM_CONF at its top"
+        raise ElasticError(f"Command not found: {argv[0]}", hint)
     try:
         answer = subprocess.run(
             [program, *argv[1:]], env=given | _ASKED.get(argv[0], {}), timeout=timeout_s,
