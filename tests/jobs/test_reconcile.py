@@ -852,9 +852,9 @@ from pathlib import Path
 from elastic.jobs import sched_local
 from elastic.jobs.reconcile import run_pass
 from elastic.run.rundir import RunDir
-run, home, state = map(Path, sys.argv[1:4])
+run, state = map(Path, sys.argv[1:3])
 def scheduler(config, environment):
-    return sched_local.LocalScheduler(config, state, home)
+    return sched_local.LocalScheduler(config, state)
 print("ready", flush=True)
 while True:
     report = run_pass([RunDir(run)], time.time(), scheduler=scheduler)
@@ -866,7 +866,7 @@ while True:
 @contextlib.contextmanager
 def passes(run, home):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
-    command = [sys.executable, "-c", PASSES, str(run.path), str(home), str(home / "state")]
+    command = [sys.executable, "-c", PASSES, str(run.path), str(home / "state")]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         process.stdout.readline()
@@ -890,9 +890,10 @@ def local(make_run, home):
         "while :; do sleep 0.05; done\n"
     )
     path.chmod(0o755)
-    run.environment = lambda: {"PATH": os.environ["PATH"]}
-    (run.path / "environment.json").write_text(json.dumps({"PATH": os.environ["PATH"]}))
-    scheduler = LocalScheduler(run.config(), home / "state", home)
+    environment = {"PATH": os.environ["PATH"], "ELASTIC_HOME": str(home)}
+    run.environment = lambda: environment
+    (run.path / "environment.json").write_text(json.dumps(environment))
+    scheduler = LocalScheduler(run.config(), home / "state")
     yield run, scheduler
     for job in scheduler.jobs():
         scheduler.cancel(job.job_id, now=True)

@@ -46,7 +46,7 @@ class Site:
             f'[local_scheduler]\ngpus = {gpus}\ngrace = "{grace}"\n'
         )
         self.config = load(toml, site=Path(os.devnull))
-        self.scheduler = LocalScheduler(self.config, home / "state", home)
+        self.scheduler = LocalScheduler(self.config, home / "state")
 
     def script(self, text: str) -> None:
         path = self.home / "bin" / "elastic"
@@ -54,7 +54,8 @@ class Site:
         path.chmod(0o755)
 
     def submit(self, slot: int = 0, role: str = "worker", folder: Path | None = None) -> str:
-        environment = {"PATH": os.environ["PATH"], "GREETING": "a b\n'c'"}
+        environment = {"PATH": os.environ["PATH"], "GREETING": "a b\n'c'",
+                       "ELASTIC_HOME": str(self.home)}  # fmt: skip
         where = (folder or self.folder, "run", role, slot)
         return self.scheduler.submit(JobSpec(*where, self.config, environment))
 
@@ -199,8 +200,9 @@ def test_a_local_run_keeps_to_the_gpus_of_its_user(make_site, monkeypatch, tmp_p
     site = make_site(gpus=2)
     given = submission.start(site.config, tmp_path / "runs").environment()
     site.script(f'echo "$CUDA_VISIBLE_DEVICES" >> gpus; {PATIENT}')
+    home = {"ELASTIC_HOME": str(site.home)}
     for slot in range(2):
-        job = JobSpec(site.folder, "run", "worker", slot, site.config, given)
+        job = JobSpec(site.folder, "run", "worker", slot, site.config, given | home)
         site.scheduler.submit(job)
     wait_until(lambda: sorted(site.lines("gpus")) == ["3", "GPU-a1"], 10, "each has its own")
 
@@ -366,10 +368,11 @@ from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_local import LocalScheduler
 home, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 config = load(home / "run.toml", site=Path("/dev/null"))
-scheduler = LocalScheduler(config, home / "state", home)
+scheduler = LocalScheduler(config, home / "state")
+environment = {"PATH": "/usr/bin:/bin", "ELASTIC_HOME": str(home)}
 print("ready", flush=True)
 for slot in range(first, first + count):
-    spec = JobSpec(home / "run", "run", "worker", slot, config, {"PATH": "/usr/bin:/bin"})
+    spec = JobSpec(home / "run", "run", "worker", slot, config, environment)
     print(scheduler.submit(spec), flush=True)
 """
 

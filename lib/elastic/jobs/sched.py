@@ -94,11 +94,11 @@ class JobSpec:
         given = Path(self.environment.get("ELASTIC_HOME", os.devnull))
         return given if (given / "bin/elastic").exists() else elastic_home()
 
-    def command(self, home: Path) -> list[str]:
-        """The command that the job runs, with `home` the root of the installation."""
+    def command(self) -> list[str]:
+        """What the job runs, of that installation."""
         word = {MASTER: "master", TRAINER: "launch", WORKER: "agent"}[self.role]
         slot = [str(self.slot)] if self.role == WORKER else []
-        return [str(home / "bin/elastic"), word, str(self.run_dir), *slot]
+        return [str(self.home / "bin/elastic"), word, str(self.run_dir), *slot]
 
 
 class Scheduler(Protocol):

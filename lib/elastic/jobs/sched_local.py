@@ -52,14 +52,10 @@ MARK = "ELASTIC_LOCAL_JOB"  # STATE_DIR:JOB_ID in the environment of all its pro
 
 
 class LocalScheduler:
-    """Jobs as processes of this machine. `config` gives GPUs and grace; `home` the
-    commands, else the installation that a run was submitted with."""
+    """Jobs as processes of this machine. `config` gives GPUs and grace."""
 
-    def __init__(
-        self, config: Config | None = None, state: Path | None = None, home: Path | None = None
-    ):
+    def __init__(self, config: Config | None = None, state: Path | None = None):
         self.state = (state or registry_dir() / "local").absolute()
-        self.home = home
         self.grace_s = config.local_scheduler.grace_s if config else 10.0
         make_folder(self.state / "jobs", 0o700, parents=True)
 
@@ -80,7 +76,7 @@ class LocalScheduler:
         with self._locked():
             job_id = self._new_id(spec)
             record = {
-                "name": spec.name, "command": spec.command(self.home or spec.home),
+                "name": spec.name, "command": spec.command(),
                 "environment": dict(spec.environment), "folder": str(spec.run_dir),
                 "log": str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)),
                 "least_gpus": spec.gpu_range[0], "gpus": spec.gpus,
