@@ -60,8 +60,7 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
         if after.tokens < before.tokens:
             problems.append(f"step {after.step} has fewer tokens than step {before.step}")
     problems += check_end(end or {}, trained[-1])
-    epochs = count_epochs(trained, finished)
-    forgive(epochs, saved[-1].skipped if saved else ())
+    epochs = count_epochs(trained, finished, saved[-1].skipped if saved else ())
     problems += [problem for epoch in epochs for problem in check_epoch(epoch)]
     files, altered = check_files(run_dir, commits, saved, keep, checksum)
     totals = ("committed", "repeated", "missing", "open", "not_reached")
@@ -101,13 +100,6 @@ def gpu_seconds(run: RunDir) -> dict[str, float]:
 def read_metrics(run: RunDir) -> list[dict]:
     """What rank 0 of sync mode wrote, a line per step."""
     return run.lines("metrics.jsonl")
-
-
-def forgive(epochs: list[dict], skipped: Iterable[Range]) -> None:
-    """Batches that were not finite are left out on purpose, and not missing."""
-    for epoch in epochs:
-        left_out = sum(stop - start for number, start, stop in skipped if number == epoch["epoch"])
-        epoch["missing"] -= min(epoch["missing"], left_out)
 
 
 def read_checkpoints(run_dir: Path, base: int) -> list[Checkpoint]:
@@ -205,28 +197,28 @@ def coverage(spans: Iterable[Range]) -> list[tuple[int, int, int, int]]:
     return pieces
 
 
-def count_epochs(commits: Sequence[Commit], finished: bool) -> list[dict]:
+def count_epochs(
+    commits: Sequence[Commit], finished: bool, skipped: Sequence[Range] = ()
+) -> list[dict]:
     """What is committed, repeated, missing, open and not reached in every epoch begun or
-    owed."""
+    owed. Batches that were not finite are `skipped` on purpose, and not missing."""
     size, owed = commits[0].dataset_samples, commits[-1].epochs if finished else 0
     pieces = coverage([span for commit in commits for span in commit.samples])
-    begun: dict[int, int] = {}  # epoch -> the version that first has samples of it
-    for commit in commits:
-        for epoch, _, _ in commit.samples:
-            begun.setdefault(epoch, commit.version)
+    # By epoch, the version that first has samples of it.
+    begun = {epoch: each.version for each in reversed(commits) for epoch, _, _ in each.samples}
     counts = []
     for epoch in range(max([owed, *(number + 1 for number in begun)])):
         next_begun = min((v for number, v in begun.items() if number > epoch), default=None)
         late = next_begun is not None and commits[-1].version - next_begun >= PATIENCE
-        counts.append(count_epoch(epoch, [p for p in pieces if p[0] == epoch], size))
-        if owed or late:
-            counts[-1]["missing"] = counts[-1]["open"] + counts[-1]["not_reached"]
-            counts[-1]["open"] = counts[-1]["not_reached"] = 0
+        mine, left_out = ([p for p in given if p[0] == epoch] for given in (pieces, skipped))
+        counts.append(count_epoch(epoch, mine, size, bool(owed) or late, count(left_out)))
     return counts
 
 
-def count_epoch(epoch: int, pieces: list[tuple[int, int, int, int]], size: int) -> dict:
-    """The counts of one epoch of `size` samples that is not over yet."""
+def count_epoch(
+    epoch: int, pieces: list[tuple[int, int, int, int]], size: int, is_over: bool, left_out: int
+) -> dict:
+    """The counts of one epoch of `size` samples."""
     highest = max((stop for _, _, stop, _ in pieces), default=0)
     inside = sum(max(0, min(stop, size) - max(0, start)) for _, start, stop, _ in pieces)
     return {
@@ -234,9 +226,9 @@ def count_epoch(epoch: int, pieces: list[tuple[int, int, int, int]], size: int) 
         "dataset_samples": size,
         "committed": inside,
         "repeated": sum((stop - start) * (times - 1) for _, start, stop, times in pieces),
-        "missing": 0,
-        "open": min(highest, size) - inside,
-        "not_reached": max(0, size - highest),
+        "missing": max(0, size - inside - left_out) if is_over else 0,
+        "open": 0 if is_over else min(highest, size) - inside,
+        "not_reached": 0 if is_over else max(0, size - highest),
         "outside": sum(stop - start for _, start, stop, _ in pieces) - inside,
     }
 
