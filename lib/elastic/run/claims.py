@@ -69,8 +69,6 @@ def numbers(folder: Path, kind: str = RECORD) -> list[int]:
 
 def _next_number(folder: Path, record: dict) -> int:
     number = _newest_number(folder) + 1
-    while not create_once(
-        folder / f"{number:06d}.json", to_json({**record, "number": number})
-    ):
+    while not create_once(folder / f"{number:06d}.json", to_json({**record, "number": number})):
         number += 1
     return number

@@ -120,7 +120,7 @@ def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
         " lower local_sgd.inner_steps":
             0 < rounds < 100 and not config.origin("local_sgd.inner_steps").startswith(CHOSEN),
     }  # fmt: skip
-    return [text for text, holds in hurts.items() if holds and text]
+    return [text for text, holds in hurts.items() if holds]
 
 
 def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:

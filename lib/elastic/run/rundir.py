@@ -32,7 +32,6 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -119,10 +118,8 @@ class RunDir:
             place = Path(error.filename2 or error.filename or run.path)
             if place in (link, *link.parents):
                 what, variable = place, "ELASTIC_HOME_DIR"
-            raise ElasticError(
-                f"cannot make {what}: {error.strerror}",
-                f"set {variable} to a writable folder on the shared filesystem",
-            ) from None
+            hint = f"set {variable} to a writable folder on the shared filesystem"
+            raise ElasticError(f"cannot make {what}: {error.strerror}", hint) from None
         return run
 
     def check_answers(self) -> None:
@@ -233,18 +230,17 @@ class RunDir:
 
     def lines(self, name: str, last: int = 0) -> list[dict]:
         """The newest records of a log of JSON lines."""
-        try:
-            with (self.path / name).open("rb") as file:
-                if last:  # the first line is torn, then
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - last * MOST_LINE))
-                lines = file.read().splitlines()
-        except FileNotFoundError:
-            return []
-        return records(lines[-last:], name)
+        place = (0, 0)
+        with contextlib.suppress(FileNotFoundError):
+            if last:  # the first line is torn, then
+                there = (self.path / name).stat()
+                place = (there.st_ino, max(0, there.st_size - last * MOST_LINE))
+        return self.lines_after(name, place)[0][-last:]
 
     def lines_after(self, name: str, place: tuple[int, int]) -> tuple[list[dict], tuple[int, int]]:
         """The whole lines after a place, (0, 0) at first, and the place of the next look;
-        of a file that is another one by then, or was cut, all of it."""
+        of a file that is another one by then, or was cut, all of it. Without a line that is
+        torn, by a full disk for one; or whatever else somebody has put there."""
         try:
             with (self.path / name).open("rb") as file:
                 which, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
@@ -253,8 +249,12 @@ class RunDir:
                 whole = file.read().rpartition(b"\n")[0]
         except FileNotFoundError:
             return [], (0, 0)
-        end = start + len(whole) + 1 if whole else start
-        return records(whole.splitlines(), name), (which, end)
+        found = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+        sound = [record for record in found if not fault(record, LOGS.get(name, ""))]
+        return sound, (which, start + len(whole) + 1 if whole else start)
 
     def log_path(self, role: str, slot: int) -> Path:
         name = "master.log" if role == "master" else f"{role}-{slot:04d}.log"
@@ -277,26 +277,14 @@ class RunDir:
         return f"no space on the filesystem of {self.path} ({left}): remove files there"
 
 
-def records(lines: Iterable[bytes], name: str) -> list[dict]:
-    """Of a log of that name, without a line that is torn, by a full disk for one; or
-    whatever else somebody has put there."""
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return [record for record in found if not fault(record, LOGS.get(name, ""))]
-
-
 def place_of(root: Path, name: str) -> Path:
     """Where a new run of that name is to be. UsageError if the name is taken."""
     path, link = Path(root).resolve() / name, registry_dir() / "runs" / name
     if path.exists() or (link.is_symlink() and link.readlink() != path):
         where = path if path.exists() else Path(os.readlink(link))
         folder = where if where.exists() else link
-        raise UsageError(
-            f"run name taken: {name!r} is {where}",
-            f"choose another --name; of a run that is over remove {folder}",
-        )
+        hint = f"choose another --name; of a run that is over remove {folder}"
+        raise UsageError(f"run name taken: {name!r} is {where}", hint)
     return path
 
 
@@ -307,7 +295,7 @@ def registered() -> list[RunDir]:
     """Every run of this user that still has its directory, by name. All are looked at at
     once: one on a server that is gone keeps no other waiting (see check_answers)."""
     folder = registry_dir() / "runs"
-    links = sorted(folder.iterdir()) if folder.is_dir() else []
+    links = [folder / name for name in sorted(durable.names(folder))]
     looks = [durable.in_background(functools.partial(_run_at, link)) for link in links]
     wait(looks, LOOK_S)
     runs = (look.result() if look.done() else RunDir(link, is_silent=True)
