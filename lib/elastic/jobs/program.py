@@ -73,8 +73,7 @@ class Program:
     def family(self, rank: str) -> set[int]:
         """All processes of a rank on this node, also where a launcher has started them in
         a session of their own, and has died."""
-        owner = self.mark(rank)[MARK].rpartition(":")[2]
-        return proc.families(MARK, self.run.path)[owner]
+        return proc.families(MARK, self.run.path)[f"{self.job_id}.{self.attempt}.{rank}"]
 
     def closing(self, mode: str, notice: Notice) -> str:
         """Why the run does not go on in this mode, once the filesystem answers. Raises

@@ -252,7 +252,7 @@ class Launcher:
         has_told, code = False, None
         looked = recorded = time.monotonic()
         try:
-            while (code := ranks.code()) is None:
+            while code is None and (code := ranks.code()) is None:
                 if self.config.run.command and time.monotonic() - looked > CONTROL_S:
                     looked = time.monotonic()
                     with contextlib.suppress(TryAgain):
@@ -267,8 +267,6 @@ class Launcher:
                     code = ranks.abort()
                 elif ranks.are_stuck():
                     code = -signal.SIGKILL
-                if code is not None:
-                    break
                 time.sleep(POLL_S)
         finally:
             ranks.end(code)
