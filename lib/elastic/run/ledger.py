@@ -37,9 +37,6 @@ class Ranges:
     def __len__(self) -> int:
         return sum(stop - start for _, start, stop in self)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranges) and list(self) == list(other)
-
     def add(self, ranges: Iterable[Range]) -> None:
         """Add every position of `ranges`; those already here stay."""
         for epoch, start, stop in ranges:
@@ -63,10 +60,6 @@ class Ranges:
             spans[first:last] = [span for span in rest if span[0] < span[1]]
             if not spans:
                 del self._epochs[epoch]
-
-    def overlaps(self, ranges: Iterable[Range]) -> bool:
-        """True if any position of `ranges` is here."""
-        return count(self.common(ranges)) > 0
 
     def common(self, ranges: Iterable[Range]) -> list[Range]:
         """The positions of `ranges` that are here, as ranges."""
@@ -170,12 +163,12 @@ class Ledger:
             return "samples outside the data set"
         if len(Ranges(ranges)) != count(ranges):
             return "the same sample twice in one delta"
-        if self.committed.overlaps(ranges):
+        if self.committed.common(ranges):
             return "samples already committed"
-        if any(taken.overlaps(ranges) for taken in self.offered.values()):
+        if any(taken.common(ranges) for taken in self.offered.values()):
             return "samples already in another delta of this round"
         for other, taken in self.held.items():
-            if other != owner and taken.overlaps(ranges):
+            if other != owner and taken.common(ranges):
                 return f"samples were handed to slot {other[0]} since"
         return ""
 
