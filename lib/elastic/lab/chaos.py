@@ -32,7 +32,7 @@ from elastic.lab.sandbox import Sandbox
 from elastic.local.master_store import MasterStore
 from elastic.people.submission import jobs_of
 from elastic.run import goodput
-from elastic.run.audit import audit, gpu_seconds, has_ledger, read_metrics
+from elastic.run.audit import audit, gpu_seconds, has_ledger
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 
@@ -201,14 +201,14 @@ class Chaos:
     def costs(self) -> list[tuple[Fault, Cost]]:
         """Every fault so far with its cost so far."""
         if self.in_sync_mode:
-            lines = read_metrics(self.run)
+            lines = self.run.lines("metrics.jsonl")
             return [(fault, faults.cost_in_sync_mode(fault, lines)) for fault in self.done]
         commits = list(self.run.commits.all(self._began))
         return [(fault, faults.cost_in_local_mode(fault, commits)) for fault in self.done]
 
     def report(self, began: float, before_s: float = 0.0) -> dict:
         """What the faults cost since they began, beside the `before_s` without any."""
-        work = goodput.work_in(self.run.commits.all(), read_metrics(self.run))
+        work = goodput.work_in(self.run.commits.all(), self.run.lines("metrics.jsonl"))
         costs = self.costs()
         end = min(time.time(), (self.run.done() or {}).get("time", inf))
         before = goodput.tokens_per_s(work, began - before_s, began) if before_s else None

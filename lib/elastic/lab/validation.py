@@ -25,7 +25,6 @@ from elastic.base.environment import runs_root
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.reconcile import run_pass
 from elastic.people import steering, submission, timeline
-from elastic.run.audit import read_metrics
 from elastic.run.rundir import RunDir
 
 BASELINE = "sync"
@@ -158,7 +157,8 @@ def final_loss(run: RunDir, metric: str = "") -> float:
 
 def curve(run: RunDir) -> list[float]:
     """The training loss along the run."""
-    return [point.loss for point in timeline.points(list(run.commits.all()), read_metrics(run))]
+    points = timeline.points(list(run.commits.all()), run.lines("metrics.jsonl"))
+    return [point.loss for point in points]
 
 
 def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterator[dict]:

@@ -19,7 +19,7 @@ from elastic.base.errors import ElasticError
 from elastic.people import status, timeline
 from elastic.people.timeline import Incident, Point, Stay
 from elastic.run import scores, wording
-from elastic.run.audit import gpu_seconds, read_metrics
+from elastic.run.audit import gpu_seconds
 from elastic.run.goodput import PARTS, shares
 from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
@@ -68,7 +68,7 @@ def gather(run: RunDir) -> Facts:
     return Facts(
         seen=status.observe(run),
         began=events[0]["time"],
-        points=thinned(timeline.points(commits, read_metrics(run))),
+        points=thinned(timeline.points(commits, run.lines("metrics.jsonl"))),
         scores=thinned([each for each in scores.read(run) if each.loss is not None]),
         stays=newest(timeline.stays(events, run.jobs.endings(), now)),
         incidents=timeline.incidents(events),

@@ -94,12 +94,7 @@ def gpu_seconds(run: RunDir) -> dict[str, float]:
     events, per_worker = run.events(), run.config().slurm.gpus_per_worker
     jobs = goodput.allocations(events, run.jobs.endings(), per_worker, time.time())
     commits, _ = read_commits(run.path / "commits")
-    return goodput.ledger(jobs, goodput.work_in(commits, read_metrics(run)))
-
-
-def read_metrics(run: RunDir) -> list[dict]:
-    """What rank 0 of sync mode wrote, a line per step."""
-    return run.lines("metrics.jsonl")
+    return goodput.ledger(jobs, goodput.work_in(commits, run.lines("metrics.jsonl")))
 
 
 def read_checkpoints(run_dir: Path, base: int) -> list[Checkpoint]:

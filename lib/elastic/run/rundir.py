@@ -13,7 +13,7 @@ any moment. The names, and who writes them:
                                          of those whose workers have left (SLOT.ATTEMPT.left)
     exit/JOB.json                        one record per job: started, ended, why
     events.jsonl logs/ DONE failed.json  what happened
-    scores.jsonl                         what validations have said of the model
+    metrics.jsonl scores.jsonl           the steps of sync mode; what validations have said
 
 Parts: run.commits (commits.py), run.slots and run.masters (claims.py: who fences whom),
 run.jobs and run.offers (told.py: what jobs leave behind). sound.py says what a record is.
