@@ -180,7 +180,7 @@ def of_use_as_commit(run: RunDir, path: Path) -> None:
     if len(commits) == 2:
         check_sequence(commits)
         check_sums(*commits)
-        count_epochs(commits, False)
+        count_epochs(commits, False, ())
         check_files(run.path, commits, [], 1, None)
         assert len(taken_back(commits)) <= 2
     found = list(run.commits.all())

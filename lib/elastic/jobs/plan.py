@@ -100,9 +100,7 @@ def plan(world: World, now: float) -> list[Action]:
     return [
         *_close([job for job in memory.jobs if not world.own(job.role)],
                 f"going on in {world.mode} mode", now - memory.mode_since, now),
-        *_cancel(world, now),
-        *_resize(world, now),
-        *_fill(world, chains, now),
+        *_cancel(world, now), *_resize(world, now), *_fill(world, chains, now),
     ]  # fmt: skip
 
 
@@ -314,10 +312,8 @@ def _may_be_followed(job: Job, now: float) -> bool:
 
 
 def _backing_off(chain: Sequence[Ended], backoff_s: float, now: float) -> str:
-    if not chain:
-        return ""
     delay_s = min(backoff_s * 2 ** min(len(chain) - 1, 30), MAX_BACKOFF_S)
-    if now >= chain[0].at + delay_s:
+    if not chain or now >= chain[0].at + delay_s:
         return ""
     return f"waits {delay_s:g} s after failure {len(chain)}: {chain[0].reason}"
 

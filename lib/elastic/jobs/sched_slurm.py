@@ -59,15 +59,12 @@ _SRUN = ("env", "--unset=SLURM_CPUS_PER_TASK", "--unset=SLURM_TRES_PER_TASK",
 
 # What a command says when it does not know whether the controller did what was asked.
 _NO_ANSWER = re.compile(
-    "Socket timed out|Unable to contact|Unexpected message received|Zero Bytes|Connection|"
-    "Transport endpoint|communication|standby mode",
-    re.IGNORECASE,
+    "(?i)Socket timed out|Unable to contact|Unexpected message received|Zero Bytes|Connection|"
+    "Transport endpoint|communication|standby mode"
 )
 _PRIVATE = "this site shows it to nobody (PrivateData in slurm.conf)"
 _GONE = re.compile("Invalid job id|already completing or completed")
-_NOT_NOW = re.compile(
-    "SubmitJob|inactive or drain|not available now|try again|temporarily|munge", re.IGNORECASE
-)
+_NOT_NOW = re.compile("(?i)SubmitJob|inactive or drain|not available now|try again|temporar|munge")
 
 
 class SlurmScheduler:

@@ -192,9 +192,7 @@ def coverage(spans: Iterable[Range]) -> list[tuple[int, int, int, int]]:
     return pieces
 
 
-def count_epochs(
-    commits: Sequence[Commit], finished: bool, skipped: Sequence[Range] = ()
-) -> list[dict]:
+def count_epochs(commits: Sequence[Commit], finished: bool, skipped: Sequence[Range]) -> list[dict]:
     """What is committed, repeated, missing, open and not reached in every epoch begun or
     owed. Batches that were not finite are `skipped` on purpose, and not missing."""
     size, owed = commits[0].dataset_samples, commits[-1].epochs if finished else 0
