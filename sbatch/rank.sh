@@ -15,7 +15,7 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/network.sh"
 
 export RANK="${RANK:-${SLURM_PROCID}}" WORLD_SIZE="${WORLD_SIZE:-${SLURM_NTASKS}}"
 export LOCAL_RANK="${LOCAL_RANK:-${SLURM_LOCALID}}"
-node="${SLURMD_NODENAME:-${HOSTNAME}}"
+node="${SLURMD_NODENAME:-${HOSTNAME}}" job="${SLURM_JOB_ID:+SLURM_JOB_ID=${SLURM_JOB_ID}}"
 signals=(TERM INT USR1 USR2)
 export -n ELASTIC_NOTICED # the command may start ranks of its own
 copies=()
@@ -80,16 +80,17 @@ if [[ -n "${ELASTIC_KEEPALIVE:-}" && "${LOCAL_RANK}" == 0 ]]; then
     line="$!"
 fi
 
-# Slurm gives its signal to every process of a step, and a save that is told twice may break.
-is_told() { [[ "${SLURM_STEP_ID:+${noticed}}" == "${signal}" ]]; }
+# Slurm tells every process of a step, and a save told twice may break; with proctrack/cgroup this shell alone.
+is_told() { [[ "${SLURM_STEP_ID:+${noticed}}" == "${signal}" ]] && ! grep -Eqs '(:freezer|^0:).*/step_' /proc/self/cgroup; }
 
 # What a launcher that died of the notice (bash, conda run) has left at work hears of it, and may save.
 outlast() {
-    local pid left told=" "
-    while left=" $(grep -lzsxF "${mark}" /proc/[0-9]*/environ | tr -cs 0-9 ' ')"; [[ "${left}" == *[0-9]* ]]; do
+    local pid left above told=" "
+    while left=" $(grep -lzsxF "${mark}" /proc/[0-9]*/environ | xargs -r grep -lzsxF "${job:-${mark}}" | tr -cs 0-9 ' ')"
+        [[ "${left}" == *[0-9]* ]]; do # not what it has submitted: that is another job's
         for pid in ${left}; do # but no helper of theirs, such as the workers of a DataLoader
-            [[ "${told}" != *" ${pid} "* ]] || continue
-            [[ "${left}" != *" $(sed -n 's/^PPid:\t//p' "/proc/${pid}/status") "* ]] || continue
+            above="$(sed -n 's/^PPid:\t//p' "/proc/${pid}/status")"
+            [[ "${told}" != *" ${pid} "* && "${left}" != *" ${above} "* ]] || continue
             told+="${pid} "
             is_told || kill -s "${signal}" "${pid}"
         done
@@ -97,11 +98,9 @@ outlast() {
     done 2>/dev/null || true
 }
 
-signal="${ELASTIC_NOTICE_SIGNAL:-TERM}" mark="ELASTIC_RANK_MARK=${node}:$$:${EPOCHSECONDS}"
-noticed="" child=""
+signal="${ELASTIC_NOTICE_SIGNAL:-TERM}" mark="ELASTIC_RANK_MARK=${node}:$$:${EPOCHSECONDS}" noticed="" child=""
 for each in "${signals[@]}"; do
-    trap "noticed=${each};"' [[ -z "${child}" ]] || is_told || kill -s "${signal}" "${child}" 2>/dev/null || true' \
-        "${each}"
+    trap "noticed=${each};"' [[ -z "${child}" ]] || is_told || kill -s "${signal}" "${child}" 2>/dev/null || true' "${each}"
 done
 [[ -z "${ELASTIC_RUN_DIR:-}" ]] || open_log
 elastic::network

@@ -41,6 +41,30 @@ print(fork.active_children() == [before], bool(notice))
 pool.terminate()
 pool.join()
 """
+# Those of an executor are no daemons. The local scheduler's notice is to all of a group.
+A_NOTICE_TO_THE_GROUP = """
+import concurrent.futures
+os.setpgid(0, 0)
+with concurrent.futures.ProcessPoolExecutor(1, mp_context=fork) as pool:
+    waits = pool.submit(abs, -3)
+    waits.result()
+    subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True)
+    print(pool.submit(abs, -4).result(), bool(notice))
+"""
+CLEANS_UP = """
+def work():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    ready.set()
+    while True:
+        pass
+ready = fork.Event()
+child = fork.Process(target=work, daemon=True)
+child.start()
+ready.wait()
+child.terminate()
+child.join()
+print(child.exitcode)
+"""
 A_FORK = """
 if not (pid := os.fork()):
     time.sleep(600)
@@ -64,8 +88,10 @@ print(child.wait())
 @pytest.mark.parametrize(
     ("story", "said"),
     [(A_POOL, "[1, 2]\n"), (ENDED_AT_ONCE, "-15\n" * 20), (A_NOTICE_TO_ALL, "True False\n"),
-     (A_FORK, "-15\n"), (OF_ITS_OWN, "7\n"), (EXECUTED, "-15\n")],
-    ids=["pool", "ended at once", "a notice to all", "fork", "a handler of its own", "executed"],
+     (A_NOTICE_TO_THE_GROUP, "4 True\n"), (CLEANS_UP, "3\n"), (A_FORK, "-15\n"),
+     (OF_ITS_OWN, "7\n"), (EXECUTED, "-15\n")],
+    ids=["pool", "ended at once", "a notice to all", "a notice to its group", "cleans up",
+         "fork", "a handler of its own", "executed"],
 )  # fmt: skip
 def test_a_child_is_ended_by_its_parent_and_by_no_notice(story: str, said: str):
     """A multiprocessing.Pool waited for ever for children that took TERM for a notice."""

@@ -10,6 +10,7 @@ pytest tests/sync/test_launch_env.py
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -288,6 +289,39 @@ def test_what_a_launcher_that_dies_of_the_notice_leaves_at_work_may_save(tmp_pat
         rank.send_signal(signal.SIGTERM)
     out, _ = rank.communicate(timeout=20 * PATIENCE)
     assert (rank.returncode, out) == (75, f"saved 1 {not step}\n")
+
+
+def test_a_rank_whose_step_a_cgroup_tracks_passes_the_notice_on(tmp_path):
+    """proctrack/cgroup signals the task alone, which is rank.sh: no program heard of it. Here
+    grep says that a cgroup does."""
+    fake = tmp_path / "grep"
+    real = shutil.which("grep")
+    fake.write_text(f'#!/bin/sh\n[ "${{*#*self/cgroup}}" != "$*" ] || exec {real} "$@"\n')
+    fake.chmod(0o755)
+    (tmp_path / "train.py").write_text(SAVES)
+    script = f"bash -c '{sys.executable} {tmp_path}/train.py; true'; true"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    rank = rank_of(tmp_path, script, SLURM_STEP_ID="0", PATH=path)
+    assert rank.stdout.readline() == "up\n"
+    rank.send_signal(signal.SIGTERM)
+    out, _ = rank.communicate(timeout=20 * PATIENCE)
+    assert (rank.returncode, out) == (75, "saved 1 True\n")
+
+
+def test_what_a_rank_has_submitted_is_left_alone(tmp_path):
+    """Another job of the same node inherits its mark, and would be waited for, for ever."""
+    other = f"SLURM_JOB_ID=4800 setsid sleep 600 >/dev/null 2>&1 & echo $! >{tmp_path}/other"
+    script = f"{other}; echo up; sleep 600"
+    rank = rank_of(tmp_path, script)
+    assert rank.stdout.readline() == "up\n"
+    other = int((tmp_path / "other").read_text())
+    try:
+        rank.send_signal(signal.SIGTERM)
+        rank.communicate(timeout=10 * PATIENCE)
+        assert rank.returncode == 75
+        os.kill(other, 0)
+    finally:
+        os.kill(other, signal.SIGKILL)
 
 
 def test_what_is_typed_reaches_the_command(tmp_path):

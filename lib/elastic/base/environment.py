@@ -16,7 +16,7 @@ from elastic.base.durable import check_private
 from elastic.base.errors import UsageError
 
 LEADS = ("SLURM_CONF", "SLURM_CONF_SERVER")  # to the cluster, where /etc/slurm does not
-_OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID")
+_OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID", "ELASTIC_RANK", "ELASTIC_PROGRESS")
 # A user's settings for Slurm's commands would filter their answers or change their form.
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 _OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")

@@ -46,10 +46,11 @@ class Process(NamedTuple):
 
 
 def families(
-    mark: str, folder: Path, otherwise: Callable[[int, dict[str, str]], str] = lambda *_: ""
-) -> dict[str, set[int]]:
+    mark: str, folder: Path, otherwise: Callable[[int, dict[str, str]], str] = lambda *_: "",
+    job_id: str = "",
+) -> dict[str, set[int]]:  # fmt: skip
     """All living processes by owner; `otherwise(pid, environment)` may know of one
-    without mark.
+    without mark. `job_id`: of this Slurm job alone; what a process submits inherits its mark.
 
     Only what this user has started is believed: anybody may mark a process of his own.
     """
@@ -63,6 +64,8 @@ def families(
         words = read(f"/proc/{pid}/environ").split("\0")
         given = dict(word.split("=", 1) for word in words if "=" in word)
         where, _, name = given.get(mark, "").rpartition(":")
+        if job_id and given.get("SLURM_JOB_ID", job_id) != job_id:
+            return ""
         return name if where == str(folder) else otherwise(pid, given)
 
     owners = {pid: owner(pid) for pid in parents}

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -91,15 +92,15 @@ def install(exit_code: int | None = None) -> Notice:
 @functools.cache
 def _spare_children() -> None:
     """A forked child would take its parent's TERM for a notice, and stay. It gets the default
-    handlers; one of multiprocessing's that goes with its parent (Pool, DataLoader) ignores
-    notices, too."""
-    from multiprocessing.process import current_process
+    handlers; one of multiprocessing's (Pool, DataLoader) lets notices pass by, too."""
     from multiprocessing.util import register_after_fork
 
     held = threading.local()
 
     def hold() -> None:  # a signal that comes before the child has its own handlers
         held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+        # Its children go on to ignore_notices(), and no signal comes in between.
+        held.is_shielded = sys._getframe(1).f_globals["__name__"] == "multiprocessing.popen_fork"
 
     def go_on() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
@@ -108,10 +109,11 @@ def _spare_children() -> None:
         for number in NOTICES:
             if isinstance(getattr(signal.getsignal(number), "__self__", None), Notice):
                 signal.signal(number, signal.SIG_DFL)
-        go_on()
+        if not held.is_shielded:
+            go_on()
 
     os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=forget)
-    register_after_fork(Notice, lambda _: current_process().daemon and ignore_notices())
+    register_after_fork(Notice, lambda _: ignore_notices())
 
 
 def ignore_notices() -> None:
@@ -122,13 +124,21 @@ def ignore_notices() -> None:
     then waits.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
-    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+    inherited = {number: signal.getsignal(number) for number in NOTICES}
+    threading.Thread(target=_obey, args=(os.getppid(), inherited), daemon=True).start()
 
 
-def _obey(parent: int) -> None:
-    while signal.sigwaitinfo(NOTICES).si_pid != parent:
-        pass
-    os._exit(0)
+def _obey(parent: int, inherited: dict) -> None:
+    while True:
+        told = signal.sigwaitinfo(NOTICES)
+        if told.si_pid != parent == os.getppid():
+            continue  # a notice
+        handler = signal.getsignal(told.si_signo)
+        if handler is not signal.SIG_DFL and handler == inherited[told.si_signo]:
+            os._exit(0)  # the parent's handler says nothing of its child
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)  # here alone
+        os.kill(os.getpid(), told.si_signo)
+        signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 
 
 def die_with_parent() -> None:

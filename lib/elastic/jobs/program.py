@@ -70,10 +70,13 @@ class Program:
         """The environment by which `family` knows the processes of a rank."""
         return {MARK: f"{self.run.path}:{self.job_id}.{self.attempt}.{rank}"}
 
-    def family(self, rank: str) -> set[int]:
-        """All processes of a rank on this node, also where a launcher has started them in
-        a session of their own, and has died."""
-        return proc.families(MARK, self.run.path)[f"{self.job_id}.{self.attempt}.{rank}"]
+    def family(self, *ranks: str) -> set[int]:
+        """All processes of these ranks (none: of all) on this node, also where a launcher
+        has started them in a session of their own, and has died."""
+        mine = f"{self.job_id}.{self.attempt}."
+        found = proc.families(MARK, self.run.path, job_id=env("SLURM_JOB_ID", "")).items()
+        return set().union(*(pids for owner, pids in found if owner.startswith(mine)
+                             and (not ranks or owner.removeprefix(mine) in ranks)))  # fmt: skip
 
     def closing(self, mode: str, notice: Notice) -> str:
         """Why the run does not go on in this mode, once the filesystem answers. Raises

@@ -10,6 +10,7 @@ left alone with its reason. What is no tensor travels as JSON in the file's head
 nothing is unpickled.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from torch.optim import Optimizer
 
 from elastic.base.durable import checksum, to_json, write_atomic
+from elastic.base.errors import TryAgain
 from elastic.run.records import Name, restored
 from elastic.run.rundir import RunDir
 from elastic.run.sound import hint
@@ -97,8 +99,11 @@ def choose(run: RunDir, slot: int, version: int, max_age: int) -> tuple[Pointer 
     own, a donor's, or none that is recent."""
     if own := _recent(run, slot, version - max_age):
         return own, f"own of version {own.version}"
-    others = (_recent(run, other, version - max_age) for other in run.slots.all())
-    if not (donors := [*filter(None, others)]):
+    donors = []
+    for other in run.slots.all():
+        with contextlib.suppress(TryAgain):  # another may do
+            donors += filter(None, [_recent(run, other, version - max_age)])
+    if not donors:
         return None, "fresh"
     donor = max(donors, key=lambda pointer: (pointer.version, -pointer.slot))
     return donor, f"donor slot {donor.slot} attempt {donor.attempt} of version {donor.version}"
@@ -151,10 +156,10 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
 
 
 def _count(group: dict, packed: object, tensors: dict) -> None:
-    param = group["params"][0]
-    for name, number in numbers(_unpacked(packed, tensors, param)).items():
-        is_tensor = isinstance(number, torch.Tensor)
-        group[name] = number.to(own_part(param).device) if is_tensor else number
+    for param in group["params"][:1]:  # an empty group counts nothing
+        for name, number in numbers(_unpacked(packed, tensors, param)).items():
+            is_tensor = isinstance(number, torch.Tensor)
+            group[name] = number.to(own_part(param).device) if is_tensor else number
 
 
 def _whose(optimizers: Sequence) -> list:

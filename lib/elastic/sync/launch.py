@@ -14,7 +14,6 @@ torch in this process.
 """
 
 import contextlib
-import functools
 import math
 import os
 import re
@@ -196,7 +195,7 @@ class Launcher:
         ways = {"text": True, "errors": "replace", "process_group": 0}
         processes = [start_rank(command, shared | place, folder, **ways) for place in places]
         limit_s = config.sync.silent_timeout_s if config.run.command else 0.0
-        here = set if is_in_slurm else functools.partial(self.program.family, "")
+        here = set if is_in_slurm else self.program.family
         return Ranks(processes, self._lines, limit_s, self._resume, here)
 
     def _shared(self, nodes: int) -> dict[str, str]:

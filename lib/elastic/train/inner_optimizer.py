@@ -1,8 +1,9 @@
 """The inner optimizer of a worker, or those that share its model, as the two of a GAN:
 who sets the learning rates, and whether it takes the parameters that a version brings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class InnerOptimizer:
         """Clear its state: moments that are suspect, or another model's."""
         for optimizer in self.each:
             optimizer.state.clear()
-        for group, made_with in zip(self.groups, self._made_with, strict=True):
+        for group, made_with in self._with_beginnings():
             for name in numbers(group):
                 del group[name]
             group |= deepcopy(made_with)
@@ -48,7 +49,11 @@ class InnerOptimizer:
         numbers that it was not made with."""
         return [{name: number for name, number in numbers(group).items()
                  if name not in made_with or torch.as_tensor(number != made_with[name]).any()}
-                for group, made_with in zip(self.groups, self._made_with, strict=True)]  # fmt: skip
+                for group, made_with in self._with_beginnings()]
+
+    def _with_beginnings(self) -> Iterator[tuple[dict, dict]]:
+        """Every group with the numbers that it was made with; a loop may have added some."""
+        return zip_longest(self.groups, self._made_with, fillvalue={})
 
     def set_rates(self, factor: float) -> None:
         """Every group's peak times `factor`."""

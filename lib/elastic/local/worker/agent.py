@@ -69,19 +69,19 @@ class Training:
     heard: float = field(default_factory=time.monotonic)
     kill_at: float = inf
     files: tuple[int, ...] = ()  # that they open, as long as they live
-    family: Callable[[str], set[int]] = lambda _rank: set()  # the processes of a rank
+    family: Callable[..., set[int]] = lambda *_: set()  # the processes of ranks
     told: set[int] = field(default_factory=set)
 
     def exit_code(self) -> int | None:
         """None while all run, or what a launcher that died of a notice (bash, conda run)
         has left; else that of the first rank that failed, or 0."""
         codes = [process.poll() for process in self.processes]
-        failed = {str(rank): code for rank, code in enumerate(codes) if code}
-        died = all(-code in NOTICES for code in failed.values())
-        if died and (left := set().union(*map(self.family, failed))):
+        failed = {str(rank): _as_signal(code) for rank, code in enumerate(codes) if code}
+        crashes = [code for code in failed.values() if -code not in NOTICES]
+        if failed and not crashes and (left := self.family(*failed)):
             self._tell(left)
             return None
-        return next(iter(failed.values()), None if None in codes else 0)
+        return next(iter(crashes or failed.values()), None if None in codes else 0)
 
     def _tell(self, left: set[int]) -> None:
         """What nobody among them has started hears of the notice, once, and may deliver."""
@@ -97,10 +97,7 @@ class Training:
     def strike(self, number: int) -> None:
         """Signal all processes of theirs, too."""
         self.signal(number)
-        proc.send(self._everybody(), number)
-
-    def _everybody(self) -> set[int]:
-        return set().union(*(self.family(str(rank)) for rank in range(len(self.processes))))
+        proc.send(self.family(), number)
 
     def send_away(self, within_s: float) -> None:
         """Notice, once; who is deaf to it is killed after `within_s`."""
@@ -139,7 +136,7 @@ class Training:
     def end(self) -> None:
         self.signal(signal.SIGKILL)
         with contextlib.suppress(ElasticError):
-            proc.kill_all(self._everybody)  # what a launcher has left trains on, unseen
+            proc.kill_all(self.family)  # what a launcher has left trains on, unseen
         for process in self.processes:
             process.wait()
         self.read()
@@ -297,7 +294,8 @@ class Agent:
         reader, writer = os.pipe()
         # Whoever opens a port opens it to all users.
         rendezvous = os.memfd_create("rendezvous")
-        # Not inherited: `conda run` and others pass no descriptor on.
+        # By name: `conda run` and others pass no descriptor on. A container with users of its
+        # own may open none of another process's, but has inherited it.
         places = f"/proc/{os.getpid()}/fd/"
         shared = {
             "ELASTIC_RUN_DIR": str(program.run.path), "ELASTIC_SLOT": str(program.slot),
@@ -307,17 +305,19 @@ class Agent:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")),
             "ELASTIC_RENDEZVOUS": f"{places}{rendezvous}",
         }  # fmt: skip
-        processes = [self._start_rank(rank, shared) for rank in range(ranks)]
-        return Training(processes, reader, files=(writer, rendezvous), family=program.family)
+        files = (writer, rendezvous)
+        processes = [self._start_rank(rank, shared, files) for rank in range(ranks)]
+        return Training(processes, reader, files=files, family=program.family)
 
-    def _start_rank(self, rank: int, shared: dict) -> subprocess.Popen:
+    def _start_rank(self, rank: int, shared: dict, files: tuple[int, ...]) -> subprocess.Popen:
         program, own = self.program, {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         names = {"python": sys.executable, "run": str(program.run.path),
                  "slot": str(program.slot), "attempt": str(program.attempt)}  # fmt: skip
         words = expand(self.config.run.command, names) or torch_program("worker")
         folder = self.config.run.folder if self.config.run.command else None
         command = [*self.config.slurm.rank_prefix, *words]
-        return start_rank(command, {**shared, **own, **program.mark(str(rank))}, folder)
+        given = {**shared, **own, **program.mark(str(rank))}
+        return start_rank(command, given, folder, pass_fds=files)
 
     def _watch(self, training: Training) -> int:
         """Heartbeat until every rank has ended; returns the exit code."""
@@ -419,6 +419,11 @@ class Agent:
             **{name: report[name] for name in SILENT},
             "trouble": trouble or failure,
         }  # fmt: skip
+
+
+def _as_signal(code: int) -> int:
+    """A notice's death as a shell tells of its child's (143) and as it is (-15)."""
+    return 128 - code if code - 128 in NOTICES else code
 
 
 def _available(descriptor: int) -> bytes:

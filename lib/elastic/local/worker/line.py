@@ -11,6 +11,7 @@ nothing on, but to the agent that a disk is full.
 import contextlib
 import json
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -76,6 +77,10 @@ def _opened(path: str | None) -> int:
     try:
         return os.open(path, os.O_WRONLY) if path else -1
     except OSError as error:
+        inherited = int(path.rpartition("/")[2])
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(inherited).st_mode):
+                return inherited
         what, hint = f"no way to the agent: {error}", "a container has to show the node's /proc"
         raise ElasticError(what, hint) from None
 
