@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from traceback import format_exception
 
 from elastic.base.errors import ElasticError, Exit, TryAgain
-from elastic.jobs.history import MASTER
+from elastic.jobs.history import MASTER, TRAINER, WORKER
 from elastic.run.records import Outcome
 from elastic.run.wording import EventKind
 
 BAD = {Outcome.FAILED: Exit.ERROR, Outcome.KILLED: Exit.TRY_AGAIN}
-# For all others: 0, and leave.
-EXIT_CODES = {**BAD, **dict.fromkeys((Outcome.STOPPED, Outcome.FENCED), Exit.DO_NOT_RESTART)}
+EXIT_CODES = {  # others: 0
+    MASTER: {**BAD, Outcome.FENCED: Exit.DO_NOT_RESTART},
+    WORKER: {**BAD, Outcome.STOPPED: Exit.DO_NOT_RESTART},
+    TRAINER: {**BAD, **dict.fromkeys((Outcome.STOPPED, Outcome.FENCED), Exit.DO_NOT_RESTART)},
+}
+# For all others: leave.
 EVENTS = {**dict.fromkeys(BAD, EventKind.LOST), Outcome.YIELDED: EventKind.PREEMPT}
 
 

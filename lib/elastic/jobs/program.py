@@ -62,7 +62,7 @@ class Program:
 
     def record_end(self, end: End, **fields) -> int:
         """Its last record; the exit code."""
-        code = EXIT_CODES.get(end.outcome, Exit.OK)
+        code = EXIT_CODES[self.role].get(end.outcome, Exit.OK)
         self.record("ended", **asdict(end), code=code, **fields)
         return code
 
