@@ -595,6 +595,24 @@ def test_a_donors_pointer_that_is_none_is_passed_by(make_run):
     assert inner_state.choose(run, 0, 9, 3) == (None, "fresh")
 
 
+def test_a_donor_that_cannot_be_read_now_is_passed_by(make_run, monkeypatch):
+    """A file of slot 1's kept every new worker of the run from starting."""
+    run, real = make_run(), inner_state.hint
+    for slot in (1, 2):
+        pointer = POINTER | {"slot": slot}
+        (run.slots.path(slot) / "inner.json").write_text(json.dumps(pointer))
+
+    def silent(path):
+        if path.parent.name == "0001":
+            raise TryAgain("the filesystem fails for now")
+        return real(path)
+
+    monkeypatch.setattr(inner_state, "hint", silent)
+    assert inner_state.choose(run, 0, 5, 3)[0].slot == 2
+    with pytest.raises(TryAgain):
+        inner_state.choose(run, 1, 5, 3)  # its own will be there
+
+
 @pytest.mark.parametrize("name", ["..", "."])
 def test_a_donors_pointer_cannot_lead_out_of_its_slot(make_run, name):
     run = make_run()

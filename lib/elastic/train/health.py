@@ -20,9 +20,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastic.base.durable import in_time
+from elastic.base.durable import in_background
 from elastic.base.environment import env
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import ElasticError
 from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, ignore_notices, install
 from elastic.train.group import Group, is_sharded
 
@@ -75,8 +75,9 @@ def check_nccl_health(group: Group, timeout_s: float) -> str:
         return ""
     deadline, longest_s = time.monotonic() + timeout_s, timeout_s + 10 * POLL_S
     try:
-        problem = in_time(lambda: _roll_call(group, deadline) or _ping(group, deadline), longest_s)
-    except TryAgain:  # a store whose host is stopped never answers, nor NCCL while it connects
+        asked = in_background(lambda: _roll_call(group, deadline) or _ping(group, deadline))
+        problem = asked.result(longest_s)
+    except TimeoutError:  # a store whose host is stopped never answers, nor NCCL while it connects
         problem = "no answer from the store (kept by rank 0 or torchrun), or from NCCL's start"
     except RuntimeError as error:  # what torch.distributed raises when a peer is gone
         problem = f"the group is broken: {str(error).splitlines()[0]}"

@@ -315,6 +315,18 @@ def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():
     assert not closed
 
 
+@pytest.mark.parametrize(
+    ("codes", "left", "said"),
+    [((-15, None), {9}, None), ((143, None), {9}, None), ((143, 0), set(), -15),
+     ((-15, 1), {9}, 1), ((255, None), {9}, 255), ((0, 0), {9}, 0), ((0, None), {9}, None)],
+)  # fmt: skip
+def test_a_launcher_that_dies_of_the_notice_has_not_crashed(monkeypatch, codes, left, said):
+    """As it is (-15), or as a shell tells of its child's death (143)."""
+    monkeypatch.setattr(agent.proc, "send", lambda *_: None)
+    processes = [SimpleNamespace(poll=lambda code=code: code) for code in codes]
+    assert Training(processes, -1, family=lambda *_: left).exit_code() == said
+
+
 def test_a_job_that_took_steps_and_died_at_starts_has_taken_steps(run):
     """Else three such jobs, days apart, ended the run as a crash loop."""
     one = Agent(run, 0, Notice())

@@ -382,6 +382,27 @@ def test_what_an_optimizer_counts_in_its_groups_comes_back(tmp_path: Path):
     assert [group["k"] for group in other.groups] == [0, 0]
 
 
+def test_groups_may_be_empty_or_come_later(tmp_path: Path):
+    """A split by weight decay leaves one of them empty where no parameter is 1-D."""
+    run, model = RunDir(tmp_path), nn.Linear(4, 1, bias=False)
+    (tmp_path / "slots").mkdir()
+
+    def made() -> InnerOptimizer:
+        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": []}]
+        return InnerOptimizer(torch.optim.AdamW(groups, lr=0.1), sets_rates=False)
+
+    one, other = made(), made()
+    for each in (one, other):
+        each.each[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    model(torch.ones(4)).backward()
+    one.each[0].step()
+    entry = inner_state.save(run.slots.path(0), "inner-1.1", one.each, 0, one.counted())
+    assert inner_state.load(run, inner_state.Pointer(0, 1, 1, (entry,)), other.each, 0) == ""
+    assert plain(other.each[0].state_dict()["state"]) == plain(one.each[0].state_dict()["state"])
+    other.forget()
+    assert other.each[0].state == {}
+
+
 def test_a_donor_sets_no_learning_rate_nor_parameters(tmp_path: Path):
     run, model = RunDir(tmp_path), Net()
     (tmp_path / "slots").mkdir()
