@@ -221,6 +221,7 @@ def world(tmp_path, server, monkeypatch) -> World:
     monkeypatch.setenv("ELASTIC_SITE", "/dev/null")
     monkeypatch.setenv("ELASTIC_JOB_ID", "4711")
     monkeypatch.setattr(master, "Passes", lambda *_: NO_PASSES)
+    monkeypatch.setattr(master, "reconcile_now", lambda *_: None)
     monkeypatch.setattr(master_server, "MasterStore", BothSides)  # workers speak through it, too
     for module in (averaging, exchange):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)

@@ -11,13 +11,14 @@ that loses that race, or sees a higher epoch, leaves and changes nothing more.
 """
 
 import contextlib
+import errno
 import sys
 import time
 from collections.abc import Iterable
 from math import inf
 from pathlib import Path
 
-from elastic.base.durable import FULL, exists
+from elastic.base.durable import PASSING, exists
 from elastic.base.errors import Fenced, TryAgain
 from elastic.base.network import node_name
 from elastic.base.signals import Notice
@@ -40,6 +41,8 @@ from elastic.run.rundir import RunDir
 from elastic.saved.versions import remove_drafts
 
 CONTROL_S = 1.0
+# What was delivered cannot be removed now; a limit of this process is for another one.
+BEARABLE = (*PASSING, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 class Master:
@@ -98,7 +101,7 @@ class Master:
             checks = list(self.intake.checks.values()) if self.intake else []
             self._tick(self.server.wait(checks, len(self.server.attempts)))
         except (TryAgain, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in FULL:
+            if isinstance(error, OSError) and error.errno not in BEARABLE:
                 raise
             if self.notice:
                 return  # a scheduler that ends this job signals its Redis, too
