@@ -24,7 +24,7 @@ FOLDERS = {
     "saved": 1069,  # tensors on disk, committed by link(): what both modes begin with
     "local": 631,  # local mode: what both sides of the wire speak
     "local/worker": 1426,  # one slot: hold the lease, train, deliver
-    "local/master": 1124,  # one master: Redis, samples, rounds, commits
+    "local/master": 1126,  # one master: Redis, samples, rounds, commits
     "sync": 969,  # sync mode: one job that resizes
     "people": 2193,  # what a person asks and sees
     "lab": 1390,  # trying and proving; nothing imports it
