@@ -3,6 +3,9 @@
 pytest tests/base/test_signals.py
 """
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 
@@ -44,7 +47,6 @@ pool.join()
 # Those of an executor are no daemons. The local scheduler's notice is to all of a group.
 A_NOTICE_TO_THE_GROUP = """
 import concurrent.futures
-os.setpgid(0, 0)
 with concurrent.futures.ProcessPoolExecutor(1, mp_context=fork) as pool:
     waits = pool.submit(abs, -3)
     waits.result()
@@ -97,10 +99,12 @@ def test_a_child_is_ended_by_its_parent_and_by_no_notice(story: str, said: str):
     """A multiprocessing.Pool waited for ever for children that took TERM for a notice."""
     process = subprocess.Popen(
         [sys.executable, "-c", START + story], env={"PYTHONPATH": str(ROOT / "lib")},
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
         assert process.communicate(timeout=20 * PATIENCE)[0] == said
         assert process.returncode == 0
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # its children, too, where it has failed
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -7,6 +7,7 @@ LOCAL_RANK.
 pytest tests/sync/test_launch_env.py
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -26,6 +27,7 @@ from forks import as_nobody
 from helpers import PATIENCE, ROOT, elastic, environment, wait_until
 
 RANK = str(ROOT / "sbatch" / "rank.sh")
+RANKS: list[subprocess.Popen] = []  # that a test has started
 NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE",
          "NCCL_IB_GID_INDEX", "NCCL_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # fmt: skip
 ETHERNET, INFINIBAND = 1, 32
@@ -207,8 +209,18 @@ def rank_of(run: Path, script: str, rank: int = 0, **extra: str) -> subprocess.P
     env = given(ELASTIC_RUN_DIR=str(run), MASTER_ADDR="127.0.0.1", SLURM_JOB_ID="12",
                 SLURMD_NODENAME="n7", **extra)  # fmt: skip
     env |= {"RANK": str(rank), "WORLD_SIZE": "4"}
-    return subprocess.Popen([RANK, "bash", "-c", script], env=env, text=True, process_group=0,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen([RANK, "bash", "-c", script], env=env, text=True, process_group=0,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    RANKS.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_is_left():
+    yield
+    while RANKS:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(RANKS.pop().pid, signal.SIGKILL)
 
 
 def test_a_rank_has_its_own_log_over_restarts_and_rank_0_speaks_for_all(tmp_path):

@@ -36,7 +36,7 @@ from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, Job, Memory, Un
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, World, plan
 from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler, Unsure
 from elastic.run.records import Outcome, restored
-from elastic.run.rundir import Control, RunDir
+from elastic.run.rundir import Control, RunDir, check_answers
 
 # How long a submission may still turn up whose pass was killed (past SETTLE_S, too), or
 # whose answer was lost: the controller may hang for minutes.
@@ -99,7 +99,7 @@ def run_pass(
         passes: dict[tuple[str, str], list[_Pass]] = defaultdict(list)
         for run in runs:
             with _errors_of(run, report):
-                run.check_answers()
+                check_answers(run)
                 if not _is_closed(run) and (dry_run or locks.enter_context(_lock(run, wait_s))):
                     one = _Pass(run, now, dry_run, within_s)
                     passes[sched.cluster_of(one.config.run.scheduler, one.environment)].append(one)

@@ -35,7 +35,7 @@ from elastic.local.rounds import inner_steps
 from elastic.run import membership, scores, wording
 from elastic.run.audit import read_checkpoints
 from elastic.run.records import PREEMPTIONS, Commit
-from elastic.run.rundir import RunDir
+from elastic.run.rundir import RunDir, check_answers
 from elastic.run.wording import EventKind, counted, one_line
 
 EVENTS, LOOKED_AT = 20, 300  # shown; read, because many are no news
@@ -187,7 +187,7 @@ def observe_all(
     is_one, trouble = len(runs) == 1, None
     for run in runs:
         try:
-            run.check_answers()
+            check_answers(run)
             environment = run.environment()
             cluster = cluster_of(run.config().run.scheduler, environment)
             if cluster not in listings:

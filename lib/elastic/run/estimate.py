@@ -146,7 +146,7 @@ def report(model: Model, workers: int, config, rates: Rates = Rates()) -> str:
         ("memory", f"worker {size(host)} of its host's, beside training; master"
                    f" {size(held_bytes(model, cores))}"),
         ("counted with", f"{size(rates.process)}/s per process, {size(rates.filesystem)}/s for"
-                              f" the filesystem, {cores} cores for the master"),
+                          f" the filesystem, {cores} cores for the master"),
     ]  # fmt: skip
     if rounds:
         whole = f"{rounds:,.0f} of {per_round:,} tokens each, if all were whole"

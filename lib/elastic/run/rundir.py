@@ -84,7 +84,7 @@ class RunDir:
     """One run's directory. Cheap to make; reads and writes happen in the methods."""
 
     def __init__(self, path: Path, is_silent: bool = False):
-        self.path, self._is_silent = Path(path), is_silent
+        self.path, self.is_silent = Path(path), is_silent
         self.name = self.path.name
         self._config: Config | None = None
         self.commits, self.slots, self.masters = Commits(self), Slots(self), Masters(self)
@@ -121,11 +121,6 @@ class RunDir:
             hint = f"set {variable} to a writable folder on the shared filesystem"
             raise ElasticError(f"cannot make {what}: {error.strerror}", hint) from None
         return run
-
-    def check_answers(self) -> None:
-        """Raise TryAgain where `registered` has had no answer of its filesystem."""
-        if self._is_silent:
-            raise TryAgain(f"the filesystem has not answered for {LOOK_S:g} s")
 
     # ---- what the user wants
 
@@ -301,6 +296,12 @@ def registered() -> list[RunDir]:
     runs = (look.result() if look.done() else RunDir(link, is_silent=True)
             for link, look in zip(links, looks, strict=True))  # fmt: skip
     return [run for run in runs if run]
+
+
+def check_answers(run: RunDir) -> None:
+    """Raise TryAgain where `registered` has had no answer of its filesystem."""
+    if run.is_silent:
+        raise TryAgain(f"the filesystem has not answered for {LOOK_S:g} s")
 
 
 def find(name_or_path: str, what: str = "run") -> RunDir:

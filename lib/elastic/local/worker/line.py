@@ -62,7 +62,7 @@ class Place:
         folder = env("ELASTIC_RUN_DIR")
         if folder is None:
             what = "ELASTIC_RUN_DIR is not set: `elastic agent` did not start this process"
-            hint = 'set run.command = ["python", "train.py"] and use elastic-submit'
+            hint = 'set run.command = ["{python}", "train.py"] and use elastic-submit'
             raise ElasticError(what, hint)
         return cls(
             RunDir(Path(folder)), int(env("ELASTIC_SLOT")), int(env("ELASTIC_ATTEMPT")),
