@@ -135,9 +135,8 @@ elastic::fabric() {
 
 # Which of a port's addresses is RoCE v2 over IPv4: the first; empty if none.
 elastic::gid_index() {
-    local number
-    for ((number = 0; ; number++)); do
-        [[ -e "$1/gids/${number}" ]] || break
+    local number=-1
+    while [[ -e "$1/gids/$((++number))" ]]; do
         elastic::line "$1/gids/${number}"
         [[ "${REPLY}" == 0000:0000:0000:0000:0000:ffff:* ]] || continue
         elastic::line "$1/gid_attrs/types/${number}"

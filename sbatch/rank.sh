@@ -119,6 +119,8 @@ child="$!"
 
 # The trap interrupts `wait`; wait again until the status is the command's own.
 while code=0; wait "${child}" || code="$?"; kill -0 "${child}" 2>/dev/null; do :; done
+# Slurm tells one process after the other, some plugins the command first: it may have left by then.
+[[ -n "${noticed}" || -z "${SLURM_STEP_ID:-}" ]] || sleep 1 || true
 if [[ -n "${noticed}" ]]; then
     ((code < 128)) || outlast
     touch "${ELASTIC_NOTICED:-}" 2>/dev/null && code=0 || code=75
