@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic.base.errors import TryAgain
 from elastic.run.records import Commit, Delta
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,13 +19,15 @@ PATIENCE = 4  # a deadline is there to end a hang; a busy machine is no failure
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> object:
-    """Poll until `condition()` is true and return its value; fail naming `what` otherwise."""
+    """Poll until `condition()` is true and return its value; fail naming `what` otherwise. Where
+    somebody does not answer just now (TryAgain), it is asked again."""
     deadline = time.monotonic() + PATIENCE * timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what}")
+    while time.monotonic() < deadline:
+        with contextlib.suppress(TryAgain):
+            if value := condition():
+                return value
         time.sleep(0.05)
-    return value
+    raise AssertionError(f"not within {timeout_s} s: {what}")
 
 
 def commit_of(version: int = 0, **told) -> Commit:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.base.durable import to_json, write_atomic
+from elastic.base.durable import replace_quickly, to_json, write_atomic
 from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.history import Job
@@ -58,7 +58,7 @@ SETTINGS = {
     "checkpoint.min_free": "1mb",
     "health.heartbeat": "0.2s",
     "health.lease": "3s",
-    "local_scheduler.grace": "8s",
+    "local_scheduler.grace": "30s",
 }
 
 
@@ -138,7 +138,7 @@ class Running:
     def pace(self, step_s: float, slot: int | None = None) -> None:
         """From now on an inner step takes so long (of one slot, or of all the others)."""
         path = self._pace if slot is None else self._pace.with_name(f"{self._pace.name}.{slot}")
-        write_atomic(path, str(step_s).encode())
+        replace_quickly(path, memoryview(str(step_s).encode()))
 
     def even_pace(self) -> None:
         """No slot has a pace of its own any more."""
@@ -318,7 +318,7 @@ def command_line(pid: int) -> str:
 
 def kill_all(home: Path) -> None:
     """End every process that belongs to `home`, those included that are being started."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * PATIENCE
     while pids := members(home):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -35,7 +35,7 @@ from elastic.run.rundir import RunDir
 from helpers import ROOT, elastic, environment, wait_until
 from running import TESTS, toml
 
-FAST = ("MessageTimeout=2", "SlurmdTimeout=6", "KillWait=2")
+FAST = ("MessageTimeout=5", "SlurmdTimeout=15", "KillWait=2", "MinJobAge=3600")
 CRON_S = 5.0
 CALM_S = 15.0  # between two troubles outside the run
 HUNG_S = 10.0

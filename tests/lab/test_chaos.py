@@ -180,8 +180,10 @@ def test_sync_mode_survives_and_counts_the_steps_that_came_again(tmp_path):
         for kind, is_damaged in hits:
             run.until(agent.training, 60, "it trains")
             if is_damaged:
+                run.pace(2)  # no other checkpoint is committed before the kill
                 damage_newest_checkpoint(run.run)
             attempt, fault = run.run.slots.latest(0), agent.inject(kind)
+            run.pace(0.1)
             run.until(lambda n=attempt: run.run.slots.latest(0) > n, 60, "the next attempt")
             run.until(lambda: agent.costs()[-1][1].back_s < math.inf, 60, f"{kind} is over")
             assert fault.what

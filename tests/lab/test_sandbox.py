@@ -23,7 +23,7 @@ from elastic.commands.main import elastic
 from elastic.lab import sandbox
 from elastic.lab.sandbox import Sandbox, Shape
 from forks import NOBODY, USER
-from helpers import ROOT, wait_until
+from helpers import PATIENCE, ROOT, wait_until
 from running import command_line
 
 pytest_plugins = ["slurm_sandbox"]
@@ -37,8 +37,9 @@ ORPHANS = "srun sh -c '(setsid sleep {0} &); (setsid env -i sleep {0} &); sleep 
 
 def elastic_sandbox(*args: object, **options) -> str:
     done = subprocess.run(
-        [COMMAND, *map(str, args)], env=BARE, capture_output=True, text=True, timeout=60, **options
-    )
+        [COMMAND, *map(str, args)], env=BARE, capture_output=True, text=True,
+        timeout=60 * PATIENCE, **options,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -73,11 +74,13 @@ def test_the_partitions_are_as_promised(slurm):
 
 
 def test_jobs_get_distinct_gpus(slurm, tmp_path):
-    show = "--wrap=srun sh -c 'echo $CUDA_VISIBLE_DEVICES; sleep 2'"
+    until = f"until [ -e {tmp_path}/seen ]; do sleep 0.1; done"
+    show = f"--wrap=srun sh -c 'echo $CUDA_VISIBLE_DEVICES; {until}'"
     outputs = [tmp_path / f"{number}.out" for number in (1, 2)]
     for output in outputs:
         slurm.run("sbatch", "--nodelist=n1", "--gres=gpu:1", f"--output={output}", "-D/", show)
     wait_until(lambda: all(o.exists() and o.read_text() for o in outputs), 20, "both jobs run")
+    (tmp_path / "seen").touch()
     assert {output.read_text().split()[0] for output in outputs} == {"0", "1"}
 
 
@@ -310,7 +313,7 @@ def become(user: str) -> list[str]:
     return ["setpriv", f"--reuid={found.pw_uid}", f"--regid={found.pw_gid}", "--clear-groups"]
 
 
-def as_user(user: str, *argv: object, timeout: float = 60, **extra: str):
+def as_user(user: str, *argv: object, timeout: float = 60 * PATIENCE, **extra: str):
     return subprocess.run(
         [*become(user), *map(str, argv)], env=BARE | extra, cwd="/", timeout=timeout,
         stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -384,7 +387,7 @@ def test_another_user_gets_nothing_of_it_and_runs_nothing_in_it(nobodys):
         os.fchmod(copy.fileno(), 0o644)
         leads = {"SLURM_CONF": copy.name}
         for command in (("squeue",), ("sacct",), ("srun", "-p", "cpu", "id", "-un")):
-            done = as_user("daemon", "timeout", 4, *command, **leads)
+            done = as_user("daemon", "timeout", 10, *command, **leads)
             assert (done.returncode != 0, done.stdout) == (True, "")
             assert f'Failed to access "{nobodys.path}/munge.socket": Permission den' in done.stderr
         nobodys.path.chmod(0o711)

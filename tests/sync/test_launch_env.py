@@ -265,8 +265,8 @@ def test_a_notice_to_every_process_leaves_time_for_the_last_words(tmp_path):
 
 
 def test_a_command_that_is_told_first_and_leaves_at_once_has_obeyed_a_notice(tmp_path):
-    """proctrack/linuxproc tells the deepest process first, and writes a line of its log between two:
-    the job counted as done, and was not trained on."""
+    """proctrack/linuxproc tells the deepest process first, and writes a line of its log between
+    two: the job counted as done, and was not trained on."""
     script = "trap 'exit 0' TERM; echo $$; while :; do sleep 0.1; done"
     rank = rank_of(tmp_path, script, SLURM_STEP_ID="0")
     command = int(rank.stdout.readline())

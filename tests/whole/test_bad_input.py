@@ -284,7 +284,7 @@ def test_a_full_disk_stops_the_clock_and_not_the_run(small_disk: Path, leave_byt
                  ("blocked", "waiting")}  # fmt: skip
         why = "both have delivered, and a commit is due, or they cannot even deliver"
         run.until(lambda: tuple(s.state for s in run.slots().values()) in still, 30, why)
-        assert run.version == version
+        assert run.version <= version + 1  # which had its room before
         filler.unlink()
         run.versions(2)
         assert run.pids("trainer") == trainers

@@ -19,7 +19,7 @@ from elastic import __version__
 from elastic.base import config as configuration
 from elastic.commands import main
 from elastic.train import task
-from helpers import ROOT, checkout, elastic, environment, pretended_python
+from helpers import PATIENCE, ROOT, checkout, elastic, environment, pretended_python
 from running import running
 
 README, INSTALL = ROOT / "README.md", ROOT / "INSTALL.md"
@@ -99,7 +99,7 @@ def run(line: str, folder: Path, **environ: str) -> subprocess.CompletedProcess:
     kept = {name: os.environ[name] for name in ("PATH", "HOME")}
     return subprocess.run(
         ["bash", "-euc", line], cwd=folder, env=kept | environ, capture_output=True, text=True,
-        timeout=300,
+        timeout=300 * PATIENCE,
     )  # fmt: skip
 
 
@@ -285,6 +285,7 @@ def test_a_venv_is_asked_for_what_is_pinned(tmp_path):
     assert not re.search("matplotlib|pytest", (ROOT / "requirements.txt").read_text())
 
 
+@pytest.mark.timeout(1800)
 def test_some_tests_lint_and_gpu_check_run(tmp_path):
     """In a copy, so that no cache of the checkout is written by two at once."""
     if shutil.which("shellcheck") is None:

@@ -175,8 +175,8 @@ def test_a_master_that_hangs_is_told_of_and_can_be_replaced(run: Running):
 
 def test_steps_of_a_worker_told_to_go_count_and_its_slot_keeps_its_inner_state(run: Running):
     other = run.trainer_of(1)
-    run.pace(0.3, slot=0)
-    run.until(lambda: 2 <= run.slots()[0].step <= 5, 30, "slot 0 is in the middle of a round")
+    run.pace(1.5, slot=0)
+    run.until(lambda: 1 <= run.slots()[0].step <= 2, 60, "slot 0 is in the middle of a round")
     slot, job = run.slot(0), run.jobs()["worker", 0]
     run.scheduler.preempt(job.job_id)
     record = run.ended(job.job_id)

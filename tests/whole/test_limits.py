@@ -235,11 +235,12 @@ def test_a_limit_of_a_process_is_named_and_waited_out(tmp_path: Path):
 def test_a_synchronous_run_is_not_done_before_its_last_step_is_on_the_disk(tmp_path: Path):
     settings = {"run.mode": "sync", "elastic.max": 1, "train.batch_size": 2,
                 "sync.global_batch_size": 10, "checkpoint.interval": "20 steps"}  # fmt: skip
-    with running(tmp_path, settings, samples=600) as run:
+    with running(tmp_path, settings, samples=600, step_s=0.5) as run:
         run.until(lambda: steps(run.run), 60, "a checkpoint")
         saved = steps(run.run)
         rank = run.pids("elastic.train.start trainer")[0]
         with limited(rank, resource.RLIMIT_FSIZE, 2048):  # DONE fits, and a checkpoint does not
+            run.pace(0)
             until_said(run, "not saved")
             last = "checkpoint of step 60 not saved"
             log = run.run.path / "logs" / "trainer-0000.log"

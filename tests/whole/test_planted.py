@@ -302,8 +302,8 @@ def test_a_run_that_somebody_exchanges_all_the_time_is_never_read(project):
     child = thief(run.path, stolen)
     refused = 0
     try:
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while (gone_s := time.monotonic() - began) < 1.0 or (refused <= 10 and gone_s < 60.0):
             try:
                 assert RunDir(run.path).environment() is None, "read where others may write"
             except ElasticError:

@@ -251,7 +251,7 @@ class Story:
 @pytest.fixture
 def story(new_sandbox, tmp_path) -> Story:
     """Six GPUs on three nodes; Slurm forgets no job."""
-    calm = ("MessageTimeout=5", "MinJobAge=3600")  # the machine may be busy with other tests
+    calm = ("MessageTimeout=5", "MinJobAge=3600", "SlurmdTimeout=30")  # on a busy machine
     return Story(new_sandbox(nodes=3, gpus=2, grace_s=20, settings=calm), tmp_path)
 
 
@@ -328,6 +328,7 @@ def a_refused_submission_is_no_crash(story: Story) -> None:
 def preempt_a_node_in_mid_round(story: Story, first: dict, node_of: dict) -> tuple[str, str]:
     """Its two workers deliver the steps they have, and leave. Returns preemptor and node."""
     story.until(lambda: all_in_mid_round(story), "all six are in the middle of a round")
+    story.pace(1)  # and stay there until they are told
     preemptor, node = story.take("--nodes=1", "--exclusive")
     story.pace(BRISK)
     hit = [first[slot].job_id for slot, where in node_of.items() if where == node]

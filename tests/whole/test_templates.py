@@ -47,7 +47,8 @@ class Folder:
 
     def of_job(self, job: str, key: str) -> str:
         shown = self.run("scontrol", "--oneliner", "show", "job", job).stdout
-        return re.search(rf"\b{key}=(\S*)", shown)[1]
+        found = re.search(rf"\b{key}=(\S*)", shown)
+        return found[1] if found else ""
 
     def log(self, job: str) -> str:
         paths = list(self.path.glob(f"*-{job}.log"))
