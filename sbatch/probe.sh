@@ -54,16 +54,10 @@ fi
 look >"${folder}/rank-${RANK}.json"
 say "is here"
 
-while [[ ! -e "${folder}/word" ]]; do
-    sleep 0.05
-done
-code=0
-((RANK == 0)) || flock --nonblock --conflict-exit-code=9 "${lock}" true || code="$?"
-if ((code == 9)); then
-    say "sees it, and that it is locked"
-else
-    say "sees it"
-fi
+until [[ -e "${folder}/word" ]]; do sleep 0.05; done
+locked=""
+((RANK == 0)) || flock --nonblock --conflict-exit-code=9 "${lock}" true || (($? != 9)) || locked=", and that it is locked"
+say "sees it${locked}"
 
 if ((RANK == WORLD_SIZE - 1)); then
     say "kills itself"

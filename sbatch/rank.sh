@@ -10,15 +10,28 @@
 set -euo pipefail
 umask go-w
 [[ "${1:-}" != -h && "${1:-}" != --help ]] || exec sed -n '2s/^# /usage: /p' "${BASH_SOURCE[0]}"
+signals=(TERM INT USR1 USR2)
+signal="${ELASTIC_NOTICE_SIGNAL:-TERM}" noticed="" child=""
+
+# Slurm tells every process of a step, and a save told twice may break; with proctrack/cgroup this shell alone.
+is_told() { [[ "${SLURM_STEP_ID:+${noticed}}" == "${signal}" ]] && ! grep -Eqs '(:freezer|^0:).*/step_' /proc/self/cgroup; }
+# The command hears of one notice, however many come. Who presses Ctrl-C again means it.
+# shellcheck disable=SC2317 # the traps call it
+hear() {
+    [[ -z "${noticed}" || "$1" == INT ]] || return 0
+    noticed="$1"
+    [[ -z "${child}" ]] || is_told || kill -s "${signal}" "${child}" 2>/dev/null || true
+}
+trap 'hear TERM' TERM; trap 'hear INT' INT; trap 'hear USR1' USR1; trap 'hear USR2' USR2
+
 # shellcheck source=/dev/null
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/network.sh"
 
 export RANK="${RANK:-${SLURM_PROCID}}" WORLD_SIZE="${WORLD_SIZE:-${SLURM_NTASKS}}"
 export LOCAL_RANK="${LOCAL_RANK:-${SLURM_LOCALID}}"
 node="${SLURMD_NODENAME:-${HOSTNAME}}" job="${SLURM_JOB_ID:+SLURM_JOB_ID=${SLURM_JOB_ID}}"
-signals=(TERM INT USR1 USR2)
 export -n ELASTIC_NOTICED # the command may start ranks of its own
-copies=()
+copies=() line=""
 
 # A job of `--gpus=6` may have 4 here and 2 there. The templates say how many ranks a node has.
 gpus="${SLURM_GPUS_ON_NODE:-0}" ranks="${ELASTIC_RANKS_PER_NODE:-0}"
@@ -74,19 +87,15 @@ hold_line() {
     exec cat >/dev/null
 }
 
-line=""
 if [[ -n "${ELASTIC_KEEPALIVE:-}" && "${LOCAL_RANK}" == 0 ]]; then
     hold_line 2>/dev/null &
     line="$!"
 fi
 
-# Slurm tells every process of a step, and a save told twice may break; with proctrack/cgroup this shell alone.
-is_told() { [[ "${SLURM_STEP_ID:+${noticed}}" == "${signal}" ]] && ! grep -Eqs '(:freezer|^0:).*/step_' /proc/self/cgroup; }
-
 # What a launcher that died of the notice (bash, conda run) has left at work hears of it, and may save.
 outlast() {
     local pid left above told=" "
-    while left=" $(grep -lzsxF "${mark}" /proc/[0-9]*/environ | xargs -r grep -lzsxF "${job:-${mark}}" | tr -cs 0-9 ' ')"
+    while left=" $(trap '' "${signals[@]}"; grep -lzsxF "${mark}" /proc/[0-9]*/environ | xargs -r grep -lzsxF "${job:-${mark}}" | tr -cs 0-9 ' ')"
         [[ "${left}" == *[0-9]* ]]; do # not what it has submitted: that is another job's
         for pid in ${left}; do # but no helper of theirs, such as the workers of a DataLoader
             above="$(sed -n 's/^PPid:\t//p' "/proc/${pid}/status")"
@@ -98,19 +107,14 @@ outlast() {
     done 2>/dev/null || true
 }
 
-signal="${ELASTIC_NOTICE_SIGNAL:-TERM}" mark="ELASTIC_RANK_MARK=${node}:$$:${EPOCHSECONDS}" noticed="" child=""
-for each in "${signals[@]}"; do
-    trap "noticed=${each};"' [[ -z "${child}" ]] || is_told || kill -s "${signal}" "${child}" 2>/dev/null || true' "${each}"
-done
+mark="ELASTIC_RANK_MARK=${node}:$$:${EPOCHSECONDS}"
 [[ -z "${ELASTIC_RUN_DIR:-}" ]] || open_log
 elastic::network
 
 # A notice reaches the command itself as well. It would die of one that it does not expect: it gets
 # the signal of its choice, and the others pass by, unless it takes them itself.
 (
-    for each in "${signals[@]}"; do
-        [[ "${each}" == "${signal}" ]] || trap '' "${each}"
-    done
+    for each in "${signals[@]}"; do [[ "${each}" == "${signal}" ]] || trap '' "${each}"; done
     export "${mark?}"
     exec "$@"
 ) <&0 & # else it would have /dev/null
@@ -120,7 +124,7 @@ child="$!"
 # The trap interrupts `wait`; wait again until the status is the command's own.
 while code=0; wait "${child}" || code="$?"; kill -0 "${child}" 2>/dev/null; do :; done
 # Slurm tells one process after the other, some plugins the command first: it may have left by then.
-[[ -n "${noticed}" || -z "${SLURM_STEP_ID:-}" ]] || sleep 1 || true
+[[ -n "${noticed}" || -z "${SLURM_STEP_ID:-}" || " 0 130 138 140 143 " != *" ${code} "* ]] || sleep 3 || true
 if [[ -n "${noticed}" ]]; then
     ((code < 128)) || outlast
     touch "${ELASTIC_NOTICED:-}" 2>/dev/null && code=0 || code=75

@@ -33,21 +33,21 @@ elastic::environment() {
 # exit status does not say so: srun would end the step, and with it the rank that still saves.
 #
 # The job's own `scontrol requeue` is needed on every Slurm. Before 24.05 nothing else requeues a job that
-# leaves in its grace. From then on Slurm does, whatever the exit status, but takes that for a failed
-# launch, and holds the job at the fifth (MaxBatchRequeue); and 24.11 starts a job once more that has
-# obeyed a notice and, later, ended with 0: what has ended with 0 says so to its next start.
+# leaves in its grace. Later ones do, but take that for a failed launch, and hold the job at the fifth; and
+# 24.11 starts a job once more that, after a notice, has ended with 0: it says so to its next start.
 elastic::step() {
     local told="" passed="" step code job="${SLURM_JOB_ID}" cpus
     cpus="$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE}" | sort -n | sed 's/(.*//;q')" # of the smallest node
     local over="${ELASTIC_RUN_DIR}/over-${SLURM_JOB_ID}"
     export ELASTIC_NOTICED="${ELASTIC_RUN_DIR}/noticed-${SLURM_JOB_ID}-${SLURM_RESTART_COUNT:-0}"
-    if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -e "${over}" ]]; then
+    ((${SLURM_RESTART_COUNT:-0})) || rm -f "${over}" "${ELASTIC_NOTICED}" # of another job: ids come back
+    if [[ -e "${over}" ]]; then
         echo "this job ended with 0 before: nothing is left to do"
         exit 0
     fi
     # The last task of an array has the id of the array, which means all of its tasks.
     [[ "${SLURM_ARRAY_JOB_ID:-}" != "${job}" ]] || job+="_${SLURM_ARRAY_TASK_ID}"
-    [[ "${ELASTIC_REQUEUE:-1}" == 1 ]] || scontrol update "JobId=${job}" Requeue=0
+    [[ "${ELASTIC_REQUEUE:-1}" == 1 ]] || scontrol update "JobId=${job}" Requeue=0 || true
     trap 'told=TERM' TERM
     trap 'told="${told:-USR1}"' USR1
     srun --nodes="${SLURM_JOB_NUM_NODES}" --ntasks="$((SLURM_JOB_NUM_NODES * $1))" \
@@ -65,9 +65,11 @@ elastic::step() {
     wait "${step}" && code=0 || code="$?"
     ! rm "${ELASTIC_NOTICED}" 2>/dev/null || ((code != 0)) || code=75
     ((code != 0)) || touch "${over}" || true
+    [[ "${code}" != 75 || -n "${told}" ]] || sleep 1 || true # steps hear of an end before this shell does
     if [[ "${code}" == 75 && "${told}" != TERM && "${ELASTIC_REQUEUE:-1}" == 1 ]]; then
         echo "a notice was obeyed: back to the queue"
-        scontrol requeue "${job}" || echo "not requeued: submit it again" >&2
+        scontrol requeue "${job}" || { sleep 5 && scontrol requeue "${job}"; } || # the controller may be busy
+            [[ "${told}" == TERM ]] || echo "not requeued: submit it again" >&2
     fi
     exit "${code}"
 }

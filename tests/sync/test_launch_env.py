@@ -316,21 +316,41 @@ def test_what_a_launcher_that_dies_of_the_notice_leaves_at_work_may_save(tmp_pat
     assert (rank.returncode, out) == (75, f"saved 1 {not step}\n")
 
 
-def test_a_rank_whose_step_a_cgroup_tracks_passes_the_notice_on(tmp_path):
+@pytest.mark.parametrize("launcher", ["", "; true"])
+def test_a_rank_whose_step_a_cgroup_tracks_passes_the_notice_on(tmp_path, launcher: str):
     """proctrack/cgroup signals the task alone, which is rank.sh: no program heard of it. Here
-    grep says that a cgroup does."""
+    grep says that a cgroup does. At the end of its grace comes another one, in the save."""
     fake = tmp_path / "grep"
     real = shutil.which("grep")
     fake.write_text(f'#!/bin/sh\n[ "${{*#*self/cgroup}}" != "$*" ] || exec {real} "$@"\n')
     fake.chmod(0o755)
     (tmp_path / "train.py").write_text(SAVES)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    script = f"{sys.executable} {tmp_path}/train.py{launcher}"
+    rank = rank_of(tmp_path, script, SLURM_STEP_ID="0", PATH=path)
+    assert rank.stdout.readline() == "up\n"
+    rank.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    rank.send_signal(signal.SIGTERM)
+    out, _ = rank.communicate(timeout=20 * PATIENCE)
+    assert (rank.returncode, out) == (75, "saved 1 True\n")
+
+
+def test_a_step_does_not_end_in_a_save_however_often_it_is_told(tmp_path):
+    """A notice ended the very processes by which rank.sh looked for those at work; on a large
+    node they take as long as this grep."""
+    (tmp_path / "grep").write_text(f'#!/bin/sh\nsleep 0.2\nexec {shutil.which("grep")} "$@"\n')
+    (tmp_path / "grep").chmod(0o755)
+    (tmp_path / "train.py").write_text(SAVES + f"open('{tmp_path}/whole', 'x')\n")
     script = f"bash -c '{sys.executable} {tmp_path}/train.py; true'; true"
     path = f"{tmp_path}:{os.environ['PATH']}"
     rank = rank_of(tmp_path, script, SLURM_STEP_ID="0", PATH=path)
     assert rank.stdout.readline() == "up\n"
-    rank.send_signal(signal.SIGTERM)
-    out, _ = rank.communicate(timeout=20 * PATIENCE)
-    assert (rank.returncode, out) == (75, "saved 1 True\n")
+    while rank.poll() is None:
+        os.killpg(rank.pid, signal.SIGTERM)
+        time.sleep(0.1)
+    assert rank.returncode == 75
+    assert (tmp_path / "whole").exists()
 
 
 def test_what_a_rank_has_submitted_is_left_alone(tmp_path):

@@ -202,6 +202,33 @@ def test_a_task_of_an_array_obeys_a_notice_alone(folder, slurm):
         slurm.run("scancel", array)
 
 
+def test_a_job_goes_back_although_the_controller_is_busy_and_an_older_one_had_its_id(folder, slurm):
+    """Who had this id before has ended with 0; and `scontrol requeue` was tried once."""
+    programs, tries = folder.path / "bin", folder.path / "tries"
+    programs.mkdir()
+    scontrol = shutil.which("scontrol", path=folder.env["PATH"])
+    (programs / "scontrol").write_text(f"""#!/bin/sh
+[ "$1" != requeue ] || echo again >> {tries}
+[ "$1" != requeue ] || [ "$(wc -l < {tries})" -gt 1 ] || {{ echo "Socket timed out" >&2; exit 1; }}
+exec {scontrol} "$@"
+""")
+    (programs / "scontrol").chmod(0o755)
+    train = "trap 'exit 0' TERM; echo here >&2; while :; do sleep 0.1; done"
+    job = folder.submit("single-node", "--hold", command=["bash", "-c", train],
+                        PATH=f"{programs}:{folder.env['PATH']}")  # fmt: skip
+    try:
+        run = folder.path / "runs" / f"single-node-{job}"
+        run.mkdir(parents=True)
+        (run / f"over-{job}").touch()
+        slurm.run("scontrol", "release", job)
+        wait_until(lambda: "here" in folder.log(job), 60, "it trains")
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
+        wait_until(lambda: folder.log(job).count("here") == 2, 60, "it trains again")
+    finally:
+        slurm.run("scancel", job)
+    assert tries.read_text().split() == ["again"] * 2
+
+
 def test_ranks_hear_of_a_notice_also_when_the_controller_was_busy(folder, slurm):
     """What its shell alone was told got to the ranks by one scancel, whatever came of that."""
     programs, tries = folder.path / "bin", folder.path / "tries"
