@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from elastic.base.signals import Notice
 from helpers import PATIENCE, ROOT
 
 START = """
@@ -108,3 +110,14 @@ def test_a_child_is_ended_by_its_parent_and_by_no_notice(story: str, said: str):
         with contextlib.suppress(ProcessLookupError):  # its children, too, where it has failed
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_a_notice_that_is_on_its_way_is_waited_for():
+    notice = Notice()
+    notice.wait(0.01)
+    assert not notice
+    on_its_way = threading.Timer(0.1, notice.arrived, [signal.SIGTERM])
+    on_its_way.start()
+    notice.wait(60)
+    assert notice.signal_name == "SIGTERM"
+    on_its_way.join()

@@ -517,6 +517,32 @@ def test_a_growth_that_never_comes_true_is_tried_ever_more_seldom(run, slurm, ag
     assert all(after > 1.5 * before for before, after in itertools.pairwise(gaps))
 
 
+def test_a_growth_of_which_slurm_said_nothing_keeps_no_job_waiting(run, slurm, again):
+    """It was carried out: the successor waited for exactly as many nodes, which had gone."""
+    waiting = []
+
+    def wait_for(job_id, spec):
+        waiting.append(job_id)
+        raise TryAgain("scontrol gave no answer in 30 s")
+
+    slurm.wait_for, slurm.spare_gpus = wait_for, lambda spec, most: most
+    run.set_control(mode="sync")
+    again()
+    (job,) = slurm.listed.values()
+    record = {"role": "trainer", "slot": 0, "state": "training", "gpus": 1, "time": slurm.now}
+    run.jobs.write_ending(job.job_id, record)
+    slurm.listed[job.job_id] = replace(job, state="RUNNING", started_at=slurm.now)
+    for _ in range(60):
+        again(120)
+        if waiting:
+            break
+    slurm.spare_gpus = lambda spec, most: 0
+    slurm.listed[job.job_id] = replace(slurm.listed[job.job_id], state="PREEMPTED")
+    for _ in range(5):
+        again(120)
+    assert waiting[0] in {job_id for job_id, _ in slurm.cancelled}
+
+
 def test_where_nobody_knows_what_is_free_a_trainer_has_its_successor(run, slurm, again):
     """A site showed its nodes to nobody: passes failed as soon as a growth was thought of."""
 

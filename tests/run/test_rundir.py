@@ -14,7 +14,7 @@ import pytest
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain, UsageError
-from elastic.run import rundir
+from elastic.run import rundir, sound
 from elastic.run.rundir import Control, Endpoint, RunDir, find, registered
 from forks import KILLED, in_children, killed_at
 from helpers import commit_of
@@ -418,3 +418,12 @@ def test_each_role_and_slot_has_its_log(run):
     short = run.shortage(least_bytes=1 << 60)
     assert str(run.path) in short
     assert "checkpoint.min_free = 1.15e+06 TB" in short
+
+
+def test_an_exit_record_is_read_where_its_folder_lists_it(make_run, monkeypatch):
+    """A network filesystem remembers for a minute that a name was not there: a job that had
+    ended meanwhile had no word of its own, and counted as crashed."""
+    asked = []
+    monkeypatch.setattr(sound, "read_json", asked.append)
+    assert make_run().jobs.ending("7") is None
+    assert asked == []

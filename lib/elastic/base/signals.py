@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import select
 import signal
 import sys
 import threading
@@ -65,6 +66,11 @@ class Notice:
     def fileno(self) -> int:
         """Becomes readable at the notice: for select()."""
         return self._reader
+
+    def wait(self, timeout_s: float) -> None:
+        """Until one has come. Slurm tells the processes of a step one after the other: a
+        child may have left before."""
+        select.select([self], [], [], timeout_s)
 
     def listen(self) -> None:
         """From now on the notice signals come here, whoever had them before."""

@@ -325,8 +325,9 @@ class _Pass:
         """The nodes that its predecessor leaves are free only after their epilog: a
         successor that would take less starts at once on the others alone."""
         wanted = (action.gpus, action.gpus)
-        self.scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), limits=wanted))
         self._change(action, asked=wanted, grows_until=self._clock() + GROWS_S)
+        self.save()  # Slurm may do it and not say so: a job that nobody expects waits for ever
+        self.scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), limits=wanted))
         if any(job.started and job.grows_until for job in self.memory.jobs):
             self.memory = replace(self.memory, missed_growths=0)  # the one before came true
         return True

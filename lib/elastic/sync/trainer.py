@@ -104,6 +104,7 @@ class Trainer:
         # A save may take longer than a step ever should.
         self.journal.turn_to("saving")
         while wish == Wish.GO_ON and not self.saving.save(self.state):
+            self.journal.turn_to("saving", cadence=self.saving.words)
             time.sleep(STUCK_S)  # not done before the last step is on the disk
             wish = Wish(self.rank.group.broadcast(self.wishes.mine()))
         if wish != Wish.GO_ON:
@@ -407,10 +408,10 @@ class Journal:
         self._told = {**line, "job_id": self._rank.job_id, **measured, **more}
         self.turn_to("training")
 
-    def turn_to(self, state: str) -> None:
+    def turn_to(self, state: str, **more) -> None:
         """Tell what the ranks do now: a validation or a save may take long."""
         if self._told:
-            self._rank.run.jobs.write_progress({**self._told, "state": state})
+            self._rank.run.jobs.write_progress({**self._told, "state": state, **more})
 
 
 def run(notice: Notice) -> int:

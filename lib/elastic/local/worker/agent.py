@@ -47,6 +47,7 @@ TAIL_BYTES = 8192  # the last words of a training process
 HEARD_BYTES = 1 << 18  # many ranks say more of a peer that is gone than it did of its error
 MOST_READ = 1 << 20  # more than a pipe holds; who says more is heard the next time
 ABORT_S = 0.5  # to print stack traces
+NOTICE_LAG_S = 1.0  # of the notice, behind that of the training process
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
 # What a training process reports that has not spoken yet.
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
@@ -232,6 +233,8 @@ class Agent:
     def _judge(self, training: Training, code: int) -> End:
         """What the end of the training process means."""
         end, program = training.report.get("end"), self.program
+        if code == Exit.TRY_AGAIN or -code in NOTICES or end == Outcome.YIELDED:
+            self.notice.wait(NOTICE_LAG_S)
         is_sent_away = end == Outcome.YIELDED and not (self.notice or self._deserted)
         has_left = code == 0 or -code in NOTICES  # of which its launcher may have died
         if has_left and end and not is_sent_away:
