@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -130,16 +129,13 @@ def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | U
 def _disk(facts: dict) -> Disk:
     """What the folder of runs can do, and how fast."""
     there = submission.nearest(runs_root())
+    place = {"prefix": ".elastic-doctor-", "dir": there, "ignore_cleanup_errors": True}
     try:
-        folder = Path(tempfile.mkdtemp(prefix=".elastic-doctor-", dir=there))
+        with tempfile.TemporaryDirectory(**place) as folder:
+            facts["clocks"]["run folder"] = _written_off_s(Path(folder))
+            faults, write = tuple(_faults(Path(folder))), written_per_s(Path(folder))
     except OSError as error:
         raise submission.cannot_write(there, f": {error.strerror}") from None
-    try:
-        facts["clocks"]["run folder"] = _written_off_s(folder)
-        faults = tuple(_faults(folder))
-        write = written_per_s(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     free = os.statvfs(there)
     least = facts["config"].checkpoint.min_free_bytes
     return Disk(str(there), filesystem_of(there.resolve()), RunDir(there).shortage(least), faults,
