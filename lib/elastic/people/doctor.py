@@ -85,13 +85,10 @@ def _cluster(facts: dict) -> dict[str, str] | Unknown:
     return cluster
 
 
-def _limits(facts: dict) -> Any:
+def _limits(facts: dict) -> dict[str, int]:
     """The limits on the number of jobs, by name: those of the account, and of the job's
     QOS."""
-    cluster, slurm = facts["cluster"], facts["config"].slurm
-    row = _association(cluster, slurm.account)
-    if isinstance(row, Unknown):
-        return row
+    slurm, row = facts["config"].slurm, _association(facts)
     partition = facts["partitions"].get(slurm.partition, {}).get("QoS", "")
     own = slurm.qos or row["Def QOS"] or row["QOS"]  # of one, a job gets that
     names = {name for name in (own, partition) if name not in ("", "N/A") and "," not in name}
@@ -107,20 +104,19 @@ def _qos(facts: dict) -> dict[str, str] | Unknown:
     if facts["cluster"]["PreemptType"] != "preempt/qos":
         return Unknown("PreemptType is not preempt/qos", meant=True)
     slurm = facts["config"].slurm
-    row = {} if slurm.qos else _association(facts["cluster"], slurm.account)
-    if isinstance(row, Unknown):
-        return row
+    row = {} if slurm.qos else _association(facts)
     name = slurm.qos or row["Def QOS"] or row["QOS"]
     return next(iter(sched_slurm.qos(name)), Unknown(f"there is no QOS {name}"))
 
 
-def _association(cluster: Mapping[str, str], account: str) -> dict[str, str] | Unknown:
-    """What accounting says of this user."""
+def _association(facts: dict) -> dict[str, str]:
+    """What accounting says of this user. Raises ElasticError where it says nothing."""
+    cluster, account, user = facts["cluster"], facts["config"].slurm.account, user_name()
     if "slurmdbd" not in cluster["AccountingStorageType"]:
-        return Unknown("Slurm keeps no accounts here, and so no limits")
-    user, named = user_name(), account or "(default)"
-    row = sched_slurm.association(user, account, cluster["ClusterName"])
-    return row or Unknown(f"accounting does not know {user} in account {named}")
+        raise ElasticError("Slurm keeps no accounts here, and so no limits")
+    if row := sched_slurm.association(user, account, cluster["ClusterName"]):
+        return row
+    raise ElasticError(f"accounting does not know {user} in account {account or '(default)'}")
 
 
 # ---- files
