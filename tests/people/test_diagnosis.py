@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from elastic.base import config as configuration
-from elastic.base.errors import ElasticError
 from elastic.people.diagnosis import (
     FAIL,
     OK,
@@ -37,6 +36,8 @@ NODES = [
     Node("gpu", "n2", "n2.site", "n2", "down*", "gpu:a100:4(S:0-1)"),
     Node("cpu", "c1", "c1.site", "c1", "mixed", "(null)"),
 ]
+ALONE = [Node("gpu", "n1", "login1.site", "n1", "idle", "gpu:8"),
+         Node("cpu", "c1", "login1.site", "c1", "idle", "(null)")]  # fmt: skip
 DISK = Disk("/runs", "lustre", "", (), 1e12, 1e9)
 TORCH = {"python": "3.11.2", "version": "2.6.0", "import_s": 3.0, "gpus": 2, "problems": [],
          "unfit": False}  # fmt: skip
@@ -180,11 +181,12 @@ MISCONFIGURED = {
     "no redis-server": ([], {"redis": Unknown("no redis-server (6.0 or newer)", "apt-get …")},
                         "redis", FAIL, "no redis-server"),
     "no such interface": (
-        ["redis.bind=ib7"], {"network": Unknown("redis.bind = 'ib7' is no interface here")},
+        ["redis.bind=ib7"],
+        {"network": Unknown("redis.bind = 'ib7' is no interface here"), "nodes": ALONE},
         "interface", FAIL, "'ib7'"),
     "an interface that a login node has not": (
         ["redis.bind=ib0"],
-        {"network": {**LOOPBACK, "trouble": ElasticError("no ib0 here", "set it")}},
+        {"network": Unknown("no ib0 here", "set it")},
         "interface", WARN, "no ib0 here; the master's node may have it"),
     "an interface that is down": (
         ["redis.bind=ib0"], {"network": {**LOOPBACK, "up": False}}, "interface", FAIL, "is down"),

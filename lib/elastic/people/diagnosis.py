@@ -404,12 +404,14 @@ def other_hosts(config, nodes, here: str) -> list[str]:
     return sorted(host for host in hosts if host.split(".")[0] != here)
 
 
-def _interface(config, network, here, *, nodes) -> Judgement:
-    if trouble := network.get("trouble"):
-        return WARN, f"{trouble.what}; the master's node may have it", trouble.hint
+def _interface(config, here, *, network, nodes) -> Judgement:
+    others = other_hosts(config, nodes, here)
+    if isinstance(network, Unknown):
+        return judged(network.why, (not others, FAIL, "", network.fix),
+                      (True, WARN, "the master's node may have it", network.fix))  # fmt: skip
     seen = f"{config.redis.bind}: {network['address']}"
     seen += f" ({network['interface']})" if network["interface"] else ""
-    is_hidden = network["address"].startswith("127.") and other_hosts(config, nodes, here)
+    is_hidden = network["address"].startswith("127.") and others
     return judged(
         seen,
         (not network["up"], FAIL, "it is down",
@@ -473,7 +475,7 @@ CHECKS = (
     Check("run folder", "all jobs of a run work there, and wait for it", _folder, "disk"),
     Check("redis", "workers and master find each other there", lambda redis: (OK, redis, ""),
           "redis"),
-    Check("interface", "the master listens there for its workers", _interface, "network"),
+    Check("interface", "the master listens there for its workers", _interface),
     Check("clock", "jobs, Slurm and the pass compare times of each other", _clock),
     Check("torch", "every start of a worker waits for its import", _torch, "torch"),
     Check("gpus", "one that computes wrongly spoils the run", _gpus),

@@ -29,7 +29,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.base.keys import toml_value
 from elastic.jobs import sched_slurm
 from elastic.people import submission
-from elastic.people.diagnosis import VERDICTS, Disk, Unknown, diagnose, other_hosts, propose
+from elastic.people.diagnosis import VERDICTS, Disk, Unknown, diagnose, propose
 from elastic.people.dial import written_per_s
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
@@ -215,12 +215,7 @@ def _network(facts: dict) -> dict[str, Any]:
     known = [] if isinstance(nodes, Unknown) else nodes
     wanted = config.slurm.master_partition
     peer = next((node.address for node in known if wanted in ("", node.partition)), "127.0.0.1")
-    try:
-        address = network.bind_address(config.redis.bind, peer)
-    except ElasticError as error:
-        if not other_hosts(config, nodes, facts["here"]):
-            raise
-        return {"address": "", "interface": "", "up": True, "routed": "", "trouble": error}
+    address = network.bind_address(config.redis.bind, peer)
     names = {each: name for name, each in network.interfaces().items()}
     routed = ""
     with contextlib.suppress(ElasticError):  # no route: a machine by itself
