@@ -55,14 +55,12 @@ def submit(config: Path, overrides, dry_run: bool, no_try: bool, parsable: bool,
     leave open of local_sgd.inner_steps, compression and overlap is chosen.
     """
     ready = steering.prepare(config, [*overrides, *settings(named)], not no_try, dry_run)
-    for warning in ready.warnings:
-        warn(f"warning: {warning}")
+    warn(*(f"warning: {each}" for each in ready.warnings))
     if dry_run:
         say(steering.on_paper(ready))
         return
     run, waits = steering.start(ready)
-    for reason in waits:
-        warn(f"waits: {reason}")
+    warn(*(f"waits: {reason}" for reason in waits))
     click.echo(run.name if parsable else steering.started_text(run, ready))
     if wait_for_it:
         steering.wait_for_end(run)
@@ -95,8 +93,7 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float,
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=1))
     else:
-        for line in report.lines():
-            say(line)
+        say(*report.lines())
     sys.exit(code_of(report))
 
 
@@ -112,8 +109,7 @@ def take_effect(run: RunDir) -> Exit:
     if report.unknown:
         report.unknown_is_new = False  # it is said here, news or not
         warn(f"run {run.name}: noted, and left to the next pass: {report.unknown}")
-    for line in report.lines():
-        say(line)
+    say(*report.lines())
     return code_of(report)
 
 
@@ -130,8 +126,7 @@ def scale(run: str, fewest: int | None, most: int | None, mode: str | None):
     scheduler did not answer: the next pass does it then.
     """
     resized = rundir.find(run)
-    for line in steering.scale(resized, fewest, most, mode):
-        say(line)
+    say(*steering.scale(resized, fewest, most, mode))
     sys.exit(take_effect(resized))
 
 

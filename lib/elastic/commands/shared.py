@@ -47,10 +47,11 @@ def runs_like(_ctx: click.Context, _argument: click.Parameter, typed: str) -> li
 run_argument = functools.partial(click.argument, "run", shell_complete=runs_like)
 
 
-def say(text: str, err: bool = False) -> None:
+def say(*lines: str, err: bool = False) -> None:
     """Print words, of which some may be anybody's."""
     with naming("standard error" if err else "standard output"):
-        click.echo(wording.plain(text), err=err)
+        for line in lines:
+            click.echo(wording.plain(line), err=err)
 
 
 warn = functools.partial(say, err=True)
