@@ -54,7 +54,7 @@ def facts(*overrides: str, **changes) -> dict:
     return {
         "config": settings(*overrides), "cluster": CLUSTER, "partitions": PARTITIONS,
         "nodes": NODES, "limits": {"MaxSubmit of the account lab": 100}, "disk": DISK,
-        "qos": Unknown("PreemptType is not preempt/qos", meant=True),
+        "qos": Unknown("PreemptType is not preempt/qos"),
         "redis": "7.0, /usr/bin/redis-server",
         "network": {"address": "10.0.0.1", "interface": "ib0", "up": True, "routed": "ib0"},
         "clocks": {"slurmctld": 0.0, "run folder": -0.004}, "torch": TORCH, "save": Save(1e9, 1e9),
@@ -166,7 +166,7 @@ MISCONFIGURED = {
     "one job where sync mode has two": (
         ["run.mode=sync"], {"limits": {"MaxSubmit": 1}}, "limits", WARN, "up to 2 jobs"),
     "a folder that cannot be written": (
-        [], {"disk": Unknown("cannot write to /runs: Permission denied", "set ELASTIC_RUNS")},
+        [], {"disk": Unknown("cannot write to /runs: Permission denied", "set ELASTIC_RUNS", FAIL)},
         "run folder", FAIL, "Permission denied"),
     "a filesystem without link": (
         [], {"disk": Disk("/r", "beegfs", "", ("link or fsync: not supported",), 1e9, 1e9)},
@@ -178,7 +178,7 @@ MISCONFIGURED = {
     "a slow filesystem": (
         [], {"disk": Disk("/r", "nfs", "", (), 1e9, 5e6), "save": Save(1, 1)},
         "run folder", WARN, "writes 5 MB/s"),
-    "no redis-server": ([], {"redis": Unknown("no redis-server (6.0 or newer)", "apt-get …")},
+    "no redis-server": ([], {"redis": Unknown("no redis-server (6.0 or newer)", "apt-get …", FAIL)},
                         "redis", FAIL, "no redis-server"),
     "no such interface": (
         ["redis.bind=ib7"],
@@ -257,7 +257,7 @@ def test_what_a_site_does_to_every_job_is_told():
 
 
 def test_without_slurm_one_line_says_so_for_all_that_slurm_knows():
-    silence = Unknown("Command not found: scontrol", "is Slurm's bin directory in PATH?")
+    silence = Unknown("Command not found: scontrol", "is Slurm's bin directory in PATH?", FAIL)
     lost = dict.fromkeys(("cluster", "partitions", "nodes", "limits", "qos"), silence)
     found = diagnose(facts(**lost))
     assert [each.check for each in found if each.verdict == FAIL] == ["slurm"]
@@ -266,7 +266,7 @@ def test_without_slurm_one_line_says_so_for_all_that_slurm_knows():
 
 
 def test_on_the_local_scheduler_slurm_is_nobodys_business():
-    nobody = Unknown('run.scheduler = "local"', meant=True)
+    nobody = Unknown('run.scheduler = "local"')
     lost = dict.fromkeys(("cluster", "partitions", "nodes", "limits", "qos"), nobody)
     assert {verdict for _, verdict in not_ok(facts(**lost))} == {SKIP}
 
@@ -453,8 +453,8 @@ def test_what_a_tried_job_shows_to_be_wrong_is_named(changes, name, verdict):
 
 
 @pytest.mark.parametrize(("reason", "verdict"), [
-    (Unknown("sbatch: no such account", "see [slurm]"), FAIL),
-    (Unknown("job 7 is PENDING (Resources) after 10 minutes", meant=True), SKIP),
+    (Unknown("sbatch: no such account", "see [slurm]", FAIL), FAIL),
+    (Unknown("job 7 is PENDING (Resources) after 10 minutes"), SKIP),
 ])  # fmt: skip
 def test_where_no_job_could_be_tried_one_line_says_why(reason, verdict):
     found = [each for each in diagnose(facts(tried=reason)) if "try " in each.check]

@@ -39,12 +39,11 @@ _UNFIT = ("down", "drain", "fail", "error", "unknown", "inval", "maint", "future
 
 
 class Unknown(NamedTuple):
-    """In place of a fact: why nobody knows it, and the way out. `meant`: it does not
-    matter here, so its absence is never a FAIL."""
+    """In place of a fact: why nobody knows it, the way out, and what that comes to."""
 
     why: str
     fix: str = ""
-    meant: bool = False
+    verdict: str = SKIP  # FAIL: no run works without the fact
 
 
 class Finding(NamedTuple):
@@ -74,12 +73,11 @@ Judgement = tuple[str, str, str]  # verdict, seen, fix
 
 class Check(NamedTuple):
     """`judge` gets the facts that its parameters name. It is not called if one of them is
-    Unknown, unless that parameter is keyword-only. An Unknown `vital` fact is a FAIL."""
+    Unknown, unless that parameter is keyword-only."""
 
     name: str
     why: str
     judge: Callable[..., Judgement]
-    vital: str = ""
 
 
 def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
@@ -87,7 +85,7 @@ def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
     that needs it; the others that need it are left out."""
     names = facts["config"].slurm.partition.split(",")
     facts = {**facts, "named": names if names != [""] else Unknown(
-        "slurm.partition is not set", "set it: elastic-doctor --init finds one")}  # fmt: skip
+        "slurm.partition is not set", "set it: elastic-doctor --init finds one", FAIL)}  # fmt: skip
     findings: dict[int, Finding] = {}
     for at, check in enumerate(CHECKS + (TRIED if "tried" in facts else ())):
         needs = signature(check.judge).parameters.values()
@@ -99,9 +97,7 @@ def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
 
 def _finding(check: Check, facts: Mapping[str, Any], missing: Unknown | None) -> Finding:
     if missing:
-        is_vital = facts.get(check.vital) is missing and not missing.meant
-        verdict, seen, fix = FAIL if is_vital else SKIP, missing.why, missing.fix
-        return Finding(check.name, verdict, seen, check.why, fix)
+        return Finding(check.name, missing.verdict, missing.why, check.why, missing.fix)
     try:
         needs = {name: facts[name] for name in signature(check.judge).parameters}
         verdict, seen, fix = check.judge(**needs)
@@ -464,20 +460,19 @@ def _cron(config, cron: str | None, cron_line: str, *, partitions) -> Judgement:
 
 
 CHECKS = (
-    Check("slurm", "without it nothing can be submitted", _slurm, "cluster"),
-    Check("partition", "workers and trainers run there", _workers_partition, "named"),
+    Check("slurm", "without it nothing can be submitted", _slurm),
+    Check("partition", "workers and trainers run there", _workers_partition),
     Check("master partition", "rounds wait while the master is away", _masters_partition),
     Check("habits", "what this site does to every job", _habits),
     Check("time limit", "a job that asks for more never starts", _time),
     Check("preemption", "what becomes of a job whose GPUs are taken", _mode),
     Check("notice", "what is not saved before the kill is lost", _notice),
     Check("limits", "a run gets no more GPUs than it may have jobs", _limits),
-    Check("run folder", "all jobs of a run work there, and wait for it", _folder, "disk"),
-    Check("redis", "workers and master find each other there", lambda redis: (OK, redis, ""),
-          "redis"),
+    Check("run folder", "all jobs of a run work there, and wait for it", _folder),
+    Check("redis", "workers and master find each other there", lambda redis: (OK, redis, "")),
     Check("interface", "the master listens there for its workers", _interface),
     Check("clock", "jobs, Slurm and the pass compare times of each other", _clock),
-    Check("torch", "every start of a worker waits for its import", _torch, "torch"),
+    Check("torch", "every start of a worker waits for its import", _torch),
     Check("gpus", "one that computes wrongly spoils the run", _gpus),
     Check("cron", "only its pass replaces jobs when no master does", _cron),
 )
@@ -499,7 +494,7 @@ def _tried(words: str, *problems: tuple[Callable, str, str]) -> Callable:
 TRIED = (
     Check("try job", "the jobs of runs are submitted and started so", _tried(
         "2 nodes after {waited_s:.0f} s, their ranks {startup_s:.0f} s later",
-        (lambda t: t["startup_s"] > SLOW_START_S, WARN, "see prologs, the disk")), "tried"),
+        (lambda t: t["startup_s"] > SLOW_START_S, WARN, "see prologs, the disk"))),
     Check("try ranks", "a rank can use no more than it sees", _tried(
         "{ranks[0][view]}; {ranks[3][view]}",
         (lambda t: any(rank["gpus"] < rank["given_gpus"] for rank in t["ranks"]), FAIL,

@@ -29,7 +29,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.base.keys import toml_value
 from elastic.jobs import sched_slurm
 from elastic.people import submission
-from elastic.people.diagnosis import VERDICTS, Disk, Unknown, diagnose, propose
+from elastic.people.diagnosis import FAIL, SKIP, VERDICTS, Disk, Unknown, diagnose, propose
 from elastic.people.dial import written_per_s
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
@@ -54,20 +54,21 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
         tell((done / len(PROBES), name))
         # One wait for a Slurm that is silent is enough.
         lost = name in OF_SLURM and isinstance(facts["cluster"], Unknown)
-        facts[name] = facts["cluster"] if lost else _fact(probe, facts)
+        facts[name] = facts["cluster"] if lost else _fact(name, probe, facts)
     findings = diagnose(facts)
     verdicts = [finding.verdict for finding in findings]
     counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
     return counts | {"checks": [finding._asdict() for finding in findings]}
 
 
-def _fact(probe: Callable[[dict], Any], facts: dict[str, Any]) -> Any:
+def _fact(name: str, probe: Callable[[dict], Any], facts: dict[str, Any]) -> Any:
+    verdict = FAIL if name in VITAL else SKIP
     try:
         return probe(facts)
     except ElasticError as error:
-        return Unknown(error.what, error.hint)
+        return Unknown(error.what, error.hint, verdict)
     except Exception as error:  # whatever is broken here, the other checks are wanted
-        return Unknown(f"{type(error).__name__}: {error}")
+        return Unknown(f"{type(error).__name__}: {error}", verdict=verdict)
 
 
 def _here() -> str:
@@ -79,7 +80,7 @@ def _here() -> str:
 
 def _cluster(facts: dict) -> dict[str, str] | Unknown:
     if facts["config"].run.scheduler == "local":
-        return Unknown('run.scheduler = "local"', meant=True)
+        return Unknown('run.scheduler = "local"')
     before, cluster, after = time.time(), sched_slurm.cluster(), time.time()
     facts["clocks"]["slurmctld"] = off_s(float(cluster["now"]), before, after, within_s=1.0)
     return cluster
@@ -102,7 +103,7 @@ def _limits(facts: dict) -> dict[str, int]:
 def _qos(facts: dict) -> dict[str, str] | Unknown:
     """How jobs of the workers' QOS are preempted, where the QOS decides that."""
     if facts["cluster"]["PreemptType"] != "preempt/qos":
-        return Unknown("PreemptType is not preempt/qos", meant=True)
+        return Unknown("PreemptType is not preempt/qos")
     slurm = facts["config"].slurm
     row = {} if slurm.qos else _association(facts)
     name = slurm.qos or row["Def QOS"] or row["QOS"]
@@ -188,7 +189,7 @@ def _redis(facts: dict) -> str:
 
     config = facts["config"]
     if config.run.mode == "sync":
-        return Unknown("sync mode has none", meant=True)
+        return Unknown("sync mode has none")
     if config.redis.url:
         return _ask_site(config.redis.url, facts)
     path = redis_server.find(config.redis.server)
@@ -296,6 +297,7 @@ PROBES: dict[str, Callable[[dict], Any]] = {
     "save": _save,
     "cron": _cron,
 }
+VITAL = ("cluster", "disk", "redis", "torch", "tried")  # without which no run works
 OF_SLURM = ("partitions", "nodes", "limits", "qos", "tried")
 
 
@@ -312,7 +314,7 @@ def init() -> tuple[Path, str]:
     facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
     facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions()}
     for name, probe in (("nodes", PROBES["nodes"]), ("network", _network), ("server", _server)):
-        facts[name] = _fact(probe, facts)
+        facts[name] = _fact(name, probe, facts)
     text = site_text(facts["cluster"], propose(facts))
     write_atomic(path, text.encode())
     return path, text

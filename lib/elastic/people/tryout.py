@@ -67,7 +67,7 @@ def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
         wait_s = time.time() - (job.started_at or began)
         if wait_s > LIMIT_S:
             seen = f"job {job_id} is {job.state} ({job.reason}) after {wait_s / 60:.0f} minutes"
-            return Unknown(seen, "try again when two nodes are free", meant=True)
+            return Unknown(seen, "try again when two nodes are free")
         time.sleep(min(QUERY_S, launch.POLL_S + wait_s / 10))
         row = next((each for each in scheduler.jobs() if each.job_id == job_id), None)
         # Where MinJobAge is short Slurm forgets a job before its end is seen.
