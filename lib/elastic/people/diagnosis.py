@@ -46,6 +46,10 @@ class Unknown(NamedTuple):
     verdict: str = SKIP  # FAIL: no run works without the fact
 
 
+def known(fact: Any, otherwise: Any) -> Any:
+    return otherwise if isinstance(fact, Unknown) else fact
+
+
 class Finding(NamedTuple):
     """One line of the doctor's. `why`: it matters; `fix`: what to do."""
 
@@ -393,10 +397,8 @@ def _folder(config, disk: Disk, here: str, *, nodes) -> Judgement:
 
 def other_hosts(config, nodes, here: str) -> list[str]:
     """The machines, without this one, that the run's jobs may be on."""
-    if isinstance(nodes, Unknown):
-        return []
     ours = {*config.slurm.partition.split(","), config.slurm.master_partition}
-    hosts = {node.host for node in nodes if node.partition in ours}
+    hosts = {node.host for node in known(nodes, []) if node.partition in ours}
     return sorted(host for host in hosts if host.split(".")[0] != here)
 
 
@@ -451,9 +453,9 @@ def _cron(config, cron: str | None, cron_line: str, *, partitions) -> Judgement:
     none = "there is no crontab and no scrontab here"
     seen = none if cron is None else "elastic-reconcile is not in the crontab"
     fix = f"where runs are submitted from, crontab -e: {cron_line}"
-    known = {} if isinstance(partitions, Unknown) else partitions
     ours = [*config.slurm.partition.split(","), config.slurm.master_partition]
-    hosts = {known.get(name, {}).get("AllocNodes", "ALL") for name in ours} - {"ALL"}
+    properties = map(known(partitions, {}).get, ours)
+    hosts = {each.get("AllocNodes", "ALL") for each in properties if each} - {"ALL"}
     if hosts:
         return FAIL, f"{seen}, and only {hosts.pop()} may submit jobs (AllocNodes)", fix
     return WARN, seen, fix
@@ -530,12 +532,11 @@ TRIED = (
 def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """("section.key", value, where it comes from) for a site file."""
     proposals = []
-    if isinstance(facts["nodes"], Unknown):  # nor is it known what a partition is good for
-        facts = {**facts, "nodes": []}
-    if worker := _best_partition(facts, with_gpus=True):
-        proposals.append(("slurm.partition", *worker))
-    if master := _best_partition(facts, with_gpus=False):
-        proposals.append(("slurm.master_partition", *master))
+    # Of nodes that nobody is shown nobody knows what a partition is good for.
+    facts = {**facts, "nodes": known(facts["nodes"], [])}
+    for key, with_gpus in (("slurm.partition", True), ("slurm.master_partition", False)):
+        if best := _best_partition(facts, with_gpus):
+            proposals.append((key, *best))
     if not isinstance(facts["server"], Unknown):
         proposals.append(("redis.server", facts["server"], "found here"))
     network, others = facts["network"], {n.host.split(".")[0] for n in facts["nodes"]}

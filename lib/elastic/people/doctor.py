@@ -29,7 +29,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.base.keys import toml_value
 from elastic.jobs import sched_slurm
 from elastic.people import submission
-from elastic.people.diagnosis import FAIL, SKIP, VERDICTS, Disk, Unknown, diagnose, propose
+from elastic.people.diagnosis import FAIL, SKIP, VERDICTS, Disk, Unknown, diagnose, known, propose
 from elastic.people.dial import written_per_s
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
@@ -213,9 +213,9 @@ def _network(facts: dict) -> dict[str, Any]:
     """The address that a master would listen on, and the interface that leads to its
     node."""
     config, nodes = facts["config"], facts["nodes"]
-    known = [] if isinstance(nodes, Unknown) else nodes
     wanted = config.slurm.master_partition
-    peer = next((node.address for node in known if wanted in ("", node.partition)), "127.0.0.1")
+    fit = (node.address for node in known(nodes, []) if wanted in ("", node.partition))
+    peer = next(fit, "127.0.0.1")
     address = network.bind_address(config.redis.bind, peer)
     names = {each: name for name, each in network.interfaces().items()}
     routed = ""
