@@ -38,7 +38,7 @@ def advise(
              if config.origin(f"plan.{name[:-2]}") != "command line"}  # fmt: skip
     model, reason = None, "only run.command knows the model"
     if not config.run.command:
-        model, reason, _ = submission.described(path, overrides)
+        model, reason = submission.described(path, overrides)
     price = costs(config, model, shown)
     if not price.step_s:
         raise UsageError(f"how long a step takes cannot be known: {reason}",

@@ -264,7 +264,7 @@ def _save(facts: dict) -> estimate.Save | Unknown:
     if isinstance(facts["torch"], Unknown):
         return facts["torch"]
     path, *overrides = facts["given"]
-    model, reason, _ = submission.described(Path(path), overrides)
+    model, reason = submission.described(Path(path), overrides)
     return estimate.save_of(model, facts["config"]) if model else Unknown(reason)
 
 

@@ -43,11 +43,11 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     left_open = {"slurm.partition"} if is_dry else frozenset()
     config = load(path, settings, left_open=left_open)
     warnings = submission.check(config, runs_root(), is_dry)
-    model, reason, untried = None, "", ""
+    model, reason = None, ""
     if not config.run.command and (is_dry or tries):
-        model, reason, untried = submission.described(path, settings, tries)
-    if untried:
-        warnings.append(f"the task was not tried: {untried}; if so in its jobs, the run fails")
+        model, reason = submission.described(path, settings, tries)
+    if reason:
+        warnings.append(f"the task was not tried: {reason}; if so in its jobs, the run fails")
     if not config.slurm.partition and config.run.scheduler == "slurm":
         warnings.append("slurm.partition is not set: a submission needs it")
     ready = Prepared(config, model, reason, warnings)

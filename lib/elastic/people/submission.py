@@ -62,19 +62,16 @@ def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
 
 def described(
     config: Path, settings: Sequence[str], tries: bool = False
-) -> tuple[estimate.Model | None, str, str]:
-    """(the run's model or None, why it cannot be known here, why a first step was not
-    tried).
-
-    `tries`: try that step. Raises ElasticError with the end of the traceback if the task
-    fails.
-    """
+) -> tuple[estimate.Model | None, str]:
+    """The run's model, or None; why it cannot be known here, or why a first step was not
+    tried. `tries`: try that step. Raises ElasticError with the end of the traceback if the
+    task fails."""
     command = [sys.executable, "-P", "-m", "elastic.saved.describe", *["--try"] * tries,
                str(config), "slurm.partition=any", *settings]  # fmt: skip
     try:
         trial = subprocess.run(command, capture_output=True, text=True, timeout=TRY_S)
     except subprocess.TimeoutExpired:
-        return None, *[f"it takes more than {TRY_S:g} s here"] * 2
+        return None, f"it takes more than {TRY_S:g} s here"
     lines = trial.stderr.strip().splitlines()
     if trial.returncode == Exit.USAGE:
         what = "\n".join(["the task fails:", *lines[-LAST_LINES:]])
@@ -82,9 +79,9 @@ def described(
     answers = re.findall(r'(?m)^{"model": .*', trial.stdout)
     if trial.returncode or not answers:  # its task may print, and end the process, too
         errors = [line for line in lines if not line.startswith("  hint: ")]
-        return None, *[errors[-1] if errors else f"exit {trial.returncode}"] * 2
+        return None, errors[-1] if errors else f"exit {trial.returncode}"
     answer = json.loads(answers[-1])
-    return estimate.Model(**answer["model"]), "", answer["untried"]
+    return estimate.Model(**answer["model"]), answer["untried"]
 
 
 def _check_name(root: Path, config: Config) -> None:
