@@ -582,7 +582,7 @@ def test_a_package_that_is_not_there_is_named(run, monkeypatch):
 def test_without_matplotlib_the_way_to_it_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ElasticError, match="draws with matplotlib") as caught:
-        report._pyplot()
+        report._figure("x")
     assert caught.value.hint.startswith("make venv")
 
 

@@ -195,15 +195,12 @@ def page(facts: Facts) -> str:
 
 
 def _svg(title: str, facts: Facts) -> str:
-    pyplot = _pyplot()
-    pyplot.rcParams["svg.hashsalt"] = title  # names inside one page must differ
-    figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    axes = _figure(title).subplots()
     PANELS[title](axes, facts)
     if not axes.dataLim.width > 0:
         axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color="gray")
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+    axes.figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()[file.getvalue().index("<svg") :]
 
 
@@ -216,21 +213,20 @@ def with_tooltips(svg: str, stays: Sequence[Stay]) -> str:
     return re.sub(r'<g id="job-(\d+)">', titled, svg)
 
 
-def _pyplot() -> Any:
+def _figure(title: str) -> Any:
     try:
         import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         hint = "make venv (a venv of make demo is without), or pip install matplotlib"
         raise ElasticError(f"elastic-report draws with matplotlib: {error}", hint) from None
-    matplotlib.use("agg")  # no display
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update({
+    matplotlib.rcParams.update({
+        "svg.hashsalt": title,  # names inside one page must differ
         "svg.fonttype": "none", "font.family": "sans-serif", "axes.spines.top": False,
         "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
         "date.converter": "concise",
     })  # fmt: skip
-    return pyplot
+    return Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
 
 
 def _table(facts: Facts) -> str:
