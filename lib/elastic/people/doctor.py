@@ -45,11 +45,8 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
     """Findings for the run that `path` describes (None: for any run of this site), as
     JSON has them: "checks", and how many checks got each verdict. `more`: further probes,
     by name."""
-    if path:
-        config, given = configuration.load(path, overrides), [str(path), *overrides]
-    else:
-        config, given = configuration.load_site(overrides), []
-    facts = dict(config=config, given=given, here=_here(), clocks={}, cron_line=cron_line())
+    config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
+    facts = dict(config=config, given=(path, overrides), here=_here(), clocks={}, cron_line=cron_line())
     for done, (name, probe) in enumerate([*PROBES.items(), *more]):
         tell((done / len(PROBES), name))
         # One wait for a Slurm that is silent is enough.
@@ -257,14 +254,14 @@ def _torch(facts: dict) -> dict[str, Any]:
 
 def _save(facts: dict) -> estimate.Save | Unknown:
     """What a save of the run's model writes; nothing, where no run was named."""
-    if not facts["given"]:
+    path, overrides = facts["given"]
+    if not path:
         return estimate.Save(0, 0)
     if facts["config"].run.command:
         return Unknown("only run.command knows its model")
     if isinstance(facts["torch"], Unknown):
         return facts["torch"]
-    path, *overrides = facts["given"]
-    model, reason = submission.described(Path(path), overrides)
+    model, reason = submission.described(path, overrides)
     return estimate.save_of(model, facts["config"]) if model else Unknown(reason)
 
 
