@@ -206,15 +206,12 @@ def _lost(run: RunDir) -> str:
 def wait_until_gone(run: RunDir) -> None:
     """Reconcile as cron would until a run that stops has no job any more, however long
     nobody says so."""
-    while _has_jobs(run):
+    while True:
+        try:
+            if not submission.jobs_of(run.name, scheduler_of(run)):
+                return
+        except TryAgain as silence:
+            if isinstance(silence, Elsewhere):  # nobody here will ever know
+                raise
         time.sleep(WAIT_S)
         run_pass([run], time.time())
-
-
-def _has_jobs(run: RunDir) -> bool:
-    try:
-        return bool(submission.jobs_of(run.name, scheduler_of(run)))
-    except Elsewhere:  # nobody here will ever know
-        raise
-    except TryAgain:
-        return True
