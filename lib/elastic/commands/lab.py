@@ -93,15 +93,14 @@ def seconds(_ctx: click.Context, _option: click.Parameter, text: str) -> float:
         raise click.BadParameter(error.what) from None
 
 
-def _duration(option: str, field: str, default: str, what: str) -> Callable:
-    return click.option(option, field, default=default, callback=seconds, help=what)
+duration = functools.partial(click.option, callback=seconds)
 
 
 @command("chaos demo --every 29s --for 30m", "chaos demo --faults kill-worker,preempt --seed 7")
 @shared.run_argument()
-@_duration("--every", "every_s", "29s", "A fault so often, on average.")
-@_duration("--for", "for_s", "10m", "How long.")
-@_duration("--before", "before_s", "0s", "Look on for so long first, to compare with.")
+@duration("--every", "every_s", default="29s", help="A fault so often, on average.")
+@duration("--for", "for_s", default="10m", help="How long.")
+@duration("--before", "before_s", default="0s", help="Look on for so long first, to compare with.")
 @click.option("--seed", default=0, help="The same faults in the same order.")
 @click.option("--faults", "kinds", default="", show_default="all", metavar="A,B,...",
               help="The kinds of faults.")

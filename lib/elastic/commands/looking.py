@@ -23,6 +23,8 @@ WATCH_S = 2.0
 FOLLOW_S = 10.0
 LISTED_S = 30.0  # in a loop, jobs may be those of so long ago: sites count who asks Slurm
 
+file_option = functools.partial(click.option, type=click.Path(path_type=Path), metavar="FILE")
+
 
 @command("status", "status demo --watch", "status demo --json")
 @shared.run_argument(required=False)
@@ -150,8 +152,7 @@ def audit(run: str, files: bool, as_json: bool):
 
 @command("report demo")
 @shared.run_argument()
-@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="FILE",
-              show_default="RUN.html, here", help="The file to write.")
+@file_option("-o", "--out", show_default="RUN.html, here", help="The file to write.")
 def report(run: str, out: Path | None):
     """Draw RUN: loss, speed, jobs, goodput, incidents.
 
@@ -170,12 +171,9 @@ def report(run: str, out: Path | None):
 @command("metrics --prometheus /var/lib/node_exporter/elastic.prom",
          "metrics demo --jsonl demo.jsonl", "metrics demo --tensorboard tb --follow")
 @shared.run_argument(required=False)
-@click.option("--prometheus", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write all runs (or RUN) as they are now.")
-@click.option("--jsonl", type=click.Path(path_type=Path), metavar="FILE",
-              help="Append a line per version (sync mode: step) of RUN.")
-@click.option("--tensorboard", type=click.Path(path_type=Path), metavar="DIR",
-              help="Likewise; needs the package tensorboard.")
+@file_option("--prometheus", help="Write all runs (or RUN) as they are now.")
+@file_option("--jsonl", help="Append a line per version (sync mode: step) of RUN.")
+@file_option("--tensorboard", metavar="DIR", help="Likewise; needs the package tensorboard.")
 @click.option("--wandb", metavar="PROJECT", help="Likewise; needs the package wandb.")
 @flag("--follow", help="Go on until RUN is done or has failed, or for ever.")
 def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
