@@ -225,7 +225,7 @@ def test_where_nothing_is_preempted_there_is_no_notice():
 
 def test_what_a_qos_decides_is_not_guessed_where_nobody_knows_it():
     found = facts(**cluster(PreemptType="preempt/qos"))
-    assert not_ok(found) == [("preemption", SKIP), ("notice", SKIP)]
+    assert not_ok(found) == [("preemption", SKIP)]
 
 
 def test_what_a_qos_decides_is_judged_as_a_partitions():

@@ -9,7 +9,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from operator import itemgetter
@@ -76,8 +76,7 @@ Judgement = tuple[str, str, str]  # verdict, seen, fix
 
 
 class Check(NamedTuple):
-    """`judge` gets the facts that its parameters name. It is not called if one of them is
-    Unknown, unless that parameter is keyword-only."""
+    """`judge` gets the facts that its parameters name: see `_answer`."""
 
     name: str
     why: str
@@ -87,27 +86,30 @@ class Check(NamedTuple):
 def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
     """One finding per check, in order. An Unknown fact is told once, by the first check
     that needs it; the others that need it are left out."""
-    names = facts["config"].slurm.partition.split(",")
-    facts = {**facts, "named": names if names != [""] else Unknown(
-        "slurm.partition is not set", "set it: elastic-doctor --init finds one", FAIL)}  # fmt: skip
+    facts = dict(facts)
+    for name, derive in DERIVED.items():
+        facts[name] = _answer(derive, facts)
+    checks = CHECKS + (TRIED if "tried" in facts else ())
+    answers = [_answer(check.judge, facts) for check in checks]
     findings: dict[int, Finding] = {}
-    for at, check in enumerate(CHECKS + (TRIED if "tried" in facts else ())):
-        needs = signature(check.judge).parameters.values()
-        needed = [facts[need.name] for need in needs if need.kind is not need.KEYWORD_ONLY]
-        missing = next((fact for fact in needed if isinstance(fact, Unknown)), None)
-        findings.setdefault(id(missing) if missing else at, _finding(check, facts, missing))
+    for check, answer in zip(checks, answers, strict=True):
+        is_known = not isinstance(answer, Unknown)
+        verdict, seen, fix = answer if is_known else (answer.verdict, answer.why, answer.fix)
+        findings.setdefault(id(answer), Finding(check.name, verdict, seen, check.why, fix))
     return list(findings.values())
 
 
-def _finding(check: Check, facts: Mapping[str, Any], missing: Unknown | None) -> Finding:
-    if missing:
-        return Finding(check.name, missing.verdict, missing.why, check.why, missing.fix)
+def _answer(question: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
+    """Of the facts that its parameters name. It is not asked if one of them is Unknown,
+    unless that parameter is keyword-only: the answer is that Unknown."""
+    needs = signature(question).parameters
+    needed = [facts[name] for name, need in needs.items() if need.kind is not need.KEYWORD_ONLY]
+    if missing := next((fact for fact in needed if isinstance(fact, Unknown)), None):
+        return missing
     try:
-        needs = {name: facts[name] for name in signature(check.judge).parameters}
-        verdict, seen, fix = check.judge(**needs)
+        return question(**{name: facts[name] for name in needs})
     except (ValueError, KeyError, IndexError) as error:  # an answer in unknown words
-        verdict, seen, fix = SKIP, f"not understood: {type(error).__name__}: {error}", ""
-    return Finding(check.name, verdict, seen, check.why, fix)
+        return Unknown(f"not understood: {type(error).__name__}: {error}")
 
 
 def judged(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:
@@ -120,6 +122,13 @@ def judged(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:
 
 
 # ---- Slurm ---------------------------------------------------------------------------
+
+
+def _named(config) -> list[str] | Unknown:
+    """The partitions of workers."""
+    if names := config.slurm.partition:
+        return names.split(",")
+    return Unknown("slurm.partition is not set", "set it: elastic-doctor --init finds one", FAIL)
 
 
 def _slurm(cluster: Mapping[str, str]) -> Judgement:
@@ -268,8 +277,8 @@ class Preemption(NamedTuple):
     grace_s: int
 
 
-def _preemption(name: str, cluster, partitions, nodes, qos) -> Preemption | Unknown:
-    if name not in partitions:
+def _preemption(cluster, partitions, named, *, nodes, qos) -> Preemption | Unknown:
+    if (name := named[0]) not in partitions:
         return Unknown(f"no partition {name}")
     if mode := preempt_mode(cluster, name, partitions, nodes):
         return Preemption(name, mode, int(partitions[name]["GraceTime"]))
@@ -282,32 +291,26 @@ def _preemption(name: str, cluster, partitions, nodes, qos) -> Preemption | Unkn
     return Preemption(f"QOS {qos['Name']}", mode, grace_s)
 
 
-def _mode(cluster, partitions, named, *, nodes, qos) -> Judgement:
-    found = _preemption(named[0], cluster, partitions, nodes, qos)
-    if isinstance(found, Unknown):
-        return SKIP, found.why, found.fix
-    fix = f"PreemptMode=REQUEUE for {found.decides}"
+def _mode(cluster, preemption: Preemption) -> Judgement:
+    mode, fix = preemption.mode, f"PreemptMode=REQUEUE for {preemption.decides}"
     return judged(
-        f"{found.decides}: {found.mode} ({cluster['PreemptType']})",
-        (found.mode == "CANCEL", WARN, "", "runs go on, as elastic-reconcile in a crontab"
+        f"{preemption.decides}: {mode} ({cluster['PreemptType']})",
+        (mode == "CANCEL", WARN, "", "runs go on, as elastic-reconcile in a crontab"
          f" submits their jobs again. For jobs of your own: {fix}"),
-        (found.mode == "OFF", WARN, "", "nothing is preempted here: if it is in another"
+        (mode == "OFF", WARN, "", "nothing is preempted here: if it is in another"
          f" partition, set slurm.partition; else {fix}"),
-        (found.mode != "REQUEUE", FAIL, "", f"{fix}: a stopped job gets no notice, looks"
+        (mode != "REQUEUE", FAIL, "", f"{fix}: a stopped job gets no notice, looks"
          " lost, and keeps its GPUs' memory"),
     )  # fmt: skip
 
 
-def _notice(cluster, partitions, named, *, nodes, disk, save, qos) -> Judgement:
-    found = _preemption(named[0], cluster, partitions, nodes, qos)
-    if isinstance(found, Unknown):
-        return SKIP, found.why, found.fix
-    if found.mode == "OFF":
+def _notice(cluster, preemption: Preemption, *, disk, save) -> Judgement:
+    if preemption.mode == "OFF":
         return SKIP, "nothing is preempted there", ""
     wait = re.search(r"\d+", cluster["KillWait"])
     kill_s = int(wait[0]) if wait else 0
-    notice_s = found.grace_s + kill_s - NOTICE_MARGIN_S
-    seen = f"{notice_s:g} s (GraceTime={found.grace_s}, KillWait={kill_s})"
+    notice_s = preemption.grace_s + kill_s - NOTICE_MARGIN_S
+    seen = f"{notice_s:g} s (GraceTime={preemption.grace_s}, KillWait={kill_s})"
     for missing in (disk, save):
         if isinstance(missing, Unknown):
             return OK, f"{seen}; what a save takes is not known: {missing.why}", ""
@@ -317,7 +320,7 @@ def _notice(cluster, partitions, named, *, nodes, disk, save, qos) -> Judgement:
     whole_s, work_s = save.whole_bytes / disk.write, save.work_bytes / disk.write
     part = f" ({work_s:.2g} s for what counts)" if work_s < whole_s else ""
     least_s = math.ceil(2 * whole_s + NOTICE_MARGIN_S - kill_s)
-    fix = f"GraceTime={least_s} for {found.decides}, or a faster filesystem"
+    fix = f"GraceTime={least_s} for {preemption.decides}, or a faster filesystem"
     return judged(
         f"{seen}; a save takes {whole_s:.2g} s{part}: {size(save.whole_bytes)} at {speed}",
         (work_s > notice_s, FAIL, "", fix),
@@ -379,8 +382,7 @@ def wanted_jobs(config) -> tuple[int, int]:
 # ---- files, Redis, network -----------------------------------------------------------
 
 
-def _folder(config, disk: Disk, here: str, *, nodes) -> Judgement:
-    others = other_hosts(config, nodes, here)
+def _folder(disk: Disk, others: Sequence[str]) -> Judgement:
     works = "; ".join(disk.faults) or "rename, link, fsync, flock work"
     return judged(
         f"{disk.folder}: {disk.kind}; {works}; {size(disk.free_bytes)} free;"
@@ -395,15 +397,14 @@ def _folder(config, disk: Disk, here: str, *, nodes) -> Judgement:
     )  # fmt: skip
 
 
-def other_hosts(config, nodes, here: str) -> list[str]:
+def _others(config, here: str, *, nodes) -> list[str]:
     """The machines, without this one, that the run's jobs may be on."""
     ours = {*config.slurm.partition.split(","), config.slurm.master_partition}
     hosts = {node.host for node in known(nodes, []) if node.partition in ours}
     return sorted(host for host in hosts if host.split(".")[0] != here)
 
 
-def _interface(config, here, *, network, nodes) -> Judgement:
-    others = other_hosts(config, nodes, here)
+def _interface(config, others: Sequence[str], *, network) -> Judgement:
     if isinstance(network, Unknown):
         return judged(network.why, (not others, FAIL, "", network.fix),
                       (True, WARN, "the master's node may have it", network.fix))  # fmt: skip
@@ -461,6 +462,8 @@ def _cron(config, cron: str | None, cron_line: str, *, partitions) -> Judgement:
     return WARN, seen, fix
 
 
+# Facts that follow from others.
+DERIVED = {"named": _named, "preemption": _preemption, "others": _others}
 CHECKS = (
     Check("slurm", "without it nothing can be submitted", _slurm),
     Check("partition", "workers and trainers run there", _workers_partition),

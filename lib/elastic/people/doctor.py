@@ -46,7 +46,8 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
     JSON has them: "checks", and how many checks got each verdict. `more`: further probes,
     by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
-    facts = dict(config=config, given=(path, overrides), here=_here(), clocks={}, cron_line=cron_line())
+    facts = dict(config=config, given=(path, overrides), here=_here(), clocks={},
+                 cron_line=cron_line())  # fmt: skip
     for done, (name, probe) in enumerate([*PROBES.items(), *more]):
         tell((done / len(PROBES), name))
         # One wait for a Slurm that is silent is enough.
