@@ -206,11 +206,8 @@ def _svg(title: str, facts: Facts) -> str:
 
 def with_tooltips(svg: str, stays: Sequence[Stay]) -> str:
     """The picture, in which each bar of a job says all about it."""
-
-    def titled(bar: re.Match) -> str:
-        return f"{bar[0]}<title>{_safe(stays[int(bar[1])].words)}</title>"
-
-    return re.sub(r'<g id="job-(\d+)">', titled, svg)
+    titles = [f"<title>{_safe(stay.words)}</title>" for stay in stays]
+    return re.sub(r'<g id="job-(\d+)">', lambda bar: bar[0] + titles[int(bar[1])], svg)
 
 
 def _figure(title: str) -> Any:
