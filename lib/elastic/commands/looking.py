@@ -43,7 +43,10 @@ def status(run: str | None, watch: bool, as_json: bool):
     look = functools.partial(observe, run, not (run or as_json))
     view = views.run_view if run else views.runs_table
     if watch:
-        redraw(view, look)
+        with contextlib.suppress(KeyboardInterrupt), views.live(view) as draw:
+            while True:
+                draw(look(LISTED_S))
+                time.sleep(WATCH_S)
         return
     with views.busy("asking the scheduler and the masters"):
         observed = look(0.0)
@@ -58,15 +61,6 @@ def observe(run: str | None, is_short: bool, within_s: float) -> dict | list[dic
     runs = [rundir.find(run)] if run else rundir.registered()
     observed = status.observe_all(runs, is_short, within_s, bool(run))
     return observed[0] if run else observed
-
-
-def redraw(view: Callable, look: Callable[[float], dict | list[dict]]) -> None:
-    from elastic.people import views
-
-    with contextlib.suppress(KeyboardInterrupt), views.live(view) as draw:
-        while True:
-            draw(look(LISTED_S))
-            time.sleep(WATCH_S)
 
 
 @command("logs demo", "logs demo 3 -f", "logs demo master")
