@@ -308,7 +308,10 @@ def init() -> tuple[Path, str]:
     UsageError if a file that sets anything is there; ElasticError without Slurm.
     """
     path = site_path().resolve()  # several versions of Elastic share one file
-    _check_untouched(path)
+    if path.exists() and not path.is_file():
+        raise UsageError(f"not a file: {path}", "set ELASTIC_SITE to the path of a new file")
+    if path.exists() and any("." in key for key in configuration.load_site(site=path).origins):
+        raise UsageError(f"{path} sets something already", f"mv {path} {path}.old")
     facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
     facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions()}
     for name, probe in (("nodes", PROBES["nodes"]), ("network", _network), ("server", _server)):
@@ -316,13 +319,6 @@ def init() -> tuple[Path, str]:
     text = site_text(facts["cluster"], propose(facts))
     write_atomic(path, text.encode())
     return path, text
-
-
-def _check_untouched(path: Path) -> None:
-    if path.exists() and not path.is_file():
-        raise UsageError(f"not a file: {path}", "set ELASTIC_SITE to the path of a new file")
-    if path.exists() and any("." in key for key in configuration.load_site(site=path).origins):
-        raise UsageError(f"{path} sets something already", f"mv {path} {path}.old")
 
 
 def _server(_facts: dict) -> str | Unknown:
