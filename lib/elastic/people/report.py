@@ -20,7 +20,7 @@ from elastic.people import status, timeline
 from elastic.people.timeline import Incident, Point, Stay
 from elastic.run import scores, wording
 from elastic.run.audit import gpu_seconds
-from elastic.run.goodput import PARTS, shares
+from elastic.run.goodput import shares
 from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
 from elastic.run.scores import Score
@@ -29,8 +29,8 @@ from elastic.run.wording import EventKind
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
 # At the end of a job.
 MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}
+# Of the parts of a goodput ledger.
 COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#bbbbbb")
-PART_COLOURS = dict(zip(PARTS, COLOURS, strict=True))
 WIDTH, HEIGHT = 9.0, 3.0  # inches of a panel
 MOST_POINTS = 2000  # of a curve: more than a screen can show
 MOST_STAYS = 5000  # jobs that are drawn
@@ -140,9 +140,9 @@ def draw_goodput(axes: Any, facts: Facts) -> None:
     """One bar of all GPU-seconds, cut by what they went into."""
     axes.figure.set_figheight(1.8)
     left = 0.0
-    for part, share in shares(facts.gpu_seconds).items():
+    for colour, (part, share) in zip(COLOURS, shares(facts.gpu_seconds).items(), strict=True):
         words = f"{part} {share:.1%}"
-        axes.barh(0, 100 * share, left=left, color=PART_COLOURS[part], label=words)
+        axes.barh(0, 100 * share, left=left, color=colour, label=words)
         left += 100 * share
     axes.set(xlim=(0, 100), ylim=(-0.6, 2.0), yticks=())
     axes.set(xlabel=f"% of {wording.si(facts.gpu_seconds['allocated'])} GPU-seconds")
