@@ -127,10 +127,15 @@ def sandbox():
     """Run a private multi-node Slurm on this machine."""
 
 
-def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> None:
+_WHICH = (click.Option(["--name"], default="default", help="Which one."),
+          click.Option(["--dir", "folder"], type=Path, help="Folder of sandboxes."))  # fmt: skip
+
+
+def _of_sandbox(method: Callable[..., str | None], *parameters: click.Parameter) -> None:
     """Make a subcommand of a function of a sandbox; what it returns is printed."""
     verb = method.__name__.strip("_").replace("_", "-")
 
+    @sandbox.command(verb, params=[*parameters, *_WHICH])
     @functools.wraps(method)
     def call(name: str, folder: Path | None, **given: Any) -> None:
         from elastic.people import views
@@ -143,12 +148,6 @@ def _of_sandbox(method: Callable[..., str | None], *parameters: Callable) -> Non
         if answer:
             click.echo(answer)
 
-    call = click.option("--dir", "folder", type=Path, help="Folder of sandboxes.")(call)
-    call = click.option("--name", default="default", help="Which one.")(call)
-    for parameter in reversed(parameters):
-        call = parameter(call)
-    sandbox.command(verb)(call)
-
 
 def _up(box: Sandbox, **shape: Any) -> str:
     """Start it and wait until its nodes are idle."""
@@ -156,19 +155,19 @@ def _up(box: Sandbox, **shape: Any) -> str:
     return f"up; to use it:\n{box.env()}"
 
 
-def _number(option: str, default: float, least: float, what: str) -> Callable:
+def _number(option: str, default: float, least: float, what: str) -> click.Option:
     kind = click.IntRange(least) if isinstance(default, int) else click.FloatRange(least)
-    return click.option(*option.split(), type=kind, default=default, help=what)
+    return click.Option(option.split(), type=kind, default=default, help=what)
 
 
-_NODE, _SECONDS = click.argument("node"), _number("--seconds", 30.0, 0.0, "For how long.")
+_NODE, _SECONDS = click.Argument(["node"]), _number("--seconds", 30.0, 0.0, "For how long.")
 _of_sandbox(
     _up,
     _number("--nodes", Shape.nodes, 1, "Nodes with GPUs."),
     _number("--gpus", Shape.gpus, 0, "GPUs of each."),
     _number("--grace grace_s", Shape.grace_s, 0, "Seconds of notice before a preemption."),
-    flag("--accounting", help="With slurmdbd and MariaDB, for sacct."),
-    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
+    click.Option(["--accounting"], is_flag=True, help="With slurmdbd and MariaDB, for sacct."),
+    click.Option(["--set", "settings"], multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
 )
 _of_sandbox(Sandbox.env)
 _of_sandbox(Sandbox.status)
