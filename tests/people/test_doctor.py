@@ -58,7 +58,7 @@ def site(slurm_here, home, monkeypatch) -> Path:
 def quick(site, monkeypatch) -> None:
     """Look at this machine's torch, Redis and disk only as far as that is fast."""
     for name, fact in (("torch", TORCH), ("redis", "not asked")):
-        monkeypatch.setitem(doctor.PROBES, name, lambda _, fact=fact: fact)
+        monkeypatch.setitem(doctor.PROBES, name, partial(lambda fact: fact, fact))
     monkeypatch.setattr(doctor, "written_per_s", lambda _: 1e9)  # this disk's may be anything
 
 
@@ -176,7 +176,7 @@ def test_a_requeue_delay_is_named(quick, plant):
 
 
 def test_a_grace_time_that_is_shorter_than_the_save_is_named(quick, monkeypatch):
-    monkeypatch.setitem(doctor.PROBES, "save", lambda _: Save(60e9, 60e9))
+    monkeypatch.setitem(doctor.PROBES, "save", lambda: Save(60e9, 60e9))
     ((name, (verdict, seen)),) = bad().items()
     assert (name, verdict) == ("notice", "FAIL")
     notice = r"3 s \(GraceTime=2, KillWait=2\)"

@@ -15,6 +15,7 @@ from inspect import signature
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from elastic.base.errors import ElasticError
 from elastic.base.units import size
 from elastic.run.records import gpus_of
 from elastic.run.wording import counted
@@ -76,7 +77,7 @@ Judgement = tuple[str, str, str]  # verdict, seen, fix
 
 
 class Check(NamedTuple):
-    """`judge` gets the facts that its parameters name: see `_answer`."""
+    """`judge` gets the facts that its parameters name: see `answer`."""
 
     name: str
     why: str
@@ -88,28 +89,32 @@ def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
     that needs it; the others that need it are left out."""
     facts = dict(facts)
     for name, derive in DERIVED.items():
-        facts[name] = _answer(derive, facts)
+        facts[name] = answer(derive, facts)
     checks = CHECKS + (TRIED if "tried" in facts else ())
-    answers = [_answer(check.judge, facts) for check in checks]
+    answers = [answer(check.judge, facts) for check in checks]
     findings: dict[int, Finding] = {}
-    for check, answer in zip(checks, answers, strict=True):
-        is_known = not isinstance(answer, Unknown)
-        verdict, seen, fix = answer if is_known else (answer.verdict, answer.why, answer.fix)
-        findings.setdefault(id(answer), Finding(check.name, verdict, seen, check.why, fix))
+    for check, found in zip(checks, answers, strict=True):
+        is_known = not isinstance(found, Unknown)
+        verdict, seen, fix = found if is_known else (found.verdict, found.why, found.fix)
+        findings.setdefault(id(found), Finding(check.name, verdict, seen, check.why, fix))
     return list(findings.values())
 
 
-def _answer(question: Callable[..., Any], facts: Mapping[str, Any]) -> Any:
-    """Of the facts that its parameters name. It is not asked if one of them is Unknown,
-    unless that parameter is keyword-only: the answer is that Unknown."""
+def answer(question: Callable[..., Any], facts: Mapping[str, Any], is_vital: bool = False) -> Any:
+    """Of the facts that the question's parameters name. It is not asked if one of them is
+    Unknown, unless that parameter is keyword-only: the answer is that Unknown. A question
+    that fails leaves one, too, which is a FAIL if it `is_vital`."""
+    verdict = FAIL if is_vital else SKIP
     needs = signature(question).parameters
     needed = [facts[name] for name, need in needs.items() if need.kind is not need.KEYWORD_ONLY]
     if missing := next((fact for fact in needed if isinstance(fact, Unknown)), None):
         return missing
     try:
         return question(**{name: facts[name] for name in needs})
-    except (ValueError, KeyError, IndexError) as error:  # an answer in unknown words
-        return Unknown(f"not understood: {type(error).__name__}: {error}")
+    except ElasticError as error:
+        return Unknown(error.what, error.hint, verdict)
+    except Exception as error:  # whatever is broken here, the other checks are wanted
+        return Unknown(f"no answer: {type(error).__name__}: {error}", verdict=verdict)
 
 
 def judged(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from elastic.base import config as configuration, network, proc
+from elastic.base.config import Config
 from elastic.base.durable import create_once, write_atomic
 from elastic.base.environment import cron_line, elastic_home, runs_root, site_path, user_name
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.keys import toml_value
 from elastic.jobs import sched_slurm
 from elastic.people import submission
-from elastic.people.diagnosis import FAIL, SKIP, VERDICTS, Disk, Unknown, diagnose, known, propose
+from elastic.people.diagnosis import VERDICTS, Disk, Unknown, answer, diagnose, known, propose
 from elastic.people.dial import written_per_s
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
@@ -50,23 +51,11 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
                  cron_line=cron_line())  # fmt: skip
     for done, (name, probe) in enumerate([*PROBES.items(), *more]):
         tell((done / len(PROBES), name))
-        # One wait for a Slurm that is silent is enough.
-        lost = name in OF_SLURM and isinstance(facts["cluster"], Unknown)
-        facts[name] = facts["cluster"] if lost else _fact(name, probe, facts)
+        facts[name] = answer(probe, facts, name in VITAL)
     findings = diagnose(facts)
     verdicts = [finding.verdict for finding in findings]
     counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
     return counts | {"checks": [finding._asdict() for finding in findings]}
-
-
-def _fact(name: str, probe: Callable[[dict], Any], facts: dict[str, Any]) -> Any:
-    verdict = FAIL if name in VITAL else SKIP
-    try:
-        return probe(facts)
-    except ElasticError as error:
-        return Unknown(error.what, error.hint, verdict)
-    except Exception as error:  # whatever is broken here, the other checks are wanted
-        return Unknown(f"{type(error).__name__}: {error}", verdict=verdict)
 
 
 def _here() -> str:
@@ -76,19 +65,19 @@ def _here() -> str:
 # ---- Slurm
 
 
-def _cluster(facts: dict) -> dict[str, str] | Unknown:
-    if facts["config"].run.scheduler == "local":
+def _cluster(config: Config, clocks: dict[str, float]) -> dict[str, str] | Unknown:
+    if config.run.scheduler == "local":
         return Unknown('run.scheduler = "local"')
     before, cluster, after = time.time(), sched_slurm.cluster(), time.time()
-    facts["clocks"]["slurmctld"] = off_s(float(cluster["now"]), before, after, within_s=1.0)
+    clocks["slurmctld"] = off_s(float(cluster["now"]), before, after, within_s=1.0)
     return cluster
 
 
-def _limits(facts: dict) -> dict[str, int]:
+def _limits(config: Config, cluster, partitions) -> dict[str, int]:
     """The limits on the number of jobs, by name: those of the account, and of the job's
     QOS."""
-    slurm, row = facts["config"].slurm, _association(facts)
-    partition = facts["partitions"].get(slurm.partition, {}).get("QoS", "")
+    slurm, row = config.slurm, _association(config, cluster)
+    partition = partitions.get(slurm.partition, {}).get("QoS", "")
     own = slurm.qos or row["Def QOS"] or row["QOS"]  # of one, a job gets that
     names = {name for name in (own, partition) if name not in ("", "N/A") and "," not in name}
     owners = {f"the account {row['Account']}": row}
@@ -98,19 +87,18 @@ def _limits(facts: dict) -> dict[str, int]:
             for name, value in table.items() if value and re.search("Max|Grp", name)}
 
 
-def _qos(facts: dict) -> dict[str, str] | Unknown:
+def _qos(config: Config, cluster) -> dict[str, str] | Unknown:
     """How jobs of the workers' QOS are preempted, where the QOS decides that."""
-    if facts["cluster"]["PreemptType"] != "preempt/qos":
+    if cluster["PreemptType"] != "preempt/qos":
         return Unknown("PreemptType is not preempt/qos")
-    slurm = facts["config"].slurm
-    row = {} if slurm.qos else _association(facts)
-    name = slurm.qos or row["Def QOS"] or row["QOS"]
+    row = {} if config.slurm.qos else _association(config, cluster)
+    name = config.slurm.qos or row["Def QOS"] or row["QOS"]
     return next(iter(sched_slurm.qos(name)), Unknown(f"there is no QOS {name}"))
 
 
-def _association(facts: dict) -> dict[str, str]:
+def _association(config: Config, cluster: Mapping[str, str]) -> dict[str, str]:
     """What accounting says of this user. Raises ElasticError where it says nothing."""
-    cluster, account, user = facts["cluster"], facts["config"].slurm.account, user_name()
+    account, user = config.slurm.account, user_name()
     if "slurmdbd" not in cluster["AccountingStorageType"]:
         raise ElasticError("Slurm keeps no accounts here, and so no limits")
     if row := sched_slurm.association(user, account, cluster["ClusterName"]):
@@ -121,18 +109,17 @@ def _association(facts: dict) -> dict[str, str]:
 # ---- files
 
 
-def _disk(facts: dict) -> Disk:
+def _disk(config: Config, clocks: dict[str, float]) -> Disk:
     """What the folder of runs can do, and how fast."""
     there = submission.nearest(runs_root())
     place = {"prefix": ".elastic-doctor-", "dir": there, "ignore_cleanup_errors": True}
     try:
         with tempfile.TemporaryDirectory(**place) as folder:
-            facts["clocks"]["run folder"] = _written_off_s(Path(folder))
+            clocks["run folder"] = _written_off_s(Path(folder))
             faults, write = tuple(_faults(Path(folder))), written_per_s(Path(folder))
     except OSError as error:
         raise submission.cannot_write(there, f": {error.strerror}") from None
-    free = os.statvfs(there)
-    least = facts["config"].checkpoint.min_free_bytes
+    free, least = os.statvfs(there), config.checkpoint.min_free_bytes
     return Disk(str(there), filesystem_of(there.resolve()), RunDir(there).shortage(least), faults,
                 free.f_bavail * free.f_frsize, write)  # fmt: skip
 
@@ -180,16 +167,15 @@ def filesystem_of(path: Path) -> str:
 # ---- Redis, network, clocks
 
 
-def _redis(facts: dict) -> str:
+def _redis(config: Config, clocks: dict[str, float]) -> str | Unknown:
     """Which redis-server the run would start; it is tried. The site's server is asked
     instead."""
     from elastic.local.master import redis_server
 
-    config = facts["config"]
     if config.run.mode == "sync":
         return Unknown("sync mode has none")
     if config.redis.url:
-        return _ask_site(config.redis.url, facts)
+        return _ask_site(config.redis.url, clocks)
     path = redis_server.find(config.redis.server)
     version = ".".join(map(str, redis_server.version(path)))
     with tempfile.TemporaryDirectory(prefix="elastic-doctor-") as folder:
@@ -197,20 +183,19 @@ def _redis(facts: dict) -> str:
     return f"{version}, {path}, {'over TLS' if over_tls else 'without TLS'}"
 
 
-def _ask_site(url: str, facts: dict) -> str:
+def _ask_site(url: str, clocks: dict[str, float]) -> str:
     from elastic.local.store import Store
 
     store = Store.connect(Endpoint("", 0, 0, url), "", "doctor")
     before = time.time()
-    facts["clocks"]["redis"] = off_s(store.now(), before, time.time())
+    clocks["redis"] = off_s(store.now(), before, time.time())
     store.close()
     return f"the site's, at {store.where}, answers"
 
 
-def _network(facts: dict) -> dict[str, Any]:
+def _network(config: Config, *, nodes) -> dict[str, Any]:
     """The address that a master would listen on, and the interface that leads to its
     node."""
-    config, nodes = facts["config"], facts["nodes"]
     wanted = config.slurm.master_partition
     fit = (node.address for node in known(nodes, []) if wanted in ("", node.partition))
     peer = next(fit, "127.0.0.1")
@@ -239,7 +224,7 @@ def off_s(seen: float, before: float, after: float, within_s: float = 0.0) -> fl
 # ---- Python, cron
 
 
-def _torch(facts: dict) -> dict[str, Any]:
+def _torch() -> dict[str, Any]:
     """What the child that imports torch says."""
     argv = [sys.executable, "-P", "-m", "elastic.people.doctor"]
     try:
@@ -253,23 +238,23 @@ def _torch(facts: dict) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def _save(facts: dict) -> estimate.Save | Unknown:
+def _save(config: Config, given, *, torch) -> estimate.Save | Unknown:
     """What a save of the run's model writes; nothing, where no run was named."""
-    path, overrides = facts["given"]
+    path, overrides = given
     if not path:
         return estimate.Save(0, 0)
-    if facts["config"].run.command:
+    if config.run.command:
         return Unknown("only run.command knows its model")
-    if isinstance(facts["torch"], Unknown):
-        return facts["torch"]
+    if isinstance(torch, Unknown):
+        return torch
     model, reason = submission.described(path, overrides)
-    return estimate.save_of(model, facts["config"]) if model else Unknown(reason)
+    return estimate.save_of(model, config) if model else Unknown(reason)
 
 
-def _cron(facts: dict) -> str | None:
+def _cron(*, cluster) -> str | None:
     """The user's crontab and scrontab; None where there is neither program."""
     tables, is_known = "", False
-    by_slurm = [] if isinstance(facts["cluster"], Unknown) else [sched_slurm.scrontab]
+    by_slurm = [] if isinstance(cluster, Unknown) else [sched_slurm.scrontab]
     for listing in (_crontab, *by_slurm):
         with contextlib.suppress(ElasticError, OSError):
             answer = listing()
@@ -282,10 +267,12 @@ def _crontab() -> subprocess.CompletedProcess[str]:
     return subprocess.run(["crontab", "-l"], capture_output=True, text=True, timeout=10)
 
 
-PROBES: dict[str, Callable[[dict], Any]] = {
+# Each is asked with facts that those before it have found. What needs the cluster is not
+# asked where that is Unknown: one wait for a Slurm that is silent is enough.
+PROBES: dict[str, Callable] = {
     "cluster": _cluster,
-    "partitions": lambda _: sched_slurm.partitions(),
-    "nodes": lambda _: sched_slurm.nodes(),
+    "partitions": lambda cluster: sched_slurm.partitions(),
+    "nodes": lambda cluster: sched_slurm.nodes(),
     "limits": _limits,
     "qos": _qos,
     "disk": _disk,
@@ -296,7 +283,6 @@ PROBES: dict[str, Callable[[dict], Any]] = {
     "cron": _cron,
 }
 VITAL = ("cluster", "disk", "redis", "torch", "tried")  # without which no run works
-OF_SLURM = ("partitions", "nodes", "limits", "qos", "tried")
 
 
 # ---- the site file
@@ -315,13 +301,13 @@ def init() -> tuple[Path, str]:
     facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
     facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions()}
     for name, probe in (("nodes", PROBES["nodes"]), ("network", _network), ("server", _server)):
-        facts[name] = _fact(name, probe, facts)
+        facts[name] = answer(probe, facts)
     text = site_text(facts["cluster"], propose(facts))
     write_atomic(path, text.encode())
     return path, text
 
 
-def _server(_facts: dict) -> str | Unknown:
+def _server() -> str | Unknown:
     from elastic.local.master import redis_server
 
     path = redis_server.find()

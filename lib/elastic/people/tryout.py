@@ -1,7 +1,7 @@
 """elastic-doctor --try: one real job of two nodes, which shows what this cluster does to
 ranks.
 
-    tried(facts)     here: submits it as a trainer's, waits, and removes it
+    tried(config)    here: submits it as a trainer's, waits, and removes it
     lead(folder)     there, in the launcher's place: starts four ranks of sbatch/probe.sh,
                      and does to them what happens to ranks; four of train/trial.py train
                      beside them
@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from elastic.base import durable, proc, signals
-from elastic.base.config import load_written
+from elastic.base.config import Config, load_written
 from elastic.base.environment import clean_environment, env, environment, runs_root, torch_program
 from elastic.base.errors import ElasticError
 from elastic.base.network import bind_address, free_port
@@ -39,9 +40,10 @@ QUERY_S = 10.0  # most time between two looks at the job
 PATIENCE_S = 65.0  # for each thing that ranks do: NFS clients trust their cache for 60 s
 
 
-def tried(facts: dict) -> dict | Unknown:
-    """What the job reports. It and its folder are gone afterwards, whatever happens."""
-    config, slurm = facts["config"], facts["config"].slurm
+def tried(config: Config, cluster: Mapping[str, str]) -> dict | Unknown:
+    """What the job reports. It and its folder are gone afterwards, whatever happens.
+    Where the `cluster` is Unknown, nothing is tried."""
+    slurm = config.slurm
     gpus, limit = NODES * slurm.gpus_per_node, slurm.time and f"{LIMIT_S / 60:.0f}"
     config = submission.with_shares(replace(
         config, slurm=replace(slurm, time=limit, signal=""),
