@@ -360,7 +360,7 @@ def _delay_s(cluster: Mapping[str, str]) -> int:
 # ---- limits --------------------------------------------------------------------------
 
 
-def _limits(config, cluster, *, limits) -> Judgement:
+def _limits(config, cluster, *, limits) -> Judgement | Unknown:
     most, fewest = wanted_jobs(config)
     every = {"MaxJobCount of the cluster": int(cluster["MaxJobCount"])}
     enforces = {"limits", "safe", "all"} & {*cluster["AccountingStorageEnforce"].split(",")}
@@ -369,7 +369,7 @@ def _limits(config, cluster, *, limits) -> Judgement:
         every |= {name: n for name, n in limits.items() if "Submit" in name or not is_sync}
     name, limit = min(every.items(), key=itemgetter(1))
     if isinstance(limits, Unknown) and limit >= most:
-        return SKIP, limits.why, limits.fix
+        return limits
     fix = f"ask for {most}, or lower elastic.max (and min) to what fits"
     return judged(f"{name} is {limit}, the run has up to {most} jobs",
                   (limit < fewest, FAIL, "", fix), (limit < most, WARN, "", fix))  # fmt: skip

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +157,9 @@ def _locks_once(path: Path) -> bool:
 
 def filesystem_of(path: Path) -> str:
     """Its type, as /proc/mounts has it."""
-    lines = [line.split()[1:3] for line in proc.read("/proc/mounts").splitlines()]
-    points = [(point.replace("\\040", " "), kind) for point, kind in reversed(lines)]
-    inside = [(len(point), kind) for point, kind in points if path.is_relative_to(point)]
-    return max(inside, key=itemgetter(0), default=(0, "unknown"))[1]
+    mounts = (line.split()[1:3] for line in proc.read("/proc/mounts").splitlines())
+    kinds = {Path(point.replace("\\040", " ")): kind for point, kind in mounts}  # the last counts
+    return next((kinds[each] for each in (path, *path.parents) if each in kinds), "unknown")
 
 
 # ---- Redis, network, clocks
