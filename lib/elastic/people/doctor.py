@@ -46,7 +46,7 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
     JSON has them: "checks", and how many checks got each verdict. `more`: further probes,
     by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
-    facts = dict(config=config, given=(path, overrides), here=_here(), clocks={},
+    facts = dict(config=config, path=path, overrides=overrides, here=_here(), clocks={},
                  cron_line=cron_line())  # fmt: skip
     for done, (name, probe) in enumerate([*PROBES.items(), *more]):
         tell((done / len(PROBES), name))
@@ -236,9 +236,8 @@ def _torch() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def _save(config: Config, given, *, torch) -> estimate.Save | Unknown:
+def _save(config: Config, path, overrides, *, torch) -> estimate.Save | Unknown:
     """What a save of the run's model writes; nothing, where no run was named."""
-    path, overrides = given
     if not path:
         return estimate.Save(0, 0)
     if config.run.command:
