@@ -38,7 +38,7 @@ from elastic.base import proc
 from elastic.base.errors import ElasticError, TryAgain
 
 STUCK_S = 2.0  # between two tries of what a process cannot go on without
-LOCK_TRIES, LOCK_S = 10, 0.01
+LOCK_S, LINE_S = 0.02, 0.1  # between two tries to lock a file; most that a line waits for it
 AGAIN_S = (0.1, 0.5, 2.0)  # before each further try where the filesystem fails for now
 UNREAD_S = 300.0  # for which bytes are waited for that the filesystem does not give out
 # What a network filesystem says now and then, of a file that is sound: a server that is
@@ -126,22 +126,27 @@ def append_line(path: Path, record: dict) -> None:
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with open(path, "a+b", buffering=0, opener=own) as file:
-        _lock_if_free(file)
+        lock(file.fileno(), LINE_S)
         size = os.fstat(file.fileno()).st_size
         # By a disk that was full.
         torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
         file.write(b"\n" * bool(torn) + line)
 
 
-def _lock_if_free(file: io.FileIO) -> None:
-    """Lock it for as long as it is open,
-    unless somebody has it for longer than a line takes."""
-    with contextlib.suppress(OSError):  # a filesystem without locks
-        for _ in range(LOCK_TRIES):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+def lock(descriptor: int, for_s: float) -> bool:
+    """Lock a file for as long as it is open. False if somebody has it for longer than
+    `for_s`; where the filesystem has no locks, nobody has."""
+    until = time.monotonic() + for_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
             time.sleep(LOCK_S)
+        except OSError:
+            return True
 
 
 def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: None):

@@ -17,7 +17,6 @@ nothing, as cron likes it.
 """
 
 import contextlib
-import fcntl
 import functools
 import os
 import statistics
@@ -27,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from elastic.base import durable
 from elastic.base.config import Config
 from elastic.base.durable import read_json, to_json, write_atomic
 from elastic.base.errors import ElasticError, TryAgain
@@ -47,8 +47,7 @@ EPILOG_S = 120.0
 WORDLESS_S = 300.0  # … and for so long after its end if it has said none: it may be writing yet
 LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
 LOCK = "reconcile.lock"  # its time is that of the last pass
-# Between two looks at the lock, and how long a pass that a person asked for looks.
-LOCK_POLL_S, PERSON_S = 0.1, 5.0
+PERSON_S = 5.0  # for which a pass that a person asked for waits for the lock
 MOST_LATER_S = 1800.0  # … after many
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
 SPARE_PASSES = 3  # in a row must find the GPUs for which a job is started anew
@@ -154,23 +153,12 @@ def _lock(run: RunDir, wait_s: float) -> Iterator[bool]:
     cancels it.
     """
     with os.fdopen(os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as file:
-        until = time.monotonic() + wait_s
-        while not (is_mine := _has_locked(file.fileno())) and time.monotonic() < until:
-            time.sleep(LOCK_POLL_S)
-        if is_mine:
+        if is_mine := durable.lock(file.fileno(), wait_s):
             with contextlib.suppress(OSError):  # a full quota costs the note, not the pass
                 os.utime(file.fileno())
         elif wait_s:
             raise TryAgain("another pass is at work, and may know nothing of this yet")
         yield is_mine
-
-
-def _has_locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
 
 
 # ---- what a pass leaves to the next
