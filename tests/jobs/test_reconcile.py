@@ -25,7 +25,7 @@ from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.history import Job
 from elastic.jobs.reconcile import run_pass
-from elastic.jobs.sched import Elsewhere, Refused, RetryLater, Unsure, job_name, parse_job_name
+from elastic.jobs.sched import Elsewhere, Refused, RetryLater, job_name, parse_job_name
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.rundir import Control
 from helpers import ROOT, wait_until
@@ -314,7 +314,7 @@ def test_the_lock_is_taken_before_the_scheduler_is_asked(run, slurm):
 def test_a_submission_that_may_have_succeeded_is_not_repeated_before_ten_minutes(run, slurm, again):
     def lost(spec):
         if spec.role == "worker":
-            raise Unsure("sbatch: Socket timed out")
+            raise TryAgain("sbatch: Socket timed out")
 
     slurm.on_submit = lost
     report = again()
@@ -330,7 +330,7 @@ def test_a_submission_that_had_succeeded_turns_up_by_its_name(run, slurm, again)
     def lost(spec):
         if spec.slot == 2:
             slurm.add(spec.name)
-            raise Unsure("sbatch: Socket timed out")
+            raise TryAgain("sbatch: Socket timed out")
 
     slurm.on_submit = lost
     again()

@@ -16,7 +16,7 @@ from elastic.base.environment import clean_environment, elastic_home, user_name
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import history, sched, sched_slurm
 from elastic.jobs.history import Job
-from elastic.jobs.sched import Elsewhere, JobSpec, Refused, RetryLater, Unsure, parse_job_name
+from elastic.jobs.sched import Elsewhere, JobSpec, Refused, RetryLater, parse_job_name
 from elastic.jobs.sched_slurm import (
     SlurmScheduler,
     _job_python,
@@ -363,7 +363,7 @@ def test_a_command_without_an_answer_is_try_again_and_a_submission_unsure(tmp_pa
     gone = fake_command(tmp_path, "sbatch", "kill -SEGV $$" if words.endswith("-11") else says)
     with pytest.raises(TryAgain, match=re.escape(words)):
         slurm_command(["sbatch"], environment=gone)
-    with pytest.raises(Unsure, match=re.escape(words)):
+    with pytest.raises(TryAgain, match=re.escape(words)):
         SlurmScheduler(None).submit(make_spec(tmp_path, SLURM_TOML, environment=gone))
 
 
@@ -372,7 +372,7 @@ def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():
     assert type(refusal(1, "sbatch: error: Unable to open file /x/worker.sbatch")) is Refused
     exclusive = "sbatch: fatal: --cpus-per-gpu and --cpus-per-task are mutually exclusive"
     assert type(refusal(1, exclusive)) is Refused
-    assert type(refusal(0, "")) is Unsure
+    assert type(refusal(0, "")) is TryAgain
 
 
 BANNER = "Welcome to cluster 7!\\nYour project has 1200 hours left\\n"
@@ -395,7 +395,7 @@ NOT_ONE = ("", "Submitted batch job 123", "job 123;west", "job=123", "123\\n40")
 @pytest.mark.parametrize("said", NOT_ONE)
 def test_words_without_one_id_leave_a_submission_unsure(tmp_path, said):
     environment = fake_command(tmp_path, "sbatch", f"printf '{said}'")
-    with pytest.raises(Unsure):
+    with pytest.raises(TryAgain):
         SlurmScheduler(None).submit(make_spec(tmp_path, SLURM_TOML, environment=environment))
 
 
@@ -510,7 +510,7 @@ def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path, 
 
 def test_an_sbatch_that_answers_nothing_usable_leaves_it_unsure(tmp_path):
     spec = make_spec(tmp_path, SLURM_TOML, environment=fake_command(tmp_path, "sbatch", "echo ok"))
-    with pytest.raises(Unsure):
+    with pytest.raises(TryAgain):
         SlurmScheduler(None).submit(spec)
 
 
@@ -709,7 +709,7 @@ def test_while_the_controller_hangs_nothing_is_known_and_the_job_may_exist_after
     stage.box.hang_controller(8)
     with pytest.raises(TryAgain, match="timed out"):
         stage.scheduler.jobs()
-    with pytest.raises(Unsure, match="timed out"):
+    with pytest.raises(TryAgain, match="timed out"):
         stage.submit()
     with pytest.raises(TryAgain):
         stage.scheduler.cancel("1", now=True)

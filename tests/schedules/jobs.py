@@ -18,7 +18,7 @@ from elastic.jobs import history, reconcile, sched_slurm
 from elastic.jobs.history import TRAINER, WORKER, Job
 from elastic.jobs.plan import CANCEL, SUBMIT
 from elastic.jobs.reconcile import run_pass
-from elastic.jobs.sched import Refused, RetryLater, Unsure
+from elastic.jobs.sched import Refused, RetryLater
 from elastic.run import told
 from elastic.run.rundir import Control, RunDir
 from schedules.actors import Actor, Cast, Violation, must, operations
@@ -164,15 +164,15 @@ class Slurm:
         if fault == "no answer":
             raise TryAgain("sbatch gave no answer in 25 s")
         if fault == "unsure, nothing submitted":
-            raise Unsure("sbatch: Socket timed out")
+            raise TryAgain("sbatch: Socket timed out")
         if fault == "unsure, submitted later":
             # A pass that may die before it has noted that: so long the note before counts.
             delay_s = DYING_S if world.cast.acting else HANG_S
             world.arrivals.append((world.now + delay_s, spec.role, spec.slot))
-            raise Unsure("sbatch: Socket timed out")
+            raise TryAgain("sbatch: Socket timed out")
         job_id = world.add(spec.role, spec.slot, self)
         if fault:
-            raise Unsure("sbatch: Zero Bytes were transmitted")
+            raise TryAgain("sbatch: Zero Bytes were transmitted")
         world.cast.edge("sbatch has submitted")
         return job_id
 

@@ -22,7 +22,7 @@ from elastic.base.environment import clean_environment
 from elastic.base.errors import TryAgain
 from elastic.jobs.history import SETTLE_S, Job
 from elastic.jobs.reconcile import UNSURE_S, _Pass, run_pass
-from elastic.jobs.sched import Unsure, parse_job_name
+from elastic.jobs.sched import parse_job_name
 from elastic.people import submission
 from elastic.run import rundir
 from elastic.run.rundir import Control, RunDir
@@ -86,7 +86,7 @@ class Filed:
 
     def edges(self, edge: Edge) -> None:
         """From now on its verbs are operations."""
-        verbs = {"submit": Unsure("sbatch: timed out"), "cancel": TryAgain("scancel: timed out"),
+        verbs = {"submit": TryAgain("sbatch: timed out"), "cancel": TryAgain("scancel: timed out"),
                  "jobs": TryAgain("squeue: timed out")}  # fmt: skip
         for verb, error in verbs.items():
             real, name = getattr(self, verb), "list" if verb == "jobs" else verb

@@ -38,7 +38,8 @@ class UsageError(ElasticError):
 
 
 class TryAgain(ElasticError):
-    """Redis or the scheduler did not answer: nothing is known, nothing was changed."""
+    """Redis or the scheduler did not answer: nothing is known, nothing was changed; but a
+    submission may have succeeded."""
 
     code = Exit.TRY_AGAIN
 

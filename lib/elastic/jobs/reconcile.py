@@ -34,7 +34,7 @@ from elastic.base.network import node_name
 from elastic.jobs import cadence, history, sched, sizing
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Ended, Job, Memory, UnsureSubmission
 from elastic.jobs.plan import CANCEL, FAIL, GROW, SUBMIT, WAIT, Action, World, plan
-from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler, Unsure
+from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler
 from elastic.run.records import Outcome, restored
 from elastic.run.rundir import Control, RunDir, check_answers
 
@@ -284,7 +284,7 @@ class _Pass:
         self.save()
         try:
             job_id = self._submitted(spec := self._spec(*place, action.exclude))
-        except (Unsure, TryAgain) as silence:
+        except TryAgain as silence:
             self._note_unsure(place, UNSURE_S)
             what = f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}"
             self.report.lines.append(what)

@@ -40,10 +40,6 @@ class RetryLater(ElasticError):
     submitted."""
 
 
-class Unsure(ElasticError):
-    """The submission failed and may have succeeded all the same. Look for it by name."""
-
-
 class Elsewhere(TryAgain):
     """The jobs are of another cluster or machine that has the same home: a pass there
     sees to them."""
@@ -107,7 +103,8 @@ class Scheduler(Protocol):
         that was asked. Raises TryAgain when unknown."""
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit once, return the job id. Raises Refused, RetryLater, Unsure."""
+        """Submit once, return the job id. Raises Refused, RetryLater, or TryAgain: the job may
+        be there all the same, to be looked for by its name."""
 
     def cancel(self, job_id: str, now: bool = False) -> None:
         """Ask the job to leave (`now`: kill it). A job that is gone already is no error.

@@ -3,7 +3,7 @@
 Facts that shape it. A question that Slurm does not answer is TryAgain, never "no jobs".
 One squeue with `-t all` asks for everything: jobs that ended stay visible for MinJobAge
 (300 s on most sites), so sacct is not needed. sbatch may fail and still have submitted,
-so every doubt is Unsure: a later pass looks for the job by its name. Slurm's own
+so every doubt is TryAgain: a later pass looks for the job by its name. Slurm's own
 variables leak from an outer job into a nested sbatch and break srun there, hence the
 cleaned environment of every command. Restarts belong to reconcile alone: jobs are
 `--no-requeue`, and `singleton` keeps two of one name from running at once, unless the
@@ -32,7 +32,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import sched, sizing
 from elastic.jobs.history import LEAVING_STATES, MASTER, TRAINER, WORKER, Job, has_ended
 from elastic.jobs.hostlist import expand_hostlist
-from elastic.jobs.sched import JobSpec, Refused, RetryLater, Unsure, parse_job_name
+from elastic.jobs.sched import JobSpec, Refused, RetryLater, parse_job_name
 from elastic.run.records import Node, gpus_of
 from elastic.run.rundir import RunDir
 
@@ -94,15 +94,12 @@ class SlurmScheduler:
         return parse_squeue(answer)
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit once, return the job id. Raises Refused, RetryLater, or Unsure: it may
+        """Submit once, return the job id. Raises Refused, RetryLater, or TryAgain: it may
         exist."""
         self._forget()
         lists = bool(spec.config.sync.sizes) and _takes_size_lists(spec)
         argv = sbatch_argv(spec, spec.home, _job_python(spec), lists)
-        try:
-            answer = slurm_command(argv, environment=spec.environment)
-        except TryAgain as silence:
-            raise Unsure(silence.what, silence.hint) from silence
+        answer = slurm_command(argv, environment=spec.environment)
         # A site's own sbatch may say more; of two numbers one is no job's, or another's.
         said = re.findall(r"(?m)^(\d+)(?:;\S+)?\s*$", answer.stdout)
         if answer.returncode == 0 and len(said) == 1:
@@ -454,7 +451,7 @@ def refusal(code: int, stderr: str) -> ElasticError:
     said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
     what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
     if code == 0:
-        return Unsure(what, "is slurmctld up? scontrol ping")
+        return TryAgain(what, "is slurmctld up? scontrol ping")
     if _NOT_NOW.search(stderr):
         return RetryLater(what)
     return Refused(what, "see the [slurm] section of the configuration")
