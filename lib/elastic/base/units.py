@@ -5,13 +5,17 @@ import re
 from typing import Any
 
 
+def si(number: float, gap: str = "") -> str:
+    """A count in four characters or so: 950, 12.3k, 4.56M, 7.89G."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 0.9995 * size:  # or it would print as 1e+03
+            return f"{number / size:.3g}{gap}{letter}"
+    return f"{number:.3g}{gap}"
+
+
 def size(amount: float) -> str:
     """Bytes in words: "1.5 GB" for 1.5e9."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 999.5:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} TB"
+    return f"{si(amount, ' ')}B"
 
 
 def interval(setting: str) -> tuple[float, str]:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from elastic.base import units
 from elastic.run.ledger import count
 from elastic.run.records import Delta
 
@@ -261,10 +262,5 @@ def span(seconds: float) -> str:
 
 
 def si(number: float | None) -> str:
-    """A count in four characters or so: 950, 12.3k, 4.56M, 7.89G."""
-    if number is None:
-        return "-"
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= 0.9995 * size:  # or it would print as 1e+03
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
+    """A count in four characters or so, if it is known."""
+    return "-" if number is None else units.si(number)
