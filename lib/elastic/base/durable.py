@@ -265,7 +265,11 @@ def read_json(path: Path) -> dict | None:
         return None
     except (ValueError, RecursionError) as error:
         why = str(error)
-    raise ElasticError(f"damaged file: {path}: {why}", "restore it, or remove it")
+    raise damaged(path, why)
+
+
+def damaged(path: Path, why: str) -> ElasticError:
+    return ElasticError(f"damaged file: {path}: {why}", "restore it, or remove it")
 
 
 def check_private(path: Path, is_above: bool = False) -> Path:

@@ -8,7 +8,7 @@ whatever record it is, and what else such a record holds is taken as it is.
 from pathlib import Path
 from typing import TypeVar
 
-from elastic.base.durable import names, read_json
+from elastic.base.durable import damaged, names, read_json
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.records import restored
 
@@ -46,18 +46,14 @@ def typed(kind: type[T], path: Path, record: dict | None) -> T | None:
     try:
         return None if record is None else restored(kind, record)
     except ValueError as error:
-        raise _damaged(path, str(error)) from None
+        raise damaged(path, str(error)) from None
 
 
 def whole(path: Path, record: dict | None, needed: str = "") -> dict | None:
     """The record. Raises ElasticError if it is damaged."""
     if record is not None and (said := fault(record, needed)):
-        raise _damaged(path, said)
+        raise damaged(path, said)
     return record
-
-
-def _damaged(path: Path, said: str) -> ElasticError:
-    return ElasticError(f"damaged file: {path}: {said}", "restore it, or remove it")
 
 
 def hint(path: Path, needed: str = "") -> dict | None:
