@@ -103,7 +103,7 @@ def make_run(home: Path, name: str, url: str, workers: int, first_id: int) -> li
         f'[elastic]\nmin = 1\nmax = {workers}\n'
         f'[redis]\nurl = "{url}"\n[slurm]\npartition = "p"\nmaster_partition = "c"\n'
     )
-    control = Control("local", "running", 1, workers, now)
+    control = Control("local", "running", 1, workers)
     run = RunDir.create(home / "runs", configuration.load(config), control, {})
     for version in range(VERSIONS):
         deltas = tuple(

@@ -963,7 +963,7 @@ def test_a_control_that_says_stop_empties_the_local_scheduler(local, home):
 
     assert len(did(again(time.time()))) == 5
     run.set_control(state="stopped", min=1)
-    assert run.control() == Control("local", "stopped", 1, 4, run.control().time)
+    assert run.control() == Control("local", "stopped", 1, 4)
     again(time.time())
     again(time.time() + run.config().health.hang_timeout_s + 130)
     wait_until(lambda: all(job.ended for job in scheduler.jobs()), 10, "all jobs end")

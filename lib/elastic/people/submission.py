@@ -132,7 +132,7 @@ def with_shares(config: Config, model: estimate.Model | None) -> Config:
 def start(config: Config, root: Path) -> RunDir:
     """Make the run directory; its first reconcile pass is the caller's."""
     limits = config.elastic
-    control = Control(config.run.mode, "running", limits.min, limits.max, time.time())
+    control = Control(config.run.mode, "running", limits.min, limits.max)
     run = RunDir.create(root, config, control, clean_environment() | _where(config))
     run.event(EventKind.SUBMIT, min=limits.min, max=limits.max, scheduler=config.run.scheduler)
     return run

@@ -65,7 +65,6 @@ class Control:
     state: str  # running | stopped
     min: int  # GPUs
     max: int
-    time: float = 0.0  # when it was last changed
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class RunDir:
         return typed(Control, self.path / "control.json", found)
 
     def set_control(self, **changes) -> Control:
-        control = replace(self.control(), **changes, time=time.time())
+        control = replace(self.control(), **changes)
         write_atomic(self.private / "control.json", to_json(asdict(control)))
         return control
 
