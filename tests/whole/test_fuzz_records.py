@@ -178,8 +178,8 @@ def of_use_as_event(run: RunDir, path: Path) -> None:
 def of_use_as_commit(run: RunDir, path: Path) -> None:
     commits, problems = read_commits(path.parent)
     if len(commits) == 2:
-        check_sequence(commits)
-        check_sums(*commits)
+        list(check_sequence(commits))
+        list(check_sums(*commits))
         count_epochs(commits, False, ())
         check_files(run.path, commits, [], 1, None)
         assert len(taken_back(commits)) <= 2
@@ -197,7 +197,7 @@ def of_use_as_checkpoint(run: RunDir, path: Path) -> None:
     if not saved:
         raise ElasticError("it says nothing")
     commits, _ = read_commits(run.path / "commits")
-    check_sums(*commits, *saved)
+    list(check_sums(*commits, *saved))
     count_epochs([*commits, *saved], False, saved[0].skipped)
     check_files(run.path, [], saved, 1, None)
     assert wording.unit(saved[0].deltas)

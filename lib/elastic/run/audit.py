@@ -16,9 +16,10 @@ it prunes is not missing.
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from elastic.base.durable import damage, draft_of, read_json
@@ -54,9 +55,9 @@ def audit(run_dir: Path, keep: int = 1, checksum: Callable[[Path], str] | None =
     # The newest checkpoint says all that was trained since the newest version.
     trained = [*commits, *(replace(last, version=newest + 1) for last in saved[-1:])]
     problems += check_sequence(commits)
-    for before, after in zip(trained, trained[1:], strict=False):
+    for before, after in pairwise(trained):
         problems += check_sums(before, after)
-    for before, after in zip(saved, saved[1:], strict=False):
+    for before, after in pairwise(saved):
         if after.tokens < before.tokens:
             problems.append(f"step {after.step} has fewer tokens than step {before.step}")
     problems += check_end(end or {}, trained[-1])
@@ -134,38 +135,33 @@ def read_commits(commits_dir: Path) -> tuple[list[Commit], list[str]]:
     return sorted(commits, key=lambda commit: commit.version), problems
 
 
-def check_sequence(commits: Sequence[Commit]) -> list[str]:
+def check_sequence(commits: Sequence[Commit]) -> Iterator[str]:
     """Versions are 0, 1, 2 …, and master epochs never fall."""
-    problems = []
     if commits and commits[0].version != 0:
-        problems.append(f"the first commit is version {commits[0].version}, not 0")
-    for before, after in zip(commits, commits[1:], strict=False):
+        yield f"the first commit is version {commits[0].version}, not 0"
+    for before, after in pairwise(commits):
         if after.version != before.version + 1:
-            problems.append(f"version {before.version} is followed by {after.version}")
+            yield f"version {before.version} is followed by {after.version}"
         if after.master_epoch < before.master_epoch:
-            problems.append(f"version {after.version} was committed by a fenced master")
-    return problems
+            yield f"version {after.version} was committed by a fenced master"
 
 
-def check_sums(before: Commit, after: Commit) -> list[str]:
+def check_sums(before: Commit, after: Commit) -> Iterator[str]:
     """A commit adds exactly the tokens and the samples of its deltas."""
-    name, problems = f"version {after.version}", []
     gained = after.tokens - before.tokens
     claimed = sum(delta.tokens for delta in after.deltas)
     if gained != claimed:
-        problems.append(f"{name} adds {gained} tokens, its deltas {claimed}")
+        yield f"version {after.version} adds {gained} tokens, its deltas {claimed}"
     samples = [span for delta in after.deltas for span in delta.samples]
     if coverage(after.samples) != coverage(samples):
-        problems.append(f"{name}: its samples are not those of its deltas")
-    return problems
+        yield f"version {after.version}: its samples are not those of its deltas"
 
 
-def check_end(end: Mapping, last: Commit) -> list[str]:
+def check_end(end: Mapping, last: Commit) -> Iterator[str]:
     """A run that is done has all that it ended with: of one that is bounded by tokens,
     nothing else tells of versions that are lost."""
-    if last.tokens >= (ended := end.get("tokens", 0)):
-        return []
-    return [f"the run ended with {ended} tokens, and what is left of it has {last.tokens}"]
+    if last.tokens < (ended := end.get("tokens", 0)):
+        yield f"the run ended with {ended} tokens, and what is left of it has {last.tokens}"
 
 
 def taken_back(commits: Sequence[Commit]) -> list[tuple[int, int]]:
