@@ -14,7 +14,6 @@ from hypothesis import given, strategies as st
 from elastic.base.errors import ElasticError
 from elastic.jobs.slurm_info import (
     SLURMInfo,
-    SlurmInfo,
     check_layout,
     end_time,
     expand_hostlist,
@@ -27,7 +26,7 @@ from elastic.jobs.slurm_info import (
     with_end_time,
 )
 
-INFO = SlurmInfo("4711", 2, ("n1", "n2"), 4, (4, 4), "gpu", 1_790_000_000.0)
+INFO = SLURMInfo("4711", 2, ("n1", "n2"), 4, (4, 4), "gpu", 1_790_000_000.0)
 STEP = {
     "SLURM_JOB_ID": "4711",
     "SLURM_RESTART_COUNT": "2",
@@ -86,7 +85,7 @@ def test_outside_of_slurm_there_is_no_job(job):
 def test_a_step_sees_its_own_nodes_and_tasks(job):
     job(**STEP)
     assert get_slurm_info() == INFO
-    assert SLURMInfo is SlurmInfo
+    assert SLURMInfo is SLURMInfo
 
 
 def test_a_batch_shell_sees_the_job(job):
@@ -98,7 +97,7 @@ def test_a_batch_shell_sees_the_job(job):
 
 def test_a_bare_srun_and_an_old_slurm_say_less(job):
     job(SLURM_JOB_ID="7", SLURM_STEP_GPUS="0,2-3")
-    assert get_slurm_info() == SlurmInfo("7", gpus_on_node=3)
+    assert get_slurm_info() == SLURMInfo("7", gpus_on_node=3)
 
 
 def test_the_end_time_is_local_time_or_unknown():

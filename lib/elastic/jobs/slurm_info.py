@@ -41,7 +41,7 @@ _WRITTEN_LAST = ("trainer_state.json", "random_states_0.pkl")
 
 
 @dataclass(frozen=True)
-class SlurmInfo:
+class SLURMInfo:
     """A job as one of its processes sees it; `tasks_per_node` by node, `end_time` since
     1970."""
 
@@ -54,10 +54,7 @@ class SlurmInfo:
     end_time: float | None = None
 
 
-SLURMInfo = SlurmInfo
-
-
-def get_slurm_info() -> SlurmInfo | None:
+def get_slurm_info() -> SLURMInfo | None:
     """The job around this process, from its environment alone; None outside of Slurm."""
     if not (job_id := env("SLURM_JOB_ID")):
         return None
@@ -66,7 +63,7 @@ def get_slurm_info() -> SlurmInfo | None:
     layout = _either("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")  # 2(x3),1
     tasks = [(int(n), int(x or 1)) for n, x in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout)]
     until = env("SLURM_JOB_END_TIME", "")
-    return SlurmInfo(
+    return SLURMInfo(
         job_id=job_id,
         restart_count=int(env("SLURM_RESTART_COUNT", "0")),
         nodes=tuple(expand_hostlist(_either("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))),
@@ -77,7 +74,7 @@ def get_slurm_info() -> SlurmInfo | None:
     )
 
 
-def with_end_time(info: SlurmInfo) -> SlurmInfo:
+def with_end_time(info: SLURMInfo) -> SLURMInfo:
     """`info` with its end time asked of Slurm, if it has none."""
     return info if info.end_time else replace(info, end_time=end_time(_ask("job", info.job_id)))
 
@@ -123,7 +120,7 @@ def notice_here(config: Config) -> float | None:
     return notice_s(info.partition) if info else config.local_scheduler.grace_s
 
 
-def log_job_info(info: SlurmInfo, say: Callable[[str], object] = print) -> None:
+def log_job_info(info: SLURMInfo, say: Callable[[str], object] = print) -> None:
     """One line: job, restarts, nodes and GPUs, partition, time left, NCCL_DEBUG."""
     left = f"{(info.end_time - time.time()) / 60:.0f} min" if info.end_time else "unknown"
     size = f"{len(info.nodes)} nodes x {info.gpus_on_node} GPUs, partition {info.partition}"
@@ -131,7 +128,7 @@ def log_job_info(info: SlurmInfo, say: Callable[[str], object] = print) -> None:
     say(f"{job}: {size}, time left {left}, NCCL_DEBUG {env('NCCL_DEBUG', 'not set')}")
 
 
-def check_layout(info: SlurmInfo, gpus_per_node: int) -> str:
+def check_layout(info: SLURMInfo, gpus_per_node: int) -> str:
     """Empty if every node has one task per GPU, else how many each has and what to do."""
     count, tasks = len(info.nodes), ",".join(map(str, info.tasks_per_node))
     if info.tasks_per_node == (gpus_per_node,) * count:
