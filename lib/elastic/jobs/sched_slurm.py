@@ -227,16 +227,16 @@ def answering(nodes: Sequence[str]) -> list[str]:
     argv = [*_SRUN, "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
-    def starts(node: str, tries: int = 2) -> bool:
+    def starts(node: str) -> bool:
+        probe = [*argv, f"--nodelist={node}", "true"]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            probe = [*argv, f"--nodelist={node}", "true"]
-            if subprocess.run(probe, timeout=COMMAND_TIMEOUT_S, **quiet).returncode == 0:
-                return True
-        # Once more: a busy controller may have been slow.
-        return tries > 1 and starts(node, tries - 1)
+            return subprocess.run(probe, timeout=COMMAND_TIMEOUT_S, **quiet).returncode == 0
+        return False
 
     with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
-        return list(itertools.compress(nodes, pool.map(starts, nodes)))
+        # Once more: a busy controller may have been slow.
+        found = pool.map(lambda node: starts(node) or starts(node), nodes)
+        return list(itertools.compress(nodes, found))
 
 
 def node_address() -> str:
@@ -368,9 +368,8 @@ def ask(*argv: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def slurm_command(
-    argv: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S,
-    environment: Mapping[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    argv: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a client command. TryAgain where it gets no answer, or gives none in time.
 
     Its environment is this process's, or `environment`, cleaned of what steers Slurm's
@@ -385,11 +384,11 @@ def slurm_command(
         raise ElasticError(f"Command not found: {argv[0]}", hint)
     try:
         answer = subprocess.run(
-            [program, *argv[1:]], env=given | _ASKED.get(argv[0], {}), timeout=timeout_s,
+            [program, *argv[1:]], env=given | _ASKED.get(argv[0], {}), timeout=COMMAND_TIMEOUT_S,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        silence = f"{argv[0]} gave no answer in {timeout_s:g} s"
+        silence = f"{argv[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s"
         raise TryAgain(silence, "is slurmctld up?") from None
     # A command that dies says nothing.
     is_silence = not answer.stderr.strip() or _NO_ANSWER.search(answer.stderr)
