@@ -34,7 +34,7 @@ from elastic.base.errors import ElasticError, UsageError
 from elastic.commands import looking, main
 from elastic.lab.chaos import Chaos
 from elastic.people import metrics, report, timeline
-from elastic.run import rundir, scores
+from elastic.run import rundir
 from elastic.run.rundir import RunDir
 from helpers import ROOT, commit_of, elastic, environment
 from running import Running, running
@@ -321,7 +321,7 @@ def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: P
              for n in (1, 2, 1, 2, 3)]  # fmt: skip
     commits = SimpleNamespace(newest_version=lambda: 2, of=commits.__getitem__)
 
-    run = SimpleNamespace(commits=commits, lines=lambda *_: [],
+    run = SimpleNamespace(commits=commits, scores=SimpleNamespace(read=list),
                           lines_after=lambda *_: (steps, (0, 0)))  # fmt: skip
     rows = metrics.Feed(run).rows(0)
     found = [(row.get("version"), row.get("step"), row["tokens"]) for row in rows]
@@ -355,7 +355,7 @@ def commit(run: RunDir, version: int, **told) -> None:
 def test_a_score_is_told_once_however_often_a_version_is(run, tmp_path: Path):
     sink = metrics.JsonLines(tmp_path / "rows.jsonl", run)
     commit(run, 1)
-    scores.add(run, 100, {"loss": 3.0})
+    run.scores.add(100, {"loss": 3.0})
     for version in (2, 3, 4):
         commit(run, version)
         told = told_rows(run, sink)
@@ -367,7 +367,7 @@ def test_the_last_score_of_a_run_that_is_done_is_told_once(run, tmp_path: Path):
     sink = metrics.JsonLines(tmp_path / "rows.jsonl", run)
     for number in (1, 2):
         step(run, number)
-    scores.add(run, 20, {"loss": 3.0})
+    run.scores.add(20, {"loss": 3.0})
     assert [row.get("score/tokens") for row in told_rows(run, sink)] == [None, None]
     run.mark_done({"reason": "nothing is left to train"})
     for _ in range(2):
@@ -430,7 +430,7 @@ def test_a_score_between_steps_that_are_done_again_is_told(run, tmp_path: Path):
     sink = metrics.JsonLines(tmp_path / "rows.jsonl", run)
     for number, at in ((1, 1.0), (2, 2.0), (2, 3e9)):
         step(run, number, time=at)
-    scores.add(run, 20, {"loss": 3.0})
+    run.scores.add(20, {"loss": 3.0})
     assert [row.get("score/tokens") for row in told_rows(run, sink)] == [None, None]
     step(run, 3, time=3e9 + 1)
     assert [row.get("score/tokens") for row in told_rows(run, sink)] == [None, None, 20]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.run import scores
 from elastic.run.rundir import RunDir
 from merging import read_outer
 from running import Running, running
@@ -187,7 +186,7 @@ def test_adamw_and_validations_on_the_way_end_there_too(tmp_path):
     settings = {"train.optimizer": "adamw", "train.validate_every": STEPS}
     with two_at_work(tmp_path, settings, samples=600) as run:
         run.finish()
-        assert len(scores.read(run.run)) > 1
+        assert len(run.run.scores.read()) > 1
         assert differs(run.run) == 0
 
 

@@ -22,9 +22,9 @@ from elastic.base.durable import naming, own, read_json, to_json, write_atomic
 from elastic.base.environment import user_name
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.units import finite
-from elastic.run import scores
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
+from elastic.run.told import Score
 
 GAUGES = {
     "version": ("version", "Newest version; in sync mode the newest step."),
@@ -97,7 +97,7 @@ class Feed:
         versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
                     for commit in _since(self._run, after)]  # fmt: skip
         firsts = {row["tokens"]: row for row in reversed(versions + self._steps)}
-        news, row = deque(scores.read(self._run)), {}
+        news, row = deque(self._run.scores.read()), {}
         for tokens, row in sorted(firsts.items()):
             said = {}  # by the newest validation since the row before
             while news and news[0].time <= row["time"]:
@@ -108,7 +108,7 @@ class Feed:
             yield {**row, **_said(news[-1])}
 
 
-def _said(score: scores.Score) -> dict:
+def _said(score: Score) -> dict:
     values = {**score.values, "tokens": score.tokens}
     return {f"score/{name}": value for name, value in values.items()}
 

@@ -18,12 +18,12 @@ from typing import Any
 from elastic.base.errors import ElasticError
 from elastic.people import status, timeline
 from elastic.people.timeline import Incident, Point, Stay
-from elastic.run import scores, wording
+from elastic.run import wording
 from elastic.run.audit import gpu_seconds
 from elastic.run.goodput import shares
 from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
-from elastic.run.scores import Score
+from elastic.run.told import Score
 from elastic.run.wording import EventKind
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
@@ -69,7 +69,7 @@ def gather(run: RunDir) -> Facts:
         seen=status.observe(run),
         began=events[0]["time"],
         points=thinned(timeline.points(commits, run.lines("metrics.jsonl"))),
-        scores=thinned([each for each in scores.read(run) if each.loss is not None]),
+        scores=thinned([each for each in run.scores.read() if each.loss is not None]),
         stays=newest(timeline.stays(events, run.jobs.endings(), now)),
         incidents=timeline.incidents(events),
         gpu_seconds=gpu_seconds(run),

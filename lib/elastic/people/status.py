@@ -32,7 +32,7 @@ from elastic.jobs.plan import WAIT
 from elastic.jobs.reconcile import Facts
 from elastic.jobs.sched import Elsewhere, cluster_of, open_scheduler
 from elastic.local.rounds import inner_steps
-from elastic.run import membership, scores, wording
+from elastic.run import membership, wording
 from elastic.run.audit import read_checkpoints
 from elastic.run.records import PREEMPTIONS, Commit
 from elastic.run.rundir import RunDir, check_answers
@@ -241,7 +241,7 @@ def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dic
     """All about one run; of one among many not its `losses` and `events`, which would
     have to be read. Raises ElasticError only if its directory is damaged."""
     world = look(run, jobs or ask(run, run.environment()), commits=CURVE if whole else WINDOW)
-    events, scored = (run.events(last=LOOKED_AT), scores.read(run, 1)) if whole else ((), ())
+    events, scored = (run.events(last=LOOKED_AT), run.scores.read(1)) if whole else ((), ())
     brief, upcoming, newest = row(world), _upcoming(world), world.newest
     is_sync, is_running = _is_sync(world.facts), brief["state"] == "running"
     seen = {

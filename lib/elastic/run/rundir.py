@@ -16,7 +16,8 @@ any moment. The names, and who writes them:
     metrics.jsonl scores.jsonl           the steps of sync mode; what validations have said
 
 Parts: run.commits (commits.py), run.slots and run.masters (claims.py: who fences whom),
-run.jobs and run.offers (told.py: what jobs leave behind). sound.py says what a record is.
+run.jobs, run.offers and run.scores (told.py: what jobs leave behind). sound.py says what a
+record is.
 
 Rules: bytes before pointer, one winner per name (durable.py), exact paths. Only `exit/`,
 small and read by reconcile and status alone, and what workers have left, by a new master,
@@ -45,7 +46,7 @@ from elastic.base.units import size
 from elastic.run.claims import Masters, Slots
 from elastic.run.commits import Commits
 from elastic.run.sound import LOGS, announced, fault, typed, whole
-from elastic.run.told import Jobs, Offers
+from elastic.run.told import Jobs, Offers, Scores
 
 FOLDERS = ("versions", "commits", "slots", "checkpoints", "logs", "exit", "masters", "deltas")
 PRIVATE = 0o600
@@ -87,7 +88,7 @@ class RunDir:
         self.name = self.path.name
         self._config: Config | None = None
         self.commits, self.slots, self.masters = Commits(self), Slots(self), Masters(self)
-        self.jobs, self.offers = Jobs(self), Offers(self)
+        self.jobs, self.offers, self.scores = Jobs(self), Offers(self), Scores(self)
 
     @classmethod
     def create(

@@ -4,13 +4,16 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.base.durable import insist, names, replace_quickly, to_json, write_atomic
+from elastic.base.durable import append_line, insist, names, replace_quickly, to_json, write_atomic
 from elastic.base.errors import TryAgain
 from elastic.run.membership import NAME
 from elastic.run.records import Header
-from elastic.run.sound import ENDING, Part, hint
+from elastic.run.sound import ENDING, SCORES, Part, hint
+from elastic.run.wording import EventKind
 
 
 class Jobs(Part):
@@ -68,6 +71,38 @@ class Offers(Part):
         folder = self.run.path / "deltas" / f"{base:06d}"
         paths = sorted(folder.glob("*.left")) if folder.name in names(folder.parent) else ()
         return [(path.stem.replace(".", ":"), insist(path.read_bytes)) for path in paths]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a validation has said: `values` by name, of the model as so many committed
+    tokens have made it."""
+
+    time: float
+    tokens: int
+    values: Mapping[str, float]
+
+    @property
+    def loss(self) -> float | None:
+        """The first that is called a loss."""
+        return next((value for name, value in self.values.items() if "loss" in name), None)
+
+
+class Scores(Part):
+    """Those of validations on the way: scores.jsonl, a line each."""
+
+    def add(self, tokens: int, values: Mapping[str, float], **where) -> None:
+        """`where`: the version or the step, and who has validated. A task may call its
+        values what it likes."""
+        self.run.event(EventKind.VALIDATE, tokens=tokens, scores=values, **where)
+        line = {"time": time.time(), "tokens": tokens, "scores": values}
+        with contextlib.suppress(OSError):  # a full disk loses the line, and nothing else
+            append_line(self.run.path / SCORES, line)
+
+    def read(self, last: int = 0) -> list[Score]:
+        """In the order of time; the `last` ones, or all."""
+        lines = self.run.lines(SCORES, last)
+        return [Score(line["time"], line["tokens"], line["scores"]) for line in lines]
 
 
 def _at_best(path: Path, needed: str = "") -> dict:

@@ -35,7 +35,6 @@ from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
 from elastic.jobs.slurm_info import check_layout, get_slurm_info
-from elastic.run import scores
 from elastic.run.ledger import Range, Ranges
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import check_size
@@ -330,7 +329,7 @@ class Trainer:
             return interruption.args[0]
         state.validated_step = state.step
         if self.rank.group.leads:
-            scores.add(self.rank.run, state.tokens, measured, step=state.step)
+            self.rank.run.scores.add(state.tokens, measured, step=state.step)
         return Wish.GO_ON
 
 

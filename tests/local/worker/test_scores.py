@@ -18,7 +18,6 @@ from elastic.local.worker.line import Line, News, Place
 from elastic.local.worker.validation import Validation, is_due
 from elastic.people import metrics, report, status
 from elastic.people.status import Listing
-from elastic.run import scores
 from elastic.train.group import Group
 from elastic.train.task import score
 from helpers import commit_of, delta_of, elastic, environment
@@ -46,7 +45,7 @@ def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Pa
     with running(tmp_path, {**EVERY, "elastic.max": 2}, samples=2000, step_s=0.02) as run:
         run.until(lambda: numbers(run), 60, "the first one is validated")
         run.finish()
-        found, log = scores.read(run.run), tmp_path / "rows.jsonl"
+        found, log = run.run.scores.read(), tmp_path / "rows.jsonl"
         assert numbers(run) == sorted({*numbers(run)})
         assert all(number % 2 == 0 for number in numbers(run))
         assert len(found) == len(numbers(run)) > 2
@@ -70,13 +69,13 @@ def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Pa
 
 def test_a_task_may_call_its_scores_what_it_likes(make_run):
     run, values = make_run(), {"time": 1.0, "kind": 2.0, "loss": 3.0, "tokens": 4.0}
-    scores.add(run, 9, values, step=7)
+    run.scores.add(9, values, step=7)
     line = {"step": 8, "time": 2e9, "tokens": 99, "loss": 0.5, "world": 1}
     line |= {"seconds": 1.0, "attempt": 1}
     append_line(run.path / "metrics.jsonl", line)
     (event,) = run.events()
     assert (event["kind"], event["tokens"], event["scores"]) == ("validate", 9, values)
-    assert scores.read(run)[0].loss == 3.0
+    assert run.scores.read()[0].loss == 3.0
     (row,) = metrics.Feed(run).rows(after=0)
     assert (row["loss"], row["tokens"]) == (0.5, 99)
     assert (row["score/loss"], row["score/tokens"]) == (3.0, 9)
@@ -106,7 +105,7 @@ def test_a_model_trains_in_its_training_mode_whatever_mode_it_came_in(tmp_path: 
     settings = {**EVERY, "run.task": "asleep:Asleep", "run.mode": mode}
     with running(tmp_path, settings, samples=200, step_s=0) as run:
         run.until(run.run.done, 60, "the end of the run")
-        assert len(scores.read(run.run)) > 1
+        assert len(run.run.scores.read()) > 1
 
 
 def test_a_validation_puts_each_part_back_into_its_mode():
@@ -120,7 +119,7 @@ def test_ranks_that_share_a_model_score_it_together(tmp_path: Path):
     two = {**EVERY, "slurm.gpus_per_worker": 2, "elastic.min": 2, "elastic.max": 2}
     with running(tmp_path, two, samples=400, step_s=0) as run:
         run.finish(120)
-        found = scores.read(run.run)
+        found = run.run.scores.read()
         assert len(found) > 1
         assert found[-1].loss < found[0].loss
 
@@ -153,4 +152,4 @@ def test_a_notice_ends_a_validation_and_loses_nothing(tmp_path: Path):
         job = run.jobs()["worker", 0]
         run.scheduler.preempt(job.job_id)
         assert run.ended(job.job_id)["outcome"] == "yielded"
-        assert not scores.read(run.run)
+        assert not run.run.scores.read()

@@ -8,7 +8,6 @@ import math
 from torch import nn
 
 from elastic.local.worker.in_hand import InHand
-from elastic.run import scores
 from elastic.run.records import Commit
 from elastic.train.group import Group
 from elastic.train.task import Task, score
@@ -43,7 +42,7 @@ class Validation:
             return
         if self._group.leads:
             run = self._hand.line.run
-            scores.add(run, commit.tokens, said, version=commit.version, slot=self._slot)
+            run.scores.add(commit.tokens, said, version=commit.version, slot=self._slot)
 
     def _is_due(self) -> bool:
         """Of steps ahead on top of the version the score would be theirs."""
