@@ -16,7 +16,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import Job
 from elastic.jobs.reconcile import PassReport
 from elastic.jobs.sched import Elsewhere
-from elastic.people import steering
+from elastic.people import steering, submission
 from helpers import commit_of
 
 
@@ -72,6 +72,26 @@ def test_who_waits_for_the_jobs_to_go_lives_through_a_silence_of_slurm(run, monk
     answers = iter([Elsewhere("the jobs are on b")])
     with pytest.raises(Elsewhere):
         steering.wait_until_gone(run)
+
+
+def test_the_jobs_of_a_run_that_is_undone_go_though_slurm_is_silent_for_a_while(run, monkeypatch):
+    """The first silence left them in the queue, and their run was removed by nobody."""
+    job = Job("1", "worker", 0, "PENDING", run=run.name)
+    answers = iter([TryAgain("squeue: Socket timed out"), [job], [job], []])
+    cancelled = []
+
+    def jobs():
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    def cancel(job_id, now):
+        cancelled.append(job_id)
+        raise TryAgain("scancel: Socket timed out")
+
+    monkeypatch.setattr(durable, "STUCK_S", 0.01)
+    assert submission.end_jobs(run.name, SimpleNamespace(jobs=jobs, cancel=cancel))
+    assert cancelled == ["1", "1"]
 
 
 def test_who_kills_a_run_is_told_what_is_lost(run, monkeypatch):

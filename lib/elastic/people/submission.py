@@ -22,7 +22,7 @@ from pathlib import Path
 
 from elastic.base import config as configuration
 from elastic.base.config import Config
-from elastic.base.durable import check_private
+from elastic.base.durable import check_private, patiently
 from elastic.base.environment import clean_environment, environment, registry_dir
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.jobs.command import NAMES, expand
@@ -161,14 +161,13 @@ def undo(run: RunDir) -> None:
 
 def end_jobs(run: str, scheduler: Scheduler) -> bool:
     """Cancel the jobs of the run of that name; whether they are gone. Raises TryAgain."""
-    deadline = time.monotonic() + UNDO_S
-    while jobs := jobs_of(run, scheduler):
-        if time.monotonic() > deadline:
-            return False
+    until = time.monotonic() + UNDO_S
+    while (jobs := patiently(jobs_of, run, scheduler, for_s=UNDO_S)) and time.monotonic() < until:
         for job in jobs:
-            scheduler.cancel(job.job_id, now=True)
+            with contextlib.suppress(TryAgain):
+                scheduler.cancel(job.job_id, now=True)
         time.sleep(0.5)
-    return True
+    return not jobs
 
 
 def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:

@@ -71,7 +71,8 @@ def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
             seen = f"job {job_id} is {job.state} ({job.reason}) after {wait_s / 60:.0f} minutes"
             return Unknown(seen, "try again when two nodes are free")
         time.sleep(min(QUERY_S, launch.POLL_S + wait_s / 10))
-        row = next((each for each in scheduler.jobs() if each.job_id == job_id), None)
+        jobs = durable.patiently(scheduler.jobs, for_s=LIMIT_S)
+        row = next((each for each in jobs if each.job_id == job_id), None)
         # Where MinJobAge is short Slurm forgets a job before its end is seen.
         is_there = bool(row) or (not job.submitted_at and wait_s < SETTLE_S)
         job = row or job
