@@ -6,7 +6,6 @@ pytest tests/sync/test_sync.py
 import contextlib
 import json
 import math
-import os
 import random
 import re
 import signal
@@ -32,11 +31,11 @@ from elastic.sync.batches import Samples
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.train.group import Group
-from helpers import elastic, environment
+from helpers import elastic, environment, wait_until
 from running import Running, members, running
 from tiny_task import Tiny
 
-BATCH = 10
+BATCH, INTERVAL = 10, 10
 SYNC = {
     "run.mode": "sync",
     "elastic.min": 1,
@@ -44,7 +43,7 @@ SYNC = {
     "elastic.backoff": "0.2s",
     "sync.global_batch_size": BATCH,
     "train.batch_size": 2,
-    "checkpoint.interval": "20 steps",
+    "checkpoint.interval": f"{INTERVAL} steps",
     "health.hang_timeout": "60s",
     "local_scheduler.gpus": 4,
 }
@@ -55,7 +54,10 @@ TWO = {"elastic.max": 2}
 
 @contextlib.contextmanager
 def synchronous(home: Path, settings: dict | None = None, **task) -> Iterator[Running]:
-    with running(home, {**SYNC, **(settings or {})}, **{"samples": 600, **task}) as run:
+    """So slow, until `finish`, that the run is not over before the test has acted: a rank makes
+    five passes a step where it is alone, and three where it is one of two."""
+    task = {"samples": 600, "step_s": 0.2, **task}
+    with running(home, {**SYNC, **(settings or {})}, **task) as run:
         yield run
 
 
@@ -68,6 +70,15 @@ def steps(run: Running) -> list[dict]:
 
 def step(run: Running) -> int:
     return max((line["step"] for line in steps(run)), default=0)
+
+
+def checkpoints(run: Running) -> list[int]:
+    """The steps of those that are there."""
+    return sorted(int(path.stem[5:]) for path in run.run.path.glob("checkpoints/step-*.json"))
+
+
+def is_past_a_checkpoint(run: Running) -> bool:
+    return step(run) > max(checkpoints(run), default=math.inf)
 
 
 def at_work(run: Running) -> str:
@@ -96,7 +107,7 @@ def finish(run: Running) -> list[dict]:
     run.until(lambda: run.run.done() and not run.jobs(), 90, "the end of the run")
     report = elastic("audit", run.run.path, "--json", env=environment(run.home))
     assert (report.returncode, json.loads(report.stdout)["problems"]) == (0, []), report.stdout
-    assert not [pid for pid in members(run.home) if pid != os.getpid()]
+    wait_until(lambda: not members(run.home), 10, "no process is left")
     return steps(run)
 
 
@@ -119,7 +130,7 @@ def assert_same_run(found: list[dict], wanted: list[dict]) -> None:
 
 def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_path, undisturbed):
     settings = {"elastic.max": 3, "local_scheduler.gpus": 2, "train.loader_workers": 1}
-    with synchronous(tmp_path, settings, step_s=0.1) as run:
+    with synchronous(tmp_path, settings) as run:
         further(run, 5)
         assert len(run.pids("elastic.train.start trainer")) == 2 + 2  # each rank with its loader
         for gpus in (1, 3):
@@ -134,7 +145,7 @@ def test_a_run_that_is_resized_trains_the_same_samples_in_the_same_steps(tmp_pat
 
 def test_a_run_grows_by_itself_when_gpus_become_free(tmp_path, undisturbed):
     settings = {"elastic.max": 3, "local_scheduler.gpus": 1, "sync.grow_after": "1s"}
-    with synchronous(tmp_path, settings, step_s=0.1) as run:
+    with synchronous(tmp_path, settings) as run:
         further(run, 5)
         assert not run.events("cancel")
         run.set_capacity(2)
@@ -146,25 +157,24 @@ def test_a_run_grows_by_itself_when_gpus_become_free(tmp_path, undisturbed):
 
 
 def test_without_a_notice_at_most_one_checkpoint_interval_is_repeated(tmp_path, undisturbed):
-    with synchronous(tmp_path, TWO, step_s=0.02) as run:
-        further(run, 25)
+    with synchronous(tmp_path, TWO) as run:
+        run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
         run.scheduler.kill(run.jobs()["trainer", 0].job_id)
-        further(run, 3)
         lines = finish(run)
     last = {line["step"]: line for line in lines}
     assert_same_run([last[number] for number in sorted(last)], undisturbed)
-    assert len(lines) - len(last) <= 20 + 20  # an interval, and what was being written
+    assert 0 < len(lines) - len(last) <= 2 * INTERVAL  # one, and what was being written
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
 def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
-    settings = {**TWO, "health.hang_timeout": "5s"}
-    with synchronous(tmp_path, settings, step_s=0.02) as run:
-        further(run, 25)
+    settings = {**TWO, **({"health.hang_timeout": "5s"} if how == signal.SIGSTOP else {})}
+    with synchronous(tmp_path, settings) as run:
+        run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
         job = run.jobs()["trainer", 0]
         run.kill("elastic.train.start trainer", how)
         run.until(lambda: run.events("restart"), 60, "the ranks are started again")
-        further(run, 3)
+        run.until(lambda: steps(run)[-1]["attempt"] > 1, 60, "they train")
         assert run.jobs()["trainer", 0].job_id == job.job_id
         lines = finish(run)
     last = {line["step"]: line for line in lines}
@@ -172,8 +182,8 @@ def test_a_rank_that_dies_or_hangs_costs_no_job(tmp_path, undisturbed, how):
 
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, undisturbed):
-    with synchronous(tmp_path, step_s=0.03) as run:
-        run.until(lambda: step(run) >= 45, 60, "two checkpoints")
+    with synchronous(tmp_path, step_s=0.1) as run:
+        run.until(lambda: is_past_a_checkpoint(run), 60, "one that the next is on top of")
         job = run.jobs()["trainer", 0]
         run.set_capacity(0)
         run.scheduler.preempt(job.job_id)
@@ -239,7 +249,7 @@ def test_a_batch_of_padding_alone_has_no_loss_and_spoils_none(tmp_path):
 
 
 def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
-    with synchronous(tmp_path, TWO, step_s=0.03) as run:  # what one is refused, both must know
+    with synchronous(tmp_path, TWO) as run:  # what one is refused, both must know
         run.until(lambda: step(run) >= 5, 60, "the first steps")
         folder = run.run.path / "checkpoints"
         folder.rename(tmp_path / "away")
@@ -253,7 +263,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(tmp_path):
 
 def test_a_later_job_of_the_run_ends_all_ranks_alike(tmp_path):
     """Rank 0 left alone, the other died of that, and the launcher took the run back."""
-    with synchronous(tmp_path, TWO, step_s=0.03) as run:
+    with synchronous(tmp_path, TWO) as run:
         run.until(lambda: step(run) >= 5, 60, "the first steps")
         job_id = run.jobs()["trainer", 0].job_id
         run.run.slots.claim(0, {"job_id": "another", "node": "n", "pid": 1, "time": 0.0})
@@ -278,17 +288,16 @@ def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do
     tmp_path, undisturbed
 ):
     """The scheduler says 1 s (which is no time at all, with the margin), and gives more."""
-    with synchronous(tmp_path, {"local_scheduler.grace": "1s"}, step_s=0.03) as run:
-        run.until(lambda: step(run) >= 25, 60, "a checkpoint")
-        run.scheduler.preempt(run.jobs()["trainer", 0].job_id, grace_s=20)
+    with synchronous(tmp_path, {"local_scheduler.grace": "1s"}, step_s=0.1) as run:
+        run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
+        run.scheduler.preempt(run.jobs()["trainer", 0].job_id, grace_s=60)
         run.until(lambda: run.events("preempt"), 30, "the ranks leave")
-        further(run, 2)
         lines = finish(run)
         log = run.run.log_path("trainer", 0).read_text()
     assert "s are left, and it takes" in log
     last = {line["step"]: line for line in lines}
     assert_same_run([last[number] for number in sorted(last)], undisturbed)
-    assert 0 < len(lines) - len(last) <= 20 + 20
+    assert 0 < len(lines) - len(last) <= 2 * INTERVAL
 
 
 def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(rank):
@@ -297,7 +306,7 @@ def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_leave(r
     saving.checkpoints.save = disk.append
     saving.checkpoints.save_s = 45.0
     saving.checkpoints._flight = SimpleNamespace(since=time.monotonic() - 40)
-    assert 45 + 4 < saving.checkpoints.needs_s <= 45 + 5
+    assert 45 < saving.checkpoints.needs_s <= 45 + 5
     saving.checkpoints.finish = writing.set
     saving.save_within(State(), lambda needed_s: 27.0)
     assert writing.is_set()
@@ -436,11 +445,11 @@ def test_slurm_is_asked_what_a_notice_is_for_where_time_seems_short(rank, monkey
 
     monkeypatch.setattr("elastic.sync.rank.kill_at", kill_at)
     wishes = Wishes(rank, notice)
-    assert (28 < wishes.left_s(20.0) <= 29, asked) == (True, [])
-    assert 320 < wishes.left_s(45.0) <= 330
+    assert (20 < wishes.left_s(20.0) <= 29, asked) == (True, [])
+    assert 300 < wishes.left_s(45.0) <= 330
     assert asked == [notice]
     monkeypatch.setattr("elastic.sync.rank.kill_at", lambda: None)  # Slurm does not say
-    assert 28 < wishes.left_s(45.0) <= 29
+    assert 0 < wishes.left_s(45.0) <= 29
 
 
 def test_a_run_of_so_many_steps_is_looked_after(tmp_path):
@@ -470,8 +479,8 @@ def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
-    with synchronous(tmp_path, step_s=0.05) as run:
-        further(run, 5)
+    with synchronous(tmp_path) as run:
+        further(run, 3)
         assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
         run.until(lambda: not run.jobs(), 60, "the job leaves")
         reached = step(run)
@@ -486,7 +495,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):
 def test_a_data_set_of_another_size_is_not_gone_on_with(tmp_path):
     """The order of the samples depends on the size: some would be trained twice, others never."""
     settings = {"sync.crash_retries": 0, "elastic.max_failures": 1}
-    with synchronous(tmp_path, settings, step_s=0.05) as run:
+    with synchronous(tmp_path, settings) as run:
         further(run, 3)
         assert elastic("stop", run.run.path, env=environment(run.home)).returncode == 0
         run.until(lambda: not run.jobs(), 60, "the job leaves")
@@ -499,7 +508,7 @@ def test_a_data_set_of_another_size_is_not_gone_on_with(tmp_path):
 
 
 def test_status_says_how_many_gpus_train_and_when_it_saves(tmp_path):
-    with synchronous(tmp_path, {**TWO, "checkpoint.interval": "auto"}, step_s=0.05) as run:
+    with synchronous(tmp_path, {**TWO, "checkpoint.interval": "auto"}) as run:
         further(run, 5)
         run.until(lambda: read_json(run.run.path / "progress.json"), 20, "progress")
         answer = elastic("status", run.run.path, "--json", env=environment(run.home))
