@@ -64,6 +64,8 @@ def epochs(run: Running) -> list[tuple[int, int]]:
     ids=["plain, twice", "torchrun, once"],
 )  # fmt: skip
 def test_an_ordinary_ddp_script_is_preempted_and_finishes(tmp_path, command, ranks_per_node, sizes):
+    hurry = tmp_path / "hurry"
+    command = [*command, "--hurry", str(hurry)]
     settings = {"run.mode": "sync", "run.command": command, "elastic.max": 2,
                 "sync.ranks_per_node": ranks_per_node, "local_scheduler.gpus": 2}  # fmt: skip
     with running(tmp_path, settings) as run:
@@ -74,6 +76,7 @@ def test_an_ordinary_ddp_script_is_preempted_and_finishes(tmp_path, command, ran
             run.set_capacity(gpus)
             run.scheduler.preempt(job.job_id)
             assert run.ended(job.job_id)["outcome"] == "yielded"
+        hurry.touch()
         run.until(lambda: run.run.done() and not run.jobs(), 90, "the end of the run")
         told = epochs(run)
     assert {epoch for epoch, _ in told} == set(range(12))
