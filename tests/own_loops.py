@@ -67,7 +67,7 @@ def main(kind: str, pace: str, folder: str) -> None:
     model = Normed() if kind == "normed" else Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0 if kind == "zero" else 0.01)
     schedule = scheduled(optimizer) if kind == "scheduled" else None
-    task = Tiny({"pace": pace, "samples": 203 if kind == "normed" else 400})
+    task = Tiny({"pace": pace, "samples": 603 if kind == "normed" else 400})
     said = {"rates": [], "progress": [], "sizes": []}
     with elastic.LocalSGD.from_env(model, optimizer) as sgd:
         name = f"{sgd.slot}.{sgd.place.attempt}"

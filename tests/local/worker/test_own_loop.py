@@ -16,7 +16,7 @@ SCRIPT = TESTS / "own_loop.py"
 def test_a_loop_of_ones_own_trains_survives_a_kill_and_leaves_on_notice(tmp_path: Path):
     command = [sys.executable, str(SCRIPT), str(tmp_path / "pace"), "1200"]
     settings = {"run.command": command, "elastic.max": 2, "local_sgd.inner_steps": 10}
-    with running(tmp_path, settings) as run:
+    with running(tmp_path, settings, step_s=0.1) as run:
         run.workers(2)
         run.versions(2)
         run.pace(1.0)  # the other one is not to finish the run meanwhile
@@ -91,7 +91,7 @@ def test_a_loop_behind_a_launcher_is_seen(tmp_path: Path):
     """What it reported went into whichever file of its own had the number."""
     command = [sys.executable, "-c", LAUNCHER, sys.executable, str(SCRIPT)]
     settings = {"run.command": [*command, str(tmp_path / "pace"), "400"], "elastic.max": 1}
-    with running(tmp_path, settings) as run:
+    with running(tmp_path, settings, step_s=0.3) as run:
         run.workers(1)
         run.until(lambda: run.slots()[0].step > 0, 30, "its progress")
         run.finish()

@@ -126,10 +126,17 @@ def test_ranks_that_share_a_model_score_it_together(tmp_path: Path):
 
 def test_a_long_validation_keeps_one_worker_and_the_other_trains_on(tmp_path: Path):
     two = {**EVERY, "elastic.max": 2}
-    with running(tmp_path, two, samples=10**6, step_s=0.02, validation_passes=400) as run:
-        for number in (1, 2):
-            run.until(lambda n=number: len(run.events("validate")) >= n, 60, f"score {number}")
-            assert run.version > numbers(run)[-1] + 5
+    with running(tmp_path, two, samples=10**6, step_s=0.02, validation_passes=5000) as run:
+        def at_it() -> list[int]:
+            return [slot.slot for slot in run.slots().values() if slot.state == "validating"]
+
+        run.workers(2)
+        run.until(at_it, 60, "a validation")
+        run.versions(6)
+        assert (len(at_it()), numbers(run)) == (1, [])
+        run.pace(0)
+        run.until(lambda: numbers(run), 60, "its score")
+        run.versions(2)
 
 
 def test_a_new_master_is_told_in_a_validation_what_is_held(run):
