@@ -175,6 +175,12 @@ def test_a_broken_delta_is_refused_with_its_reason(fake: Fake, case: str):
     assert not any(delta.slot == SLOT for commit in committed for delta in commit.deltas)
 
 
+def accepted(fake: Fake) -> None:
+    """Wait until the master has taken its delta."""
+    mine = {"slot": SLOT, "attempt": fake.attempt, "base": fake.base}.items()
+    fake.run.until(lambda: any(mine <= e.items() for e in fake.run.events("delta")), 30, "accepted")
+
+
 def rejection(run: Running, rule: str, **whose) -> dict:
     """Wait for the event."""
 
@@ -218,10 +224,9 @@ def test_an_attempt_that_has_been_replaced_can_offer_nothing(fake: Fake):
 def test_the_same_delta_counts_once(fake: Fake):
     run, header = fake.run, fake.header()
     fake.offer(header)
-    mine = {"slot": SLOT, "attempt": fake.attempt}
-    run.until(lambda: any(mine.items() <= e.items() for e in run.events("delta")), 30, "accepted")
+    accepted(fake)
     fake.offer(header | {"loss": 0.2})
-    rejection(run, "duplicate", **mine)
+    rejection(run, "duplicate", slot=SLOT, attempt=fake.attempt)
     run.pace(0.02)
     run.versions(1)
     deltas = [d for commit in run.commits() for d in commit.deltas
@@ -233,6 +238,7 @@ def test_a_delta_that_is_one_version_late_is_merged(fake: Fake):
     run = fake.run
     run.pace(0.5)
     run.versions(1)
+    run.pace(1)
     fake.base = run.version - 1
     fake.offer(fake.header())
     run.pace(0.02)
@@ -251,9 +257,10 @@ def test_a_worker_whose_delta_is_damaged_on_the_way_trains_the_round_again(
 ):
     """And so it does if Redis forgets the verdict before the worker has read it."""
     (master,), (trainer,) = run.pids("master"), run.pids("trainer")
-    run.pace(0.2)
+    run.pace(1)
     run.until(lambda: 1 <= run.slots()[0].step <= 5, 30, "the worker is amid a round")
     os.kill(master, signal.SIGSTOP)
+    run.pace(0.1)
     slot = run.slots()[0]
     key = (0, slot.attempt, slot.version)
     path = run.run.path / "deltas" / fragment_name(key, 0)
@@ -283,11 +290,14 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
     """By what its workers say of a whole round. Their deltas do not count, their samples are
     trained again, and the run goes on from the version before."""
     run.until(lambda: run.version > 12, 90, "it is known what is usual")
-    run.pace(0.5)
+    run.pace(1)
+    run.versions(1)  # the fake has the whole of a round for its offer
     with run.store() as store:
         fake = Fake(run, store)
         bad = fake.base
         fake.offer(fake.header(loss=1e6))
+        accepted(fake)
+        run.pace(0.02)
         run.until(lambda: run.version > bad, 30, "the round closes")
         store.release(SLOT, fake.attempt)
     before, commit = run.run.commits.of(bad), run.run.commits.of(bad + 1)
@@ -320,13 +330,19 @@ def steps_in_moments(run: Running) -> int:
 def test_the_worker_that_made_a_version_bad_goes_on_with_fresh_moments(run: Running):
     """The commit that takes the version back names it: of two deltas the one that stands out."""
     run.until(lambda: run.version > 12 and steps_in_moments(run) > 20, 90, "moments of rounds")
-    run.pace(0.5)
+    run.pace(1)
+    run.versions(1)  # likewise
     with run.store() as store:
         fake = Fake(run, store)  # its deltas are zero
         fake.offer(fake.header())
+        accepted(fake)
+        run.pace(0.5)
         run.until(lambda: run.version > fake.base, 30, "the round closes")
+        run.pace(1)
         fake.base = bad = run.version
         fake.offer(fake.header(loss=1e6))
+        accepted(fake)
+        run.pace(0.5)
         run.until(lambda: run.version > bad, 30, "the next one closes")
         store.release(SLOT, fake.attempt)
     commit = run.run.commits.of(bad + 1)
