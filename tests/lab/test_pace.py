@@ -3,7 +3,9 @@
 First the real decisions, played by the book; then real processes.
 """
 
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -210,16 +212,10 @@ def test_of_workers_whose_pace_swings_by_a_third_none_waits_for_long(paces, leas
 def test_a_slow_worker_does_fewer_steps_and_the_round_does_not_wait_for_more(tmp_path):
     (tmp_path / "pace.3").write_text("0.4")
     with running(tmp_path, SETTINGS, samples=10**6, step_s=0.1) as run:
-        run.until(lambda: run.version >= 7, 120, "seven versions")
-    # In the first round nobody knows a pace; before the first, not all four were there.
-    steps = [
-        {delta.slot: delta.steps for delta in commit.deltas}
-        for commit in run.run.commits.all(3)
-        if len(commit.deltas) == 4
-    ]
-    assert len(steps) >= 3
-    for each in steps:
-        assert 1 <= each[3] <= 10 < each[0] <= 20, steps
+        run.until(lambda: len(whole(run, 4)) >= 6, 120, "six rounds of all")
+        commits = whole(run, 4)[1:]  # in the first one nobody knows a pace
+    middle = middle_steps(commits, range(4))
+    assert 1 <= middle[3] <= 10 < middle[0] <= 20, middle
     calls = [event for event in run.run.events() if event["kind"] == "last-call"]
     assert not [call for call in calls if "took longer" in call["reason"]]
 
@@ -229,11 +225,24 @@ def test_a_round_whose_workers_died_is_due_no_more(tmp_path):
     settings = SETTINGS | {"elastic.max": 2, "local_sgd.deadline_k": 0}
     with running(tmp_path, settings, samples=10**6, step_s=0.1) as run:
         run.until(lambda: run.version >= 3, 120, "three versions, and so a pace")
-        for slot in (0, 1):
-            run.kill("trainer", slot)
+        run.workers(2)
+        for pid in run.pids("trainer"):
+            os.kill(pid, signal.SIGKILL)
         version = run.version
         run.until(lambda: run.version >= version + 2, 60, "the run goes on")
-    assert run.run.commits.of(version + 2).deltas[0].steps > 1
+    # Of two that come one after the other, the later one may have time for a step.
+    assert max(delta.steps for delta in run.run.commits.of(version + 2).deltas) > 1
+
+
+def whole(run: Running, workers: int) -> list[Commit]:
+    """The rounds of all of them."""
+    return [commit for commit in run.commits() if len({d.slot for d in commit.deltas}) == workers]
+
+
+def middle_steps(commits: list[Commit], slots: range) -> list[float]:
+    """By slot, of all rounds: in one of them the machine may have been away."""
+    found = [{delta.slot: delta.steps for delta in commit.deltas} for commit in commits]
+    return [median(steps[slot] for steps in found) for slot in slots]
 
 
 def shares(commits: list[Commit], slots: range) -> list[float]:
@@ -255,18 +264,13 @@ def test_what_a_round_is_does_not_depend_on_who_came_first(tmp_path, fast, first
     (tmp_path / f"pace.{fast}").write_text("0.08")
     settings = SETTINGS | {"local_sgd.inner_steps": INNER_STEPS, "local_scheduler.gpus": first}
     slots = range(4)
-
-    def whole(run: Running) -> list[dict]:
-        return [commit for commit in run.commits()
-                if {delta.slot for delta in commit.deltas} == set(slots)]  # fmt: skip
-
     with running(tmp_path, settings, samples=10**6, step_s=0.4) as run:
         run.until(lambda: run.version >= 1, 120, "a version that tells the pace of the first")
         run.set_capacity(len(slots))
-        run.until(lambda: len(whole(run)) >= 6, 120, "six rounds of all")
-        commits = whole(run)[2:]
-    for commit in commits[1:]:
-        for delta in commit.deltas:
-            least, most = (25, 40) if delta.slot == fast else (5, 15)
-            assert least <= delta.steps <= most, commit.deltas
+        run.until(lambda: len(whole(run, 4)) >= 6, 120, "six rounds of all")
+        commits = whole(run, 4)[2:]
+    middle = middle_steps(commits[1:], slots)
+    for slot in slots:
+        least, most = (25, 40) if slot == fast else (5, 15)
+        assert least <= middle[slot] <= most, middle
     assert min(shares(commits, slots)) >= 0.9, shares(commits, slots)
