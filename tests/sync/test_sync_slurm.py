@@ -3,6 +3,7 @@
 pytest tests/sync/test_sync_slurm.py
 """
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from elastic.jobs.sched_slurm import SlurmScheduler
 from elastic.jobs.slurm_info import expand_hostlist
 from elastic.lab.sandbox import Sandbox
 from elastic.run.rundir import RunDir
-from helpers import ROOT, elastic
+from helpers import ROOT, elastic, wait_until
 from running import SETTINGS, TESTS, toml
 
 pytest_plugins = ["slurm_sandbox"]
@@ -76,8 +77,11 @@ class Cluster:
     def jobs(self) -> list[Job]:
         return [job for job in self._asks.jobs() if not job.ended]
 
-    def running(self) -> Job | None:
-        return next((job for job in self.jobs() if job.state == "RUNNING"), None)
+    def running(self) -> Job:
+        def found() -> Job | None:
+            return next((job for job in self.jobs() if job.state == "RUNNING"), None)
+
+        return wait_until(found, 20, "a job that runs")
 
     def steps(self) -> list[dict]:
         path = self.run.path / "metrics.jsonl"
@@ -94,11 +98,9 @@ class Cluster:
                 cron = subprocess.run(command, **asked)
                 assert cron.returncode in (0, 75), cron
                 next_pass = time.monotonic() + CRON_S
-            try:
+            with contextlib.suppress(TryAgain):
                 if value := condition():
                     return value
-            except TryAgain:
-                continue
             if self.run.failed() or time.monotonic() > deadline:
                 pytest.fail(f"not: {what}\n{self.told()}\n{cron}")
             time.sleep(0.5)
@@ -129,10 +131,11 @@ class Cluster:
 
 @pytest.mark.timeout(900)
 def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbox, tmp_path):
-    calm = ("MessageTimeout=5", "MinJobAge=3600", "SlurmdTimeout=30")  # on a busy machine
+    calm = ("MinJobAge=3600", "SlurmdTimeout=30")  # on a busy machine
     cluster = Cluster(new_sandbox(nodes=4, gpus=1, grace_s=20, settings=calm), tmp_path)
     cluster.submit(1, 4)
     cluster.trains_on(4)
+    cluster.pace.write_text("1")  # the steps are to last until all has happened
     others = [cluster.box.preempt(1, 3600) for _ in range(2)]  # the whole job goes, with notice
     cluster.trains_on(2)
     cluster.box.run("scancel", others[0])
@@ -152,7 +155,6 @@ def test_a_job_resized_by_slurm_trains_what_an_undisturbed_one_trains(new_sandbo
 
     cluster.until(lambda: job.job_id in cluster.ended_jobs(), "the end of its time")
     cluster.trains_on(1)
-    cluster.pace.write_text("0.3")
     cluster.box.run("scancel", "--partition=high")
     for node in nodes[1:]:
         cluster.box.revive_node(node)
