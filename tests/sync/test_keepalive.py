@@ -73,7 +73,7 @@ def test_a_node_without_power_is_missed():
     paths = {"PYTHONPATH": f"{ROOT}/lib:{ROOT}/tests:{ROOT}/tests/sync"}
     done = subprocess.run(
         ["unshare", "--net", "--pid", "--fork", "--kill-child", sys.executable, "-c", STORY],
-        env=os.environ | paths, capture_output=True, text=True, timeout=120,
+        env=os.environ | paths, capture_output=True, text=True, timeout=120 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     node, after_s = done.stdout.split()
@@ -81,9 +81,12 @@ def test_a_node_without_power_is_missed():
     assert int(after_s) < 30  # a second of silence, and three probes a second apart
 
 
-def test_a_rank_that_ends_or_is_killed_is_no_node_that_is_gone(lines):
-    with rank(lines, "n1", "sleep", "600") as killed, rank(lines, "n2", "sleep", "2") as ended:
+def test_a_rank_that_ends_or_is_killed_is_no_node_that_is_gone(lines, tmp_path):
+    end = tmp_path / "end"
+    until_then = ("sh", "-c", f"until [ -e {end} ]; do sleep 0.1; done")
+    with rank(lines, "n1", "sleep", "600") as killed, rank(lines, "n2", *until_then) as ended:
         knows(lines, "n1", "n2")
+        end.touch()
         ended.wait()
         knows(lines, "n1")
         killed.terminate()

@@ -266,13 +266,15 @@ def test_a_notice_to_every_process_leaves_time_for_the_last_words(tmp_path):
 
 def test_a_command_that_is_told_first_and_leaves_at_once_has_obeyed_a_notice(tmp_path):
     """proctrack/linuxproc tells the deepest process first, and writes a line of its log between
-    two: the job counted as done, and was not trained on."""
+    two: the job counted as done, and was not trained on. Here its turn comes as it waits for it."""
+    fake = tmp_path / "sleep"
+    waits = '[ "${1#0.}" != "$1" ] || { kill -TERM "$PPID"; exit; }'
+    fake.write_text(f'#!/bin/sh\n{waits}\nexec {shutil.which("sleep")} "$@"\n')
+    fake.chmod(0o755)
     script = "trap 'exit 0' TERM; echo $$; while :; do sleep 0.1; done"
-    rank = rank_of(tmp_path, script, SLURM_STEP_ID="0")
-    command = int(rank.stdout.readline())
-    os.kill(command, signal.SIGTERM)
-    wait_until(lambda: not Path(f"/proc/{command}").exists(), 10, "it has left")
-    rank.send_signal(signal.SIGTERM)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    rank = rank_of(tmp_path, script, SLURM_STEP_ID="0", PATH=path)
+    os.kill(int(rank.stdout.readline()), signal.SIGTERM)
     rank.communicate(timeout=10 * PATIENCE)
     assert rank.returncode == 75
 
