@@ -87,7 +87,7 @@ def test_ranks_agree_and_the_silent_ones_are_named():
         ranks[0].go()
         said, took_s = ranks[0].hear()
         assert said == "no answer from rank(s) 1, 2 of 3 (within 1.5 s)"
-        assert 1.4 < took_s < 1.5 + PATIENCE
+        assert 1.4 < took_s < 10 * PATIENCE
         assert ranks[0].end() == 0
 
 
@@ -100,7 +100,7 @@ def test_a_ping_ends_when_the_rank_that_keeps_the_store_is_stopped():
         ranks[1].go()
         said, took_s = ranks[1].hear()
         assert said.startswith("no answer from the store (kept by rank 0 or torchrun)")
-        assert 1.4 < took_s < 1.5 + PATIENCE
+        assert 1.4 < took_s < 10 * PATIENCE
 
 
 def test_a_hang_shows_all_stacks_and_ends_the_process_and_a_suspension_does_not():
@@ -108,13 +108,13 @@ def test_a_hang_shows_all_stacks_and_ends_the_process_and_a_suspension_does_not(
     with told(story):
         assert story.hear() == "ready"
         story.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.9)
+        time.sleep(4)
         story.process.send_signal(signal.SIGCONT)
         story.go()
         assert story.hear() == "alive"
         assert story.end() == Exit.TRY_AGAIN
         said = story.process.stderr.read()
-        assert "rank 0: no step for 0.6 s" in said
+        assert "rank 0: no step for 3 s" in said
         assert "the_step_that_hangs" in said
 
 
