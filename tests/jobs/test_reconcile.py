@@ -28,7 +28,7 @@ from elastic.jobs.reconcile import run_pass
 from elastic.jobs.sched import Elsewhere, Refused, RetryLater, job_name, parse_job_name
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.run.rundir import Control
-from helpers import ROOT, wait_until
+from helpers import PATIENCE, ROOT, wait_until
 
 NOW = 1_800_000_000.0
 
@@ -819,12 +819,12 @@ def test_runs_on_a_dead_server_keep_no_other_waiting(make_run):
         (run.path / "control.json").unlink()
         os.mkfifo(run.path / "control.json")  # who reads it waits for ever
     runs[2].mark_done({"reason": "enough"})
-    code = "from elastic.run import rundir; rundir.LOOK_S = 0.5;"
+    code = "from elastic.run import rundir; rundir.LOOK_S = 3;"
     code += "from elastic.commands.main import elastic; elastic(['reconcile'])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "lib")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True,
-                          text=True, timeout=30)  # fmt: skip
-    why = "the filesystem has not answered for 0.5 s"
+                          text=True, timeout=30 * PATIENCE)  # fmt: skip
+    why = "the filesystem has not answered for 3 s"
     assert done.stdout == f"nothing done: hung: {why}; hung-too: {why}\n"
     assert (done.returncode, done.stderr) == (75, "")
     with open(runs[2].path / reconcile.LOCK) as lock:
@@ -912,7 +912,8 @@ def local(make_run, home):
         "#!/bin/sh\n"
         '[ "$1" = agent ] && role=worker || role=master\n'
         """printf '{"role": "%s", "slot": %s, "state": "started", "time": %s}' """
-        '"$role" "${3:-0}" "$(date +%s)" > "$2/exit/$ELASTIC_JOB_ID.json"\n'
+        '"$role" "${3:-0}" "$(date +%s)" > "$2/exit/$ELASTIC_JOB_ID.new"\n'
+        'mv "$2/exit/$ELASTIC_JOB_ID.new" "$2/exit/$ELASTIC_JOB_ID.json"\n'
         "while :; do sleep 0.05; done\n"
     )
     path.chmod(0o755)

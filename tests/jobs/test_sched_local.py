@@ -224,12 +224,12 @@ def test_a_job_that_ignores_the_notice_is_killed_though_nobody_calls_again(site)
     site.started(job_id)
     wait_until(lambda: len(site.alive().get(job_id, ())) >= 3, 10, "all its processes")
     begin = time.monotonic()
-    site.scheduler.preempt(job_id, grace_s=0.8)
+    site.scheduler.preempt(job_id, grace_s=3)
     assert site.state(job_id) == "RUNNING", "the grace is not over"
     claim = site.scheduler._path(job_id, "claim").read_text()
     pid = int(claim.split()[0])
     wait_until(lambda: not _is_running(pid), 10, "the kill")
-    assert time.monotonic() - begin >= 0.8
+    assert time.monotonic() - begin >= 3
     wait_until(lambda: job_id not in site.alive(), 5, "its children, too")
 
 
