@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from elastic.base.network import free_port
-from helpers import ROOT
+from helpers import PATIENCE, ROOT
 
 
 def run_ranks(world: int, program: str, *arguments: str) -> None:
@@ -19,7 +19,7 @@ def run_ranks(world: int, program: str, *arguments: str) -> None:
         for rank in range(world)
     ]
     try:
-        said = [process.communicate(timeout=240)[1] for process in processes]
+        said = [process.communicate(timeout=120 * PATIENCE)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
