@@ -11,15 +11,15 @@ set -euo pipefail
 umask go-w
 [[ "${1:-}" != -h && "${1:-}" != --help ]] || exec sed -n '2s/^# /usage: /p' "${BASH_SOURCE[0]}"
 signals=(TERM INT USR1 USR2)
-signal="${ELASTIC_NOTICE_SIGNAL:-TERM}" noticed="" child=""
+signal="${ELASTIC_NOTICE_SIGNAL:-TERM}" noticed="" heard_s=0 child=""
 
 # Slurm tells every process of a step, and a save told twice may break; with proctrack/cgroup this shell alone.
 is_told() { [[ "${SLURM_STEP_ID:+${noticed}}" == "${signal}" ]] && ! grep -Eqs '(:freezer|^0:).*/step_' /proc/self/cgroup; }
-# The command hears of one notice, however many come. Who presses Ctrl-C again means it.
+# The command hears of a notice once, unless ten minutes lie between. Who presses Ctrl-C again means it.
 # shellcheck disable=SC2317 # the traps call it
 hear() {
-    [[ -z "${noticed}" || "$1" == INT ]] || return 0
-    noticed="$1"
+    [[ "${noticed}" != "$1" || "$1" == INT ]] || ((SECONDS - heard_s > 600)) || return 0
+    noticed="$1" heard_s="${SECONDS}"
     [[ -z "${child}" ]] || is_told || kill -s "${signal}" "${child}" 2>/dev/null || true
 }
 trap 'hear TERM' TERM; trap 'hear INT' INT; trap 'hear USR1' USR1; trap 'hear USR2' USR2
@@ -119,12 +119,12 @@ elastic::network
     exec "$@"
 ) <&0 & # else it would have /dev/null
 child="$!"
-[[ -z "${noticed}" ]] || kill -s "${signal}" "${child}" # it came before there was a child
+[[ -z "${noticed}" ]] || kill -s "${signal}" "${child}" 2>/dev/null || true # it came before there was a child
 
 # The trap interrupts `wait`; wait again until the status is the command's own.
 while code=0; wait "${child}" || code="$?"; kill -0 "${child}" 2>/dev/null; do :; done
 # Slurm tells one process after the other, some plugins the command first: it may have left by then.
-[[ -n "${noticed}" || -z "${SLURM_STEP_ID:-}" || " 0 130 138 140 143 " != *" ${code} "* ]] || sleep 3 || true
+[[ -n "${noticed}" || -z "${SLURM_STEP_ID:+${ELASTIC_ATTEMPT:-}}" || " 0 130 138 140 143 " != *" ${code} "* ]] || sleep 3 || true
 if [[ -n "${noticed}" ]]; then
     ((code < 128)) || outlast
     touch "${ELASTIC_NOTICED:-}" 2>/dev/null && code=0 || code=75

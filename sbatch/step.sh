@@ -68,8 +68,8 @@ elastic::step() {
     [[ "${code}" != 75 || -n "${told}" ]] || sleep 1 || true # steps hear of an end before this shell does
     if [[ "${code}" == 75 && "${told}" != TERM && "${ELASTIC_REQUEUE:-1}" == 1 ]]; then
         echo "a notice was obeyed: back to the queue"
-        scontrol requeue "${job}" || { sleep 5 && scontrol requeue "${job}"; } || # the controller may be busy
-            [[ "${told}" == TERM ]] || echo "not requeued: submit it again" >&2
+        scontrol requeue "${job}" || { sleep 5 && [[ "${told}" != TERM ]] &&
+            scontrol requeue "${job}"; } || [[ "${told}" == TERM ]] || echo "not requeued: submit it again" >&2
     fi
     exit "${code}"
 }

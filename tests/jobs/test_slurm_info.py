@@ -85,7 +85,6 @@ def test_outside_of_slurm_there_is_no_job(job):
 def test_a_step_sees_its_own_nodes_and_tasks(job):
     job(**STEP)
     assert get_slurm_info() == INFO
-    assert SLURMInfo is SLURMInfo
 
 
 def test_a_batch_shell_sees_the_job(job):

@@ -114,8 +114,11 @@ def asked(*args: object, code: int = 0, **environ: str) -> dict[str, dict]:
 def test_it_is_silent_on_a_good_cluster_and_leaves_nothing_behind(site, home):
     before = set(os.listdir(tempfile.gettempdir()))
     found = asked(ROOT / "etc/demo.toml", "--set", "run.scheduler=slurm")
-    bad = [each for each in found.values() if each["verdict"] in ("WARN", "FAIL")]
-    assert [each for each in bad if SLOW not in each["fix"]] == []
+    for name in ("run folder", "torch"):
+        if found[name]["verdict"] == "WARN" and SLOW in found[name]["fix"]:
+            del found[name]
+    assert {name: each["seen"] for name, each in found.items()
+            if each["verdict"] in ("WARN", "FAIL")} == {}  # fmt: skip
     skipped = {name for name, each in found.items() if each["verdict"] == "SKIP"}
     assert skipped <= {"limits", "gpus"}
     weighed = r"3 s .*; a save takes \S+ s \(\S+ s for what counts\): [\d.]+ MB at .*B/s"

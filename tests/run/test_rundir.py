@@ -422,7 +422,9 @@ def test_each_role_and_slot_has_its_log(run):
 def test_an_exit_record_is_read_where_its_folder_lists_it(make_run, monkeypatch):
     """A network filesystem remembers for a minute that a name was not there: a job that had
     ended meanwhile had no word of its own, and counted as crashed."""
-    asked = []
-    monkeypatch.setattr(sound, "read_json", asked.append)
-    assert make_run().jobs.ending("7") is None
-    assert asked == []
+    run, read = make_run(), sound.read_json
+    run.jobs.write_ending("7", {"role": "worker", "slot": 0, "state": "started"})
+    remembered = iter([None, None])
+    monkeypatch.setattr(sound, "read_json", lambda path: next(remembered, read(path)))
+    assert run.jobs.ending("8") is None
+    assert run.jobs.ending("7")["state"] == "started"

@@ -273,7 +273,7 @@ def test_a_command_that_is_told_first_and_leaves_at_once_has_obeyed_a_notice(tmp
     fake.chmod(0o755)
     script = "trap 'exit 0' TERM; echo $$; while :; do sleep 0.1; done"
     path = f"{tmp_path}:{os.environ['PATH']}"
-    rank = rank_of(tmp_path, script, SLURM_STEP_ID="0", PATH=path)
+    rank = rank_of(tmp_path, script, SLURM_STEP_ID="0", ELASTIC_ATTEMPT="1", PATH=path)
     os.kill(int(rank.stdout.readline()), signal.SIGTERM)
     rank.communicate(timeout=10 * PATIENCE)
     assert rank.returncode == 75
@@ -336,6 +336,19 @@ def test_a_rank_whose_step_a_cgroup_tracks_passes_the_notice_on(tmp_path, launch
     rank.send_signal(signal.SIGTERM)
     out, _ = rank.communicate(timeout=20 * PATIENCE)
     assert (rank.returncode, out) == (75, "saved 1 True\n")
+
+
+def test_who_saves_on_a_warning_and_goes_on_hears_of_the_preemption(tmp_path):
+    script = "trap 'echo saves' TERM; echo up; while :; do sleep 0.1; done"
+    rank = rank_of(tmp_path, script)
+    assert rank.stdout.readline() == "up\n"
+    for warning in (signal.SIGUSR1, signal.SIGTERM):
+        rank.send_signal(warning)
+        assert rank.stdout.readline() == "saves\n"
+    rank.send_signal(signal.SIGINT)  # and from a keyboard again and again
+    assert rank.stdout.readline() == "saves\n"
+    rank.send_signal(signal.SIGINT)
+    assert rank.stdout.readline() == "saves\n"
 
 
 def test_a_step_does_not_end_in_a_save_however_often_it_is_told(tmp_path):

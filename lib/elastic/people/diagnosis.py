@@ -114,7 +114,7 @@ def answer(question: Callable[..., Any], facts: Mapping[str, Any], is_vital: boo
     except ElasticError as error:
         return Unknown(error.what, error.hint, verdict)
     except Exception as error:  # whatever is broken here, the other checks are wanted
-        return Unknown(f"no answer: {type(error).__name__}: {error}", verdict=verdict)
+        return Unknown(f"not known: {type(error).__name__}: {error}", verdict=verdict)
 
 
 def judged(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:

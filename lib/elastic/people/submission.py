@@ -163,8 +163,8 @@ def end_jobs(run: str, scheduler: Scheduler) -> bool:
     """Cancel the jobs of the run of that name; whether they are gone. Raises TryAgain."""
     until = time.monotonic() + UNDO_S
     while (jobs := patiently(jobs_of, run, scheduler, for_s=UNDO_S)) and time.monotonic() < until:
-        for job in jobs:
-            with contextlib.suppress(TryAgain):
+        with contextlib.suppress(TryAgain):
+            for job in jobs:
                 scheduler.cancel(job.job_id, now=True)
         time.sleep(0.5)
     return not jobs

@@ -57,10 +57,11 @@ def whole(path: Path, record: dict | None, needed: str = "") -> dict | None:
 
 
 def hint(path: Path, needed: str = "") -> dict | None:
-    """The table in a file that was not synced: a crash may have left nothing of it.
+    """The table in a file that was not synced: a crash may have left nothing of it. That
+    it is not there may be what a network filesystem remembers: its folder is listed.
     Raises TryAgain where the filesystem does not say."""
     try:
-        return whole(path, read_json(path), needed)
+        return whole(path, read_json(path) or announced(path), needed)
     except TryAgain:
         raise
     except ElasticError:

@@ -37,8 +37,7 @@ class Jobs(Part):
         """What the job has said of itself; a record that is damaged says nothing. Raises
         TryAgain: what cannot be read now may be the word of a clean end."""
         path = self.run.path / "exit" / f"{job_id}.json"
-        is_there = NAME.fullmatch(job_id) and path.name in names(path.parent)
-        return hint(path, ENDING) if is_there else None
+        return hint(path, ENDING) if NAME.fullmatch(job_id) else None
 
     def endings(self) -> list[dict]:
         """For statistics: without what cannot be read now."""
