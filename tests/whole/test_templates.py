@@ -153,7 +153,8 @@ def test_a_program_saves_though_its_launcher_dies_of_the_notice(tmp_path, new_sa
 
 def test_a_rank_that_crashes_ends_the_others_and_the_job(folder):
     """They leave as on a notice, which is none: the job goes back to no queue."""
-    crash = "((RANK)) || exit 3; trap 'exit 0' TERM; while :; do sleep 0.1; done"
+    crash = ("((RANK)) || { until [ -e there ]; do sleep 0.1; done; exit 3; }; "
+             "trap 'exit 0' TERM; touch there; while :; do sleep 0.1; done")  # fmt: skip
     job = folder.submit("multi-node", command=["bash", "-c", crash])
     assert folder.until_ended(job) == "FAILED"
     assert folder.of_job(job, "ExitCode") == "3:0"
