@@ -492,6 +492,13 @@ def test_a_submit_limit_is_waited_for_and_said_once(run, slurm, again):
     assert len(did(again(70))) == 2
 
 
+def trains(run, slurm, job: Job) -> None:
+    """The trainer's job runs, and is at work on one GPU."""
+    record = {"role": "trainer", "slot": 0, "state": "training", "gpus": 1, "time": slurm.now}
+    run.jobs.write_ending(job.job_id, record)
+    slurm.listed[job.job_id] = replace(job, state="RUNNING", started_at=slurm.now)
+
+
 def test_a_growth_that_never_comes_true_is_tried_ever_more_seldom(run, slurm, again):
     """Nodes are idle, and a limit of the user's keeps him from them: the job left its GPUs for
     nothing every hour."""
@@ -509,9 +516,7 @@ def test_a_growth_that_never_comes_true_is_tried_ever_more_seldom(run, slurm, ag
             slurm.listed[job_id] = replace(slurm.listed[job_id], state="CANCELLED")
         there = [job for job in slurm.listed.values() if not (job.ended or job.job_id in waiting)]
         if there and not any(job.started for job in there):
-            record = {"role": "trainer", "slot": 0, "state": "training", "gpus": 1}
-            run.jobs.write_ending(there[0].job_id, {**record, "time": slurm.now})
-            slurm.listed[there[0].job_id] = replace(there[0], state="RUNNING", started_at=slurm.now)
+            trains(run, slurm, there[0])
     gaps = [after - before for before, after in itertools.pairwise(tried)]
     assert len(gaps) >= 3
     assert all(after > 1.5 * before for before, after in itertools.pairwise(gaps))
@@ -529,9 +534,7 @@ def test_a_growth_of_which_slurm_said_nothing_keeps_no_job_waiting(run, slurm, a
     run.set_control(mode="sync")
     again()
     (job,) = slurm.listed.values()
-    record = {"role": "trainer", "slot": 0, "state": "training", "gpus": 1, "time": slurm.now}
-    run.jobs.write_ending(job.job_id, record)
-    slurm.listed[job.job_id] = replace(job, state="RUNNING", started_at=slurm.now)
+    trains(run, slurm, job)
     for _ in range(60):
         again(120)
         if waiting:
@@ -553,9 +556,7 @@ def test_where_nobody_knows_what_is_free_a_trainer_has_its_successor(run, slurm,
     run.set_control(mode="sync")
     again()
     (job,) = slurm.listed.values()
-    record = {"role": "trainer", "slot": 0, "state": "training", "gpus": 1, "time": slurm.now}
-    run.jobs.write_ending(job.job_id, record)
-    slurm.listed[job.job_id] = replace(job, state="RUNNING", started_at=slurm.now)
+    trains(run, slurm, job)
     report = again(24 * 3600)
     assert (report.unknown, report.errors) == (None, [])
     assert len(slurm.listed) == 2

@@ -68,8 +68,8 @@ class Notice:
         return self._reader
 
     def wait(self, timeout_s: float) -> None:
-        """Until one has come. Slurm tells the processes of a step one after the other: a
-        child may have left before."""
+        """Until one has come, at most so long. Slurm tells the processes of a step one
+        after the other: a child may have left before this one hears."""
         select.select([self], [], [], timeout_s)
 
     def listen(self) -> None:

@@ -48,6 +48,7 @@ class Unknown(NamedTuple):
 
 
 def known(fact: Any, otherwise: Any) -> Any:
+    """The fact, or what is to stand for one that is Unknown."""
     return otherwise if isinstance(fact, Unknown) else fact
 
 
