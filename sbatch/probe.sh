@@ -6,13 +6,12 @@
 set -euo pipefail
 
 folder="$1" lock="$1/lock"
-noticed=0 heard=0
 unset OMP_NUM_THREADS OMP_THREAD_LIMIT # for nproc, too
-trap 'noticed=1' TERM
 
 say() {
     echo "rank ${RANK} $*" >&2
 }
+trap 'trap : TERM && say "hears the notice"' TERM # at once: a flag that is looked at can be missed
 
 # REPLY: the least of the memory limits of the cgroups around this process, in bytes; empty if there is
 # none, which version 1 writes as an enormous number.
@@ -54,7 +53,7 @@ fi
 look >"${folder}/rank-${RANK}.json"
 say "is here"
 
-until [[ -e "${folder}/word" ]]; do sleep 0.05; done
+until [[ -e "${folder}/word" ]]; do sleep 0.05 || true; done
 locked=""
 ((RANK == 0)) || flock --nonblock --conflict-exit-code=9 "${lock}" true || (($? != 9)) || locked=", and that it is locked"
 say "sees it${locked}"
@@ -63,7 +62,4 @@ if ((RANK == WORLD_SIZE - 1)); then
     say "kills itself"
     kill -KILL "$$"
 fi
-while sleep 0.05 || true; do # until the step is ended
-    ((noticed == heard)) || say "hears the notice"
-    heard="${noticed}"
-done
+while sleep 0.05 || true; do :; done # until the step is ended
