@@ -36,6 +36,9 @@ help:  ## This list
 
 venv: $(READY) $(VENV)/.report redis  ## Make .venv for runs and reports (TORCH=site: the site's torch)
 
+# A site's Python may be a venv itself, whose packages no other venv sees.
+SITES := import site; print(*map("import site; site.addsitedir({!r})".format, site.getsitepackages()), sep="\n")
+
 # The mark says that all of a file is installed: it is made last. A venv whose Python is gone (an
 # upgrade, a moved folder) is made again.
 $(shell test -x $(VENV)/bin/python || rm -f $(READY))
@@ -44,6 +47,7 @@ $(READY): requirements.txt
 	@echo 'making $(VENV): some minutes, most of them for torch'
 	test -x $(VENV)/bin/python || \
 	    $(PYTHON) -m venv --clear $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV)
+	$(if $(filter site,$(TORCH)),$(PYTHON) -c '$(SITES)' > $$(echo $(VENV)/lib/python3*)/site-packages/site.pth)
 	grep -vE '$(if $(filter site,$(TORCH)),^(torch|numpy)==,^$$)' requirements.txt > $(VENV)/wanted.txt
 	$(PIP) -r $(VENV)/wanted.txt
 	$(VENV)/bin/python -c 'import torch, numpy, safetensors, xxhash, redis, click, rich' || \
@@ -116,7 +120,7 @@ matrix: $(ALL)  ## What a preemption costs, for all 72 ways to announce it; fore
 soak: $(ALL)  ## Chaos on a private Slurm with 16 workers; what it cost (three quarters of an hour)
 	cd tests && PYTHONPATH=../lib:. ../$(VENV)/bin/python soak.py $(SOAK_ARGS)
 
-gpu-check: $(ALL)  ## What runs only where there is a GPU
+gpu-check: $(READY) redis  ## What runs only where there is a GPU
 	$(VENV)/bin/python tests/gpu_check.py
 
 # PREFIX holds a folder per version, `current` and links to it, modulefiles, and one etc/site.toml

@@ -285,6 +285,15 @@ def test_a_venv_is_asked_for_what_is_pinned(tmp_path):
     assert not re.search("matplotlib|pytest", (ROOT / "requirements.txt").read_text())
 
 
+def test_a_venv_over_a_site_sees_its_torch_though_the_site_is_a_venv(tmp_path):
+    folder = checkout(tmp_path)
+    (folder / ".venv").unlink()
+    made = run(f"make .venv/.ready TORCH=site PYTHON={sys.executable} PIP=:", folder)
+    assert made.returncode == 0, made.stderr  # it has imported torch and all else
+    where = run(".venv/bin/python -c 'import torch; print(torch.__file__)'", folder)
+    assert Path(where.stdout).is_relative_to(sys.prefix)
+
+
 @pytest.mark.timeout(1800)
 def test_some_tests_lint_and_gpu_check_run(tmp_path):
     """In a copy, so that no cache of the checkout is written by two at once."""
