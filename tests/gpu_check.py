@@ -1,28 +1,43 @@
 """What runs only where there is a GPU: `make gpu-check`. On a machine without one it says so.
 
     one GPU     the demo run on CUDA in bf16: base parameters pinned on the host, loss falls, audit;
-                the same with Muon; the loops of etc/examples/ that are for local mode
-    two GPUs    the same with slurm.gpus_per_worker = 2: FSDP2 over NCCL inside the worker
+                the same with Muon, and in sync mode, whose job is preempted; a model that FSDP2
+                shards over NCCL learns as the whole one, and its checkpoint is exact; the loops
+                of etc/examples/ that are for local mode
+    two GPUs    the runs with two ranks: FSDP2 over NCCL between them
 
 Prints one line per check with its figures. Exit 1 if one of them fails.
 """
 
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+from elastic.base.config import Config, load  # noqa: E402
+from elastic.jobs.sched_local import LocalScheduler  # noqa: E402
+from elastic.run.rundir import RunDir  # noqa: E402
+from elastic.saved.checkpoint import Checkpoints  # noqa: E402
 from elastic.saved.codec import CODECS  # noqa: E402
 from elastic.saved.layout import Layout  # noqa: E402
 from elastic.saved.replica import Replica, shapes  # noqa: E402
 from elastic.tasks import ByteText  # noqa: E402
-from helpers import ROOT, elastic, environment  # noqa: E402
+from elastic.train.device import build_model, precision, set_initial_values, shard  # noqa: E402
+from elastic.train.group import Group  # noqa: E402
+from elastic.train.optimizers import default_optimizer  # noqa: E402
+from helpers import ROOT, elastic, environment, wait_until  # noqa: E402
+
+CONFIG = ROOT / "etc/demo.toml"
 
 
 def main() -> int:
@@ -33,13 +48,16 @@ def main() -> int:
     print(f"gpu-check: {gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     check_pinned()
     check_codecs()
-    check_run("one GPU, bf16", gpus_per_worker=1)
-    check_run("one GPU, bf16, Muon", gpus_per_worker=1, optimizer="muon")
+    check_sharded()
+    check_run("one GPU, bf16")
+    check_run("one GPU, bf16, Muon", optimizer="muon")
+    check_sync("one GPU, sync mode, Muon", gpus=1)
     for name in ("plain_loop", "hf_loop"):
         check_example(name)
     if gpus > 1:
         check_run("two GPUs, FSDP2 over NCCL", gpus_per_worker=2)
         check_run("two GPUs, FSDP2, Muon", gpus_per_worker=2, optimizer="muon")
+        check_sync("two GPUs, sync mode, Muon", gpus=2)
     else:
         print("two GPUs, FSDP2 over NCCL: skipped, this machine has one GPU")
     return 0
@@ -77,32 +95,106 @@ def check_codecs() -> None:
         print(f"{name}: the GPU's bytes are the CPU's, {time.monotonic() - began:.3f} s: ok")
 
 
-def check_run(what: str, gpus_per_worker: int, optimizer: str = "adamw") -> None:
+def check_sharded() -> None:
+    """FSDP2 on CUDA, with NCCL: what it trains, what it saves. One rank is enough for both."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    group, task = Group(0, 1, "cuda"), ByteText({"dim": 64, "layers": 2, "heads": 2})
+    losses = {}
+    for name in ("float32", "bf16"):
+        config = load(CONFIG, [f"train.precision={name}", "train.optimizer=muon"], None)
+        whole, sharded, again = (Learner(task, config, group, is_so) for is_so in (0, 1, 1))
+        losses[name] = [whole.train(20), sharded.train(20)]
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "checkpoints").mkdir()
+            checkpoints = Checkpoints(RunDir(Path(folder)), group, "job1")
+            checkpoints.save(20, sharded.model, sharded.optimizer, {})
+            saved, _ = checkpoints.load(again.model, again.optimizer)
+        assert saved.step == 20
+        assert sharded.train(5) == again.train(5)
+    dist.destroy_process_group()
+    for name, tolerance in (("float32", 1e-3), ("bf16", 3e-2)):
+        assert math.isclose(*losses[name], abs_tol=tolerance), losses
+    print(f"FSDP2 over NCCL, one rank: loss whole and sharded {losses}, checkpoint exact: ok")
+
+
+class Learner:
+    """A model of a task and its optimizer, whole or sharded, from the same seed."""
+
+    def __init__(self, task, config: Config, group: Group, is_sharded: bool):
+        self.task, self.autocast = task, precision(config.train.precision, group.device)
+        self.model = build_model(task, config, group.device, group)
+        if is_sharded:
+            shard(self.model, config, group.device)
+        set_initial_values(task, self.model)
+        self.optimizer = default_optimizer(self.model, config.train)
+        self.batches = torch.utils.data.DataLoader(task.dataset(), batch_size=16)
+
+    def train(self, steps: int) -> float:
+        """The last loss, in nats."""
+        for _, batch in zip(range(steps), self.batches, strict=False):
+            with self.autocast():
+                loss = self.task.loss(self.model, batch.to("cuda"))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return loss.item()
+
+
+@contextlib.contextmanager
+def submitted(*settings: str, gpus: int = 1) -> Iterator[tuple[dict, RunDir]]:
+    """The demo on CUDA, begun; nothing of it is left afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         env = environment(Path(folder))
-        settings = ["train.device=cuda", "train.precision=bf16", "task.samples=24000",
-                    f"train.optimizer={optimizer}",
-                    f"slurm.gpus_per_worker={gpus_per_worker}"]  # fmt: skip
-        options = [part for setting in settings for part in ("--set", setting)]
-        size = ("--min", gpus_per_worker, "--max", gpus_per_worker)
-        began = time.monotonic()
-        submitted = elastic(
-            "submit", ROOT / "etc/demo.toml", "--name", "gpu", *size, *options, "--wait",
-            env=env, timeout_s=540,
-        )  # fmt: skip
-        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-        seconds = time.monotonic() - began
-        audit = elastic("audit", "gpu", env=env)
-        assert audit.returncode == 0, audit.stdout
-        answer = elastic("evaluate", "gpu", "--json", env=env, timeout_s=120)
-        loss = json.loads(answer.stdout)["validation_loss"]
-        assert loss < 3.0, f"validation loss {loss} nats per byte"
-        commits = sorted((Path(folder) / "runs/gpu/commits").glob("*.json"))
-        rows = [json.loads(path.read_text()) for path in commits]
-        stalls = sorted(d["stall_s"] for row in rows for d in row["deltas"] if d["stall_s"])
-        tokens = rows[-1]["tokens"] / (rows[-1]["time"] - rows[0]["time"])
-        print(f"{what}: ok; {len(rows) - 1} versions in {seconds:.0f} s, {tokens:.0f} tokens/s, "
+        wanted = ("train.device=cuda", "train.precision=bf16", "task.samples=24000",
+                  "train.batch_size=16", *settings)
+        options = [part for setting in wanted for part in ("--set", setting)]
+        try:
+            answer = elastic(
+                "submit", CONFIG, "--name", "gpu", "--min", gpus, "--max", gpus, *options, env=env
+            )  # fmt: skip
+            assert answer.returncode == 0, answer.stdout + answer.stderr
+            yield env, RunDir(Path(folder) / "runs/gpu")
+        finally:
+            elastic("stop", "gpu", env=env)
+
+
+def validated(env: dict, run: RunDir) -> float:
+    """The validation loss in nats per byte, when the run is over and audited."""
+    wait_until(run.done, 120, "the end of the run")
+    audit = elastic("audit", "gpu", env=env)
+    assert audit.returncode == 0, audit.stdout
+    answer = elastic("evaluate", "gpu", "--json", env=env, timeout_s=120)
+    loss = json.loads(answer.stdout)["validation_loss"]
+    assert loss < 3.0, f"validation loss {loss} nats per byte"
+    return loss
+
+
+def check_run(what: str, gpus_per_worker: int = 1, optimizer: str = "adamw") -> None:
+    settings = (f"train.optimizer={optimizer}", f"slurm.gpus_per_worker={gpus_per_worker}")
+    with submitted(*settings, gpus=gpus_per_worker) as (env, run):
+        loss, commits = validated(env, run), list(run.commits.all())
+        stalls = sorted(d.stall_s for commit in commits for d in commit.deltas if d.stall_s)
+        tokens_per_s = commits[-1].tokens / (commits[-1].time - commits[0].time)
+        print(f"{what}: ok; {len(commits) - 1} versions, {tokens_per_s:.0f} tokens/s, "
               f"median stall {stalls[len(stalls) // 2]:.3f} s, loss {loss:.3f}")  # fmt: skip
+
+
+def check_sync(what: str, gpus: int) -> None:
+    """A job that is told to leave goes on where it was: no step is lost, and none comes twice."""
+    with submitted("run.mode=sync", "train.optimizer=muon", gpus=gpus) as (env, run):
+        scheduler = LocalScheduler(run.config(), Path(env["ELASTIC_HOME_DIR"]) / "local")
+        for goal in (100, 500):
+            wait_until(lambda: newest_step(run) > goal, 120, f"step {goal}")  # noqa: B023
+            (job,) = [job for job in scheduler.jobs() if job.state == "RUNNING"]
+            scheduler.preempt(job.job_id)
+        loss, lines = validated(env, run), list(run.lines("metrics.jsonl"))
+        steps, attempts = [line["step"] for line in lines], {line["attempt"] for line in lines}
+        assert sorted(steps) == [*range(1, len(steps) + 1)]
+        print(f"{what}: ok; {len(steps)} steps, jobs and attempts {attempts}, loss {loss:.3f}")
+
+
+def newest_step(run: RunDir) -> int:
+    return max((line["step"] for line in run.lines("metrics.jsonl", 1)), default=0)
 
 
 def check_example(name: str) -> None:
