@@ -254,6 +254,13 @@ def test_a_dry_run_starts_nothing(config, env, tmp_path):
     assert left_behind(tmp_path) == []
 
 
+def test_a_dry_run_counts_with_the_speeds_of_the_site(env):
+    demo, site = ROOT / "etc/demo.toml", ("--plan.process=100mb", "--plan.filesystem=1gb")
+    for more in ((), ("--run.scheduler=slurm", "--plan.step=1s"), ("--no-try",)):
+        answer = elastic("submit", demo, "--dry-run", *site, *more, env=env)
+        assert "105 MB/s per process, 1.07 GB/s for the filesystem" in answer.stdout, answer.stderr
+
+
 def test_a_dry_run_refuses_a_name_that_is_taken(config, env, tmp_path):
     elastic("submit", config, env=env)
     there = left_behind(tmp_path)

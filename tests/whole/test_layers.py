@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 1026,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1436,  # one run on disk: its folder, its records, its samples, its proof
+    "run": 1435,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1738,  # jobs on a cluster: what is there, what should be, one pass
     "train": 970,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1069,  # tensors on disk, committed by link(): what both modes begin with

@@ -7,7 +7,7 @@ change the run's control file: the reconcile pass that acts on it is the caller'
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,25 +43,30 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
     left_open = {"slurm.partition"} if is_dry else frozenset()
     config = load(path, settings, left_open=left_open)
     warnings = submission.check(config, runs_root(), is_dry)
-    model, reason = None, ""
-    if not config.run.command and (is_dry or tries):
-        model, reason = submission.described(path, settings, tries)
+    is_looked_at = not config.run.command and (is_dry or tries)
+    model, reason = submission.described(path, settings, tries) if is_looked_at else (None, "")
     if reason:
         warnings.append(f"the task was not tried: {reason}; if so in its jobs, the run fails")
     if not config.slurm.partition and config.run.scheduler == "slurm":
         warnings.append("slurm.partition is not set: a submission needs it")
     ready = Prepared(config, model, reason, warnings)
-    if not (tries and model and config.run.mode == "local" and dial.has_choice(config, model)):
+    if not model or config.run.mode != "local":
         return ready
-    rates = dial.rates(config, submission.nearest(runs_root()))
-    chosen = dial.choose(config, model, rates)
+    has_choice = tries and dial.has_choice(config, model)
+    if is_dry or has_choice:
+        ready = replace(ready, rates=dial.rates(config, submission.nearest(runs_root())))
+    return _dialled(ready, path, settings, left_open) if has_choice else ready
+
+
+def _dialled(ready: Prepared, path: Path, settings: Sequence[str], left_open: Set) -> Prepared:
+    """The same with what the files leave open chosen."""
+    chosen = dial.choose(ready.config, ready.model, ready.rates)
     settings = [*settings, *(f"{each.key}={each.value}" for each in chosen)]
     after = load(path, settings, left_open=left_open)
     origins = {each.key: f"{estimate.CHOSEN}: {each.reason}" for each in chosen}
     after = replace(after, origins={**after.origins, **origins})
-    codecs = (each.local_sgd.compression for each in (config, after))
-    return replace(ready, config=after, model=dial.coded(model, *codecs), rates=rates,
-                   chosen=chosen)  # fmt: skip
+    codecs = (each.local_sgd.compression for each in (ready.config, after))
+    return replace(ready, config=after, model=dial.coded(ready.model, *codecs), chosen=chosen)
 
 
 def on_paper(ready: Prepared) -> str:
@@ -99,8 +104,7 @@ def start(ready: Prepared) -> tuple[RunDir, list[str]]:
 
 def started_text(run: RunDir, ready: Prepared) -> str:
     """What was chosen, and what somebody who has started the run may want to do next."""
-    first = "\n".join([f"run {run.name} started in {run.path}", *_chosen(ready)])
-    return (f"{first}\n"
+    return ("\n".join([f"run {run.name} started in {run.path}", *_chosen(ready), ""]) +
             f"  watch it:  elastic-status {run.name} --watch\n"
             f"  its logs:  elastic-logs {run.name} -f\n"
             f"  resize it: elastic-scale {run.name} --max N\n"
@@ -126,15 +130,14 @@ def wait_for_end(run: RunDir) -> None:
 
 def is_done(run: RunDir) -> bool:
     """Raises ElasticError where it has failed, or was stopped. A silence is neither."""
+    what = f"run {run.name}"
     with contextlib.suppress(TryAgain):
         if failed := run.failed():
-            what = f"run {run.name} failed: {failed['reason']}"
-            raise ElasticError(what, f"elastic-logs {run.path}")
+            raise ElasticError(f"{what} failed: {failed['reason']}", f"elastic-logs {run.path}")
         if run.done() is not None:
             return True
         if run.control().state == "stopped":
-            what = f"run {run.name} was stopped"
-            raise ElasticError(what, f"elastic-scale {run.path}: it goes on")
+            raise ElasticError(f"{what} was stopped", f"elastic-scale {run.path}: it goes on")
     return False
 
 
