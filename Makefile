@@ -37,7 +37,8 @@ help:  ## This list
 venv: $(READY) $(VENV)/.report redis  ## Make .venv for runs and reports (TORCH=site: the site's torch)
 
 # A site's Python may be a venv itself, whose packages no other venv sees.
-SITES := import site; print(*map("import site; site.addsitedir({!r})".format, site.getsitepackages()), sep="\n")
+SITES := import site; print(*map("import site; site.addsitedir({!r})".format, \
+    site.getsitepackages()), sep="\n")
 
 # The mark says that all of a file is installed: it is made last. A venv whose Python is gone (an
 # upgrade, a moved folder) is made again.

@@ -26,6 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 from elastic.base.config import Config, load  # noqa: E402
 from elastic.jobs.sched_local import LocalScheduler  # noqa: E402
+from elastic.people.steering import is_done  # noqa: E402
 from elastic.run.rundir import RunDir  # noqa: E402
 from elastic.saved.checkpoint import Checkpoints  # noqa: E402
 from elastic.saved.codec import CODECS  # noqa: E402
@@ -38,6 +39,7 @@ from elastic.train.optimizers import default_optimizer  # noqa: E402
 from helpers import ROOT, elastic, environment, wait_until  # noqa: E402
 
 CONFIG = ROOT / "etc/demo.toml"
+ON_GPU = ("train.device=cuda", "train.precision=bf16", "task.samples=24000", "train.batch_size=16")
 
 
 def main() -> int:
@@ -102,7 +104,9 @@ def check_sharded() -> None:
     losses = {}
     for name in ("float32", "bf16"):
         config = load(CONFIG, [f"train.precision={name}", "train.optimizer=muon"], None)
-        whole, sharded, again = (Learner(task, config, group, is_so) for is_so in (0, 1, 1))
+        whole, sharded, again = (
+            Learner(task, config, group, is_sharded) for is_sharded in (False, True, True)
+        )
         losses[name] = [whole.train(20), sharded.train(20)]
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "checkpoints").mkdir()
@@ -141,26 +145,27 @@ class Learner:
 
 
 @contextlib.contextmanager
-def submitted(*settings: str, gpus: int = 1) -> Iterator[tuple[dict, RunDir]]:
-    """The demo on CUDA, begun; nothing of it is left afterwards."""
+def submitted(config: Path, *settings: str, gpus: int = 1) -> Iterator[tuple[dict, RunDir]]:
+    """A run that has begun on this machine's GPUs; no process of it is left afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         env = environment(Path(folder))
-        wanted = ("train.device=cuda", "train.precision=bf16", "task.samples=24000",
-                  "train.batch_size=16", *settings)
-        options = [part for setting in wanted for part in ("--set", setting)]
+        options = [part for each in ("run.scheduler=local", *settings) for part in ("--set", each)]
+        size = ("--min", gpus, "--max", gpus)
         try:
-            answer = elastic(
-                "submit", CONFIG, "--name", "gpu", "--min", gpus, "--max", gpus, *options, env=env
-            )  # fmt: skip
+            answer = elastic("submit", config, "--name", "gpu", *size, *options, env=env)
             assert answer.returncode == 0, answer.stdout + answer.stderr
             yield env, RunDir(Path(folder) / "runs/gpu")
         finally:
-            elastic("stop", "gpu", env=env)
+            elastic("stop", "gpu", "--now", "--wait", env=env)
+
+
+def wait_for_end(run: RunDir) -> None:
+    wait_until(lambda: is_done(run), 120, "the end of the run")
 
 
 def validated(env: dict, run: RunDir) -> float:
     """The validation loss in nats per byte, when the run is over and audited."""
-    wait_until(run.done, 120, "the end of the run")
+    wait_for_end(run)
     audit = elastic("audit", "gpu", env=env)
     assert audit.returncode == 0, audit.stdout
     answer = elastic("evaluate", "gpu", "--json", env=env, timeout_s=120)
@@ -171,7 +176,7 @@ def validated(env: dict, run: RunDir) -> float:
 
 def check_run(what: str, gpus_per_worker: int = 1, optimizer: str = "adamw") -> None:
     settings = (f"train.optimizer={optimizer}", f"slurm.gpus_per_worker={gpus_per_worker}")
-    with submitted(*settings, gpus=gpus_per_worker) as (env, run):
+    with submitted(CONFIG, *ON_GPU, *settings, gpus=gpus_per_worker) as (env, run):
         loss, commits = validated(env, run), list(run.commits.all())
         stalls = sorted(d.stall_s for commit in commits for d in commit.deltas if d.stall_s)
         tokens_per_s = commits[-1].tokens / (commits[-1].time - commits[0].time)
@@ -181,7 +186,8 @@ def check_run(what: str, gpus_per_worker: int = 1, optimizer: str = "adamw") -> 
 
 def check_sync(what: str, gpus: int) -> None:
     """A job that is told to leave goes on where it was: no step is lost, and none comes twice."""
-    with submitted("run.mode=sync", "train.optimizer=muon", gpus=gpus) as (env, run):
+    settings = ("run.mode=sync", "train.optimizer=muon")
+    with submitted(CONFIG, *ON_GPU, *settings, gpus=gpus) as (env, run):
         scheduler = LocalScheduler(run.config(), Path(env["ELASTIC_HOME_DIR"]) / "local")
         for goal in (100, 500):
             wait_until(lambda: newest_step(run) > goal, 120, f"step {goal}")  # noqa: B023
@@ -190,7 +196,8 @@ def check_sync(what: str, gpus: int) -> None:
         loss, lines = validated(env, run), list(run.lines("metrics.jsonl"))
         steps, attempts = [line["step"] for line in lines], {line["attempt"] for line in lines}
         assert sorted(steps) == [*range(1, len(steps) + 1)]
-        print(f"{what}: ok; {len(steps)} steps, jobs and attempts {attempts}, loss {loss:.3f}")
+        assert len(attempts) == 3, attempts
+        print(f"{what}: ok; {len(steps)} steps, two preemptions, loss {loss:.3f}")
 
 
 def newest_step(run: RunDir) -> int:
@@ -199,11 +206,8 @@ def newest_step(run: RunDir) -> int:
 
 def check_example(name: str) -> None:
     """A loop that puts its model on the GPU, and gets its batches there."""
-    with tempfile.TemporaryDirectory() as folder:
-        env, example = environment(Path(folder)), ROOT / "etc/examples" / name / "run.toml"
-        size = ("--min", 1, "--max", 1, "--set", "run.scheduler=local")
-        submitted = elastic("submit", example, *size, "--wait", env=env, timeout_s=300)
-        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    with submitted(ROOT / "etc/examples" / name / "run.toml") as (_, run):
+        wait_for_end(run)
         print(f"{name}: ok")
 
 
