@@ -159,8 +159,8 @@ def submitted(config: Path, *settings: str, gpus: int = 1) -> Iterator[tuple[dic
             elastic("stop", "gpu", "--now", "--wait", env=env)
 
 
-def wait_for_end(run: RunDir) -> None:
-    wait_until(lambda: is_done(run), 120, "the end of the run")
+def wait_for_end(run: RunDir, timeout_s: float = 120) -> None:
+    wait_until(lambda: is_done(run), timeout_s, "the end of the run")
 
 
 def validated(env: dict, run: RunDir) -> float:

@@ -5,16 +5,18 @@
 
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from helpers import ROOT
 from validate import records, report
-from validate.records import ARMS, Point, Trial
+from validate.records import ARMS, SIZES, Point, Trial
 
 REF = records.REFERENCE
 PAGE = ROOT / "docs" / "records.md"
 TOKENS = 5 * records.GLOBAL_BATCH * records.CONTEXT
+FEW = replace(SIZES["0.5M"], tokens=TOKENS)
 
 
 @pytest.mark.parametrize("point", ["2x4", "3x1", "2xswing"])
@@ -30,22 +32,22 @@ def test_workers_share_the_tokens_to_the_last_one(point, monkeypatch):
 
     real = records.works
     monkeypatch.setattr(records, "works", noted)
-    row = records.run(Trial("muon", Point.read(point), 0, TOKENS))
+    row = records.run(Trial("muon", Point.read(point), 0, FEW))
     batch = Point.read(point).batch
     assert sum(steps) * batch * records.CONTEXT == TOKENS
     assert row["versions"] > 1
 
 
 def test_a_synchronous_arm_is_one_trial_for_all_points():
-    keys = {Trial("sync-adamw", point, 0, TOKENS).key for point in records.POINTS}
+    keys = {Trial("sync-adamw", point, 0, FEW).key for point in records.POINTS}
     assert len(keys) == 1
-    assert len({Trial("muon", point, 0, TOKENS).key for point in records.POINTS}) == 6
+    assert len({Trial("muon", point, 0, FEW).key for point in records.POINTS}) == 6
 
 
 def test_a_row_has_the_paired_difference_and_its_bound():
     point, losses = Point(30, "4"), {REF: [1.0, 1.2, 1.1], "muon": [0.9, 1.1, 1.0]}
     results = {
-        Trial(arm, point, seed, TOKENS): {
+        Trial(arm, point, seed, FEW): {
             "loss": loss, "versions": 9, "bytes_per_token": 1234.5}
         for arm, of_seed in losses.items() for seed, loss in enumerate(of_seed)
     }  # fmt: skip
@@ -66,7 +68,7 @@ def test_the_command_runs_each_trial_once_and_prints_the_table(tmp_path):
 
 
 def test_the_published_table_is_of_arms_and_points_that_there_are():
-    head, line, *rows = report.published(PAGE.read_text(), "records").splitlines()
+    head, line, *rows = report.published(PAGE.read_text(), "records, 0.5M").splitlines()
     assert f"{head}\n{line}\n" == records.HEADER
     assert rows
     titles = {arm.title for arm in ARMS.values()}

@@ -3,10 +3,11 @@
     make records RECORDS_ARGS='--seeds 3 --points 30x4 --arms adamw,muon'
 
 A point is a number of inner steps K and of workers M (`swing`: one to eight, others every round),
-from random parameters; an arm is a way to train. All train ByteText's model (dim 128: 475,776
-parameters) on the standard library's sources, 4,096 tokens per global step, cosine schedule. The
-arms of a seed are paired: they begin with the same parameters and see the same samples in the same
-order. Each arm has its own best learning rate, which `--tune` finds on a seed that no table has.
+from random parameters; an arm is a way to train. All train ByteText's model on the standard
+library's sources, 4,096 tokens per global step, cosine schedule. The arms of a seed are paired:
+they begin with the same parameters and see the same samples in the same order. Each arm has its own
+best learning rate for each size of the model, which `--tune` finds on a seed that no table has.
+Processes share a GPU where there is one.
 
 Workers and master are played in one process (simulator.py) by the product's own training loop,
 replica, codec, cold start, weights and outer step; tests/test_trace.py shows that this gives the
@@ -23,7 +24,7 @@ import multiprocessing
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -50,7 +51,6 @@ class Arm:
     """A way to train. A synchronous one is a single worker with the whole batch, and no rounds."""
 
     title: str
-    learning_rate: float  # the best of RATES for that arm
     settings: tuple[str, ...] = ()
     synchronous: bool = False
 
@@ -59,14 +59,32 @@ PLAIN = ("local_sgd.cold_start=0", "local_sgd.compression=none")
 SYNCHRONOUS = (*PLAIN, "local_sgd.outer_lr=1.0", "local_sgd.outer_momentum=0.0")
 MUON = ("train.optimizer=muon",)
 ARMS = {
-    REFERENCE: Arm("synchronous AdamW", 4e-3, SYNCHRONOUS, synchronous=True),
-    "sync-muon": Arm("synchronous Muon", 8e-3, (*MUON, *SYNCHRONOUS), synchronous=True),
-    "diloco": Arm("DiLoCo as published (0.7, 0.9)", 4e-3, (
+    REFERENCE: Arm("synchronous AdamW", SYNCHRONOUS, synchronous=True),
+    "sync-muon": Arm("synchronous Muon", (*MUON, *SYNCHRONOUS), synchronous=True),
+    "diloco": Arm("DiLoCo as published (0.7, 0.9)", (
         *PLAIN, "local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.9", "local_sgd.clip_norm=0",
         "local_sgd.thin_rounds=false")),
-    "adamw": Arm("local mode, AdamW", 4e-3),
-    "muon": Arm("local mode, Muon", 8e-3, MUON),
+    "adamw": Arm("local mode, AdamW"),
+    "muon": Arm("local mode, Muon", MUON),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, the tokens that it is trained on, and the best of RATES for each arm."""
+
+    name: str  # its parameters
+    tokens: int
+    settings: tuple[str, ...]
+    learning_rates: dict[str, float] = field(hash=False)
+
+
+SIZES = {size.name: size for size in (
+    Size("0.5M", 3_276_800, (), {
+        REFERENCE: 4e-3, "sync-muon": 8e-3, "diloco": 4e-3, "adamw": 4e-3, "muon": 8e-3}),
+    Size("3M", 6_553_600, ("task.dim=256", "task.layers=4", "task.heads=8"), {
+        REFERENCE: 2e-3, "sync-muon": 8e-3, "diloco": 1e-3, "adamw": 1e-3, "muon": 8e-3}),
+)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,8 +129,12 @@ class Trial:
     arm: str
     point: Point
     seed: int
-    tokens: int
+    size: Size
     more: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.size.tokens
 
     @property
     def settings(self) -> list[str]:
@@ -121,10 +143,12 @@ class Trial:
         steps, batch = point.steps, point.batch
         if arm.synchronous:
             steps, batch = self.tokens // (GLOBAL_BATCH * CONTEXT), GLOBAL_BATCH
+        rate = self.size.learning_rates[self.arm]
         return [f"run.seed={self.seed}", f"train.max_tokens={self.tokens}", "train.threads=1",
-                f"train.batch_size={batch}", f"train.learning_rate={arm.learning_rate}",
+                f"train.batch_size={batch}", f"train.learning_rate={rate}",
                 "train.warmup_fraction=0.05", f"local_sgd.inner_steps={steps}",
-                "local_sgd.compression=int8", *arm.settings, *self.more]  # fmt: skip
+                "local_sgd.compression=int8", *self.size.settings, *arm.settings,
+                *self.more]  # fmt: skip
 
     @property
     def key(self) -> str:
@@ -234,28 +258,30 @@ def _row(point: Point, arm: str, by_seed: dict[int, dict], reference: dict[int, 
     return f"| {' | '.join(cells)} |\n"
 
 
-def to_tune(tokens: int, arms: list[str]) -> list[Trial]:
+def to_tune(size: Size, arms: list[str], more: tuple[str, ...]) -> list[Trial]:
     """Every arm at K = 30, M = 4 with each learning rate; ARMS has the best, set by hand."""
-    return [Trial(arm, Point(30, "4"), TUNING_SEED, tokens, (f"train.learning_rate={rate}",))
+    return [Trial(arm, Point(30, "4"), TUNING_SEED, size, (*more, f"train.learning_rate={rate}"))
             for rate in RATES for arm in arms]  # fmt: skip
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    arms = options.arms.split(",")
+    arms, more, size = options.arms.split(","), tuple(options.set), SIZES[options.size]
+    if options.tokens:
+        size = replace(size, tokens=options.tokens)
     if options.tune:
-        tried = run_all(to_tune(options.tokens, arms), options.processes, options.build)
+        tried = run_all(to_tune(size, arms, more), options.processes, options.build)
         for trial, row in tried.items():
-            print(f"{trial.arm:12} {trial.more[0]:30} {row['loss']:.4f}")
+            print(f"{trial.arm:12} {trial.more[-1]:30} {row['loss']:.4f}")
         return 0
     points = [Point.read(text) for text in options.points.split(",")]
-    trials = [Trial(arm, point, seed, options.tokens, tuple(options.set))
+    trials = [Trial(arm, point, seed, size, more)
               for seed in range(options.seeds) for point in points for arm in arms]  # fmt: skip
     found = table(run_all(trials, options.processes, options.build))
     print(found)
     if options.publish:
         page = rig.HERE.parents[1] / "docs" / "records.md"
-        page.write_text(report.replaced(page.read_text(), found, "records"))
+        page.write_text(report.replaced(page.read_text(), found, f"records, {size.name}"))
     return 0
 
 
@@ -264,7 +290,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--points", default=",".join(map(str, POINTS)))
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--tokens", type=int, default=3_276_800)
+    parser.add_argument("--size", choices=SIZES, default="0.5M")
+    parser.add_argument("--tokens", type=int, help="others than the size has")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--build", type=Path, default=rig.BUILD, help="where what ran is kept")

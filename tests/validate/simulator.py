@@ -36,7 +36,7 @@ from elastic.saved import merge
 from elastic.saved.codec import CODECS, codec_of
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
-from elastic.train.device import seed_by
+from elastic.train.device import choose_device, seed_by
 from elastic.train.group import Group
 from elastic.train.optimizers import default_optimizer
 from elastic.train.schedule import learning_rate, tokens_at
@@ -44,7 +44,6 @@ from elastic.train.task import count_tokens
 from helpers import commit_of
 from merging import decoded, read_outer, step
 
-CPU = torch.device("cpu")
 RAMPED = " with a ramp"  # how a delta's `inner` ends where the learning rate rose from nothing
 ORIGIN = re.compile(
     r"(own|donor slot (?P<donor>\d+))( attempt (?P<attempt>\d+))? of version (?P<version>\d+)"
@@ -157,7 +156,8 @@ class Simulator:
     def __init__(self, task, config: Config, start: Start, samples: int, total_tokens: int):
         self.task, self.config, self.samples = task, config, samples
         self.total_tokens, self.start = total_tokens, start
-        self.model = seeded_model(task, config)
+        self.device = choose_device(config)
+        self.model = seeded_model(task, config).to(self.device)
         layout = Layout.of(shapes(self.model), config.local_sgd.fragment_bytes)
         self.replica = Replica(self.model, layout)
         make = getattr(task, "optimizer", None)
@@ -253,7 +253,7 @@ class Simulator:
 
         script = Script(self.config, batches, prepare)
         self.model.train()
-        train(self.task, self.model, self.optimizer, script, CPU)
+        train(self.task, self.model, self.optimizer, script, self.device)
         inner.ramp = max(0, inner.ramp - script.steps)
         return before[0] + script.steps, before[1] + script.tokens, before[2] + script.lr_sum
 
