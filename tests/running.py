@@ -20,12 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.base.durable import replace_quickly, to_json, write_atomic
+from elastic.base.durable import checksum, replace_quickly, to_json, write_atomic
 from elastic.base.errors import TryAgain
 from elastic.jobs import reconcile
 from elastic.jobs.history import Job
 from elastic.jobs.sched_local import LocalScheduler
-from elastic.local.transport import checksum
 from elastic.run.audit import audit
 from elastic.run.membership import Slot
 from elastic.run.records import Commit
@@ -229,7 +228,7 @@ class Running:
         version = None
         while version != self.run.commits.newest_version():  # else files were pruned
             version = self.run.commits.newest_version()
-            report = audit(self.run.path, self.config.checkpoint.keep, _checksum)
+            report = audit(self.run.path, self.config.checkpoint.keep, checksum)
         assert not report["problems"], report["problems"]
         if self.run.done() and self.config.train.epochs:
             samples = self.run.commits.of(0).dataset_samples * self.config.train.epochs
@@ -325,7 +324,3 @@ def kill_all(home: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         assert time.monotonic() < deadline, f"cannot be killed: {pids}"
         time.sleep(0.05)
-
-
-def _checksum(path: Path) -> str:
-    return checksum(memoryview(path.read_bytes()))

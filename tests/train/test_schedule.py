@@ -69,11 +69,6 @@ def test_any_fractions_give_a_rate_that_rises_to_its_top_and_then_falls(
     assert all(0 <= rate <= 0.004 for rate in rates)
 
 
-def test_an_unknown_schedule_is_refused_by_name():
-    with pytest.raises(ValueError, match="'linear': wsd, cosine or constant"):
-        learning_rate(500_000, TOTAL, settings("linear"))
-
-
 def test_position_counts_the_tokens_of_all_live_workers():
     assert tokens_at(committed=1000, own_tokens=10, live_workers=4, cap=10**6) == 1040
 

@@ -38,7 +38,7 @@ from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.device import choose_device, seed_by
 from elastic.train.group import Group
-from elastic.train.optimizers import default_optimizer
+from elastic.train.optimizers import optimizer_of
 from elastic.train.schedule import learning_rate, tokens_at
 from elastic.train.task import count_tokens
 from helpers import commit_of
@@ -160,8 +160,7 @@ class Simulator:
         self.model = seeded_model(task, config).to(self.device)
         layout = Layout.of(shapes(self.model), config.local_sgd.fragment_bytes)
         self.replica = Replica(self.model, layout)
-        make = getattr(task, "optimizer", None)
-        self.optimizer = make(self.model) if make else default_optimizer(self.model, config.train)
+        self.optimizer = optimizer_of(task, self.model, config.train)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         params = [param.clone() for param in start.params]
         momentum = [torch.zeros_like(param) for param in params]

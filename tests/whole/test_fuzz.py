@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from xxhash import xxh3_128_hexdigest as checksum
 
 from elastic.local import transport
 from elastic.local.master.averaging import Averager
@@ -23,7 +24,7 @@ from elastic.local.master.intake import MOST_REASON, Intake
 from elastic.local.master.open_round import OpenRound
 from elastic.local.rounds import Facts, Rule
 from elastic.local.store import Ask
-from elastic.local.transport import checksum, fragment_name
+from elastic.local.transport import fragment_name
 from elastic.run.ledger import Ledger
 from elastic.run.records import Fragment, Header
 from elastic.saved.codec import CODECS

@@ -216,7 +216,7 @@ class LocalScheduler:
         try:
             with open(record["log"], "ab", opener=own) as log:
                 command = ["/bin/sh", "-c", CLAIM, str(claim), *record["command"]]
-                _detached(command, environment, log, record["folder"])
+                detached(command, environment, log, record["folder"])
         except OSError:  # its run directory is gone: it ends without having started
             create_once(claim, NEVER)
         deadline = time.monotonic() + START_S
@@ -237,7 +237,7 @@ class LocalScheduler:
                 os.killpg(leader.pid, SIGTERM)
             given = _outliving() | {"PYTHONPATH": str(elastic_home() / "lib")}
             program = (sys.executable, "-P", "-m", "elastic.jobs.sched_local")
-            _detached([*program, str(self.state), job_id, str(grace_s)], given)
+            detached([*program, str(self.state), job_id, str(grace_s)], given)
         else:
             self.kill(job_id)
 
@@ -280,8 +280,9 @@ def _outliving() -> dict[str, str]:
     return {name: value for name, value in environment().items() if name != MARK}
 
 
-def _detached(
-    command: Sequence[str], environment: Mapping[str, str], output=None, folder: str = "/"
+def detached(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, output=None,
+    folder: str = "/",
 ) -> None:
     """Run `command` in a session of its own, as nobody's child. Raises OSError if it
     cannot."""

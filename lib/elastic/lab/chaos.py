@@ -14,7 +14,6 @@ meanwhile.
 import contextlib
 import os
 import random
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from math import inf
@@ -26,6 +25,7 @@ from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.base.proc import read, send
 from elastic.jobs.history import MASTER, Job
 from elastic.jobs.sched import scheduler_of
+from elastic.jobs.sched_local import detached
 from elastic.lab import faults
 from elastic.lab.faults import Cost, Fault
 from elastic.lab.sandbox import Sandbox
@@ -179,7 +179,8 @@ class Chaos:
             return f"{store.forget_everything()} keys removed"
 
     def _hang_worker(self, victim: Slot) -> str:
-        _detach('kill -STOP "$0"; sleep "$1"; kill -CONT "$0"', victim.pid, HUNG_S)
+        script = 'kill -STOP "$0"; sleep "$1"; kill -CONT "$0"'
+        detached(["/bin/sh", "-c", script, str(victim.pid), str(HUNG_S)])
         return f"{_process(victim)} stands still for {HUNG_S:g} s"
 
     def _kill_node(self, victim: Slot) -> str:
@@ -190,7 +191,8 @@ class Chaos:
         self.box.kill_node(node)  # by Slurm's name: its processes see this machine's
         revive = (elastic_home() / "bin/elastic-sandbox", "revive-node", node)
         where = ("--dir", self.box.path.parent, "--name", self.box.path.name)
-        _detach('sleep "$0"; exec "$@"', GONE_S, *revive, *where)
+        script = 'sleep "$0"; exec "$@"'
+        detached(["/bin/sh", "-c", script, *map(str, (GONE_S, *revive, *where))])
         return f"node {node}, for {GONE_S:g} s"
 
     def _jobs(self) -> list[Job]:
@@ -306,10 +308,3 @@ def _sandbox(conf: str) -> Sandbox | None:
 
 def _process(victim: Slot) -> str:
     return f"process {victim.pid} of slot {victim.slot}, at step {victim.step}"
-
-
-def _detach(script: str, *words: object) -> None:
-    """Have a shell do it that lives on without this process."""
-    argv = ["setsid", "--fork", "/bin/sh", "-c", script, *map(str, words)]
-    subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                   stderr=subprocess.DEVNULL, check=True)  # fmt: skip

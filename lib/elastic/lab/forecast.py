@@ -51,8 +51,7 @@ def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> C
 
 def _by_size(config, model: estimate.Model) -> dict[str, float]:
     settings, slurm, gpus = config.plan, config.slurm, config.elastic.max
-    passes = config.train.accumulate * config.train.batch_size  # of a GPU's step
-    tokens = passes * (model.tokens_per_sample or 1)
+    tokens = config.step_samples * (model.tokens_per_sample or 1)
     saved_bytes, workers = SAVED * model.numel, max(1, gpus // slurm.gpus_per_worker)
     rates = estimate.Rates(process=settings.process_bytes, filesystem=settings.filesystem_bytes)
     cores = slurm.master_cpus or 16
@@ -63,7 +62,7 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
         "stall_s": saved_bytes / gpus / rates.process,  # into the hosts' memory
         "deliver_s": one.deliver_s, "deliver_alone_s": alone.deliver_s,
         "average_s": one.master_s, "pull_s": one.pull_s,
-        "total_steps": config.train.max_tokens / (tokens * slurm.gpus_per_worker),
+        "total_steps": config.train.max_tokens / tokens,
     }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class Transport:
         # of a base that nothing is merged of any more.
         with contextlib.suppress(FileNotFoundError):
             replace_quickly(path, data)
-        return Fragment(len(data), checksum(data))
+        return Fragment(len(data), xxhash.xxh3_128_hexdigest(data))
 
     def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
         """Fill `into` (of fragment.bytes) and verify it. Raises Damaged; TryAgain where
@@ -60,7 +60,7 @@ class Transport:
             raise Damaged(Rule.UNREADABLE, f"{name}: {error}") from None
         if size != fragment.bytes:
             raise Damaged(Rule.TRUNCATED, f"{name} has {size} of {fragment.bytes} bytes")
-        xxh3 = checksum(into)
+        xxh3 = xxhash.xxh3_128_hexdigest(into)
         if xxh3 != fragment.xxh3:
             what = f"{name} has xxh3 {xxh3}, its header says {fragment.xxh3}"
             raise Damaged(Rule.ALTERED, what)
@@ -83,7 +83,3 @@ def fragment_name(key: tuple[int, int, int], index: int) -> str:
     """The name of a delta's fragment; `key` is (slot, attempt, base)."""
     slot, attempt, base = key
     return f"{base:06d}/{slot:04d}.{attempt}.{index:03d}"
-
-
-def checksum(data: memoryview) -> str:
-    return xxhash.xxh3_128_hexdigest(data)

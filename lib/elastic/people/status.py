@@ -45,7 +45,6 @@ NO_PASS_S = 360.0  # cron passes every two minutes, scrontab every five
 # A worker that says nothing of itself.
 UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
            "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
-NOT_REACHED_S = 2.0  # how long a master that does not answer is waited for
 ASKED = 8  # most runs in a table whose Redis is asked
 MOST_ACTIONS = 3  # of the next pass that are named
 
@@ -348,7 +347,7 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
     from elastic.local.store import Store  # a third of the time that status takes
 
     try:
-        with contextlib.closing(Store.open(run, NOT_REACHED_S)) as store:
+        with contextlib.closing(Store.open(run)) as store:
             now, slots, master = store.now(), store.slots(), store.master()
     except TryAgain as silence:
         return Crew(_on_record(facts, jobs), silence=silence.what)

@@ -14,7 +14,6 @@ most half a step, as often up as down, so that none is kept for the next delta.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
@@ -30,38 +29,28 @@ TILE = 1 << 20
 TINY = 1e-38
 
 
-class Codec(Protocol):
-    name: str
+class Floats:
+    """Every element, as it is."""
+
+    name = "none"
 
     def size_bytes(self, fragment: Fragment) -> int:
         """Exactly as many bytes as `encode` makes of it."""
+        return 4 * _numel(fragment)
 
     def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
         """Bytes of a 1-D float32 tensor; may share its memory."""
+        return as_bytes(delta)
 
     def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
         """The elements in 1-D float32 pieces, of a 1-D uint8 tensor of the right size.
 
         A piece is good until the next one is asked for: they may share memory.
         """
-
-
-class Floats(Codec):
-    """Every element, as it is."""
-
-    name = "none"
-
-    def size_bytes(self, fragment: Fragment) -> int:
-        return 4 * _numel(fragment)
-
-    def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
-        return as_bytes(delta)
-
-    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
         return _cut(data.view(torch.float32), TILE)
 
 
-class Blocks(Codec):
+class Blocks:
     """Integers of a few bits, in blocks that share a scale.
     First all scales, then all integers."""
 
@@ -107,6 +96,7 @@ class Blocks(Codec):
         return data[:scales].view(torch.bfloat16), data[scales:]
 
 
+Codec = Floats | Blocks
 # By local_sgd.compression.
 CODECS = {each.name: each for each in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128))}
 

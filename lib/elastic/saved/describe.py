@@ -28,7 +28,7 @@ from elastic.saved.codec import CODECS
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
 from elastic.train.loading import check
-from elastic.train.optimizers import default_optimizer
+from elastic.train.optimizers import optimizer_of
 from elastic.train.task import count_tokens, load_task
 
 # Parameters: seconds of two cores, 0.5 GB with gradients and the rest.
@@ -67,8 +67,7 @@ def attempt(config, task, numel: int) -> tuple[str, int]:
             return f"{numel:,} parameters are too many to train here", per_sample
         torch.manual_seed(config.run.seed)
         model = task.model().train()
-        make = getattr(task, "optimizer", None)
-        optimizer = make(model) if make else default_optimizer(model, config.train)
+        optimizer = optimizer_of(task, model, config.train)
         task.loss(model, batch).backward()
         optimizer.step()
     except Exception as error:

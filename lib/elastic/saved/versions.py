@@ -81,14 +81,14 @@ def read_layout(run: RunDir, version: int) -> Layout:
 def read_params(run: RunDir, commit: Commit, layout: Layout, index: int) -> torch.Tensor:
     """The published parameters of a fragment: flat, bf16 (buffers: float32). Raises
     ElasticError if damaged."""
-    tensors = _tensors(verified(run, commit, f"params-{index:02d}.safetensors"))
+    tensors = durable.insist(load_file, verified(run, commit, f"params-{index:02d}.safetensors"))
     return _flat(layout, index, tensors, "")
 
 
 def read_exactly(run: RunDir, commit: Commit, layout: Layout, index: int) -> list[torch.Tensor]:
     """A fragment's parameters and outer momentum: flat, float32.
     Raises ElasticError if damaged."""
-    tensors = _tensors(verified(run, commit, f"outer-{index:02d}.safetensors"))
+    tensors = durable.insist(load_file, verified(run, commit, f"outer-{index:02d}.safetensors"))
     return [_flat(layout, index, tensors, prefix) for prefix in ("param/", "momentum/")]
 
 
@@ -128,10 +128,6 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> None:
         is_kept = keep_every and version % keep_every == 0
         if version <= newest - keep and not is_kept:
             drafts.remove(run.version_path(version))
-
-
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
-    return durable.insist(load_file, path)
 
 
 def _flat(layout: Layout, index: int, tensors: dict[str, torch.Tensor], prefix: str):

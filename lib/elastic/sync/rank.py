@@ -6,9 +6,6 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 
-import torch
-import torch.distributed as dist
-
 from elastic.base.config import Config
 from elastic.base.durable import until_written
 from elastic.base.environment import env
@@ -79,10 +76,9 @@ class Wishes:
 
     def of_all(self) -> Wish:
         """The largest of all ranks: each of them has to call."""
-        wish = torch.tensor(int(self.mine()), device=self._rank.group.device)
-        if self._rank.group.world > 1:
-            dist.all_reduce(wish, dist.ReduceOp.MAX)
-        return Wish(wish.item())
+        mine = self.mine()
+        counts = self._rank.group.sum(*(mine is wish for wish in Wish))
+        return max(wish for wish in Wish if counts[wish])
 
     def left_s(self, needed_s: float) -> float:
         """Until the kill. Slurm knows what the notice is for; asked only where the time

@@ -54,7 +54,7 @@ from elastic.train.device import (
 )
 from elastic.train.group import Group, clip_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
-from elastic.train.optimizers import default_optimizer
+from elastic.train.optimizers import optimizer_of
 from elastic.train.schedule import learning_rate, peak
 from elastic.train.task import count_tokens, load_task, score
 
@@ -340,8 +340,7 @@ class Learner:
     def __init__(self, task, config: Config, group: Group):
         self.task, self._group, self._train = task, group, config.train
         self.model = build_model(task, config, group.device, group)
-        make = getattr(task, "optimizer", None)
-        self.optimizer = make(self.model) if make else default_optimizer(self.model, self._train)
+        self.optimizer = optimizer_of(task, self.model, self._train)
         self._peaks = [peak(param_group) for param_group in self.optimizer.param_groups]
         self._autocast = precision(self._train.precision, group.device)
 

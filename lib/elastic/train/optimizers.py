@@ -84,6 +84,12 @@ class MuonAdamW(Eager, Optimizer):
             part.param_groups = [next(groups) for _ in part.param_groups]
 
 
+def optimizer_of(task, model: nn.Module, train) -> Optimizer:
+    """The task's own, or the default one."""
+    make = getattr(task, "optimizer", None)
+    return make(model) if make else default_optimizer(model, train)
+
+
 def default_optimizer(model: nn.Module, train) -> Optimizer:
     """The one that the [train] section names. Raises ElasticError if torch has none."""
     hidden = hidden_matrices(model) if train.optimizer == "muon" else []

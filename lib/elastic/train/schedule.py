@@ -54,10 +54,8 @@ def _fall(progress: float, settings) -> float:
     if settings.schedule == "wsd":
         left = 1.0 - progress
         share = 1.0 if left >= settings.decay_fraction else left / settings.decay_fraction
-    elif settings.schedule == "cosine":
+    else:  # cosine
         start = settings.warmup_fraction
         along = max(progress - start, 0.0) / (1.0 - start) if start < 1.0 else 0.0
         share = (1.0 + math.cos(math.pi * along)) / 2
-    else:
-        raise ValueError(f"no schedule: {settings.schedule!r}: wsd, cosine or constant")
     return final + (1.0 - final) * share

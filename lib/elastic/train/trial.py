@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from elastic.base.config import load_written
 from elastic.base.durable import write_atomic
 from elastic.base.environment import env
 from elastic.base.signals import Notice
-from elastic.train.device import choose_device, join_group, shard
+from elastic.train.device import join, shard
+from elastic.train.group import Group
 
 STEPS, WIDTH, SAMPLES = 20, 512, 8
 TIMEOUT_S = 60.0
@@ -30,33 +30,30 @@ def run(notice: Notice) -> int:
     saved. Raises ElasticError if the ranks do not meet."""
     folder, rank = Path(sys.argv[1]), int(env("RANK"))
     config = load_written(folder / "run.toml")
-    device = choose_device(config)
-    join_group(rank, int(env("WORLD_SIZE")), device, TIMEOUT_S)
+    group = join(config, rank, int(env("WORLD_SIZE")), TIMEOUT_S)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    shard(model, config, device)
-    optimizer, began = torch.optim.AdamW(model.to(device).parameters()), 0.0
+    shard(model, config, group.device)
+    optimizer, began = torch.optim.AdamW(model.to(group.device).parameters()), 0.0
     notice.exit_code = None
     for step in itertools.count():
-        if not _goes_on(model, optimizer, device, notice):
+        if not _goes_on(model, optimizer, group, notice):
             break
         began = began or time.perf_counter()  # without what happens once
         if step == STEPS:
             ms = 1000 * (time.perf_counter() - began) / STEPS
-            _say(rank, f"trains: {ms:.0f} ms a step on {device.type}")
+            _say(rank, f"trains: {ms:.0f} ms a step on {group.device.type}")
     write_atomic(folder / f"saved-{rank}", str(step).encode())
     _say(rank, "has saved its last step")
     return 0
 
 
-def _goes_on(model, optimizer, device: torch.device, notice: Notice) -> bool:
+def _goes_on(model, optimizer, group: Group, notice: Notice) -> bool:
     """Take a step; True if no rank has had a notice. All ranks hear the same."""
-    loss = model(torch.randn(SAMPLES, WIDTH, device=device)).square().mean()
+    loss = model(torch.randn(SAMPLES, WIDTH, device=group.device)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    noticed = torch.tensor(int(bool(notice)), device=device)
-    dist.all_reduce(noticed, dist.ReduceOp.MAX)
-    return not noticed.item()
+    return group.sum(bool(notice)) == [0]
 
 
 def _say(rank: int, words: str) -> None:

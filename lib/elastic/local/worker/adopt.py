@@ -122,6 +122,6 @@ class Adopt:
         """The round on top of a version just adopted, with the steps ahead."""
         ahead, self._hand.ahead = self._hand.ahead, None
         if ahead and ahead.round.steps:
-            return replace(ahead.round, base=version, first_ended=None)
+            return replace(ahead.round, base=version, has_stepped=False)
         stall_s = ahead.round.stall_s if ahead else 0.0
         return WorkerRound(version, time.monotonic(), stall_s=stall_s)

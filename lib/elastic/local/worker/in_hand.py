@@ -61,7 +61,7 @@ class InHand:
 
     def count(self, loss: float, tokens: int, rate: float, now: float) -> None:
         """A step has ended."""
-        self.round.count(loss, tokens, rate, now)
+        self.round.count(loss, tokens, rate)
         self.steps_total += 1
         if self.steps_total > 1:  # what the first one takes (a compilation) says nothing
             took_s = now - self._step_began

@@ -19,7 +19,7 @@ from elastic.train.device import build_model, join, precision, set_initial_value
 from elastic.train.group import clip_gradients
 from elastic.train.health import NaNDetector
 from elastic.train.loading import check
-from elastic.train.optimizers import default_optimizer
+from elastic.train.optimizers import optimizer_of
 from elastic.train.task import count_tokens, load_task
 
 # Rank 0 may wait for the master for days, and the others for it.
@@ -38,8 +38,7 @@ def run(notice: Notice) -> int:
     # It may be the one that makes version 0.
     if group.decide(lambda: place.run.commits.told_version() < 0):
         set_initial_values(task, model)
-    make = getattr(task, "optimizer", None)
-    optimizer = make(model) if make else default_optimizer(model, config.train)
+    optimizer = optimizer_of(task, model, config.train)
     notice.exit_code = None
     with LocalSGD(model, optimizer, place, notice, group) as sgd:
         if hasattr(task, "validate"):

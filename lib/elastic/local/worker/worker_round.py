@@ -22,7 +22,7 @@ class WorkerRound:
     loss_sum: float = 0.0
     lr_sum: float = 0.0
     first_loss: float = 0.0
-    first_ended: float | None = None  # when the first step on this base had ended
+    has_stepped: bool = False  # on this base
     stall_s: float = 0.0
     header: Header | None = None  # of its delta, once that is offered
 
@@ -30,7 +30,7 @@ class WorkerRound:
     def mean_loss(self) -> float:
         return self.loss_sum / self.losses if self.losses else 0.0
 
-    def count(self, loss: float, tokens: int, rate: float, now: float) -> None:
+    def count(self, loss: float, tokens: int, rate: float) -> None:
         """A step has ended, on the samples pending and at the learning rate `rate`. A loss
         that is not finite, as of a batch of nothing but padding, is none."""
         self.steps += 1
@@ -40,8 +40,7 @@ class WorkerRound:
         if math.isfinite(loss):
             self.losses, self.loss_sum = self.losses + 1, self.loss_sum + loss
             self.first_loss = loss if self.losses == 1 else self.first_loss
-        if self.first_ended is None:
-            self.first_ended = now
+        self.has_stepped = True
 
 
 def joined(ranges: list[Range]) -> list[Range]:
