@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, strategies as st
 
 import elastic
-from elastic.base.errors import ElasticError, Exit
+from elastic.base.errors import ElasticError, Exit, UnfitNode
 from elastic.base.network import free_port
 from elastic.base.signals import Notice
-from elastic.train import health
+from elastic.train import device, health
 from elastic.train.group import Group
 from elastic.train.health import NaNDetector, ShutdownHandler, check_gpu_health
 from helpers import PATIENCE, ROOT, wait_until
@@ -180,6 +180,19 @@ def test_the_cpu_is_healthy_and_a_missing_gpu_is_one_problem():
     if not torch.cuda.is_available():
         (problem,) = check_gpu_health("cuda:0")
         assert problem.startswith("cuda:0 cannot be used: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPUs of this node")
+def test_a_job_that_holds_gpus_does_not_train_on_cpus(make_config, tmp_path, monkeypatch):
+    """A driver too old for torch was a warning, and the run trained at a hundredth of its speed."""
+    monkeypatch.setattr(device, "DEVICES", tmp_path)
+    of_slurm = ("run.scheduler=slurm", "slurm.partition=gpu")
+    assert device.choose_device(make_config(*of_slurm)).type == "cpu"
+    (tmp_path / "nvidia0").touch()
+    for without in ([], [*of_slurm, "slurm.gres="], [*of_slurm, "train.device=cpu"]):
+        assert device.choose_device(make_config(*without)).type == "cpu"
+    with pytest.raises(UnfitNode, match="can use no GPU of this node"):
+        device.choose_device(make_config(*of_slurm))
 
 
 def test_a_device_that_computes_wrongly_is_found(monkeypatch: pytest.MonkeyPatch):

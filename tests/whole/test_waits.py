@@ -2,12 +2,14 @@
 
 import re
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from elastic.base.signals import Notice
 from elastic.jobs.history import Job
@@ -20,7 +22,7 @@ from elastic.local.worker.agent import SILENT, Agent, Training
 from elastic.run import membership
 from elastic.run.membership import Slot
 from elastic.run.rundir import Control, RunDir
-from helpers import PATIENCE, commit_of, delta_of, wait_until
+from helpers import PATIENCE, ROOT, commit_of, delta_of, wait_until
 from running import running
 
 HEALTH = SimpleNamespace(lease_s=15.0, hang_timeout_s=600.0, stall_after_s=60.0, heartbeat_s=5.0)
@@ -196,6 +198,42 @@ def test_a_worker_without_a_master_leaves_its_gpus(tmp_path):
         deltas = run.run.commits.of(base + 1).deltas
         assert record["attempt"] in [delta.attempt for delta in deltas]
         run.finish()
+
+
+EVALUATES = """
+import sys, time
+sys.path.append(sys.argv.pop(1))
+import own_loop
+
+own_loop.main(*sys.argv[1:])
+time.sleep(10)
+print("evaluated", flush=True)
+"""
+
+
+def test_a_loop_that_has_ended_may_go_on_without_a_master(tmp_path):
+    """Its evaluation was killed, and recorded as a preemption."""
+    program = [sys.executable, "-c", EVALUATES, str(ROOT / "tests")]
+    settings = {"run.command": [*program, str(tmp_path / "pace"), "400"], "elastic.max": 1,
+                "health.master_wait": "2s", "health.hang_timeout": "4s"}  # fmt: skip
+    with running(tmp_path, settings, samples=400) as run:
+        job_id = run.jobs()["worker", 0].job_id
+        run.pace(0)
+        record = run.ended(job_id)
+        assert (record["outcome"], record["code"]) == ("done", 0)
+        assert "evaluated" in run.run.log_path("worker", 0).read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this node is fit")
+def test_a_node_that_is_not_fit_is_left_and_the_run_goes_on_elsewhere(tmp_path):
+    """A GPU that had fallen off the bus failed the whole run, before others had a version."""
+    with running(tmp_path, {"train.device": "cuda", "elastic.max": 1}) as run:
+        job_id = run.jobs()["worker", 0].job_id
+        record = run.ended(job_id)
+        assert record["outcome"] == "failed"
+        assert "can use no GPU of this node" in record["reason"]
+        assert not run.events("restart")
+        assert run.run.failed() is None
 
 
 def test_workers_wait_in_the_queue_for_a_master_that_is_there(tmp_path, make_config):

@@ -45,7 +45,7 @@ UNREAD_S = 300.0  # for which bytes are waited for that the filesystem does not 
 # replaced, a file that was replaced between two calls.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR,
            errno.EBUSY, errno.ESHUTDOWN, errno.ENOTCONN, errno.ECONNRESET,
-           errno.EREMOTEIO)  # fmt: skip
+           errno.EREMOTEIO, errno.ECOMM)  # the last two are BeeGFS's  # fmt: skip
 # What a filesystem gets over, as soon as somebody makes room, raises a limit or mounts it anew.
 FULL = (*PASSING, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EROFS)
 

@@ -15,6 +15,7 @@ class Exit(IntEnum):
     USAGE = 2
     # EX_TEMPFAIL of sysexits: preempted, or Redis or Slurm cannot be reached.
     TRY_AGAIN = 75
+    UNFIT_NODE = 69  # EX_UNAVAILABLE of sysexits: another node may do it
     DO_NOT_RESTART = 93  # the job asks not to be replaced: the run is done or was stopped
 
 
@@ -42,6 +43,12 @@ class TryAgain(ElasticError):
     submission may have succeeded."""
 
     code = Exit.TRY_AGAIN
+
+
+class UnfitNode(ElasticError):
+    """What is wrong is this node's: the same may well work on another."""
+
+    code = Exit.UNFIT_NODE
 
 
 class Fenced(ElasticError):

@@ -12,33 +12,41 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import blake2b
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from elastic.base.config import Config
 from elastic.base.environment import env
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, UnfitNode
 from elastic.train.group import Group, own_part, part_like
 from elastic.train.health import check_nccl_health, require_gpu
 from elastic.train.peers import meet
 
+DEVICES = Path("/dev")
 PING_S = 600.0  # NCCL may take minutes to start where there are many nodes
 
 
 def choose_device(config: Config) -> torch.device:
-    """This rank's device. Raises ElasticError if the run wants CUDA and there is none."""
+    """This rank's device. Raises UnfitNode if the run is to have CUDA and there is none."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    wanted = config.train.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    wanted, is_there = config.train.device, torch.cuda.is_available()
+    if not is_there and (wanted == "cuda" or (wanted == "auto" and _holds_gpus(config))):
+        what = f"torch {torch.__version__} can use no GPU of this node"
+        raise UnfitNode(what, 'nvidia-smi shows why; train.device = "cpu" does without')
+    if wanted == "cpu" or not is_there:
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        what = 'train.device = "cuda", and this node has no usable GPU'
-        raise ElasticError(what, "nvidia-smi shows why")
     # A rank may see its own GPU alone.
     torch.cuda.set_device(int(env("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _holds_gpus(config: Config) -> bool:
+    """Does this job hold GPUs, also where torch does not see them?"""
+    asks = config.run.scheduler == "slurm" and config.slurm.gres
+    return bool(asks) and any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def join(config: Config, rank: int, world: int, timeout_s: float) -> Group:

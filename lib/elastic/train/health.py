@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from elastic.base.durable import in_background
 from elastic.base.environment import env
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, UnfitNode
 from elastic.base.signals import KILL_WAIT_S, Notice, die_with_parent, ignore_notices, install
 from elastic.train.group import Group, is_sharded
 
@@ -128,13 +128,13 @@ def examine_gpu(device: torch.device | str) -> tuple[list[str], bool]:
 
 
 def require_gpu(device: torch.device) -> None:
-    """Say what `check_gpu_health` finds; ElasticError if the device is not fit to compute
+    """Say what `check_gpu_health` finds; UnfitNode if the device is not fit to compute
     on."""
     problems, is_fit = examine_gpu(device)
     for problem in problems:
         print(f"rank {env('RANK', '0')}: {problem}", file=sys.stderr, flush=True)
     if not is_fit:
-        raise ElasticError("; ".join(problems), "keep away from the node: slurm.exclude")
+        raise UnfitNode("; ".join(problems), "keep away from the node: slurm.exclude")
 
 
 def _wrong_arithmetic(device: torch.device) -> list[str]:

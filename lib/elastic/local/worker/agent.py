@@ -265,7 +265,8 @@ class Agent:
         """None: it is worth another attempt."""
         failed = replace(end, outcome=Outcome.FAILED, detail=training.last_words())
         self._crashes = 1 if training.report.get("delivered") else self._crashes + 1
-        if self._crashes > CRASHES_IN_PLACE or self.notice:
+        is_node = training.exit_code() == Exit.UNFIT_NODE  # a job elsewhere may do
+        if is_node or self._crashes > CRASHES_IN_PLACE or self.notice:
             return failed
         is_same, self._failure = training.error == self._failure != "", training.error
         if is_same and self.lease.has_nobody_trained():
@@ -379,9 +380,10 @@ class Agent:
     def _leave_if_deserted(self, training: Training) -> None:
         """There is nothing to train without a master, and nobody knows when there is one
         again. Its server ends with it; a site's does not, but then nothing new comes to
-        wait for."""
+        wait for. Whose loop has ended may have something of its own to do."""
         since = training.heard if self.config.redis.url else self.lease.served
-        idle_s, is_idle = time.monotonic() - since, training.report["state"] != "training"
+        idle_s, report = time.monotonic() - since, training.report
+        is_idle = report["state"] != "training" and not report.get("end")
         if is_idle and idle_s > self.config.health.master_wait_s and not self._deserted:
             self._deserted = f"no master for {idle_s:.0f} s (health.master_wait)"
             self.program.event("warning", reason=self._deserted)

@@ -200,7 +200,7 @@ class LocalSGD:
                 loader.plan(plan)
             self._moments.set_rates()
             self.line.say(state="training")  # it may have said that it waits
-            if hand.round.first_ended is None and self._last_step_at:
+            if not hand.round.has_stepped and self._last_step_at:
                 hand.round.stall_s += time.monotonic() - self._last_step_at
             yield from self._batches_of_step(loader)
             self._last_step_at = time.monotonic()
@@ -235,8 +235,9 @@ class LocalSGD:
         loss, losses, tokens = self.group.sum(loss if has_loss else 0.0, has_loss, own)
         loss = loss / losses if losses else math.nan
         share = hand.round.pending / self.config.step_samples
-        # What has filled up the last batch of a run does not count.
-        tokens = int(tokens) if share == 1 else max(1, round(tokens * share))
+        # What has filled up the last batch of a run does not count; that a batch was of
+        # padding alone does: what has no tokens is no delta.
+        tokens = max(1, round(tokens * share))
         hand.count(loss, tokens, rate, time.monotonic())
         self._moments.step()
         self._look_at_optimizer()
