@@ -9,6 +9,7 @@ elastic::environment() {
     unset SLURM_EXPORT_ENV # else srun starts the ranks without PATH at sites that set SBATCH_EXPORT=NONE
     unset SLURM_TRES_PER_TASK # from 23.11 on srun takes the job's cores on a node for those of each task
     # An outer job's, where sbatch was called inside of one; those of its own job srun knows anyway.
+    [[ -z "${RANK:-}" ]] || unset RANK LOCAL_RANK WORLD_SIZE MASTER_{ADDR,PORT} "${!NCCL_@}" "${!GLOO_@}"
     unset SLURM_GPUS SLURM_GPUS_PER_{NODE,TASK} SLURM_NTASKS_PER_GPU SLURM_MEM_PER_{CPU,NODE,GPU}
     export ELASTIC_JOB_ID="${SLURM_JOB_ID}" ELASTIC_ATTEMPT="$((${SLURM_RESTART_COUNT:-0} + 1))"
     export ELASTIC_RUN_DIR="${ELASTIC_RUN_DIR:-${SLURM_SUBMIT_DIR}/runs/${SLURM_JOB_NAME}-${SLURM_JOB_ID}}"

@@ -357,7 +357,9 @@ def test_the_environment_of_a_job_is_free_of_an_outer_job_and_of_the_session(mon
         monkeypatch.setenv(name, "x")
     for name in ("SSH_AUTH_SOCK", "DISPLAY", "XDG_RUNTIME_DIR", "TMUX_PANE", "ELASTIC_JOB_ID"):
         monkeypatch.setenv(name, "x")
-    for name in ("PYTHONPATH", "LD_LIBRARY_PATH", "MODULEPATH", "OMP_NUM_THREADS"):
+    kept = ("PYTHONPATH", "LD_LIBRARY_PATH", "MODULEPATH", "OMP_NUM_THREADS", "XDG_CACHE_HOME",
+            "NCCL_DEBUG")  # fmt: skip
+    for name in kept:
         monkeypatch.setenv(name, "kept")
     monkeypatch.setenv("SLURM_CONF", os.devnull)
     monkeypatch.setenv("SLURM_CONF_SERVER", "head:6817")  # of a site without files of its own
@@ -365,10 +367,12 @@ def test_the_environment_of_a_job_is_free_of_an_outer_job_and_of_the_session(mon
     clean = environment.clean_environment()
     assert "x" not in clean.values()
     assert clean["SLURM_CONF_SERVER"] == "head:6817"
-    assert list(clean.values()).count("kept") == 4
+    assert list(clean.values()).count("kept") == len(kept)
     assert clean["SLURM_CONF"] == os.devnull
     assert not {"PWD", "OLDPWD", "SHLVL", "_"} & clean.keys()
     assert clean["PATH"] == os.environ["PATH"]
+    monkeypatch.setenv("RANK", "0")  # in a rank's shell the network is what its node has
+    assert "NCCL_DEBUG" not in environment.clean_environment()
 
 
 def test_environment_is_a_copy(monkeypatch):

@@ -390,6 +390,13 @@ def test_a_node_is_avoided_only_for_recent_crashes_while_work_goes_on_elsewhere(
         assert (node in bad) == (len(crashes) >= 2 and bool(elsewhere))
 
 
+def test_a_node_where_trainers_crash_is_avoided():
+    """It was idle, and so the first that Slurm gave: the run failed within minutes."""
+    crashes = (Ended(str(i), "trainer", 0, "failed", NOW - 99 + i, node="n1") for i in range(2))
+    (action,) = plan(World(0, Memory(0.0, ended=tuple(crashes), mode="sync"), mode="sync"), NOW)
+    assert (action.verb, action.exclude) == (SUBMIT, ("n1",))
+
+
 def test_at_most_eight_nodes_are_avoided():
     crashes = [
         Ended(f"{i}-{k}", "worker", i, "failed", NOW - 20 + i, node=f"n{i}")
@@ -670,8 +677,10 @@ def test_a_run_that_changes_its_mode_waits_for_the_other_modes_jobs():
     assert (stop.verb, stop.job_id) == (CANCEL, "6")
     assert stop.reason == "the run is going on in sync mode"
     assert (wait.verb, wait.role) == (WAIT, "trainer")
-    late = plan(World(0, replace(memory, mode_since=NOW - 200), mode="sync"), NOW)
-    assert {action.job_id for action in verbs(late, CANCEL)} == {"5", "6"}
+    for after_s, cancelled in ((200, {"6"}), (800, {"5", "6"})):
+        memory = replace(memory, mode_since=NOW - after_s)
+        late = plan(World(0, memory, mode="sync", hang_timeout_s=600.0), NOW)
+        assert {action.job_id for action in verbs(late, CANCEL)} == cancelled
 
 
 # ---- a cluster that does everything wrong

@@ -418,6 +418,22 @@ def test_a_later_refusal_is_tried_again_ever_more_seldom_and_ends_no_run(run, sl
     assert again(1800).runs[0].actions
 
 
+def test_a_worker_too_many_does_not_hold_up_those_before_it(run, slurm, again):
+    """A site that lets a run have two workers: nobody replaced its master, for half an hour."""
+    until_running(again, slurm)
+    slurm.becomes("PREEMPTED", ("worker", 2), ("worker", 3))
+
+    def refuse(spec):
+        if spec.role == "worker" and spec.slot >= 2:
+            raise Refused("sbatch: you may have two jobs with GPUs")
+
+    slurm.on_submit = refuse
+    assert did(again()) == []
+    slurm.becomes("PREEMPTED", ("master", 0), ("worker", 1))
+    assert did(again()) == [("submit", "master", 0), ("submit", "worker", 1)]
+    assert "worker refused" in again().runs[0].waiting[0]
+
+
 def test_a_host_that_may_not_submit_does_not_hold_up_one_that_may(run, slurm, again, monkeypatch):
     """AllocNodes=login: the master's pass is refused each time, and cron's is obeyed."""
     until_running(again, slurm)

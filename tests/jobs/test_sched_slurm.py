@@ -313,7 +313,7 @@ def test_a_list_of_sizes_goes_to_a_slurm_that_knows_lists(tmp_path, version, nod
     toml = MINIMAL_TOML.replace("[train]", more)
     spec = make_spec(tmp_path, toml, "trainer", 0, limits=(6, 40), environment=environment)
     with pytest.raises(Refused) as refused:
-        SlurmScheduler(None).submit(spec)
+        SlurmScheduler().submit(spec)
     assert f" --nodes={nodes} --no-kill " in refused.value.what
 
 
@@ -365,7 +365,7 @@ def test_a_command_without_an_answer_is_try_again_and_a_submission_unsure(tmp_pa
     with pytest.raises(TryAgain, match=re.escape(words)):
         slurm_command(["sbatch"], environment=gone)
     with pytest.raises(TryAgain, match=re.escape(words)):
-        SlurmScheduler(None).submit(make_spec(tmp_path, SLURM_TOML, environment=gone))
+        SlurmScheduler().submit(make_spec(tmp_path, SLURM_TOML, environment=gone))
 
 
 def test_a_bad_option_is_final_and_success_without_an_id_is_unsure():
@@ -387,7 +387,7 @@ def test_the_id_is_found_among_the_words_of_a_sites_own_sbatch(tmp_path, said, j
     """It was lost: the run waited ten minutes for a job of which it had been told."""
     environment = fake_command(tmp_path, "sbatch", f"printf '{said}'")
     spec = make_spec(tmp_path, SLURM_TOML, environment=environment)
-    assert SlurmScheduler(None).submit(spec) == job_id
+    assert SlurmScheduler().submit(spec) == job_id
 
 
 NOT_ONE = ("", "Submitted batch job 123", "job 123;west", "job=123", "123\\n40")
@@ -397,7 +397,7 @@ NOT_ONE = ("", "Submitted batch job 123", "job 123;west", "job=123", "123\\n40")
 def test_words_without_one_id_leave_a_submission_unsure(tmp_path, said):
     environment = fake_command(tmp_path, "sbatch", f"printf '{said}'")
     with pytest.raises(TryAgain):
-        SlurmScheduler(None).submit(make_spec(tmp_path, SLURM_TOML, environment=environment))
+        SlurmScheduler().submit(make_spec(tmp_path, SLURM_TOML, environment=environment))
 
 
 def test_commands_lose_what_leaks_from_jobs_and_shapes_answers(tmp_path):
@@ -433,9 +433,9 @@ def test_of_two_clusters_with_one_home_each_sees_to_its_own_runs(tmp_path, monke
     settings = "data as of 2026-11-26T08:00:00\nClusterName = $(cat {0})\nSLURM_VERSION = 24.11.0"
     fake_command(tmp_path, "scontrol", f'echo "{settings.format(tmp_path / "here")}"')
     (tmp_path / "here").write_text("a")
-    ours = SlurmScheduler(None, path | {"SLURM_CLUSTER_NAME": "a"})
-    theirs = SlurmScheduler(None, path | {"SLURM_CLUSTER_NAME": "b"})
-    of_before = SlurmScheduler(None, path)
+    ours = SlurmScheduler(path | {"SLURM_CLUSTER_NAME": "a"})
+    theirs = SlurmScheduler(path | {"SLURM_CLUSTER_NAME": "b"})
+    of_before = SlurmScheduler(path)
     assert (ours.jobs(), of_before.jobs()) == ([], [])
     before = asks.read_text()
     with pytest.raises(Elsewhere, match="this is cluster a, and the run's jobs are on b"):
@@ -478,7 +478,7 @@ def test_a_missing_command_is_named(monkeypatch, tmp_path):
 
 def test_a_failed_squeue_is_try_again_not_an_empty_queue(tmp_path):
     said = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
-    scheduler = SlurmScheduler(None, fake_command(tmp_path, "squeue", said))
+    scheduler = SlurmScheduler(fake_command(tmp_path, "squeue", said))
     with pytest.raises(TryAgain, match="Unable to contact"):
         scheduler.jobs()
 
@@ -488,7 +488,7 @@ def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path, 
     (tmp_path / "answer").write_text(SQUEUE)
     count = f"echo >>{tmp_path}/asked; cat {tmp_path}/answer"
     both = fake_command(tmp_path, "squeue", count) | fake_command(tmp_path, "sbatch", "echo 9")
-    asked = [SlurmScheduler(None, both) for _ in range(3)]
+    asked = [SlurmScheduler(both) for _ in range(3)]
 
     def questions() -> int:
         return len((tmp_path / "asked").read_text())
@@ -498,7 +498,7 @@ def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path, 
     assert questions() == 1
     asked[1].jobs()  # cron wants to know
     assert questions() == 2
-    assert SlurmScheduler(None, both | {"SLURM_CONF": "/other"}).jobs(within_s=30) == everybody
+    assert SlurmScheduler(both | {"SLURM_CONF": "/other"}).jobs(within_s=30) == everybody
     assert questions() == 3
     asked[2].submit(make_spec(tmp_path, SLURM_TOML, environment=both))
     assert asked[0].jobs(within_s=30) == everybody
@@ -513,7 +513,7 @@ def test_who_looks_in_a_loop_shares_an_answer_until_something_is_done(tmp_path, 
 def test_an_sbatch_that_answers_nothing_usable_leaves_it_unsure(tmp_path):
     spec = make_spec(tmp_path, SLURM_TOML, environment=fake_command(tmp_path, "sbatch", "echo ok"))
     with pytest.raises(TryAgain):
-        SlurmScheduler(None).submit(spec)
+        SlurmScheduler().submit(spec)
 
 
 # ---- on a private Slurm
@@ -557,7 +557,7 @@ class Stage:
         shutil.copytree(ROOT / "sbatch", self.home / "sbatch")
         (self.home / "bin/elastic").write_text(AGENT)
         (self.home / "bin/elastic").chmod(0o755)
-        self.scheduler = SlurmScheduler(None)
+        self.scheduler = SlurmScheduler()
         self.folder = folder
 
     def submit(self, toml: str = TOML, **fields) -> str:
@@ -661,7 +661,7 @@ def test_a_run_knows_the_name_of_its_cluster(slurm_here, make_config, home):
     assert "SLURM_CLUSTER_NAME" not in clean_environment(named), "no job is given it"
     elsewhere = named | {"SLURM_CLUSTER_NAME": "another"}
     with pytest.raises(Elsewhere, match="the run's jobs are on another"):
-        SlurmScheduler(settings, elsewhere).jobs()
+        SlurmScheduler(elsewhere).jobs()
 
 
 @pytest.mark.slurm
@@ -793,9 +793,10 @@ def test_spare_are_nodes_that_the_jobs_own_options_let_it_have(tmp_path, options
     fake_command(tmp_path, "sinfo", f"echo '{listing}'")
     given = fake_command(tmp_path, "squeue", "true")
     spec = make_spec(tmp_path, MINIMAL_TOML, "trainer", 0)
-    settings = replace(spec.config, slurm=replace(spec.config.slurm, options=options))
-    spec = replace(spec, config=settings)
-    assert SlurmScheduler(None, given).spare_gpus(spec, 99) == spare
+    for partition, expected in (("gpu", spare), ("gpu,gpu2", 0)):  # of two a job has one
+        slurm = replace(spec.config.slurm, options=options, partition=partition)
+        spec = replace(spec, config=replace(spec.config, slurm=slurm))
+        assert SlurmScheduler(given).spare_gpus(spec, 99) == expected
 
 
 SAVING = ("SuspendProgram=/bin/true", "ResumeProgram=/bin/true", "SuspendTime=3600")
@@ -806,11 +807,11 @@ def test_nodes_that_are_reserved_or_powered_down_are_not_spare(new_sandbox, tmp_
     box = new_sandbox(nodes=3, settings=SAVING)
     monkeypatch.setenv("SLURM_CONF", str(box.conf))
     spec = make_spec(tmp_path, TOML, role="trainer", slot=0)
-    assert SlurmScheduler(None).spare_gpus(spec, 99) == 3
+    assert SlurmScheduler().spare_gpus(spec, 99) == 3
     box.run("scontrol", "create", "reservation", "ReservationName=repair", "Nodes=n3",
             "StartTime=now", "Duration=60", "Users=games", "Flags=IGNORE_JOBS")  # fmt: skip
     box.run("scontrol", "update", "NodeName=n2", "State=POWER_DOWN")
-    wait_until(lambda: SlurmScheduler(None).spare_gpus(spec, 99) == 1, 30, "one is left")
+    wait_until(lambda: SlurmScheduler().spare_gpus(spec, 99) == 1, 30, "one is left")
 
 
 @pytest.fixture
@@ -840,7 +841,7 @@ def test_jobs_in_a_hidden_partition_are_seen(private):
     def seen() -> list:
         options = ("--chdir=/", "--output=/dev/null", "--job-name=big/w1@elastic")
         told = slurm_command(("sbatch", *options, "--partition=preempt", "--wrap=true"))
-        listed = SlurmScheduler(None).jobs()
+        listed = SlurmScheduler().jobs()
         known = (sched_slurm.partitions(), {node.partition for node in sched_slurm.nodes()})
         return [told.returncode, len(listed), *("preempt" in names for names in known)]
 
@@ -912,7 +913,7 @@ def test_a_bare_environment_finds_slurm_by_that_of_the_run(stage, monkeypatch):
     with monkeypatch.context() as bare:
         bare.delenv("SLURM_CONF")
         bare.setenv("PATH", "/nonexistent")
-        assert job_id in [job.job_id for job in SlurmScheduler(None, run_environment).jobs()]
+        assert job_id in [job.job_id for job in SlurmScheduler(run_environment).jobs()]
 
 
 @pytest.mark.parametrize("script", ["worker", "master"])

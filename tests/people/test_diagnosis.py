@@ -1,6 +1,7 @@
 """What the doctor makes of facts: a good cluster is OK, and every misconfiguration is named."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_a_finding_says_what_was_seen_why_it_matters_and_what_to_do():
     )  # fmt: skip
 
 
+def test_jobs_may_be_in_one_of_several_partitions():
+    """The master's, too: where it has none of its own it is in the workers'."""
+    several = ["slurm.partition=gpu,gpu2", "slurm.master_partition="]
+    nodes = [*NODES, replace(NODES[0], partition="gpu2", name="n3")]
+    there = {"partitions": {**PARTITIONS, "gpu2": PARTITION}, "nodes": nodes}
+    found = {each.check: each for each in diagnose(facts(*several, **there))}
+    assert found["master partition"].seen.startswith("gpu,gpu2: UP, 3 nodes")
+    assert found["time limit"].verdict == OK
+    assert not [each for each in found.values() if each.verdict == FAIL]
+
+
 def test_a_site_without_a_partition_has_one_thing_to_mend():
     neither = ["slurm.partition=", "slurm.master_partition="]
     found = {each.check: each for each in diagnose(facts(*neither))}
@@ -140,6 +152,13 @@ MISCONFIGURED = {
         [], partition(OverSubscribe="EXCLUSIVE"), "partition", WARN, "a job gets whole nodes"),
     "whole nodes, as newer Slurms say it": (
         [], partition(Exclusive="NODE"), "partition", WARN, "Exclusive=NODE: a job gets whole"),
+    "one of the master's partitions is none": (
+        ["slurm.master_partition=cpu,gone"], {}, "master partition", FAIL, "no partition gone"),
+    "time over the limit of one of two partitions": (
+        ["slurm.partition=long,gpu", "slurm.time=25:00:00"],
+        {"partitions": {**PARTITIONS, "long": {**PARTITION, "MaxTime": "2-0"}},
+         "nodes": [*NODES, replace(NODES[0], partition="long")]},
+        "time limit", FAIL, "gpu: MaxTime=1-00"),
     "one of two partitions is none": (
         ["slurm.partition=gpu,gone"], {}, "partition", FAIL, "no partition gone"),
     "PreemptMode=CANCEL": ([], partition(PreemptMode="CANCEL"), "preemption", WARN, "CANCEL"),

@@ -56,7 +56,7 @@ class Cluster:
         self.pace = home / "pace"
         self._cron = {"HOME": str(home), "PATH": "/usr/bin:/bin", "ELASTIC_PYTHON": sys.executable}
         self._cron |= more or {}
-        self._asks = SlurmScheduler(None, {**os.environ, **box.environment()})
+        self._asks = SlurmScheduler({**os.environ, **box.environment()})
 
     def submit(self, least: int, most: int, **more) -> None:
         done = self.try_to_submit(least, most, **more)

@@ -141,7 +141,7 @@ class Site:
     def __init__(self, box: Sandbox, home: Path, nodes: int):
         self.box, self.home = box, home
         self.cron = {"HOME": str(home), "PATH": "/usr/bin:/bin", "ELASTIC_PYTHON": sys.executable}
-        self._asks = SlurmScheduler(None, {**os.environ, **box.environment()})
+        self._asks = SlurmScheduler({**os.environ, **box.environment()})
         self.pace = home / "pace"
         self.pace.write_text("0.1")
         for grace_s, mode in itertools.product((0, GRACE_S), ("REQUEUE", "CANCEL")):

@@ -553,7 +553,7 @@ def test_what_sbatch_gets_is_words_and_no_shell_reads_them(make_config, tmp_path
         program.chmod(0o755)
     env = {"PATH": f"{bin_}:{os.environ['PATH']}"}
     spec = JobSpec(place, "a", "worker", 3, config, env, (HOSTILE,))
-    assert SlurmScheduler(config, env).submit(spec) == "17"
+    assert SlurmScheduler(env).submit(spec) == "17"
     words = (tmp_path / "sbatch.said").read_text().split("\0")[:-1]
     for name in ("partition", "account", "qos", "time"):
         assert f"--{name}={HOSTILE}" in words

@@ -93,7 +93,7 @@ class Story:
         self.cron_environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "SHELL": "/bin/sh"}
         if not (ROOT / ".venv/bin/python").exists():
             self.cron_environment["ELASTIC_PYTHON"] = sys.executable
-        self._asks = SlurmScheduler(None, {**os.environ, **box.environment()})
+        self._asks = SlurmScheduler({**os.environ, **box.environment()})
         self._pace = home / "pace"
         self._next_pass = 0.0
 

@@ -77,7 +77,10 @@ def said(text: str, name: str) -> list[int]:
 def test_several_nodes_train_obey_a_notice_come_back_and_stay_cancelled(tmp_path, new_sandbox):
     slurm = new_sandbox(nodes=2, grace_s=120)  # who leaves does so in time
     folder = Folder(tmp_path, slurm)
-    job = folder.submit("multi-node", "--nodes=2", "--gres=gpu:2", command=[*PRINT, "stay"])
+    shell = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "gone",
+             "GLOO_SOCKET_IFNAME": "gone"}  # a rank's, as interactive.sh gives one  # fmt: skip
+    options, stay = ("--nodes=2", "--gres=gpu:2"), [*PRINT, "stay"]
+    job = folder.submit("multi-node", *options, command=stay, **shell)
     wait_until(lambda: "total=4" in folder.log(job), 60, "the ranks have met")
     wait_until(lambda: all("total" in log for log in folder.ranks(job)), 5, "all say so")
     logs = "".join(folder.ranks(job))

@@ -19,11 +19,13 @@ LEADS = ("SLURM_CONF", "SLURM_CONF_SERVER")  # to the cluster, where /etc/slurm 
 _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID", "ELASTIC_RANK", "ELASTIC_PROGRESS")
 # A user's settings for Slurm's commands would filter their answers or change their form.
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
-_OF_A_SESSION = ("SSH_", "XDG_", "DBUS_", "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")
+_OF_A_SESSION = ("SSH_", "XDG_RUNTIME_DIR", "XDG_SE", "XDG_VTNR", "DBUS_", "TMUX", "TERM_",
+                 "VSCODE_", "DISPLAY", "XAUTHORITY")  # fmt: skip
 # Where the session is itself a job's: its GPUs, its ranks' places, a folder that ends
 # with it.
 _OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
                 "MASTER_ADDR", "MASTER_PORT", "TMPDIR")  # fmt: skip
+_OF_A_RANK = ("NCCL_", "GLOO_")  # in one's shell: what sbatch/network.sh chose for its node
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
 
@@ -43,7 +45,7 @@ def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     it. What leads to the cluster stays; SLURM_CONF where that file is: a job's own may be
     in a folder of its node's slurmd."""
     given = os.environ if given is None else given
-    dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION
+    dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION + (_OF_A_RANK if "RANK" in given else ())
     names = _OF_A_SHELL + (_OF_ITS_STEP if "SLURM_JOB_ID" in given else ())
     kept = {name: value for name, value in given.items()
             if not (name.startswith(dropped) or name in names)}  # fmt: skip

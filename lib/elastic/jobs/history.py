@@ -152,6 +152,8 @@ class Memory:
     closing_since: float = 0.0
     later_until: float = 0.0  # until then the scheduler takes no more jobs of this run …
     later_reason: str = ""  # … for this reason
+    later_role: str = ""  # … from this place on: those before it may be had,
+    later_slot: int = 0  # where a site lets a run have so many jobs
     later_host: str = ""  # … from here; empty: from anywhere
     later_s: float = 0.0  # … after a refusal; the next one lasts twice as long
     mode: str = ""

@@ -99,7 +99,8 @@ def plan(world: World, now: float) -> list[Action]:
             return [failure, *_close(memory.jobs, "failed", 0.0, now)]
     return [
         *_close([job for job in memory.jobs if not world.own(job.role)],
-                f"going on in {world.mode} mode", now - memory.mode_since, now),
+                f"going on in {world.mode} mode",
+                now - memory.mode_since - world.hang_timeout_s, now),
         *_cancel(world, now), *_resize(world, now), *_fill(world, chains, now),
     ]  # fmt: skip
 
@@ -109,14 +110,14 @@ def plan(world: World, now: float) -> list[Action]:
 
 def bad_nodes(memory: Memory, now: float, role: str = WORKER) -> tuple[str, ...]:
     """Nodes on which two or more workers crashed lately while workers elsewhere
-    worked; or two or more masters."""
+    worked; or two or more masters, or trainers, of which there is one at a time."""
     crashes: dict[str, list[Ended]] = defaultdict(list)
     for end in memory.ended:
         if end.crashed and end.role == role and end.node and now - end.at < RECENT_S:
             crashes[end.node].append(end)
     bad = [node for node, ends in sorted(crashes.items(), key=lambda item: -item[1][-1].at)
            if len(ends) >= 2
-           and (role == MASTER or _works_elsewhere(memory, node, ends[0].at))]  # fmt: skip
+           and (role != WORKER or _works_elsewhere(memory, node, ends[0].at))]  # fmt: skip
     return tuple(sorted(bad[:MAX_EXCLUDED]))
 
 
@@ -286,7 +287,8 @@ def _fill(world: World, chains: Chains, now: float) -> Iterator[Action]:
             wait = f"the other mode's job {foreign[0]} is still there"
         elif failed := _failing(memory, place):
             wait = f"job {failed} has failed, and is leaving"
-        wait = wait or (memory.later_reason if now < memory.later_until else "")
+        is_next = (is_worker, place[1]) < (memory.later_role == WORKER, memory.later_slot)
+        wait = wait or ("" if is_next or now >= memory.later_until else memory.later_reason)
         if not wait and is_worker and pending >= world.max_pending:
             wait = f"max_pending ({world.max_pending}) jobs are queued"
         if wait:

@@ -353,7 +353,8 @@ class _Pass:
             memory = replace(memory, later_s=delay_s)
         self.report.waiting.append(f"{action.role} {action.slot}: {reason}")
         until = self._clock() + delay_s
-        self.memory = replace(memory, later_until=until, later_reason=reason, later_host=host)
+        self.memory = replace(memory, later_until=until, later_reason=reason, later_host=host,
+                              later_role=action.role, later_slot=action.slot)  # fmt: skip
 
     def _cancel(self, action: Action) -> bool:
         self.scheduler.cancel(action.job_id, now=action.now)

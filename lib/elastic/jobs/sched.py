@@ -139,7 +139,7 @@ def open_scheduler(config: Config, environment: Mapping[str, str] | None = None)
     if config.run.scheduler == "slurm":
         from elastic.jobs.sched_slurm import SlurmScheduler
 
-        return SlurmScheduler(config, environment)
+        return SlurmScheduler(environment)
     from elastic.jobs.sched_local import LocalScheduler
 
     return LocalScheduler(config, registry_dir(environment) / "local")

@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
-from elastic.base.config import Config
 from elastic.base.durable import write_atomic
 from elastic.base.environment import clean_environment, elastic_home, env, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
@@ -74,7 +73,7 @@ class SlurmScheduler:
     process.
     """
 
-    def __init__(self, settings: Config, environment: Mapping[str, str] | None = None):
+    def __init__(self, environment: Mapping[str, str] | None = None):
         self._environment = environment  # the settings of a job come with its JobSpec
         given = clean_environment() if environment is None else environment
         self._cluster = given.get(sched.CLUSTER)  # None: of a run of before
@@ -146,14 +145,15 @@ class SlurmScheduler:
         go.
         """
         slurm, wanted = spec.config.slurm, spec.config.slurm.gpus_per_node
-        # Which nodes a reservation holds is not asked.
-        if _given(slurm, "reserv|nodel|nodef", "wF") or self._others_wait(slurm.partition):
+        # Which nodes a reservation holds is not asked, nor in which of several partitions
+        # the job is: it cannot have nodes of two.
+        is_unclear = "," in slurm.partition or _given(slurm, "reserv|nodel|nodef", "wF")
+        if is_unclear or self._others_wait(slurm.partition):
             return 0
         avoided = expand_hostlist(",".join([slurm.exclude, *_given(slurm, "exclude", "x")]))
-        inside = slurm.partition.split(",")
         fit = {node.name for node in nodes(self._environment)
-               if node.partition in inside and node.state == "idle" and node.name not in avoided
-               and _has_features(node, slurm)
+               if node.partition == slurm.partition and node.state == "idle"
+               and node.name not in avoided and _has_features(node, slurm)
                and (not slurm.gres or gpus_of(node.gres, slurm.gres) >= wanted)}  # fmt: skip
         return min(len(fit), most // wanted) * wanted
 

@@ -188,13 +188,19 @@ def _away(states: Iterable[str]) -> str:
 def _masters_partition(config, cluster, partitions, nodes, named) -> Judgement:
     if config.run.mode == "sync":
         return SKIP, "sync mode has no master", ""
-    name = config.slurm.master_partition or named[0]
-    if closed := _closed(name, "slurm.master_partition", partitions, nodes):
-        return closed
-    mode = preempt_mode(cluster, name, partitions, nodes)
-    seen = f"{name}: UP, {counted(sum(node.partition == name for node in nodes), 'node')}"
+    names = _of_masters(config, named)
+    for name in names:
+        if closed := _closed(name, "slurm.master_partition", partitions, nodes):
+            return closed
+    modes = {preempt_mode(cluster, name, partitions, nodes) for name in names} - {"OFF", ""}
+    inside = {node.name for node in nodes if node.partition in names}
+    seen = f"{','.join(names)}: UP, {counted(len(inside), 'node')}"
     fix = "set slurm.master_partition to a partition where nothing is preempted"
-    return judged(seen, (mode not in ("OFF", ""), WARN, f"PreemptMode={mode}", fix))
+    return judged(seen, (modes, WARN, f"PreemptMode={','.join(sorted(modes))}", fix))
+
+
+def _of_masters(config, named: list[str]) -> list[str]:
+    return (config.slurm.master_partition or ",".join(named)).split(",")
 
 
 def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
@@ -213,8 +219,10 @@ def _closed(name: str, key: str, partitions, nodes) -> Judgement | None:
 
 def _time(config, partitions, named) -> Judgement:
     slurm, seen, short, brief = config.slurm, [], [], []
-    kinds = [("time", named[0]), ("master_time", slurm.master_partition or named[0])]
-    for key, name in kinds[: 1 if config.run.mode == "sync" else 2]:
+    kinds = [("time", name) for name in named]
+    if config.run.mode == "local":
+        kinds += [("master_time", name) for name in _of_masters(config, named)]
+    for key, name in kinds:
         wanted, partition = getattr(slurm, key), partitions.get(name, {})
         most, usual = partition.get("MaxTime", "UNLIMITED"), partition.get("DefaultTime", "NONE")
         seen.append(f"{name}: MaxTime={most}" + (f", slurm.{key} = {wanted}" if wanted else ""))
@@ -405,7 +413,7 @@ def _folder(disk: Disk, others: Sequence[str]) -> Judgement:
 
 def _others(config, here: str, *, nodes) -> list[str]:
     """The machines, without this one, that the run's jobs may be on."""
-    ours = {*config.slurm.partition.split(","), config.slurm.master_partition}
+    ours = {*f"{config.slurm.partition},{config.slurm.master_partition}".split(",")}
     hosts = {node.host for node in known(nodes, []) if node.partition in ours}
     return sorted(host for host in hosts if host.split(".")[0] != here)
 
@@ -460,7 +468,7 @@ def _cron(config, cron: str | None, cron_line: str, *, partitions) -> Judgement:
     none = "there is no crontab and no scrontab here"
     seen = none if cron is None else "elastic-reconcile is not in the crontab"
     fix = f"where runs are submitted from, crontab -e: {cron_line}"
-    ours = [*config.slurm.partition.split(","), config.slurm.master_partition]
+    ours = f"{config.slurm.partition},{config.slurm.master_partition}".split(",")
     properties = map(known(partitions, {}).get, ours)
     hosts = {each.get("AllocNodes", "ALL") for each in properties if each} - {"ALL"}
     if hosts:

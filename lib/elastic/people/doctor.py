@@ -76,9 +76,9 @@ def _limits(config: Config, cluster, partitions) -> dict[str, int]:
     """The limits on the number of jobs, by name: those of the account, and of the job's
     QOS."""
     slurm, row = config.slurm, _association(config, cluster)
-    partition = partitions.get(slurm.partition, {}).get("QoS", "")
+    theirs = [partitions.get(name, {}).get("QoS", "") for name in slurm.partition.split(",")]
     own = slurm.qos or row["Def QOS"] or row["QOS"]  # of one, a job gets that
-    names = {name for name in (own, partition) if name not in ("", "N/A") and "," not in name}
+    names = {name for name in (own, *theirs) if name not in ("", "N/A") and "," not in name}
     owners = {f"the account {row['Account']}": row}
     for qos in sched_slurm.qos(*names) if names else ():
         owners[f"the QOS {qos['Name']}"] = qos
@@ -194,8 +194,8 @@ def _ask_site(url: str, clocks: dict[str, float]) -> str:
 def _network(config: Config, *, nodes) -> dict[str, Any]:
     """The address that a master would listen on, and the interface that leads to its
     node."""
-    wanted = config.slurm.master_partition
-    fit = (node.address for node in known(nodes, []) if wanted in ("", node.partition))
+    wanted = {*config.slurm.master_partition.split(",")}
+    fit = (node.address for node in known(nodes, []) if wanted & {"", node.partition})
     peer = next(fit, "127.0.0.1")
     address = network.bind_address(config.redis.bind, peer)
     names = {each: name for name, each in network.interfaces().items()}

@@ -49,7 +49,7 @@ def tried(config: Config, cluster: Mapping[str, str]) -> dict | Unknown:
         config, slurm=replace(slurm, time=limit, signal=""),
         train=replace(config.train, epochs=1, max_tokens=0),  # a run has one of the two
     ), None)  # fmt: skip
-    scheduler = sched_slurm.SlurmScheduler(config)
+    scheduler = sched_slurm.SlurmScheduler()
     given = clean_environment() | {"ELASTIC_TRY": "1"}
     place = {"prefix": "elastic-try-", "dir": submission.nearest(runs_root())}
     with tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as name:
@@ -135,7 +135,7 @@ def lead(folder: Path) -> dict:
     report["locks"], _ = step.heard("rank . sees it, and that it is locked", 0)
     step.heard("rank . kills itself", 1)
     report["killed"] = step.heard(launch.BAD_EXIT.pattern, 1)
-    sched_slurm.SlurmScheduler(None).cancel(job_id)
+    sched_slurm.SlurmScheduler().cancel(job_id)
     report["told"] = step.heard("rank . hears the notice", RANKS - 1)
     report["saved"] = training.heard("rank . has saved", RANKS)
     time.sleep(1)  # in which srun would have ended
