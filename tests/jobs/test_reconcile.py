@@ -432,6 +432,18 @@ def test_a_worker_too_many_does_not_hold_up_those_before_it(run, slurm, again):
     slurm.becomes("PREEMPTED", ("master", 0), ("worker", 1))
     assert did(again()) == [("submit", "master", 0), ("submit", "worker", 1)]
     assert "worker refused" in again().runs[0].waiting[0]
+    until_running(again, slurm)
+    slurm.becomes("PREEMPTED", ("worker", 0))
+    refused = []
+
+    def refuse_all(spec):
+        refused.append(spec.slot)
+        raise Refused("sbatch: Access/permission denied")
+
+    slurm.on_submit = refuse_all
+    assert did(again()) == []
+    assert refused == [0]
+    assert notes(run)["memory"]["later_host"] == reconcile.node_name(), "it may be this host alone"
 
 
 def test_a_host_that_may_not_submit_does_not_hold_up_one_that_may(run, slurm, again, monkeypatch):

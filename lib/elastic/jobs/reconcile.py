@@ -345,7 +345,8 @@ class _Pass:
         if isinstance(refusal, Refused):
             reason = f"{action.role} refused: {refusal.what}"
             # While another host's pause runs, it is the site that refuses.
-            host = "" if self.now < memory.later_until else node_name()
+            is_other = self.now < memory.later_until and memory.later_host != node_name()
+            host = "" if is_other else node_name()
             if memory.born == self.now:
                 self._give_up(replace(action, reason=reason, detail=refusal.hint))
                 return

@@ -189,10 +189,9 @@ class Chaos:
             return f"all processes of job {victim.job_id}, slot {victim.slot}"
         node = next((job.node for job in self._jobs() if job.job_id == victim.job_id), "")
         self.box.kill_node(node)  # by Slurm's name: its processes see this machine's
-        revive = (elastic_home() / "bin/elastic-sandbox", "revive-node", node)
-        where = ("--dir", self.box.path.parent, "--name", self.box.path.name)
-        script = 'sleep "$0"; exec "$@"'
-        detached(["/bin/sh", "-c", script, *map(str, (GONE_S, *revive, *where))])
+        revive = (elastic_home() / "bin/elastic-sandbox", "revive-node", node,
+                  "--dir", self.box.path.parent, "--name", self.box.path.name)  # fmt: skip
+        detached(["/bin/sh", "-c", 'sleep "$0"; exec "$@"', *map(str, (GONE_S, *revive))])
         return f"node {node}, for {GONE_S:g} s"
 
     def _jobs(self) -> list[Job]:

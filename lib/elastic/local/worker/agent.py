@@ -265,8 +265,8 @@ class Agent:
         """None: it is worth another attempt."""
         failed = replace(end, outcome=Outcome.FAILED, detail=training.last_words())
         self._crashes = 1 if training.report.get("delivered") else self._crashes + 1
-        is_node = training.exit_code() == Exit.UNFIT_NODE  # a job elsewhere may do
-        if is_node or self._crashes > CRASHES_IN_PLACE or self.notice:
+        is_unfit = training.exit_code() == Exit.UNFIT_NODE  # here; not so elsewhere
+        if is_unfit or self._crashes > CRASHES_IN_PLACE or self.notice:
             return failed
         is_same, self._failure = training.error == self._failure != "", training.error
         if is_same and self.lease.has_nobody_trained():

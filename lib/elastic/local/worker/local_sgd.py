@@ -234,10 +234,9 @@ class LocalSGD:
         hand, own, has_loss = self._hand, self._own_tokens(tokens), math.isfinite(loss)
         loss, losses, tokens = self.group.sum(loss if has_loss else 0.0, has_loss, own)
         loss = loss / losses if losses else math.nan
-        share = hand.round.pending / self.config.step_samples
         # What has filled up the last batch of a run does not count; that a batch was of
         # padding alone does: what has no tokens is no delta.
-        tokens = max(1, round(tokens * share))
+        tokens = max(1, round(tokens * hand.round.pending / self.config.step_samples))
         hand.count(loss, tokens, rate, time.monotonic())
         self._moments.step()
         self._look_at_optimizer()
