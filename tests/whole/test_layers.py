@@ -19,7 +19,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 1031,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1435,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1744,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1741,  # jobs on a cluster: what is there, what should be, one pass
     "train": 973,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1061,  # tensors on disk, committed by link(): what both modes begin with
     "local": 629,  # local mode: what both sides of the wire speak
@@ -27,7 +27,7 @@ FOLDERS = {
     "local/master": 1126,  # one master: Redis, samples, rounds, commits
     "sync": 965,  # sync mode: one job that resizes
     "people": 2160,  # what a person asks and sees
-    "lab": 1386,  # trying and proving; nothing imports it
+    "lab": 1387,  # trying and proving; nothing imports it
     "commands": 489,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }

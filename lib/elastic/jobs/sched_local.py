@@ -280,10 +280,7 @@ def _outliving() -> dict[str, str]:
     return {name: value for name, value in environment().items() if name != MARK}
 
 
-def detached(
-    command: Sequence[str], environment: Mapping[str, str] | None = None, output=None,
-    folder: str = "/",
-) -> None:
+def detached(command: Sequence[str], environment=None, output=None, folder: str = "/") -> None:
     """Run `command` in a session of its own, as nobody's child. Raises OSError if it
     cannot."""
     output = output or subprocess.DEVNULL

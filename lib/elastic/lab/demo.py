@@ -40,7 +40,8 @@ SETTINGS = [
     "run.name=demo", "elastic.min=2", "elastic.max=4",
     "checkpoint.keep_every=1000000",  # version 0 stays, to compare with
 ]  # fmt: skip
-ON_SLURM = ["run.scheduler=slurm", "slurm.partition=preempt", "slurm.master_partition=cpu"]
+ON_SLURM = ["run.scheduler=slurm", "slurm.partition=preempt", "slurm.master_partition=cpu",
+            "train.device=cpu"]  # the sandbox's GPUs are none  # fmt: skip
 TOLD = ("submit", "join", "outer-step", "end", "lost", "preempt", "restart", "master",
         "redis-lost", "reject", "taken-back", "leave", "scale", "fail", "done")  # fmt: skip
 
