@@ -212,16 +212,20 @@ print("evaluated", flush=True)
 
 
 def test_a_loop_that_has_ended_may_go_on_without_a_master(tmp_path):
-    """Its evaluation was killed, and recorded as a preemption."""
+    """Its evaluation was ended as if it waited, and recorded as a preemption."""
     program = [sys.executable, "-c", EVALUATES, str(ROOT / "tests")]
-    settings = {"run.command": [*program, str(tmp_path / "pace"), "400"], "elastic.max": 1,
-                "health.master_wait": "2s", "health.hang_timeout": "4s"}  # fmt: skip
-    with running(tmp_path, settings, samples=400) as run:
+    settings = {"run.command": [*program, str(tmp_path / "pace"), "2000"], "elastic.max": 1,
+                "health.master_wait": "3s"}  # fmt: skip
+    with running(tmp_path, settings, samples=2000) as run:
+        run.workers(1)
+        run.versions(2)
         job_id = run.jobs()["worker", 0].job_id
         run.pace(0)
         record = run.ended(job_id)
         assert (record["outcome"], record["code"]) == ("done", 0)
         assert "evaluated" in run.run.log_path("worker", 0).read_text()
+        warned = [each["reason"] for each in run.events("warning") if each["job_id"] == job_id]
+        assert not [reason for reason in warned if "no master" in reason]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this node is fit")
