@@ -23,7 +23,7 @@ FOLDERS = {
     "train": 973,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1061,  # tensors on disk, committed by link(): what both modes begin with
     "local": 629,  # local mode: what both sides of the wire speak
-    "local/worker": 1427,  # one slot: hold the lease, train, deliver
+    "local/worker": 1429,  # one slot: hold the lease, train, deliver
     "local/master": 1126,  # one master: Redis, samples, rounds, commits
     "sync": 965,  # sync mode: one job that resizes
     "people": 2160,  # what a person asks and sees

@@ -306,6 +306,17 @@ def test_inner_state_that_cannot_be_saved_ends_no_worker(run, monkeypatch):
     assert (run.slots.path(0) / "inner.json").exists()
 
 
+def test_who_asks_for_samples_where_no_master_is_does_not_train(run):
+    """The master died before it had granted any: the worker kept its GPUs, as one at work."""
+    own, told = Line(Place(run, 0, 1, "7"), Notice()), []
+    own.tell_agent = lambda said: told.append(said["state"])
+    own.say(state="training")
+    own.news = line.News(3, state="stopping")  # else it asks again
+    with pytest.raises(TryAgain, match="no master"):
+        own.ask(8, [], lambda: False)
+    assert told == ["training", "waiting"]
+
+
 def test_who_hangs_up_does_not_close_a_line_that_another_thread_uses():
     closed, store = [], SimpleNamespace(close=lambda: closed.append(True))
     own = Line(Place(None, 0, 1, "7"), False)

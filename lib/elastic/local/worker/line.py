@@ -187,6 +187,8 @@ class Line(NoLine):
             try:
                 return action(self._store(kind))
             except TryAgain:
+                if self._said.get("state") == "training":  # and cannot go on without a master
+                    self.say(state="waiting")
                 self._stores.clear()  # a courier may use one: it ends with its last user
                 if self.notice.has_run_out() or self.news.over:
                     raise
