@@ -14,7 +14,7 @@ another machine, without a GPU, 2.1 of 4.6 s were the disk's: a version of 134M 
 
 Sync mode with a checkpoint every 100 steps, on another H100 (--tokens 8), trains 0.917 of what the
 bare loop does (223,741 of 243,873 tokens/s). At a checkpoint it stands still for 1.12 s, which
-is the whole difference. Local mode with overlap did not end within the time on the GPU.
+is nearly all of the difference. Local mode with overlap did not end within the time on the GPU.
 """
 
 import argparse

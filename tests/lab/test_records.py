@@ -67,6 +67,11 @@ def test_the_command_runs_each_trial_once_and_prints_the_table(tmp_path):
         assert answer.stdout.count("| 30 | 4 |") == 2
 
 
+def test_a_table_that_has_no_place_in_the_page_is_not_written_there():
+    with pytest.raises(SystemExit, match="write <!-- from make records, 3M -->"):
+        report.replaced(PAGE.read_text(), "a table", "records, 3M")
+
+
 def test_the_published_table_is_of_arms_and_points_that_there_are():
     head, line, *rows = report.published(PAGE.read_text(), "records, 0.5M").splitlines()
     assert f"{head}\n{line}\n" == records.HEADER

@@ -89,6 +89,8 @@ def publish(build: Path) -> None:
 def replaced(text: str, table: str, target: str = "validate") -> str:
     """The text with another table of `make TARGET` between the marks."""
     before, begin, rest = text.partition(BEGIN.format(target))
+    if not begin:
+        raise SystemExit(f"the page has no place for it: write {BEGIN.format(target)}, then {END}")
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n{table}\n{end}{after}"
 

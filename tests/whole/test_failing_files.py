@@ -353,7 +353,7 @@ def test_a_delta_is_written_though_its_folder_gives_no_answer_for_a_while(tmp_pa
     monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
     monkeypatch.setattr(durable, "STUCK_S", 0.0)
     (tmp_path / "deltas").mkdir()
-    fails, real = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT] * 3, os.listdir
+    fails, real = [errno.ESTALE, errno.EIO, errno.ECOMM] * 3, os.listdir
 
     def listdir(path):
         if fails:

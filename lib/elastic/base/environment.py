@@ -19,8 +19,8 @@ LEADS = ("SLURM_CONF", "SLURM_CONF_SERVER")  # to the cluster, where /etc/slurm 
 _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID", "ELASTIC_RANK", "ELASTIC_PROGRESS")
 # A user's settings for Slurm's commands would filter their answers or change their form.
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
-_OF_A_SESSION = ("SSH_", "XDG_RUNTIME_DIR", "XDG_SE", "XDG_VTNR", "DBUS_", "TMUX", "TERM_",
-                 "VSCODE_", "DISPLAY", "XAUTHORITY")  # fmt: skip
+_OF_A_SESSION = ("SSH_", "XDG_RUNTIME_DIR", "XDG_SESSION_", "XDG_SEAT", "XDG_VTNR", "DBUS_",
+                 "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")  # fmt: skip
 # Where the session is itself a job's: its GPUs, its ranks' places, a folder that ends
 # with it.
 _OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
