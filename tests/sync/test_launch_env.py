@@ -252,7 +252,8 @@ def test_the_last_words_are_in_the_log_when_the_rank_has_ended(tmp_path):
     assert (out.splitlines()[-1], err) == ("line 19999", "last\n")
     lines = log_of(tmp_path, 0)
     assert len(lines) == 1 + 20000 + 1
-    assert "last" in lines
+    # Two pipes have no order, and a full one is copied up to the middle of a line.
+    assert any(line.endswith("last") for line in lines)
 
 
 def test_a_notice_to_every_process_leaves_time_for_the_last_words(tmp_path):
