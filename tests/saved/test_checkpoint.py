@@ -507,6 +507,18 @@ def test_the_last_checkpoints_are_kept_and_the_drafts_of_the_dead_go(run):
     ]  # fmt: skip
 
 
+def test_who_loads_a_checkpoint_removes_what_dead_writers_have_begun(run):
+    """It took the room of the next one, which was to remove it once it is saved: none ever was."""
+    save(run, 1)
+    dead = [run.path / f"checkpoints/.step-0000000{step}.dead" for step in (1, 2, 3)]
+    for folder in dead:
+        folder.mkdir()
+    os.rename(run.path / "checkpoints/step-00000001", dead[0] / "step")  # no name: it is whole
+    os.rename(dead[0] / "step", run.path / "checkpoints/.step-00000001.job1")
+    assert load(run)[0].step == 1
+    assert names(run) == ["step-00000001", "step-00000001.json"]
+
+
 def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(run):
     for step in (1, 2, 4):
         save(run, step, keep=3)

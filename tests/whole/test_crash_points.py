@@ -56,7 +56,7 @@ SETTINGS = [
     f"train.batch_size={BATCH}", f"local_sgd.inner_steps={STEPS}", "local_sgd.fragment=64",
     "local_sgd.compression=none", "local_sgd.max_staleness=0", "local_sgd.min_deadline=1d",
     "local_sgd.cold_start=0",
-    "checkpoint.min_free=1mb", "checkpoint.keep=1", "health.lease=600s",
+    "checkpoint.min_free=0mb", "checkpoint.keep=1", "health.lease=600s",
 ]  # fmt: skip
 SMALL = 65536  # bytes of a record on its way
 LEASE = {"job_id": "7", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,

@@ -112,6 +112,7 @@ def warnings(model: Model, workers: int, config, rounds: float) -> list[str]:
     sgd, up = config.local_sgd, workers * model.delta_bytes
     version = version_bytes(model)
     space = version * (config.checkpoint.keep + 1) + up * (sgd.max_staleness + 1)
+    space += workers * 8 * model.numel  # inner states
     hurts = {
         f"the run takes up to {size(space)} of disk, and would start with"
         f" {size(config.checkpoint.min_free_bytes)} free: raise checkpoint.min_free":

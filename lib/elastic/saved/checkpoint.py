@@ -15,6 +15,7 @@ background never meets a collective of the training.
 import contextlib
 import functools
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ from elastic.train.group import Group
 # Of a write: filesystems get stuck, and hangs are found elsewhere.
 SLOWEST = timedelta(days=1)
 EXTRA = "extra.json"
+# In names of torch's modules that hold another one; DCP leaves them out.
+_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 BEGUN = r"step-(\d{8,})(?:\.json)?"  # a step of which there is a record or a folder
 
 
@@ -145,11 +148,15 @@ class Checkpoints:
         return flight.step
 
     def load(self, model, optimizer, base: int = 0) -> tuple[Saved | None, list[str]]:
-        """Load the `newest` checkpoint, if any; why each newer one was skipped.
+        """Load the `newest` checkpoint, if any; why each newer one was skipped. What dead
+        writers have left goes: it may be all the room there was.
 
         ElasticError if it is whole and does not fit the model.
         """
         saved, reasons = self.newest(base)
+        if self._group.leads:
+            with contextlib.suppress(OSError, TryAgain):
+                _drop_drafts(self._run, sys.maxsize)
         if saved:
             self._restore(saved, model, optimizer)
         return saved, reasons
@@ -292,7 +299,7 @@ class Checkpoints:
 
 def read_params(run: RunDir, saved: Saved, tensors: Sequence[Tensor]) -> torch.Tensor:
     """Parameters out of a checkpoint that came from `newest`: flat, float32."""
-    values = {tensor.name: torch.empty(tensor.shape) for tensor in tensors}
+    values = {_WRAPPER.sub("", tensor.name): torch.empty(tensor.shape) for tensor in tensors}
     _reader(run, saved).fill({"model": values}, no_dist=True)
     return torch.cat([value.flatten() for value in values.values()])
 
@@ -361,19 +368,24 @@ def _read(run: RunDir, step: int) -> tuple[Saved | None, str]:
 def _prune(run: RunDir, newest: int, keep: int, skipped: set[int]) -> None:
     """Remove what is older than `newest` and not among the last `keep` that are sound."""
     sound = [step for step in steps(run) if step <= newest and step not in skipped]
-    for path in _folder(run).glob(".step-[0-9]*"):  # drafts, and records on their way
-        step = int(re.match(r"\.step-(\d+)", path.name)[1])
-        saved, _ = _read(run, step)
-        if saved:
-            settle(_final_path(run, step), saved.writer)
-        if step < newest and (saved or not _record_path(run, step).exists()):
-            drop(path)
+    _drop_drafts(run, newest)
     for path in _folder(run).glob(".pruned.*"):
         drop(path)
     for step in steps(run, BEGUN):
         if step < newest and step not in sound[:keep]:
             _remove(run, step)
             skipped.discard(step)
+
+
+def _drop_drafts(run: RunDir, newest: int) -> None:
+    """Of steps before `newest`: the drafts, and records on their way."""
+    for path in _folder(run).glob(".step-[0-9]*"):
+        step = int(re.match(r"\.step-(\d+)", path.name)[1])
+        saved, _ = _read(run, step)
+        if saved:
+            settle(_final_path(run, step), saved.writer)
+        if step < newest and (saved or not _record_path(run, step).exists()):
+            drop(path)
 
 
 def _remove(run: RunDir, step: int) -> None:

@@ -34,6 +34,7 @@ from elastic.train.group import is_sharded, own_part, sharded_like
 from elastic.train.inner_optimizer import numbers
 
 NAME = "inner.json"
+FILE = re.compile(r"\.?inner-(\d{6,})\..*")  # of a version
 UNFIT = (TypeError, ValueError, RuntimeError)  # of what is neither a tensor nor JSON
 
 
@@ -94,15 +95,24 @@ def publish(run: RunDir, pointer: Pointer) -> None:
             path.unlink(missing_ok=True)
 
 
+def forget(run: RunDir, oldest: int) -> None:
+    """Remove what is of versions before `oldest`: nobody begins with it any more."""
+    for path in (run.path / "slots").glob("*/*inner-*"):
+        if (of := FILE.fullmatch(path.name)) and int(of[1]) < oldest:
+            path.unlink(missing_ok=True)
+
+
 def choose(run: RunDir, slot: int, version: int, max_age: int) -> tuple[Pointer | None, str]:
-    """The pointer to start from, and what it is:
-    own, a donor's, or none that is recent."""
-    if own := _recent(run, slot, version - max_age):
+    """The pointer to start from, and what it is: own, a donor's, or none that is recent.
+    None is that is of before a version that sync mode has made."""
+    made = filter(None, map(run.commits.of, range(max(0, version - max_age), version + 1)))
+    oldest = max([version - max_age, *(each.version for each in made if each.step)])
+    if own := _recent(run, slot, oldest):
         return own, f"own of version {own.version}"
     donors = []
     for other in run.slots.all():
         with contextlib.suppress(TryAgain):  # another may do
-            donors += filter(None, [_recent(run, other, version - max_age)])
+            donors += filter(None, [_recent(run, other, oldest)])
     if not donors:
         return None, "fresh"
     donor = max(donors, key=lambda pointer: (pointer.version, -pointer.slot))
@@ -138,12 +148,9 @@ def load(run: RunDir, pointer: Pointer, optimizers: Sequence[Optimizer], rank: i
 
 
 def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
-    whose, needed = said["whose"], _whose(optimizers)
     counted = iter(said.get("counted", ()))  # an older file has none
-    if _kinds(whose) != _kinds(needed):
-        return "it is another optimizer's"
-    if whose != needed:
-        return "it is another model's"
+    if said["whose"] != _whose(optimizers):
+        return "it is another optimizer's, or another model's"
     for optimizer, packed in zip(optimizers, said["states"], strict=True):
         params = _params(optimizer)
         values = (_unpacked(value, tensors, params[i]) for i, value in enumerate(packed))
@@ -166,10 +173,6 @@ def _whose(optimizers: Sequence) -> list:
     """What a state fits: each optimizer's class, and the shapes of its parameters."""
     return [[type(optimizer).__name__, [list(param.shape) for param in _params(optimizer)]]
             for optimizer in optimizers]  # fmt: skip
-
-
-def _kinds(whose: list) -> list:
-    return [(kind, len(shapes)) for kind, shapes in whose]
 
 
 def _packed(value: object, tensors: dict) -> object:

@@ -353,6 +353,18 @@ def test_a_late_delta_not_reanchored_counts_from_its_base(open_rounds):
     assert torch.equal(theta, (first + (late - start) + fresh) / 2)
 
 
+def test_late_deltas_let_parameters_move_by_less_than_bf16_can_tell(open_rounds):
+    """They pulled the parameters back to what was published: a worker that is always late froze
+    the gains of norms for all."""
+    by = 2e-4  # bf16 has steps of 4e-3 there
+    runs, late = open_rounds(torch.ones(SIZE), *PLAIN), []
+    for _ in range(30):
+        deltas = [runs.deliver(0, runs.base() - by, 640), *map(runs.averager.check, late)]
+        late = [runs.put(1, runs.base() - by, 640)]
+        runs.close(deltas)
+    assert (1 - runs.theta > 20 * by).all()  # of 30: who is late has seen less of the others
+
+
 def test_a_late_delta_half_reanchored_lies_between(open_rounds):
     theta, start, first, late, fresh = late_round(open_rounds, 0.5)
     assert torch.equal(theta, (late + (first - start) / 2 + fresh) / 2)
@@ -421,3 +433,15 @@ def test_an_outlier_is_clipped(open_rounds):
     commit = runs.close([*accepted, runs.deliver(5, 50 * unit, 100)])
     assert commit.clipped == 1
     assert runs.theta[0].item() == pytest.approx(7 / 6)
+
+
+def test_an_inner_state_goes_when_nobody_would_begin_with_it(open_rounds):
+    """Slots that are used no more, as after a smaller --max, kept theirs for ever."""
+    runs = open_rounds(torch.zeros(SIZE), "local_sgd.inner_state_max_age=3")
+    names = ["inner-000001.1.0.safetensors", ".inner-000008.2.1.safetensors",
+             "inner-000009.2.0.safetensors", ".inner-000012.3.0.safetensors"]  # fmt: skip
+    for name in (*names, "inner-copy.safetensors", "inner.json"):
+        (runs.run.slots.path(7) / name).touch()
+    runs.averager.clean_up(12, [])
+    left = {path.name for path in runs.run.slots.path(7).iterdir()}
+    assert left == {*names[2:], "inner-copy.safetensors", "inner.json"}

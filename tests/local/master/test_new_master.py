@@ -6,7 +6,9 @@ The world is that of test_crash_points.py: a master that takes turns, and two wo
 """
 
 import functools
+import os
 import time
+from types import SimpleNamespace
 
 import test_crash_points as played
 from elastic.base.errors import TryAgain
@@ -107,3 +109,31 @@ def test_what_a_new_master_takes_to_load_is_no_time_to_be_told_what_workers_hold
     health = one.config.health
     settling_s = 2 * health.heartbeat_s + 1.0 + health.stall_after_s
     assert one.samples.settled_at >= loaded[0] + settling_s
+
+
+def test_a_master_waits_for_the_room_of_a_version(delivered, monkeypatch):
+    """With more than checkpoint.min_free it filled a disk that others use, again and again."""
+    run, workers = delivered
+    needed, versions = sum(entry["bytes"] for entry in run.commits.of(1).files), []
+
+    def disk(_path) -> SimpleNamespace:
+        versions.append(run.commits.newest_version())
+        free = needed if len(versions) > 20 else needed - 1
+        return SimpleNamespace(f_flag=0, f_frsize=1, f_bavail=free, f_favail=1 << 20, f_files=0)
+
+    monkeypatch.setattr(os, "statvfs", disk)
+    played.go_on(run, workers, lambda: run.commits.newest_version() > 1)
+    assert versions[:21] == [1] * 21
+
+
+def test_a_master_tells_again_of_its_version(delivered, monkeypatch):
+    """One before it that had hung told of its own, older one last: new workers could not start."""
+    run, _ = delivered
+    monkeypatch.setattr(master, "CONTROL_S", 0.0)
+    one = Turns(run)
+    one.take_over()
+    one.turn()
+    run.commits.tell(0)
+    one.turn()
+    one.close()
+    assert run.commits.told_version() == one.commit.version == 2

@@ -4,10 +4,14 @@ Its line and what moves its tensors are stand-ins with the few things that the d
 workers are in test_rejections.py, test_faults.py and test_overlap.py.
 """
 
+import contextlib
 import errno
 import json
 import os
+import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,10 +32,12 @@ from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import Line, NoLine, Place
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.local.worker.moments import Moments
+from elastic.local.worker.opening import layout_of_run
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.local.worker_store import WorkerStore
 from elastic.run.records import Commit, Fragment, Header, Outcome
 from elastic.saved import inner_state
+from elastic.saved.layout import Layout
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer
 from helpers import commit_of
@@ -70,6 +76,37 @@ def test_it_is_not_waited_for_without_end_nor_after_a_notice(monkeypatch, notice
         late.commit(7)
     assert "/runs/a" in caught.value.hint
     assert isinstance(caught.value, TryAgain) == notice
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_of_workers_that_live_the_lowest_slot_makes_version_0(run, is_lost):
+    """Each wrote its own: of many the disk was full, and none of them was ever whole."""
+    model, live, waits, notice = torch.nn.Linear(2, 1), {2, 5}, threading.Event(), Notice()
+
+    def opened(slot: int) -> Layout:
+        mine = Line(Place(run, slot, 1, "7"), notice)
+        mine.reach = lambda action: action(SimpleNamespace(slots=lambda: live))
+        mine.say = lambda **said: waits.set() if said.get("state") == "waiting" else None
+        return layout_of_run(mine, Group(), model, 10, 1)
+
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(notice.arrived, signal.SIGTERM)
+        fifth = pool.submit(opened, 5)
+        assert waits.wait(20)
+        assert not list((run.path / "versions").iterdir())
+        if is_lost:
+            live.remove(2)
+        else:
+            opened(2)
+        assert fifth.result(20).numels == (3,)
+    assert run.commits.of(0).writer == ("slot5.1" if is_lost else "slot2.1")
+
+
+def test_a_notice_ends_the_wait_for_version_0(run):
+    waiting = Line(Place(run, 5, 1, "7"), True)
+    waiting.reach = lambda action: action(SimpleNamespace(slots=lambda: {2}))
+    with pytest.raises(TryAgain, match="no version 0"):
+        layout_of_run(waiting, Group(), torch.nn.Linear(2, 1), 10, 1)
 
 
 class Worker:
@@ -241,6 +278,14 @@ def test_who_is_told_of_a_version_that_is_pruned_adopts_the_newest_there_is(newe
     worker.hears_of(2)
     assert worker.adopt.newest() == ""
     assert worker.hand.round.base == newest + 2000
+
+
+def test_the_last_version_is_the_masters_where_its_note_could_not_be_written():
+    worker, loaded = Worker(1, told=lambda: 1), []
+    worker.exchange.adopt = lambda commit, _fetched: loaded.append(commit.version)
+    worker.hears_of(2)
+    worker.adopt.final()
+    assert loaded == [2]
 
 
 def test_who_is_told_of_a_version_that_is_damaged_ends():

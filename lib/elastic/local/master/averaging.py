@@ -33,9 +33,9 @@ from elastic.run.estimate import THREADS
 from elastic.run.ledger import Offer as Key
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
-from elastic.saved import merge
+from elastic.saved import inner_state, merge
 from elastic.saved.codec import CODECS, Tile, as_bytes, codec_of
-from elastic.saved.versions import Draft, prune, read_exactly, read_layout, read_params
+from elastic.saved.versions import Draft, prune, read_exactly, read_layout
 
 
 class DeltaLost(ElasticError):
@@ -183,7 +183,8 @@ class Averager:
             anchor = None
             if header.base < recipe.base:
                 base = self.run.commits.of(header.base)
-                anchor = read_params(self.run, base, self.layout, index)
+                # Not as published: each late delta would pull the parameters to what bf16 holds.
+                anchor, _ = read_exactly(self.run, base, self.layout, index)
             yield merge.Term(delta, factor, anchor)
 
     def _all(self, work: Callable[[int], object]) -> list:
@@ -197,11 +198,12 @@ class Averager:
         self._cleaning = self._pool.submit(self.clean_up, version, merged)
 
     def clean_up(self, version: int, merged: list[Key]) -> None:
-        """Forget the bytes of what is merged, and versions that nobody needs any more."""
+        """Forget the bytes of what is merged, and what is too old for anybody."""
         with contextlib.suppress(TryAgain):
             self.drop(merged)
         keep = max(self.config.checkpoint.keep, self.config.local_sgd.max_staleness + 1)
         prune(self.run, version, keep, self.config.checkpoint.keep_every)
+        inner_state.forget(self.run, version - self.config.local_sgd.inner_state_max_age)
 
     def drop(self, keys: list[Key]) -> None:
         """Forget the bytes of deltas that have been dealt with."""

@@ -22,7 +22,7 @@ class Journal:
 
     def __init__(self, run: RunDir, notice: Notice, meanwhile: Callable):
         self.run, self.notice, self.reason = run, notice, ""
-        self._least_bytes = run.config().checkpoint.min_free_bytes
+        self.least_bytes = run.config().checkpoint.min_free_bytes  # or what a version takes
         self._meanwhile = meanwhile
         self._last_line = ""
 
@@ -53,7 +53,7 @@ class Journal:
             time.sleep(STUCK_S)
 
     def is_short_of_space(self, failed: OSError | None = None) -> bool:
-        self.reason = self.run.shortage(self._least_bytes)
+        self.reason = self.run.shortage(self.least_bytes)
         if failed and not self.reason:
             self.reason = f"waiting to write to {self.run.path}: {failed.strerror}"
         return bool(self.reason)

@@ -152,6 +152,8 @@ class Master:
         self.fence()
         if self.run.endpoint() != self.server.endpoint:  # an older master's came last
             self.journal.written(self.run.set_endpoint, self.server.endpoint)
+        if self.commit and self.run.commits.told_version() < self.commit.version:
+            self.run.commits.tell(self.commit.version)  # likewise, or nobody's
         self.journal.is_short_of_space()
         if self.intake and self.state == "running" and self.is_behind():
             self._start_over()
@@ -213,8 +215,6 @@ class Master:
         for record in self.run.commits.all(last=newest):
             committed.add(record.samples)
             reverted |= {record.taken_back} - {None}
-        if self.run.commits.told_version() < newest:  # the master before died before it told
-            self.run.commits.tell(newest)
         self.samples.begin(commit, committed)
         averager = Averager(self.run, self.config, newest)
         ledger, settings = self.samples.ledger, self.config.local_sgd
@@ -237,6 +237,8 @@ class Master:
     def begin_round(self, round_: OpenRound, averager: Averager) -> None:
         """Open a round, or see that the one before was the last. Needs no Redis."""
         self.commit, self.intake = round_.commit, Intake(self.server, averager, round_)
+        version_bytes = sum(entry["bytes"] for entry in self.commit.files)
+        self.journal.least_bytes = max(self.config.checkpoint.min_free_bytes, version_bytes)
         most = self.config.train.max_tokens
         if self.samples.ledger.complete or (most and self.commit.tokens >= most):
             reached = {"version": self.commit.version, "tokens": self.commit.tokens,

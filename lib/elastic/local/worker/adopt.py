@@ -39,7 +39,9 @@ class Adopt:
     def final(self) -> None:
         """The run is done: leave its last version in the model."""
         self._hand.ahead = None
-        self._load_newest(self._group.decide(self._line.run.commits.told_version))
+        line = self._line
+        told = self._group.decide(lambda: max(line.news.version, line.run.commits.told_version()))
+        self._load_newest(told)
 
     # ---- what to train on
 

@@ -9,7 +9,7 @@ from functools import partial
 from torch.nn import Module
 
 from elastic.base.config import Config
-from elastic.base.errors import ElasticError
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.local.worker.line import NoLine
 from elastic.run.records import Commit
 from elastic.run.shuffle import check_size
@@ -27,7 +27,7 @@ def layout_of_run(
     Raises ElasticError if the run has another number of samples, or another model.
     """
     run = line.run
-    if group.decide(lambda: run.commits.told_version() < 0):
+    if group.decide(lambda: _is_to_create(line)):
         config = run.config()
         layout = Layout.of(shapes(model), config.local_sgd.fragment_bytes)
         commit = first_commit(layout, config, samples, tokens_per_sample)
@@ -41,6 +41,20 @@ def layout_of_run(
         what = f"this model, of {len(own)} parameters, is not the run's, of {len(of_run)}"
         raise ElasticError(what, "a run keeps its model; submit a new run for another one")
     return layout
+
+
+def _is_to_create(line: NoLine) -> bool:
+    """Rank 0: is version 0 this worker's to make? Of those that live the lowest slot makes
+    it, as a version of each would fill the disk; the others wait. TryAgain at a notice, or
+    where the run is over."""
+    while line.run.commits.told_version() < 0:
+        slots = line.reach(lambda store: store.slots())
+        if line.place.slot <= min(slots, default=line.place.slot):
+            return True
+        line.say(state="waiting")
+        if line.wait(lambda news: news.version >= 0 or news.over).over or line.notice:
+            raise TryAgain("there is no version 0 yet", "its workers make it, once they are there")
+    return False
 
 
 def _create(line: NoLine, group: Group, replica: Replica, commit: Commit) -> None:
