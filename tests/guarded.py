@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from elastic.local import guards, rounds
-from elastic.local.guards import Moved, Reach, Running
+from elastic.local.guards import Moved, Running
 from elastic.run.records import Header
 from elastic.saved import merge
 from elastic.saved.layout import Layout
@@ -49,20 +49,19 @@ class World:
 class Told:
     """What the guards did."""
 
-    strays: list[str] = field(default_factory=list)
     clips: list[float] = field(default_factory=list)  # of each round: what is left of its mean
     faulty_clips: list[float] = field(default_factory=list)  # of the faulty deltas that were merged
     taken_back: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)  # of faulty deltas
+    refused: int = 0  # deltas that are not finite
     versions: int = 0
     losses: list[float] = field(default_factory=list)
 
 
 class Worker:
-    """One slot: Adam's moments, and what it knows of its own deltas."""
+    """One slot: Adam's moments."""
 
     def __init__(self, noise: torch.Generator):
-        self.noise, self.reach, self.strayed = noise, Reach(), False
+        self.noise = noise
         self.forget()
 
     def forget(self) -> None:
@@ -131,12 +130,8 @@ class Run:
         if is_faulty:
             delta = self.world.fault(delta)
         moved = Moved(merge.norm(delta), steps, sum(rates))
-        reason = guards.stray(moved, Reach() if worker.strayed else worker.reach)
-        if 2 * steps >= most and math.isfinite(moved.norm):
-            worker.reach = worker.reach.after([moved])
-        worker.strayed = bool(reason)
-        if reason:
-            (self.told.refused if is_faulty else self.told.strays).append(reason)
+        if not math.isfinite(moved.norm):
+            self.told.refused += 1
             worker.forget()
             return None
         return worker, delta, moved, loss + self.odd(steps), is_faulty

@@ -69,13 +69,6 @@ def test_few_deltas_are_clipped_by_the_rounds_before_once_there_are_three():
     assert guards.clips([moved(0.0)] * 3, 2.0, late) == [1.0] * 3
 
 
-def test_a_worker_does_not_send_what_its_steps_could_not_have_moved():
-    assert guards.stray(moved(9.9), KNOWN) == guards.stray(moved(1e9), Reach()) == ""
-    assert guards.stray(moved(10.1), KNOWN).startswith("outlier: its own delta")
-    for norm in (math.inf, math.nan):
-        assert guards.stray(moved(norm), Reach()).startswith("non-finite")
-
-
 # ---- a version that is taken back ---------------------------------------------------------------
 
 
@@ -154,7 +147,7 @@ def healthy() -> list[dict]:
 @pytest.mark.parametrize("case", healthy(), ids=lambda case: "-".join(map(str, case.values())))
 def test_no_guard_touches_a_healthy_run(case: dict):
     told = trained(World(**case))
-    assert told.strays == told.taken_back == []
+    assert told.taken_back == []
     assert min(told.clips) > 0.9
     assert told.losses[-1] < told.losses[0]
 
@@ -184,7 +177,7 @@ def flipped(bit: int):
 
 FAULTS = {
     "not a number": (lambda delta: delta.index_fill(0, torch.tensor([3]), math.nan), True),
-    "too long": (lambda delta: 100 * delta, True),
+    "too long": (lambda delta: 100 * delta, False),
     "a bit of its exponent": (flipped(30), True),
     "nothing": (torch.zeros_like, False),  # these two only cost their own part of a round
     "wrong sign": (lambda delta: -delta, False),
@@ -199,8 +192,7 @@ def test_a_damaged_delta_is_refused_and_the_run_learns_as_before(name: str, work
     steps = 1600 if workers < 3 else 800
     world = World(workers, steps, cold_start=0, learning_rate=1e-3)
     sound, told = trained(world), trained(replace(world, fault=fault, faulty_rounds=(12,)))
-    assert len(told.refused) == is_refused
-    assert told.strays == []
+    assert told.refused == is_refused
     assert sum(told.losses[-3:]) < 1.3 * sum(sound.losses[-3:])
 
 

@@ -1,16 +1,15 @@
 """Guards: how long a delta may be, and which version is bad. Pure.
 
-    stray(moved, reach)       the worker, before it sends a delta: go back to the base?
-    clips(moves, ...)         the master: how much of each delta is merged?
+    clips(moves, ...)         how much of each delta is merged?
     canary(loss, ...)         has the newest version made the loss rise?
 
 A length is judged by what its steps could have moved. k steps whose learning rates sum to
 S move c S if they all go one way, and c S / sqrt(k) if each goes its own; a healthy delta
 is in between. `Reach` knows both constants, and expects the longer one: a learning rate
 that rises and rounds that get more or fewer steps make no healthy delta look long. No
-guard stops a run: every mean follows what was seen, and a worker refuses its own delta
-once, and sends the next. One that is of no use (it moved nothing, or goes back) is
-merged: it costs its part of one round, and no more.
+guard stops a run: every mean follows what was seen, as optimizers that find their own
+step size make deltas a hundred times as long within rounds. A delta that is of no use (it
+moved nothing, or goes back) is merged: it costs its part of one round, and no more.
 """
 
 import math
@@ -21,7 +20,6 @@ from statistics import median
 from elastic.run.records import Commit, Delta
 
 MEMORY_ROUNDS = 20  # horizon of the running means
-STRAY = 10.0  # expected lengths: a delta that its worker takes for broken
 # Usual learning rates a step: of who joins they are lower, never so much higher.
 MOST_RATE = 4.0
 STANDS_OUT = 1.5  # medians: the longest delta of a version that is taken back
@@ -114,23 +112,6 @@ class Running:
 def blend(mean: float, value: float) -> float:
     """A running mean, one value later; 0: none yet."""
     return value if mean == 0.0 else mean + (value - mean) / MEMORY_ROUNDS
-
-
-# ---- at the worker ---------------------------------------------------------------------
-
-
-def stray(moved: Moved, reach: Reach) -> str:
-    """Why a worker should not send its delta; `reach`: of the deltas it made before."""
-    if not math.isfinite(moved.norm):
-        return "non-finite: its own delta"
-    usual = reach.length(moved)
-    if usual and moved.norm > STRAY * usual:
-        what = f"outlier: its own delta, of norm {moved.norm:.3g}"
-        return f"{what}; its steps make {usual:.3g}"
-    return ""
-
-
-# ---- at the master ---------------------------------------------------------------------
 
 
 def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]:

@@ -14,7 +14,7 @@ import torch
 
 from elastic.base.durable import in_background
 from elastic.base.errors import ElasticError
-from elastic.local import guards, rounds
+from elastic.local import rounds
 from elastic.local.transport import Transport, fragment_name
 from elastic.local.worker.exchange import Exchange
 from elastic.local.worker.in_hand import Ahead, InHand
@@ -29,8 +29,6 @@ class Deliver:
         self._hand, self._line = hand, hand.line
         self.exchange, self._moments = exchange, moments
         self._transport = Transport(hand.line.run)
-        self._reach = guards.Reach()  # of its own deltas
-        self._has_strayed = False  # it has refused its last delta, and will send the next
         self._delivered = 0
         self._memory: list[torch.Tensor] = []  # kept: a new one costs more than a copy
 
@@ -65,23 +63,19 @@ class Deliver:
         return True
 
     def _send(self, done: WorkerRound, delta_of) -> list[Fragment] | None:
-        """Encode and store the fragments; None, and back to the base, if they are no
-        good."""
+        """Encode and store the fragments; None, and back to the base, if they are not
+        finite."""
         fragments, length = self.exchange.send(delta_of, partial(self.put, done.base))
-        moved = guards.Moved(length, done.steps, done.lr_sum)
-        reason = self._why_not(moved)
-        if 2 * done.steps >= self._hand.inner_steps and math.isfinite(length):
-            self._reach = self._reach.after([moved])
-        self._has_strayed = bool(reason)
-        if reason:
-            self._drop(done, reason)
-            return None
-        return fragments
-
-    def _why_not(self, moved: guards.Moved) -> str:
-        """A delta that is too long is trained again; if it comes out so again, it is
-        sent."""
-        return guards.stray(moved, guards.Reach() if self._has_strayed else self._reach)
+        if math.isfinite(length):
+            return fragments
+        # Its samples come again, with fresh moments.
+        reason = f"{rounds.Rule.NON_FINITE}: its own delta"
+        self._line.event("reject", reason=reason, base=done.base)
+        self._hand.queue = done.samples + self._hand.queue
+        self.exchange.replica.restore()
+        self._moments.forget()
+        self._hand.void("were no good")
+        return None
 
     def put(self, base: int, index: int, data: memoryview) -> Fragment:
         """Store a fragment's bytes, once the disk has room. Raises TryAgain at a
@@ -90,14 +84,6 @@ class Deliver:
             self._hand.tell_new_master()
         name = fragment_name((*self._line.place.owner, base), index)
         return self._line.written(partial(self._transport.put, name, data))
-
-    def _drop(self, done: WorkerRound, reason: str) -> None:
-        """Never sent: back to the base, with fresh moments, and its samples again."""
-        self._line.event("reject", reason=reason, base=done.base)
-        self._hand.queue = done.samples + self._hand.queue
-        self.exchange.replica.restore()
-        self._moments.forget()
-        self._hand.void("were no good")
 
     def _header(self, done: WorkerRound, fragments: list) -> Header:
         """What the master is told: rank 0, whose line alone says it, knows all of it."""
@@ -136,7 +122,7 @@ class Deliver:
         if hand.config.local_sgd.overlap == "off" or not done.steps or is_late:
             return None
         deltas = self._copied()
-        if self._why_not(guards.Moved(self._length(deltas), done.steps, done.lr_sum)):
+        if not all(math.isfinite(norm(delta)) for delta in deltas):
             return None
         hand.sent, hand.round = done, WorkerRound(done.base, time.monotonic())
         hand.ahead = Ahead(hand.round, deltas)
@@ -147,11 +133,6 @@ class Deliver:
         if not self._memory:
             self._memory = [torch.empty(numel) for numel in replica.layout.numels]
         return [replica.delta(index, into) for index, into in enumerate(self._memory)]
-
-    def _length(self, deltas: list[torch.Tensor]) -> float:
-        has_buffers = self.exchange.replica.layout.has_buffers
-        return math.hypot(*(norm(delta) for index, delta in enumerate(deltas)
-                            if not has_buffers(index)))  # fmt: skip
 
     def _bring(self, sent: WorkerRound) -> dict[int, list[torch.Tensor]] | None:
         """In the courier's thread: wait for the next version, and read it. Empty: there
