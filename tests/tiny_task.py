@@ -80,7 +80,7 @@ class Tiny:
 
 class Masked(Tiny):
     """Leaves out samples whose sum is near that of sample 0, as a batch of padding alone is: the
-    mean over nothing is nan, and its gradient 0."""
+    mean over nothing is nan, and its gradient 0. The loss is a vector of one element."""
 
     def counted(self, y: torch.Tensor) -> torch.Tensor:
         return (y - self._samples[0][1]).abs() > 0.5
@@ -90,4 +90,5 @@ class Masked(Tiny):
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         x, y = batch
-        return super().loss(lambda x: model(x)[self.counted(y)], (x, y[self.counted(y)]))
+        one = super().loss(lambda x: model(x)[self.counted(y)], (x, y[self.counted(y)]))
+        return one.unsqueeze(0)

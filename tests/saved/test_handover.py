@@ -8,10 +8,12 @@ import os
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from checkpoint_ranks import make, train
 from elastic.run.audit import audit
 from elastic.run.rundir import RunDir
+from elastic.saved import inner_state
 from elastic.saved.checkpoint import Checkpoints
 from elastic.saved.handover import to_local, to_sync
 from elastic.saved.layout import Layout
@@ -36,7 +38,7 @@ def begun(run: RunDir) -> RunDir:
         files += draft.write_fragment(layout, index, params, torch.ones_like(params))
     draft.commit(layout, files, commit_of(
         master_epoch=0, epochs=1, layout=layout.hash, dataset_samples=SAMPLES,
-        total_tokens=SAMPLES,
+        total_tokens=SAMPLES, running={"loss": 2.5, "weight": 8.0},
     ))  # fmt: skip
     return run
 
@@ -84,6 +86,37 @@ def test_parameters_go_there_and_back_bit_for_bit(begun):
     for one, other in zip(net.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
     assert audit(begun.path, keep=2)["problems"] == []
+
+
+def test_what_was_before_sync_mode_is_compared_with_nothing_after_it(begun):
+    """The loss of the last round before it took all of sync mode back; moments were called new."""
+    net = trained(begun, 5)
+    state = inner_state.Pointer(1, 1, 0, ())
+    inner_state.publish(begun, state)
+    assert inner_state.choose(begun, 1, 0, 3)[0] == state
+    commit, _ = to_local(begun, begun.commits.newest(), 3)
+    assert commit.running == {"loss": 0.0, "weight": 8.0}
+    assert inner_state.choose(begun, 1, commit.version, 3) == (None, "fresh")
+    state = inner_state.Pointer(1, 1, commit.version, ())
+    inner_state.publish(begun, state)
+    assert inner_state.choose(begun, 1, commit.version, 3)[0] == state
+    assert_is(begun, 1, net)
+
+
+def test_a_model_in_a_wrapper_leaves_sync_mode_too(run):
+    """torch.compile and activation checkpointing put words into names, which DCP leaves out."""
+    net = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 1))
+    net = torch.compile(net, backend="eager")
+    layout, draft = Layout.of(shapes(net), 1 << 20), Draft(run, 0, "slot0.1")
+    zeros = torch.zeros(layout.numels[0])
+    commit = commit_of(layout=layout.hash, dataset_samples=SAMPLES)
+    draft.commit(layout, draft.write_fragment(layout, 0, zeros, zeros.clone()), commit)
+    extra = {"base_version": 0, "tokens": 10, "samples": [[0, 0, 10]], "loss": 1.0, "deltas": []}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    Checkpoints(run, Group(), "job1").save(1, net, optimizer, extra)
+    commit, refused = to_local(run, run.commits.newest(), 1)
+    assert (commit.version, refused) == (1, [])
+    assert_is(run, 1, net)
 
 
 def test_only_what_was_trained_on_top_of_the_newest_version_counts(begun):

@@ -21,7 +21,7 @@ import torch
 
 from elastic.base import durable
 from elastic.base.durable import read_json
-from elastic.base.errors import TryAgain
+from elastic.base.errors import Fenced, TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs import cadence
 from elastic.run.rundir import RunDir
@@ -31,7 +31,7 @@ from elastic.sync.batches import Samples
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
 from elastic.train.group import Group
-from helpers import elastic, environment, wait_until
+from helpers import commit_of, elastic, environment, wait_until
 from running import Running, members, running
 from tiny_task import Tiny
 
@@ -282,6 +282,17 @@ def test_a_later_job_of_the_run_ends_all_ranks_alike(tmp_path):
 @pytest.fixture
 def rank(tmp_path, make_config) -> Rank:
     return Rank(RunDir(tmp_path / "a"), make_config(), Group(), 1, "7")
+
+
+def test_a_trainer_leaves_when_a_master_commits_what_it_was_about_to(run):
+    """On top of an older version its checkpoints count for nothing: not even at the end."""
+    run.commits.link(commit_of())
+    wishes = Wishes(Rank(run, run.config(), Group(), 1, "7"), Notice())
+    wishes.claim_epoch()
+    wishes.fence()
+    run.commits.link(commit_of(1))
+    with pytest.raises(Fenced):
+        wishes.fence()
 
 
 def test_where_the_notice_is_shorter_than_a_save_the_newest_checkpoint_has_to_do(

@@ -53,6 +53,8 @@ def to_local(run: RunDir, commit: Commit, epoch: int) -> tuple[Commit, list[str]
         files += draft.write_fragment(layout, index, params, torch.zeros_like(params))
     draft.commit(layout, files, commit.following(
         master_epoch=epoch, time=time.time(), tokens=trained.tokens, samples=trained.samples,
-        deltas=trained.deltas, loss=trained.loss, step=saved.step, running=commit.running or {},
+        deltas=trained.deltas, loss=trained.loss, step=saved.step,
+        # With what was before the checkpoint's steps the next round's loss is not to be compared.
+        running={**(commit.running or {}), "loss": 0.0},
     ))  # fmt: skip
     return run.commits.newest(), refused

@@ -54,7 +54,7 @@ class Wishes:
     def __init__(self, rank: Rank, notice: Notice):
         self._rank, self.notice = rank, notice
         self._shutdown = ShutdownHandler(float(env("ELASTIC_NOTICE_S") or 0), notice)
-        self._epoch = 0
+        self._epoch = self._version = 0
         self._control_at = 0.0
 
     def mine(self) -> Wish:
@@ -90,14 +90,17 @@ class Wishes:
     # ---- rank 0: one writer of the run
 
     def claim_epoch(self) -> None:
-        """No master commits another version: trainers claim an epoch, too, and so fence
-        them."""
+        """Trainers claim an epoch, too, and so fence masters: from here on one may commit
+        what it is about to, and nothing else."""
         rank = self._rank
         who = {"job_id": rank.job_id, "attempt": rank.attempt, "time": time.time()}
         self._epoch = until_written(lambda: rank.run.masters.claim(who), self.notice.__bool__)
+        self._version = rank.run.commits.newest_version()
 
     def fence(self) -> None:
-        """Raise Fenced if a later attempt, or a master, has the run."""
+        """Raise Fenced if a later attempt, or a master, has the run. On top of another version
+        the checkpoints would be nothing."""
         run, attempt = self._rank.run, self._rank.attempt
-        if run.slots.latest(0) > attempt or run.masters.newest() > self._epoch:
+        is_other = run.slots.latest(0) > attempt or run.masters.newest() > self._epoch
+        if is_other or run.commits.newest_version() > self._version:
             raise Fenced(f"attempt {attempt}: a later one, or a master, has taken over")
