@@ -229,8 +229,12 @@ def newest(folder: Path, *names: str) -> str:
 def test_the_newest_checkpoint_is_the_highest_step_whatever_its_name(tmp_path: Path):
     assert newest(tmp_path, "step_9.pt", "step_100.pt", "step_20.pt") == "step_100.pt"
     assert newest(tmp_path, "epoch3.pt", "epoch10.pt") == "epoch10.pt"
-    names = ["epoch=3-step=1200.ckpt", "epoch=4-step=900.ckpt"]
+    names = ["epoch=3-step=1200.ckpt", "epoch=3-step=900.ckpt"]
     assert newest(tmp_path, *names) == names[0]
+    assert newest(tmp_path, "step_100.epoch_9.pt", "step_20.epoch_10.pt") == "step_20.epoch_10.pt"
+    # Of a program whose steps begin anew in each epoch: it went back to epoch 0 each time.
+    names = ["epoch_0_step_80.pt", "epoch_0_step_100.pt", "epoch_1_step_20.pt"]
+    assert newest(tmp_path, *names) == names[-1]
     assert newest(tmp_path, "0100.pt", "0200.pt") == "0200.pt"
     assert newest(tmp_path, "step_5.optimizer.pt", "step_5.pt") == "step_5.pt"
 

@@ -1,7 +1,9 @@
 """The models have the sizes they claim, compute causally, and start the same for the same seed."""
 
+import random
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,6 +76,17 @@ def test_the_same_seed_gives_the_same_parameters_and_leaves_the_random_state_alo
     ):
         assert torch.equal(a, b), name
         assert a.dim() < 2 or not torch.equal(a, c), name
+
+
+def test_a_place_has_its_own_random_numbers_numpys_too():
+    """Workers that began with np.random.seed(0) all drew the same."""
+    numpy.random.seed(0)
+    drawn = []
+    for place in ("1/0/1", "1/1/1", "1/0/1"):
+        device.seed_by(place)
+        drawn.append((numpy.random.rand(), random.random(), torch.rand(()).item()))
+    assert drawn[0] == drawn[2]
+    assert not set(drawn[0]) & set(drawn[1])
 
 
 def test_without_a_seed_the_seed_of_torch_counts_however_much_was_drawn_since():

@@ -25,7 +25,7 @@ from elastic.jobs import sched_slurm
 from elastic.jobs.hostlist import expand_hostlist, numbers
 
 _TEMPORARY = re.compile(r"^\.|^tmp|\.(tmp|partial)\b|~$")
-_WORDS = r"(step|\bba)|iteration|iter|checkpoint|ckpt|epoch|\bep|snapshot|state|model(?=[-_]\d+\.)"
+_WORDS = r"(epoch|\bep)|step|\bba|iteration|iter|checkpoint|ckpt|snapshot|state|model(?=[-_]\d+\.)"
 _NUMBERED = re.compile(rf"(?:(?:{_WORDS})[-_=.]?|^(?=\d+(?:\.|$)))(\d+)", re.IGNORECASE)
 _POINTER = re.compile(r"(^|[-_.])(latest|last)([-_.]|$)", re.IGNORECASE)
 _PLAIN = re.compile(r"(^|[-_.])(checkpoint|ckpt|snapshot|state)(\.(pt|pth|ckpt|tar|bin|pkl))+$")
@@ -148,9 +148,9 @@ def resume_paths(folder: Path, pattern: str = "") -> dict[Path, int]:
     written.
 
     Which they are says `pattern`; where it is empty, the names do that programs usually
-    choose. Of names that differ in numbers alone the highest step comes first, or what a
-    link (`latest`) leads to; of different ones (last.ckpt, epoch=3.ckpt) what was written
-    last.
+    choose. Of names that differ in numbers alone the highest epoch comes first, and in it
+    the highest step, or what a link (`latest`) leads to; of different ones (last.ckpt,
+    epoch=3.ckpt) what was written last.
     """
     alike: dict[str, list[Path]] = defaultdict(list)
     for path in _candidates(folder, pattern):
@@ -175,12 +175,11 @@ def _candidates(folder: Path, pattern: str) -> list[Path]:
 
 
 def _order(path: Path) -> tuple:
-    """The highest step first, then the shortest name; what has no step last, the newest
-    first."""
-    # Both may be there: epoch=3-step=1200.
-    found = max(_NUMBERED.findall(path.name), key=lambda match: match[0] != "", default=None)
-    place = (-int(found[1]), len(path.name), path.name) if found else (1, 0, "")
-    return (*place, -_written(path))
+    """The highest epoch first, as steps may begin anew in each; then the highest step, then
+    the shortest name; what has neither last, the newest first."""
+    found = sorted(_NUMBERED.findall(path.name), key=lambda match: match[0] == "")
+    place = ([-int(number) for _, number in found], len(path.name), path.name)
+    return (*(place if found else ([1], 0, "")), -_written(path))
 
 
 def _is_named_so(name: str) -> bool:

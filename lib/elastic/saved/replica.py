@@ -50,6 +50,16 @@ def refuse_inexact(model: nn.Module) -> None:
             raise ElasticError(what, f"convert it (model.float(), torch.view_as_real); {other}")
 
 
+def _put(param: torch.Tensor, values: torch.Tensor) -> None:
+    """Set this rank's part. Of integers float32 holds some, and a mean of ones may be
+    0.9999999: what it cannot tell from `values` stays as it is."""
+    own = own_part(param)
+    if not is_float(own):
+        values = values.to(own.device)
+        values = torch.where(own.float() == values, own, values.round().to(own.dtype))
+    own.copy_(values, non_blocking=True)
+
+
 class Replica:
     def __init__(self, model: nn.Module, layout: Layout):
         self.model, self.layout = model, layout
@@ -75,14 +85,14 @@ class Replica:
                 if not shard.sum().isfinite():
                     self._constant[tensor.name] = ~shard.isfinite()
             base = self.base[tensor.name].copy_(shard)
-            own_part(param).copy_(base, non_blocking=True)
+            _put(param, base)
 
     @torch.no_grad()
     def load(self, index: int, values: torch.Tensor) -> None:
         """Set a fragment's parameters (flat) as exactly as they can hold it;
         they get no base."""
         for _, param, shard in self._shards(index, values):
-            own_part(param).copy_(shard)
+            _put(param, shard)
 
     @torch.no_grad()
     def rebase(self, index: int, values: torch.Tensor, delta: torch.Tensor) -> None:
@@ -95,7 +105,7 @@ class Replica:
             base, local = self.base[tensor.name], own_part(param)
             new = shard.to(base.device)
             if tensor.is_buffer:  # nothing is lost with what they have seen since
-                local.copy_(new)
+                _put(param, new)
             else:
                 since = tensor.of(delta).to(base.device) + (new.float() - base.float())
                 local.add_(self._moved(tensor.name, since).to(local.device))
@@ -112,7 +122,7 @@ class Replica:
     def restore(self) -> None:
         """Go back to the base: this round's steps are void."""
         for name, base in self.base.items():
-            own_part(self.tensor(name)).copy_(base)
+            _put(self.tensor(name), base)
 
     @torch.no_grad()
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:

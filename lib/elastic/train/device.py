@@ -135,10 +135,13 @@ def set_initial_values(task, model: torch.nn.Module) -> None:
 
 
 def seed_by(place: str) -> None:
-    """Random numbers that follow from `place`: torch's on all devices, and Python's."""
+    """Random numbers that follow from `place`: torch's on all devices, Python's and
+    numpy's."""
     seed = int.from_bytes(blake2b(place.encode(), digest_size=7).digest())
     torch.manual_seed(seed)
     random.seed(seed)
+    if numpy := sys.modules.get("numpy"):  # nothing here needs it
+        numpy.random.seed(seed % 2**32)
 
 
 def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:

@@ -56,8 +56,9 @@ class InnerOptimizer:
         return zip_longest(self.groups, self._made_with, fillvalue={})
 
     def set_rates(self, factor: float) -> None:
-        """Every group's peak times `factor`."""
+        """Every group's peak times `factor`; a loop may have added some groups."""
         self._notice_others()
+        self._peaks += map(peak, self.groups[len(self._peaks) :])
         self._rates = [most * factor for most in self._peaks]
         for group, rate in zip(self.groups, self._rates, strict=True):
             group["lr"] = rate
@@ -66,10 +67,8 @@ class InnerOptimizer:
         """Which parameters no optimizer has, as a sentence; "" if none."""
         held = {id(param) for group in self.groups for param in group["params"]}
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        if not left:
-            return ""
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        return f"no optimizer has {left[0]}{more}: give LocalSGD all optimizers, as a list"
+        some = ", ".join(left[:3])
+        return some and f"no optimizer has {some}: give LocalSGD all optimizers, as a list"
 
     def contested(self) -> str:
         """After a step: that somebody else sets the rates, as a sentence; "" if nobody
@@ -81,8 +80,18 @@ class InnerOptimizer:
                 f' each batch (peaks {self._peaks}): remove one, or set it to "own"')  # fmt: skip
 
     def _notice_others(self) -> None:
-        rates = [float(group["lr"]) for group in self.groups]
-        self._has_others |= bool(self._rates) and self._rates != rates
+        rates = [float(group["lr"]) for group in self.groups[: len(self._rates)]]
+        self._has_others |= self._rates != rates
+
+
+def refuse_strangers(model: nn.Module, groups: Sequence[dict]) -> None:
+    """Raise ElasticError if there are parameters to train that no version or checkpoint
+    of the model would have."""
+    own = {id(param) for param in model.parameters()}
+    held = (param for group in groups for param in group["params"] if param.requires_grad)
+    for shape in [tuple(param.shape) for param in held if id(param) not in own]:
+        what = f"the optimizer trains a parameter of shape {shape} that the model has not"
+        raise ElasticError(what, "put it into the model: nn.ModuleList([model, criterion])")
 
 
 def numbers(group: dict) -> dict:

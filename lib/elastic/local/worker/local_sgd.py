@@ -48,7 +48,7 @@ from elastic.saved.replica import Replica, refuse_inexact
 from elastic.train import loading
 from elastic.train.device import seed_by, to_device
 from elastic.train.group import Group
-from elastic.train.inner_optimizer import InnerOptimizer
+from elastic.train.inner_optimizer import InnerOptimizer, refuse_strangers
 from elastic.train.loading import Loader
 
 
@@ -151,6 +151,7 @@ class LocalSGD:
     def open(self, dataset: Dataset) -> None:
         """Find version 0, or be the worker that makes it."""
         refuse_inexact(self.model)
+        refuse_strangers(self.model, self.optimizer.groups)
         self.line.warn(self.optimizer.untrained(self.model))
         layout = layout_of_run(
             self.line, self.group, self.model, len(dataset), self.tokens_per_sample
