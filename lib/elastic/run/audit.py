@@ -16,7 +16,8 @@ it prunes is not missing.
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,7 +28,7 @@ from elastic.base.errors import ElasticError
 from elastic.run import goodput
 from elastic.run.claims import CHECKPOINT, numbers
 from elastic.run.commits import read_commit
-from elastic.run.ledger import Range, count
+from elastic.run.ledger import Range, Ranges, count
 from elastic.run.records import Checkpoint, Commit, as_commit, restored
 from elastic.run.rundir import RunDir
 from elastic.run.sound import whole
@@ -153,7 +154,8 @@ def check_sums(before: Commit, after: Commit) -> Iterator[str]:
     if gained != claimed:
         yield f"version {after.version} adds {gained} tokens, its deltas {claimed}"
     samples = [span for delta in after.deltas for span in delta.samples]
-    if coverage(after.samples) != coverage(samples):
+    own, theirs = Ranges(after.samples), Ranges(samples)
+    if list(own) != list(theirs) or count(after.samples) != count(samples):
         yield f"version {after.version}: its samples are not those of its deltas"
 
 
@@ -172,53 +174,39 @@ def taken_back(commits: Sequence[Commit]) -> list[tuple[int, int]]:
             if commit.version in reverted]  # fmt: skip
 
 
-def coverage(spans: Iterable[Range]) -> list[tuple[int, int, int, int]]:
-    """(epoch, start, stop, times) in order: equal for any two spellings of the same
-    coverage."""
-    changes: dict[tuple[int, int], int] = {}
-    for epoch, start, stop in spans:
-        changes[epoch, start] = changes.get((epoch, start), 0) + 1
-        changes[epoch, stop] = changes.get((epoch, stop), 0) - 1
-    pieces, times, since = [], 0, 0
-    for (epoch, at), change in sorted(changes.items()):
-        if change:
-            if times:
-                pieces.append((epoch, since, at, times))
-            times, since = times + change, at
-    return pieces
-
-
 def count_epochs(commits: Sequence[Commit], finished: bool, skipped: Sequence[Range]) -> list[dict]:
     """What is committed, repeated, missing, open and not reached in every epoch begun or
     owed. Batches that were not finite are `skipped` on purpose, and not missing."""
     size, owed = commits[0].dataset_samples, commits[-1].epochs if finished else 0
-    pieces = coverage([span for commit in commits for span in commit.samples])
+    spans = defaultdict(list)
+    for span in (span for commit in commits for span in commit.samples):
+        spans[span[0]].append(span)
     # By epoch, the version that first has samples of it.
     begun = {epoch: each.version for each in reversed(commits) for epoch, _, _ in each.samples}
     counts = []
     for epoch in range(max([owed, *(number + 1 for number in begun)])):
         next_begun = min((v for number, v in begun.items() if number > epoch), default=None)
         late = next_begun is not None and commits[-1].version - next_begun >= PATIENCE
-        mine, left_out = ([p for p in given if p[0] == epoch] for given in (pieces, skipped))
-        counts.append(count_epoch(epoch, mine, size, bool(owed) or late, count(left_out)))
+        left_out = count(span for span in skipped if span[0] == epoch)
+        counts.append(count_epoch(epoch, spans[epoch], size, bool(owed) or late, left_out))
     return counts
 
 
 def count_epoch(
-    epoch: int, pieces: list[tuple[int, int, int, int]], size: int, is_over: bool, left_out: int
+    epoch: int, spans: list[Range], size: int, is_over: bool, left_out: int
 ) -> dict:
     """The counts of one epoch of `size` samples."""
-    highest = max((stop for _, _, stop, _ in pieces), default=0)
-    inside = sum(max(0, min(stop, size) - max(0, start)) for _, start, stop, _ in pieces)
+    covered, highest = Ranges(spans), max((stop for _, _, stop in spans), default=0)
+    inside = count(covered.common([(epoch, 0, size)]))
     return {
         "epoch": epoch,
         "dataset_samples": size,
         "committed": inside,
-        "repeated": sum((stop - start) * (times - 1) for _, start, stop, times in pieces),
+        "repeated": count(spans) - len(covered),
         "missing": max(0, size - inside - left_out) if is_over else 0,
         "open": 0 if is_over else min(highest, size) - inside,
         "not_reached": 0 if is_over else max(0, size - highest),
-        "outside": sum(stop - start for _, start, stop, _ in pieces) - inside,
+        "outside": len(covered) - inside,
     }
 
 
