@@ -888,7 +888,8 @@ def test_every_run_is_looked_for_on_the_cluster_it_was_submitted_to(make_run, sl
 def test_a_pass_on_another_cluster_changes_nothing_and_says_nothing(run, slurm, again):
     """Both have the user's home, and a crontab: it would mail all day."""
     until_running(again, slurm)
-    before = notes(run)
+    before, at = notes(run), run.path / reconcile.LOCK
+    os.utime(at, (1, 1))
 
     def elsewhere(within_s):
         raise Elsewhere("this is cluster a, and the run's jobs are on b")
@@ -897,6 +898,10 @@ def test_a_pass_on_another_cluster_changes_nothing_and_says_nothing(run, slurm, 
     report = again(600)
     assert (report.lines(), report.runs, notes(run)) == ([], [], before)
     assert "the run's jobs are on b" in report.unknown
+    assert at.stat().st_mtime == 1  # status went on to say that the run's own passes do come
+    del slurm.jobs
+    again(600)
+    assert at.stat().st_mtime > 1
 
 
 # ---- many passes at once, for real

@@ -549,8 +549,12 @@ def test_a_screen_that_is_watched_has_no_json(config, env):
 
 def test_the_line_for_the_crontab_is_one_where_a_folder_has_a_space(monkeypatch):
     monkeypatch.setattr(installed, "commands", lambda: Path("/home/me/my copy/bin"))
-    line = installed.cron_line()
-    assert shlex.split(line)[5:] == ["/home/me/my copy/bin/elastic-reconcile", "--jitter"]
+    for name in (home := "ELASTIC_HOME_DIR", "ELASTIC_PYTHON"):
+        monkeypatch.delenv(name, raising=False)
+    words = ["/home/me/my copy/bin/elastic-reconcile", "--jitter"]
+    assert shlex.split(installed.cron_line())[5:] == words
+    monkeypatch.setenv(home, "/data/my state")  # which cron does not have
+    assert shlex.split(installed.cron_line())[5:] == [f"{home}=/data/my state", *words]
 
 
 def test_json_has_no_number_that_is_none():

@@ -171,11 +171,6 @@ def test_a_browser_opens_the_page_without_a_word_and_shows_what_happened(page: P
     for words in ("committed samples", "samples/s", "slot 0", "slot 2", "master", "training ",
                   "start-up", "had to leave", "Incidents"):  # fmt: skip
         assert words in shown, words
-    stays = timeline.stays(run.run.events(), run.run.jobs.endings(), 0)
-    ended = [stay for stay in stays if stay.outcome]
-    assert ended
-    for stay in ended:
-        assert stay.words in shown  # as a tooltip
 
 
 def test_a_word_of_the_browser_would_have_been_heard(tmp_path: Path):
@@ -203,7 +198,7 @@ def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     evil = "<script>alert(1)</script>"
     event = {"kind": "warning", "time": facts.began, "reason": evil}
     seen = facts.seen | {"run": evil, "summary": evil, "reason": evil, "path": evil}
-    stays = [timeline.Stay("worker", 0, evil, evil, facts.began, facts.began + 9, evil, evil)]
+    stays = [timeline.Stay(evil, 0, facts.began, facts.began + 9, evil)]
     incidents = timeline.incidents([event])
     found = report.Facts(seen, facts.began, facts.points, facts.scores, stays, incidents,
                          facts.gpu_seconds)  # fmt: skip
@@ -236,7 +231,7 @@ def test_of_a_program_that_counts_its_own_steps_no_goodput_is_told(make_run):
 def test_of_too_many_jobs_the_newest_are_drawn(monkeypatch):
     monkeypatch.setattr(report, "MOST_STAYS", 2)
     ends = (9, 3, 8)
-    stays = [timeline.Stay("worker", slot, "1", "n", 0.0, end) for slot, end in enumerate(ends)]
+    stays = [timeline.Stay("worker", slot, 0.0, end) for slot, end in enumerate(ends)]
     assert [stay.end for stay in report.newest(stays)] == [9, 8]
     assert report.newest([]) == []
 
@@ -246,7 +241,7 @@ def test_a_job_of_the_hour_that_comes_twice_is_drawn_forwards(lived, monkeypatch
     from matplotlib.figure import Figure
 
     began = datetime(2026, 10, 25, 0, 50, tzinfo=UTC).timestamp()
-    stay = timeline.Stay("worker", 0, "1", "n", began, began + 1200, "done")
+    stay = timeline.Stay("worker", 0, began, began + 1200, "done")
     facts = replace(report.gather(lived[0].run), began=began, points=[], scores=[], stays=[stay],
                     incidents=[])  # fmt: skip
     with monkeypatch.context() as berlin:

@@ -213,3 +213,22 @@ def test_a_watched_run_fits_its_screen_as_well_as_it_can(height: int):
     crowded = seen(workers=CROWD, jobs=[job(slot, "PENDING") for slot in range(40)])
     views.console(file=file, width=120).print(views.run_view(crowded, height))
     assert len(file.getvalue().splitlines()) <= height
+
+
+@pytest.mark.parametrize("hung", [3, 100])
+def test_of_those_that_are_not_shown_nobody_is_called_well_who_hangs(hung: int):
+    workers = [worker(slot, state="stalled" if slot < hung else "training") for slot in range(128)]
+    file = io.StringIO()
+    views.console(file=file, width=120).print(views.run_view(seen(workers=workers)))
+    assert ("none of them slower or in trouble" in file.getvalue()) == (hung == 3)
+
+
+@pytest.mark.parametrize(("reason", "words"), [
+    ("AssocGrpCPUMinutesLimit", "hours are used up"), ("QOSMaxGRESPerJob", "a job is too large"),
+    ("QOSMaxWallDurationPerJobLimit", "slurm.time"), ("QOSGrpGRES", "waits for colleagues"),
+    ("QOSMaxGRESPerUser", "lower --max"), ("AccountNotAllowed", "slurm.account"),
+    ("DependencyNeverSatisfied", "elastic-reconcile replaces it"), ("Odd", ""),
+])  # fmt: skip
+def test_what_a_schedulers_reason_means_for_its_owner(reason: str, words: str):
+    assert words in wording.way_out(reason)
+    assert words or not wording.way_out(reason)

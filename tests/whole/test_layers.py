@@ -17,16 +17,16 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1031,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1435,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1741,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 973,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1061,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 629,  # local mode: what both sides of the wire speak
-    "local/worker": 1429,  # one slot: hold the lease, train, deliver
-    "local/master": 1126,  # one master: Redis, samples, rounds, commits
-    "sync": 965,  # sync mode: one job that resizes
-    "people": 2160,  # what a person asks and sees
+    "base": 1033,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1429,  # one run on disk: its folder, its records, its samples, its proof
+    "jobs": 1743,  # jobs on a cluster: what is there, what should be, one pass
+    "train": 980,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 1077,  # tensors on disk, committed by link(): what both modes begin with
+    "local": 620,  # local mode: what both sides of the wire speak
+    "local/worker": 1427,  # one slot: hold the lease, train, deliver
+    "local/master": 1129,  # one master: Redis, samples, rounds, commits
+    "sync": 969,  # sync mode: one job that resizes
+    "people": 2143,  # what a person asks and sees
     "lab": 1387,  # trying and proving; nothing imports it
     "commands": 489,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

@@ -69,7 +69,9 @@ def commands() -> Path:
 
 def cron_line() -> str:
     """What a user's crontab is to have."""
-    return f"*/2 * * * * {shlex.quote(str(commands() / 'elastic-reconcile'))} --jitter"
+    names = filter(env, ("ELASTIC_HOME_DIR", "ELASTIC_PYTHON"))  # cron does not know them
+    given = "".join(f"{name}={shlex.quote(env(name))} " for name in names)
+    return f"*/2 * * * * {given}{shlex.quote(str(commands() / 'elastic-reconcile'))} --jitter"
 
 
 def torch_program(name: str) -> list[str]:

@@ -46,7 +46,7 @@ DYING_S, UNSURE_S = 60.0, 600.0
 EPILOG_S = 120.0
 WORDLESS_S = 300.0  # … and for so long after its end if it has said none: it may be writing yet
 LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
-LOCK = "reconcile.lock"  # its time is that of the last pass
+LOCK = "reconcile.lock"  # its time is that of the last pass by the run's own scheduler
 PERSON_S = 5.0  # for which a pass that a person asked for waits for the lock
 MOST_LATER_S = 1800.0  # … after many
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
@@ -153,10 +153,8 @@ def _lock(run: RunDir, wait_s: float) -> Iterator[bool]:
     cancels it.
     """
     with os.fdopen(os.open(run.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as file:
-        if is_mine := durable.lock(file.fileno(), wait_s):
-            with contextlib.suppress(OSError):  # a full quota costs the note, not the pass
-                os.utime(file.fileno())
-        elif wait_s:
+        is_mine = durable.lock(file.fileno(), wait_s)
+        if wait_s and not is_mine:
             raise TryAgain("another pass is at work, and may know nothing of this yet")
         yield is_mine
 
@@ -267,9 +265,12 @@ class _Pass:
         return is_news
 
     def save(self) -> None:
-        path = self.run.path / "reconcile.json"
-        data = to_json({"memory": asdict(self.memory)})
-        if not self.dry_run and (not path.exists() or path.read_bytes() != data):
+        if self.dry_run:
+            return
+        with contextlib.suppress(OSError):  # a full quota costs the note, not the pass
+            os.utime(self.run.path / LOCK)
+        path, data = self.run.path / "reconcile.json", to_json({"memory": asdict(self.memory)})
+        if not path.exists() or path.read_bytes() != data:
             write_atomic(path, data)
 
     def _clock(self) -> float:

@@ -310,13 +310,14 @@ def _has_features(node: Node, slurm) -> bool:
 
 def share_of_gpu(slurm) -> tuple[int, str]:
     """The CPUs and the memory, as sbatch takes it, that come to a GPU on the smallest
-    node of the partition; 0 and "" for what Slurm has a default for, what the site's own
+    node of the partitions; 0 and "" for what Slurm has a default for, what the site's own
     options say in another way, or Slurm does not say. Raises TryAgain."""
-    first = slurm.partition.split(",")[0]
-    settings = [*partitions().get(first, {}).items(), *cluster().items()]
+    names = slurm.partition.split(",")
+    given_by = [*(partitions().get(name, {}) for name in names), cluster()]
+    settings = [pair for each in given_by for pair in each.items()]
     defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
     given = " ".join((*defaults, *slurm.options))
-    inside = [node for node in nodes() if node.partition == first]
+    inside = [node for node in nodes() if node.partition in names]
     # A constraint that says more than features leaves all of them.
     inside = [node for node in inside if _has_features(node, slurm)] or inside
     gpus_on = {node.name: gpus_of(node.gres, slurm.gres) for node in inside}

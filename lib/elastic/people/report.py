@@ -3,13 +3,11 @@
     gather      reads the run directory once, into `Facts`
     draw_*      each draws a panel with matplotlib, whose one importer this file is
     page        the panels as SVG inside one HTML file: no script, no network, text that
-                can be searched; the tooltip of a bar in the chart of jobs tells all about
-                that job
+                can be searched
 """
 
 import html
 import io
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,22 +89,13 @@ def thinned(points: Sequence[Any]) -> Sequence[Any]:
 # ---- panels
 
 
-def draw_loss_by_tokens(axes: Any, facts: Facts) -> None:
-    _losses(axes, facts, lambda point: point.tokens)
-    axes.set(xlabel=f"committed {facts.seen['unit']}")
-    axes.xaxis.set_major_formatter(lambda value, _place: wording.si(value))
-
-
-def draw_loss_by_time(axes: Any, facts: Facts) -> None:
-    _along_time(axes, facts)
-    _losses(axes, facts, lambda point: _at(point.time))
-
-
-def _losses(axes: Any, facts: Facts, place: Callable[[Any], Any]) -> None:
+def draw_loss(axes: Any, facts: Facts) -> None:
     """A line for training, a dot for each validation on the way."""
     for points, colour, mark in ((facts.points, BLUE, "-"), (facts.scores, ORANGE, "o")):
-        axes.plot([place(p) for p in points], [p.loss for p in points], mark, color=colour)
+        axes.plot([p.tokens for p in points], [p.loss for p in points], mark, color=colour)
     axes.set(ylabel="loss (dots: validation)" if facts.scores else "training loss")
+    axes.set(xlabel=f"committed {facts.seen['unit']}")
+    axes.xaxis.set_major_formatter(lambda value, _place: wording.si(value))
 
 
 def draw_throughput(axes: Any, facts: Facts) -> None:
@@ -122,9 +111,9 @@ def draw_jobs(axes: Any, facts: Facts) -> None:
     _along_time(axes, facts)
     places = list(dict.fromkeys(stay.place for stay in facts.stays))
     axes.figure.set_figheight(1.2 + 0.18 * min(60, len(places)))
-    for number, stay in enumerate(facts.stays):
+    for stay in facts.stays:
         row, start, end = places.index(stay.place), _at(stay.start), _at(stay.end)
-        axes.barh(row, end - start, left=start, height=0.6, gid=f"job-{number}", color=LIGHT)
+        axes.barh(row, end - start, left=start, height=0.6, color=LIGHT)
         if stay.outcome and stay.outcome not in WANTED:
             marker, colour = MARKS.get(stay.outcome, ("X", RED))
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
@@ -165,8 +154,7 @@ def _at(time_: float) -> float:
 
 
 PANELS: dict[str, Callable[[Any, Facts], None]] = {
-    "Loss against tokens": draw_loss_by_tokens,
-    "Loss against time": draw_loss_by_time,
+    "Loss": draw_loss,
     "Throughput": draw_throughput,
     "Jobs (triangle: preempted with notice; cross: without; bar: as asked; dotted: a fault)":
         draw_jobs,
@@ -189,7 +177,7 @@ def page(facts: Facts) -> str:
     parts = [HEAD.format(run=_safe(seen["run"]), style=STYLE)]
     parts += [f"<p>{_safe(each)}</p>" for each in words]
     for title in panels(facts):
-        parts += [f"<h2>{_safe(title)}</h2>", with_tooltips(_svg(title, facts), facts.stays)]
+        parts += [f"<h2>{_safe(title)}</h2>", _svg(title, facts)]
     parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]
     return "\n".join([*parts, "</body></html>", ""])
 
@@ -202,12 +190,6 @@ def _svg(title: str, facts: Facts) -> str:
     file = io.StringIO()
     axes.figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()[file.getvalue().index("<svg") :]
-
-
-def with_tooltips(svg: str, stays: Sequence[Stay]) -> str:
-    """The picture, in which each bar of a job says all about it."""
-    titles = [f"<title>{_safe(stay.words)}</title>" for stay in stays]
-    return re.sub(r'<g id="job-(\d+)">', lambda bar: bar[0] + titles[int(bar[1])], svg)
 
 
 def _figure(title: str) -> Any:

@@ -183,7 +183,7 @@ def observe_all(
     raised only if it `is_named` by the user, or no filesystem answers."""
     listings: dict[tuple[str, str], Listing] = {}
     observations = []
-    is_one, trouble = len(runs) == 1, None
+    is_one, trouble, asked = len(runs) == 1, None, 0
     for run in runs:
         try:
             check_answers(run)
@@ -192,7 +192,8 @@ def observe_all(
             if cluster not in listings:
                 listings[cluster] = ask(run, environment, within_s)
             if brief and not is_one:
-                world = look(run, listings[cluster], asks=len(runs) <= ASKED, commits=0)
+                world = look(run, listings[cluster], asks=asked < ASKED, commits=0)
+                asked += not world.facts.closing
                 observations.append(row(world))
             else:
                 observations.append(observe(run, listings[cluster], is_one))

@@ -27,23 +27,13 @@ class Stay:
 
     role: str
     slot: int
-    job_id: str
-    node: str
     start: float
     end: float
     outcome: str = ""
-    reason: str = ""
 
     @property
     def place(self) -> str:
         return f"slot {self.slot}" if self.role == "worker" else self.role
-
-    @property
-    def words(self) -> str:
-        """All about it, in a line."""
-        ending = f"{self.outcome}: {self.reason}" if self.outcome else "still there"
-        length = wording.span(self.end - self.start)
-        return f"{self.place}, job {self.job_id} on {self.node}, {length}; {ending}"
 
 
 @dataclass(frozen=True)
@@ -73,9 +63,8 @@ class Point:
 
 def stays(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Stay]:
     """Every job that has had nodes, by role, slot and start."""
-    names = ("role", "slot", "job_id", "node", "started", "ended", "outcome", "reason")
-    jobs = ({"node": "", **job} for job in jobs_in(events, endings, now))
-    every = [Stay(*(job[name] for name in names)) for job in jobs]
+    names = ("role", "slot", "started", "ended", "outcome")
+    every = [Stay(*map(job.get, names)) for job in jobs_in(events, endings, now)]
     return sorted(every, key=lambda stay: (stay.role, stay.slot, stay.start))
 
 

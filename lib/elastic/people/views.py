@@ -90,7 +90,7 @@ def runs_table(observations: Sequence[dict], height: int = 0) -> RenderableType:
             si(seen["tokens"]), _number(seen["loss"], LOSS), _gpus(seen), seen["reason"],
         )  # fmt: skip
     notes = _rest(observations, most)
-    if not all(seen.get("asked", True) for seen in observations):
+    if any(seen["workers"] and not seen.get("asked", True) for seen in observations):
         notes.append("workers are counted by their jobs: elastic-status RUN asks them")
     return Group(table, *notes)
 
@@ -186,7 +186,8 @@ def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[Render
             _state(worker["state"]), _number(version), str(worker["step"]),
             si(worker["tokens_per_s"]), _number(worker["last_beat_s"], BEAT),
         )  # fmt: skip
-    return [table, *_rest(workers, most, ", none of them slower or in trouble")]
+    are_well = all(worker["state"] == "training" for worker in telling[most:])
+    return [table, *_rest(workers, most, ", none of them slower or in trouble" * are_well)]
 
 
 def _jobs_table(jobs: Sequence[dict], most: int) -> list[RenderableType]:
