@@ -85,6 +85,8 @@ BROKEN = {  # part of the task, what it is instead, what is said
     "an optimizer that is none": ("more", OPTIMIZER.format("torch.optim.Adan(1)"), "Adan"),
     "an optimizer of a wrong rate": (
         "more", OPTIMIZER.format("torch.optim.SGD(model.parameters(), lr=-1)"), "-1"),
+    "an optimizer of more than the model": (
+        "more", OPTIMIZER.format("torch.optim.SGD(torch.nn.Linear(3, 2).parameters())"), "(2, 3)"),
     "an attribute for a method": ("more", "loss = 3", "no method loss"),
     "another class": ("top", "import torch\nTask = 3\nclass Other: pass\nraise Exception", "Exce"),
 }  # fmt: skip

@@ -18,14 +18,14 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 1033,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1429,  # one run on disk: its folder, its records, its samples, its proof
+    "run": 1427,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1743,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 980,  # a process with torch: the task, its ranks, its device, its health
+    "train": 983,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1077,  # tensors on disk, committed by link(): what both modes begin with
     "local": 620,  # local mode: what both sides of the wire speak
     "local/worker": 1427,  # one slot: hold the lease, train, deliver
     "local/master": 1129,  # one master: Redis, samples, rounds, commits
-    "sync": 969,  # sync mode: one job that resizes
+    "sync": 967,  # sync mode: one job that resizes
     "people": 2143,  # what a person asks and sees
     "lab": 1387,  # trying and proving; nothing imports it
     "commands": 489,  # click: options, checks, exit codes

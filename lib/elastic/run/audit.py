@@ -192,9 +192,7 @@ def count_epochs(commits: Sequence[Commit], finished: bool, skipped: Sequence[Ra
     return counts
 
 
-def count_epoch(
-    epoch: int, spans: list[Range], size: int, is_over: bool, left_out: int
-) -> dict:
+def count_epoch(epoch: int, spans: list[Range], size: int, is_over: bool, left_out: int) -> dict:
     """The counts of one epoch of `size` samples."""
     covered, highest = Ranges(spans), max((stop for _, _, stop in spans), default=0)
     inside = count(covered.common([(epoch, 0, size)]))

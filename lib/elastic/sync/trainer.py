@@ -54,7 +54,6 @@ from elastic.train.device import (
 )
 from elastic.train.group import Group, clip_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
-from elastic.train.inner_optimizer import refuse_strangers
 from elastic.train.optimizers import optimizer_of
 from elastic.train.schedule import learning_rate, peak
 from elastic.train.task import count_tokens, load_task, score
@@ -342,7 +341,6 @@ class Learner:
         self.task, self._group, self._train = task, group, config.train
         self.model = build_model(task, config, group.device, group)
         self.optimizer = optimizer_of(task, self.model, self._train)
-        refuse_strangers(self.model, self.optimizer.param_groups)
         self._peaks = [peak(param_group) for param_group in self.optimizer.param_groups]
         self._autocast = precision(self._train.precision, group.device)
 

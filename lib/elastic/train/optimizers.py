@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from elastic.base.errors import ElasticError
+from elastic.train.inner_optimizer import refuse_strangers
 
 Muon = getattr(torch.optim, "Muon", Optimizer)  # torch has it since 2.9
 
@@ -85,9 +86,12 @@ class MuonAdamW(Eager, Optimizer):
 
 
 def optimizer_of(task, model: nn.Module, train) -> Optimizer:
-    """The task's own, or the default one."""
+    """The task's own, or the default one. Raises ElasticError if it trains what is not in
+    the model."""
     make = getattr(task, "optimizer", None)
-    return make(model) if make else default_optimizer(model, train)
+    optimizer = make(model) if make else default_optimizer(model, train)
+    refuse_strangers(model, optimizer.param_groups)
+    return optimizer
 
 
 def default_optimizer(model: nn.Module, train) -> Optimizer:
