@@ -105,9 +105,10 @@ class Planned(Merged):
 
 @dataclass
 class Version:
-    """What workers see of a version."""
+    """What there is of a version: workers see what is published."""
 
-    published: list[torch.Tensor]  # bf16 fragments
+    params: list[torch.Tensor]  # float32 fragments
+    published: list[torch.Tensor]  # bf16
     tokens: int
     workers: int
     steps: int  # K of the round on top
@@ -400,9 +401,9 @@ class Simulator:
         return merge.mean_delta(self.outer.params[index], terms, self.config.local_sgd.reanchor)
 
     def anchor(self, delta: Delta, index: int) -> torch.Tensor | None:
-        """What a late delta's worker started from."""
+        """The master's parameters as of the version that a late delta's worker started from."""
         late = delta.base < self.version
-        return self.versions[delta.base].published[index] if late else None
+        return self.versions[delta.base].params[index] if late else None
 
     def refuse(self, delta: Delta) -> bool:
         """Is the delta not finite?"""
@@ -420,7 +421,9 @@ class Simulator:
     def _publish(self, tokens: int, workers: int) -> Version:
         commit = commit_of(self.version, tokens=tokens, total_tokens=self.total_tokens)
         steps = rounds.inner_steps(commit, self.config.local_sgd)
-        return Version([p.to(torch.bfloat16) for p in self.outer.params], tokens, workers, steps)
+        params = [fragment.clone() for fragment in self.outer.params]
+        published = [fragment.to(torch.bfloat16) for fragment in params]
+        return Version(params, published, tokens, workers, steps)
 
     def _forget(self) -> None:
         """Drop what no later delta can refer to."""

@@ -224,6 +224,12 @@ class BaseRelativeWhenLate(Simulator):
         return None
 
 
+class AnchoredAsPublished(Simulator):
+    def anchor(self, delta, index):
+        late = delta.base < self.version
+        return self.versions[delta.base].published[index] if late else None
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -233,6 +239,7 @@ class BaseRelativeWhenLate(Simulator):
         NeverRamped,
         RandomNumbersNotInherited,
         BaseRelativeWhenLate,
+        AnchoredAsPublished,
     ],
 )
 def test_a_simulator_that_is_wrong_in_one_thing_ends_elsewhere(recorded, wrong):
