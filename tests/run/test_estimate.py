@@ -98,6 +98,8 @@ def test_what_will_hurt_is_said_and_nothing_else(changes, rounds, words):
 def test_too_little_space_for_a_version_is_said():
     (found,) = warnings(replace(MODEL, numel=30_000_000_000), 1, config(), 0)
     assert "start with 200 GB free: raise checkpoint.min_free" in found
+    # Four versions of 300 GB, three deltas, and an inner state of 8 bytes a parameter.
+    assert "the run takes up to 1.46 TB of disk" in found
 
 
 def test_the_table_on_paper_is_what_the_formulas_say():

@@ -416,7 +416,7 @@ def test_each_role_and_slot_has_its_log(run):
     assert run.shortage(least_bytes=1) == ""
     short = run.shortage(least_bytes=1 << 60)
     assert str(run.path) in short
-    assert "checkpoint.min_free or a version is 1.15e+06 TB" in short
+    assert "1.15e+06 TB are needed: checkpoint.min_free, or a version" in short
 
 
 def test_an_exit_record_is_read_where_its_folder_lists_it(make_run, monkeypatch):

@@ -134,7 +134,7 @@ def _named(config) -> list[str] | Unknown:
     """The partitions of workers."""
     if names := config.slurm.partition:
         return names.split(",")
-    return Unknown("slurm.partition is not set", "set it: elastic-doctor --init finds one", FAIL)
+    return Unknown("slurm.partition is not set", "set it, or try elastic-doctor --init", FAIL)
 
 
 def _slurm(cluster: Mapping[str, str]) -> Judgement:

@@ -268,7 +268,7 @@ class RunDir:
         if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
             return ""
         left = f"{size(free)} and {files} inodes are free"
-        left += f"; checkpoint.min_free or a version is {size(least_bytes)}"
+        left += f"; {size(least_bytes)} are needed: checkpoint.min_free, or a version"
         return f"no space on the filesystem of {self.path} ({left}): remove files there"
 
 

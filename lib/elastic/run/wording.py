@@ -73,7 +73,7 @@ PENDING = (
     ("Priority", "others come first; nothing to do"),
     ("BeginTime", "it was requeued and starts in a minute or two"),
     ("(QOS|Assoc)MaxWall|(Partition|QOS)TimeLimit", "longer than allowed: lower slurm.time"),
-    (".*PerJob", "a job is too large: see slurm.gpus_per_worker, cpus_per_gpu and mem_per_gpu"),
+    (".*PerJob", "a job is too large: lower --max in sync mode, else slurm.gpus_per_worker"),
     ("(QOS|Assoc)Grp.*Minutes", "the account's hours are used up: ask for more"),
     ("QOSMax|AssocMax|MaxJobs|MaxSubmit", "your limit is reached: lower --max, or ask for more"),
     ("QOSGrp|AssocGrp", "your group's limit is reached: it waits for colleagues"),

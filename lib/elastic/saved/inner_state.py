@@ -104,7 +104,7 @@ def forget(run: RunDir, oldest: int) -> None:
 
 def choose(run: RunDir, slot: int, version: int, max_age: int) -> tuple[Pointer | None, str]:
     """The pointer to start from, and what it is: own, a donor's, or none that is recent.
-    None is that is of before a version that sync mode has made."""
+    One from before a version that sync mode has made is not."""
     made = filter(None, map(run.commits.of, range(max(0, version - max_age), version + 1)))
     oldest = max([version - max_age, *(each.version for each in made if each.step)])
     if own := _recent(run, slot, oldest):

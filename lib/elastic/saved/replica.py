@@ -51,8 +51,8 @@ def refuse_inexact(model: nn.Module) -> None:
 
 
 def _put(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Set this rank's part. Of integers float32 holds some, and a mean of ones may be
-    0.9999999: what it cannot tell from `values` stays as it is."""
+    """Set this rank's part. float32 does not hold every integer, and a mean of ones may be
+    0.9999999: one that float32 cannot tell from its value stays, others are rounded."""
     own = own_part(param)
     if not is_float(own):
         values = values.to(own.device)

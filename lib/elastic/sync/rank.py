@@ -90,8 +90,8 @@ class Wishes:
     # ---- rank 0: one writer of the run
 
     def claim_epoch(self) -> None:
-        """Trainers claim an epoch, too, and so fence masters: from here on one may commit
-        what it is about to, and nothing else."""
+        """Trainers claim an epoch, too, and so fence masters: from here on a master may
+        commit what it is about to, and nothing else."""
         rank = self._rank
         who = {"job_id": rank.job_id, "attempt": rank.attempt, "time": time.time()}
         self._epoch = until_written(lambda: rank.run.masters.claim(who), self.notice.__bool__)

@@ -153,7 +153,7 @@ class Master:
         if self.run.endpoint() != self.server.endpoint:  # an older master's came last
             self.journal.written(self.run.set_endpoint, self.server.endpoint)
         if self.commit and self.run.commits.told_version() < self.commit.version:
-            self.run.commits.tell(self.commit.version)  # likewise, or nobody's
+            self.run.commits.tell(self.commit.version)  # an older master told last, or none did
         self.journal.is_short_of_space()
         if self.intake and self.state == "running" and self.is_behind():
             self._start_over()
