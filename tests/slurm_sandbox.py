@@ -8,6 +8,7 @@ fail.
 """
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,10 +19,18 @@ from pathlib import Path
 
 import pytest
 
+from elastic.base.environment import user_name
 from elastic.base.errors import ElasticError
+from elastic.base.network import free_ports
 from elastic.lab import sandbox
-from elastic.lab.sandbox import Sandbox, Shape
+from elastic.lab.daemons import ADDRESS
+from elastic.lab.sandbox import PACKAGES, Sandbox, Shape
 from helpers import ROOT
+
+MORE_PACKAGES = PACKAGES | dict.fromkeys(("mariadbd", "mariadb-install-db"), "mariadb-server")
+MORE_PACKAGES |= {"slurmdbd": "slurmdbd"}
+ADDRESS_OF_NODES = "127.0.0.2"  # that jobs on nodes with names of their own submit from
+DOMAIN = "cluster.local"
 
 # A lost node is noticed after 20 s instead of 300: not sooner, the machine may be busy.
 FAST = ("SlurmdTimeout=20", "KillWait=2")
@@ -37,11 +46,12 @@ def slurm() -> Iterator[Sandbox]:
 
 @pytest.fixture
 def new_sandbox() -> Iterator[Callable[..., Sandbox]]:
-    """Start a sandbox of the test's own: `new_sandbox(nodes=2, accounting=True, …)` as in Shape."""
+    """Start a sandbox of the test's own: `new_sandbox(nodes=2, accounting=True, …)` as in Shape and
+    Site."""
     with _folder() as folder:
 
         def start(**shape) -> Sandbox:
-            _require_slurm(shape.get("accounting", False))
+            _require_slurm(MORE_PACKAGES if shape.get("accounting") else PACKAGES)
             return _up(folder, **shape)
 
         yield start
@@ -55,9 +65,9 @@ def slurm_here(slurm: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     return slurm
 
 
-def _require_slurm(accounting: bool = False) -> None:
+def _require_slurm(packages: dict[str, str] = PACKAGES) -> None:
     try:
-        sandbox.programs(accounting)
+        sandbox.programs(packages)
     except ElasticError as error:
         if os.environ.get("ELASTIC_FORBID_SKIPS") == "1":
             pytest.fail(f"no private Slurm: {error}")
@@ -94,8 +104,84 @@ class _folder:
         shutil.rmtree(self.path)
 
 
-def _up(folder: Path, **shape) -> Sandbox:
-    box = Sandbox(folder / str(len(list(folder.iterdir()))))
-    settings = (*FAST, *shape.pop("settings", ()))
+def _up(folder: Path, accounting=False, job_submit=None, stale=None, **shape) -> Sandbox:
+    path = folder / str(len(list(folder.iterdir())))
+    box = Site(path, accounting, job_submit, stale)
+    settings = (*FAST, *box.settings(), *shape.pop("settings", ()))
     box.up(Shape(settings=settings, **shape))
     return box
+
+
+class Site(Sandbox):
+    """A sandbox with what some sites have: accounting (slurmdbd and MariaDB, for sacct), a
+    `job_submit` plugin (a job_submit.lua), and nodes that see the folder `stale` as it was up to a
+    minute ago. These nodes have host names of their own, NAME.cluster.local; for root."""
+
+    def __init__(self, path: Path, accounting: bool, job_submit: Path | None, stale: Path | None):
+        super().__init__(path)
+        self.accounting, self.job_submit, self.stale = accounting, job_submit, stale
+        self.packages = MORE_PACKAGES if accounting else PACKAGES
+        self.database_port = free_ports("", 1)[0] if accounting else 0
+
+    def settings(self) -> list[str]:
+        told = ["JobSubmitPlugins=lua"] if self.job_submit else []
+        return told if not self.accounting else [
+            *told, "AccountingStorageType=accounting_storage/slurmdbd",
+            f"AccountingStorageHost={ADDRESS}", f"AccountingStoragePort={self.database_port}",
+            f"AccountingStoragePass={self.path}/munge.socket", "AccountingStoreFlags=job_comment",
+        ]  # fmt: skip
+
+    def prepare(self, paths: dict[str, str]) -> None:
+        if self.job_submit:  # where slurmctld looks for it: beside slurm.conf
+            shutil.copyfile(self.job_submit, self.path / "job_submit.lua")
+        if self.stale:
+            self._name_nodes()
+            self._fill("node.sh", STALE=shlex.quote(str(self.stale)))
+            self.start_munged(paths["munged"], "munge-nodes", f"--origin={ADDRESS_OF_NODES}")
+        if self.accounting:
+            self._start_accounting(paths)
+
+    def around(self, daemon: str) -> list[str]:
+        """The controller can look up the names of nodes: that of Slurm 24.11 does, and where nobody
+        knows them it stands still for ten seconds, or dies."""
+        if not self.stale:
+            return []
+        if daemon == "slurmctld":
+            enter = f'mount --bind {self.path}/hosts-known /etc/hosts; exec "$@"'
+            return ["/usr/bin/unshare", "--mount", "sh", "-c", enter, "sh"]
+        enter = ["/usr/bin/unshare", "--uts", "--mount", "sh", f"{self.path}/node.sh"]
+        return [*enter, f"{daemon}.{DOMAIN}"]
+
+    def _name_nodes(self) -> None:
+        """As nodes know each other, and as their controller knows them."""
+        nodes = [path.name for path in (self.path / "spool").iterdir()]
+        for name, domain in (("hosts", f".{DOMAIN}"), ("hosts-known", "")):
+            named = "".join(f"{ADDRESS} {node}{domain}\n" for node in nodes)
+            (self.path / name).write_text(Path("/etc/hosts").read_text() + named)
+
+    def _start_accounting(self, paths: dict[str, str]) -> None:
+        password = os.urandom(16).hex()
+        self._fill("slurmdbd.conf", PASSWORD=password, PORT=self.database_port)
+        self._fill("mariadb.sql", PASSWORD=password)
+        data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
+        common = ["--no-defaults", f"--datadir={data}", f"--user={user_name()}",
+                  f"--tmpdir={self.path}/tmp"]  # it removes what others began there
+        self.daemons.call("install", paths["mariadb-install-db"], *common, "--skip-test-db")
+        options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
+        small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
+        self.daemons.start("mariadbd", paths["mariadbd"], *common, *options, *small, ready=database)
+        self.daemons.start("slurmdbd", paths["slurmdbd"], "-D", ready=self.database_port)
+
+    def _fill(self, template: str, **words: object) -> None:
+        text, path = (ROOT / "tests/sandbox" / template).read_text(), self.path / template
+        for word, value in {"DIR": self.path, "USER": user_name(), **words}.items():
+            text = text.replace(f"@{word}@", str(value))
+        path.touch(0o600)
+        path.write_text(text)
+
+
+def hang_controller(box: Sandbox, seconds: float) -> None:
+    """Have slurmctld answer nobody for a while; return at once."""
+    pid = int((box.path / "slurmctld.pid").read_text())
+    box.daemons.start("resume", "/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}")
+    os.kill(pid, signal.SIGSTOP)

@@ -34,6 +34,7 @@ from elastic.people import views
 from elastic.run.rundir import RunDir
 from helpers import ROOT, elastic, environment, wait_until
 from running import TESTS, toml
+from slurm_sandbox import hang_controller
 
 FAST = ("MessageTimeout=5", "SlurmdTimeout=15", "KillWait=2", "MinJobAge=3600")
 CRON_S = 5.0
@@ -122,7 +123,7 @@ class Stage:
         for skew_s in itertools.cycle((SKEW_S, -SKEW_S)):
             if over.wait(CALM_S):
                 return
-            self.box.hang_controller(HUNG_S)
+            hang_controller(self.box, HUNG_S)
             if over.wait(HUNG_S + CALM_S):
                 return
             self._clock.write_text(f"{skew_s:+d}\n")

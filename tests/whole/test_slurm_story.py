@@ -32,6 +32,7 @@ from elastic.run.rundir import RunDir
 from forks import GROUP, USER, as_nobody
 from helpers import ROOT, elastic, pretended_python, wait_until
 from running import SETTINGS, TESTS, toml
+from slurm_sandbox import hang_controller
 
 pytest_plugins = ["slurm_sandbox"]
 pytestmark = pytest.mark.slurm
@@ -364,7 +365,7 @@ def nothing_is_done_while_the_controller_hangs(story: Story) -> None:
     """Though there would be something to do: a job is missing. Training goes on."""
     place, job = next((p, job) for p, job in story.jobs().items() if job.state == "PENDING")
     story.box.run("scancel", job.job_id)
-    story.box.hang_controller(PATIENCE_S)
+    hang_controller(story.box, PATIENCE_S)
     try:
         wait_until(lambda: story.cron()[0][0] == 75, PATIENCE_S, "a pass hears nothing")
         version, actions = story.version, story.actions()

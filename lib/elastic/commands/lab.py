@@ -166,7 +166,6 @@ _of_sandbox(
     _number("--nodes", Shape.nodes, 1, "Nodes with GPUs."),
     _number("--gpus", Shape.gpus, 0, "GPUs of each."),
     _number("--grace grace_s", Shape.grace_s, 0, "Seconds of notice before a preemption."),
-    click.Option(["--accounting"], is_flag=True, help="With slurmdbd and MariaDB, for sacct."),
     click.Option(["--set", "settings"], multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
 )
 _of_sandbox(Sandbox.env)
@@ -174,7 +173,6 @@ _of_sandbox(Sandbox.status)
 _of_sandbox(Sandbox.preempt, _number("--nodes", 1, 1, "How many."), _SECONDS)
 _of_sandbox(Sandbox.kill_node, _NODE)
 _of_sandbox(Sandbox.revive_node, _NODE)
-_of_sandbox(Sandbox.hang_controller, _SECONDS)
 _of_sandbox(Sandbox.down)
 
 

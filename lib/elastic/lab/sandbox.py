@@ -20,10 +20,9 @@ import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGSTOP
 
 from elastic.base import proc
 from elastic.base.durable import check_private, is_ours
@@ -33,14 +32,10 @@ from elastic.base.network import free_ports
 from elastic.jobs.sched_slurm import slurm_command
 from elastic.lab.daemons import ADDRESS, Daemons, listens
 
-_ADDRESS_OF_NODES = "127.0.0.2"  # that jobs on nodes with names of their own submit from
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
-_PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd"}
-_PACKAGES |= {"sbatch": "slurm-client", "setsid": "util-linux", "unshare": "util-linux"}
-_MORE_PACKAGES = dict.fromkeys(("mariadbd", "mariadb-install-db"), "mariadb-server")
-_MORE_PACKAGES |= {"slurmdbd": "slurmdbd"}
-_DOMAIN = "cluster.local"
+PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd",
+            "sbatch": "slurm-client", "setsid": "util-linux"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,7 @@ class Shape:
     nodes: int = 4
     gpus: int = 2  # of each node
     grace_s: int = 5
-    accounting: bool = False
     settings: tuple[str, ...] = ()
-    job_submit: Path | None = None  # a job_submit.lua
-    # A folder that nodes see as it was up to a minute ago; they then have host names of
-    # their own, NAME.cluster.local. For root.
-    stale: Path | None = None
 
     @property
     def names(self) -> list[str]:
@@ -69,13 +59,13 @@ class Sandbox:
     """One sandbox, by its folder. Raises ElasticError; TryAgain when its Slurm is
     silent."""
 
+    packages = PACKAGES  # that bring its programs
+
     def __init__(self, path: Path):
         self.path = path
         self.conf = path / "slurm.conf"
         self.daemons = Daemons(path)
         self._mark = path / ".elastic-sandbox"
-        self._hosts = path / "hosts"  # as nodes with names of their own know each other
-        self._known_hosts = path / "hosts-known"  # as their controller knows them
 
     def environment(self) -> dict[str, str]:
         """The variables that lead Slurm's client commands to this sandbox."""
@@ -129,19 +119,23 @@ class Sandbox:
         self._check_node(node)
         if self.members(node):
             raise UsageError(f"node is up already: {node}")
-        self._start_node(node, programs())
+        self._start_node(node, programs(self.packages))
 
-    def hang_controller(self, seconds: float) -> None:
-        """Have slurmctld answer nobody for a while; return at once."""
-        self._check_up()
-        pid = int(proc.read(self.path / "slurmctld.pid"))
-        self.daemons.start("resume", "/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {pid}")
-        os.kill(pid, SIGSTOP)
+    # ---- what another kind of sandbox does differently
+
+    def prepare(self, paths: dict[str, str]) -> None:
+        """Start what its controller needs; its files are there, and munge is up."""
+
+    def around(self, _daemon: str) -> list[str]:
+        """The command that starts a daemon; of none it is started itself."""
+        return []
+
+    # ---- up and down
 
     def up(self, shape: Shape) -> None:
         """Start everything and wait until all nodes are idle; a failure leaves nothing
         behind."""
-        paths = programs(shape.accounting)
+        paths = programs(self.packages)
         if self.members():
             down = f"elastic-sandbox down --name {self.path.name} --dir {self.path.parent}"
             raise UsageError(f"a sandbox is up in {self.path}", down)
@@ -205,36 +199,19 @@ class Sandbox:
         self._remove()  # a sandbox that a reboot ended
         self.path.mkdir(0o700)
         self._mark.touch()
-        if shape.stale:
-            for hosts, domain in ((self._hosts, f".{_DOMAIN}"), (self._known_hosts, "")):
-                named = "".join(f"{ADDRESS} {node}{domain}\n" for node in shape.names)
-                hosts.write_text(Path("/etc/hosts").read_text() + named)
         for part in ["log", "state", "spool", "tmp", *(f"spool/{node}" for node in shape.names)]:
             (self.path / part).mkdir()
 
     def _start_daemons(self, paths: dict[str, str], shape: Shape) -> None:
-        ports = free_ports("", len(shape.names) + 2)
-        if shape.job_submit:  # where slurmctld looks for it: beside slurm.conf
-            shutil.copyfile(shape.job_submit, self.path / "job_submit.lua")
+        ports = free_ports("", len(shape.names) + 1)
         _write_configuration(self.path, shape, ports, _cgroup_plugin(paths["slurmctld"]))
-        self._start_munged(paths["munged"], "munge")
-        if self._hosts.exists():
-            self._start_munged(paths["munged"], "munge-nodes", f"--origin={_ADDRESS_OF_NODES}")
-        if shape.accounting:
-            self._start_accounting(paths, ports[1])
-        self._start_controller(paths, ports[0])
+        self.start_munged(paths["munged"], "munge")
+        self.prepare(paths)
+        controller = [*self.around("slurmctld"), paths["slurmctld"], "-D"]
+        self.daemons.start("slurmctld", *controller, ready=ports[0])
         for node in shape.names:
             self._start_node(node, paths)
         self.daemons.wait(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
-
-    def _start_controller(self, paths: dict[str, str], port: int) -> None:
-        """Start slurmctld where it can look up the names of nodes: that of Slurm 24.11 does,
-        and where nobody knows them it stands still for ten seconds, or dies."""
-        daemon = [paths["slurmctld"], "-D"]
-        if self._known_hosts.exists():
-            enter = f"mount --bind {self._known_hosts} /etc/hosts; exec \"$@\""
-            daemon = [paths["unshare"], "--mount", "sh", "-c", enter, "sh", *daemon]
-        self.daemons.start("slurmctld", *daemon, ready=port)
 
     def _are_idle(self, names: Sequence[str]) -> bool:
         """False too while slurmctld listens already and has not loaded its plugins."""
@@ -242,7 +219,7 @@ class Sandbox:
             return self.idle_nodes() == set(names)
         return False
 
-    def _start_munged(self, program: str, name: str, *more: str) -> None:
+    def start_munged(self, program: str, name: str, *more: str) -> None:
         stem = f"{self.path}/{name}"
         own = [f"--{what}-file={stem}.{what}" for what in ("pid", "log", "seed")]
         # --force: it refuses a folder that some other user cannot enter.
@@ -251,21 +228,8 @@ class Sandbox:
         self.daemons.start(name, *daemon, ready=f"{stem}.socket")
 
     def _start_node(self, node: str, paths: dict[str, str]) -> None:
-        daemon = [paths["slurmd"], "-D", "-b", "-N", node]  # -b: as if it had booted
-        if self._hosts.exists():
-            enter = [paths["unshare"], "--uts", "--mount", "sh", f"{self.path}/node.sh"]
-            daemon = [*enter, f"{node}.{_DOMAIN}", *daemon]
-        self.daemons.start(node, *daemon)
-
-    def _start_accounting(self, paths: dict[str, str], port: int) -> None:
-        data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
-        common = ["--no-defaults", f"--datadir={data}", f"--user={user_name()}",
-                  f"--tmpdir={self.path}/tmp"]  # it removes what others began there
-        self.daemons.call("install", paths["mariadb-install-db"], *common, "--skip-test-db")
-        options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
-        small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
-        self.daemons.start("mariadbd", paths["mariadbd"], *common, *options, *small, ready=database)
-        self.daemons.start("slurmdbd", paths["slurmdbd"], "-D", ready=port)
+        # -b: as if it had booted.
+        self.daemons.start(node, *self.around(node), paths["slurmd"], "-D", "-b", "-N", node)
 
 
 # ---- configuration
@@ -287,19 +251,18 @@ def _write_configuration(path: Path, shape: Shape, ports: list[int], cgroup: str
         is_local = socket.gethostbyname(host) == ADDRESS
     words = dict(
         DIR=path, USER=user_name(), HOST=host, GRACE=shape.grace_s,
-        ADDRESS=ADDRESS, CONTROLLER_PORT=ports[0], DATABASE_PORT=ports[1], CPU_PORT=ports[2],
-        NODE_PORTS=",".join(map(str, ports[3:])), NODES=",".join(shape.names[:-1]),
+        ADDRESS=ADDRESS, CONTROLLER_PORT=ports[0], CPU_PORT=ports[1],
+        NODE_PORTS=",".join(map(str, ports[2:])), NODES=",".join(shape.names[:-1]),
         GPUS=shape.gpus, DEVICES=",".join(_gpu_devices(shape.gpus)),
-        PASSWORD=os.urandom(16).hex(), CGROUP=cgroup, STALE=shlex.quote(str(shape.stale or "")),
+        CGROUP=cgroup,
     )  # fmt: skip
-    drop = {"ACCOUNTING": not shape.accounting, "LOCAL": not is_local, "GPU": not shape.gpus}
-    settings = [*(["JobSubmitPlugins=lua"] if shape.job_submit else []), *shape.settings]
+    drop = {"LOCAL": not is_local, "GPU": not shape.gpus}
     for template in (elastic_home() / "etc/sandbox").iterdir():
         text = template.read_text()
         for tag, is_off in drop.items():
             text = re.sub(rf"(?m)^@IF_{tag}@ (.*\n)", "" if is_off else r"\1", text)
         text = re.sub(r"@([A-Z_]+)@", lambda match: str(words[match[1]]), text)
-        for setting in settings if template.name == "slurm.conf" else ():
+        for setting in shape.settings if template.name == "slurm.conf" else ():
             text = _with_setting(text, setting)
         (path / template.name).touch(0o600)
         (path / template.name).write_text(text)
@@ -329,10 +292,9 @@ def _gpu_devices(count: int) -> list[str]:
 # ---- programs, processes, files
 
 
-def programs(accounting: bool = False) -> dict[str, str]:
+def programs(packages: Mapping[str, str] = PACKAGES) -> dict[str, str]:
     """Where each needed program is; ElasticError with the packages that bring the missing
     ones."""
-    packages = _PACKAGES | (_MORE_PACKAGES if accounting else {})
     path = f"{env('PATH', '/bin')}:{_DAEMON_PATH}"
     paths = {name: shutil.which(name, path=path) for name in packages}
     if missing := [name for name, where in paths.items() if where is None]:
