@@ -17,11 +17,10 @@ from elastic.people.diagnosis import (
     diagnose,
     limit_s,
     preempt_mode,
-    propose,
 )
-from elastic.people.doctor import off_s, site_text
+from elastic.people.doctor import off_s
 from elastic.run.estimate import Save
-from elastic.run.records import Node, gpus_of
+from elastic.run.records import Node, gpus_of, most_gpus
 
 CLUSTER = {
     "SLURM_VERSION": "22.05.8", "ClusterName": "lab", "PreemptType": "preempt/partition_prio",
@@ -54,7 +53,7 @@ def facts(*overrides: str, **changes) -> dict:
     """Those of a good cluster, but for the changes."""
     return {
         "config": settings(*overrides), "cluster": CLUSTER, "partitions": PARTITIONS,
-        "nodes": NODES, "limits": {"MaxSubmit of the account lab": 100}, "disk": DISK,
+        "nodes": NODES, "limits": {"the account lab": {"MaxSubmit": "100"}}, "disk": DISK,
         "qos": Unknown("PreemptType is not preempt/qos"),
         "redis": "7.0, /usr/bin/redis-server",
         "network": {"address": "10.0.0.1", "interface": "ib0", "up": True, "routed": "ib0"},
@@ -118,7 +117,7 @@ def test_a_site_without_a_partition_has_one_thing_to_mend():
     neither = ["slurm.partition=", "slurm.master_partition="]
     found = {each.check: each for each in diagnose(facts(*neither))}
     assert [name for name, each in found.items() if each.verdict == FAIL] == ["partition"]
-    assert "elastic-doctor --init" in found["partition"].fix
+    assert "gpu (REQUEUE), cpu (OFF)" in found["partition"].fix
     assert found["partition"].seen == "slurm.partition is not set"
     assert not {"master partition", "time limit", "preemption", "notice"} & {*found}
 
@@ -177,13 +176,18 @@ MISCONFIGURED = {
     "preemption by priority": (
         [], partition(PreemptMode="PRIORITY,SUSPEND"), "preemption", FAIL, "SUSPEND"),
     "MaxSubmitJobs below max": (
-        [], {"limits": {"MaxSubmit of the account lab": 8}}, "limits", WARN, "8, the run has up"),
+        [], {"limits": {"the account lab": {"MaxSubmit": "8"}}}, "limits", WARN,
+        "8, the run has up"),
     "MaxSubmitJobs below min": (
-        ["elastic.min=8"], {"limits": {"MaxSubmitPU of the QOS low": 8}}, "limits", FAIL, "QOS"),
+        ["elastic.min=8"], {"limits": {"the QOS low": {"MaxSubmitPU": "8"}}}, "limits", FAIL,
+        "QOS"),
+    "a limit on GPUs below max": (
+        [], {"limits": {"the account lab": {"GrpTRES": "cpu=9,gres/gpu=4"}}}, "limits", WARN,
+        "GrpTRES of the account lab is 4, the run has up to"),
     "MaxJobCount": ([], {**cluster(MaxJobCount="5"), "limits": Unknown("no accounting")},
                     "limits", WARN, "MaxJobCount of the cluster is 5"),
     "one job where sync mode has two": (
-        ["run.mode=sync"], {"limits": {"MaxSubmit": 1}}, "limits", WARN, "up to 2 jobs"),
+        ["run.mode=sync"], {"limits": {"lab": {"MaxSubmit": "1"}}}, "limits", WARN, "up to 2 jobs"),
     "a folder that cannot be written": (
         [], {"disk": Unknown("cannot write to /runs: Permission denied", "set ELASTIC_RUNS", FAIL)},
         "run folder", FAIL, "Permission denied"),
@@ -243,13 +247,14 @@ def test_where_nothing_is_preempted_there_is_no_notice():
 
 
 def test_what_a_qos_decides_is_not_guessed_where_nobody_knows_it():
-    found = facts(**cluster(PreemptType="preempt/qos"))
+    found = facts("slurm.master_qos=normal", **cluster(PreemptType="preempt/qos"))
     assert not_ok(found) == [("preemption", SKIP)]
 
 
 def test_what_a_qos_decides_is_judged_as_a_partitions():
     low = {"Name": "low", "PreemptMode": "requeue", "GraceTime": "00:00:20"}
-    ours = facts(**cluster(PreemptType="preempt/qos", KillWait="30 sec"), qos=low)
+    by_qos = cluster(PreemptType="preempt/qos", KillWait="30 sec")
+    ours = facts("slurm.master_qos=normal", **by_qos, qos=low)
     assert not_ok(ours) == []
     seen = {each.check: each.seen for each in diagnose(ours)}
     assert seen["preemption"] == "QOS low: REQUEUE (preempt/qos)"
@@ -265,6 +270,15 @@ def test_nodes_that_no_job_can_use_now_are_counted():
     found = diagnose(facts(nodes=[*nodes, NODES[2]]))
     words = "gpu: UP, 7 nodes, 28 GPUs, 1 down, 2 drained, 1 powered down, 1 reserved"
     assert words in [each.seen for each in found]
+
+
+@pytest.mark.parametrize(("changes", "delay"), [
+    (cluster(AuthInfo=""), "121 s"), (cluster(SchedulerParameters="requeue_delay=60"), "61 s"),
+    (cluster(SlurmctldParameters="enable_expedited_requeue"), "1 s"),
+])  # fmt: skip
+def test_a_site_is_told_how_long_a_requeued_job_waits(changes, delay):
+    told = {each.check: each.seen for each in diagnose(facts(**changes))}["habits"]
+    assert told.endswith(f"a requeued job waits for {delay}")
 
 
 def test_what_a_site_does_to_every_job_is_told():
@@ -290,13 +304,31 @@ def test_on_the_local_scheduler_slurm_is_nobodys_business():
     assert {verdict for _, verdict in not_ok(facts(**lost))} == {SKIP}
 
 
+def test_a_limit_on_gpus_counts_in_either_mode_and_for_its_type():
+    low = {"the QOS low": {"MaxTRESPU": "cpu=9,gres/gpu=2"}}
+    for mode in ("sync", "local"):
+        found = not_ok(facts(f"run.mode={mode}", "elastic.min=4", limits=low))
+        assert ("limits", FAIL) in found, mode
+    tres = "cpu=64,gres/gpu=8,gres/gpu:a100=4,gres/gpu:h100=1,gres/shard=2"
+    assert [most_gpus(tres, gres) for gres in ("gpu", "gpu:a100", "gpu:l4", "")] == [
+        [8], [8, 4], [8], []]  # fmt: skip
+
+
+def test_where_the_qos_decides_the_master_needs_one_of_its_own():
+    by_qos = cluster(PreemptType="preempt/qos")
+    low = {"Name": "low", "PreemptMode": "requeue", "GraceTime": "00:00:30"}
+    shared = not_ok(facts("slurm.qos=low", **by_qos, qos=low))
+    assert shared == [("master partition", WARN)]
+    assert not_ok(facts("slurm.qos=low", "slurm.master_qos=normal", **by_qos, qos=low)) == []
+
+
 def test_limits_that_slurm_does_not_enforce_are_none():
-    lax = {**cluster(AccountingStorageEnforce="associations"), "limits": {"MaxSubmit": 1}}
-    assert not_ok(facts(**lax)) == []
+    lax = cluster(AccountingStorageEnforce="associations")
+    assert not_ok(facts(**lax, limits={"lab": {"MaxSubmit": "1"}})) == []
 
 
 def test_in_sync_mode_one_job_runs_and_the_other_waits():
-    assert not_ok(facts("run.mode=sync", limits={"MaxJobs": 1, "MaxSubmit": 2})) == [
+    assert not_ok(facts("run.mode=sync", limits={"lab": {"MaxJobs": "1", "MaxSubmit": "2"}})) == [
         ("master partition", SKIP)]  # fmt: skip
 
 
@@ -342,57 +374,6 @@ def test_words_of_newer_slurms_are_understood(name, found, said):
     (finding,) = [each for each in diagnose(facts(**found)) if each.check == name]
     assert finding.verdict == OK
     assert said in finding.seen
-
-
-# ---- the site file
-
-
-def proposed(**changes) -> dict[str, str]:
-    found = facts(server="/usr/bin/redis-server", **changes)
-    return {name: value for name, value, _ in propose(found)}
-
-
-def test_a_site_file_names_what_is_preempted_and_what_is_not():
-    low = {**PARTITION, "PreemptMode": "CANCEL"}
-    nodes = [*NODES, Node("low", "n1", "n1", "n1", "idle", "gpu:8"),
-             Node("high", "n1", "n1", "n1", "idle", "gpu:8")]  # fmt: skip
-    high = {**PARTITION, "PreemptMode": "OFF"}
-    every = {"low": low, "high": high, **PARTITIONS}
-    assert proposed(partitions=every, nodes=nodes) == {
-        "slurm.partition": "gpu", "slurm.master_partition": "cpu",
-        "redis.server": "/usr/bin/redis-server", "plan.requeue": "11s",
-    }  # fmt: skip
-    assert proposed(partitions={"high": high}, nodes=nodes)["slurm.master_partition"] == "high"
-
-
-def test_a_site_file_leaves_out_what_nobody_knows():
-    nothing = facts(server=Unknown("x"), network=Unknown("x"))
-    assert [name for name, _, _ in propose(nothing | partition(PreemptMode="OFF"))] == [
-        "slurm.master_partition", "plan.requeue"]  # fmt: skip
-
-
-def test_a_site_file_says_how_long_a_requeued_job_waits():
-    assert proposed(**cluster(AuthInfo=""))["plan.requeue"] == "121s"
-    own = cluster(SchedulerParameters="requeue_delay=60")
-    assert proposed(**own)["plan.requeue"] == "61s"
-    expedited = cluster(SlurmctldParameters="enable_expedited_requeue")
-    assert proposed(**expedited)["plan.requeue"] == "1s"
-
-
-def test_a_site_file_binds_only_where_others_would_not_find_the_master():
-    assert proposed(network=LOOPBACK)["redis.bind"] == "ib0"
-    alone = [Node("gpu", "n1", "login1", "127.0.0.1", "idle", "gpu:2")]
-    assert "redis.bind" not in proposed(network=LOOPBACK, nodes=alone)
-
-
-def test_a_site_file_is_toml_that_the_configuration_takes(tmp_path):
-    found = [("slurm.partition", 'a"b', "x"), ("slurm.account", "lab", "x"),
-             ("redis.bind", "ib0", "x")]  # fmt: skip
-    path = tmp_path / "site.toml"
-    path.write_text(site_text(CLUSTER, found))
-    loaded = configuration.load_site(site=path)
-    slurm, bind = loaded.slurm, loaded.redis.bind
-    assert (slurm.partition, slurm.account, bind) == ('a"b', "lab", "ib0")
 
 
 def test_only_a_partition_of_a_higher_tier_on_the_same_nodes_preempts():

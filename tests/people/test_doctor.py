@@ -10,7 +10,6 @@ import pwd
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -21,11 +20,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from elastic.base import config as configuration, network
-from elastic.base.errors import UsageError
+from elastic.base import network
 from elastic.commands.main import elastic as commands
 from elastic.lab.sandbox import Sandbox
-from elastic.local.master import redis_server
 from elastic.people import doctor, tryout
 from elastic.run.estimate import Save
 from forks import as_nobody
@@ -200,7 +197,8 @@ def test_a_slurm_that_does_not_answer_is_named(quick, home, monkeypatch):
 
 
 def test_submit_limits_of_account_and_qos_are_named(new_sandbox, home, quick, monkeypatch):
-    box = new_sandbox(nodes=1, accounting=True, settings=("AccountingStorageEnforce=limits",))
+    tracks = ("AccountingStorageEnforce=limits", "AccountingStorageTRES=gres/gpu")
+    box = new_sandbox(nodes=1, accounting=True, settings=tracks)
     monkeypatch.setenv("SLURM_CONF", str(box.conf))
     user = pwd.getpwuid(os.getuid()).pw_name
     limit = ["slurm.account=lab", "elastic.max=2"]
@@ -215,6 +213,13 @@ def test_submit_limits_of_account_and_qos_are_named(new_sandbox, home, quick, mo
     assert bad(*limit) == {"limits": ("WARN", seen)}
     box.run("sacctmgr", "-i", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=1")
     seen = "MaxSubmitPU of the QOS normal is 1, the run has up to 3 jobs"
+    assert bad(*limit) == {"limits": ("FAIL", seen)}
+    few = ("MaxSubmitJobsPerUser=-1", "MaxTRESPerUser=cpu=9,gres/gpu=1")
+    box.run("sacctmgr", "-i", "modify", "qos", "normal", "set", *few)
+    seen = "MaxTRESPU of the QOS normal is 1, the run has up to 2 GPUs"
+    assert bad(*limit) == {"limits": ("WARN", seen)}
+    box.run("sacctmgr", "-i", "modify", "user", user, "set", "GrpTRES=gres/gpu=0")
+    seen = "GrpTRES of the account lab is 0, the run has up to 2 GPUs"
     assert bad(*limit) == {"limits": ("FAIL", seen)}
 
 
@@ -463,59 +468,10 @@ def test_the_type_of_a_filesystem_is_that_of_the_innermost_mount():
     assert doctor.filesystem_of(Path("/")) not in ("proc", "unknown")
 
 
-# ---- the site file
-
-
-def test_init_writes_a_site_file_with_which_it_is_silent(quick, site):
-    site.write_text("[slurm]\n#partition = \"x\"\n")  # as shipped: it sets nothing
-    path, text = doctor.init()
-    assert path == site
-    assert 'partition = "preempt"  # PreemptMode=REQUEUE, 4 nodes, 8 GPUs' in text
-    made = configuration.load_site()
-    assert (made.slurm.partition, made.slurm.master_partition) == ("preempt", "cpu")
-    assert made.redis.server == shutil.which("redis-server")
-    assert bad() == {}
-
-
-def test_init_says_nothing_of_partitions_whose_nodes_nobody_is_shown(quick, site, monkeypatch):
-    site.unlink()
+def test_partitions_whose_nodes_nobody_is_shown_are_not_judged(quick, site):
     hidden = "#!/bin/sh\necho 'slurm_load_node: Access/permission denied' >&2; exit 1\n"
     (site.parent / "bin/sinfo").write_text(hidden)
     (site.parent / "bin/sinfo").chmod(0o755)
-    _, text = doctor.init()
-    assert ("partition" in text, "server" in text) == (False, True)
     checks = doctor.report(None, ["slurm.partition=preempt"])["checks"]
     (found,) = [each for each in checks if each["check"] == "partition"]
     assert (found["verdict"], "PrivateData" in found["fix"]) == ("SKIP", True)
-
-
-def test_init_names_no_redis_server_that_goes_with_this_version(quick, site, monkeypatch):
-    """After the next version had taken its place, runs found none."""
-    site.unlink()
-    own = ROOT / "build/.venv/bin/redis-server"
-    monkeypatch.setattr(redis_server, "find", lambda: str(own))
-    assert "redis" not in doctor.init()[1]
-    site.unlink()
-    monkeypatch.setattr(redis_server, "find", lambda: "/opt/redis/bin/redis-server")
-    assert 'server = "/opt/redis/bin/redis-server"' in doctor.init()[1]
-
-
-def test_init_replaces_nothing_that_somebody_wrote(quick, site):
-    with pytest.raises(UsageError, match="sets something already"):
-        doctor.init()
-    assert site.read_text() == SITE
-
-
-def test_init_replaces_no_device(quick, monkeypatch):
-    monkeypatch.setenv("ELASTIC_SITE", os.devnull)
-    with pytest.raises(UsageError, match="not a file"):
-        doctor.init()
-    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
-
-
-def test_init_without_slurm_writes_nothing(home):
-    (home / "slurm.conf").write_text("Nonsense=1\n")
-    env = environment(home, ELASTIC_SITE=f"{home}/new.toml", SLURM_CONF=f"{home}/slurm.conf")
-    answer = elastic("doctor", "--init", env=env)
-    assert (answer.returncode, (home / "new.toml").exists()) == (75, False)
-    assert answer.stderr.startswith("error: scontrol failed")

@@ -252,13 +252,12 @@ def config(config: Path, overrides: tuple[str, ...], as_json: bool):
     show(as_json, [row._asdict() for row in rows], views.config_view)
 
 
-@command("doctor", "doctor 7b.toml --try", "doctor --init    # an admin, once")
+@command("doctor", "doctor 7b.toml --try")
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @shared.overrides_option
 @shared.json_option
 @flag("--try", "tries", help="Also run a job: two nodes, about a minute.")
-@flag("--init", help="Write the site file from what is found here.")
-def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, **how: bool):
+def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, tries: bool):
     """Look at this cluster and say what will work.
 
     Every line is OK, WARN (works, and could do better), FAIL (does not start,
@@ -267,11 +266,7 @@ def doctor(config: Path | None, overrides: tuple[str, ...], as_json: bool, **how
     """
     from elastic.people import doctor as examining, tryout, views
 
-    if how["init"]:
-        path, text = examining.init()
-        click.echo(f"{text}\nwritten to {path}")
-        return
-    more = [("tried", tryout.tried)] if how["tries"] else []
+    more = [("tried", tryout.tried)] if tries else []
     with views.progress() as tell:
         report = examining.report(config, overrides, tell, more)
     show(as_json, report, views.doctor_view)

@@ -9,15 +9,14 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from elastic.base.errors import ElasticError
 from elastic.base.units import size
-from elastic.run.records import gpus_of
+from elastic.run.records import gpus_of, most_gpus
 from elastic.run.wording import counted
 
 OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")
@@ -130,11 +129,15 @@ def judged(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:
 # ---- Slurm ---------------------------------------------------------------------------
 
 
-def _named(config) -> list[str] | Unknown:
+def _named(config, *, cluster, partitions, nodes) -> list[str] | Unknown:
     """The partitions of workers."""
     if names := config.slurm.partition:
         return names.split(",")
-    return Unknown("slurm.partition is not set", "set it, or try elastic-doctor --init", FAIL)
+    modes = {name: preempt_mode(cluster, name, partitions, nodes)
+             for name in known(partitions, ()) if not isinstance(cluster, Unknown)}  # fmt: skip
+    there = ", ".join(f"{name} ({mode or 'as its QOS has it'})" for name, mode in modes.items())
+    fix = f"set it in etc/site.toml or the run's file; how jobs are preempted: {there}"
+    return Unknown("slurm.partition is not set", fix, FAIL)
 
 
 def _slurm(cluster: Mapping[str, str]) -> Judgement:
@@ -195,8 +198,14 @@ def _masters_partition(config, cluster, partitions, nodes, named) -> Judgement:
     modes = {preempt_mode(cluster, name, partitions, nodes) for name in names} - {"OFF", ""}
     inside = {node.name for node in nodes if node.partition in names}
     seen = f"{','.join(names)}: UP, {counted(len(inside), 'node')}"
+    by_qos = cluster["PreemptType"] == "preempt/qos"
+    is_shared = by_qos and config.slurm.master_qos in ("", config.slurm.qos)
     fix = "set slurm.master_partition to a partition where nothing is preempted"
-    return judged(seen, (modes, WARN, f"PreemptMode={','.join(sorted(modes))}", fix))
+    return judged(
+        seen, (modes, WARN, f"PreemptMode={','.join(sorted(modes))}", fix),
+        (is_shared, WARN, "the master has the workers' QOS, which decides (preempt/qos)",
+         "set slurm.master_qos to one that nothing preempts"),
+    )  # fmt: skip
 
 
 def _of_masters(config, named: list[str]) -> list[str]:
@@ -370,18 +379,30 @@ def _delay_s(cluster: Mapping[str, str]) -> int:
 
 
 def _limits(config, cluster, *, limits) -> Judgement | Unknown:
-    most, fewest = wanted_jobs(config)
-    every = {"MaxJobCount of the cluster": int(cluster["MaxJobCount"])}
+    wanted = {"jobs": wanted_jobs(config), "GPUs": (config.elastic.max, config.elastic.min)}
+    every = [("MaxJobCount of the cluster", int(cluster["MaxJobCount"]), "jobs")]
     enforces = {"limits", "safe", "all"} & {*cluster["AccountingStorageEnforce"].split(",")}
     if enforces and not isinstance(limits, Unknown):
-        is_sync = config.run.mode == "sync"  # of whose two jobs only one runs
-        every |= {name: n for name, n in limits.items() if "Submit" in name or not is_sync}
-    name, limit = min(every.items(), key=itemgetter(1))
+        every += _of_accounting(config, limits)
+    name, limit, of = min(every, key=lambda each: each[1] / wanted[each[2]][0])
+    most, fewest = wanted[of]
     if isinstance(limits, Unknown) and limit >= most:
         return limits
     fix = f"ask for {most}, or lower elastic.max (and min) to what fits"
-    return judged(f"{name} is {limit}, the run has up to {most} jobs",
+    return judged(f"{name} is {limit}, the run has up to {most} {of}",
                   (limit < fewest, FAIL, "", fix), (limit < most, WARN, "", fix))  # fmt: skip
+
+
+def _of_accounting(config, owners: Mapping[str, Mapping[str, str]]) -> Iterator[tuple]:
+    """("MaxJobs of the account lab", how many, of jobs or of GPUs)."""
+    for owner, row in owners.items():
+        for column, value in row.items():
+            name, is_local = f"{column} of {owner}", config.run.mode == "local"
+            if "TRES" in column:
+                yield from ((name, n, "GPUs") for n in most_gpus(value, config.slurm.gres))
+            # Of the two jobs of sync mode only one runs.
+            elif re.match("Max|Grp", column) and value and (is_local or "Submit" in column):
+                yield name, int(value), "jobs"
 
 
 def wanted_jobs(config) -> tuple[int, int]:
@@ -541,40 +562,3 @@ TRIED = (
     Check("try shrink", "a job that loses a node goes on with the others", _tried(
         "{shrunk}", (lambda t: t["is_stuck"], WARN, "without it the job ends, and waits"))),
 )  # fmt: skip
-
-
-# ---- what a site file should say -----------------------------------------------------
-
-
-def propose(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """("section.key", value, where it comes from) for a site file."""
-    proposals = []
-    # Of nodes that nobody is shown nobody knows what a partition is good for.
-    facts = {**facts, "nodes": known(facts["nodes"], [])}
-    for key, with_gpus in (("slurm.partition", True), ("slurm.master_partition", False)):
-        if best := _best_partition(facts, with_gpus):
-            proposals.append((key, *best))
-    if not isinstance(facts["server"], Unknown):
-        proposals.append(("redis.server", facts["server"], "found here"))
-    network, others = facts["network"], {n.host.split(".")[0] for n in facts["nodes"]}
-    is_hidden = not isinstance(network, Unknown) and network["address"].startswith("127.")
-    if is_hidden and network["routed"] and others - {facts["here"]}:
-        proposals.append(("redis.bind", network["routed"], "leads to other machines"))
-    delay = f"{_delay_s(facts['cluster'])}s"
-    return [*proposals, ("plan.requeue", delay, "a requeued job waits, as slurm.conf has it")]
-
-
-def _best_partition(facts: Mapping[str, Any], with_gpus: bool) -> tuple[str, str] | None:
-    """(name, what it is like): for workers the partition with the most GPUs that are
-    preempted, for masters one that is not preempted, preferably without GPUs."""
-    best = []
-    for name, partition in facts["partitions"].items():
-        inside = [node for node in facts["nodes"] if node.partition == name]
-        gpus = sum(gpus_of(node.gres, "gpu") for node in inside)
-        mode = preempt_mode(facts["cluster"], name, facts["partitions"], facts["nodes"])
-        is_fit = gpus and mode in ("REQUEUE", "CANCEL") if with_gpus else inside and mode == "OFF"
-        if is_fit and partition["State"] == "UP":
-            order = (mode == "REQUEUE", gpus) if with_gpus else (not gpus, len(inside))
-            what = f"PreemptMode={mode}, {counted(len(inside), 'node')}, {gpus} GPUs"
-            best.append((order, name, what))
-    return max(best)[1:] if best else None

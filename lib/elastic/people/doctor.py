@@ -11,25 +11,22 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from elastic.base import config as configuration, network, proc
 from elastic.base.config import Config
 from elastic.base.durable import create_once, write_atomic
-from elastic.base.environment import cron_line, elastic_home, runs_root, site_path, user_name
-from elastic.base.errors import ElasticError, UsageError
-from elastic.base.keys import toml_value
+from elastic.base.environment import cron_line, runs_root, user_name
+from elastic.base.errors import ElasticError
 from elastic.jobs import sched_slurm
 from elastic.people import submission
-from elastic.people.diagnosis import VERDICTS, Disk, Unknown, answer, diagnose, known, propose
+from elastic.people.diagnosis import VERDICTS, Disk, Unknown, answer, diagnose, known
 from elastic.people.dial import written_per_s
 from elastic.run import estimate
 from elastic.run.rundir import Endpoint, RunDir
@@ -72,9 +69,8 @@ def _cluster(config: Config, clocks: dict[str, float]) -> dict[str, str] | Unkno
     return cluster
 
 
-def _limits(config: Config, cluster, partitions) -> dict[str, int]:
-    """The limits on the number of jobs, by name: those of the account, and of the job's
-    QOS."""
+def _limits(config: Config, cluster, partitions) -> dict[str, dict[str, str]]:
+    """What accounting says of the account, and of the QOS of a job."""
     slurm, row = config.slurm, _association(config, cluster)
     theirs = [partitions.get(name, {}).get("QoS", "") for name in slurm.partition.split(",")]
     own = slurm.qos or row["Def QOS"] or row["QOS"]  # of one, a job gets that
@@ -82,8 +78,7 @@ def _limits(config: Config, cluster, partitions) -> dict[str, int]:
     owners = {f"the account {row['Account']}": row}
     for qos in sched_slurm.qos(*names) if names else ():
         owners[f"the QOS {qos['Name']}"] = qos
-    return {f"{name} of {owner}": int(value) for owner, table in owners.items()
-            for name, value in table.items() if value and re.search("Max|Grp", name)}
+    return owners
 
 
 def _qos(config: Config, cluster) -> dict[str, str] | Unknown:
@@ -280,50 +275,6 @@ PROBES: dict[str, Callable] = {
     "cron": _cron,
 }
 VITAL = ("cluster", "disk", "redis", "torch", "tried")  # without which no run works
-
-
-# ---- the site file
-
-
-def init() -> tuple[Path, str]:
-    """Write the site file from what is found here. Returns its path and its text.
-
-    UsageError if a file that sets anything is there; ElasticError without Slurm.
-    """
-    path = site_path().resolve()  # several versions of Elastic share one file
-    if path.exists() and not path.is_file():
-        raise UsageError(f"not a file: {path}", "set ELASTIC_SITE to the path of a new file")
-    if path.exists() and any("." in key for key in configuration.load_site(site=path).origins):
-        raise UsageError(f"{path} sets something already", f"mv {path} {path}.old")
-    facts = {"config": configuration.load_site(site=Path(os.devnull)), "here": _here()}
-    facts |= {"cluster": sched_slurm.cluster(), "partitions": sched_slurm.partitions()}
-    for name, probe in (("nodes", PROBES["nodes"]), ("network", _network), ("server", _server)):
-        facts[name] = answer(probe, facts)
-    text = site_text(facts["cluster"], propose(facts))
-    write_atomic(path, text.encode())
-    return path, text
-
-
-def _server() -> str | Unknown:
-    from elastic.local.master import redis_server
-
-    path = redis_server.find()
-    if Path(path).parent.resolve().is_relative_to(elastic_home()):
-        return Unknown("each version finds its own, which goes with it")
-    return path
-
-
-def site_text(cluster: Mapping[str, str], proposals: list[tuple[str, str, str]]) -> str:
-    """A site file with these values, and a remark on each that says where it comes
-    from."""
-    which = f"{cluster['ClusterName']} (Slurm {cluster['SLURM_VERSION']})"
-    lines = [f"# Settings of cluster {which}. A run file inherits and may override them.",
-             "# Written by elastic-doctor --init. Every key and default: etc/keys.toml"]
-    for table, rows in groupby(proposals, lambda row: row[0].partition(".")[0]):
-        lines += ["", f"[{table}]"]
-        lines += [f"{name.partition('.')[2]} = {toml_value(value)}  # {why}"
-                  for name, value, why in rows]  # fmt: skip
-    return "\n".join(lines) + "\n"
 
 
 # ---- the child that imports torch

@@ -232,7 +232,6 @@ class Commit:
     inner_steps: int | None = None
     clipped: int | None = None
     taken_back: int | None = None  # the version that it reverts
-    suspect: tuple[int, int] | None = None  # slot and attempt that made that one bad
     running: dict | None = None
     bytes: int | None = None
     files: tuple[File, ...] = ()
@@ -287,3 +286,10 @@ def gpus_of(gres: str, wanted: str) -> int:
     """How many of `wanted` ("gpu", or with a type "gpu:a100") a node's Gres has."""
     found = re.findall(r"([\w:.-]+):(\d+)(?=\(|,|$)", gres)
     return sum(int(n) for kind, n in found if kind == wanted or kind.startswith(f"{wanted}:"))
+
+
+def most_gpus(tres: str, wanted: str) -> list[int]:
+    """The limits on `wanted`, or on GPUs of every type, in a limit as Slurm writes it:
+    "cpu=64,gres/gpu=8,gres/gpu:a100=4"."""
+    found = re.findall(r"\bgres/([\w:.-]+)=(\d+)", tres)
+    return [int(n) for kind, n in found if wanted == kind or wanted.startswith(f"{kind}:")]
