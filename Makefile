@@ -139,7 +139,10 @@ install:  ## Copy this version into PREFIX, make its venv, and switch to it
 	test -e '$(HERE)'/etc/site.toml || install -D -m 0644 etc/site.toml '$(HERE)'/etc/site.toml
 	ln -sfn ../../etc/site.toml '$(TREE)'/etc/site.toml
 	for kind in lua tcl; do name=$(VERSION); test $$kind = tcl || name=$$name.lua; \
-	    sed 's|@PREFIX@|$(PREFIX)|g; s|@VERSION@|$(VERSION)|g' etc/modulefile.$$kind \
+	    { sed 's|@PREFIX@|$(PREFIX)|g; s|@VERSION@|$(VERSION)|g' etc/modulefile.$$kind; \
+	      case "$$kind$$ELASTIC_PYTHON" in lua|tcl) ;; \
+	          lua*) echo "setenv(\"ELASTIC_PYTHON\", \"$$ELASTIC_PYTHON\")" ;; \
+	          tcl*) echo "setenv ELASTIC_PYTHON \"$$ELASTIC_PYTHON\"" ;; esac; } \
 	        | install -D -m 0644 /dev/stdin '$(MODULES)'/$$kind/elastic/$$name || exit 1; done
 	if test -n '$(DESTDIR)'; then echo 'next, there: (umask 022; make -C $(PREFIX)/$(VERSION) venv)'; \
 	    elif test -z "$$ELASTIC_PYTHON"; then umask 022; \

@@ -107,7 +107,7 @@ outlast() {
     done 2>/dev/null || true
 }
 
-mark="ELASTIC_RANK_MARK=${node}:$$:${EPOCHSECONDS}"
+mark="ELASTIC_RANK_MARK=${node}:$$:$(date +%s)"
 [[ -z "${ELASTIC_RUN_DIR:-}" ]] || open_log
 elastic::network
 

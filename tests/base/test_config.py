@@ -59,6 +59,16 @@ def test_the_site_file_is_found_by_the_environment(write, monkeypatch):
     assert "elsewhere.toml" in problems_of(Path("run.toml"))
 
 
+def test_what_the_shell_tells_sbatch_counts_where_no_file_says_more(write, monkeypatch):
+    """It was dropped without a word, and another account paid."""
+    for name, value in {"ACCOUNT": "proj", "TIMELIMIT": "60", "PARTITION": "debug"}.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    slurm = config.load(write('[slurm]\npartition = "gpu"\n[train]\nepochs = 1\n'))
+    assert (slurm.slurm.account, slurm.slurm.master_account) == ("proj", "proj")
+    assert (slurm.slurm.time, slurm.slurm.partition) == ("60", "gpu")
+    assert slurm.origin("slurm.account") == "SBATCH_ACCOUNT"
+
+
 def test_origins_are_found_in_dotted_quoted_and_inline_writing(write):
     text = 'train.epochs = 1\n"run" = {scheduler = "local"}\n[ "elastic" ]\n"max" = 3\n'
     made = config.load(write(text))

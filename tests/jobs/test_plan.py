@@ -25,11 +25,11 @@ ENDED = (  # the only states that free a slot, spelled out again on purpose
     "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 )  # fmt: skip
 QUEUED = ("EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-STARTED = ("RUNNING", "CONFIGURING", "SUSPENDED")
-ODD = ("COMPLETING", "RESIZING", "SIGNALING", "STOPPED", "A_STATE_OF_2031", "")
-FOR_GOOD = ("launch failed requeued held", "DependencyNeverSatisfied", "JobHeldAdmin",
+STARTED = ("RUNNING", "CONFIGURING", "SIGNALING", "STOPPED", "SUSPENDED")
+ODD = ("COMPLETING", "RESIZING", "A_STATE_OF_2031", "")
+FOR_GOOD = ("launch failed requeued held", "DependencyNeverSatisfied",
             "Reservation mine was deleted")  # fmt: skip
-REASONS = ("", "None", "Priority", "Resources,BeginTime", "JobHeldUser", *FOR_GOOD)
+REASONS = ("", "None", "Priority", "Resources,BeginTime", "JobHeldUser", "JobHeldAdmin", *FOR_GOOD)
 GOOD, BAD = ("done", "stopped", "yielded", "lost", "killed", "cancelled", "fenced"), ("failed",)
 
 BATCH = 20  # worlds per example of hypothesis, whose own work would else be most of the time

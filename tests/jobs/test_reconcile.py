@@ -320,6 +320,7 @@ def test_a_submission_that_may_have_succeeded_is_not_repeated_before_ten_minutes
     report = again()
     assert did(report) == [("submit", "master", 0)]
     assert "unsure whether worker 0" in report.lines()[1]
+    assert "unsure whether worker 0" in report.runs[0].waiting[0], "who submits a run is told"
     slurm.on_submit = lambda spec: None
     assert did(again()) == [("submit", "worker", s) for s in (1, 2, 3)]
     assert did(again(500)) == []

@@ -455,6 +455,15 @@ def test_a_command_that_hangs_is_try_again_after_its_timeout(tmp_path, monkeypat
     assert time.monotonic() - before < 5 * PATIENCE
 
 
+def test_a_full_queue_of_which_sbatch_tells_while_it_waits_is_no_silence(tmp_path, monkeypatch):
+    """At MaxJobCount it tries again for minutes; the slot waited ten for a job that never was."""
+    monkeypatch.setattr(sched_slurm, "COMMAND_TIMEOUT_S", 1.0)
+    said = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
+    fake = fake_command(tmp_path, "sbatch", f"echo '{said}' >&2; exec sleep 30")
+    with pytest.raises(RetryLater, match="temporarily unable to accept job"):
+        slurm_command(["sbatch"], fake)
+
+
 def test_a_notice_that_slurm_did_not_take_has_not_been_passed_on(tmp_path, monkeypatch):
     """A launcher told its ranks once, whatever came of that."""
     fake_command(tmp_path, "scancel", """

@@ -14,7 +14,6 @@ from hypothesis import given, strategies as st
 from elastic.base.errors import ElasticError
 from elastic.jobs.slurm_info import (
     SLURMInfo,
-    check_layout,
     end_time,
     expand_hostlist,
     get_slurm_info,
@@ -171,14 +170,6 @@ def test_the_banner_holds_job_size_time_and_nccl(monkeypatch: pytest.MonkeyPatch
     assert "time left unknown, NCCL_DEBUG not set" in lines[1]
 
 
-def test_a_layout_is_right_with_one_task_per_gpu_on_every_node():
-    assert check_layout(INFO, 4) == ""
-    said = check_layout(replace(INFO, tasks_per_node=(4, 1)), 4)
-    assert "4,1 tasks per node, 4 GPUs per node" in said
-    assert "srun --nodes=2 --ntasks-per-node=4" in said
-    assert check_layout(replace(INFO, tasks_per_node=(4,)), 4) != ""
-
-
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -237,6 +228,9 @@ def test_the_newest_checkpoint_is_the_highest_step_whatever_its_name(tmp_path: P
     assert newest(tmp_path, *names) == names[-1]
     assert newest(tmp_path, "0100.pt", "0200.pt") == "0200.pt"
     assert newest(tmp_path, "step_5.optimizer.pt", "step_5.pt") == "step_5.pt"
+    assert newest(tmp_path, "step_198.pt", "step_198_ema.pt", "step_198-opt.pt") == "step_198.pt"
+    assert newest(tmp_path, "checkpoint_200.pt", "rng_state_200.pt") == "checkpoint_200.pt"
+    assert newest(tmp_path, "ckpt_epoch_2.pt", "swa_epoch_2.pt") == "ckpt_epoch_2.pt"
 
 
 def test_names_without_a_step_and_temporary_ones_are_no_checkpoints(tmp_path: Path):

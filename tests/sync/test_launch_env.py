@@ -102,6 +102,14 @@ def sockets(found: dict[str, str]) -> tuple[str | None, str | None]:
     return found.get("NCCL_SOCKET_IFNAME"), found.get("GLOO_SOCKET_IFNAME")
 
 
+def test_ranks_start_under_the_bash_of_older_systems(node, tmp_path):
+    """RHEL 8 has 4.4, which knows no such variable: each rank of each job died of that. A newer
+    Bash forgets them once they are unset."""
+    (tmp_path / "older").write_text("unset EPOCHSECONDS EPOCHREALTIME SRANDOM BASH_ARGV0\n")
+    node.interfaces(ETH)
+    assert node.chosen(BASH_ENV=str(tmp_path / "older"))[0]["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
 def test_without_rdma_it_is_the_interface_that_routes_to_the_master(node):
     node.interfaces(("eth1", "10.1.0.2", ETHERNET), ETH)
     found, said = node.chosen()

@@ -190,6 +190,17 @@ def test_everybody_can_read_what_an_admin_with_a_narrow_umask_installs(tmp_path)
     everybody_can_read(prefix)
 
 
+def test_users_of_an_installation_without_a_venv_get_the_admins_python(tmp_path):
+    """Their commands found none, and could not make one."""
+    prefix, python = tmp_path / "elastic", pretended_python(tmp_path)
+    done = run(f"ELASTIC_PYTHON={python} make install PREFIX={prefix}", ROOT)
+    assert done.returncode == 0, done.stderr
+    modules = [*prefix.glob("modulefiles/*/elastic/*")]
+    assert len(modules) == 2
+    for module in modules:
+        assert re.search(rf'^setenv.*ELASTIC_PYTHON.*"{python}"', module.read_text(), re.MULTILINE)
+
+
 def test_everybody_can_read_what_is_packaged_and_gets_its_venv_later(tmp_path):
     prefix, stage = tmp_path / "elastic", tmp_path / "stage"
     done = run(f"umask 077; make install DESTDIR={stage} PREFIX={prefix}", ROOT)

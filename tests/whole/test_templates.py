@@ -267,9 +267,19 @@ def test_one_node_trains_under_srun_and_under_torchrun(folder, launcher):
     assert logs.count("WORLD_SIZE=2") == logs.count("total=2") == 2
 
 
+@pytest.mark.parametrize("asked", ["--gres=gpu:2", "--gpus-per-node=2", "--gpus=4"])
+def test_gpus_may_be_asked_for_in_any_way(folder, asked):
+    """The template's own --gres came on top: one rank a node, or none was started at all."""
+    job = folder.submit("multi-node", "--nodes=2", asked)
+    assert folder.until_ended(job) == "COMPLETED", folder.log(job)
+    logs = "".join(folder.ranks(job))
+    assert said(logs, "RANK") == [0, 1, 2, 3]
+    assert logs.count("total=4") == 4
+
+
 def test_a_layout_that_is_not_one_rank_per_gpu_ends_with_the_way_out(folder):
     wrong = folder.submit("multi-node", "--gres=gpu:2", "--ntasks-per-node=1", command=["true"])
-    uneven = folder.submit("multi-node", "--gres=none", "--gpus=3", command=["true"])
+    uneven = folder.submit("multi-node", "--gpus=3", command=["true"])
     nothing = folder.submit("single-node", command=[])
     assert {folder.until_ended(job) for job in (wrong, uneven, nothing)} == {"FAILED"}
     assert "error: 1 tasks per node, 2 GPUs per node" in folder.log(wrong)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.base import keys
-from elastic.base.environment import expanded, site_file
+from elastic.base.environment import env, expanded, site_file
 from elastic.base.errors import UsageError
 from elastic.base.keys import KEYS, NAME, TEXT, URL, parse, toml_value
 
@@ -97,7 +97,8 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None,
     `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation. What is
     `left_open` need not be set.
     """
-    layers = [_read_site(site or site_file()), _read(Path(path)), _override_layer(overrides)]
+    site_layer = _read_site(site or site_file())
+    layers = [_shell_layer(), site_layer, _read(Path(path)), _override_layer(overrides)]
     return _resolve(layers, Path(path), left_open)
 
 
@@ -159,6 +160,14 @@ def _depth(value: Any) -> int:
     """So many levels are below `value`. RecursionError: too many to count."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return max((1 + _depth(each) for each in inner), default=0)
+
+
+def _shell_layer() -> _Layer:
+    """What the user's shell tells sbatch: the jobs of a pass would not have it."""
+    variables = {"partition": "SBATCH_PARTITION", "account": "SBATCH_ACCOUNT",
+                 "qos": "SBATCH_QOS", "time": "SBATCH_TIMELIMIT"}  # fmt: skip
+    given = {name: value for name, variable in variables.items() if (value := env(variable))}
+    return _Layer({"slurm": given}, lambda name: variables.get(name.removeprefix("slurm."), name))
 
 
 def _read_site(path: Path) -> _Layer:
@@ -336,7 +345,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str | Callable[..., st
      "redis.tls = {} is for the master's own server: for TLS to a site's, redis.url is rediss://…"),
     (("slurm.partition", "run.scheduler"), lambda name, scheduler: scheduler == "local" or name,
      "slurm.partition is not set: give --set slurm.partition=NAME, or write it into the run's file"
-     " or the site's (elastic-doctor --init does); on this machine alone: --scheduler local"),
+     " or the site's (elastic-doctor names them); on this machine alone: --scheduler local"),
 )  # fmt: skip
 
 

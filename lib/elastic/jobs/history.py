@@ -27,13 +27,12 @@ LOST_STATES = frozenset({"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED", "TIM
 ENDED_STATES = LOST_STATES | {"CANCELLED", "COMPLETED", "ENDED", "FAILED", "OUT_OF_MEMORY"}
 QUEUED_STATES = frozenset({"EXPEDITING", "PENDING", "REQUEUED", "REQUEUE_FED"})
 QUEUED_STATES |= {"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-STARTED_STATES = frozenset({"CONFIGURING", "RUNNING", "SUSPENDED"})
+STARTED_STATES = frozenset({"CONFIGURING", "RUNNING", "SIGNALING", "STOPPED", "SUSPENDED"})
 LEAVING_STATES = frozenset({"COMPLETING", "STAGE_OUT"})
 # Holds after which a job never starts by itself (compared without blanks, underscores and
-# case). A hold that the user asked for is respected.
-BROKEN_HOLDS = ("dependencyneversatisfied", "jobheldadmin", "jobholdmaxrequeue",
-                "launchfailedrequeuedheld", "launchfailurelimit",
-                "wasdeleted")  # its reservation  # fmt: skip
+# case). A hold that the user or an admin asked for is respected.
+BROKEN_HOLDS = ("dependencyneversatisfied", "jobholdmaxrequeue", "launchfailedrequeuedheld",
+                "launchfailurelimit", "wasdeleted")  # its reservation  # fmt: skip
 
 SETTLE_S = 30.0  # a job this young may be missing from a listing that is a little behind
 CANCEL_AGAIN_S = 60.0  # how long a cancelled job may take to go

@@ -289,6 +289,7 @@ class _Pass:
             self._note_unsure(place, UNSURE_S)
             what = f"unsure whether {place[0]} {place[1]} was submitted: {silence.what}"
             self.report.lines.append(what)
+            self.report.waiting.append(what)
             return False
         except (Refused, RetryLater) as refusal:
             self.memory = before

@@ -52,9 +52,10 @@ _ASKED = {"squeue": {"SQUEUE_ALL": "1", "SLURM_TIME_FORMAT": "%s"},
           "sinfo": {"SINFO_ALL": "1"}, "scontrol": {"SCONTROL_ALL": "1"}}  # fmt: skip
 
 # From 23.11 on srun takes the cores that the job asked for, on a node, for those of each
-# task.
-_SRUN = ("env", "--unset=SLURM_CPUS_PER_TASK", "--unset=SLURM_TRES_PER_TASK",
-         "srun", "--mpi=none", "--overlap")  # fmt: skip
+# task. A job's GPUs are not those of each step.
+_OF_THE_JOB = ("CPUS_PER_TASK", "TRES_PER_TASK", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK")
+_SRUN = ("env", *(f"--unset=SLURM_{each}" for each in _OF_THE_JOB), "srun", "--mpi=none",
+         "--overlap")  # fmt: skip
 
 # What a command says when it does not know whether the controller did what was asked.
 _NO_ANSWER = re.compile(
@@ -320,7 +321,8 @@ def share_of_gpu(slurm) -> tuple[int, str]:
     inside = [node for node in nodes() if node.partition in names]
     # A constraint that says more than features leaves all of them.
     inside = [node for node in inside if _has_features(node, slurm)] or inside
-    gpus_on = {node.name: gpus_of(node.gres, slurm.gres) for node in inside}
+    wanted = slurm.gres or ("gpu" if "--gpus" in given else "")
+    gpus_on = {node.name: gpus_of(node.gres, wanted) for node in inside}
     shares = []
     lines = show("node", ",".join(gpus_on)).splitlines() if any(gpus_on.values()) else ()
     for node in map(_properties, lines):
@@ -340,14 +342,16 @@ def association(user: str, account: str, cluster_name: str) -> dict[str, str]:
     gives its columns; empty where accounting does not know them. TryAgain if it does not
     say."""
     where = (f"name={user}", f"cluster={cluster_name}", "withassoc")
-    columns = "DefaultAccount,Account,DefaultQOS,QOS,MaxSubmitJobs,GrpSubmitJobs,MaxJobs,GrpJobs"
+    limits = "MaxSubmitJobs,GrpSubmitJobs,MaxJobs,GrpJobs,GrpTRES"
+    columns = f"DefaultAccount,Account,DefaultQOS,QOS,{limits}"
     rows = _accounting("user", *where, f"format={columns}")
-    return next((r for r in rows if r["Account"] == (account or r["Def Acct"])), {})
+    # Slurm keeps the names of accounts in lower case.
+    return next((r for r in rows if r["Account"] == (account.lower() or r["Def Acct"])), {})
 
 
 def qos(*names: str) -> list[dict[str, str]]:
     """The limits of these QOS, and how their jobs are preempted."""
-    limits = "MaxSubmitJobsPerUser,GrpSubmitJobs,MaxJobsPerUser,GrpJobs"
+    limits = "MaxSubmitJobsPerUser,GrpSubmitJobs,MaxJobsPerUser,GrpJobs,GrpTRES,MaxTRESPerUser"
     columns = f"Name,PreemptMode,GraceTime,{limits}"
     return _accounting("qos", f"name={','.join(names)}", f"format={columns}")
 
@@ -388,7 +392,10 @@ def slurm_command(
             [program, *argv[1:]], env=given | _ASKED.get(argv[0], {}), timeout=COMMAND_TIMEOUT_S,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
+        said = (late.stderr or b"").decode(errors="replace").strip()
+        if _NOT_NOW.search(said):  # sbatch tells of a full queue, and tries again for minutes
+            raise RetryLater(said.splitlines()[-1]) from None
         silence = f"{argv[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s"
         raise TryAgain(silence, "is slurmctld up?") from None
     # A command that dies says nothing.

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import accumulate
 from pathlib import Path
 
 from elastic.base.config import Config
@@ -29,7 +28,9 @@ _WORDS = r"(epoch|\bep)|step|\bba|iteration|iter|checkpoint|ckpt|snapshot|state|
 _NUMBERED = re.compile(rf"(?:(?:{_WORDS})[-_=.]?|^(?=\d+(?:\.|$)))(\d+)", re.IGNORECASE)
 _POINTER = re.compile(r"(^|[-_.])(latest|last)([-_.]|$)", re.IGNORECASE)
 _PLAIN = re.compile(r"(^|[-_.])(checkpoint|ckpt|snapshot|state)(\.(pt|pth|ckpt|tar|bin|pkl))+$")
-_OTHER = re.compile(r"(^|[-_.])best([-_.]|$)|-of-\d|\.(txt|jsonl?|ya?ml|toml|log|csv|md|py)$")
+_OTHER = re.compile(
+    r"(^|[-_.])(best|ema|swa|rng)([-_.]|$)|-of-\d|\.(txt|jsonl?|ya?ml|toml|log|csv|md|py)$"
+)
 _MEDIA = re.compile(
     r"\.(png|jpe?g|gif|webp|svg|pdf|html?|mp4|avi|wav|mp3|flac)$|tfevents", re.IGNORECASE
 )
@@ -128,15 +129,6 @@ def log_job_info(info: SLURMInfo, say: Callable[[str], object] = print) -> None:
     say(f"{job}: {size}, time left {left}, NCCL_DEBUG {env('NCCL_DEBUG', 'not set')}")
 
 
-def check_layout(info: SLURMInfo, gpus_per_node: int) -> str:
-    """Empty if every node has one task per GPU, else how many each has and what to do."""
-    count, tasks = len(info.nodes), ",".join(map(str, info.tasks_per_node))
-    if info.tasks_per_node == (gpus_per_node,) * count:
-        return ""
-    way_out = f"one task per GPU: srun --nodes={count} --ntasks-per-node={gpus_per_node}"
-    return f"{tasks} tasks per node, {gpus_per_node} GPUs per node; {way_out}"
-
-
 def resolve_resume_path(folder: Path, pattern: str = "") -> Path | None:
     """The checkpoint to resume from: the first of `resume_paths`; None if there is
     none."""
@@ -188,9 +180,8 @@ def _is_named_so(name: str) -> bool:
 
 
 def _comes_along(stem: str, stems: Set[str]) -> bool:
-    """As step_5.optimizer.pt does with step_5.pt; step_5.5.pt does not."""
-    begun = accumulate(stem.split(".")[:-1], "{}.{}".format)
-    return any(each in stems and not re.search(r"\d", stem[len(each) :]) for each in begun)
+    """As step_5.optimizer.pt and step_5_ema.pt do with step_5.pt; step_5.5.pt does not."""
+    return any(re.fullmatch(rf"{re.escape(each)}[-_.]\D+", stem) for each in stems)
 
 
 def _may_hold_state(path: Path) -> bool:

@@ -63,10 +63,10 @@ def _gauge(name: str, words: str, samples: Iterable[tuple]) -> Iterator[str]:
     yield f"# HELP elastic_{name} {words}"
     yield f"# TYPE elastic_{name} gauge"
     for seen, state, value in samples:
-        run = seen["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        who = seen["run"], user_name().replace("\\", "\\\\")  # a Windows domain's
         more = f',state="{state}"' if state else ""
         if value is not None:
-            yield f'elastic_{name}{{run="{run}",user="{user_name()}"{more}}} {value}'
+            yield f'elastic_{name}{{run="{who[0]}",user="{who[1]}"{more}}} {value}'
 
 
 # ---- one run, version by version

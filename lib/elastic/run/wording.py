@@ -85,7 +85,8 @@ PENDING = (
     ("BadConstraints", "no node fits: see slurm.gpus_per_node and slurm.options"),
     ("Invalid(Account|QOS)|(Account|QOS)NotAllowed", "not yours: see slurm.account, slurm.qos"),
     ("JobHeldUser", "held by its owner: release it, or cancel it and it is replaced"),
-    ("JobHeldAdmin|.*held|DependencyNeverSatisfied", "held: elastic-reconcile replaces it"),
+    ("JobHeldAdmin", "an admin holds it: ask why"),
+    (".*held|DependencyNeverSatisfied", "held: elastic-reconcile replaces it"),
     ("Dependency", "it waits for another job"),
     ("Licenses", "no licence is free"),
 )
