@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from elastic.base import durable
-from elastic.base.errors import TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.rundir import RunDir
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
@@ -198,11 +198,30 @@ def read(run: RunDir, group: Group) -> None:
     checkpoints.save(5, net, optimizer, {"tokens": 55})  # in place of the damaged one
 
 
+class Own(torch.optim.SGD):
+    """Keeps a sum for every element of this rank's part alone."""
+
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.state[param]["sum"] = torch.zeros_like(param.to_local())
+
+
+def odd(run: RunDir, group: Group) -> None:
+    checkpoints = Checkpoints(run, group, "job3", keep=9)
+    net, _ = make(seed=3)
+    optimizer = Own(net.parameters(), lr=0.1)
+    train(net, optimizer)
+    with pytest.raises(ElasticError, match=r"sum of layers.0.weight is of one rank's part"):
+        checkpoints.save(2, net, optimizer, {})
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = Group(dist.get_rank(), dist.get_world_size())
-    {"write": write, "read": read}[sys.argv[1]](RunDir(Path(sys.argv[2])), group)
+    {"write": write, "read": read, "odd": odd}[sys.argv[1]](RunDir(Path(sys.argv[2])), group)
     dist.barrier()
     dist.destroy_process_group()
 

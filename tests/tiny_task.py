@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, random_split
 
 WIDTH = 8
 
@@ -92,3 +92,39 @@ class Masked(Tiny):
         x, y = batch
         one = super().loss(lambda x: model(x)[self.counted(y)], (x, y[self.counted(y)]))
         return one.unsqueeze(0)
+
+
+class Copies(Tiny):
+    """Its optimizer has float32 copies, made with it."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Copied(model.parameters(), lr=1e-2)
+
+
+class Copied(torch.optim.SGD):
+    def __init__(self, params, lr: float):
+        super().__init__(params, lr)
+        self.own = [param.detach().clone() for param in self.param_groups[0]["params"]]
+
+    def step(self, closure=None):
+        for own, param in zip(self.own, self.param_groups[0]["params"], strict=True):
+            param.data.copy_(own.add_(param.grad, alpha=-1e-2))
+
+
+class Swapping(Tiny):
+    """Validates other parameters, as an average of the newest, and takes every error of a batch for
+    the batch's. Its data set is a random part of all samples."""
+
+    def dataset(self) -> Dataset:
+        return random_split(self._samples, [600, len(self._samples) - 600])[0]
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        for _ in range(self._passes):
+            with contextlib.suppress(Exception):
+                super().validate(model)
+        model.load_state_dict(own)
+        return {"drawn": float(self.dataset().indices[0])}

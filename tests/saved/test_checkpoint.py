@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import subprocess
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from safetensors.torch import save_file
 from checkpoint_ranks import assert_equal, everything, make, noted, train
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.saved import storage
+from elastic.saved import inner_state, storage
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
 from forks import KILLED, at_nth_step, in_children, killed_at
+from helpers import wait_until
 from ranks import run_ranks
 
 SAVE = (torch, "save")  # a step like those of `os`
@@ -134,6 +136,55 @@ def test_the_learning_rate_and_the_other_settings_of_the_optimizer_come_back(run
     torch.manual_seed(3)
     train(other, fresh)
     assert_equal(everything(other, fresh), everything(net, optimizer))
+
+
+class Exact(torch.optim.SGD):
+    """Has float32 copies of bfloat16 parameters, in its state; takes no closure."""
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            master = self.state[param].setdefault("master", param.detach().float())
+            param.data.copy_(master.add_(param.grad.float(), alpha=-1e-4))
+
+
+def test_state_that_is_more_exact_than_its_parameter_stays_so(run):
+    """torch's load_state_dict casts it to the type of the parameter, for good."""
+    net = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = Exact(net.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(4, 8).bfloat16()).sum().backward()
+        optimizer.step()
+    Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})
+    wanted = [state["master"].clone() for state in optimizer.state.values()]
+    other = torch.nn.Linear(8, 8).bfloat16()
+    again = Exact(other.parameters(), lr=1.0)
+    Checkpoints(run, Group(), "job2").load(other, again)
+    found = [state["master"] for state in again.state.values()]
+    assert [each.dtype for each in found] == [torch.float32] * 2
+    assert all(map(torch.equal, found, wanted))
+    entry = inner_state.save(run.path, "inner-1.1", [optimizer], 0)
+    fresh = Exact(other.parameters(), lr=1.0)
+    (run.path / "slots/0000").mkdir(parents=True)
+    (run.path / entry["name"]).rename(run.path / "slots/0000" / entry["name"])
+    assert inner_state.load(run, inner_state.Pointer(0, 1, 1, (entry,)), [fresh], 0) == ""
+    assert all(map(torch.equal, [state["master"] for state in fresh.state.values()], wanted))
+
+
+def test_two_ranks_share_no_state_that_is_each_ranks_own(run):
+    ranks(2, "odd", run)
+
+
+def test_a_save_takes_until_its_commit_however_late_somebody_asks(run):
+    """The ranks ask at the end of a step, which may take longer than the save, or a notice."""
+    checkpoints = Checkpoints(run, Group(), "job1")
+    began = time.monotonic()
+    checkpoints.begin(1, *trained(1), {"at": 1})
+    wait_until(lambda: steps(run) == [1], 60, "the commit")
+    wrote_s = time.monotonic() - began
+    time.sleep(2)
+    assert checkpoints.poll()
+    assert checkpoints.save_s < wrote_s + 1
 
 
 def test_a_step_that_is_committed_is_not_written_again(run):

@@ -30,9 +30,10 @@ from elastic.saved.checkpoint import Checkpoints
 from elastic.sync.batches import Samples
 from elastic.sync.rank import Rank, Wish, Wishes
 from elastic.sync.saving import Saving, State
+from elastic.sync.trainer import Trainer
 from elastic.train.group import Group
 from helpers import commit_of, elastic, environment, wait_until
-from running import Running, members, running
+from running import TESTS, Running, members, running
 from tiny_task import Tiny
 
 BATCH, INTERVAL = 10, 10
@@ -487,6 +488,61 @@ def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
     assert [event["step"] for event in found] == [10, 20, 30]
     losses = [event["scores"]["validation_loss"] for event in found]
     assert losses[-1] < losses[0]
+
+
+def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, undisturbed):
+    """A task may validate an average: the checkpoint had that, and the run trained on from it."""
+    settings = {"train.validate_every": 10, "run.task": "tiny_task:Swapping"}
+    with synchronous(tmp_path, settings, samples=700, step_s=0.02, validation_passes=20) as run:
+        run.until(lambda: step(run) == 10 and at_work(run) == "validating", 60, "a validation")
+        run.pace(0.5)
+        run.scheduler.preempt(run.jobs()["trainer", 0].job_id)
+        run.until(lambda: run.events("preempt"), 30, "the ranks leave")
+        lines = finish(run)
+        env = environment(run.home, PYTHONPATH=str(TESTS))
+        told = [elastic("evaluate", run.run.path, env=env) for _ in range(2)]
+    assert told[0].stdout == told[1].stdout != "", "what is drawn, is drawn alike"
+    before, after = lines[9]["loss"], lines[10]["loss"]
+    assert after < 1.5 * before, "it goes on from other parameters"
+    samples = {line["step"]: line["samples"] for line in lines}
+    assert samples == {line["step"]: line["samples"] for line in undisturbed}
+
+
+def test_a_data_set_that_is_drawn_is_the_same_in_every_attempt(run, make_config):
+    """As a random part of all samples is; without a seed each attempt trained on another."""
+    found = []
+    for _ in range(2):
+        torch.seed()
+        config = make_config("run.mode=sync", "run.task=tiny_task:Swapping", "task.pace=''")
+        trainer = Trainer(Rank(run, config, Group(), 1, "7"), Notice())
+        found.append([data[0].tolist() for _, data in trainer.samples.next().passes])
+    assert found[0] == found[1]
+
+
+def test_a_notice_is_heard_between_the_passes_of_a_step(tmp_path, undisturbed):
+    """A step of many passes may take longer than the notice: nothing of it was used then."""
+    with synchronous(tmp_path) as run:
+        further(run, 2)
+        run.pace(8)  # seconds of a pass: 40 s of a step
+        time.sleep(0.5)
+        reached, job = step(run), run.jobs()["trainer", 0]
+        run.scheduler.preempt(job.job_id, grace_s=25)
+        ended = run.ended(job.job_id)
+        assert (ended["outcome"], step(run)) == ("yielded", reached)
+        assert checkpoints(run)[-1] == reached
+        lines = finish(run)
+    assert_same_run(lines, undisturbed)
+
+
+def test_an_optimizer_that_goes_on_from_copies_of_its_own_is_refused(tmp_path):
+    """Its first step undid all training, at every restart."""
+    settings = {"run.task": "tiny_task:Copies", "elastic.max_failures": 1,
+                "sync.crash_retries": 0}  # fmt: skip
+    with synchronous(tmp_path, settings, step_s=0.02) as run:
+        run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
+        run.scheduler.preempt(run.jobs()["trainer", 0].job_id)
+        failed = run.until_failed(60)
+    assert "Copied does not train from the parameters that are loaded" in failed["reason"]
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, undisturbed):

@@ -14,8 +14,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic.base.errors import ElasticError
 from elastic.train.inner_optimizer import InnerOptimizer
-from elastic.train.optimizers import MuonAdamW, default_optimizer, hidden_matrices
+from elastic.train.optimizers import (
+    Together,
+    default_optimizer,
+    hidden_matrices,
+    optimizer_of,
+)
 from helpers import ROOT
 
 TRAIN = SimpleNamespace(
@@ -207,7 +213,7 @@ def test_on_a_cpu_muon_multiplies_in_float32():
 def test_the_rate_and_what_is_loaded_reach_both():
     model, other = net(), net()
     optimizer, fresh = default_optimizer(model, TRAIN), default_optimizer(other, TRAIN)
-    assert isinstance(fresh, MuonAdamW)
+    assert isinstance(fresh, Together)
     InnerOptimizer(optimizer, sets_rates=True).set_rates(0.5)
     train(model, [optimizer])
     other.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -217,6 +223,37 @@ def test_the_rate_and_what_is_loaded_reach_both():
     fresh.state.clear()  # as where moments are suspect
     train(other, [fresh], steps=1)
     assert len(fresh.state) == len([*other.parameters()])
+
+
+class Both(torch.optim.Optimizer):
+    """Two in one, whose moments no checkpoint ever sees."""
+
+    def __init__(self, *parts: torch.optim.Optimizer):
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+def test_a_task_may_have_several_optimizers_and_hides_none():
+    """Every save changed the moments of the hidden ones, and no restart had them."""
+    model = net()
+    matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) is is_matrix]
+                      for is_matrix in (True, False))  # fmt: skip
+
+    def made():
+        return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]
+
+    hidden = SimpleNamespace(optimizer=lambda model: Both(*made()))
+    with pytest.raises(ElasticError, match="Both hides the state of its SGD\n.*as a list"):
+        optimizer_of(hidden, model, TRAIN)
+    optimizer = optimizer_of(SimpleNamespace(optimizer=lambda model: made()), model, TRAIN)
+    train(model, [optimizer])
+    kinds = {key for param in model.parameters() for key in optimizer.state[param]}
+    assert kinds == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
+    assert len(optimizer.param_groups) == 2
 
 
 def test_an_update_of_muon_is_as_large_as_one_of_adamw():

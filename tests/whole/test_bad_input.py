@@ -235,9 +235,15 @@ def test_the_same_exception_twice_before_the_first_step_stops_the_run(home: Path
         assert run.jobs() == {}
 
 
-def test_a_sample_that_is_not_a_number_is_skipped_and_counted(home: Path):
+def test_a_sample_that_is_not_a_number_is_skipped_and_weighs_nothing(home: Path):
+    """It was merged like the others, and drew the mean towards where it began."""
     with running(home, samples=400, nan_sample=123) as run:
         run.finish()
+        deltas = [delta for commit in run.commits() for delta in commit.deltas]
+    lacking = [sum(stop - start for _, start, stop in each.samples) - each.tokens
+               for each in deltas]  # fmt: skip
+    batch = run.config.train.batch_size
+    assert sorted(lacking)[-2:] == [0, batch - 1], "one token is the least of a step"
 
 
 # ---- disks --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -39,7 +39,8 @@ from elastic.run.rundir import RunDir
 from elastic.saved import storage
 from elastic.saved.drafts import Draft, drop, place, remove, settle
 from elastic.saved.layout import Tensor
-from elastic.train.group import Group
+from elastic.train.group import Group, is_sharded, own_part
+from elastic.train.inner_optimizer import keep_types
 
 # Of a write: filesystems get stuck, and hangs are found elsewhere.
 SLOWEST = timedelta(days=1)
@@ -74,7 +75,11 @@ class _Flight:
     writer: storage.Writer
     since: float
     waited_s: float = 0.0  # training, for the copy
+    ended: float = 0.0  # when it was committed, though nobody asked yet
     future: Future | None = None
+
+    def end(self) -> None:
+        self.ended = time.monotonic()
 
 
 class Checkpoints:
@@ -116,6 +121,7 @@ class Checkpoints:
         self.finish()
         if flight := self._open(step, extra):
             flight.future = dcp.async_save(_state(model, optimizer), **self._ways(flight))
+            flight.future.add_done_callback(lambda _: flight.end())
             flight.waited_s = time.monotonic() - flight.since
             self._flight = flight
 
@@ -236,7 +242,8 @@ class Checkpoints:
             with contextlib.suppress(OSError, TryAgain):  # the next one tries again
                 _prune(self._run, flight.step, self._keep, self._skipped)
         now = time.monotonic()
-        seconds = self._group.broadcast([now - flight.since, flight.waited_s + now - since])
+        save_s, stall_s = (flight.ended or now) - flight.since, flight.waited_s + now - since
+        seconds = self._group.broadcast([save_s, stall_s])
         if failure:
             what = f"the checkpoint of step {flight.step} was not saved: {failure}"
             if errno:
@@ -282,7 +289,8 @@ class Checkpoints:
         optimizer.zero_grad()
         optimizer.state.clear()
         # Fills the optimizer's state for every parameter, as places to read to.
-        model_state, optimizer_state = states.get_state_dict(model, optimizer)
+        with _stepping(optimizer, optimizer.step):
+            model_state, optimizer_state = states.get_state_dict(model, optimizer)
         reader = _reader(self._run, saved)
         held = _prefixes(reader.read_metadata().state_dict_metadata)
         places = optimizer_state["state"]
@@ -291,10 +299,14 @@ class Checkpoints:
         reader.fill({"model": model_state, "optimizer": optimizer_state}, **self._how)
         # What never trained has no moments; torch before 2.9 misses it by its name.
         optimizer_state["state"] = {n: saved_state.get(n, {}) for n in places if saved_state}
-        states.set_state_dict(
-            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
-            options=states.StateDictOptions(strict=False),
-        )  # fmt: skip
+        with _stepping(optimizer, lambda: None):  # all is in its place
+            states.set_state_dict(
+                model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
+                options=states.StateDictOptions(strict=False),
+            )  # fmt: skip
+        params = {_WRAPPER.sub("", name): param for name, param in model.named_parameters()}
+        for name, values in saved_state.items():
+            keep_types(optimizer.state[params[name]], values)
 
 
 def read_params(run: RunDir, saved: Saved, tensors: Sequence[Tensor]) -> torch.Tensor:
@@ -308,11 +320,33 @@ def _state(model, optimizer) -> dict:
     """What is saved. An optimizer that never stepped has no state,
     and is left without."""
     stepped = bool(optimizer.state)
-    model_state, optimizer_state = states.get_state_dict(model, optimizer)
+    with _stepping(optimizer, optimizer.step):
+        model_state, optimizer_state = states.get_state_dict(model, optimizer)
     if not stepped:  # get_state_dict made some up
         optimizer.state.clear()
         optimizer_state["state"] = {}
+    for name, values in optimizer_state["state"].items():
+        _check_sharding(name, model_state[name], values)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+@contextlib.contextmanager
+def _stepping(optimizer, step: Callable[[], object]) -> Iterator[None]:
+    """torch fills an empty state by step(closure=None), which not every optimizer takes."""
+    own = optimizer.step
+    optimizer.step = lambda closure=None: step()
+    yield
+    optimizer.step = own
+
+
+def _check_sharding(name: str, param: torch.Tensor, state: dict) -> None:
+    """Raise ElasticError for state of this rank's own part alone that is no DTensor: DCP
+    would take one rank's for that of all."""
+    for key, value in state.items():
+        is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
+        if is_plain and own_part(param).shape == value.shape != param.shape:
+            what = f"the optimizer's {key} of {name} is of one rank's part, and no DTensor"
+            raise ElasticError(what, "make state like the parameter: torch.zeros_like(param)")
 
 
 def _reader(run: RunDir, saved: Saved) -> storage.Reader:

@@ -19,6 +19,7 @@ from elastic.saved import versions
 from elastic.saved.checkpoint import Checkpoints, Saved, read_params
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
+from elastic.train.device import seed
 from elastic.train.group import Group
 from elastic.train.task import Task, load_task, score
 
@@ -65,6 +66,7 @@ def _task(run: RunDir) -> Iterator[tuple[Task, nn.Module]]:
     """The task and its model, where the run's own relative paths begin."""
     with contextlib.chdir(run.config().run.folder):
         task = load(run.config())
+        seed(run.config().run.seed)  # as where it was trained: a random buffer, a random split
         yield task, task.model().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

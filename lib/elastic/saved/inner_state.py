@@ -31,7 +31,7 @@ from elastic.run.records import Name, restored
 from elastic.run.rundir import RunDir
 from elastic.run.sound import hint
 from elastic.train.group import is_sharded, own_part, sharded_like
-from elastic.train.inner_optimizer import numbers
+from elastic.train.inner_optimizer import keep_types, numbers
 
 NAME = "inner.json"
 FILE = re.compile(r"\.?inner-(\d{6,})\..*")  # of a version
@@ -157,6 +157,8 @@ def _restore(optimizers: Sequence, tensors: dict, said: dict) -> str:
         # What never trained has none.
         state = {i: value for i, value in enumerate(values) if value}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        for i, values in state.items():
+            keep_types(optimizer.state[params[i]], values)
         for group, held in zip(optimizer.param_groups, counted, strict=False):
             _count(group, held, tensors)
     return ""

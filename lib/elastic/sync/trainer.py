@@ -34,7 +34,6 @@ from elastic.base.durable import STUCK_S, append_line, patiently, until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Exit, Fenced
 from elastic.base.signals import Notice
-from elastic.jobs.slurm_info import check_layout, get_slurm_info
 from elastic.run.ledger import Range, Ranges
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import check_size
@@ -54,6 +53,7 @@ from elastic.train.device import (
 )
 from elastic.train.group import Group, clip_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
+from elastic.train.inner_optimizer import Probe
 from elastic.train.optimizers import optimizer_of
 from elastic.train.schedule import learning_rate, peak
 from elastic.train.task import count_tokens, load_task, score
@@ -74,8 +74,8 @@ class Agreed:
     check: bool
 
 
-class _Interrupted(Exception):
-    """Out of a validation: the wish of the ranks is its argument."""
+class _Interrupted(BaseException):  # that no program takes for its own
+    """Out of a validation, or of a step: the wish of the ranks is its argument."""
 
 
 class Trainer:
@@ -85,8 +85,9 @@ class Trainer:
         # Where the run is; where its newest version was.
         self.state = self._base = State()
         task = load_task(config.run.task, config.task, Path(config.run.folder))
+        self.learner = Learner(task, config, group)  # seeds torch: data sets may be random parts
         self.samples = Samples(task, config, group)
-        self.learner = Learner(task, config, group)
+        self.probe = Probe(self.learner.model, 0)
         self.saving = Saving(rank, self.learner.model, self.learner.optimizer, self.samples)
         self.wishes, self.journal = Wishes(rank, notice), Journal(rank)
         health = config.health
@@ -152,6 +153,7 @@ class Trainer:
         self._base = State(**base)
         self.samples.set(committed)
         version = self._base.base_version
+        self.probe.before()
         saved, refused = self.saving.load(version)
         self._go_on_from(saved)
         if version and not saved:
@@ -161,6 +163,7 @@ class Trainer:
             set_initial_values(self.learner.task, self.learner.model)
         at = "" if saved else f"version {version}" if version else "the beginning"
         where = at or f"step {self.state.step} from {saved.path.name}"
+        self.probe.placed(self.state.step)
         self.saving.begin_at(self.state.step)
         rank.say(f"{rank.group.world} ranks, attempt {rank.attempt}: goes on at {where}")
         for reason in refused:
@@ -199,7 +202,11 @@ class Trainer:
         began, learner = time.monotonic(), self.learner
         expected = len(batch.samples) * self.samples.tokens_each
         self._prepare_step()
-        losses, tokens = learner.backward(batch.passes, expected)
+        try:
+            losses, tokens = learner.backward(self._unless_told(batch.passes), expected)
+        except _Interrupted as interruption:  # what has begun of the batch comes again
+            learner.optimizer.zero_grad(set_to_none=True)
+            return interruption.args[0]
         agreed = self._agree(losses, tokens)
         if agreed.wish == Wish.FENCED:
             return agreed.wish
@@ -207,6 +214,7 @@ class Trainer:
         norm = clip_gradients(learner.model, self.train.grad_clip)
         if self._may_step(batch, agreed.loss, norm):
             learner.optimizer.step()
+            self.probe.check([learner.optimizer])
             self._count(batch, agreed)
             self._tell(batch, norm, time.monotonic() - began)
         learner.optimizer.zero_grad(set_to_none=True)
@@ -215,6 +223,14 @@ class Trainer:
         if agreed.check:
             self._check_health()
         return agreed.wish
+
+    def _unless_told(self, passes: Iterable) -> Iterator:
+        """The ranks agree before every further pass, too: a step of many may take longer
+        than a notice."""
+        for number, each in enumerate(passes):
+            if number and (wish := self.wishes.of_all()) != Wish.GO_ON:
+                raise _Interrupted(wish)
+            yield each
 
     def _prepare_step(self) -> None:
         """Learning rate and random numbers: functions of where the run is, not of how it
@@ -288,7 +304,7 @@ class Trainer:
             "seconds": round(seconds, 4),
         }  # fmt: skip
         more = {
-            "checkpoint_step": self.saving.step, "cadence": self.saving.words,
+            "cadence": self.saving.words,
             "total_tokens": self.samples.total_tokens(state.tokens),
             "base_version": state.base_version,
         }  # fmt: skip
@@ -322,9 +338,12 @@ class Trainer:
             if wish != Wish.GO_ON:
                 raise _Interrupted(wish)
 
+        # After a notice nobody knows what parameters validate() has left in the model.
+        self.saving.begin(state, True)
         self.journal.turn_to("validating")
         try:
-            measured = score(task, self.learner.model, before_pass)
+            with self.learner.autocast():
+                measured = score(task, self.learner.model, before_pass)
         except _Interrupted as interruption:
             return interruption.args[0]
         state.validated_step = state.step
@@ -342,7 +361,7 @@ class Learner:
         self.model = build_model(task, config, group.device, group)
         self.optimizer = optimizer_of(task, self.model, self._train)
         self._peaks = [peak(param_group) for param_group in self.optimizer.param_groups]
-        self._autocast = precision(self._train.precision, group.device)
+        self.autocast = precision(self._train.precision, group.device)
 
     def set_rate(self, factor: float) -> None:
         """The learning rate of the next step, in parts of what each group may reach."""
@@ -360,7 +379,7 @@ class Learner:
         losses, tokens = torch.zeros(2, dtype=torch.float64, device=device), 0
         for counts, data in passes:
             count = count_tokens(self.task, data) if counts else 0
-            with self._autocast():
+            with self.autocast():
                 loss = self.task.loss(self.model, to_device(data, device))
             (loss * (self._group.world * count / expected)).backward()
             told = count * torch.stack([loss.detach().double().sum(), losses.new_ones(())])
@@ -415,9 +434,7 @@ class Journal:
 def run(notice: Notice) -> int:
     """Be a rank of the job until the run is over or a notice comes."""
     run_dir = RunDir(Path(sys.argv[1]))
-    config, info = run_dir.config(), get_slurm_info()
-    if info and (problem := check_layout(info, config.slurm.gpus_per_node)):
-        raise ElasticError(problem)
+    config = run_dir.config()
     number, world = int(env("RANK", "0")), int(env("WORLD_SIZE", "1"))
     group = join(config, number, world, config.health.hang_timeout_s)
     attempt, job_id = int(env("ELASTIC_ATTEMPT", "1")), env("ELASTIC_JOB_ID", "")

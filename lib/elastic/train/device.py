@@ -82,7 +82,7 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
     has only room for them: they are loaded, or set by `set_initial_values`. Raises
     ElasticError.
     """
-    torch.manual_seed(config.run.seed)
+    seed(config.run.seed)
     is_bare = hasattr(task, "initial_values")
     with torch.device("meta") if is_bare else contextlib.nullcontext():
         model = task.model()
@@ -93,7 +93,8 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
     model = _with_room(model, device) if is_bare else model.to(device)
     if config.train.compile:
         model.compile()
-    return model.train()  # from_pretrained() of some libraries leaves it in the other
+    # from_pretrained() of some libraries leaves the whole of it in the other mode.
+    return model if model.training else model.train()
 
 
 @torch.no_grad()
@@ -135,13 +136,17 @@ def set_initial_values(task, model: torch.nn.Module) -> None:
 
 
 def seed_by(place: str) -> None:
-    """Random numbers that follow from `place`: torch's on all devices, Python's and
+    """Random numbers that follow from `place`."""
+    seed(int.from_bytes(blake2b(place.encode(), digest_size=7).digest()))
+
+
+def seed(number: int) -> None:
+    """Random numbers that follow from `number`: torch's on all devices, Python's and
     numpy's."""
-    seed = int.from_bytes(blake2b(place.encode(), digest_size=7).digest())
-    torch.manual_seed(seed)
-    random.seed(seed)
+    torch.manual_seed(number)
+    random.seed(number)
     if numpy := sys.modules.get("numpy"):  # nothing here needs it
-        numpy.random.seed(seed % 2**32)
+        numpy.random.seed(number % 2**32)
 
 
 def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
@@ -152,7 +157,8 @@ def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     low = torch.bfloat16 if config.train.precision == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    # Else what a model is given, as times or positions, is rounded, and on one GPU it is not.
+    policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False)
     layers = getattr(model, "layers", None)  # one that is there twice, `children` has once
     for layer in layers.children() if isinstance(layers, torch.nn.Module) else ():
         if not isinstance(layer, torch.nn.ModuleList | torch.nn.ModuleDict):  # no unit by itself

@@ -84,14 +84,37 @@ class InnerOptimizer:
         self._has_others |= self._rates != rates
 
 
-def refuse_strangers(model: nn.Module, groups: Sequence[dict]) -> None:
-    """Raise ElasticError if there are parameters to train that no version or checkpoint
-    of the model would have."""
+def refuse_odd(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ElasticError if there are parameters to train, or moments, that no version or
+    checkpoint would have."""
+    for optimizer in optimizers:
+        for part in filter(lambda part: part.state is not optimizer.state, _parts(optimizer)):
+            what = f"{type(optimizer).__name__} hides the state of its {type(part).__name__}"
+            raise ElasticError(what, "give the optimizers that it is made of, as a list")
     own = {id(param) for param in model.parameters()}
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     held = (param for group in groups for param in group["params"] if param.requires_grad)
     for shape in [tuple(param.shape) for param in held if id(param) not in own]:
         what = f"the optimizer trains a parameter of shape {shape} that the model has not"
         raise ElasticError(what, "put it into the model: nn.ModuleList([model, criterion])")
+
+
+def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizers that it holds."""
+    for value in vars(optimizer).values():
+        held = value.values() if isinstance(value, dict) else value
+        for each in held if isinstance(value, dict | list | tuple) else [value]:
+            if isinstance(each, Optimizer):
+                yield each
+
+
+def keep_types(held: dict, saved: dict) -> None:
+    """Give the state of a parameter the values that were `saved`, where
+    `load_state_dict` has changed their type: float32 moments of a bf16 parameter stay what
+    they were."""
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor) and value.dtype != held[name].dtype:
+            held[name] = value.to(held[name].device)
 
 
 def numbers(group: dict) -> dict:
@@ -109,30 +132,36 @@ class Probe:
     were before.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, may_ignore: int):
+        """`may_ignore`: versions in a row, by chance."""
+        self._may_ignore = may_ignore
         self._param = max(model.parameters(), key=lambda p: p.numel() if p.requires_grad else -1)
         self._before = self._placed = None
         self._counts = False
         self._ignored = 0  # versions in a row
 
-    def before(self, steps: int) -> None:
-        """A version is about to be adopted, after so many steps on the one before; 0: the
-        first."""
-        self._before, self._counts = self._values(), not 0 < steps < FEW_STEPS
+    def before(self) -> None:
+        """A version, or a checkpoint, is about to be loaded."""
+        self._before = self._values()
 
-    def placed(self) -> None:
-        self._placed = self._values()
+    def placed(self, steps: int) -> None:
+        """It is in the model, so many steps away from where that was; 0: nobody knows."""
+        self._placed, self._counts = self._values(), not 0 < steps < FEW_STEPS
 
-    def stepped(self) -> bool:
-        """After a step: have two versions been ignored? Looks at the first step of each
-        alone."""
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """After a step: ElasticError if too many versions have been ignored. Looks at the
+        first step of each alone."""
         if self._before is None:
-            return False
+            return
         way, back = (self._placed - self._before).norm(), (self._values() - self._before).norm()
         if self._counts:
             self._ignored = self._ignored + 1 if back < way / 2 else 0
         self._before = None
-        return self._ignored > 1
+        if self._ignored > self._may_ignore:
+            names = ", ".join(type(each).__name__ for each in optimizers)
+            what = f"{names} does not train from the parameters that are loaded: its first step"
+            what += " brings them back to where they were before"
+            raise ElasticError(what, "it keeps copies of its own (master weights): use another")
 
     def _values(self) -> torch.Tensor:
         return own_part(self._param.detach()).flatten()[:PROBED].float().clone()

@@ -90,8 +90,7 @@ PRESETS = {
 def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines, (length, head_dim/2) each: position times a frequency per pair.
 
-    Made anew in every layer: it is cheap, and what is handed to a layer, FSDP rounds to
-    bf16.
+    Made anew in every layer: it is cheap.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(length, device=device, dtype=torch.float32)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from elastic.base.errors import ElasticError
-from elastic.train.inner_optimizer import refuse_strangers
+from elastic.train.inner_optimizer import refuse_odd
 
 Muon = getattr(torch.optim, "Muon", Optimizer)  # torch has it since 2.9
 
@@ -61,12 +61,14 @@ class EagerMuon(Eager, Muon):
         return all(param.is_cpu for group in self.param_groups for param in group["params"])
 
 
-class MuonAdamW(Eager, Optimizer):
-    """Both, as one optimizer with the groups and the state of the two."""
+class Together(Eager, Optimizer):
+    """Several, as one optimizer with the groups and the state of them all."""
 
-    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
-        self._parts = (muon, adamw)
-        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+    def __init__(self, *parts: Optimizer):
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        for part in parts:
+            self.state.update(part.state)
         self._share()
 
     def step(self, closure: None = None) -> None:
@@ -86,11 +88,12 @@ class MuonAdamW(Eager, Optimizer):
 
 
 def optimizer_of(task, model: nn.Module, train) -> Optimizer:
-    """The task's own, or the default one. Raises ElasticError if it trains what is not in
-    the model."""
+    """The task's own, which may be a list of several, or the default one. Raises
+    ElasticError as `refuse_odd`."""
     make = getattr(task, "optimizer", None)
-    optimizer = make(model) if make else default_optimizer(model, train)
-    refuse_strangers(model, optimizer.param_groups)
+    made = make(model) if make else default_optimizer(model, train)
+    optimizer = Together(*made) if isinstance(made, list | tuple) else made
+    refuse_odd(model, [optimizer])
     return optimizer
 
 
@@ -106,7 +109,7 @@ def default_optimizer(model: nn.Module, train) -> Optimizer:
         raise ElasticError(what, 'train.optimizer = "adamw" is for every torch')
     muon = EagerMuon(hidden, lr=train.learning_rate, weight_decay=train.weight_decay,
                      adjust_lr_fn="match_rms_adamw")  # fmt: skip
-    return MuonAdamW(muon, _adamw(others, train)) if others else muon
+    return Together(muon, _adamw(others, train)) if others else muon
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

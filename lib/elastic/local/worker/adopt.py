@@ -16,7 +16,7 @@ from elastic.train.inner_optimizer import Probe
 
 class Adopt:
     def __init__(self, hand: InHand, moments: Moments, deliver: Deliver, model: Module):
-        self._hand, self._line, self.probe = hand, hand.line, Probe(model)
+        self._hand, self._line, self.probe = hand, hand.line, Probe(model, 1)
         self._moments, self._deliver = moments, deliver
         self._exchange, self._group = deliver.exchange, deliver.exchange.group
 
@@ -79,14 +79,12 @@ class Adopt:
 
     def _adopt(self, version: int) -> None:
         base = self._hand.round.base
-        self.probe.before(self._hand.round.steps)
+        self.probe.before()
         commit = self._load_newest(version)
         version = commit.version
         if base < 0:
             self._moments.adopt(version)
-        else:
-            self._heed_reverts(range(base + 1, version + 1))
-        self.probe.placed()
+        self.probe.placed(self._hand.round.steps)
         self._hand.begin(commit, self._round_on(version))
         self._line.say(state="training", version=version, step=0)
 
@@ -113,12 +111,6 @@ class Adopt:
             self._exchange.rebase(ahead.deltas, fetched)
         else:
             self._exchange.adopt(commit, fetched)
-
-    def _heed_reverts(self, versions: range) -> None:
-        """One of them may have reverted others, and say whose moments are suspect."""
-        for commit in map(self._line.commit, versions):
-            if commit.suspect == self._line.place.owner:
-                self._moments.forget()
 
     def _round_on(self, version: int) -> WorkerRound:
         """The round on top of a version just adopted, with the steps ahead."""

@@ -48,7 +48,7 @@ from elastic.saved.replica import Replica, refuse_inexact
 from elastic.train import loading
 from elastic.train.device import seed_by, to_device
 from elastic.train.group import Group
-from elastic.train.inner_optimizer import InnerOptimizer, refuse_strangers
+from elastic.train.inner_optimizer import InnerOptimizer, refuse_odd
 from elastic.train.loading import Loader
 
 
@@ -151,7 +151,7 @@ class LocalSGD:
     def open(self, dataset: Dataset) -> None:
         """Find version 0, or be the worker that makes it."""
         refuse_inexact(self.model)
-        refuse_strangers(self.model, self.optimizer.groups)
+        refuse_odd(self.model, self.optimizer.each)
         self.line.warn(self.optimizer.untrained(self.model))
         layout = layout_of_run(
             self.line, self.group, self.model, len(dataset), self.tokens_per_sample
@@ -227,8 +227,9 @@ class LocalSGD:
         self._count(loss, tokens, max(rates, default=0.0))
 
     def skip(self) -> None:
-        """The batch is to have no effect, as its gradient is not finite: count it as seen."""
-        self._count(math.nan, None, rate=0.0)
+        """The batch is to have no effect, as its gradient is not finite: it is seen, and
+        weighs nothing."""
+        self._count(math.nan, 0, rate=0.0)
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
         loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
@@ -258,10 +259,4 @@ class LocalSGD:
 
     def _look_at_optimizer(self) -> None:
         self.line.warn(self.optimizer.contested())
-        if self._adopt.probe.stepped():
-            names = ", ".join(type(each).__name__ for each in self.optimizer.each)
-            raise ElasticError(
-                f"{names} does not train from the parameters of a version: its first step"
-                " brings them back to where they were before",
-                "it keeps copies of its own (master weights): give LocalSGD one without",
-            )
+        self._adopt.probe.check(self.optimizer.each)

@@ -9,6 +9,7 @@ from torch import nn
 
 from elastic.local.worker.in_hand import InHand
 from elastic.run.records import Commit
+from elastic.train.device import precision
 from elastic.train.group import Group
 from elastic.train.task import Task, score
 
@@ -20,7 +21,7 @@ def is_due(commit: Commit, slot: int, every_versions: int) -> bool:
     return slot == min(delta.slot for delta in commit.deltas)
 
 
-class _Interrupted(Exception):
+class _Interrupted(BaseException):
     """Out of a validation, by a notice."""
 
 
@@ -37,7 +38,8 @@ class Validation:
         commit = self._hand.commit
         self._newest = commit.version
         try:
-            said = score(self._task, model, self._before_pass)
+            with precision(self._hand.config.train.precision, self._group.device)():
+                said = score(self._task, model, self._before_pass)
         except _Interrupted:
             return
         if self._group.leads:
