@@ -11,7 +11,7 @@ import torch
 from elastic.local import guards
 from elastic.local.guards import Moved, Reach, Running
 from guarded import Run, Told, World
-from helpers import commit_of, delta_of
+from helpers import commit_of
 from running import running
 from test_rounds import header
 
@@ -67,16 +67,6 @@ def test_few_deltas_are_clipped_by_the_rounds_before_once_there_are_three():
     assert guards.clips([moved(8.0)], 2.0, late) == [pytest.approx(0.25)]
     assert guards.clips([moved(8.0)], 0.0, late) == [1.0]
     assert guards.clips([moved(0.0)] * 3, 2.0, late) == [1.0] * 3
-
-
-# ---- a version that is taken back ---------------------------------------------------------------
-
-
-def test_the_longest_delta_of_a_bad_version_is_suspect_where_it_stands_out():
-    deltas = [delta_of(s, norm=n) for s, n in enumerate((1.0, 1.1, 1.9))]
-    assert guards.suspect(deltas) == (2, 1)
-    assert guards.suspect(deltas[:2]) is None
-    assert guards.suspect(deltas[:1]) is None
 
 
 # ---- the canary ---------------------------------------------------------------------------------

@@ -17,18 +17,18 @@ PACKAGE = ROOT / "lib" / "elastic"
 # The folders in the order of reading, each with the most lines of code that it may have. A raise
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
-    "base": 1033,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1427,  # one run on disk: its folder, its records, its samples, its proof
+    "base": 1039,  # one home for each thing outside: files, settings, signals, processes, network
+    "run": 1430,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1743,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 983,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1077,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 620,  # local mode: what both sides of the wire speak
-    "local/worker": 1427,  # one slot: hold the lease, train, deliver
-    "local/master": 1129,  # one master: Redis, samples, rounds, commits
-    "sync": 967,  # sync mode: one job that resizes
-    "people": 2143,  # what a person asks and sees
-    "lab": 1387,  # trying and proving; nothing imports it
-    "commands": 489,  # click: options, checks, exit codes
+    "train": 1007,  # a process with torch: the task, its ranks, its device, its health
+    "saved": 1107,  # tensors on disk, committed by link(): what both modes begin with
+    "local": 613,  # local mode: what both sides of the wire speak
+    "local/worker": 1417,  # one slot: hold the lease, train, deliver
+    "local/master": 1134,  # one master: Redis, samples, rounds, commits
+    "sync": 980,  # sync mode: one job that resizes
+    "people": 2102,  # what a person asks and sees
+    "lab": 1347,  # trying and proving; nothing imports it
+    "commands": 482,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

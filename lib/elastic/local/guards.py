@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from elastic.run.records import Commit, Delta
+from elastic.run.records import Commit
 
 MEMORY_ROUNDS = 20  # horizon of the running means
 # Usual learning rates a step: of who joins they are lower, never so much higher.
 MOST_RATE = 4.0
-STANDS_OUT = 1.5  # medians: the longest delta of a version that is taken back
 CANARY_SAMPLES = 128  # of a round whose loss can tell
 CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
 
@@ -128,15 +127,6 @@ def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]
     most = [clip_norm * usual.length(each) for each in told]
     return [min(1.0, m / each.norm) if m and each.norm else 1.0
             for m, each in zip(most, moves, strict=True)]  # fmt: skip
-
-
-def suspect(deltas: Sequence[Delta]) -> tuple[int, int] | None:
-    """Slot and attempt of the longest of a commit's deltas, where it stands out."""
-    if len(deltas) < 2:
-        return None
-    longest = max(deltas, key=lambda delta: delta.norm)
-    stands_out = longest.norm > STANDS_OUT * median(delta.norm for delta in deltas)
-    return (longest.slot, longest.attempt) if stands_out else None
 
 
 def round_loss(headers: Sequence, version: int) -> float:

@@ -84,7 +84,7 @@ def remove(final: Path) -> None:
     """Remove a folder, its name first: one that has its name is always whole."""
     gone = final.with_name(f".pruned.{final.name}")
     drop(gone)  # left by one that was killed
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
+    with contextlib.suppress(OSError):  # another process was faster; or the next time, then
         os.rename(final, gone)
     drop(gone)
 

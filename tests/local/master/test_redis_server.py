@@ -93,6 +93,8 @@ def test_where_there_is_no_openssl_it_speaks_without_tls(start, monkeypatch):
     run, server = start()
     assert server.endpoint.certificate == ""
     assert MasterStore.of(run, server.endpoint).now()
+    (said,) = [event["reason"] for event in run.events() if event["kind"] == "warning"]
+    assert said.startswith("Redis runs without TLS: ")
 
 
 LATER = """

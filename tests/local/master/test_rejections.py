@@ -318,33 +318,3 @@ def test_a_version_that_makes_the_loss_rise_is_taken_back(run: Running):
     run.versions(3)
     later = [run.run.commits.of(version) for version in range(bad + 2, run.version + 1)]
     assert all(commit.deltas and commit.taken_back is None for commit in later)
-
-
-def steps_in_moments(run: Running) -> int:
-    """How many steps slot 0's saved moments have seen."""
-    folder = run.run.slots.path(0)
-    (entry,) = json.loads((folder / "inner.json").read_text())["files"]
-    return int(load_file(folder / entry["name"])["0"])  # the first that AdamW keeps is its step
-
-
-def test_the_worker_that_made_a_version_bad_goes_on_with_fresh_moments(run: Running):
-    """The commit that takes the version back names it: of two deltas the one that stands out."""
-    run.until(lambda: run.version > 12 and steps_in_moments(run) > 20, 90, "moments of rounds")
-    run.pace(1)
-    run.versions(1)  # likewise
-    with run.store() as store:
-        fake = Fake(run, store)  # its deltas are zero
-        fake.offer(fake.header())
-        accepted(fake)
-        run.pace(0.5)
-        run.until(lambda: run.version > fake.base, 30, "the round closes")
-        run.pace(1)
-        fake.base = bad = run.version
-        fake.offer(fake.header(loss=1e6))
-        accepted(fake)
-        run.pace(0.5)
-        run.until(lambda: run.version > bad, 30, "the next one closes")
-        store.release(SLOT, fake.attempt)
-    commit = run.run.commits.of(bad + 1)
-    assert (commit.taken_back, commit.suspect) == (bad, (0, run.slots()[0].attempt))
-    run.until(lambda: steps_in_moments(run) <= 20, 30, "fresh moments are saved")

@@ -122,8 +122,7 @@ class Intake:
         version = commit.taken_back
         what = f"version {version} is taken back: {reason}"
         with contextlib.suppress(TryAgain):
-            told = {"version": version, "reason": reason}
-            self.server.run.event("taken-back", **told, suspect=commit.suspect or [])
+            self.server.run.event("taken-back", version=version, reason=reason)
             for header in void:
                 why = rounds.refusal(Rule.TAKEN_BACK, what)
                 self.reject(f"{header.slot}:{header.attempt}", why, header.base)

@@ -57,7 +57,8 @@ class Master:
         self.commit: Commit | None = None  # the newest version's
         self.intake: Intake | None = None  # of the open round
         self.passes: Passes | None = None  # once it has taken over
-        self.controlled_at = self.ending_since = 0.0  # Redis TIME
+        self.controlled_at = -CONTROL_S  # by this process's clock
+        self.ending_since = 0.0  # Redis TIME
 
     @property
     def epoch(self) -> int:
@@ -145,10 +146,10 @@ class Master:
     def observe_control(self) -> float:
         """What has been asked of the run, once a second; returns Redis TIME."""
         self.publish_state()
-        now = self.server.read_clock()
-        if now - self.controlled_at < CONTROL_S:
+        now, passed = self.server.read_clock(), time.monotonic()  # that of Redis may be put back
+        if passed - self.controlled_at < CONTROL_S:
             return now
-        self.controlled_at = now
+        self.controlled_at = passed
         self.fence()
         if self.run.endpoint() != self.server.endpoint:  # an older master's came last
             self.journal.written(self.run.set_endpoint, self.server.endpoint)

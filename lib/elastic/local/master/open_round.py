@@ -164,16 +164,20 @@ class OpenRound:
         self, present: dict[int, Slot], live: Collection[int], preparing: int,
         settled_at: float, now: float,
     ) -> tuple[Move, str]:  # fmt: skip
-        """Of `present` the round waits for each; `preparing` deltas are being checked."""
+        """Of `present` the round waits for each, but for who takes longer for a single step:
+        his delta is late anyhow. `preparing` deltas are being checked."""
+        due_s = self._put_due(live)
+        most_s = rounds.deadline_s(due_s, self.settings)
         view = rounds.View(
             opened=self.opened, called=self.called,
             # Who claims again after a server's end has not joined late.
             expected={slot: self.opened if worker.joined <= settled_at else worker.joined
-                      for slot, worker in present.items()},
+                      for slot, worker in present.items()
+                      if self.paces_s.get(slot, 0.0) <= most_s},
             answered=frozenset(slot for slot, worker in present.items()
                                if (slot, worker.attempt, self.version) in self.answered),
             accepted=len(self.accepted), preparing=preparing,
-            due_s=self._put_due(live),
+            due_s=due_s,
         )  # fmt: skip
         move, reason = rounds.decide(view, self.settings, now)
         if move is Move.CALL:

@@ -73,6 +73,5 @@ def reverted(commit: Commit) -> tuple[Recipe, dict]:
     base = commit.version
     # The next version has none before it whose loss it could be compared with.
     running = replace(Running.of(commit), loss=0.0)
-    said = {"taken_back": base, "suspect": guards.suspect(commit.deltas),
-            "running": asdict(running), "bytes": 0}  # fmt: skip
+    said = {"taken_back": base, "running": asdict(running), "bytes": 0}
     return Recipe(base, restore=base - 1), said

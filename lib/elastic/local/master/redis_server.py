@@ -101,8 +101,10 @@ def start(run: RunDir, config: Config, address: str, epoch: int) -> RedisServer:
     Raises ElasticError with the server's last words (a port that is taken, say).
     """
     if config.redis.tls == "auto":
-        with contextlib.suppress(ElasticError):  # no openssl, or a server without TLS
+        try:
             return _start(run, config, address, epoch, tls=True)
+        except ElasticError as error:  # no openssl, a server without TLS, or a full disk
+            run.event("warning", reason=f"Redis runs without TLS: {error.what}")
     return _start(run, config, address, epoch, tls=config.redis.tls is True)
 
 

@@ -137,10 +137,12 @@ class Server:
             self.store.set_attempts(known)
 
     def allow_for_silence(self, slots: dict[int, Slot], now: float) -> None:
-        """Leases that lapse while Redis answers nobody tell nothing of their workers."""
+        """Leases that lapse while Redis answers nobody, or as its clock is put back, tell
+        nothing of their workers."""
         before, self._looked_at = self._looked_at, now
         health = self.config.health
-        if self.now() - before <= health.lease_s - health.heartbeat_s:
+        is_back = now < before
+        if not is_back and self.now() - before <= health.lease_s - health.heartbeat_s:
             return
         for slot, known in self.workers.items():
             lease = slots.get(slot)

@@ -248,7 +248,7 @@ class Agent:
         if code == Exit.TRY_AGAIN and self.notice:
             nothing = "notice, with nothing to deliver, or nobody to deliver it to"
             return End(Outcome.YIELDED, nothing)
-        if code < 0 and self.notice:
+        if code and self.notice:
             ended = f"notice, and the training process ended with {name_of(code)}"
             return End(Outcome.YIELDED, ended)
         if closing := program.closing("local", self.notice):
