@@ -24,7 +24,7 @@ FOLDERS = {
     "saved": 1107,  # tensors on disk, committed by link(): what both modes begin with
     "local": 613,  # local mode: what both sides of the wire speak
     "local/worker": 1417,  # one slot: hold the lease, train, deliver
-    "local/master": 1134,  # one master: Redis, samples, rounds, commits
+    "local/master": 1144,  # one master: Redis, samples, rounds, commits
     "sync": 980,  # sync mode: one job that resizes
     "people": 2102,  # what a person asks and sees
     "lab": 1347,  # trying and proving; nothing imports it

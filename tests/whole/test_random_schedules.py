@@ -159,7 +159,7 @@ def master(server) -> Master:
     found.state, found.commit, found.server = "running", None, server
     found.samples = Samples()
     found.journal = SimpleNamespace(say=lambda _: None, written=lambda write, *args: write(*args))
-    found.samples.begin(commit_of(dataset_samples=100, epochs=1), [])
+    found.samples.begin(commit_of(dataset_samples=100, epochs=1))
     found.intake = Intake(server, SimpleNamespace(close=lambda: None), round_5())
     found.config = SimpleNamespace(local_sgd=SETTINGS, step_samples=4,
                                    train=SimpleNamespace(max_tokens=0),
@@ -175,7 +175,7 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
     dropped = []
     master.run = master.server.run = SimpleNamespace(
         path=Path("/nowhere"), key="run-a",
-        commits=SimpleNamespace(newest=lambda: commit, all=lambda last: [commit],
+        commits=SimpleNamespace(newest=lambda: commit, all=lambda first, last: [commit],
                                 of=lambda version: commit),
         masters=SimpleNamespace(newest=lambda: 1), offers=SimpleNamespace(left=lambda base: []),
     )  # fmt: skip

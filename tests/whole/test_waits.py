@@ -141,7 +141,7 @@ def test_at_a_stop_one_damaged_delta_does_not_cost_the_others(master):
 
 def settling() -> Samples:
     one = Samples()
-    one.begin(commit_of(dataset_samples=100, epochs=1), [])
+    one.begin(commit_of(dataset_samples=100, epochs=1))
     one.settle(1000.0, (delta_of(seconds=350.0, steps=10),), HEALTH)
     return one
 

@@ -137,3 +137,20 @@ def test_a_master_tells_again_of_its_version(delivered, monkeypatch):
     one.turn()
     one.close()
     assert run.commits.told_version() == one.commit.version == 2
+
+
+def test_commits_are_read_while_the_master_before_still_works(run, monkeypatch):
+    """Of 100,000 versions that takes minutes, in which nobody trained; and they were read again
+    whenever another master had committed."""
+    create_version_0(run)
+    one, known, read = Turns(run), [], []
+    claim, of = type(run.masters).claim, type(run.commits).known
+    monkeypatch.setattr(type(run.masters), "claim", lambda masters, record: (
+        known.append(one.samples.known), claim(masters, record))[1])  # fmt: skip
+    monkeypatch.setattr(type(run.commits), "known", lambda commits, version: (
+        read.append(version), of(commits, version))[1])  # fmt: skip
+    one.take_over()
+    assert (known, read) == ([1], [0])
+    one.samples.known = 7
+    one.read_commits(6)
+    assert read == [0]

@@ -34,7 +34,7 @@ from elastic.local.master.samples import Samples
 from elastic.local.master.server import TICK_S, Server
 from elastic.local.rounds import Facts, Move
 from elastic.local.store import Ask
-from elastic.run.ledger import Owner, Ranges
+from elastic.run.ledger import Owner
 from elastic.run.membership import Slot, expected
 from elastic.run.records import Commit, Outcome
 from elastic.run.rundir import RunDir
@@ -87,6 +87,8 @@ class Master:
 
     def take_over(self) -> None:
         self.journal.wait_for_space()
+        with contextlib.suppress(TryAgain):  # minutes, perhaps, in which the one before works
+            self.read_commits(self.run.commits.newest_version())
         job_id = self.program.job_id
         record = {"job_id": job_id, "node": node_name(), "time": time.time()}
         self.program.attempt = self.journal.written(self.run.masters.claim, record)
@@ -212,18 +214,16 @@ class Master:
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             self.fence()
             commit = self.journal.written(from_sync, self.run, commit, self.epoch)
-        committed, reverted, newest = Ranges(), set(), commit.version
-        for record in self.run.commits.all(last=newest):
-            committed.add(record.samples)
-            reverted |= {record.taken_back} - {None}
-        self.samples.begin(commit, committed)
+        newest = commit.version
+        self.read_commits(newest)
+        self.samples.begin(commit)
         averager = Averager(self.run, self.config, newest)
         ledger, settings = self.samples.ledger, self.config.local_sgd
         facts = Facts(
             run=self.run.key, version=newest, layout=averager.layout.hash,
             fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
             attempts=self.server.attempts, judged=frozenset(),
-            taken_back=frozenset(reverted), most_steps=settings.inner_steps,
+            taken_back=frozenset(self.samples.reverted), most_steps=settings.inner_steps,
             most_samples=settings.inner_steps * self.config.step_samples,
         )  # fmt: skip
         is_own = commit.master_epoch == self.epoch
@@ -234,6 +234,10 @@ class Master:
             self._settle()
         self.publish_state(wake=f"version {newest}")
         self.intake.meet()
+
+    def read_commits(self, last: int) -> None:
+        """Those that it does not know yet, up to version `last`."""
+        self.samples.learn(self.run.commits.all(self.samples.known, last))
 
     def begin_round(self, round_: OpenRound, averager: Averager) -> None:
         """Open a round, or see that the one before was the last. Needs no Redis."""

@@ -7,7 +7,7 @@ reclaims nothing, closes no round.
 
 from collections.abc import Iterable
 
-from elastic.run.ledger import Ledger, Owner, Range
+from elastic.run.ledger import Ledger, Owner, Range, Ranges
 from elastic.run.membership import Slot
 from elastic.run.records import Commit, Delta
 
@@ -15,16 +15,26 @@ from elastic.run.records import Commit, Delta
 class Samples:
     def __init__(self):
         self.ledger: Ledger | None = None
+        self.known = 0  # versions whose commits it has read
+        self.reverted: set[int] = set()
+        self._committed = Ranges()
         # An ask's number, and the answer.
         self.granted: dict[Owner, tuple[int, list[Range]]] = {}
         self.settled_at = 0.0  # Redis TIME
         self._may_settle_at = 0.0
         self._has_told: set[Owner] = set()  # it has asked this master, or declared
 
-    def begin(self, commit: Commit, committed: Iterable[Range]) -> None:
+    def learn(self, commits: Iterable[Commit]) -> None:
+        """What these have committed, which follow those that are known."""
+        for commit in commits:
+            self._committed.add(commit.samples)
+            self.reverted |= {commit.taken_back} - {None}
+            self.known = commit.version + 1
+
+    def begin(self, commit: Commit) -> None:
         """A ledger as of `commit`. What is held stays so: nobody would say it again."""
         held = self.ledger.held if self.ledger else {}
-        self.ledger = Ledger(commit.dataset_samples, commit.epochs, committed)
+        self.ledger = Ledger(commit.dataset_samples, commit.epochs, self._committed)
         for owner, ranges in held.items():
             self.ledger.hold(owner, ranges)
 
