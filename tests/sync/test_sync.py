@@ -539,7 +539,7 @@ def test_an_optimizer_that_goes_on_from_copies_of_its_own_is_refused(tmp_path):
     settings = {"run.task": "tiny_task:Copies", "elastic.max_failures": 1,
                 "sync.crash_retries": 0}  # fmt: skip
     with synchronous(tmp_path, settings, step_s=0.02) as run:
-        run.until(lambda: is_past_a_checkpoint(run), 60, "a checkpoint, and a step more")
+        further(run, 30)
         run.scheduler.preempt(run.jobs()["trainer", 0].job_id)
         failed = run.until_failed(60)
     assert "Copied does not train from the parameters that are loaded" in failed["reason"]

@@ -23,7 +23,7 @@ FOLDERS = {
     "train": 1007,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1107,  # tensors on disk, committed by link(): what both modes begin with
     "local": 613,  # local mode: what both sides of the wire speak
-    "local/worker": 1417,  # one slot: hold the lease, train, deliver
+    "local/worker": 1423,  # one slot: hold the lease, train, deliver
     "local/master": 1144,  # one master: Redis, samples, rounds, commits
     "sync": 980,  # sync mode: one job that resizes
     "people": 2102,  # what a person asks and sees

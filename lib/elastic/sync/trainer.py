@@ -87,7 +87,7 @@ class Trainer:
         task = load_task(config.run.task, config.task, Path(config.run.folder))
         self.learner = Learner(task, config, group)  # seeds torch: data sets may be random parts
         self.samples = Samples(task, config, group)
-        self.probe = Probe(self.learner.model, 0)
+        self.probe = Probe(self.learner.model, near=0.1, may_ignore=0)
         self.saving = Saving(rank, self.learner.model, self.learner.optimizer, self.samples)
         self.wishes, self.journal = Wishes(rank, notice), Journal(rank)
         health = config.health

@@ -132,9 +132,10 @@ class Probe:
     were before.
     """
 
-    def __init__(self, model: nn.Module, may_ignore: int):
-        """`may_ignore`: versions in a row, by chance."""
-        self._may_ignore = may_ignore
+    def __init__(self, model: nn.Module, near: float, may_ignore: int):
+        """A step has gone back if it ends `near` where the parameters were, in parts of the
+        way that a version has put them. So many in a row may do that by chance."""
+        self._near, self._may_ignore = near, may_ignore
         self._param = max(model.parameters(), key=lambda p: p.numel() if p.requires_grad else -1)
         self._before = self._placed = None
         self._counts = False
@@ -155,7 +156,7 @@ class Probe:
             return
         way, back = (self._placed - self._before).norm(), (self._values() - self._before).norm()
         if self._counts:
-            self._ignored = self._ignored + 1 if back < way / 2 else 0
+            self._ignored = self._ignored + 1 if back < way * self._near else 0
         self._before = None
         if self._ignored > self._may_ignore:
             names = ", ".join(type(each).__name__ for each in optimizers)

@@ -11,8 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from elastic.local.worker.adopt import Adopt
+from elastic.local.worker.in_hand import Ahead, InHand
+from elastic.local.worker.worker_round import WorkerRound
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
+from elastic.train.group import Group
+from helpers import commit_of
 from running import running
 
 INNER_STEPS = 20
@@ -61,6 +66,29 @@ def test_the_next_delta_holds_exactly_the_steps_since_the_last(replica):
     for index in replica.indices:
         assert torch.allclose(replica.it.whole(index), published[index] + since[index], atol=1e-5)
         assert torch.allclose(deltas(replica)[index], -since[index], atol=1e-5)
+
+
+@pytest.mark.parametrize("taken_back", [None, 10])
+def test_steps_ahead_on_a_version_that_is_taken_back_are_not_kept(taken_back):
+    """They went out in the next delta, on top of the version that was restored."""
+    rebased, adopted = [], []
+    exchange = SimpleNamespace(
+        group=Group(), rebase=lambda deltas, fetched: rebased.append(deltas), fetch=lambda _: [],
+        adopt=lambda commit, fetched: adopted.append(commit.version),
+    )  # fmt: skip
+    news = SimpleNamespace(version=11, over=False)
+    line = SimpleNamespace(
+        commit=lambda version: commit_of(version, taken_back=taken_back), notice=None,
+        say=lambda **_: None, wait=lambda _: news,
+    )  # fmt: skip
+    hand = InHand(line, None)
+    hand.round, hand.queue = WorkerRound(10, 0.0, steps=4), [(0, 8, 9)]
+    ahead = WorkerRound(10, 0.0, steps=3, samples=[(0, 4, 7)])
+    hand.ahead = Ahead(ahead, [torch.zeros(1)])
+    Adopt(hand, None, SimpleNamespace(exchange=exchange), torch.nn.Linear(1, 1)).newest()
+    assert (hand.round.base, hand.round.steps) == (11, 0 if taken_back else 3)
+    assert (adopted, len(rebased)) == (([11], 0) if taken_back else ([], 1))
+    assert hand.queue == ([(0, 4, 7)] if taken_back else []) + [(0, 8, 9)]
 
 
 def test_a_constant_that_is_infinite_never_moves(replica):

@@ -16,7 +16,7 @@ from elastic.train.inner_optimizer import Probe
 
 class Adopt:
     def __init__(self, hand: InHand, moments: Moments, deliver: Deliver, model: Module):
-        self._hand, self._line, self.probe = hand, hand.line, Probe(model, 1)
+        self._hand, self._line, self.probe = hand, hand.line, Probe(model, near=0.5, may_ignore=1)
         self._moments, self._deliver = moments, deliver
         self._exchange, self._group = deliver.exchange, deliver.exchange.group
 
@@ -80,6 +80,7 @@ class Adopt:
     def _adopt(self, version: int) -> None:
         base = self._hand.round.base
         self.probe.before()
+        self._drop_reverted(range(base + 1, version + 1))
         commit = self._load_newest(version)
         version = commit.version
         if base < 0:
@@ -87,6 +88,14 @@ class Adopt:
         self.probe.placed(self._hand.round.steps)
         self._hand.begin(commit, self._round_on(version))
         self._line.say(state="training", version=version, step=0)
+
+    def _drop_reverted(self, versions: range) -> None:
+        """Steps ahead on top of a version that one of these takes back are worth nothing:
+        their samples come again."""
+        hand = self._hand
+        newer = map(self._line.commit, versions) if hand.ahead else ()
+        if any(commit.taken_back == hand.round.base for commit in newer):
+            hand.queue, hand.ahead = hand.ahead.round.samples + hand.queue, None
 
     def _load_newest(self, version: int) -> Commit:
         """Load a version, or if it is pruned a later one: this worker or its master
