@@ -262,6 +262,29 @@ def test_ranks_start_when_those_before_have_ended(new_sandbox, tmp_path):
     assert len(set(starts)) == 1
 
 
+CRASHES = """
+import os, sys
+print(os.environ["SLURM_GPUS_ON_NODE"], "GPUs here", file=sys.stderr)
+sys.exit(3 if os.environ["ELASTIC_ATTEMPT"] == "1" and os.environ["RANK"] == "3" else 0)
+"""
+
+
+@pytest.mark.parametrize("asked", ["--gpus-per-node=2", "--gpus=4"])
+def test_a_rank_that_crashes_costs_no_node_however_gpus_are_asked_for(new_sandbox, tmp_path, asked):
+    """The probes asked for the GPUs of the whole job: no node answered, and the job ended."""
+    cluster = Cluster(new_sandbox(nodes=2, gpus=2, grace_s=20), tmp_path)
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    command = ["{python}", "crashes.py", "{checkpoints}"]
+    cluster.submit(4, 4, **{"slurm.gpus_per_node": 2, "slurm.gres": "", "slurm.options": [asked],
+                            "run.command": command})  # fmt: skip
+    cluster.until(lambda: cluster.run.done() and not cluster.jobs(), "the end of the run")
+    starts = [event["job_id"] for event in cluster.run.events() if event["kind"] == "start"]
+    assert (len(starts), len(set(starts))) == (2, 1)
+    assert not [event for event in cluster.run.events() if event["kind"] == "nodes-lost"]
+    assert "2 GPUs here" in (cluster.run.path / "logs/ranks/rank-003.log").read_text()
+    assert cluster.run.config().slurm.cpus_per_gpu == 16
+
+
 def test_a_job_whose_first_node_dies_is_followed_at_once(new_sandbox, tmp_path):
     quick = ("SlurmdTimeout=10", "MessageTimeout=5")
     cluster = Cluster(new_sandbox(nodes=3, gpus=1, grace_s=20, settings=quick), tmp_path)
