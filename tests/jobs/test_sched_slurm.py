@@ -248,7 +248,7 @@ def test_a_gpus_share_of_its_node_is_what_slurm_has_no_default_for(
     rows = [NODE.format("big", 128, 126, 1000000, 8000, 8),
             NODE.format("few", 64, 60, 600000, 0, 4)]  # fmt: skip
     said = {"partition": f"PartitionName=gpu {partition}\nPartitionName=cpu",
-            "config": f"Configuration data as of 2026-01-01T00:00:00\n{settings}"
+            "config": f"Configuration data as of 1767225600\n{settings}"
                       "SLURM_VERSION           = 24.11.5\n",
             "node": "\n".join(rows)}  # fmt: skip
     listed = [Node("gpu", name, name, name, "idle", f"gpu:a100:{gpus}(S:0-1)", name)
@@ -431,7 +431,7 @@ def test_of_two_clusters_with_one_home_each_sees_to_its_own_runs(tmp_path, monke
     monkeypatch.setenv("ELASTIC_HOME_DIR", str(tmp_path))
     path = fake_command(tmp_path, "squeue", f"echo asked >> {tmp_path}/asks")
     asks = tmp_path / "asks"
-    settings = "data as of 2026-11-26T08:00:00\nClusterName = $(cat {0})\nSLURM_VERSION = 24.11.0"
+    settings = "data as of 1795680000\nClusterName = $(cat {0})\nSLURM_VERSION = 24.11.0"
     fake_command(tmp_path, "scontrol", f'echo "{settings.format(tmp_path / "here")}"')
     (tmp_path / "here").write_text("a")
     ours = SlurmScheduler(path | {"SLURM_CLUSTER_NAME": "a"})

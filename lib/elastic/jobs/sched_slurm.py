@@ -22,7 +22,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 
 from elastic.base.durable import write_atomic
@@ -47,9 +46,10 @@ _FIELD, _RECORD = "\x1f", "\x1e"
 _COLUMNS = ("%i", "%T", "%V", "%S", "%e", "%N", "%r", "%B", "%k", "%j")
 _FORMAT = f"--format={_FIELD.join(_COLUMNS)}{_RECORD}"
 _SQUEUE = ("squeue", "--me", "--states=all", "--noheader", _FORMAT)
-# Hidden partitions and the jobs in them, too; times in seconds since the epoch.
-_ASKED = {"squeue": {"SQUEUE_ALL": "1", "SLURM_TIME_FORMAT": "%s"},
-          "sinfo": {"SINFO_ALL": "1"}, "scontrol": {"SCONTROL_ALL": "1"}}  # fmt: skip
+# Hidden partitions and the jobs in them, too; times in seconds since the epoch: a local time
+# may come twice.
+_ASKED = {"squeue": {"SQUEUE_ALL": "1", "SLURM_TIME_FORMAT": "%s"}, "sinfo": {"SINFO_ALL": "1"},
+          "scontrol": {"SCONTROL_ALL": "1", "SLURM_TIME_FORMAT": "%s"}}  # fmt: skip
 
 # From 23.11 on srun takes the cores that the job asked for, on a node, for those of each
 # task. A job's GPUs are not those of each step.
@@ -262,11 +262,11 @@ def cluster(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Slurm's settings by name; "now": the controller's clock, in whole seconds since
     1970. TryAgain if Slurm does not say, or something else."""
     text = ask("scontrol", "--oneliner", "show", "config", environment=environment)
-    as_of = re.search(r"data as of (\S+)", text)
+    as_of = re.search(r"data as of (\d+)\s", text)
     found = dict(re.findall(r"(?m)^(\w\S*) += (.*?) *$", text))
     if not as_of or "SLURM_VERSION" not in found:
         raise TryAgain(f"scontrol show config: not understood: {text[:80]!r}")
-    return found | {"now": str(int(datetime.fromisoformat(as_of[1]).timestamp()))}
+    return found | {"now": as_of[1]}
 
 
 def partitions() -> dict[str, dict[str, str]]:

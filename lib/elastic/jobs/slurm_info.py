@@ -14,7 +14,6 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 from elastic.base.config import Config
@@ -81,10 +80,9 @@ def with_end_time(info: SLURMInfo) -> SLURMInfo:
 
 
 def end_time(job_text: str) -> float | None:
-    """EndTime in what `scontrol show job` printed (local time), in seconds since the
-    epoch."""
-    end = re.search(r"\bEndTime=(\d{4}-\S+)", job_text)  # or Unknown
-    return datetime.fromisoformat(end[1]).timestamp() if end else None
+    """EndTime in what `scontrol show job` printed, in seconds since the epoch."""
+    end = re.search(r"\bEndTime=(\d+)(?:\s|$)", job_text)  # or Unknown
+    return float(end[1]) if end else None
 
 
 def notice_s(partition: str) -> float | None:
