@@ -381,7 +381,7 @@ def test_another_user_gets_nothing_of_it_and_runs_nothing_in_it(nobodys):
         copy.flush()
         os.fchmod(copy.fileno(), 0o644)
         leads = {"SLURM_CONF": copy.name}
-        for command in (("squeue",), ("sacct",), ("srun", "-p", "cpu", "id", "-un")):
+        for command in (("squeue",), ("srun", "-p", "cpu", "id", "-un")):
             done = as_user("daemon", "timeout", 10, *command, **leads)
             assert (done.returncode != 0, done.stdout) == (True, "")
             assert f'Failed to access "{nobodys.path}/munge.socket": Permission den' in done.stderr

@@ -448,15 +448,6 @@ def test_the_log_of_a_job_begins_with_what_slurm_gave_it(make_run):
     )
 
 
-def test_a_trainer_in_another_layout_than_the_runs_says_so_before_it_meets_anybody(make_run):
-    run = make_run("run.mode='sync'", "slurm.gpus_per_node=4")
-    command = [sys.executable, "-P", "-m", "elastic.train.start", "trainer", str(run.path)]
-    env = environment(run.path, PYTHONPATH=str(ROOT / "lib"), RANK="1", WORLD_SIZE="4", **JOB)
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "2,2 tasks per node, 4 GPUs per node; one task per GPU: srun --nodes=2" in done.stderr
-
-
 def test_who_attaches_to_a_job_drops_an_outer_one_and_finds_the_cluster(tmp_path):
     squeue = tmp_path / "squeue"
     squeue.write_text('#!/bin/bash\necho "${!SLURM_@}"\n')
