@@ -59,6 +59,7 @@ from elastic.train.schedule import learning_rate, peak
 from elastic.train.task import count_tokens, load_task, score
 
 PROGRESS_S = 1.0
+AGREE_S = 0.2  # of passes between two agreements: each waits for the GPUs
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class Trainer:
         self.learner = Learner(task, config, group)  # seeds torch: data sets may be random parts
         self.samples = Samples(task, config, group)
         self.probe = Probe(self.learner.model, near=0.1, may_ignore=0)
+        self._passes, self._pass_s = 1, AGREE_S  # of the newest step, on this rank
+        self._agree_every = 1  # passes; the same on all ranks
         self.saving = Saving(rank, self.learner.model, self.learner.optimizer, self.samples)
         self.wishes, self.journal = Wishes(rank, notice), Journal(rank)
         health = config.health
@@ -208,6 +211,7 @@ class Trainer:
             learner.optimizer.zero_grad(set_to_none=True)
             return interruption.args[0]
         agreed = self._agree(losses, tokens)
+        self._pass_s = (time.monotonic() - began) / self._passes  # the GPUs are done with them
         if agreed.wish == Wish.FENCED:
             return agreed.wish
         learner.rescale(expected / max(agreed.tokens, 1))
@@ -225,10 +229,11 @@ class Trainer:
         return agreed.wish
 
     def _unless_told(self, passes: Iterable) -> Iterator:
-        """The ranks agree before every further pass, too: a step of many may take longer
-        than a notice."""
-        for number, each in enumerate(passes):
-            if number and (wish := self.wishes.of_all()) != Wish.GO_ON:
+        """The ranks agree between the passes of a long step, too: it may take longer than a
+        notice."""
+        for self._passes, each in enumerate(passes, 1):
+            is_time = self._passes > 1 and (self._passes - 1) % self._agree_every == 0
+            if is_time and (wish := self.wishes.of_all()) != Wish.GO_ON:
                 raise _Interrupted(wish)
             yield each
 
@@ -254,8 +259,10 @@ class Trainer:
         silent_s = time.monotonic() - self._checked_at
         check = group.leads and silent_s > self.rank.config.health.liveness_interval_s
         save = self.saving.is_due(self.state.step + 1)
-        mine = [*losses.tolist(), tokens, save, check, *(wish == each for each in Wish)]
-        loss, told, tokens, save, check, *counts = group.sum(*mine)
+        wishes = (wish == each for each in Wish)
+        mine = [*losses.tolist(), tokens, self._pass_s * group.leads, save, check, *wishes]
+        loss, told, tokens, pass_s, save, check, *counts = group.sum(*mine)
+        self._agree_every = math.ceil(AGREE_S / max(pass_s, 1e-3))
         wish = max(each for each in Wish if counts[each])
         loss = loss / told if told else math.nan
         return Agreed(loss, tokens, wish, save > 0, check > 0)
