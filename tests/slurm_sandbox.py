@@ -161,7 +161,9 @@ class Site(Sandbox):
 
     def _start_accounting(self, paths: dict[str, str]) -> None:
         password = os.urandom(16).hex()
-        self._fill("slurmdbd.conf", PASSWORD=password, PORT=self.database_port)
+        is_local = "NoInAddrAny" in self.conf.read_text()  # as slurm.conf has it
+        only = "CommunicationParameters=NoInAddrAny" if is_local else ""
+        self._fill("slurmdbd.conf", PASSWORD=password, PORT=self.database_port, ONLY=only)
         self._fill("mariadb.sql", PASSWORD=password)
         data, database = f"{self.path}/mariadb", f"{self.path}/mariadb.socket"
         common = ["--no-defaults", f"--datadir={data}", f"--user={user_name()}",

@@ -375,7 +375,8 @@ def ask(*argv: str, environment: Mapping[str, str] | None = None) -> str:
 def slurm_command(
     argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a client command. TryAgain where it gets no answer, or gives none in time.
+    """Run a client command. TryAgain where it gets no answer, or gives none in time;
+    RetryLater where it says that it waits for a cluster that is full.
 
     Its environment is this process's, or `environment`, cleaned of what steers Slurm's
     commands.

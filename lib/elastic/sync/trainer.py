@@ -11,7 +11,8 @@ All that a step depends on, its samples, its learning rate, its random numbers, 
 from the state that checkpoints carry, so a run that comes back at another size goes on
 with the same steps. The ranks agree once per step, in one reduction of numbers: the
 loss, the tokens, and whether anybody wants to stop, or rank 0 wants to save or to look
-after everybody's health. Rank 0 alone writes: metrics.jsonl (a line per step),
+after everybody's health. Between the passes of a long step they agree on whether to
+stop. Rank 0 alone writes: metrics.jsonl (a line per step),
 progress.json (for status), DONE.
 
 Exit status: 0 the run is done; 75 a notice was obeyed; 93 the run is stopped, or this
