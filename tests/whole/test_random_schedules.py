@@ -452,9 +452,7 @@ JOBS = {
     "an unsure submission is forgotten": planned(lambda world: with_memory(world, unsure=())),
     "a dying pass leaves no note": {(reconcile, "DYING_S"): 0.0},
     "a lost answer is waited for a minute": {(reconcile, "UNSURE_S"): 60.0},
-    "max_pending is no limit": planned(
-        lambda world: replace(world, limits=replace(world.limits, max_pending=99))
-    ),
+    "max_pending is no limit": planned(lambda world: replace(world, max_pending=99)),
     "max is no limit": planned(lambda world: replace(world, slots=world.slots + 1)),
     "a run that is over goes on": planned(lambda world: with_memory(world, closing="")),
     "the other mode's jobs do not matter": {
@@ -480,7 +478,8 @@ JOBS = {
 
 # Where few schedules notice: the number of one that did. The search begins there.
 RARE = {
-    "judge: any base": 1150, "ledger: keeps what the lost held": 140,
+    "judge: any base": 1358, "refusal: committed samples": 189,
+    "ledger: keeps what the lost held": 140,
     "master: never looks at the run again": 173, "commit: replaces one that is there": 173,
     "commit: the loser goes on": 1331, "a dying pass leaves no note": 635,
     "a cancelled job is taken for gone": 424,
@@ -492,11 +491,12 @@ def noticed(name: str, broken: dict, play: Callable, length: int, monkeypatch) -
     with monkeypatch.context() as patch:
         for (target, attribute), value in broken.items():
             patch.setattr(target, attribute, value)
-        schedule = first_violation(play, length, RARE.get(name, 1))
+        schedule, violation = first_violation(play, length, RARE.get(name, 1))
+    assert "AttributeError" not in violation  # else what was planted is itself no code
     play(schedule)  # else it is not the broken decision that was noticed
 
 
-def first_violation(play: Callable, length: int, first: int) -> bytes:
+def first_violation(play: Callable, length: int, first: int) -> tuple[bytes, str]:
     draw = random.Random(1)
     for _ in range(1, first):
         draw.randbytes(length)
@@ -506,7 +506,7 @@ def first_violation(play: Callable, length: int, first: int) -> bytes:
             play(schedule)
         except Violation as violation:
             print(f"schedule {number}: {str(violation)[:150]}")
-            return schedule
+            return schedule, str(violation)
     raise AssertionError(f"not noticed in {MOST_UNTIL_NOTICED} schedules")
 
 
