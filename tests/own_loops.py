@@ -65,7 +65,7 @@ def of_ranks(pace: str, folder: str) -> None:
 def main(kind: str, pace: str, folder: str) -> None:
     torch.manual_seed(0)
     model = Normed() if kind == "normed" else Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0 if kind == "zero" else 0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = scheduled(optimizer) if kind == "scheduled" else None
     task = Tiny({"pace": pace, "samples": 603 if kind == "normed" else 400})
     said = {"rates": [], "progress": [], "sizes": []}
@@ -75,7 +75,7 @@ def main(kind: str, pace: str, folder: str) -> None:
         if kind == "twice":
             next(iter(sgd.batches(task.dataset())))
         try:
-            for x, y in sgd.batches([] if kind == "empty" else task.dataset()):
+            for x, y in sgd.batches(task.dataset()):
                 if kind == "own":
                     optimizer.param_groups[0]["lr"] = 0.02 * (1 - sgd.progress)
                 if not said["sizes"]:

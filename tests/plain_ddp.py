@@ -32,7 +32,7 @@ for epoch in range(first, options.epochs):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0 if options.hurry.exists() else 1.5)
+    time.sleep(0 if options.hurry.exists() else 0.5)
     if dist.get_rank() == 0:
         print(f"epoch {epoch} of {dist.get_world_size()} ranks: {loss.item():.4f}", flush=True)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}

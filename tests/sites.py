@@ -58,7 +58,7 @@ ASKED = {
 def cluster(new_sandbox, tmp_path) -> Cluster:
     power = partial(POWER.format, home=ROOT, python=sys.executable)
     scripts = {
-        "prolog": "sleep 2\n", "epilog": "sleep 2\n",
+        "prolog": "sleep 1\n", "epilog": "sleep 1\n",
         "suspend": power(command="kill-node"), "resume": power(command="revive-node"),
     }  # fmt: skip
     for name, body in scripts.items():

@@ -81,7 +81,7 @@ class Stage:
         every = SETTINGS | {"task.pace": str(self.pace), "task.samples": samples,
                             "elastic.max": self.workers, **settings}  # fmt: skip
         file.write_text("".join(f"{line}\n" for line in toml(every)))
-        answer = elastic("submit", file, env=self.env | self.in_jobs, timeout_s=120)
+        answer = elastic("submit", file, "--no-try", env=self.env | self.in_jobs, timeout_s=120)
         if answer.returncode != 0:
             raise SystemExit(answer.stdout + answer.stderr)
         return RunDir(self.folder / "runs" / name)

@@ -940,7 +940,7 @@ def passes(run, home):
 @pytest.fixture
 def local(make_run, home):
     """A run of four workers on the local scheduler whose jobs write exit records and sleep."""
-    run = make_run("local_scheduler.grace=1s", name="local")
+    run = make_run("local_scheduler.grace=1s", "elastic.backoff=1s", name="local")
     (home / "bin").mkdir()
     path = home / "bin" / "elastic"
     path.write_text(

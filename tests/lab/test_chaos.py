@@ -215,7 +215,7 @@ def damage_newest_checkpoint(run: RunDir) -> None:
 def test_a_run_under_all_faults_commits_every_sample_once(tmp_path):
     everything = {"before": "5s", "every": "4s", "for": "55s", "seed": 3}
     with soak.stage(workers=4) as there:
-        report = soak.soak(there, "all", 0.1, {"local_sgd.inner_steps": 20}, **everything)
+        report = soak.soak(there, "all", 0.4, {"local_sgd.inner_steps": 5}, **everything)
         slurm = allocated_by_slurm(there)
     audit, told = report["audit"], report["audit"]["gpu_seconds"]
     assert audit["problems"] == []

@@ -176,7 +176,7 @@ def test_a_silence_ends_no_trial(make_config, home: Path, monkeypatch):
 def tiny(tmp_path: Path):
     (tmp_path / "pace").write_text("0")
     settings = {**SETTINGS, "task.samples": 640, "task.pace": str(tmp_path / "pace"),
-                "elastic.max": 2, "local_sgd.inner_steps": 10}  # fmt: skip
+                "elastic.max": 1, "local_sgd.inner_steps": 10}  # fmt: skip
     config = tmp_path / "tiny.toml"
     config.write_text("".join(f"{line}\n" for line in toml(settings)))
     yield config

@@ -71,7 +71,7 @@ class Cluster:
             **self._cron, **self.box.environment(), "PATH": os.environ["PATH"],
             "ELASTIC_RUNS": str(self.run.path.parent), "ELASTIC_SITE": os.devnull,
         }  # fmt: skip
-        limits = ("--min", least, "--max", most, "--parsable")
+        limits = ("--min", least, "--max", most, "--parsable", "--no-try")
         return elastic("submit", self.home / "story.toml", *limits, env=environment)
 
     def jobs(self) -> list[Job]:

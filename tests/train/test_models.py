@@ -214,10 +214,10 @@ def test_shards_that_were_never_one_have_the_same_values(tmp_path):
 
 def test_no_rank_has_memory_for_the_whole_of_a_large_model(tmp_path):
     whole_bytes = 4 * size_of(LARGE)
-    before = [rank["bytes"] for rank in built(tmp_path, "LargeWhole", 4)]
-    now = [rank["bytes"] for rank in built(tmp_path, "LargeBare", 4)]
+    before = [rank["bytes"] for rank in built(tmp_path, "LargeWhole", 2)]
+    now = [rank["bytes"] for rank in built(tmp_path, "LargeBare", 2)]
     assert min(before) > whole_bytes
-    assert max(now) < whole_bytes / 4 + 0.2 * whole_bytes  # its own part, and a layer's or two
+    assert max(now) < whole_bytes / 2 + 0.2 * whole_bytes  # its own part, and a layer's or two
 
 
 class Tied(torch.nn.Module):

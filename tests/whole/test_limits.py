@@ -20,6 +20,7 @@ import pytest
 
 from elastic.jobs import reconcile
 from elastic.jobs.reconcile import PassReport
+from elastic.people import status
 from elastic.saved.checkpoint import steps
 from helpers import PATIENCE, elastic, environment, wait_until
 from running import SETTINGS, TESTS, Running, kill_all, running, second_master, toml
@@ -121,12 +122,13 @@ def finish(run: Running) -> None:
 
 
 def until_said(run: Running, words: str, meanwhile: Callable = lambda: None) -> None:
-    """Wait until the reason in status has these words."""
+    """Wait until the reason in status has these words; the command says the same."""
     deadline = time.monotonic() + 20 * PATIENCE
-    while words not in (said := reason(run)):
+    while words not in (said := status.observe(run.run)["reason"]):
         assert time.monotonic() < deadline, f"not {words!r} but {said!r}\n{run.story()}"
         meanwhile()
         time.sleep(0.2)
+    assert words in reason(run)
 
 
 def run_is_quiet(run: Running) -> None:
@@ -235,7 +237,7 @@ def test_a_limit_of_a_process_is_named_and_waited_out(tmp_path: Path):
 def test_a_synchronous_run_is_not_done_before_its_last_step_is_on_the_disk(tmp_path: Path):
     settings = {"run.mode": "sync", "elastic.max": 1, "train.batch_size": 2,
                 "sync.global_batch_size": 10, "checkpoint.interval": "20 steps"}  # fmt: skip
-    with running(tmp_path, settings, samples=600, step_s=0.5) as run:
+    with running(tmp_path, settings, samples=600, step_s=0.1) as run:
         run.until(lambda: steps(run.run), 60, "a checkpoint")
         saved = steps(run.run)
         rank = run.pids("elastic.train.start trainer")[0]

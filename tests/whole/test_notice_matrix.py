@@ -167,7 +167,7 @@ class Site:
             **self.cron, **self.box.environment(), "PATH": os.environ["PATH"],
             "ELASTIC_RUNS": str(run.path.parent), "ELASTIC_SITE": os.devnull,
         }  # fmt: skip
-        done = elastic("submit", path, "--max", 1, "--parsable", env=environment)
+        done = elastic("submit", path, "--max", 1, "--parsable", "--no-try", env=environment)
         assert done.returncode == 0, done.stderr
         return Cell(run.name, run, *axes[:1], user_signal, signal, program, mode)
 
@@ -235,7 +235,7 @@ def test_what_a_preemption_costs(new_sandbox, tmp_path, user_signal):
     settings = ["SlurmdTimeout=30", "MinJobAge=3600", "KillWait=5"]
     if user_signal == "on":
         settings.append("SlurmctldParameters=preempt_send_user_signal")
-    nodes = 6
+    nodes = 7  # all cells of a value at once
     box = new_sandbox(nodes=nodes, gpus=1, settings=tuple(settings))
     site, played = Site(box, tmp_path, nodes), []
     for start in range(0, len(wanted), nodes):

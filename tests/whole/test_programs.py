@@ -184,7 +184,7 @@ if not resume:
     (folder / "step_1.pt").write_text("whole")
     hangs_here()
 """
-    settings = program(tmp_path, text) | {"sync.silent_timeout": "8s"}
+    settings = program(tmp_path, text) | {"sync.silent_timeout": "5s"}
     settings["run.command"] = [*launcher, *settings["run.command"]]
     with running(tmp_path, settings) as run:
         run.until(lambda: run.events("restart"), 60, "it is started again")
@@ -193,7 +193,7 @@ if not resume:
         (hang,) = run.events("hang")
         (restart,) = run.events("restart")
         assert said(run, "in hangs_here")
-    assert hang["seconds"] == 8
+    assert hang["seconds"] == 5
     assert "sync.silent_timeout" in restart["reason"]
 
 

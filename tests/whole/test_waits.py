@@ -183,8 +183,9 @@ def test_a_notice_that_is_too_short_is_reported_before_and_after_it_came(tmp_pat
 
 def test_a_worker_without_a_master_leaves_its_gpus(tmp_path):
     """It held them without bound while the next one waited in a long queue."""
-    settings = {"elastic.max": 1, "health.master_wait": "3s", "local_sgd.inner_steps": 10}
-    with running(tmp_path, settings, samples=4000) as run:
+    settings = {"elastic.max": 1, "health.master_wait": "3s", "local_sgd.inner_steps": 10,
+                "local_scheduler.grace": "6s"}  # fmt: skip
+    with running(tmp_path, settings, samples=1200) as run:
         run.workers(1)
         run.versions(2)
         job_id = run.jobs()["worker", 0].job_id
@@ -206,7 +207,7 @@ sys.path.append(sys.argv.pop(1))
 import own_loop
 
 own_loop.main(*sys.argv[1:])
-time.sleep(10)
+time.sleep(6)
 print("evaluated", flush=True)
 """
 
@@ -214,9 +215,9 @@ print("evaluated", flush=True)
 def test_a_loop_that_has_ended_may_go_on_without_a_master(tmp_path):
     """Its evaluation was ended as if it waited, and recorded as a preemption."""
     program = [sys.executable, "-c", EVALUATES, str(ROOT / "tests")]
-    settings = {"run.command": [*program, str(tmp_path / "pace"), "2000"], "elastic.max": 1,
+    settings = {"run.command": [*program, str(tmp_path / "pace"), "400"], "elastic.max": 1,
                 "health.master_wait": "3s"}  # fmt: skip
-    with running(tmp_path, settings, samples=2000) as run:
+    with running(tmp_path, settings, samples=400) as run:
         run.workers(1)
         run.versions(2)
         job_id = run.jobs()["worker", 0].job_id
