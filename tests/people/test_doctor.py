@@ -285,16 +285,10 @@ end
     assert seen.startswith("sbatch: ask the helpdesk for an account; Batch job submission failed")
 
 
-def test_a_long_kill_wait_delays_no_restart(quick, plant):
-    plant(("^KillWait=.*", "KillWait=30"))
+def test_a_slurm_that_takes_no_node_back_is_named_and_a_long_kill_wait_delays_nothing(quick, plant):
+    plant(("^KillWait=.*", "KillWait=30"), (r"^(SchedulerParameters=.*)", r"\1,disable_job_shrink"))
     found = trying("slurm.gpus_per_node=2")
-    assert {verdict for verdict, _ in found.values()} == {"OK"}
     assert float(re.search(r"steps end in ([\d.]+) s", found["try kill"][1])[1]) < 10
-
-
-def test_a_slurm_that_takes_no_node_back_is_named(quick, plant):
-    plant((r"^(SchedulerParameters=.*)", r"\1,disable_job_shrink"))
-    found = trying()
     verdict, seen = found.pop("try shrink")
     assert (verdict, "scontrol failed: " in seen) == ("WARN", True), seen
     assert {verdict for verdict, _ in found.values()} == {"OK"}

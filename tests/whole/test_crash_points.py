@@ -261,7 +261,8 @@ def learner(run: RunDir, slot: int, attempt: int, notice: Notice) -> LocalSGD:
     torch.manual_seed(3)
     model = nn.Linear(8, 1)  # two fragments
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return LocalSGD(model, optimizer, Place(run, slot, attempt, "4711"), notice, Group())
+    place = Place(run, slot, attempt, "4711", notice_s=6.0)
+    return LocalSGD(model, optimizer, place, notice, Group())
 
 
 def create_version_0(run: RunDir, slot: int = 0, attempt: int = 1) -> None:
