@@ -8,8 +8,7 @@
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple
@@ -162,8 +161,7 @@ def _workers_partition(config, partitions, nodes, named) -> Judgement:
     whole = next(filter(None, (_gives_whole_nodes(partitions[name]) for name in named)), "")
     key = f"slurm.{'gpus_per_worker' if is_local else 'gpus_per_node'}"
     return judged(
-        f"{slurm.partition}: UP, {counted(len(inside), 'node')}, {sum(counts)} GPUs"
-        + _away(node.state for node in inside),
+        f"{slurm.partition}: UP, {counted(len(inside), 'node')}, {sum(counts)} GPUs",
         (wants_gpus and most < per_job, FAIL, f"no node with {slurm.gres}:{per_job}",
          f"set slurm.partition; {there}"),
         (wants_gpus and sum(counts) < config.elastic.max, WARN,
@@ -177,15 +175,6 @@ def _gives_whole_nodes(partition: Mapping[str, str]) -> str:
     """The setting that says so, by its name before and since Slurm 25.05; or ""."""
     words = {"OverSubscribe": "EXCLUSIVE", "Exclusive": "NODE"}.items()
     return next((f"{name}={value}" for name, value in words if partition.get(name) == value), "")
-
-
-def _away(states: Iterable[str]) -> str:
-    """How many nodes no job can use now, by their states: ", 2 drained, 1 powered
-    down"."""
-    words = ("powered down" if state[-1:] == "~" else state.rstrip("*") for state in states)
-    away = (*_UNFIT, "powered", "reserved")
-    counts = Counter(word for word in words if word.startswith(away))
-    return "".join(f", {count} {word}" for word, count in sorted(counts.items()))
 
 
 def _masters_partition(config, cluster, partitions, nodes, named) -> Judgement:
