@@ -123,7 +123,7 @@ def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE)
     if not _is_sync(facts):
         crew = _workers(run, facts, jobs) if asks else Crew(_by_jobs(jobs))
     elif config.run.command:
-        crew = _program(facts, jobs, run.log_path(TRAINER, 0), now)
+        crew = _program(facts, jobs, now)
     else:
         crew = _ranks(facts, jobs, progress, now)
     version = newest[-1].version if newest else 0
@@ -400,16 +400,13 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
     return Crew([{"slot": number, **rank} for number in range(count)], words)
 
 
-def _program(facts: Facts, jobs: Sequence[dict], log: Path, now: float) -> Crew:
+def _program(facts: Facts, jobs: Sequence[dict], now: float) -> Crew:
     """The same of a program that says nothing of its progress."""
     rows, record = _by_record(facts, jobs, "running")
     if not rows:
         return Crew()
     gpus, since = counted(len(rows), "GPU"), wording.span(now - record["started"])
     words = f"running job {record['job_id']} on {rows[0]['node']}, {gpus}, since {since}"
-    silent_s = now - log.stat().st_mtime if log.exists() else 0.0
-    if silent_s > facts.config.health.hang_timeout_s:
-        words += f", without output for {wording.span(silent_s)}"
     return Crew(rows, program=f"{words}; its progress is its own (elastic-logs)")
 
 
