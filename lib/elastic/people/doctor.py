@@ -43,8 +43,8 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
     JSON has them: "checks", and how many checks got each verdict. `more`: further probes,
     by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
-    facts = dict(config=config, path=path, overrides=overrides, here=_here(), clocks={},
-                 cron_line=cron_line())  # fmt: skip
+    facts = dict(config=config, path=path, overrides=overrides, clocks={},
+                 here=network.node_name().split(".")[0], cron_line=cron_line())  # fmt: skip
     for done, (name, probe) in enumerate([*PROBES.items(), *more]):
         tell((done / len(PROBES), name))
         facts[name] = answer(probe, facts, name in VITAL)
@@ -52,10 +52,6 @@ def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -
     verdicts = [finding.verdict for finding in findings]
     counts = {verdict: verdicts.count(verdict) for verdict in VERDICTS}
     return counts | {"checks": [finding._asdict() for finding in findings]}
-
-
-def _here() -> str:
-    return network.node_name().split(".")[0]
 
 
 # ---- Slurm
