@@ -1,8 +1,8 @@
 """What is known about a run, as one dictionary: for people (views) and for scripts
 (--json).
 
-    look       reads what there is of a run, each file once, into a `World`
-    observe    all about the run, and `row` what a table of runs shows, from that World
+    World      what there is of a run, each file read once
+    observe    all about the run, and `row` what a table of runs shows, from a World
 
 Workers come from Redis when it answers, else from what the jobs wrote into the run
 directory, and the reason says so. Jobs come from one question to the scheduler for all
@@ -73,22 +73,41 @@ class Crew:
     program: str = ""  # what a program of the user's does
 
 
-@dataclass(frozen=True)
 class World:
-    """All that was read of one run. `facts` is what a pass plans by."""
+    """All that was read of one run, each file once. `facts` is what a pass plans by. `asks`:
+    its Redis, too. `commits`: how many older ones than the newest; of 0 (for a table)
+    nothing is known of the next pass."""
 
-    now: float
-    facts: Facts
-    trouble: str  # the scheduler's
-    jobs: Sequence[dict]  # that have not ended, as `observe` tells them
-    record: Mapping  # DONE or failed.json
-    commits: Sequence[Commit]  # the newest ones
-    progress: Mapping  # of sync mode; empty if it has said nothing yet
-    on_top: Mapping  # of the newest version, in words of `observe`
-    crew: Crew
-    is_asked: bool  # do workers speak for themselves, or only their jobs?
-    shortage: str  # of the disk
-    pass_s: float  # since a pass has looked at the run
+    def __init__(self, run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE):
+        self.now, self.trouble = time.time(), listing.trouble  # the scheduler's
+        config, control = run.config(), run.control()
+        ours = (job for job in listing.listed if job.run == run.name)
+        listed = sorted(ours, key=attrgetter("role", "slot"))
+        self.jobs = [_job(job) for job in listed if not job.ended]  # as `observe` tells them
+        done, last = run.done(), run.commits.told_version()
+        self.progress = run.jobs.progress() or {}  # of sync mode
+        self.record = done or run.failed() or {}
+        over = "done" if done else "failed" if self.record else ""
+        self.facts = facts = Facts(
+            run.name, config, control, over or ("stopped" if control.state == "stopped" else ""),
+            reconcile.remembered(run, self.now) if commits else Memory(born=self.now),
+            listed, functools.cache(run.jobs.ending),
+        )  # fmt: skip
+        versions = range(max(0, last - commits), last + 1)
+        self.commits = [*filter(None, map(run.commits.of, versions))]  # the newest ones
+        # Of a run that is over no master answers. Where the list failed, somebody may be there.
+        asks = asks and bool(self.jobs or listing.trouble or not facts.closing)
+        if not _is_sync(facts):
+            self.crew = _workers(run, facts, self.jobs) if asks else Crew(_by_jobs(self.jobs))
+        elif config.run.command:
+            self.crew = _program(facts, self.jobs, self.now)
+        else:
+            self.crew = _ranks(facts, self.jobs, self.progress, self.now)
+        self.is_asked = asks or _is_sync(facts)  # do workers speak for themselves?
+        version = self.newest.version if self.newest else 0
+        self.on_top = _on_top(run.path, facts, self.progress, version, self.crew, listing.trouble)
+        self.shortage = run.shortage(config.checkpoint.min_free_bytes)
+        self.pass_s = reconcile.since_last(run)
 
     @property
     def newest(self) -> Commit | None:
@@ -100,39 +119,6 @@ class World:
         each = 1 if _is_sync(self.facts) else self.facts.config.slurm.gpus_per_worker
         count = sum(worker["state"] != "stalled" for worker in self.crew.workers)
         return count * each if self.crew.workers or not self.trouble else None
-
-
-def look(run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE) -> World:
-    """Read a run. `asks`: its Redis, too. `commits`: how many older ones than the newest;
-    of 0 (for a table) nothing is known of the next pass."""
-    now, config, control = time.time(), run.config(), run.control()
-    ours = (job for job in listing.listed if job.run == run.name)
-    listed = sorted(ours, key=attrgetter("role", "slot"))
-    jobs = [_job(job) for job in listed if not job.ended]
-    done, last, progress = run.done(), run.commits.told_version(), run.jobs.progress() or {}
-    record = done or run.failed() or {}
-    over = "done" if done else "failed" if record else ""
-    facts = Facts(
-        run.name, config, control, over or ("stopped" if control.state == "stopped" else ""),
-        reconcile.remembered(run, now) if commits else Memory(born=now),
-        listed, functools.cache(run.jobs.ending),
-    )  # fmt: skip
-    newest = [*filter(None, map(run.commits.of, range(max(0, last - commits), last + 1)))]
-    # Of a run that is over no master answers. Where the list failed, somebody may be there.
-    asks = asks and bool(jobs or listing.trouble or not facts.closing)
-    if not _is_sync(facts):
-        crew = _workers(run, facts, jobs) if asks else Crew(_by_jobs(jobs))
-    elif config.run.command:
-        crew = _program(facts, jobs, now)
-    else:
-        crew = _ranks(facts, jobs, progress, now)
-    version = newest[-1].version if newest else 0
-    on_top = _on_top(run.path, facts, progress, version, crew, listing.trouble)
-    return World(
-        now, facts, listing.trouble, jobs, record, newest, progress, on_top, crew,
-        asks or _is_sync(facts), run.shortage(config.checkpoint.min_free_bytes),
-        reconcile.since_last(run),
-    )  # fmt: skip
 
 
 def _is_sync(facts: Facts) -> bool:
@@ -192,7 +178,7 @@ def observe_all(
             if cluster not in listings:
                 listings[cluster] = ask(run, environment, within_s)
             if brief and not is_one:
-                world = look(run, listings[cluster], asks=asked < ASKED, commits=0)
+                world = World(run, listings[cluster], asks=asked < ASKED, commits=0)
                 asked += not world.facts.closing
                 observations.append(row(world))
             else:
@@ -240,7 +226,7 @@ def row(world: World) -> dict:
 def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dict:
     """All about one run; of one among many not its `losses` and `events`, which would
     have to be read. Raises ElasticError only if its directory is damaged."""
-    world = look(run, jobs or ask(run, run.environment()), commits=CURVE if whole else WINDOW)
+    world = World(run, jobs or ask(run, run.environment()), commits=CURVE if whole else WINDOW)
     events, scored = (run.events(last=LOOKED_AT), run.scores.read(1)) if whole else ((), ())
     brief, upcoming, newest = row(world), _upcoming(world), world.newest
     is_sync, is_running = _is_sync(world.facts), brief["state"] == "running"
