@@ -193,14 +193,20 @@ def pixels(path: Path):
     return (image.imread(path) * 255).astype("uint8")
 
 
+def job_of(**told) -> dict:
+    """The event of its end."""
+    return {"kind": "end", "time": 0.0, "job_id": "1", "role": "worker", "slot": 0, "started": 1.0,
+            "ended": 2.0, "outcome": "done", **told}  # fmt: skip
+
+
 def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     facts = report.gather(lived[0].run)
     evil = "<script>alert(1)</script>"
     event = {"kind": "warning", "time": facts.began, "reason": evil}
     seen = facts.seen | {"run": evil, "summary": evil, "reason": evil, "path": evil}
-    stays = [timeline.Stay(evil, 0, facts.began, facts.began + 9, evil)]
+    jobs = [job_of(role=evil, started=facts.began, ended=facts.began + 9, outcome=evil)]
     incidents = timeline.incidents([event])
-    found = report.Facts(seen, facts.began, facts.points, facts.scores, stays, incidents,
+    found = report.Facts(seen, facts.began, facts.points, facts.scores, jobs, incidents,
                          facts.gpu_seconds)  # fmt: skip
     text = report.page(found)
     assert "<script" not in text
@@ -229,11 +235,10 @@ def test_of_a_program_that_counts_its_own_steps_no_goodput_is_told(make_run):
 
 
 def test_of_too_many_jobs_the_newest_are_drawn(monkeypatch):
-    monkeypatch.setattr(report, "MOST_STAYS", 2)
-    ends = (9, 3, 8)
-    stays = [timeline.Stay("worker", slot, 0.0, end) for slot, end in enumerate(ends)]
-    assert [stay.end for stay in report.newest(stays)] == [9, 8]
-    assert report.newest([]) == []
+    monkeypatch.setattr(report, "MOST_JOBS", 2)
+    ends = [job_of(slot=slot, ended=ended) for slot, ended in enumerate((9.0, 3.0, 8.0))]
+    assert [job["ended"] for job in report.newest_jobs(ends, [], 99.0)] == [9.0, 8.0]
+    assert report.newest_jobs([], [], 99.0) == []
 
 
 def test_a_job_of_the_hour_that_comes_twice_is_drawn_forwards(lived, monkeypatch):
@@ -241,8 +246,8 @@ def test_a_job_of_the_hour_that_comes_twice_is_drawn_forwards(lived, monkeypatch
     from matplotlib.figure import Figure
 
     began = datetime(2026, 10, 25, 0, 50, tzinfo=UTC).timestamp()
-    stay = timeline.Stay("worker", 0, began, began + 1200, "done")
-    facts = replace(report.gather(lived[0].run), began=began, points=[], scores=[], stays=[stay],
+    job = job_of(started=began, ended=began + 1200)
+    facts = replace(report.gather(lived[0].run), began=began, points=[], scores=[], jobs=[job],
                     incidents=[])  # fmt: skip
     with monkeypatch.context() as berlin:
         berlin.setenv("TZ", "Europe/Berlin")

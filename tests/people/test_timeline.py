@@ -7,7 +7,7 @@ import pytest
 
 from elastic.jobs import plan
 from elastic.people import timeline
-from elastic.people.timeline import Point, Stay
+from elastic.people.timeline import Point
 from elastic.run import wording
 from elastic.run.records import ORDERLY, Outcome
 from elastic.run.wording import EventKind
@@ -21,39 +21,6 @@ def event(kind: str, time: float, **fields) -> dict:
 WORKER = {"role": "worker", "slot": 3, "job_id": "7", "node": "n1"}
 END = event("end", 20.5, **WORKER, submitted=1.0, started=10.0, ended=20.0, outcome="yielded",
             reason="notice: SIGTERM")  # fmt: skip
-
-
-def test_a_stay_is_a_job_that_had_nodes():
-    (stay,) = timeline.stays([END], [], now=99.0)
-    assert stay == Stay("worker", 3, 10.0, 20.0, "yielded")
-
-
-def test_a_job_that_is_still_there_stays_until_now():
-    (stay,) = timeline.stays([], [{**WORKER, "state": "started", "started": 10.0}], now=99.0)
-    assert (stay.end, stay.outcome) == (99.0, "")
-
-
-def test_a_job_that_has_ended_and_no_pass_has_come_by_stayed_until_it_said_so():
-    record = {**WORKER, "state": "ended", "started": 10.0, "time": 20.0, "outcome": "done",
-              "reason": "run done"}  # fmt: skip
-    (stay,) = timeline.stays([], [record], now=99.0)
-    assert (stay.end, stay.outcome) == (20.0, "done")
-    assert len(timeline.stays([END], [record], 99.0)) == 1
-
-
-def test_a_requeued_job_has_stayed_twice():
-    again = {**END, "time": 40.5, "started": 30.0, "ended": 40.0}
-    assert [stay.start for stay in timeline.stays([END, again], [], 99.0)] == [10.0, 30.0]
-
-
-def test_a_job_that_never_had_a_node_did_not_stay():
-    assert timeline.stays([{**END, "started": None}], [], 99.0) == []
-
-
-def test_a_job_that_has_ended_is_not_there_twice():
-    """Its exit record may still say that it started: it was killed."""
-    record = {**WORKER, "state": "started", "started": 10.0}
-    assert len(timeline.stays([END], [record], 99.0)) == 1
 
 
 def test_a_preempted_slot_is_back_when_its_next_attempt_joins():

@@ -6,7 +6,16 @@ pytest tests/run/test_goodput.py
 import pytest
 from hypothesis import given, strategies as st
 
-from elastic.run.goodput import PARTS, Allocation, Work, allocations, ledger, tokens_per_s, work_in
+from elastic.run.goodput import (
+    PARTS,
+    Allocation,
+    Work,
+    allocations,
+    jobs_in,
+    ledger,
+    tokens_per_s,
+    work_in,
+)
 
 ONE, TWO = (3, 1), (3, 2)  # attempts of slot 3
 TIMES = st.floats(0, 100, allow_nan=False)
@@ -119,6 +128,20 @@ def test_jobs_are_known_by_their_events_and_exit_records():
         Allocation(1, 6, 6, 20, "done"),  # no pass has come by since it ended
         Allocation(2, 41, 41, 50, "", ((41, (3, 2)),)),
     ]
+
+
+def test_a_requeued_job_has_had_nodes_twice():
+    end = {"kind": "end", "job_id": "7", "role": "worker", "slot": 3, "started": 10, "ended": 20}
+    ends = [end, {**end, "started": 30, "ended": 40}]
+    assert [job["started"] for job in jobs_in(ends, [], 99)] == [10, 30]
+
+
+def test_a_job_that_was_killed_is_not_there_twice():
+    """Its exit record still says that it started."""
+    key = {"job_id": "7", "role": "worker", "slot": 3}
+    record = {**key, "state": "started", "started": 10, "time": 10}
+    end = {"kind": "end", "started": 10, "ended": 20, **key}
+    assert [job["ended"] for job in jobs_in([end], [record], 99)] == [20]
 
 
 def test_tokens_come_evenly_over_a_round():

@@ -19,7 +19,7 @@ from elastic.jobs import history
 from elastic.jobs.cadence import observed_mtbi_s
 from elastic.jobs.history import Job
 from elastic.lab import trace
-from elastic.people import timeline
+from elastic.people import report, timeline
 from elastic.run import goodput, membership, sound, wording
 from elastic.run.audit import (
     check_files,
@@ -158,7 +158,7 @@ def of_use_as_ending(run: RunDir, path: Path) -> None:
     job = Job("7", "worker", 1, "FAILED", "", 1.0, started_at=2.0)
     history.ending(job, endings[0], 50.0)
     history.said_at_end(job, endings[0])
-    timeline.stays([], endings, 50.0)
+    report.newest_jobs([], endings, 50.0)
     goodput.ledger(goodput.allocations([], endings, 1, 50.0), [])
     observed_mtbi_s(endings)
     assert next(end.get("gpus", 0) for end in endings) is not None
@@ -169,7 +169,7 @@ def of_use_as_event(run: RunDir, path: Path) -> None:
     if not events:
         raise ElasticError("nothing of it is left")
     timeline.incidents(events)
-    timeline.stays(events, [], 50.0)
+    report.newest_jobs(events, [], 50.0)
     goodput.ledger(goodput.allocations(events, [], 1, 50.0), [])
     trace.of_events(events, [], 1)
     assert all(isinstance(wording.event_words(event), str) for event in events)

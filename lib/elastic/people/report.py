@@ -9,16 +9,17 @@
 import html
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from elastic.base.errors import ElasticError
 from elastic.people import status, timeline
-from elastic.people.timeline import Incident, Point, Stay
+from elastic.people.timeline import Incident, Point
 from elastic.run import wording
 from elastic.run.audit import gpu_seconds
-from elastic.run.goodput import shares
+from elastic.run.goodput import jobs_in, shares
 from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
 from elastic.run.told import Score
@@ -31,7 +32,7 @@ MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}
 COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#bbbbbb")
 WIDTH, HEIGHT = 9.0, 3.0  # inches of a panel
 MOST_POINTS = 2000  # of a curve: more than a screen can show
-MOST_STAYS = 5000  # jobs that are drawn
+MOST_JOBS = 5000  # that are drawn
 MOST_INCIDENTS = 500  # rows of the table: the newest
 HEAD = """<!doctype html>
 <html lang='en'><head><meta charset='utf-8'><title>{run}</title><style>{style}</style>
@@ -53,7 +54,7 @@ class Facts:
     began: float
     points: Sequence[Point]
     scores: Sequence[Score]
-    stays: Sequence[Stay]
+    jobs: Sequence[Mapping]  # as `jobs_in` tells them
     incidents: Sequence[Incident]
     gpu_seconds: dict[str, float]
 
@@ -68,16 +69,16 @@ def gather(run: RunDir) -> Facts:
         began=events[0]["time"],
         points=thinned(timeline.points(commits, run.lines("metrics.jsonl"))),
         scores=thinned([each for each in run.scores.read() if each.loss is not None]),
-        stays=newest(timeline.stays(events, run.jobs.endings(), now)),
+        jobs=newest_jobs(events, run.jobs.endings(), now),
         incidents=timeline.incidents(events),
         gpu_seconds=gpu_seconds(run),
     )
 
 
-def newest(stays: Sequence[Stay]) -> list[Stay]:
-    """The MOST_STAYS that ended last, in the order that was given."""
-    ended = sorted(stay.end for stay in stays)[-MOST_STAYS:]
-    return [stay for stay in stays if stay.end >= ended[0]]
+def newest_jobs(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Mapping]:
+    """The MOST_JOBS that ended last, by role, slot and start."""
+    jobs = sorted(jobs_in(events, endings, now), key=itemgetter("ended"))[-MOST_JOBS:]
+    return sorted(jobs, key=itemgetter("role", "slot", "started"))
 
 
 def thinned(points: Sequence[Any]) -> Sequence[Any]:
@@ -109,13 +110,13 @@ def draw_throughput(axes: Any, facts: Facts) -> None:
 def draw_jobs(axes: Any, facts: Facts) -> None:
     """A Gantt chart: a row per place, a bar per job, a line per fault."""
     _along_time(axes, facts)
-    places = list(dict.fromkeys(stay.place for stay in facts.stays))
+    places = list(dict.fromkeys(map(wording.who, facts.jobs)))
     axes.figure.set_figheight(1.2 + 0.18 * min(60, len(places)))
-    for stay in facts.stays:
-        row, start, end = places.index(stay.place), _at(stay.start), _at(stay.end)
+    for job in facts.jobs:
+        row, start, end = places.index(wording.who(job)), _at(job["started"]), _at(job["ended"])
         axes.barh(row, end - start, left=start, height=0.6, color=LIGHT)
-        if stay.outcome and stay.outcome not in WANTED:
-            marker, colour = MARKS.get(stay.outcome, ("X", RED))
+        if job["outcome"] and job["outcome"] not in WANTED:
+            marker, colour = MARKS.get(job["outcome"], ("X", RED))
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
     for incident in facts.incidents:
         if incident.is_masters or incident.event in (EventKind.CHAOS, EventKind.TAKEN_BACK):
@@ -142,7 +143,7 @@ def _along_time(axes: Any, facts: Facts) -> None:
     from dateutil.tz import tzlocal  # comes with matplotlib
 
     axes.xaxis_date(tzlocal())
-    times = [stay.end for stay in facts.stays] + [point.time for point in facts.points[-1:]]
+    times = [job["ended"] for job in facts.jobs] + [point.time for point in facts.points[-1:]]
     last = max(times, default=facts.began + 1)
     axes.set(xlim=(_at(facts.began), _at(last)), xlabel="time")
 

@@ -1,7 +1,6 @@
-"""What happened to a run and to whom, in the order of time, for the page of report.py.
-Pure.
+"""What happened to a run, in the order of time, for the page of report.py. Pure.
 
-Everything follows from the run's events, its exit records and its commits.
+Everything follows from the run's events, its commits and its steps of sync mode.
 """
 
 import math
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elastic.run import wording
-from elastic.run.goodput import job_key, jobs_in
+from elastic.run.goodput import job_key
 from elastic.run.records import SURPRISES, Commit
 from elastic.run.wording import EventKind
 
@@ -19,21 +18,6 @@ INCIDENTS = (
     EventKind.TAKEN_BACK, EventKind.REDIS_LOST, EventKind.DISK, EventKind.WARNING,
     EventKind.NODES_LOST, EventKind.FAIL,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Stay:
-    """A job on its nodes. `outcome` is empty while it is there."""
-
-    role: str
-    slot: int
-    start: float
-    end: float
-    outcome: str = ""
-
-    @property
-    def place(self) -> str:
-        return f"slot {self.slot}" if self.role == "worker" else self.role
 
 
 @dataclass(frozen=True)
@@ -59,13 +43,6 @@ class Point:
     tokens: int
     loss: float
     tokens_per_s: float
-
-
-def stays(events: Iterable[Mapping], endings: Iterable[Mapping], now: float) -> list[Stay]:
-    """Every job that has had nodes, by role, slot and start."""
-    names = ("role", "slot", "started", "ended", "outcome")
-    every = [Stay(*map(job.get, names)) for job in jobs_in(events, endings, now)]
-    return sorted(every, key=lambda stay: (stay.role, stay.slot, stay.start))
 
 
 def incidents(events: Sequence[Mapping]) -> list[Incident]:
