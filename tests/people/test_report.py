@@ -213,6 +213,17 @@ def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     assert text.count(html.escape(evil)) >= 5
 
 
+def test_what_all_workers_felt_is_a_line_through_all_jobs(lived):
+    from matplotlib.figure import Figure
+
+    told = ({"kind": "end", "role": "master"}, {"kind": "chaos"}, {"kind": "redis-lost"},
+            {"kind": "end", "role": "worker"}, {"kind": "warning"})  # fmt: skip
+    facts, axes = report.gather(lived[0].run), Figure().subplots()
+    incidents = [{"time": facts.began, **event} for event in told]
+    report.draw_jobs(axes, replace(facts, jobs=[], incidents=incidents))
+    assert len(axes.get_lines()) == 3
+
+
 def test_a_run_that_has_only_begun_is_drawn(lived):
     facts = report.gather(lived[0].run)
     none = dict.fromkeys(facts.gpu_seconds, 0.0)

@@ -137,7 +137,7 @@ def test_either_mode_hands_over_to_the_other_where_nobody_has_cron(tmp_path):
 
 def test_what_its_user_asks_for_is_no_preemption(tmp_path):
     def taken() -> tuple[float, set[str]]:
-        kinds = {each.kind for each in timeline.incidents(run.events())}
+        kinds = {each["kind"] for each in timeline.incidents(run.events())}
         return status.observe(run.run)["preemptions_per_h"], kinds - {"reject"}
 
     with both(tmp_path) as run:

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic.base.errors import ElasticError
 from elastic.people import status, timeline
-from elastic.people.timeline import Incident, Point
+from elastic.people.timeline import Point
 from elastic.run import wording
 from elastic.run.audit import gpu_seconds
 from elastic.run.goodput import jobs_in, shares
@@ -28,6 +28,8 @@ from elastic.run.wording import EventKind
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
 # At the end of a job.
 MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}
+# Incidents that all workers felt; what happened to a master is another.
+OF_ALL = (EventKind.CHAOS, EventKind.TAKEN_BACK, EventKind.REDIS_LOST)
 # Of the parts of a goodput ledger.
 COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#bbbbbb")
 WIDTH, HEIGHT = 9.0, 3.0  # inches of a panel
@@ -42,7 +44,7 @@ body { font: 15px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin: 2rem 0 .3rem }
 svg { max-width: 100% } table { border-collapse: collapse }
 td, th { text-align: left; padding: .15rem 1rem .15rem 0 }
-td { border-top: 1px solid #ddd; vertical-align: top } .number { text-align: right }
+td { border-top: 1px solid #ddd; vertical-align: top }
 """
 
 
@@ -55,7 +57,7 @@ class Facts:
     points: Sequence[Point]
     scores: Sequence[Score]
     jobs: Sequence[Mapping]  # as `jobs_in` tells them
-    incidents: Sequence[Incident]
+    incidents: Sequence[Mapping]  # events
     gpu_seconds: dict[str, float]
 
 
@@ -118,9 +120,9 @@ def draw_jobs(axes: Any, facts: Facts) -> None:
         if job["outcome"] and job["outcome"] not in WANTED:
             marker, colour = MARKS.get(job["outcome"], ("X", RED))
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
-    for incident in facts.incidents:
-        if incident.is_masters or incident.event in (EventKind.CHAOS, EventKind.TAKEN_BACK):
-            axes.axvline(_at(incident.time), color=RED, linewidth=0.7, linestyle=":")
+    for event in facts.incidents:
+        if event.get("role") == "master" or event["kind"] in OF_ALL:
+            axes.axvline(_at(event["time"]), color=RED, linewidth=0.7, linestyle=":")
     shown = range(0, len(places), 1 + len(places) // 40)
     axes.set_yticks(shown, [places[at] for at in shown])
     axes.invert_yaxis()
@@ -211,13 +213,13 @@ def _figure(title: str) -> Any:
 
 def _table(facts: Facts) -> str:
     rows = []
-    for incident in facts.incidents[-MOST_INCIDENTS:]:
-        back = "" if incident.back_s is None else wording.span(incident.back_s)
-        rows.append(f"<tr><td>{_clock(incident.time)}<td>{_safe(incident.kind)}"
-                    f"<td>{_safe(incident.words)}<td class='number'>{back}")  # fmt: skip
+    for event in facts.incidents[-MOST_INCIDENTS:]:
+        kind = event.get("fault") or event.get("outcome") or event["kind"]
+        rows.append(f"<tr><td>{_clock(event['time'])}<td>{_safe(kind)}"
+                    f"<td>{_safe(wording.event_words(event))}")  # fmt: skip
     if not rows:
         return "<p>None.</p>"
-    return "\n".join(["<table><tr><th>when<th>kind<th>what<th>back after", *rows, "</table>"])
+    return "\n".join(["<table><tr><th>when<th>kind<th>what", *rows, "</table>"])
 
 
 def _clock(at: float) -> str:
