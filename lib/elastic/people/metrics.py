@@ -39,7 +39,7 @@ GAUGES = {
 }
 SERIES = ("version", "time", "tokens", "loss", "workers", "outer_lr",
           "inner_steps")  # of a commit
-STARTS = (b'{"version": ', b'{"step": ')  # of the lines of JSON
+START = b'{"run": "'  # of a line of JSON
 STATES = ("running", "waiting", "stopped", "done", "failed", "damaged", "unknown")
 
 
@@ -145,7 +145,7 @@ def _reached(row: dict) -> tuple[int, int]:
 
 
 class JsonLines:
-    """A line per row. A last line that is torn, by a crash or a full disk, is cut off."""
+    """A line per row. One that is torn, by a crash or a full disk, is cut off before the next."""
 
     def __init__(self, path: Path, run: RunDir):
         self.path, self._run = path, run.key
@@ -154,21 +154,18 @@ class JsonLines:
         try:
             told = json.loads(whole.splitlines()[-1]) if whole else {"tokens": 0}
             self.told = _told(path, told, run)
-            if torn and not any(torn.startswith(start[: len(torn)]) for start in STARTS):
+            if not whole and not torn.startswith(START[: len(torn)]):
                 raise ValueError("no line of it")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"{path} has something else in it", "name a new file") from None
-        os.truncate(path, len(whole + end))
+        self._size = len(whole + end)
 
     def add(self, rows: Sequence[dict]) -> None:
-        size = self.path.stat().st_size
-        try:
-            with naming(self.path), self.path.open("a") as file:
-                for row in rows:
-                    file.write(json.dumps(finite(row | {"run": self._run}), allow_nan=False) + "\n")
-        except OSError:
-            os.truncate(self.path, size)  # all of them come again
-            raise
+        os.truncate(self.path, self._size)
+        with naming(self.path), self.path.open("a") as file:
+            for row in rows:
+                file.write(json.dumps(finite({"run": self._run, **row}), allow_nan=False) + "\n")
+        self._size = self.path.stat().st_size
 
 
 class TensorBoard:
