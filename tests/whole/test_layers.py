@@ -26,7 +26,7 @@ FOLDERS = {
     "local/worker": 1423,  # one slot: hold the lease, train, deliver
     "local/master": 1144,  # one master: Redis, samples, rounds, commits
     "sync": 987,  # sync mode: one job that resizes
-    "people": 2036,  # what a person asks and sees
+    "people": 2029,  # what a person asks and sees
     "lab": 1347,  # trying and proving; nothing imports it
     "commands": 482,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along

@@ -9,7 +9,6 @@ Each of the last three knows the run (by its key) and how many committed tokens 
 been told of, and is told what came after, however often the command is started again.
 """
 
-import functools
 import importlib
 import json
 import os
@@ -172,23 +171,17 @@ class TensorBoard:
     """Scalars by committed tokens; those that no mark tells of are written again."""
 
     def __init__(self, folder: Path, run: RunDir):
-        package = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard")
+        self._package = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard")
         self._mark, self._run = folder / "elastic.json", run.key
         told = {"tokens": 0, **(read_json(self._mark) or {})}
         self.told = _told(folder, told, run)
-        self._open = functools.partial(package.SummaryWriter, str(folder))
-        self._writer: Any = None
 
     def add(self, rows: Sequence[dict]) -> None:
-        self._writer = self._writer or self._open(purge_step=self.told[0] + 1)
-        try:
+        folder, first = str(self._mark.parent), self.told[0] + 1
+        with self._package.SummaryWriter(folder, purge_step=first) as writer:
             for row in rows:
                 for name, value in _numbers(row).items():
-                    self._writer.add_scalar(name, value, row["tokens"], row["time"])
-            self._writer.flush()
-        except OSError:
-            self._writer = None  # it would tell of that for ever
-            raise
+                    writer.add_scalar(name, value, row["tokens"], row["time"])
         write_atomic(self._mark, to_json(finite({"run": self._run, **rows[-1]})))
 
 
