@@ -172,7 +172,8 @@ class Site(Sandbox):
         options = ["--skip-networking", f"--socket={database}", f"--init-file={data}.sql"]
         small = ["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]
         self.daemons.start("mariadbd", paths["mariadbd"], *common, *options, *small, ready=database)
-        self.daemons.start("slurmdbd", paths["slurmdbd"], "-D", ready=self.database_port)
+        lead = ["/usr/bin/env", f"MYSQL_UNIX_PORT={database}"]
+        self.daemons.start("slurmdbd", *lead, paths["slurmdbd"], "-D", ready=self.database_port)
 
     def _fill(self, template: str, **words: object) -> None:
         text, path = (ROOT / "tests/sandbox" / template).read_text(), self.path / template

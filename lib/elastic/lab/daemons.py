@@ -79,7 +79,6 @@ class Daemons:
         given = clean_environment() | {
             _MEMBER: f"{self.path}:{name}",
             "SLURM_CONF": str(self.path / "slurm.conf"),
-            "MYSQL_UNIX_PORT": f"{self.path}/mariadb.socket",  # for slurmdbd
         }
         with open(self.path / f"log/{name}.out", "ab") as out:
             files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
