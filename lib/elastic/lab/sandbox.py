@@ -150,9 +150,6 @@ class Sandbox:
         """Kill all its processes, jobs included, and remove its files."""
         proc.kill_all(self.members)
         self._remove()
-        if self.path.parent == default_folder():
-            with contextlib.suppress(OSError):  # not empty: others are in it
-                self.path.parent.rmdir()
 
     def _remove(self) -> None:
         """Remove the folder if it is there, its mark last. UsageError if it has none."""
