@@ -9,11 +9,10 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from elastic.lab.demo import Demo, unexplained
+from elastic.lab.demo import unexplained
 from forks import NOBODY
 from helpers import ROOT, checkout, environment
 
@@ -56,21 +55,6 @@ def test_a_refusal_that_no_fault_explains_is_wrong(kind, reason, is_wrong):
     event = {"kind": kind, "rule": reason.partition(":")[0], "reason": reason}
     events = [{"kind": "join"}, event]
     assert unexplained(events) == (events[1:] if is_wrong else [])
-
-
-@pytest.mark.parametrize(("steps", "after"), [([0, 0, 12, 0], 2), ([0] * 99, 4)])
-def test_a_fault_comes_by_the_second_round_even_if_no_heartbeat_falls_into_one(steps, after):
-    """A fast machine: no lease said "10 steps" for 14 s, the run was over, and the demo failed.
-    Here a round ends at every second look."""
-    demo = Demo(on_slurm=False, notice=None)
-    said, breaths = iter(steps), []
-    demo._breathe, demo.say = lambda: breaths.append(None), print
-    commits = SimpleNamespace(newest_version=lambda: len(breaths) // 2)
-    demo.run = SimpleNamespace(commits=commits)
-    demo.chaos = SimpleNamespace(training=lambda: [SimpleNamespace(step=next(said))],
-                                 inject=lambda kind: SimpleNamespace(what=kind))  # fmt: skip
-    demo.fault("preempt")
-    assert len(breaths) == after
 
 
 def refused(folder: Path, what: str) -> None:

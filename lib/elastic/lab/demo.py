@@ -33,7 +33,6 @@ from elastic.saved.evaluation import load, of_version
 # Why deltas are refused for a slow machine or a kill; what Redis holds ends with its
 # master.
 EXPLAINED = (Rule.STALE, Rule.FENCED, Rule.SAMPLES, Rule.DUPLICATE, Rule.UNREADABLE)
-AT_STAKE = 10  # inner steps a victim has done in its round
 LONGEST_S = 600.0
 CRON_S = 2.0
 SETTINGS = [
@@ -97,12 +96,8 @@ class Demo:
         self._tell_events()
 
     def fault(self, kind: str) -> None:
-        """Do it as soon as a worker says that it is in the middle of a round. Where
-        rounds are hardly longer than heartbeats, none may ever say so: then in the second
-        round from here."""
-        last = self.run.commits.newest_version() + 2
-        while (not any(slot.step >= AT_STAKE for slot in self.chaos.training())
-               and self.run.commits.newest_version() < last):  # fmt: skip
+        """Do it as soon as a worker says that it trains."""
+        while not (self.chaos.training() or self.run.closing()):
             self._breathe()
         self.say(f"{kind}: {self.chaos.inject(kind).what}")
 
