@@ -183,6 +183,12 @@ class Site(Sandbox):
         path.write_text(text)
 
 
+def nodes_and_jobs(box: Sandbox) -> str:
+    """What its Slurm has to say, for a test that fails."""
+    jobs = box.run("squeue", "--format=%8i %9P %10T %10M %6N %30j %r")
+    return box.run("sinfo", "--Node", "--format=%6N %9P %8t %5c %G") + jobs
+
+
 def hang_controller(box: Sandbox, seconds: float) -> None:
     """Have slurmctld answer nobody for a while; return at once."""
     pid = int((box.path / "slurmctld.pid").read_text())

@@ -115,7 +115,6 @@ def test_from_the_command_line_and_a_bare_environment():
     name = f"cli-{os.getpid()}"
     try:
         said = elastic_sandbox("up", "--nodes", 1, "--name", name)
-        assert "up already" not in elastic_sandbox("status", "--name", name)
         exports = elastic_sandbox("env", "--name", name)
         assert said.endswith(exports)
         shell = f"{exports}\nsinfo --noheader --partition=preempt --format='%D %T %G'"
@@ -398,7 +397,7 @@ def test_another_user_gets_nothing_of_it_and_runs_nothing_in_it(nobodys):
 def test_root_runs_and_removes_nothing_in_another_users_folder(nobodys):
     """Where Slurm's commands would load the plugins that slurm.conf names."""
     place = ("--dir", nobodys.path.parent, "--name", nobodys.path.name)
-    for command in ("env", "status", "preempt", "kill-node n1", "up", "down"):
+    for command in ("env", "preempt", "kill-node n1", "up", "down"):
         done = subprocess.run([COMMAND, *command.split(), *map(str, place)], env=BARE,
                               capture_output=True, text=True)  # fmt: skip
         assert (done.returncode, done.stdout) == (1, "")
@@ -465,7 +464,7 @@ def test_what_is_no_sandbox_is_neither_removed_nor_replaced(command, name):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("command", ["up", "down", "status", "env"])
+@pytest.mark.parametrize("command", ["up", "down", "env"])
 @pytest.mark.parametrize("name", ["../x", "a/b", "/x", "", "..", ".", "a b"])
 def test_a_name_that_is_a_path_is_refused(tmp_path, command, name):
     (tmp_path / "D").mkdir()
@@ -517,6 +516,6 @@ def test_a_folder_that_slurm_cannot_take_is_refused(tmp_path, name):
 
 
 def test_every_help_fits_80_columns():
-    for command in ("", "up", "env", "status", "preempt", "kill-node", "down"):
+    for command in ("", "up", "env", "preempt", "kill-node", "down"):
         said = CliRunner().invoke(elastic, ["sandbox", *command.split(), "--help"])
         assert (said.exit_code, max(map(len, said.output.splitlines())) <= 80) == (0, True)

@@ -23,6 +23,7 @@ from elastic.lab.sandbox import Sandbox
 from elastic.run.rundir import RunDir
 from helpers import ROOT, elastic, wait_until
 from running import SETTINGS, TESTS, toml
+from slurm_sandbox import nodes_and_jobs
 
 pytest_plugins = ["slurm_sandbox"]
 pytestmark = pytest.mark.slurm
@@ -117,7 +118,7 @@ class Cluster:
     def told(self) -> str:
         logs = [path.read_text() for path in (self.run.path / "logs").glob("*.log")]
         events = [json.dumps(event) for event in self.run.events()]
-        return "\n".join([*events, *logs, self.box.status()])
+        return "\n".join([*events, *logs, nodes_and_jobs(self.box)])
 
     def set_time_limit(self, job: Job) -> None:
         """Let the job have two to three minutes more; its warning may come a minute early."""

@@ -27,8 +27,8 @@ FOLDERS = {
     "local/master": 1144,  # one master: Redis, samples, rounds, commits
     "sync": 987,  # sync mode: one job that resizes
     "people": 2029,  # what a person asks and sees
-    "lab": 1335,  # trying and proving; nothing imports it
-    "commands": 482,  # click: options, checks, exit codes
+    "lab": 1330,  # trying and proving; nothing imports it
+    "commands": 481,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

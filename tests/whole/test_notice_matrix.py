@@ -29,6 +29,7 @@ from elastic.lab.sandbox import Sandbox
 from elastic.run.rundir import RunDir
 from helpers import PATIENCE, ROOT, elastic
 from running import SETTINGS, TESTS, toml
+from slurm_sandbox import nodes_and_jobs
 
 pytest_plugins = ["slurm_sandbox"]
 pytestmark = pytest.mark.slurm
@@ -181,7 +182,7 @@ class Site:
                 next_pass = time.monotonic() + CRON_S
             if time.monotonic() > deadline:
                 logs = [log.read_text()[-2000:] for log in self.home.glob("runs/*/logs/*.log")]
-                pytest.fail("\n".join([f"not: {what}", *logs, self.box.status()]))
+                pytest.fail("\n".join([f"not: {what}", *logs, nodes_and_jobs(self.box)]))
             time.sleep(0.5)
 
     def jobs(self) -> dict[tuple[str, str], list]:

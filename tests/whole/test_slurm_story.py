@@ -32,7 +32,7 @@ from elastic.run.rundir import RunDir
 from forks import GROUP, USER, as_nobody
 from helpers import ROOT, elastic, pretended_python, wait_until
 from running import SETTINGS, TESTS, toml
-from slurm_sandbox import hang_controller
+from slurm_sandbox import hang_controller, nodes_and_jobs
 
 pytest_plugins = ["slurm_sandbox"]
 pytestmark = pytest.mark.slurm
@@ -206,7 +206,7 @@ class Story:
     def told(self) -> str:
         """What the run and Slurm have to say, for a test that fails."""
         with contextlib.suppress(ElasticError):
-            return f"{told(self.run)}\n{self.box.status()}"
+            return f"{told(self.run)}\n{nodes_and_jobs(self.box)}"
         return told(self.run)
 
     # ---- what must hold

@@ -169,7 +169,6 @@ _of_sandbox(
     click.Option(["--set", "settings"], multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
 )
 _of_sandbox(Sandbox.env)
-_of_sandbox(Sandbox.status)
 _of_sandbox(Sandbox.preempt, _number("--nodes", 1, 1, "How many."), _SECONDS)
 _of_sandbox(Sandbox.kill_node, _NODE)
 _of_sandbox(Sandbox.revive_node, _NODE)

@@ -89,13 +89,6 @@ class Sandbox:
         self._check_up()
         return "\n".join(f"export {name}={value}" for name, value in self.environment().items())
 
-    def status(self) -> str:
-        """Show nodes and jobs."""
-        self._check_up()
-        nodes = self.run("sinfo", "--Node", "--format=%6N %9P %8t %5c %G")
-        jobs = self.run("squeue", "--format=%8i %9P %10T %10M %6N %30j %r")
-        return f"{nodes}\n{jobs.rstrip()}"
-
     def idle_nodes(self) -> set[str]:
         """The nodes that could take a job now."""
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %t").splitlines()
