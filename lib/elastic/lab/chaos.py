@@ -255,17 +255,12 @@ def harm(
 
 
 def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Say) -> None:
-    """Do what is planned, each when its time has come, until all is over or the run is.
-
-    Says each fault when it is done, and again when everybody is back.
-    """
-    began, told = time.time(), 0
+    """Do what is planned, each when its time has come, and wait until everybody is back,
+    or the run is over."""
+    began = time.time()
     last = began + (planned[-1][0] if planned else 0.0) + BACK_S
-    for at, kind in [*planned, (inf, "")]:
-        while (waited_s := time.time() - began) < at and not chaos.run.closing():
-            told = _tell_what_is_over(chaos, told, say)
-            if at == inf and (told == len(chaos.done) or began + waited_s > last):
-                return
+    for at, kind in planned:
+        while time.time() - began < at and not chaos.run.closing():
             time.sleep(LOOK_S)
         if chaos.run.closing():
             return
@@ -273,18 +268,10 @@ def unleash(chaos: Chaos, planned: Sequence[tuple[float, str]], say: Say) -> Non
             say(f"{kind}: {chaos.inject(kind, until=last).what}")
         except ElasticError as error:
             say(f"{kind}: not done: {error.what}")
-
-
-def _tell_what_is_over(chaos: Chaos, told: int, say: Say) -> int:
-    """Tell, in their order, the faults of which nothing is left; how many are told
-    then."""
-    for fault, cost in chaos.costs()[told:] if told < len(chaos.done) else ():
-        if cost.back_s == inf:
-            break
-        say(f"{fault.kind} is over: {cost.steps_lost} steps lost, next commit after "
-            f"{cost.next_commit_s:.1f} s, all back after {cost.back_s:.1f} s")  # fmt: skip
-        told += 1
-    return told
+    while time.time() < last and not chaos.run.closing():
+        if all(cost.back_s < inf for _, cost in chaos.costs()):
+            return
+        time.sleep(LOOK_S)
 
 
 def choose(chaos: Chaos, wanted: str) -> tuple[list[str], dict[str, str]]:
