@@ -320,16 +320,6 @@ def test_jobs_that_are_smaller_than_a_node_are_nodes_of_their_size():
     assert [change.gpus for change in changes] == [1, 0]
 
 
-def test_events_in_a_file_of_any_name_are_a_trace(tmp_path):
-    key = {"role": "worker", "slot": 0, "job_id": "1"}
-    events = [{"kind": "submit", "time": 10},
-              {"kind": "end", "time": 30, "submitted": 10, "started": 12, "ended": 25, "gpus": 1,
-               "outcome": "killed", "reason": "", **key}]  # fmt: skip
-    (tmp_path / "copy.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
-    changes, end = trace.read(str(tmp_path / "copy.jsonl"), 1)
-    assert ([(each.at, each.gpus) for each in changes], end) == ([(2, 1), (15, 0)], 20)
-
-
 @pytest.mark.parametrize("line", ["5,add", "x,add,n1", "5,lost,n1", "5;add;n1"])
 def test_a_line_that_is_no_change_is_named(line, tmp_path):
     (tmp_path / "t.csv").write_text(f"0,add,n0\n{line}\n")

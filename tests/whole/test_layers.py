@@ -27,7 +27,7 @@ FOLDERS = {
     "local/master": 1144,  # one master: Redis, samples, rounds, commits
     "sync": 987,  # sync mode: one job that resizes
     "people": 2029,  # what a person asks and sees
-    "lab": 1320,  # trying and proving; nothing imports it
+    "lab": 1317,  # trying and proving; nothing imports it
     "commands": 481,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }

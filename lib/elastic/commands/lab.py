@@ -37,7 +37,7 @@ def demo(slurm: bool):
 @command("plan 7b.toml --trace spot.csv", "plan 7b.toml --trace old-run --measured old-run")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--trace", "source", required=True, metavar="FILE|RUN",
-              help="When nodes came and went: a CSV file, an events.jsonl, a run.")
+              help="When nodes came and went: a CSV file or a run.")
 @click.option("--measured", metavar="RUN", help="Take costs from what this run has shown.")
 @shared.overrides_option
 @shared.json_option

@@ -52,18 +52,14 @@ def advise(
 
 
 def read(source: str, gpus_per_node: int) -> tuple[list[Change], float]:
-    """The changes of a trace file, an events.jsonl or a run; and how many seconds it
-    has."""
+    """The changes of a trace file or a run; and how many seconds it has."""
     path = Path(source)
-    if path.is_file() and path.suffix != ".jsonl":
+    if path.is_file():
         changes = sorted(_of_lines(path, gpus_per_node), key=lambda change: change.at)
         end = changes[-1].at if changes else 0.0
     else:
-        is_file = path.is_file()
-        run = RunDir(path.resolve().parent) if is_file else rundir.find(source, "file or run")
-        lines = run.lines(path.name if is_file else "events.jsonl")
-        events = [line for line in lines if not rundir.fault(line, "time kind")]
-        changes, end = of_events(events, run.jobs.endings(), gpus_per_node)
+        run = rundir.find(source, "file or run")
+        changes, end = of_events(run.events(), run.jobs.endings(), gpus_per_node)
     if not end or not any(change.gpus for change in changes):
         what = "no end" if not end else "no GPUs: nothing is added in it"
         raise UsageError(f"trace {source} has {what}", LINE)
