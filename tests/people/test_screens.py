@@ -163,8 +163,8 @@ SCREENS_OF = {
                     "kept": 0.81, "allocated": 10_000.0}
                  for mode, gpus, steps in (("requeue", [18, 18], 0), ("sync", [1, 32], 0),
                                            ("local", [1, 32], 200))],
-        "recommended": {"mode": "local", "inner_steps": 200, "min": 14, "max": 32,
-                        "checkpoint_interval_s": 46.0, "reason": "it trains for 94% of the time"}}),
+        "recommended": {"mode": "local", "inner_steps": 200, "max": 32,
+                        "reason": "it trains for 94% of the time"}}),
     "validate": lambda: views.validation_view(
         {"runs": "/lustre/project42/runs/7b-validate",
          "verdicts": [

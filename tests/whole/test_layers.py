@@ -26,8 +26,8 @@ FOLDERS = {
     "local/worker": 1423,  # one slot: hold the lease, train, deliver
     "local/master": 1144,  # one master: Redis, samples, rounds, commits
     "sync": 987,  # sync mode: one job that resizes
-    "people": 2029,  # what a person asks and sees
-    "lab": 1317,  # trying and proving; nothing imports it
+    "people": 2025,  # what a person asks and sees
+    "lab": 1271,  # trying and proving; nothing imports it
     "commands": 481,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }

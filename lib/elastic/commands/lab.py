@@ -46,7 +46,7 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     """Forecast how CONFIG would fare with preemptions.
 
     Plays a trace to plain --requeue, sync mode and local mode, and says which
-    to take, and with what settings. What things cost is in section [plan].
+    to take. What things cost is in section [plan].
     A line of a CSV file is MILLISECONDS,add|remove,NODE.
     """
     from elastic.lab.trace import advise

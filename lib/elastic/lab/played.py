@@ -97,7 +97,7 @@ class Requeue:
 
     def __init__(self, nodes: Nodes, config, costs: Costs, counts: Sequence[int]):
         self.config, self.costs, self.counts = config, costs, counts  # of nodes of a job
-        self.nodes, self.per_node = nodes, config.slurm.gpus_per_node
+        self.nodes, self.per_node = nodes, min(config.slurm.gpus_per_node, config.elastic.max)
         self.stall_s = costs.save_s  # a plain script stands still while it saves
         self.requeue_s = costs.requeue_s
         self.jobs: list[Allocation] = []

@@ -277,16 +277,12 @@ def plan_view(forecast: dict) -> RenderableType:
             *(f"{way[name]:.1%}" for name in ("goodput", "kept")),
             *(f"{way[name] / whole:.1%}" for name in columns),
         )  # fmt: skip
-    hours, every_s = trace["seconds"] / 3600, best["checkpoint_interval_s"]
-    saves = f"checkpoint.interval {every_s:.0f}s"
-    if best["mode"] == "local":
-        saves = f"inner_steps {best['inner_steps']} (a version every {every_s:.0f} s)"
+    hours = trace["seconds"] / 3600
     return Group(
         f"{hours:.3g} hours of {trace['nodes']} nodes, up to {trace['most_gpus']} GPUs at a"
         f" time; nodes were taken {trace['taken']} times, at {trace['moments']} moments",
         "", table, "",
-        f"take --mode {best['mode']} --min {best['min']} --max {best['max']}, {saves}:"
-        f" {best['reason']}",
+        f"take --mode {best['mode']} --max {best['max']}: {best['reason']}",
     )  # fmt: skip
 
 
