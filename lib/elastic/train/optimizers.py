@@ -54,11 +54,9 @@ class Float32(TorchFunctionMode):
 
 class EagerMuon(Eager, Muon):
     def step(self, closure: None = None) -> None:
-        with Float32() if self.is_on_cpu() else nullcontext():
+        is_on_cpu = all(p.is_cpu for group in self.param_groups for p in group["params"])
+        with Float32() if is_on_cpu else nullcontext():
             super().step()
-
-    def is_on_cpu(self) -> bool:
-        return all(param.is_cpu for group in self.param_groups for param in group["params"])
 
 
 class Together(Eager, Optimizer):
