@@ -18,7 +18,7 @@ from elastic.local.guards import Moved, Running
 from elastic.run.records import Header
 from elastic.saved import merge
 from elastic.saved.layout import Layout
-from elastic.train.schedule import learning_rate, tokens_at
+from elastic.train.schedule import learning_rate
 from helpers import commit_of
 
 SIZE, BATCH = 256, 8
@@ -124,7 +124,7 @@ class Run:
         """A worker's delta as it is sent, or None if it refuses to."""
         steps = self.draw.randint(1, most) if self.world.swinging else most
         cap = most * BATCH * self.present
-        at = [tokens_at(self.samples, i * BATCH, self.present, cap) for i in range(steps)]
+        at = [self.samples + min(i * BATCH * self.present, cap) for i in range(steps)]
         rates = [learning_rate(tokens, self.total, self.settings) for tokens in at]
         delta, loss = worker.train(self.outer.params[0], rates)
         if is_faulty:

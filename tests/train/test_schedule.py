@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
-from elastic.train.schedule import WARMUP_START, learning_rate, tokens_at
+from elastic.train.schedule import WARMUP_START, learning_rate
 
 TOTAL = 1_000_000
 
@@ -67,15 +67,3 @@ def test_any_fractions_give_a_rate_that_rises_to_its_top_and_then_falls(
     top = rates.index(max(rates))
     assert rates == sorted(rates[:top]) + sorted(rates[top:], reverse=True)
     assert all(0 <= rate <= 0.004 for rate in rates)
-
-
-def test_position_counts_the_tokens_of_all_live_workers():
-    assert tokens_at(committed=1000, own_tokens=10, live_workers=4, cap=10**6) == 1040
-
-
-def test_position_is_at_most_one_round_ahead_of_what_is_committed():
-    assert tokens_at(committed=1000, own_tokens=10**9, live_workers=4, cap=800) == 1800
-
-
-def test_a_worker_counts_itself_before_the_master_knows_of_it():
-    assert tokens_at(committed=0, own_tokens=10, live_workers=0, cap=100) == 10

@@ -39,7 +39,7 @@ from elastic.saved.replica import Replica, shapes
 from elastic.train.device import choose_device, seed_by
 from elastic.train.group import Group
 from elastic.train.optimizers import optimizer_of
-from elastic.train.schedule import learning_rate, tokens_at
+from elastic.train.schedule import learning_rate
 from elastic.train.task import count_tokens
 from helpers import commit_of
 from merging import decoded, read_outer, step
@@ -293,7 +293,7 @@ class Simulator:
         """The learning rate, of its peak, after `steps` of `tokens` on the version."""
         train, workers = self.config.train, max(1, version.workers)
         round_samples = version.steps * train.batch_size * workers
-        now = tokens_at(version.tokens, tokens, workers, round_samples * self._sample_tokens)
+        now = version.tokens + min(tokens * workers, round_samples * self._sample_tokens)
         return learning_rate(now, self.total_tokens, train) / train.learning_rate
 
     def delta(self, work: Merged, index: int) -> torch.Tensor:

@@ -23,16 +23,6 @@ def peak(group: dict) -> float:
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
-def tokens_at(committed: int, own_tokens: int, live_workers: int, cap: int) -> int:
-    """Where the run probably is while a round is in progress.
-
-    `committed` tokens at the worker's base, plus its own tokens since then times the
-    workers that share the round; at most `cap` (one full round) ahead, so that a long
-    round cannot run away.
-    """
-    return committed + min(own_tokens * max(live_workers, 1), cap)
-
-
 def learning_rate(tokens: int, total_tokens: int, settings) -> float:
     """The learning rate at `tokens` of `total_tokens`; stays at its final value beyond
     the end."""

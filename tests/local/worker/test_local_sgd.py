@@ -300,6 +300,18 @@ def test_who_is_told_of_a_version_that_is_damaged_ends():
         worker.adopt.newest()
 
 
+@pytest.mark.parametrize(
+    ("workers", "samples", "now"), [(4, 10, 1080), (0, 10, 1020), (4, 10**6, 1000 + 4 * 2 * 40)]
+)
+def test_the_schedule_counts_on_all_workers_for_at_most_a_round(workers, samples, now):
+    """0: the master knows of none yet."""
+    settings = SimpleNamespace(inner_steps=5, cold_start=0)
+    hand = InHand(None, SimpleNamespace(local_sgd=settings, step_samples=8))
+    hand.commit = commit_of(3, tokens=1000, workers=workers, total_tokens=10_000)
+    hand.round = WorkerRound(3, 0.0, tokens=2 * samples, sample_count=samples)
+    assert hand.progress == now / 10_000
+
+
 class Keeping:
     """The inner state of a worker of slot 0 that has done three steps."""
 

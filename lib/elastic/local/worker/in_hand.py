@@ -18,7 +18,6 @@ from elastic.local.worker.worker_round import WorkerRound
 from elastic.run.estimate import AHEAD
 from elastic.run.ledger import Range, count, take
 from elastic.run.records import Commit
-from elastic.train.schedule import tokens_at
 
 MEAN_STEPS = 10  # the newest, of which `step_s` is the mean
 
@@ -115,8 +114,9 @@ class InHand:
         per_sample = tokens / samples if samples else 1.0
         if commit.epochs:
             per_sample = total / (commit.epochs * commit.dataset_samples)
+        # One full round: a long one cannot run away.
         most = self.inner_steps * self.config.step_samples * workers * per_sample
-        return tokens_at(commit.tokens, samples * per_sample, workers, most) / total
+        return (commit.tokens + min(samples * per_sample * workers, most)) / total
 
     # ---- samples, which rank 0 alone has
 
