@@ -151,7 +151,7 @@ def test_killed_at_any_moment_it_is_done_again_and_once(begun, monkeypatch):
         assert code in (0, KILLED)
         outcomes.append(begun.commits.newest_version() > before.version)
         newest = begun.commits.newest()
-        remove_drafts(begun, newest)
+        remove_drafts(begun, newest.version)
         commit, refused = to_local(begun, newest, epoch)
         assert (commit.version, refused) == (before.version + 1, [])
         assert_is(begun, commit.version, net)

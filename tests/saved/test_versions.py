@@ -134,7 +134,7 @@ def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
         assert run.commits.newest_version() in (version - 1, version)
         outcomes.append(run.commits.newest_version() == version)
         if newest:
-            remove_drafts(run, newest)
+            remove_drafts(run, newest.version)
             assert_whole(run, newest.version)
         if not outcomes[-1]:
             assert commit(run, version, writer=f"epoch{number + 1}")
@@ -148,7 +148,7 @@ def test_a_writer_killed_at_any_step_loses_nothing_that_was_committed(run):
     assert 2 < sum(outcomes) < number - 15
     for each in range(version):
         assert_whole(run, each)
-    remove_drafts(run, run.commits.newest())
+    remove_drafts(run, run.commits.newest_version())
     assert drafts(run) == []
 
 
@@ -199,7 +199,7 @@ def test_a_commit_that_fails_at_any_step_is_tried_again_and_loses_nothing(make_r
         if not fired:
             break
     assert number > 25
-    remove_drafts(rounds.run, rounds.run.commits.newest())
+    remove_drafts(rounds.run, rounds.run.commits.newest_version())
     assert drafts(rounds.run) == []
     rounds.averager.close()
 
@@ -233,7 +233,7 @@ def test_who_never_hears_of_its_link_throws_nothing_away(make_run, monkeypatch, 
     if goes_on:  # as after a full disk
         recipe, said = rounds.weigh(accepted)
         assert rounds.averager.commit(recipe, rounds.next(**said)) is None
-    remove_drafts(rounds.run, rounds.run.commits.newest())
+    remove_drafts(rounds.run, rounds.run.commits.newest_version())
     rounds.new_master()
     assert rounds.version == 1
     assert torch.equal(rounds.base(), read_whole(rounds))
@@ -286,7 +286,7 @@ def test_a_committed_version_that_did_not_get_its_name_gets_it_later(run, monkey
         assert commit(run, 1)
     assert commit(run, 2)
     assert drafts(run) == [".000001.epoch1"]
-    remove_drafts(run, run.commits.newest())
+    remove_drafts(run, run.commits.newest_version())
     assert drafts(run) == []
     assert run.version_path(1).exists()
     assert_whole(run, 1)
@@ -320,7 +320,7 @@ def test_who_is_late_with_the_same_version_changes_nothing(run):
 def test_a_new_master_does_not_take_the_draft_that_an_old_one_is_about_to_commit(run):
     commit(run, 0)
     draft, files = write(run, 1, "epoch1")
-    remove_drafts(run, run.commits.newest())
+    remove_drafts(run, run.commits.newest_version())
     assert draft.commit(LAYOUT, files, commit_of(1, tokens=100))
     assert_whole(run, 1)
 
@@ -330,7 +330,7 @@ def test_a_worker_still_writing_version_0_when_another_has_made_it_just_loses(ru
     params, momentum = tensors(0)
     files = slow.write_fragment(LAYOUT, 0, params[0], momentum[0])
     commit(run, 0, "slot0.1")
-    remove_drafts(run, run.commits.newest())
+    remove_drafts(run, run.commits.newest_version())
     assert slow.folder.exists()  # its writer lives, and would trip over its absence
     for version in range(1, 6):
         commit(run, version)
@@ -348,7 +348,7 @@ def test_drafts_of_dead_writers_go_when_their_version_is_history(run):
     (run.path / "versions/.nfs000123abc").write_text("an NFS client's own")
     for version in range(3):
         commit(run, version, "epoch2")
-    remove_drafts(run, run.commits.newest())
+    remove_drafts(run, run.commits.newest_version())
     assert drafts(run) == [".000003.epoch1", ".nfs000123abc"]
     for version in range(3, 5):
         commit(run, version, "epoch2")
@@ -431,7 +431,7 @@ def test_a_copy_beside_the_versions_is_left_alone(run):
         shutil.copy(run.commits.path(1), run.path / "commits" / f"{name}.json")
     for version in range(2, 6):
         commit(run, version)
-        remove_drafts(run, run.commits.newest())
+        remove_drafts(run, run.commits.newest_version())
         prune(run, version, keep=2, keep_every=0)
     assert {*os.listdir(run.path / "versions")} == {*copies, "000004", "000005"}
     assert {*os.listdir(run.path / "deltas")} == {*copies, "000004", "000005"}

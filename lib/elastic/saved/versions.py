@@ -55,16 +55,11 @@ class Draft(drafts.Draft):
         return commit if self.commit_by(lambda: self._run.commits.link(commit)) else None
 
 
-def remove_drafts(run: RunDir, newest: Commit) -> None:
-    """Settle the newest version and remove what lost the race for those before it.
+def remove_drafts(run: RunDir, version: int) -> None:
+    """Settle the versions before this one and remove what lost the race for them.
 
     Drafts of later versions stay: their writer may be alive, and just about to link one.
     """
-    drafts.settle(run.version_path(newest.version), newest.writer)
-    _remove_drafts_below(run, newest.version)
-
-
-def _remove_drafts_below(run: RunDir, version: int) -> None:
     for folder in (run.path / "versions").glob(".[0-9]*.*"):
         name = re.fullmatch(rf"\.{FOLDER}\..*", folder.name)
         # One without a commit: that is not seen here yet.
@@ -119,7 +114,7 @@ def prune(run: RunDir, newest: int, keep: int, keep_every: int) -> None:
     With them go drafts and deltas that nobody came back for. The commit records stay:
     they are the ledger.
     """
-    _remove_drafts_below(run, newest - keep + 1)
+    remove_drafts(run, newest - keep + 1)
     versions, deltas = run.path / "versions", run.path / "deltas"
     old = (deltas / f"{base:06d}" for base in numbers(deltas, FOLDER) if base <= newest - keep)
     for left in (*versions.glob(".pruned.*"), *old):

@@ -210,7 +210,7 @@ class Master:
         if commit is None:
             return
         self.fence(commit.master_epoch)
-        self.journal.written(remove_drafts, self.run, commit)
+        self.journal.written(remove_drafts, self.run, commit.version)
         if any((self.run.path / "checkpoints").glob("step-*.json")):
             self.fence()
             commit = self.journal.written(from_sync, self.run, commit, self.epoch)
