@@ -21,7 +21,7 @@ import torch
 
 from elastic.base import durable
 from elastic.base.durable import read_json
-from elastic.base.errors import Fenced, TryAgain
+from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import Notice
 from elastic.jobs import cadence
 from elastic.run.rundir import RunDir
@@ -522,6 +522,15 @@ def test_a_data_set_that_is_drawn_is_the_same_in_every_attempt(run, make_config)
         trainer = Trainer(Rank(run, config, Group(), 1, "7"), Notice())
         found.append([data[0].tolist() for _, data in trainer.samples.next().passes])
     assert found[0] == found[1]
+
+
+def test_an_optimizer_whose_rate_is_0_is_refused(run, make_config, monkeypatch):
+    """What a schedule multiplies by 0 trains nothing; local mode has refused it."""
+    at_rest = lambda _, model: torch.optim.SGD(model.parameters(), lr=0.0)  # noqa: E731
+    monkeypatch.setattr(Tiny, "optimizer", at_rest, raising=False)
+    config = make_config("run.mode=sync", "run.task=tiny_task:Tiny", "task.pace=''")
+    with pytest.raises(ElasticError, match="the learning rate of the optimizer is 0"):
+        Trainer(Rank(run, config, Group(), 1, "7"), Notice())
 
 
 def test_a_notice_is_heard_between_the_passes_of_a_step(tmp_path, undisturbed):

@@ -54,9 +54,9 @@ from elastic.train.device import (
 )
 from elastic.train.group import Group, clip_gradients
 from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, require_gpu
-from elastic.train.inner_optimizer import Probe
+from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.optimizers import optimizer_of
-from elastic.train.schedule import learning_rate, peak
+from elastic.train.schedule import learning_rate
 from elastic.train.task import count_tokens, load_task, score
 
 PROGRESS_S = 1.0
@@ -244,7 +244,7 @@ class Trainer:
         state, train = self.state, self.train
         total = self.samples.total_tokens(state.tokens)
         rate = learning_rate(state.tokens, total, train) * self._ramp()
-        self.learner.set_rate(rate / train.learning_rate)
+        self.learner.rates.set_rates(rate / train.learning_rate)
         seed_by(f"{self.rank.config.run.seed}/{state.step}/{self.rank.group.rank}")
 
     def _ramp(self) -> float:
@@ -368,13 +368,8 @@ class Learner:
         self.task, self._group, self._train = task, group, config.train
         self.model = build_model(task, config, group.device, group)
         self.optimizer = optimizer_of(task, self.model, self._train)
-        self._peaks = [peak(param_group) for param_group in self.optimizer.param_groups]
+        self.rates = InnerOptimizer(self.optimizer, sets_rates=True)
         self.autocast = precision(self._train.precision, group.device)
-
-    def set_rate(self, factor: float) -> None:
-        """The learning rate of the next step, in parts of what each group may reach."""
-        for param_group, most in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            param_group["lr"] = most * factor
 
     def backward(self, passes: Iterator, expected: int) -> tuple[torch.Tensor, int]:
         """Gradients of the mean over a batch, if it has the `expected` tokens (else
