@@ -3,14 +3,15 @@
 pytest tests/sync/test_judging.py
 """
 
-from dataclasses import replace
-
 import pytest
 
 from elastic.run.records import Outcome
-from elastic.sync.judging import Facts, judge
+from elastic.sync.judging import judge
 
-CRASH = Facts(1, "code 1", "", "", "", "", attempt=2, newest_attempt=2, is_own=False)
+CRASH = {
+    "code": 1, "left": "code 1", "error": "", "closing": "", "told": "", "notice": "",
+    "attempt": 2, "newest_attempt": 2, "is_own": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -45,5 +46,5 @@ CRASH = Facts(1, "code 1", "", "", "", "", attempt=2, newest_attempt=2, is_own=F
     ],
 )  # fmt: skip
 def test_the_end_of_the_ranks_is_judged_by_facts_alone(facts, outcome, reason):
-    end = judge(replace(CRASH, **facts))
+    end = judge(**CRASH | facts)
     assert (end.outcome, end.reason) == (Outcome(outcome), reason)

@@ -25,7 +25,7 @@ FOLDERS = {
     "local": 613,  # local mode: what both sides of the wire speak
     "local/worker": 1422,  # one slot: hold the lease, train, deliver
     "local/master": 1144,  # one master: Redis, samples, rounds, commits
-    "sync": 984,  # sync mode: one job that resizes
+    "sync": 975,  # sync mode: one job that resizes
     "people": 2025,  # what a person asks and sees
     "lab": 1271,  # trying and proving; nothing imports it
     "commands": 481,  # click: options, checks, exit codes

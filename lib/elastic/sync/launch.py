@@ -44,7 +44,7 @@ from elastic.jobs.slurm_info import get_slurm_info, log_job_info, notice_here, w
 from elastic.run import wording
 from elastic.run.records import WANTED, Outcome
 from elastic.run.rundir import RunDir
-from elastic.sync.judging import Facts, judge
+from elastic.sync.judging import judge
 from elastic.sync.keepalive import Keepalive
 from elastic.sync.resume import Resume
 
@@ -106,12 +106,12 @@ class Launcher:
         self.program.claim(self.notice)
         ranks = self._start()
         code = self._wait(ranks)
-        end = judge(Facts(
+        end = judge(
             code=code, left=name_of(code), error=ranks.error_of(code), told=self._told,
             closing=self.program.closing("sync", self.notice), notice=self.notice.signal_name,
             attempt=self.program.attempt, newest_attempt=self.run.slots.latest(0),
             is_own=bool(self.config.run.command),
-        ))  # fmt: skip
+        )  # fmt: skip
         if end.outcome == Outcome.DONE and not self.run.done():
             self.run.mark_done({"reason": "run.command has ended", "time": time.time()})
             self.run.event("done", reason="run.command has ended")
