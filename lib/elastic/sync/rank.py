@@ -74,11 +74,12 @@ class Wishes:
                     return Wish.STOPPED
         return Wish.GO_ON
 
-    def of_all(self) -> Wish:
-        """The largest of all ranks: each of them has to call."""
+    def of_all(self, *numbers: float) -> tuple[Wish, list[float]]:
+        """The largest of all ranks, and the sums of their `numbers`: each of them has to
+        call."""
         mine = self.mine()
-        counts = self._rank.group.sum(*(mine is wish for wish in Wish))
-        return max(wish for wish in Wish if counts[wish])
+        sums = self._rank.group.sum(*(mine is wish for wish in Wish), *numbers)
+        return max(wish for wish in Wish if sums[wish]), sums[len(Wish) :]
 
     def left_s(self, needed_s: float) -> float:
         """Until the kill. Slurm knows what the notice is for; asked only where the time

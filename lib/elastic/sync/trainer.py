@@ -57,7 +57,7 @@ from elastic.train.health import HangDetector, NaNDetector, check_nccl_health, r
 from elastic.train.inner_optimizer import InnerOptimizer, Probe
 from elastic.train.optimizers import optimizer_of
 from elastic.train.schedule import learning_rate
-from elastic.train.task import count_tokens, load_task, score
+from elastic.train.task import Interrupted, count_tokens, load_task, score
 
 PROGRESS_S = 1.0
 AGREE_S = 0.2  # of passes between two agreements: each waits for the GPUs
@@ -74,10 +74,6 @@ class Agreed:
     wish: Wish
     save: bool
     check: bool
-
-
-class _Interrupted(BaseException):  # that no program takes for its own
-    """Out of a validation, or of a step: the wish of the ranks is its argument."""
 
 
 class Trainer:
@@ -208,7 +204,7 @@ class Trainer:
         self._prepare_step()
         try:
             losses, tokens = learner.backward(self._unless_told(batch.passes), expected)
-        except _Interrupted as interruption:  # what has begun of the batch comes again
+        except Interrupted as interruption:  # what has begun of the batch comes again
             learner.optimizer.zero_grad(set_to_none=True)
             return interruption.args[0]
         agreed = self._agree(losses, tokens)
@@ -234,8 +230,8 @@ class Trainer:
         notice."""
         for self._passes, each in enumerate(passes, 1):
             is_time = self._passes > 1 and (self._passes - 1) % self._agree_every == 0
-            if is_time and (wish := self.wishes.of_all()) != Wish.GO_ON:
-                raise _Interrupted(wish)
+            if is_time and (wish := self.wishes.of_all()[0]) != Wish.GO_ON:
+                raise Interrupted(wish)
             yield each
 
     def _prepare_step(self) -> None:
@@ -255,16 +251,14 @@ class Trainer:
         return (done + 1) / most if self.state.base_version and done < most else 1.0
 
     def _agree(self, losses: torch.Tensor, tokens: int) -> Agreed:
-        """One sum over all ranks: of each wish it has how many ranks have it."""
-        group, wish = self.rank.group, self.wishes.mine()
+        """One sum over all ranks."""
+        group = self.rank.group
         silent_s = time.monotonic() - self._checked_at
         check = group.leads and silent_s > self.rank.config.health.liveness_interval_s
         save = self.saving.is_due(self.state.step + 1)
-        wishes = (wish == each for each in Wish)
-        mine = [*losses.tolist(), tokens, self._pass_s * group.leads, save, check, *wishes]
-        loss, told, tokens, pass_s, save, check, *counts = group.sum(*mine)
+        mine = [*losses.tolist(), tokens, self._pass_s * group.leads, save, check]
+        wish, (loss, told, tokens, pass_s, save, check) = self.wishes.of_all(*mine)
         self._agree_every = math.ceil(AGREE_S / max(pass_s, 1e-3))
-        wish = max(each for each in Wish if counts[each])
         loss = loss / told if told else math.nan
         return Agreed(loss, tokens, wish, save > 0, check > 0)
 
@@ -341,10 +335,10 @@ class Trainer:
             return Wish.GO_ON
 
         def before_pass() -> None:
-            wish = self.wishes.of_all()
+            wish, _ = self.wishes.of_all()
             hangs.tick()
             if wish != Wish.GO_ON:
-                raise _Interrupted(wish)
+                raise Interrupted(wish)
 
         # After a notice nobody knows what parameters validate() has left in the model.
         self.saving.begin(state, True)
@@ -352,7 +346,7 @@ class Trainer:
         try:
             with self.learner.autocast():
                 measured = score(task, self.learner.model, before_pass)
-        except _Interrupted as interruption:
+        except Interrupted as interruption:
             return interruption.args[0]
         state.validated_step = state.step
         if self.rank.group.leads:

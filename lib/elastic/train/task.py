@@ -103,6 +103,11 @@ def _tensors(batch: Any) -> list[Tensor]:
     return [batch] if isinstance(batch, Tensor) and batch.dim() else []
 
 
+class Interrupted(BaseException):  # that no program takes for its own
+    """Out of a validation, or of a step, by a notice; in sync mode the wish of the ranks is
+    its argument."""
+
+
 def score(
     task: Task, model: nn.Module, before_pass: Callable[[], object] = lambda: None
 ) -> dict[str, float]:

@@ -11,7 +11,7 @@ from elastic.local.worker.in_hand import InHand
 from elastic.run.records import Commit
 from elastic.train.device import precision
 from elastic.train.group import Group
-from elastic.train.task import Task, score
+from elastic.train.task import Interrupted, Task, score
 
 
 def is_due(commit: Commit, slot: int, every_versions: int) -> bool:
@@ -19,10 +19,6 @@ def is_due(commit: Commit, slot: int, every_versions: int) -> bool:
     if not every_versions or not commit.deltas or commit.version % every_versions:
         return False
     return slot == min(delta.slot for delta in commit.deltas)
-
-
-class _Interrupted(BaseException):
-    """Out of a validation, by a notice."""
 
 
 class Validation:
@@ -40,7 +36,7 @@ class Validation:
         try:
             with precision(self._hand.config.train.precision, self._group.device)():
                 said = score(self._task, model, self._before_pass)
-        except _Interrupted:
+        except Interrupted:
             return
         if self._group.leads:
             run = self._hand.line.run
@@ -63,4 +59,4 @@ class Validation:
         hand = self._hand
         hand.line.say(state="validating")
         if self._group.decide(lambda: hand.tell_new_master() or bool(hand.line.notice)):
-            raise _Interrupted
+            raise Interrupted
