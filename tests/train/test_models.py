@@ -20,7 +20,6 @@ BYTES = Shape("gpt", vocabulary=256, context=128, dim=128, layers=2, heads=4)
 TINY = {
     "gpt": Shape("gpt", vocabulary=64, context=16, dim=32, layers=2, heads=4),
     "llama": Shape("llama", vocabulary=64, context=16, dim=32, layers=2, heads=4),
-    "grouped": Shape("llama", vocabulary=64, context=16, dim=32, layers=2, heads=4, kv_heads=2),
 }
 every_style = pytest.mark.parametrize("shape", TINY.values(), ids=TINY)
 
@@ -53,12 +52,6 @@ def random_tokens(shape: Shape) -> torch.Tensor:
 )
 def test_parameter_counts_without_allocating(shape, parameters):
     assert size_of(shape) == parameters
-
-
-def test_grouped_keys_make_the_model_smaller():
-    grouped = replace(PRESETS["7b"], kv_heads=8)
-    saved = 32 * 2 * 4096 * (4096 - 1024)  # layers, keys and values
-    assert size_of(PRESETS["7b"]) - size_of(grouped) == saved
 
 
 def test_parameters_are_the_whole_state():
@@ -160,7 +153,6 @@ def test_a_sequence_longer_than_the_context_is_refused_with_both_numbers():
     [
         ({"style": "rnn"}, "style 'rnn'"),
         ({"heads": 5}, "dim 768 is not a multiple of its 5 heads"),
-        ({"kv_heads": 5}, "12 heads cannot share 5 kv_heads"),
         ({"layers": 0}, "layers = 0"),
         ({"dim": 12, "heads": 4}, "even dim/heads, not 3"),
     ],

@@ -5,8 +5,8 @@ Tokens become vectors; each layer adds what attention finds in earlier tokens an
 small feed-forward network makes of each token by itself; a linear head scores the next
 token.
 
-    gpt     LayerNorm, learned positions, GELU                 the byte-level model of the demo
-    llama   RMSNorm, rotary positions, SwiGLU, grouped keys    the presets 125m, 1b3 and 7b
+    gpt     LayerNorm, learned positions, GELU   the byte-level model of the demo
+    llama   RMSNorm, rotary positions, SwiGLU    the presets 125m, 1b3 and 7b
 
 Neither has biases, buffers or tied weights: the parameters are the whole state of a
 model, which is what is published, averaged and pulled. `Transformer` builds only
@@ -44,8 +44,6 @@ class Shape:
     dim: int = 768  # of the vector that represents a token
     layers: int = 12
     heads: int = 12
-    kv_heads: int = 0  # heads that share keys and values; 0: as many as heads
-    hidden: int = 0  # width of the feed-forward network; 0: what is usual for the style
     checkpointing: bool = False  # recompute activations in the backward pass to save memory
 
     def __post_init__(self):
@@ -56,8 +54,6 @@ class Shape:
                 raise UsageError(f"model {name} = {getattr(self, name)}: at least 1 is needed")
         if self.dim % self.heads:
             raise UsageError(f"model dim {self.dim} is not a multiple of its {self.heads} heads")
-        if self.heads % self.groups:
-            raise UsageError(f"{self.heads} heads cannot share {self.groups} kv_heads evenly")
         if self.style == "llama" and self.head_dim % 2:
             raise UsageError(f"rotary positions need an even dim/heads, not {self.head_dim}")
 
@@ -66,15 +62,10 @@ class Shape:
         return self.dim // self.heads
 
     @property
-    def groups(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
     def width(self) -> int:
         """Of the feed-forward network; SwiGLU has three matrices, so 2/3 of 4 dim,
         rounded up."""
-        usual = 4 * self.dim if self.style == "gpt" else -(-8 * self.dim // 3 // 256) * 256
-        return self.hidden or usual
+        return 4 * self.dim if self.style == "gpt" else -(-8 * self.dim // 3 // 256) * 256
 
 
 PRESETS = {
@@ -107,25 +98,22 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `kv_heads` fewer than `heads` share their keys and
-    values."""
+    """Causal self-attention."""
 
     def __init__(self, shape: Shape):
         super().__init__()
-        self.split = [shape.heads, shape.groups, shape.groups]
         self.head_dim = shape.head_dim
         self.rotary = shape.style == "llama"
-        self.qkv = nn.Linear(shape.dim, sum(self.split) * shape.head_dim, bias=False)
+        self.qkv = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
         self.output = nn.Linear(shape.dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # batch head time d
-        q, k, v = heads.split(self.split, dim=1)
+        q, k, v = heads.chunk(3, dim=1)
         if self.rotary:
             table = rotary_table(x.shape[1], self.head_dim, x.device)
             q, k = rotate(q, table), rotate(k, table)
-        shared = self.split[0] != self.split[1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(y.transpose(1, 2).flatten(2))
 
 
