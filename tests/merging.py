@@ -14,7 +14,7 @@ from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.transport import Transport, fragment_name
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
-from elastic.saved.codec import CODECS, Codec, Fragment
+from elastic.saved.codec import CODECS, Codec
 from elastic.saved.layout import Layout
 from elastic.saved.merge import Outer
 from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
@@ -32,10 +32,10 @@ def read_outer(run: RunDir, commit: Commit, mu: float) -> Outer:
     return Outer(layout, *map(list, zip(*parts, strict=True)), mu)
 
 
-def decoded(chosen: Codec, data: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+def decoded(chosen: Codec, data: torch.Tensor, numel: int) -> torch.Tensor:
     """All elements of a fragment at once."""
-    values = torch.empty(sum(tensor.numel for tensor in fragment))
-    for start, tile in chosen.tiles(data, fragment):
+    values = torch.empty(numel)
+    for start, tile in chosen.tiles(data, numel):
         values[start : start + tile.numel()] = tile
     return values
 
@@ -91,10 +91,8 @@ class Rounds:
         transport, encode = Transport(self.run), CODECS[self.config.local_sgd.compression].encode
         attempt = changes.get("attempt", 1)
         fragments = [
-            transport.put(fragment_name((slot, attempt, base), index), encode(delta, fragment))
-            for index, (delta, fragment) in enumerate(
-                zip(self.parts(self.base(base) - local), self.layout.fragments, strict=True)
-            )
+            transport.put(fragment_name((slot, attempt, base), index), encode(delta))
+            for index, delta in enumerate(self.parts(self.base(base) - local))
         ]
         defaults = {
             "run": self.run.key, "slot": slot, "attempt": attempt, "job_id": "1", "base": base,

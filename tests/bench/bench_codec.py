@@ -17,7 +17,6 @@ Then, for all cores: none 0.95 x, int8 0.6 x, as the additions there are bound b
 """
 
 import argparse
-import math
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,6 @@ from figures import ROOT, medians_s, record
 
 sys.path.insert(0, str(ROOT / "lib"))
 from elastic.saved.codec import CODECS  # noqa: E402
-from elastic.saved.layout import Layout  # noqa: E402
 
 WIDTH = 1024
 
@@ -37,23 +35,22 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=16, help="of elements in a fragment")
     torch.set_num_threads(1)
     rows = parser.parse_args().millions * 1_000_000 // WIDTH
-    (fragment,) = Layout.of([("weight", (rows, WIDTH))], math.inf).fragments
     delta = torch.randn(rows * WIDTH) * 1e-3
     for name in CODECS:
-        measure_encoding(name, fragment, delta)
+        measure_encoding(name, delta)
     for threads in sorted({1, len(os.sched_getaffinity(0))}):
-        measure_averaging(fragment, delta, threads)
+        measure_averaging(delta, threads)
 
 
-def measure_encoding(name: str, fragment, delta: torch.Tensor) -> None:
+def measure_encoding(name: str, delta: torch.Tensor) -> None:
     chosen, numel = CODECS[name], delta.numel()
-    size = chosen.size_bytes(fragment)
+    size = chosen.size_bytes(numel)
     record("codec", f"{name}: bytes of a delta", size / 1e6, "MB", "float32", 4 * numel / 1e6)
-    (encode_s,) = medians_s(lambda: chosen.encode(delta, fragment))
+    (encode_s,) = medians_s(lambda: chosen.encode(delta))
     record("codec", f"{name}: encode", numel / encode_s / 1e9, "G/s")
 
 
-def measure_averaging(fragment, delta: torch.Tensor, threads: int) -> None:
+def measure_averaging(delta: torch.Tensor, threads: int) -> None:
     means = [torch.zeros_like(delta) for _ in range(threads)]
     deltas = [delta.clone() for _ in range(threads)]
     total, words = threads * delta.numel() / 1e9, f"threads: {threads}"
@@ -65,11 +62,11 @@ def measure_averaging(fragment, delta: torch.Tensor, threads: int) -> None:
         record("codec", f"{words}, add", total / medians_s(additions)[0], "G/s")
         for name in CODECS:
             chosen = CODECS[name]
-            data = torch.frombuffer(bytearray(chosen.encode(delta, fragment)), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(chosen.encode(delta)), dtype=torch.uint8)
             copies = [data.clone() for _ in range(threads)]
 
             def average(mean, data, chosen=chosen):
-                add(mean, chosen.tiles(data, fragment))
+                add(mean, chosen.tiles(data, delta.numel()))
 
             def averaging(work=average, copies=copies):
                 list(pool.map(work, means, copies))

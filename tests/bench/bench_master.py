@@ -116,7 +116,7 @@ class Crowd:
         self.run, self.workers, self.sequence = run, workers, 0
         self.store = self._connect()
         self.transport = Transport(run)
-        self.data = CODECS["none"].encode(torch.full((64,), 1e-3), ())
+        self.data = CODECS["none"].encode(torch.full((64,), 1e-3))
         self.version = 0
         self.beaten = 0.0
 

@@ -166,7 +166,7 @@ def run(trial: Trial) -> dict:
     alone = ARMS[trial.arm].synchronous
     crews = iter(lambda: [0], None) if alone else trial.point.crews(trial.seed)
     sent, encoded = 0, sum(map(CODECS[config.local_sgd.compression].size_bytes,
-                               simulator.outer.layout.fragments))  # fmt: skip
+                               simulator.outer.layout.numels))  # fmt: skip
     while deltas := works(simulator, next(crews)):
         sent += len(deltas) * encoded
         for _ in simulator.replay([commit_of(deltas=tuple(deltas))]):

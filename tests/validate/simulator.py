@@ -260,10 +260,10 @@ class Simulator:
     def _arrived(self, sent: list[torch.Tensor]) -> list:
         """The fragments of a delta, as the master decodes them."""
         fragments = []
-        for delta, part in zip(sent, self.outer.layout.fragments, strict=True):
-            chosen = codec_of(part, self._codec)
-            data = torch.frombuffer(chosen.encode(delta, part), dtype=torch.uint8)
-            fragments.append(decoded(chosen, data, part))
+        for index, delta in enumerate(sent):
+            chosen = codec_of(self.outer.layout.has_buffers(index), self._codec)
+            data = torch.frombuffer(chosen.encode(delta), dtype=torch.uint8)
+            fragments.append(decoded(chosen, data, delta.numel()))
         return fragments
 
     def _go_ahead(

@@ -1,6 +1,6 @@
 """Codecs: a delta's fragment as bytes, and back.
 
-A codec knows the exact number of bytes of a fragment from its layout, so that the master
+A codec knows the exact number of bytes from the number of elements, so that the master
 can refuse a header before it allocates anything. Bytes are little-endian, elements in
 layout order.
 
@@ -17,9 +17,6 @@ from collections.abc import Iterator
 
 import torch
 
-from elastic.saved.layout import Tensor
-
-Fragment = tuple[Tensor, ...]
 Tile = tuple[int, torch.Tensor]  # where it starts in its fragment, and its elements
 
 # Elements: many fit a shared cache, and few are enough for threads not to wait for each
@@ -34,15 +31,15 @@ class Floats:
 
     name = "none"
 
-    def size_bytes(self, fragment: Fragment) -> int:
-        """Exactly as many bytes as `encode` makes of it."""
-        return 4 * _numel(fragment)
+    def size_bytes(self, numel: int) -> int:
+        """Exactly as many bytes as `encode` makes of so many elements."""
+        return 4 * numel
 
-    def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
+    def encode(self, delta: torch.Tensor) -> memoryview:
         """Bytes of a 1-D float32 tensor; may share its memory."""
         return as_bytes(delta)
 
-    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
+    def tiles(self, data: torch.Tensor, numel: int) -> Iterator[Tile]:
         """The elements in 1-D float32 pieces, of a 1-D uint8 tensor of the right size.
 
         A piece is good until the next one is asked for: they may share memory.
@@ -58,12 +55,11 @@ class Blocks:
         self.name, self.bits, self.block = name, bits, block
         self._most = 2 ** (bits - 1) - 1
 
-    def size_bytes(self, fragment: Fragment) -> int:
-        numel = _numel(fragment)
+    def size_bytes(self, numel: int) -> int:
         return 2 * -(-numel // self.block) + -(-numel * self.bits // 8)
 
-    def encode(self, delta: torch.Tensor, fragment: Fragment) -> memoryview:
-        data = delta.new_empty(self.size_bytes(fragment), dtype=torch.uint8)
+    def encode(self, delta: torch.Tensor) -> memoryview:
+        data = delta.new_empty(self.size_bytes(delta.numel()), dtype=torch.uint8)
         scales, packed = self._parts(data, delta.numel())
         for start, tile in _cut(delta):
             blocks = _rows(tile, self.block)
@@ -75,8 +71,7 @@ class Blocks:
             packed[start * self.bits // 8 :][: len(body)] = body
         return as_bytes(data)
 
-    def tiles(self, data: torch.Tensor, fragment: Fragment) -> Iterator[Tile]:
-        numel = _numel(fragment)
+    def tiles(self, data: torch.Tensor, numel: int) -> Iterator[Tile]:
         scales, packed = self._parts(data, numel)
         room = torch.empty(min(2 * packed.numel(), TILE), device=packed.device)
         for start, body in _cut(packed, TILE * self.bits // 8):
@@ -101,19 +96,15 @@ Codec = Floats | Blocks
 CODECS = {each.name: each for each in (Floats(), Blocks("int8", 8, 256), Blocks("int4", 4, 128))}
 
 
-def codec_of(fragment: Fragment, chosen: Codec) -> Codec:
-    """Buffers travel as they are:
+def codec_of(has_buffers: bool, chosen: Codec) -> Codec:
+    """Of a fragment. Buffers travel as they are:
     a block of them may hold a mean of 0.01 and a variance of 1e4."""
-    return CODECS["none"] if fragment and fragment[0].is_buffer else chosen
+    return CODECS["none"] if has_buffers else chosen
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor, on the CPU."""
     return memoryview(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy())
-
-
-def _numel(fragment: Fragment) -> int:
-    return sum(tensor.numel for tensor in fragment)
 
 
 def _cut(values: torch.Tensor, most: int = 0) -> Iterator[tuple[int, torch.Tensor]]:

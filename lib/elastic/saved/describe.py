@@ -44,7 +44,7 @@ def measured(config, task) -> Model:
     if not layout.fragments:
         raise ElasticError("the model has no parameters that are trained")
     chosen = CODECS[config.local_sgd.compression]
-    sizes = [chosen.size_bytes(fragment) for fragment in layout.fragments]
+    sizes = list(map(chosen.size_bytes, layout.numels))
     return Model(
         numel=sum(layout.numels), delta_bytes=sum(sizes), fragments=len(sizes),
         largest_numel=max(layout.numels), largest_bytes=max(sizes),

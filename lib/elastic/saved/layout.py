@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Layout:
             size += numel
         return cls(tuple(map(tuple, fragments)))
 
-    @property
+    @cached_property
     def numels(self) -> tuple[int, ...]:
         """Elements per fragment."""
         return tuple(sum(tensor.numel for tensor in fragment) for fragment in self.fragments)

@@ -53,7 +53,8 @@ class Averager:
         self.run, self.config = run, config
         self.layout = read_layout(run, base)
         self.indices = range(len(self.layout.fragments))
-        self._codec = CODECS[config.local_sgd.compression]
+        chosen = CODECS[config.local_sgd.compression]
+        self._codecs = [codec_of(self.layout.has_buffers(index), chosen) for index in self.indices]
         empty = [torch.empty(0)] * len(self.layout.fragments)
         self.outer = merge.Outer(self.layout, list(empty), list(empty), mu=0.0)
         self._own = threading.local()
@@ -75,9 +76,8 @@ class Averager:
     @property
     def fragment_bytes(self) -> dict[str, tuple[int, ...]]:
         """What a delta's fragments must have, by codec; there is one."""
-        places = self.layout.fragments
-        sizes = tuple(codec_of(place, self._codec).size_bytes(place) for place in places)
-        return {self._codec.name: sizes}
+        sizes = (c.size_bytes(n) for c, n in zip(self._codecs, self.layout.numels, strict=True))
+        return {self.config.local_sgd.compression: tuple(sizes)}
 
     # ---- as deltas arrive
 
@@ -104,10 +104,10 @@ class Averager:
 
     def read(self, header: Header, index: int) -> Iterator[Tile]:
         """A fragment of a delta, from this thread's buffer: valid until its next read."""
-        place, fragment = self.layout.fragments[index], header.fragments[index]
+        fragment = header.fragments[index]
         data = self._buffer("data", fragment.bytes, torch.uint8)
         self.transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
-        return codec_of(place, self._codec).tiles(data, place)
+        return self._codecs[index].tiles(data, self.layout.numels[index])
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """This thread's own: fresh memory costs as much as the arithmetic."""

@@ -49,11 +49,10 @@ class Exchange:
                 delta = delta_of(index)
                 if not self._is_mine(index):
                     continue
-                is_judged = not self.replica.layout.has_buffers(index)
-                square += is_judged * norm(delta) ** 2  # 0 · inf is no number
+                has_buffers = self.replica.layout.has_buffers(index)
+                square += (not has_buffers) * norm(delta) ** 2  # 0 · inf is no number
                 if math.isfinite(square):
-                    fragment = self.replica.layout.fragments[index]
-                    data = codec_of(fragment, self.codec).encode(delta, fragment)
+                    data = codec_of(has_buffers, self.codec).encode(delta)
                     self.moved()
                     wait(put_yet.values())  # one that failed is told once all ranks are here
                     put_yet[index] = sender.submit(put, index, data)
