@@ -346,9 +346,7 @@ def test_a_damaged_file_is_skipped_with_a_reason_and_never_read(
     path = run.path / "checkpoints/step-00000002" / name
     damage(path)
     opened, real = [], storage.Reader
-    monkeypatch.setattr(
-        storage, "Reader", lambda path, files: (opened.append(path), real(path, files))[1]
-    )
+    monkeypatch.setattr(storage, "Reader", lambda path: (opened.append(path), real(path))[1])
     saved, (reason,) = load(run)
     assert saved.step == 1
     assert reason.startswith(f"step 2: {words}{path}")

@@ -350,7 +350,7 @@ def _check_sharding(name: str, param: torch.Tensor, state: dict) -> None:
 
 
 def _reader(run: RunDir, saved: Saved) -> storage.Reader:
-    return storage.Reader(place(run.path / saved.path, saved.writer), saved.files)
+    return storage.Reader(place(run.path / saved.path, saved.writer))
 
 
 def _prefixes(names) -> set[str]:
