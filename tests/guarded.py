@@ -159,8 +159,8 @@ class Run:
 
     def step(self, sent: list, moves: list[Moved], headers: list[Header], steps: int) -> None:
         shares = rounds.shares(headers, moves, self.version, 2.0, self.running)
-        weight = sum(share.weight for share in shares)
-        parts = [(share.weight / weight, share.clip) for share in shares]
+        total = sum(weight for weight, _ in shares)
+        parts = [(weight / total, clip) for weight, clip in shares]
         self.told.clips.append(sum(part * clip for part, clip in parts))
         self.told.faulty_clips += [
             clip for (_, clip), each in zip(parts, sent, strict=True) if each[4]
@@ -168,10 +168,10 @@ class Run:
         self.before = self.outer.params[0].clone()
         mean = sum(part * clip * each[1] for (part, clip), each in zip(parts, sent, strict=True))
         self.outer.mu = rounds.momentum(steps, self.settings)
-        lr = rounds.outer_lr(self.settings.outer_lr, weight, self.running, True)
+        lr = rounds.outer_lr(self.settings.outer_lr, total, self.running, True)
         self.outer.step(0, mean, lr)
         loss = guards.round_loss(headers, self.version)
-        self.running = self.running.after(moves, weight, loss)
+        self.running = self.running.after(moves, total, loss)
 
     def header(self, each) -> Header:
         worker, _, moved, loss, _ = each

@@ -56,11 +56,11 @@ def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, for
         headers = [header(slot, base=base, tokens=n) for slot, n in enumerate(counts)]
         moves = [Moved(merge.norm(delta), 20, 1.0) for delta in sent]
         shares = rounds.shares(headers, moves, version, 0.0, Running())
-        total = sum(share.weight for share in shares)
+        total = sum(weight for weight, _ in shares)
         anchor = history[base] if base < version else None
         terms = [
-            merge.Term([(0, delta)], share.weight / total, anchor)
-            for delta, share in zip(sent, shares, strict=True)
+            merge.Term([(0, delta)], weight / total, anchor)
+            for delta, (weight, _) in zip(sent, shares, strict=True)
         ]
         if forget:
             outer = merge.Outer(LAYOUT, [theta], [torch.zeros(SIZE)], problem.mu)

@@ -17,7 +17,7 @@ from elastic.local import rounds
 from elastic.local.guards import MEMORY_ROUNDS, Moved, Running
 from elastic.local.master.open_round import OpenRound
 from elastic.local.master.recipe import Checked
-from elastic.local.rounds import Facts, Judgement, Move, Rule, Share, Verdict, View
+from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict, View
 from elastic.run import membership
 from elastic.run.ledger import Ledger
 from elastic.run.records import MAX_FRAGMENTS, Fragment, Header
@@ -524,12 +524,12 @@ def shares(headers, norms, clip=2.0, running=NEVER):
 
 def test_weights_are_tokens_and_a_late_delta_weighs_less():
     headers = [header(0, tokens=100), header(1, tokens=300, base=6), header(2, tokens=30, base=5)]
-    assert shares(headers, [1, 1, 1]) == [Share(100, 1.0), Share(240, 1.0), Share(20, 1.0)]
+    assert shares(headers, [1, 1, 1]) == [(100, 1.0), (240, 1.0), (20, 1.0)]
 
 
 def test_a_delta_that_is_too_long_is_clipped():
     headers = [header(slot) for slot in range(5)]
-    clips = [share.clip for share in shares(headers, [1.0, 2.0, 3.0, 4.0, 60.0])]
+    clips = [clip for _, clip in shares(headers, [1.0, 2.0, 3.0, 4.0, 60.0])]
     assert clips == [1.0, 1.0, 1.0, 1.0, pytest.approx(0.1)]  # 2 x 3 / 60
 
 

@@ -381,19 +381,19 @@ class Simulator:
         deltas = sorted((d for d in deltas if not self.refuse(d)), key=lambda delta: delta.key)
         moves = [Moved(delta.norm, delta.steps, delta.lr_sum) for delta in deltas]
         shares = rounds.shares(deltas, moves, self.version, settings.clip_norm, self.running)
-        weight = sum(share.weight for share in shares)
+        total = sum(weight for weight, _ in shares)
         means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
-        lr = rounds.outer_lr(settings.outer_lr, weight, self.running, settings.thin_rounds)
+        lr = rounds.outer_lr(settings.outer_lr, total, self.running, settings.thin_rounds)
         self.outer.mu = rounds.momentum(self.versions[self.version].steps, settings)
         self.step(means, lr)
-        self.running = self.running.after(moves, weight, 0.0)
-        self.clipped += sum(share.clip < 1 for share in shares)
+        self.running = self.running.after(moves, total, 0.0)
+        self.clipped += sum(clip < 1 for _, clip in shares)
         tokens = self.versions[self.version].tokens + sum(delta.tokens for delta in deltas)
         self.version += 1
         self.versions[self.version] = self._publish(tokens, len({delta.slot for delta in deltas}))
         self._forget()
 
-    def _mean(self, index: int, deltas: list[Delta], shares: list[rounds.Share]) -> torch.Tensor:
+    def _mean(self, index: int, deltas: list[Delta], shares: list) -> torch.Tensor:
         terms = [
             merge.Term([(0, delta.fragments[index])], factor, self.anchor(delta, index))
             for delta, factor in zip(deltas, self.share(shares), strict=True)
@@ -409,10 +409,10 @@ class Simulator:
         """Is the delta not finite?"""
         return not delta.norm < math.inf
 
-    def share(self, shares: list[rounds.Share]) -> list[float]:
+    def share(self, shares: list[tuple[float, float]]) -> list[float]:
         """What each delta is multiplied with."""
-        weight = sum(share.weight for share in shares)
-        return [share.weight * share.clip / weight for share in shares]
+        total = sum(weight for weight, _ in shares)
+        return [weight * clip / total for weight, clip in shares]
 
     def step(self, means: list[torch.Tensor], lr: float) -> None:
         """The outer step."""

@@ -255,21 +255,14 @@ def _some(slots: list[int]) -> str:
 # ---- how much does each delta weigh? ---------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one delta contributes: weight * clip * delta / total weight."""
-
-    weight: float
-    clip: float
-
-
 def shares(
     headers: list[Header], moves: list[Moved], version: int, clip_norm: float,
     running: Running,
-) -> list[Share]:  # fmt: skip
-    """Weight by tokens, discount staleness, clip what is too long for its steps."""
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Weight by tokens, discount staleness, clip what is too long for its steps: (weight,
+    clip), of which a delta contributes weight * clip * delta / total weight."""
     weights = [h.tokens / (1 + STALE_DISCOUNT * (version - h.base)) for h in headers]
-    return list(map(Share, weights, clips(moves, clip_norm, running.reach)))
+    return list(zip(weights, clips(moves, clip_norm, running.reach), strict=True))
 
 
 def outer_lr(lr: float, weight: float, running: Running, thin_rounds: bool) -> float:

@@ -52,16 +52,16 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe,
     headers, moves = [each.header for each in deltas], [each.moved for each in deltas]
     base, running = commit.version, Running.of(commit)
     shares = rounds.shares(headers, moves, base, settings.clip_norm, running)
-    weight = sum(share.weight for share in shares)
-    factors = [share.weight * share.clip / weight for share in shares]
-    lr = rounds.outer_lr(settings.outer_lr, weight, running, settings.thin_rounds)
+    total = sum(weight for weight, _ in shares)
+    factors = [weight * clip / total for weight, clip in shares]
+    lr = rounds.outer_lr(settings.outer_lr, total, running, settings.thin_rounds)
     steps = rounds.inner_steps(commit, settings)
     momentum = rounds.momentum(steps, settings)
     loss = guards.round_loss(headers, base)
     said = {
         "outer_lr": lr, "outer_momentum": momentum, "inner_steps": steps,
-        "clipped": sum(share.clip < 1 for share in shares),
-        "running": asdict(running.after(moves, weight, loss)),
+        "clipped": sum(clip < 1 for _, clip in shares),
+        "running": asdict(running.after(moves, total, loss)),
         "bytes": sum(part.bytes for header in headers for part in header.fragments),
     }  # fmt: skip
     return Recipe(base, tuple(headers), tuple(factors), lr, momentum), said
