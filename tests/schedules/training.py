@@ -395,8 +395,7 @@ class Worker:
         said = {name: self.line._said.get(name, SILENT[name]) for name in SILENT}
         training = agent.Training([SimpleNamespace(pid=1)], -1, said, heard=world.now)
         if not self.actor.alive:
-            if self.agent.lease.is_held:
-                self.agent.lease.give_up()
+            self.agent.lease.give_up()
             return
         self.next_beat = world.now + world.config.health.heartbeat_s
         try:

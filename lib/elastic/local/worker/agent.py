@@ -188,11 +188,11 @@ class Lease:
         return False
 
     def give_up(self) -> None:
-        """The last word. Where nobody hears it, the exit record is looked at."""
-        with contextlib.suppress(ElasticError):
-            if self._store is None:
-                self._store = WorkerStore.open(self._program.run)
-            self._store.release(self._program.slot, self._program.attempt)
+        """The last word. Where no server is at hand to hear it, the lease lapses, and the
+        exit record says why."""
+        if self._store:
+            with contextlib.suppress(ElasticError):
+                self._store.release(self._program.slot, self._program.attempt)
         self.drop()
 
     def drop(self) -> None:
@@ -284,8 +284,7 @@ class Agent:
             end = replace(end, reason=f"{end.reason}; {self._too_short}")
         code = self.program.end(end, steps)
         print(f"agent  slot {self.program.slot} {end.outcome}: {end.reason}", flush=True)
-        if training or self.lease.is_held:
-            self.lease.give_up()
+        self.lease.give_up()
         return code
 
     # ---- the training process
