@@ -37,8 +37,6 @@ class Deliver:
         round ended. Collective among the worker's ranks."""
         line, hand, began = self._line, self._hand, self._line.clock()
         hand.is_dry = False
-        if self.exchange.group.decide(lambda: self._is_too_late(done)):
-            return
         delta_of = deltas.__getitem__ if deltas else self.exchange.replica.delta
         fragments = self._send(done, delta_of) if done.steps else []
         if fragments is None:
@@ -51,16 +49,6 @@ class Deliver:
             self._delivered += 1
             needs_s = hand.step_s + took_s + self._moments.save_s
             line.say(delivered=self._delivered, needs_s=round(needs_s, 1))
-
-    def _is_too_late(self, done: WorkerRound) -> bool:
-        """Rank 0: would the delta be refused as stale? Then its bytes stay here."""
-        line, behind = self._line, self._line.news.version - done.base
-        if not done.steps or behind <= self._hand.config.local_sgd.max_staleness:
-            return False
-        reason = f"stale: based on version {done.base}, {behind} behind"
-        line.event("reject", attempt=line.place.attempt, base=done.base, reason=reason,
-                   rule=rounds.Rule.STALE)  # fmt: skip
-        return True
 
     def _send(self, done: WorkerRound, delta_of) -> list[Fragment] | None:
         """Encode and store the fragments; None, and back to the base, if they are not
