@@ -11,7 +11,7 @@ import torch
 from elastic.local.master import recipe
 from elastic.local.master.averaging import Averager
 from elastic.local.master.recipe import Checked, Recipe
-from elastic.local.transport import Transport, fragment_name
+from elastic.local.transport import Transport
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import CODECS, Codec
@@ -91,7 +91,7 @@ class Rounds:
         transport, encode = Transport(self.run), CODECS[self.config.local_sgd.compression].encode
         attempt = changes.get("attempt", 1)
         fragments = [
-            transport.put(fragment_name((slot, attempt, base), index), encode(delta))
+            transport.put((slot, attempt, base), index, encode(delta))
             for index, delta in enumerate(self.parts(self.base(base) - local))
         ]
         defaults = {

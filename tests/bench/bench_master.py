@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / "lib"), str(ROOT / "tests")]
 from elastic.base import config as configuration  # noqa: E402
 from elastic.base.errors import TryAgain  # noqa: E402
 from elastic.local.store import Ask  # noqa: E402
-from elastic.local.transport import Transport, fragment_name  # noqa: E402
+from elastic.local.transport import Transport  # noqa: E402
 from elastic.run.records import Header  # noqa: E402
 from elastic.run.rundir import Control, RunDir  # noqa: E402
 from elastic.saved.codec import CODECS  # noqa: E402
@@ -165,7 +165,7 @@ class Crowd:
         return time.monotonic() - began
 
     def deliver(self, slot: int, samples: list) -> None:
-        part = self.transport.put(fragment_name((slot, 1, self.version), 0), self.data)
+        part = self.transport.put((slot, 1, self.version), 0, self.data)
         header = Header(
             run=self.run.key, slot=slot, attempt=1, job_id="0", base=self.version,
             layout=LAYOUT.hash, codec="none", steps=1, tokens=4, samples=tuple(samples), loss=1.0,

@@ -11,16 +11,21 @@ import pytest
 from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.records import Fragment
 
-NAME = fragment_name((7, 2, 123), 4)
+KEY, INDEX = (7, 2, 123), 4
+NAME = fragment_name(KEY, INDEX)
 
 
 def view(size, seed=1):
     return memoryview(bytes((seed * 131 + at * 7) % 256 for at in range(size)))
 
 
-def get(transport, name, fragment):
+def put(transport, data, key=KEY, index=INDEX):
+    return transport.put(key, index, data)
+
+
+def get(transport, fragment, key=KEY, index=INDEX):
     into = bytearray(fragment.bytes)
-    transport.get(name, fragment, memoryview(into))
+    transport.get(key, index, fragment, memoryview(into))
     return bytes(into)
 
 
@@ -32,77 +37,77 @@ class TestTransport:
 
     @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
     def test_what_was_put_is_got(self, transport, size):
-        fragment = transport.put(NAME, view(size))
+        fragment = put(transport, view(size))
         assert fragment.bytes == size
-        assert get(transport, NAME, fragment) == view(size)
-        assert get(transport, NAME, fragment) == view(size)  # and again
+        assert get(transport, fragment) == view(size)
+        assert get(transport, fragment) == view(size)  # and again
 
     def test_names_do_not_touch_each_other(self, transport):
-        names = [fragment_name(key, i) for key in [(0, 1, 5), (0, 2, 5), (1, 1, 6)] for i in (0, 1)]
-        put = {name: transport.put(name, view(150, seed)) for seed, name in enumerate(names)}
-        transport.drop(names[:1])
-        for seed, name in enumerate(names[1:], 1):
-            assert get(transport, name, put[name]) == view(150, seed)
+        places = [(key, i) for key in [(0, 1, 5), (0, 2, 5), (1, 1, 6)] for i in (0, 1)]
+        found = [transport.put(*place, view(150, seed)) for seed, place in enumerate(places)]
+        transport.drop([fragment_name(*places[0])])
+        for seed, place in list(enumerate(places))[1:]:
+            assert get(transport, found[seed], *place) == view(150, seed)
 
     def test_a_second_put_replaces_the_first(self, transport):
-        first = transport.put(NAME, view(250, 1))
-        second = transport.put(NAME, view(120, 2))
-        assert get(transport, NAME, second) == view(120, 2)
+        first = put(transport, view(250, 1))
+        second = put(transport, view(120, 2))
+        assert get(transport, second) == view(120, 2)
         with pytest.raises(Damaged):
-            get(transport, NAME, first)
+            get(transport, first)
 
     def test_what_is_missing_is_damaged(self, transport):
         with pytest.raises(Damaged, match=NAME):
-            get(transport, NAME, Fragment(10, "00"))
+            get(transport, Fragment(10, "00"))
 
     def test_what_was_dropped_is_missing_and_dropping_it_again_does_not_matter(self, transport):
-        fragment = transport.put(NAME, view(250))
+        fragment = put(transport, view(250))
         transport.drop([NAME, fragment_name((9, 9, 9), 0)])
         transport.drop([NAME])
         transport.drop([])
         with pytest.raises(Damaged):
-            get(transport, NAME, fragment)
-        assert get(transport, NAME, transport.put(NAME, view(250))) == view(250)
+            get(transport, fragment)
+        assert get(transport, put(transport, view(250))) == view(250)
 
     def test_what_was_truncated_is_damaged(self, transport):
-        fragment = transport.put(NAME, view(250))
+        fragment = put(transport, view(250))
         os.truncate(self.path, 249)
         with pytest.raises(Damaged, match="truncated: .* of "):
-            get(transport, NAME, fragment)
+            get(transport, fragment)
 
     @pytest.mark.parametrize("at", [0, 130, 249])
     def test_what_was_altered_is_damaged(self, transport, at):
-        fragment = transport.put(NAME, view(250))
+        fragment = put(transport, view(250))
         with self.path.open("r+b") as file:
             file.seek(at)
             byte = file.read(1)
             file.seek(at)
             file.write(bytes([byte[0] ^ 1]))
         with pytest.raises(Damaged, match="altered: .* its header says " + fragment.xxh3):
-            get(transport, NAME, fragment)
+            get(transport, fragment)
 
     def test_a_header_that_lies_about_the_checksum_is_found_out(self, transport):
-        fragment = transport.put(NAME, view(250))
+        fragment = put(transport, view(250))
         with pytest.raises(Damaged, match="altered"):
-            get(transport, NAME, Fragment(250, fragment.xxh3[::-1]))
+            get(transport, Fragment(250, fragment.xxh3[::-1]))
 
     def test_many_at_once(self, transport):
         def work(slot):
             for base in range(10):
-                name = fragment_name((slot, 1, base), 0)
-                fragment = transport.put(name, view(300, slot))
-                assert get(transport, name, fragment) == view(300, slot)
-                transport.drop([name])
+                place = ((slot, 1, base), 0)
+                fragment = transport.put(*place, view(300, slot))
+                assert get(transport, fragment, *place) == view(300, slot)
+                transport.drop([fragment_name(*place)])
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
 
     def test_what_is_longer_than_announced_is_damaged(self, transport):
-        fragment = transport.put(NAME, view(250))
+        fragment = put(transport, view(250))
         with self.path.open("ab") as file:
             file.write(b"x")
         with pytest.raises(Damaged, match="truncated: .* has 251 of 250 bytes"):
-            get(transport, NAME, fragment)
+            get(transport, fragment)
 
     def test_a_put_that_fails_leaves_nothing(self, transport, monkeypatch):
         def refuse(*_):
@@ -110,13 +115,13 @@ class TestTransport:
 
         monkeypatch.setattr(os, "replace", refuse)
         with pytest.raises(OSError, match="No space left"):
-            transport.put(NAME, view(250))
+            put(transport, view(250))
         assert list(self.path.parent.iterdir()) == []
 
     def test_a_run_directory_that_is_gone_is_an_error(self, transport, run):
         (run.path / "deltas").rmdir()
         with pytest.raises(FileNotFoundError):
-            transport.put(NAME, view(10))
+            put(transport, view(10))
 
 
 def test_a_folder_that_is_pruned_while_one_writes_to_it_is_no_crash(run, monkeypatch):
@@ -126,9 +131,9 @@ def test_a_folder_that_is_pruned_while_one_writes_to_it_is_no_crash(run, monkeyp
         raise FileNotFoundError(str(path))
 
     monkeypatch.setattr("elastic.local.transport.replace_quickly", pruned)
-    fragment = Transport(run).put(NAME, view(10))
+    fragment = put(Transport(run), view(10))
     with pytest.raises(Damaged):
-        get(Transport(run), NAME, fragment)
+        get(Transport(run), fragment)
 
 
 def test_a_name_follows_from_the_delta_and_stays_below_the_folder_of_deltas():

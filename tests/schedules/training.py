@@ -23,11 +23,12 @@ import torch
 from elastic.base import signals
 from elastic.base.errors import ElasticError, Fenced
 from elastic.local.master import averaging, journal, master, server
-from elastic.local.master.averaging import Averager, DeltaLost
+from elastic.local.master.averaging import Averager
 from elastic.local.master.master import Master
 from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.rounds import Rule, refusal
 from elastic.local.store import Store
+from elastic.local.transport import Damaged
 from elastic.local.worker import adopt, agent, deliver, in_hand, line, local_sgd, opening
 from elastic.local.worker.agent import SILENT, Agent
 from elastic.local.worker.line import Line, Place
@@ -271,7 +272,7 @@ class MemoryAverager(Averager):
     def advance(self, recipe: Recipe, draft) -> list[dict]:
         for header in recipe.headers:
             if self.check(header).refused:
-                raise DeltaLost(header.key, OTHER_BYTES)
+                raise Damaged(header.key, Rule.ALTERED, "other bytes")
         self.run.world.edge("write a version")
         if self.run.world.full:
             raise OSError(28, "No space left on device")

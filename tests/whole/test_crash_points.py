@@ -35,7 +35,7 @@ from elastic.local.master import averaging, journal, master, server as master_se
 from elastic.local.master.averaging import Averager
 from elastic.local.master.master import Master
 from elastic.local.store import Ask
-from elastic.local.transport import Transport, fragment_name
+from elastic.local.transport import Transport
 from elastic.local.worker import agent, exchange, line
 from elastic.local.worker.agent import Agent
 from elastic.local.worker.line import Place
@@ -134,7 +134,7 @@ class Worker:
     def deliver(self, samples: list) -> Header:
         layout, transport = read_layout(self.run, self.base), Transport(self.run)
         key = (self.slot, self.attempt, self.base)
-        parts = [transport.put(fragment_name(key, i), memoryview(bytes(4 * numel)))
+        parts = [transport.put(key, i, memoryview(bytes(4 * numel)))
                  for i, numel in enumerate(layout.numels)]  # fmt: skip
         tokens = sum(stop - start for _, start, stop in samples)
         return Header(

@@ -284,7 +284,7 @@ def test_a_delta_is_read_a_second_time_before_it_is_refused(tmp_path, monkeypatc
     (tmp_path / "deltas").mkdir()
     (tmp_path / "old").write_bytes(b"del")
     transport = Transport(run)
-    found = transport.put("000001/0000.1.000", data)
+    found = transport.put((0, 1, 1), 0, data)
     path, opens = tmp_path / "deltas/000001/0000.1.000", []
     real = Path.open
 
@@ -295,15 +295,15 @@ def test_a_delta_is_read_a_second_time_before_it_is_refused(tmp_path, monkeypatc
         return real(self, *args)
 
     monkeypatch.setattr(Path, "open", stale)
-    transport.get("000001/0000.1.000", found, memoryview(into))
+    transport.get((0, 1, 1), 0, found, memoryview(into))
     assert (bytes(into), len(opens)) == (b"delta", 2)
     with real(path, "wb") as file:
         file.write(b"dElta")
     with pytest.raises(Damaged, match="altered"):
-        transport.get("000001/0000.1.000", found, memoryview(into))
+        transport.get((0, 1, 1), 0, found, memoryview(into))
     assert len(opens) == 4
     with pytest.raises(Damaged, match="truncated"):
-        transport.get("000001/0000.1.000", Fragment(6, found.xxh3), memoryview(bytearray(6)))
+        transport.get((0, 1, 1), 0, Fragment(6, found.xxh3), memoryview(bytearray(6)))
 
 
 class _Flaky(io.FileIO):
@@ -340,11 +340,11 @@ def test_that_a_delta_cannot_be_read_now_says_nothing_of_it(tmp_path, monkeypatc
     monkeypatch.setattr(durable, "AGAIN_S", (0.0,))
     (tmp_path / "deltas").mkdir()
     transport, into, name = Transport(RunDir(tmp_path)), bytearray(5), "000001/0000.1.000"
-    found = transport.put(name, memoryview(b"delta"))
+    found = transport.put((0, 1, 1), 0, memoryview(b"delta"))
     reads_of("deltas", 3)
     with pytest.raises(TryAgain, match=f"fails for now: .*{name}"):
-        transport.get(name, found, memoryview(into))
-    transport.get(name, found, memoryview(into))  # once more it is read a beat later
+        transport.get((0, 1, 1), 0, found, memoryview(into))
+    transport.get((0, 1, 1), 0, found, memoryview(into))  # once more it is read a beat later
     assert bytes(into) == b"delta"
 
 
@@ -362,7 +362,7 @@ def test_a_delta_is_written_though_its_folder_gives_no_answer_for_a_while(tmp_pa
 
     monkeypatch.setattr(os, "listdir", listdir)
     run = RunDir(tmp_path)
-    put = functools.partial(Transport(run).put, "000001/0000.1.000", memoryview(b"delta"))
+    put = functools.partial(Transport(run).put, (0, 1, 1), 0, memoryview(b"delta"))
     assert NoLine(Place(run, 0, 1, "7"), Notice()).written(put).bytes == 5
     assert not fails
 

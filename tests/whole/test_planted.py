@@ -76,7 +76,7 @@ def everything(run: RunDir) -> None:
     run.jobs.write_progress({})
     run.mark_failed("x")
     test_versions.commit(run, 0)
-    Transport(run).put("000000/1.1.0", memoryview(b"abc"))
+    Transport(run).put((1, 1, 0), 0, memoryview(b"abc"))
     net, optimizer = make(seed=1)
     train(net, optimizer)
     Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})

@@ -16,15 +16,17 @@ import xxhash
 
 from elastic.base.durable import AGAIN_S, insist, make_folder, names, naming, replace_quickly
 from elastic.local.rounds import Rule, refusal
+from elastic.run.ledger import Offer as Key
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
 
 
 class Damaged(Exception):
-    """Bytes are missing, truncated or altered; `why` and str() say which."""
+    """Bytes of the delta `key` are missing, truncated or altered; `why` and str() say
+    which."""
 
-    def __init__(self, rule: Rule, what: str):
-        self.why = refusal(rule, what)
+    def __init__(self, key: Key, rule: Rule, what: str):
+        self.key, self.why = key, refusal(rule, what)
         super().__init__(self.why.reason)
 
 
@@ -32,9 +34,9 @@ class Transport:
     def __init__(self, run: RunDir):
         self._root = run.path / "deltas"
 
-    def put(self, name: str, data: memoryview) -> Fragment:
-        """Store bytes under a name, replacing what was there."""
-        path = self._root / name
+    def put(self, key: Key, index: int, data: memoryview) -> Fragment:
+        """Store the bytes of a delta's fragment, replacing what was there."""
+        path = self._root / fragment_name(key, index)
         # There was no room for it when the version was committed.
         if path.parent.name not in names(self._root):
             make_folder(path.parent)
@@ -44,26 +46,28 @@ class Transport:
             replace_quickly(path, data)
         return Fragment(len(data), xxhash.xxh3_128_hexdigest(data))
 
-    def get(self, name: str, fragment: Fragment, into: memoryview) -> None:
-        """Fill `into` (of fragment.bytes) and verify it. Raises Damaged; TryAgain where
-        the filesystem does not say."""
+    def get(self, key: Key, index: int, fragment: Fragment, into: memoryview) -> None:
+        """Fill `into` (of fragment.bytes) with a delta's fragment and verify it. Raises
+        Damaged; TryAgain where the filesystem does not say."""
         try:
-            self._get(name, fragment, into)
+            self._get(key, index, fragment, into)
         except Damaged:  # by a look at the file, maybe, that this machine had kept
             time.sleep(AGAIN_S[0])
-            self._get(name, fragment, into)
+            self._get(key, index, fragment, into)
 
-    def _get(self, name: str, fragment: Fragment, into: memoryview) -> None:
+    def _get(self, key: Key, index: int, fragment: Fragment, into: memoryview) -> None:
+        name = fragment_name(key, index)
         try:
             size = insist(_fill, into, self._root / name)
         except OSError as error:
-            raise Damaged(Rule.UNREADABLE, f"{name}: {error}") from None
+            raise Damaged(key, Rule.UNREADABLE, f"{name}: {error}") from None
         if size != fragment.bytes:
-            raise Damaged(Rule.TRUNCATED, f"{name} has {size} of {fragment.bytes} bytes")
+            what = f"{name} has {size} of {fragment.bytes} bytes"
+            raise Damaged(key, Rule.TRUNCATED, what)
         xxh3 = xxhash.xxh3_128_hexdigest(into)
         if xxh3 != fragment.xxh3:
             what = f"{name} has xxh3 {xxh3}, its header says {fragment.xxh3}"
-            raise Damaged(Rule.ALTERED, what)
+            raise Damaged(key, Rule.ALTERED, what)
 
     def drop(self, unwanted: Iterable[str]) -> None:
         """Forget bytes by name; those not there do not matter.
@@ -79,7 +83,7 @@ def _fill(into: memoryview, path: Path) -> int:
         return file.readinto(into) if size == len(into) else size
 
 
-def fragment_name(key: tuple[int, int, int], index: int) -> str:
+def fragment_name(key: Key, index: int) -> str:
     """The name of a delta's fragment; `key` is (slot, attempt, base)."""
     slot, attempt, base = key
     return f"{base:06d}/{slot:04d}.{attempt}.{index:03d}"

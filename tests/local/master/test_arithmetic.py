@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from elastic.base.errors import ElasticError
-from elastic.local.master.averaging import DeltaLost
 from elastic.local.rounds import Rule
-from elastic.local.transport import fragment_name
+from elastic.local.transport import Damaged, fragment_name
 from merging import Rounds
 
 SIZE = 30
@@ -60,7 +59,7 @@ def test_lost_bytes_and_full_disks_leave_the_next_try_the_same_bits(open_rounds)
     path = rounds.run.path / "deltas" / fragment_name(bad.header.key, 1)
     body = path.read_bytes()
     path.write_bytes(bytes(len(body)))
-    with pytest.raises(DeltaLost) as error:
+    with pytest.raises(Damaged) as error:
         rounds.close([good, bad])
     assert error.value.key == bad.header.key
     altered = replace(bad.header, fragments=bad.header.fragments[::-1])

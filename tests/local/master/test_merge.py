@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from elastic.local import rounds
-from elastic.local.master.averaging import DeltaLost
 from elastic.local.rounds import Facts, Rule, Verdict
-from elastic.local.transport import fragment_name
+from elastic.local.transport import Damaged, fragment_name
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from elastic.saved.versions import Draft
@@ -408,7 +407,7 @@ def test_bytes_that_went_bad_are_refused_and_later_stop_only_their_own_delta(
     good, bad = (runs.deliver(slot, torch.randn(SIZE), 10) for slot in range(2))
     damage(path_of(runs, bad.header))
     assert runs.averager.check(bad.header).refused.reason.startswith(f"{rule}: ")
-    with pytest.raises(DeltaLost) as lost:  # it was whole when it was checked first
+    with pytest.raises(Damaged) as lost:  # it was whole when it was checked first
         runs.close([good, bad])
     assert lost.value.key == bad.header.key
     assert not list((runs.run.path / "versions").glob("*1*"))

@@ -53,7 +53,7 @@ class Fake:
         """Put the bytes where the master looks for them; the header that announces them."""
         key = (SLOT, self.attempt, self.base)
         transport = Transport(self.run.run)
-        parts = [transport.put(fragment_name(key, i), memoryview(data))
+        parts = [transport.put(key, i, memoryview(data))
                  for i, data in enumerate(self.bytes)]  # fmt: skip
         whole = Header(
             run=self.run.run.key, slot=SLOT, attempt=self.attempt, job_id="fake", base=self.base,

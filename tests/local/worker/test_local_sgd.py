@@ -208,7 +208,7 @@ def test_what_a_worker_waits_for_is_no_part_of_what_a_delivery_takes(monkeypatch
     def passes(seconds: float) -> None:
         clock.now += seconds
 
-    def put(_self, _name: str, data: memoryview) -> Fragment:
+    def put(_self, _key: tuple, _index: int, data: memoryview) -> Fragment:
         if refusals:
             raise refusals.pop()
         return Fragment(len(data), "")

@@ -18,16 +18,16 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
 from elastic.base.config import Config
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import TryAgain
 from elastic.local import rounds
 from elastic.local.master.recipe import Checked, Recipe
-from elastic.local.rounds import Judgement, Rule
+from elastic.local.rounds import Rule
 from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.estimate import THREADS
 from elastic.run.ledger import Offer as Key
@@ -36,14 +36,6 @@ from elastic.run.rundir import RunDir
 from elastic.saved import inner_state, merge
 from elastic.saved.codec import CODECS, Tile, as_bytes, codec_of
 from elastic.saved.versions import Draft, prune, read_exactly, read_layout
-
-
-class DeltaLost(ElasticError):
-    """A delta's bytes were good when it was checked and are not any more."""
-
-    def __init__(self, key: Key, why: Judgement):
-        super().__init__(why.reason)
-        self.key, self.why = key, why
 
 
 class Averager:
@@ -106,7 +98,7 @@ class Averager:
         """A fragment of a delta, from this thread's buffer: valid until its next read."""
         fragment = header.fragments[index]
         data = self._buffer("data", fragment.bytes, torch.uint8)
-        self.transport.get(fragment_name(header.key, index), fragment, as_bytes(data))
+        self.transport.get(header.key, index, fragment, as_bytes(data))
         return self._codecs[index].tiles(data, self.layout.numels[index])
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -122,7 +114,7 @@ class Averager:
     def commit(self, recipe: Recipe, commit: Commit) -> Commit | None:
         """Take every fragment one version further, write and link it; None if it is
         committed already: by another master, or by a try whose answer was lost. Raises
-        DeltaLost if a delta's bytes went bad meanwhile.
+        Damaged if a delta's bytes went bad meanwhile.
 
         OSError (a full disk) leaves nothing behind and loses nothing: call it again.
         """
@@ -137,8 +129,8 @@ class Averager:
 
     def advance(self, recipe: Recipe, draft: Draft) -> list[dict]:
         """Write the next version into a draft; the entries of its files. May be asked
-        again: then it begins with what the base's files hold. Raises DeltaLost; OSError,
-        as of a full disk; TryAgain."""
+        again: then it begins with what the base's files hold. Raises Damaged; OSError, as
+        of a full disk; TryAgain."""
         if self._held != recipe.base:
             self._hold(recipe.base)
         self._held, self.outer.mu = -1, recipe.momentum
@@ -176,20 +168,18 @@ class Averager:
 
     def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
         for header, factor in zip(recipe.headers, recipe.factors, strict=True):
-            try:
-                delta = self.read(header, index)
-            except Damaged as error:
-                raise DeltaLost(header.key, error.why) from None
             anchor = None
             if header.base < recipe.base:
                 base = self.run.commits.of(header.base)
                 # Not as published: each late delta would pull the parameters to what bf16 holds.
                 anchor, _ = read_exactly(self.run, base, self.layout, index)
-            yield merge.Term(delta, factor, anchor)
+            yield merge.Term(self.read(header, index), factor, anchor)
 
     def _all(self, work: Callable[[int], object]) -> list:
         """`work` for every fragment, to its end also where one fails."""
-        return wait_for([self.threads.submit(work, index) for index in self.indices])
+        futures = [self.threads.submit(work, index) for index in self.indices]
+        wait(futures)
+        return [future.result() for future in futures]
 
     # ---- afterwards
 
@@ -208,13 +198,3 @@ class Averager:
     def drop(self, keys: list[Key]) -> None:
         """Forget the bytes of deltas that have been dealt with."""
         self.transport.drop(fragment_name(key, i) for key in keys for i in self.indices)
-
-
-def wait_for(futures: Sequence[Future]) -> list:
-    """All results, when all are done. Of several errors DeltaLost is raised before any
-    other."""
-    wait(futures)
-    errors = [error for future in futures if (error := future.exception())]
-    if errors:
-        raise next((each for each in errors if isinstance(each, DeltaLost)), errors[0])
-    return [future.result() for future in futures]

@@ -26,7 +26,7 @@ from elastic.jobs.ending import End, end_of_run
 from elastic.jobs.history import MASTER
 from elastic.jobs.passes import Passes, reconcile_now
 from elastic.jobs.program import Program, run_job
-from elastic.local.master.averaging import Averager, DeltaLost
+from elastic.local.master.averaging import Averager
 from elastic.local.master.intake import Intake
 from elastic.local.master.journal import Journal, Leaving
 from elastic.local.master.open_round import OpenRound
@@ -34,6 +34,7 @@ from elastic.local.master.samples import Samples
 from elastic.local.master.server import TICK_S, Server
 from elastic.local.rounds import Facts, Move
 from elastic.local.store import Ask
+from elastic.local.transport import Damaged
 from elastic.run.ledger import Owner
 from elastic.run.membership import Slot, expected
 from elastic.run.records import Commit, Outcome
@@ -306,7 +307,7 @@ class Master:
         self.fence()
         try:
             commit = self.journal.written(intake.averager.commit, closing.recipe, closing.commit)
-        except DeltaLost as error:
+        except Damaged as error:
             intake.withdraw(error.key, error.why)
             return
         if commit is None:

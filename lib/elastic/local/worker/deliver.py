@@ -15,7 +15,7 @@ import torch
 from elastic.base.durable import in_background
 from elastic.base.errors import ElasticError
 from elastic.local import rounds
-from elastic.local.transport import Transport, fragment_name
+from elastic.local.transport import Transport
 from elastic.local.worker.exchange import Exchange
 from elastic.local.worker.in_hand import Ahead, InHand
 from elastic.local.worker.moments import Moments
@@ -70,8 +70,8 @@ class Deliver:
         notice."""
         if not self._hand.sent:  # else the worker trains on, and tells by itself
             self._hand.tell_new_master()
-        name = fragment_name((*self._line.place.owner, base), index)
-        return self._line.written(partial(self._transport.put, name, data))
+        key = (*self._line.place.owner, base)
+        return self._line.written(partial(self._transport.put, key, index, data))
 
     def _header(self, done: WorkerRound, fragments: list) -> Header:
         """What the master is told: rank 0, whose line alone says it, knows all of it."""
