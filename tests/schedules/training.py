@@ -20,7 +20,7 @@ from unittest import mock
 import redis
 import torch
 
-from elastic.base import signals
+from elastic.base import durable, signals
 from elastic.base.errors import ElasticError, Fenced
 from elastic.local.master import averaging, journal, master, server
 from elastic.local.master.averaging import Averager
@@ -863,7 +863,7 @@ def in_memory():
         **{module: {"print": quiet, "time": CLOCK} for module in WORKER},
         local_sgd: {"Line": HeardLine, "time": CLOCK},
         agent: {"print": quiet, "time": CLOCK},
-        signals: {"time": CLOCK},
+        signals: {"time": CLOCK}, durable: {"time": CLOCK},
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         for target, names in replaced.items():

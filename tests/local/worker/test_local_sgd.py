@@ -35,6 +35,7 @@ from elastic.local.worker.moments import Moments
 from elastic.local.worker.opening import layout_of_run
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.local.worker_store import WorkerStore
+from elastic.run.commits import Commits
 from elastic.run.records import Commit, Fragment, Header, Outcome
 from elastic.saved import inner_state
 from elastic.saved.layout import Layout
@@ -54,13 +55,15 @@ def hidden(for_looks: int, notice=False, answers=True) -> tuple[NoLine, list[int
             raise TryAgain("the filesystem fails for now")
         return commit_of(version) if len(looks) > for_looks else None
 
-    run = SimpleNamespace(commits=SimpleNamespace(of=commit), path="/runs/a")
+    run = SimpleNamespace(path=Path("/runs/a"))
+    run.commits = Commits(run)
+    run.commits.of = commit
     return NoLine(Place(run, 0, 1, "7"), notice), looks
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_version_that_is_announced_before_it_is_seen_is_waited_for(monkeypatch, answers):
-    monkeypatch.setattr(line, "DRY_S", 0.0)
+    monkeypatch.setattr(durable, "STUCK_S", 0.0)
     late, looks = hidden(for_looks=3, answers=answers)
     assert late.commit(7) == commit_of(7)
     assert looks == [7] * 4
@@ -69,12 +72,12 @@ def test_a_version_that_is_announced_before_it_is_seen_is_waited_for(monkeypatch
 @pytest.mark.parametrize("notice", [False, True])
 def test_it_is_not_waited_for_without_end_nor_after_a_notice(monkeypatch, notice):
     """After a notice that is no fault of the program, nor of the run."""
-    monkeypatch.setattr(line, "UNSEEN_S", 3600.0 if notice else 0.0)
-    monkeypatch.setattr(line, "DRY_S", 0.0)
+    monkeypatch.setattr(line, "UNSEEN_S", 3600.0 if notice else 1e-9)
+    monkeypatch.setattr(durable, "STUCK_S", 0.0)
     late, _ = hidden(for_looks=10**9, notice=notice)
-    with pytest.raises(ElasticError, match="version 7 is announced") as caught:
+    with pytest.raises(ElasticError, match="not seen here yet: .*000007.json") as caught:
         late.commit(7)
-    assert "/runs/a" in caught.value.hint
+    assert notice or "/runs/a" in caught.value.hint
     assert isinstance(caught.value, TryAgain) == notice
 
 

@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import TypeVar
 
-from elastic.base.durable import STUCK_S, until_written
+from elastic.base.durable import STUCK_S, patiently, until_written
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError, Fenced, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
@@ -135,21 +135,17 @@ class NoLine:
     def commit(self, version: int) -> Commit:
         """Of a version that somebody has seen: on NFS others may see it only half a
         minute later. Raises ElasticError after two, and TryAgain at a notice."""
-        until = time.monotonic() + UNSEEN_S
-        what = f"version {version} is announced, and not to be seen here"
-        while True:
-            trouble = ElasticError(what, f"is {self.run.path} the same folder on all nodes?")
-            try:
-                if commit := self.run.commits.of(version):
-                    return commit
-            except TryAgain as silence:  # no answer is not a no
-                trouble = silence
-            if self.notice:
-                raise TryAgain(trouble.what, trouble.hint)
-            if time.monotonic() > until:
-                raise trouble
+        def is_leaving() -> bool:
             self.say(state="loading")
-            time.sleep(DRY_S)
+            return bool(self.notice)
+
+        try:
+            return patiently(self.run.commits.known, version, hurry=is_leaving, for_s=UNSEEN_S)
+        except TryAgain as silence:
+            if self.notice:
+                raise
+            hint = f"is {self.run.path} the same folder on all nodes?"
+            raise ElasticError(silence.what, hint) from None
 
 
 class Line(NoLine):
