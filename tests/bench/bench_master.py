@@ -136,14 +136,14 @@ class Crowd:
 
     def join(self) -> None:
         for slot in range(self.workers):
-            self.store.claim(slot, 1, self.fields("training"), 60.0)
+            self.store.lease(slot, 1, self.fields("training"), 60.0)
 
     def beat(self) -> None:
         if time.monotonic() - self.beaten < 5.0:
             return
         self.beaten = time.monotonic()
         for slot in range(self.workers):
-            self.store.beat(slot, 1, self.fields("training"), 60.0)
+            self.store.lease(slot, 1, self.fields("training"), 60.0)
 
     def round(self) -> float:
         """One round of everybody; returns its seconds."""

@@ -133,7 +133,7 @@ def with_leases(run: RunDir, workers: int, first_id: int) -> None:
         fields = {"job_id": str(first_id + slot), "node": f"n{slot}", "pid": 1, "version": 59,
                   "state": "training", "step": 40, "steps_total": 4000, "loss": 2.0,
                   "tokens_per_s": 900.0}  # fmt: skip
-        store.claim(slot, 1, fields, 3600.0)
+        store.lease(slot, 1, fields, 3600.0)
     master = {"version": 59, "state": "running", "reason": "", "job_id": str(first_id - 1)}
     store.set_master(1, master)
     store.close()

@@ -36,9 +36,6 @@ class Server:
     def get(self, key: str) -> bytes | None:
         return self._keys.get(key)
 
-    def exists(self, key: str) -> bool:
-        return bool(self._live(key))
-
     def delete(self, key: str) -> None:
         self._keys.pop(key, None)
         self._expires.pop(key, None)
@@ -76,29 +73,15 @@ class Server:
 
     # ---- the scripts of elastic.local.scripts
 
-    def held(self, attempts: str, slot, attempt) -> int:
-        newest = self.hget(attempts, slot)
-        if newest and int(newest) > int(attempt):
-            return -1
-        return int(newest == _bytes(attempt))
-
-    def claim(self, keys: list[str], args: list) -> int:
+    def lease(self, keys: list[str], args: list) -> int:
         slot, attempt, lease_ms, *fields = args
         if int(self.hget(keys[1], slot) or 0) > int(attempt):
             return 0
         self.hset(keys[1], slot, attempt)
-        self.delete(keys[0])
-        now = self._stamp()
-        self.hset(keys[0], "beat", now, "moved", now, "joined", now, *fields)
-        self.pexpire(keys[0], lease_ms)
-        return 1
-
-    def beat(self, keys: list[str], args: list) -> int:
-        slot, attempt, lease_ms, *fields = args
-        held = self.held(keys[1], slot, attempt)
-        if held != 1 or not self.exists(keys[0]):
-            return min(held, 0)
         before = self._progress(keys[0])
+        if before[0] != _bytes(attempt):
+            self.delete(keys[0])
+            self.hset(keys[0], "joined", self._stamp())
         self.hset(keys[0], "beat", self._stamp(), *fields)
         if before != self._progress(keys[0]):
             self.hset(keys[0], "moved", self._stamp())
@@ -112,10 +95,10 @@ class Server:
         return 1
 
     def offer(self, keys: list[str], args: list) -> int:
-        held = self.held(keys[1], args[0], args[1])
-        if held == 1:
-            self.hset(keys[0], f"{args[0]}:{args[1]}", args[2])
-        return held
+        if self.hget(keys[1], args[0]) != _bytes(args[1]):
+            return 0
+        self.hset(keys[0], f"{args[0]}:{args[1]}", args[2])
+        return 1
 
     def master(self, keys: list[str], args: list) -> int:
         if int(self.hget(keys[0], "epoch") or 0) > int(args[0]):
@@ -129,12 +112,13 @@ class Server:
         return f"{seconds}.{micros:06d}"
 
     def _progress(self, key: str) -> list:
-        return [self.hget(key, name) for name in ("state", "step", "version")]
+        moving = ("attempt", "state", "step", "version", "moves")
+        return [self.hget(key, name) for name in moving]
 
 
 SCRIPTS = {
     hashlib.sha1(getattr(scripts, name).encode()).hexdigest(): name.lower()
-    for name in ("CLAIM", "BEAT", "RELEASE", "OFFER", "MASTER")
+    for name in ("LEASE", "RELEASE", "OFFER", "MASTER")
 }
 
 

@@ -113,9 +113,7 @@ class Worker:
 
     def turn(self, store: BothSides) -> None:
         who = {"slot": self.slot, "attempt": self.attempt}
-        lease = (self.slot, self.attempt, LEASE | who, 600.0)
-        if not store.beat(*lease):
-            assert store.claim(*lease)
+        assert store.lease(self.slot, self.attempt, LEASE | who, 600.0)
         version = int(store.master().get("version", -1))
         verdict = store.take_verdict(self.slot, self.attempt)
         if version > self.base or verdict:

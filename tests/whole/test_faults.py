@@ -288,10 +288,10 @@ def test_an_old_attempt_that_comes_back_after_a_flush_does_not_stop_the_run(run:
     fields = {"job_id": "", "node": "", "pid": 0, "state": "loading", "version": -1, "step": 0,
               "steps_total": 0, "loss": 0, "tokens_per_s": 0}  # fmt: skip
     with run.store() as store:
-        assert store.claim(2, 2, fields, 0.5)
+        assert store.lease(2, 2, fields, 0.5)
         run.versions(1)
         run.flush()
-        store.claim(2, 1, fields, 0.5)
+        store.lease(2, 1, fields, 0.5)
         run.until(lambda: store.attempts().get(2) == 2, 30, "the old attempt is fenced again")
     run.versions(3)
 

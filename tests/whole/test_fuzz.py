@@ -163,7 +163,7 @@ def test_a_slot_with_a_broken_record_is_nobodys(store, make_run):
     lease = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
              "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
     for slot in (1, 2):
-        assert store.claim(slot, 1, lease, 60.0)
+        assert store.lease(slot, 1, lease, 60.0)
     store._redis.hset(store._key("slot", 1), "step", "many")
     assert list(store.slots()) == [2]
 

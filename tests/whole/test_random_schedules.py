@@ -275,8 +275,7 @@ def answers_of(store: BothSides, clock: Callable[[float], None]) -> list:
     lease = {"job_id": "1", "node": "n", "pid": 1, "state": "training", "version": 0, "step": 0,
              "steps_total": 0, "tokens_per_s": 0.0, "loss": 0.0}  # fmt: skip
     calls = {
-        "claim": lambda who: store.claim(*who, lease, 60.0),
-        "beat": lambda who: store.beat(*who, lease | {"step": draw.randrange(3)}, 60.0),
+        "lease": lambda who: store.lease(*who, lease | {"step": draw.randrange(3)}, 60.0),
         "release": lambda who: store.release(*who),
         "slots": lambda who: {n: (s.attempt, s.step) for n, s in store.slots().items()},
         "attempts": lambda who: store.attempts(),

@@ -9,34 +9,22 @@ local t = redis.call('TIME')
 local now = t[1] .. '.' .. string.format('%06d', t[2])
 """
 
-# Whether the attempt ARGV[2] holds slot ARGV[1]. -1: fenced. 0: unknown here, claim
-# again.
-HELD = """
-local newest = redis.call('HGET', KEYS[2], ARGV[1])
-if newest and tonumber(newest) > tonumber(ARGV[2]) then return -1 end
-if newest ~= ARGV[2] then return 0 end
-"""
-
-# Take a slot's lease for an attempt. 0: a higher attempt has it.
-CLAIM = f"""{NOW}
+# Take or renew a slot's lease for an attempt, and note progress. 0: a higher attempt has
+# claimed it. `joined` is new where this attempt's lease was not there.
+LEASE = f"""{NOW}
 local newest = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0')
 if newest > tonumber(ARGV[2]) then return 0 end
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
-redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'beat', now, 'moved', now, 'joined', now, unpack(ARGV, 4))
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-return 1
-"""
-
-# Renew a lease and note progress.
-BEAT = f"""{NOW}{HELD}
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-local before = redis.call('HMGET', KEYS[1], 'state', 'step', 'version', 'moves')
+local moving = {{'attempt', 'state', 'step', 'version', 'moves'}}
+local before = redis.call('HMGET', KEYS[1], unpack(moving))
+if before[1] ~= ARGV[2] then
+  redis.call('DEL', KEYS[1])
+  redis.call('HSET', KEYS[1], 'joined', now)
+end
 redis.call('HSET', KEYS[1], 'beat', now, unpack(ARGV, 4))
-local after = redis.call('HMGET', KEYS[1], 'state', 'step', 'version', 'moves')
-if before[1] ~= after[1] or before[2] ~= after[2] or before[3] ~= after[3]
-    or before[4] ~= after[4] then
-  redis.call('HSET', KEYS[1], 'moved', now)
+local after = redis.call('HMGET', KEYS[1], unpack(moving))
+for i = 1, #moving do
+  if before[i] ~= after[i] then redis.call('HSET', KEYS[1], 'moved', now) end
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
@@ -50,8 +38,9 @@ redis.call('PUBLISH', ARGV[3], 'leave ' .. ARGV[1])
 return 1
 """
 
-# Offer a delta.
-OFFER = f"""{HELD}
+# Offer a delta. 0: the attempt does not hold the slot.
+OFFER = """
+if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1] .. ':' .. ARGV[2], ARGV[3])
 redis.call('PUBLISH', ARGV[4], 'offer ' .. ARGV[1])
 return 1
@@ -68,4 +57,4 @@ if ARGV[3] ~= '' then redis.call('PUBLISH', ARGV[2], ARGV[3]) end
 return 1
 """
 
-ALL = (CLAIM, BEAT, RELEASE, OFFER, MASTER)
+ALL = (LEASE, RELEASE, OFFER, MASTER)

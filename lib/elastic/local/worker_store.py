@@ -2,8 +2,7 @@
 
 import json
 
-from elastic.base.errors import Fenced
-from elastic.local.scripts import BEAT, CLAIM, OFFER, RELEASE
+from elastic.local.scripts import LEASE, OFFER, RELEASE
 from elastic.local.store import Ask, Store, reaches_redis
 
 
@@ -13,16 +12,10 @@ class WorkerStore(Store):
 
     # ---- a slot's lease
 
-    def claim(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
-        """Take the slot's lease. False if a higher attempt has claimed it."""
+    def lease(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
+        """Take the slot's lease, or renew it. False if a higher attempt has claimed it."""
         words = {"slot": slot, "attempt": attempt, **fields}
-        return self._of_lease(CLAIM, slot, attempt, int(lease_s * 1000), words) == 1
-
-    def beat(self, slot: int, attempt: int, fields: dict, lease_s: float) -> bool:
-        """Renew the lease. False: this server does not know it, claim again. Raises
-        Fenced."""
-        answer = self._of_lease(BEAT, slot, attempt, int(lease_s * 1000), fields)
-        return _held(answer, slot, attempt)
+        return self._of_lease(LEASE, slot, attempt, int(lease_s * 1000), words) == 1
 
     def release(self, slot: int, attempt: int) -> None:
         """Give the lease up; nothing happens if a higher attempt has it."""
@@ -35,11 +28,11 @@ class WorkerStore(Store):
     # ---- a delta
 
     def offer(self, slot: int, attempt: int, base: int, header: dict) -> bool:
-        """Announce a delta. False: this server does not know the lease. Raises Fenced."""
+        """Announce a delta. False: this server knows of no lease of the attempt's, or of a
+        higher attempt's."""
         keys = [self._key("offers", base), self._key("attempts")]
         body = self._sealed(keys[0], f"{slot}:{attempt}", header)
-        answer = self._run(OFFER, keys, [slot, attempt, body, self._key("wake")])
-        return _held(answer, slot, attempt)
+        return self._run(OFFER, keys, [slot, attempt, body, self._key("wake")]) == 1
 
     def offered(self, slot: int, attempt: int, base: int) -> bool:
         """Is the offer still known? A flushed or new server has forgotten it."""
@@ -69,10 +62,3 @@ class WorkerStore(Store):
             return None
         sequence, ranges = json.loads(answer[1])
         return [tuple(each) for each in ranges] if sequence == ask.sequence else None
-
-
-def _held(answer: int, slot: int, attempt: int) -> bool:
-    """What HELD answered."""
-    if answer < 0:
-        raise Fenced(f"slot {slot}: an attempt higher than {attempt} has claimed it")
-    return answer == 1

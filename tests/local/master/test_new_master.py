@@ -74,7 +74,7 @@ def test_what_a_worker_declares_once_is_heard_though_that_turn_fails(run, monkey
     one.take_over()
     one.turn()
     store, held = one.server.store, (0, 4, 8)
-    assert store.claim(0, 1, LEASE | who, 600.0)
+    assert store.lease(0, 1, LEASE | who, 600.0)
     store.ask(Ask(0, 1, sequence=1, want=0, held=(held,)))
     with monkeypatch.context() as patch:
         def silent(_bases):

@@ -195,7 +195,7 @@ def test_who_finds_no_master_until_its_end_leaves_what_it_has_delivered(run, cou
 def test_a_delta_is_offered_again_to_a_server_that_does_not_know_it(make_store):
     """Redis may die after the bytes and before the header, or be emptied at any time."""
     store = make_store("new-server")
-    store.claim(0, 1, {"job_id": "7"}, 60.0)
+    store.lease(0, 1, {"job_id": "7"}, 60.0)
     worker = worker_that_has_delivered(store)
     for _ in range(2):
         assert worker.deliver.stands(worker.hand.round)

@@ -40,7 +40,7 @@ IDLE_S = 60
 # More than one address has ports for: nobody alone keeps others out.
 MOST_CLIENTS = 50_000
 
-_WORKER = "time ping get multi exec evalsha publish exists del pexpire"
+_WORKER = "time ping get multi exec evalsha publish del pexpire"
 _WORKER += " hget hmget hset hdel hexists hgetall blpop"
 _MASTER = f"{_WORKER} set script|load rpush scan unlink subscribe unsubscribe"
 _OF_WORKERS = "slot:* attempts offers:* verdicts asks grant:* proof"

@@ -163,17 +163,16 @@ class Lease:
 
     def renew(self, fields: dict) -> None:
         """Claim it where it is not known. A silent server is no reason to stop. Raises
-        Fenced."""
+        Fenced if files say so, too."""
         run, slot, attempt = self._program.run, self._program.slot, self._program.attempt
         try:
             if self._store is None:
                 self._store = WorkerStore.open(run, self._health.heartbeat_s + 1)
             self._store.meet()  # a master that hangs may leave a server that answers for hours
-            lease = (slot, attempt, fields, self._health.lease_s)
-            if not self._store.beat(*lease) and not self._store.claim(*lease):
+            if not self._store.lease(slot, attempt, fields, self._health.lease_s):
                 raise TryAgain(f"slot {slot} has an attempt higher than {attempt}")
             self.served = time.monotonic()
-        except (TryAgain, Fenced):
+        except TryAgain:
             self.drop()
             with contextlib.suppress(TryAgain):
                 run.slots.fence(slot, attempt)

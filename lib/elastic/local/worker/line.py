@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from elastic.base.durable import STUCK_S, patiently, until_written
 from elastic.base.environment import env
-from elastic.base.errors import ElasticError, Fenced, TryAgain
+from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import KILL_WAIT_S, Notice
 from elastic.local.store import Ask, Store
 from elastic.local.worker_store import WorkerStore
@@ -199,18 +199,14 @@ class Line(NoLine):
         return store
 
     def offer(self, header: Header) -> None:
-        """Announce a delta, once the lease is there. Raises Fenced if files say so,
-        too."""
-        while not self._is_offered(header):
+        """Announce a delta, once the lease is there. Raises Fenced if files say that it is
+        a higher attempt's."""
+        while not self.reach(lambda store: store.offer(*header.key, header.to_json())):
+            with contextlib.suppress(TryAgain):
+                self.run.slots.fence(*self.place.owner)
             if self.notice.has_run_out():
                 raise TryAgain(f"slot {self.place.slot}: the lease is gone")
             time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
-
-    def _is_offered(self, header: Header) -> bool:
-        with contextlib.suppress(Fenced):
-            return self.reach(lambda store: store.offer(*header.key, header.to_json()))
-        self.run.slots.fence(*self.place.owner)
-        return False
 
     def leave_offer(self, header: Header) -> None:
         """For a master with a new Redis: this worker will not offer the delta again."""
