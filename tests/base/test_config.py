@@ -306,6 +306,17 @@ def test_a_file_that_cannot_be_read_is_refused(write, tmp_path):
     assert "binary.toml is not TOML" in problems_of(Path("binary.toml"))
 
 
+@pytest.mark.parametrize("value", [
+    "x = " + "[" * 10_000 + "]" * 10_000, "x = " + "{a = " * 10_000 + "1" + "}" * 10_000,
+    "x." * 10_000 + "a = 1",
+], ids=["arrays", "tables", "dotted names"])  # fmt: skip
+def test_what_is_nested_too_deeply_is_refused(write, value):
+    assert "run.toml is not TOML" in problems_of(write(f"{LOCAL}[task]\n{value}\n"))
+    said = problems_of(write(LOCAL), f"train.epochs={{{value}}}", "elastic.max=" + "[" * 10_000)
+    assert "command line: train.epochs: expected an integer" in said
+    assert "command line: elastic.max: expected an integer" in said
+
+
 def test_a_site_file_has_no_task(write):
     site = write("[task]\ncontext = 3\n", "site.toml")
     with pytest.raises(UsageError, match=r"site.toml: \[task\]"):

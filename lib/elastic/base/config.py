@@ -6,7 +6,6 @@ starts. What depends on other values ("auto", an empty name) is filled in here, 
 nobody asks again.
 """
 
-import contextlib
 import difflib
 import re
 import tomllib
@@ -20,7 +19,6 @@ from elastic.base.environment import env, expanded, site_file
 from elastic.base.errors import UsageError
 from elastic.base.keys import KEYS, NAME, TEXT, URL, parse, toml_value
 
-MOST_DEEP = 16  # tables and arrays in one another
 SECTIONS = [*KEYS, "task"]
 BEFORE = {"train": {"optimizer": "adamw"}}  # of a file written before there was such a key
 
@@ -138,28 +136,14 @@ def _read(path: Path) -> _Layer:
     try:
         # Some editors begin a file with a mark.
         text = path.read_text(encoding="utf-8-sig")
-        tables = _parsed(text)
+        tables = tomllib.loads(text)
+        toml_value(tables)  # RecursionError: nested too deeply to be written down again
     except OSError as error:
         raise UsageError(f"cannot read {shown}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{shown} is not TOML: {error}") from error
     lines = _line_numbers(text)
     return _Layer(tables, lambda name: f"{shown}:{lines[name]}" if name in lines else shown)
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """TOML of a depth that all who walk it can bear. ValueError: it is none."""
-    with contextlib.suppress(RecursionError):
-        tables = tomllib.loads(text)
-        if _depth(tables) < MOST_DEEP:
-            return tables
-    raise ValueError(f"tables and arrays are nested deeper than {MOST_DEEP}")
-
-
-def _depth(value: Any) -> int:
-    """So many levels are below `value`. RecursionError: too many to count."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return max((1 + _depth(each) for each in inner), default=0)
 
 
 def _shell_layer() -> _Layer:
@@ -209,8 +193,9 @@ def _override_layer(overrides: Iterable[str]) -> _Layer:
 def _override_value(section: str, name: str, text: str) -> Any:
     """A TOML value. Quotes may be left out: 02:00:00 is text to a key that takes text."""
     try:
-        value = _parsed(f"value = {text}")["value"]
-    except ValueError:
+        value = tomllib.loads(f"value = {text}")["value"]
+        toml_value(value)
+    except (ValueError, RecursionError):
         return text
     is_text = any(key.name == name and key.kind.expected in (TEXT.expected, URL.expected)
                   for key in KEYS.get(section, ()))  # fmt: skip
