@@ -163,7 +163,7 @@ def _answers(run: RunDir, server: RedisServer) -> bool:
         # Another user may listen on a port that ours could not bind.
         if listens(server.endpoint.host, server.endpoint.port):
             with contextlib.suppress(ElasticError):
-                store = MasterStore.of(run, server.endpoint)
+                store = MasterStore.of(run, server.endpoint, timeout_s=1.0)
                 store.load_scripts()
                 store.close()
                 return True
