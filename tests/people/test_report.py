@@ -5,10 +5,8 @@ pytest tests/people/test_report.py
 """
 
 import contextlib
-import errno
 import getpass
 import html
-import itertools
 import json
 import math
 import os
@@ -27,14 +25,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError, UsageError
-from elastic.commands import looking, main
 from elastic.lab.chaos import Chaos
 from elastic.people import metrics, report, timeline
-from elastic.run import rundir
 from elastic.run.rundir import RunDir
 from helpers import ROOT, commit_of, elastic, environment
 from running import Running, running
@@ -285,7 +280,7 @@ def test_long_curves_are_thinned_and_keep_their_end():
 def test_json_lines_go_on_where_they_end(lived, tmp_path: Path):
     run, path = lived[0].run, tmp_path / "run.jsonl"
     newest = run.commits.newest_version()
-    first = [row for row in metrics.Feed(run).rows(0) if row["version"] <= newest - 2]
+    first = [row for row in metrics.rows(run, 0) if row["version"] <= newest - 2]
     path.write_text("".join(json.dumps(row) + "\n" for row in first) + '{"version": 9')
     done = elastic("metrics", "tiny", "--jsonl", path, env=environment(lived[0].home))
     assert done.returncode == 0, done.stderr
@@ -315,9 +310,9 @@ def test_a_run_of_tensorboard_goes_on(lived, tmp_path: Path, monkeypatch):
     with monkeypatch.context() as crash:
         crash.setattr(metrics, "write_atomic", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
-            metrics.TensorBoard(tmp_path, run).add(list(metrics.Feed(run).rows(0))[:3])
+            metrics.TensorBoard(tmp_path, run).add(list(metrics.rows(run, 0))[:3])
     for _ in range(2):
-        metrics.Feed(run, [metrics.TensorBoard(tmp_path, run)]).tell()
+        metrics.tell(run, [metrics.TensorBoard(tmp_path, run)])
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     points = read.Scalars("loss")
@@ -333,8 +328,8 @@ def test_steps_of_sync_mode_and_versions_follow_each_other_by_tokens(tmp_path: P
     commits = SimpleNamespace(newest_version=lambda: 2, of=commits.__getitem__)
 
     run = SimpleNamespace(commits=commits, scores=SimpleNamespace(read=list),
-                          lines_after=lambda *_: (steps, (0, 0)))  # fmt: skip
-    rows = metrics.Feed(run).rows(0)
+                          lines=lambda _name: steps)  # fmt: skip
+    rows = metrics.rows(run, 0)
     found = [(row.get("version"), row.get("step"), row["tokens"]) for row in rows]
     assert found == [(1, None, 100), (None, 1, 110), (None, 2, 120), (None, 3, 130), (2, None, 300)]
 
@@ -353,7 +348,7 @@ def test_a_file_of_something_else_is_left_alone(run, tmp_path: Path, content: by
 
 
 def told_rows(run: RunDir, sink: Any) -> list[dict]:
-    metrics.Feed(run, [sink]).tell()
+    metrics.tell(run, [sink])
     return [json.loads(line, parse_constant=pytest.fail)
             for line in sink.path.read_text().splitlines()]  # fmt: skip
 
@@ -400,17 +395,11 @@ def step(run: RunDir, number: int, **told) -> None:
     durable.append_line(run.path / "metrics.jsonl", line | told)
 
 
-def test_who_follows_reads_a_step_once(run, tmp_path: Path, monkeypatch):
-    """A run of a million steps was read as a whole every ten seconds."""
-    path, read, real = run.path / "metrics.jsonl", [], rundir.fault
-    monkeypatch.setattr(rundir, "fault", lambda record, needed: read.append(
-        needed == rundir.LOGS["metrics.jsonl"]) or real(record, needed))  # fmt: skip
+def test_a_step_is_told_once_its_line_is_whole(run, tmp_path: Path):
     sinks = [metrics.JsonLines(tmp_path / name, run) for name in ("a", "b")]
-    feed = metrics.Feed(run, sinks)
 
     def told() -> list[int]:
-        read.clear()
-        feed.tell()
+        metrics.tell(run, sinks)
         (told,) = {sink.path.read_text() for sink in sinks}
         return [json.loads(line)["step"] for line in told.splitlines()]
 
@@ -418,23 +407,12 @@ def test_who_follows_reads_a_step_once(run, tmp_path: Path, monkeypatch):
     for number in (1, 2, 3):
         step(run, number)
     assert told() == [1, 2, 3]
-    step(run, 4)
-    with path.open("ab") as file:
-        file.write(b'{"step": 5, "time": 5.0, "seconds": 1.0, "tokens": 50, "attempt": 1,')
-    assert told() == [1, 2, 3, 4]
-    with path.open("ab") as file:
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "time": 4.0, "seconds": 1.0, "tokens": 40, "attempt": 1,')
+    assert told() == [1, 2, 3]
+    with (run.path / "metrics.jsonl").open("ab") as file:
         file.write(b'"world": 1, "loss": 3.0}\n')
-    assert told() == [1, 2, 3, 4, 5]
-    assert sum(read) == 1
-    assert told() == [1, 2, 3, 4, 5]
-    assert sum(read) == 0
-    path.write_bytes(b"")  # cut, and then another one
-    step(run, 6)
-    assert told() == [1, 2, 3, 4, 5, 6]
-    path.rename(path.with_name("metrics.jsonl.1"))
-    for number in (5, 6, 7):
-        step(run, number, attempt=2)
-    assert told() == [1, 2, 3, 4, 5, 6, 7]
+    assert told() == told() == [1, 2, 3, 4]
 
 
 def test_a_score_between_steps_that_are_done_again_is_told(run, tmp_path: Path):
@@ -455,7 +433,7 @@ def test_rows_for_which_there_was_no_room_come_whole_when_there_is(run, tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
     try:
         with pytest.raises(OSError, match=re.escape(str(path))):
-            metrics.Feed(run, [sink]).tell()
+            metrics.tell(run, [sink])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [row["version"] for row in told_rows(run, sink)] == [1, 2, 3]
@@ -471,54 +449,13 @@ def test_a_run_of_tensorboard_that_had_no_room_goes_on_where_there_is(run, tmp_p
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
     try:
         with pytest.raises(OSError, match="too large"):
-            metrics.Feed(run, [sink]).tell()
+            metrics.tell(run, [sink])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    metrics.Feed(run, [sink]).tell()
+    metrics.tell(run, [sink])
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     assert len(read.Scalars("loss")) == 3
-
-
-def test_who_follows_a_run_lives_through_a_silence(run, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(durable, "AGAIN_S", ())
-    path, real, silences = tmp_path / "rows.jsonl", os.listdir, itertools.count()
-    commit(run, 1)
-
-    def silent(_folder) -> list[str]:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    def later(_seconds: float) -> None:
-        """What happens between two looks."""
-        at = next(silences)
-        monkeypatch.setattr(os, "listdir", silent if at < 2 else real)
-        if at == 2:
-            commit(run, 2)
-            run.mark_done({"reason": "nothing is left to train"})
-
-    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=later))
-    words = ["metrics", run.name, "--jsonl", str(path), "--follow"]
-    done = CliRunner().invoke(main.elastic, words)
-    assert done.exit_code == 0, done.output
-    assert done.output.count("will try on: the filesystem fails for now") == 1
-    assert [json.loads(line)["version"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_who_follows_a_run_hears_what_comes_after_a_stop(run, tmp_path: Path, monkeypatch):
-    """Its workers deliver first, and it may be started again."""
-    path, looks = tmp_path / "rows.jsonl", itertools.count()
-    run.set_control(state="stopped")
-
-    def later(_seconds: float) -> None:
-        if next(looks):
-            run.mark_done({"reason": "nothing is left to train"})
-        else:
-            commit(run, 1)
-
-    monkeypatch.setattr(looking, "time", SimpleNamespace(sleep=later))
-    words = ["metrics", run.name, "--jsonl", str(path), "--follow"]
-    assert CliRunner().invoke(main.elastic, words).exit_code == 0
-    assert [json.loads(line)["version"] for line in path.read_text().splitlines()] == [1]
 
 
 @pytest.mark.parametrize(("words", "place"), [
@@ -553,7 +490,7 @@ def test_a_run_of_wandb_goes_on(lived, monkeypatch):
     run, fake = lived[0].run, FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        metrics.Feed(run, [metrics.WandB("project", run)]).tell()
+        metrics.tell(run, [metrics.WandB("project", run)])
     assert fake.steps == sorted(set(fake.steps))
     assert len(fake.steps) > 3
 
@@ -570,7 +507,7 @@ def test_data_of_another_run_of_the_same_name_is_left_alone(make_run, tmp_path: 
             metrics.sinks(run, None, None, "project")
         if number == 0:
             commit(run, 1)
-            metrics.Feed(run, metrics.sinks(run, **places)).tell()
+            metrics.tell(run, metrics.sinks(run, **places))
             assert [sink.told[0] for sink in metrics.sinks(run, **places)] == [100, 100]
             shutil.rmtree(run.path)
     assert (ids[0], ids[2]) == (ids[1], ids[3])

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 1030,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1418,  # one run on disk: its folder, its records, its samples, its proof
+    "run": 1409,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1741,  # jobs on a cluster: what is there, what should be, one pass
     "train": 995,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1093,  # tensors on disk, committed by link(): what both modes begin with
@@ -26,9 +26,9 @@ FOLDERS = {
     "local/worker": 1399,  # one slot: hold the lease, train, deliver
     "local/master": 1133,  # one master: Redis, samples, rounds, commits
     "sync": 972,  # sync mode: one job that resizes
-    "people": 2025,  # what a person asks and sees
+    "people": 2021,  # what a person asks and sees
     "lab": 1271,  # trying and proving; nothing imports it
-    "commands": 481,  # click: options, checks, exit codes
+    "commands": 456,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

@@ -5,22 +5,21 @@ import functools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from elastic.base import config as configuration
-from elastic.base.durable import FULL, checksum
-from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
+from elastic.base.durable import checksum
+from elastic.base.errors import ElasticError, Exit, UsageError
 from elastic.commands import shared
-from elastic.commands.shared import command, flag, say, show, warn
+from elastic.commands.shared import command, flag, say, show
 from elastic.run import rundir
 from elastic.run.audit import audit as audit_ledger, gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
 
 WATCH_S = 2.0
-FOLLOW_S = 10.0
 LISTED_S = 30.0  # in a loop, jobs may be those of so long ago: sites count who asks Slurm
 
 file_option = functools.partial(click.option, type=click.Path(path_type=Path), metavar="FILE")
@@ -163,20 +162,20 @@ def report(run: str, out: Path | None):
 
 
 @command("metrics --prometheus /var/lib/node_exporter/elastic.prom",
-         "metrics demo --jsonl demo.jsonl", "metrics demo --tensorboard tb --follow")
+         "metrics demo --jsonl demo.jsonl", "metrics demo --tensorboard tb")
 @shared.run_argument(required=False)
 @file_option("--prometheus", help="Write all runs (or RUN) as they are now.")
 @file_option("--jsonl", help="Append a line per version (sync mode: step) of RUN.")
 @file_option("--tensorboard", metavar="DIR", help="Likewise; needs the package tensorboard.")
 @click.option("--wandb", metavar="PROJECT", help="Likewise; needs the package wandb.")
-@flag("--follow", help="Go on until RUN is done or has failed, or for ever.")
-def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
+def metrics(run: str | None, prometheus: Path | None, **series):
     """Hand the numbers of runs to other tools.
 
-    May be stopped and started again at any time: a file goes on where it
-    ends, and so does the run of TensorBoard or W&B, whatever was preempted.
+    Writes what is new and ends: call it again as often as you like, from cron
+    for one. A file goes on where it ends, and so does the run of TensorBoard
+    or W&B, whatever was preempted.
     """
-    from elastic.people import metrics as numbers
+    from elastic.people import metrics as numbers, status
 
     if not (prometheus or any(series.values())):
         raise UsageError("no file to write to", "elastic-metrics --help lists the formats")
@@ -184,43 +183,12 @@ def metrics(run: str | None, prometheus: Path | None, follow: bool, **series):
         raise UsageError("which RUN? Only --prometheus takes all of them", "elastic-status")
     measured = rundir.find(run) if run else None
     sinks = numbers.sinks(measured, **series) if measured else []
-    feed = numbers.Feed(measured, sinks) if sinks else None
-    within_s = LISTED_S if follow else 0.0
-    write = functools.partial(write_numbers, measured, prometheus, feed, within_s)
-    with contextlib.suppress(KeyboardInterrupt):
-        write_on(write) if follow else write()
-
-
-def write_on(write: Callable[[], bool]) -> None:
-    """Write for as long as there is more to come. What fails for now is said, once, and
-    tried again."""
-    is_over, told = False, ""
-    while not is_over:
-        try:
-            is_over, why = write(), ""
-        except (TryAgain, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in FULL:
-                raise
-            why = f"will try on: {error}"
-        if why not in ("", told):
-            warn(why)
-        told = why
-        if not is_over:
-            time.sleep(FOLLOW_S)
-
-
-def write_numbers(run: RunDir | None, prometheus: Path | None, feed, within_s: float) -> bool:
-    """Write what is there now; whether that was the last of it."""
-    from elastic.people import metrics as numbers, status
-
-    is_over = bool(run and (run.done() or run.failed()))  # where it was stopped, more may come
     if prometheus:
-        runs = [run] if run else rundir.registered()
-        observed = status.observe_all(runs, within_s=within_s, is_named=bool(run))
+        runs = [measured] if measured else rundir.registered()
+        observed = status.observe_all(runs, is_named=bool(run))
         shared.put(prometheus, numbers.prometheus(observed).encode())
-    if feed:
-        feed.tell()
-    return is_over
+    if sinks:
+        numbers.tell(measured, sinks)
 
 
 @command("evaluate demo", "evaluate demo --version 0 --json")

@@ -71,40 +71,34 @@ def _gauge(name: str, words: str, samples: Iterable[tuple]) -> Iterator[str]:
 # ---- one run, version by version
 
 
-class Feed:
-    """Gives each sink what it has not been told yet. Of sync mode each look reads the new
-    steps alone: there may be millions."""
+def tell(run: RunDir, sinks: Sequence[Any]) -> None:
+    """Give each sink what it has not been told yet."""
+    found = [*rows(run, min(sink.told[0] for sink in sinks))]
+    for sink in sinks:
+        if news := [row for row in found if _reached(row) > sink.told]:
+            sink.add(news)
+            sink.told = _reached(news[-1])
 
-    def __init__(self, run: RunDir, sinks: Sequence[Any] = ()):
-        self._run, self._sinks, self._place, self._steps = run, sinks, (0, 0), []
 
-    def tell(self) -> None:
-        rows = [*self.rows(min(sink.told[0] for sink in self._sinks))]
-        for sink in self._sinks:
-            if news := [row for row in rows if _reached(row) > sink.told]:
-                sink.add(news)
-                sink.told = _reached(news[-1])
-
-    def rows(self, after: int) -> Iterator[dict]:
-        """Numbers of every version and every step of sync mode, beyond `after` committed
-        tokens and in their order. Of a step that was done again the first line counts. Of
-        a run that is done the last row comes again, with the last validation."""
-        lines, self._place = self._run.lines_after("metrics.jsonl", self._place)
-        self._steps += [{**{name: line[name] for name in ("step", "time", "tokens", "loss")},
-                         "workers": line["world"]} for line in lines]  # fmt: skip
-        self._steps = [row for row in self._steps if row["tokens"] >= after]
-        versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
-                    for commit in _since(self._run, after)]  # fmt: skip
-        firsts = {row["tokens"]: row for row in reversed(versions + self._steps)}
-        news, row = deque(self._run.scores.read()), {}
-        for tokens, row in sorted(firsts.items()):
-            said = {}  # by the newest validation since the row before
-            while news and news[0].time <= row["time"]:
-                said = _said(news.popleft())
-            if tokens > after:
-                yield {**row, **said}
-        if row and news and self._run.done():
-            yield {**row, **_said(news[-1])}
+def rows(run: RunDir, after: int) -> Iterator[dict]:
+    """Numbers of every version and every step of sync mode, beyond `after` committed
+    tokens and in their order. Of a step that was done again the first line counts. Of a
+    run that is done the last row comes again, with the last validation."""
+    steps = [{**{name: line[name] for name in ("step", "time", "tokens", "loss")},
+              "workers": line["world"]}
+             for line in run.lines("metrics.jsonl") if line["tokens"] >= after]  # fmt: skip
+    versions = [{name: value for name in SERIES if (value := getattr(commit, name)) is not None}
+                for commit in _since(run, after)]  # fmt: skip
+    firsts = {row["tokens"]: row for row in reversed(versions + steps)}
+    news, row = deque(run.scores.read()), {}
+    for tokens, row in sorted(firsts.items()):
+        said = {}  # by the newest validation since the row before
+        while news and news[0].time <= row["time"]:
+            said = _said(news.popleft())
+        if tokens > after:
+            yield {**row, **said}
+    if row and news and run.done():
+        yield {**row, **_said(news[-1])}
 
 
 def _said(score: Score) -> dict:

@@ -224,32 +224,20 @@ class RunDir:
         return self.lines("events.jsonl", last)
 
     def lines(self, name: str, last: int = 0) -> list[dict]:
-        """The newest records of a log of JSON lines."""
-        place = (0, 0)
-        with contextlib.suppress(FileNotFoundError):
-            if last:  # the first line is torn, then
-                there = (self.path / name).stat()
-                place = (there.st_ino, max(0, there.st_size - last * MOST_LINE))
-        return self.lines_after(name, place)[0][-last:]
-
-    def lines_after(self, name: str, place: tuple[int, int]) -> tuple[list[dict], tuple[int, int]]:
-        """The whole lines after a place, (0, 0) at first, and the place of the next look;
-        of a file that is another one by then, or was cut, all of it. Without a line that is
-        torn, by a full disk for one; or whatever else somebody has put there."""
+        """The newest `last` records of a log of JSON lines (all of them for 0). Without a
+        line that is torn, by a full disk for one; or whatever else somebody has put there."""
         try:
             with (self.path / name).open("rb") as file:
-                which, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
-                start = place[1] if place[0] == which and place[1] <= size else 0
-                file.seek(start)
+                if last:  # the first line is torn, then
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - last * MOST_LINE))
                 whole = file.read().rpartition(b"\n")[0]
         except FileNotFoundError:
-            return [], (0, 0)
+            return []
         found = []
         for line in whole.splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
-        sound = [record for record in found if not fault(record, LOGS.get(name, ""))]
-        return sound, (which, start + len(whole) + 1 if whole else start)
+        return [record for record in found if not fault(record, LOGS.get(name, ""))][-last:]
 
     def log_path(self, role: str, slot: int) -> Path:
         name = "master.log" if role == "master" else f"{role}-{slot:04d}.log"

@@ -57,7 +57,7 @@ def test_versions_are_scored_on_their_way_and_all_who_look_are_told(tmp_path: Pa
         assert seen["validated"] == {"tokens": found[-1].tokens, **found[-1].values}
         shown = elastic("status", run.run.path, env=environment(run.home)).stdout
         assert re.search(r"validated +validation_loss [\d.]+, at [\d.]+k? samples", shown), shown
-        metrics.Feed(run.run, metrics.sinks(run.run, log, None, None)).tell()
+        metrics.tell(run.run, metrics.sinks(run.run, log, None, None))
         told = [json.loads(line) for line in log.read_text().splitlines()]
         told = [row["score/tokens"] for row in told if "score/tokens" in row]
         assert told == [each.tokens for each in found][: len(told)]
@@ -76,7 +76,7 @@ def test_a_task_may_call_its_scores_what_it_likes(make_run):
     (event,) = run.events()
     assert (event["kind"], event["tokens"], event["scores"]) == ("validate", 9, values)
     assert run.scores.read()[0].loss == 3.0
-    (row,) = metrics.Feed(run).rows(after=0)
+    (row,) = metrics.rows(run, after=0)
     assert (row["loss"], row["tokens"]) == (0.5, 99)
     assert (row["score/loss"], row["score/tokens"]) == (3.0, 9)
     assert status.observe(run, Listing())["validated"] == {**values, "tokens": 9}
