@@ -27,7 +27,7 @@ FOLDERS = {
     "local/master": 1133,  # one master: Redis, samples, rounds, commits
     "sync": 972,  # sync mode: one job that resizes
     "people": 2021,  # what a person asks and sees
-    "lab": 1271,  # trying and proving; nothing imports it
+    "lab": 1266,  # trying and proving; nothing imports it
     "commands": 456,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }

@@ -20,12 +20,13 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from elastic.base.config import Config, load
-from elastic.base.durable import patiently, read_json, to_json, write_atomic
+from elastic.base.durable import patiently
 from elastic.base.environment import runs_root
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.reconcile import run_pass
 from elastic.people import steering, submission, timeline
 from elastic.run.rundir import RunDir
+from elastic.saved import evaluation
 
 BASELINE = "sync"
 # Student's t, one-sided 95 %, by the number of seeds.
@@ -48,8 +49,6 @@ def compare(
 ) -> tuple[dict, dict[str, list[float]], bool]:  # fmt: skip
     """Train what is not trained yet. Returns losses and verdicts, loss curves by arm, and
     whether every arm is ok; `tell` hears how far it is. ElasticError: a run failed."""
-    from elastic.saved import evaluation
-
     base = load(path, overrides)
     evaluation.load(base)  # what cannot be evaluated need not be trained
     every = [*trials(lambda more: load(path, [*overrides, *more]), arms, seeds)]
@@ -138,15 +137,8 @@ def _begin(trial: Trial, root: Path) -> RunDir:
 
 
 def final_loss(run: RunDir, metric: str = "") -> float:
-    """The task's own validation loss at the end; evaluated once, and kept beside the
-    run."""
-    kept = run.path / "validation.json"
-    scores = read_json(kept)
-    if scores is None:
-        from elastic.saved.evaluation import evaluate
-
-        scores = evaluate(run)
-        write_atomic(kept, to_json(scores))
+    """The task's own validation loss at the end."""
+    scores = evaluation.evaluate(run)
     names = [name for name in scores if name not in ("version", "step")]
     chosen = metric or next((name for name in names if "loss" in name), names[0] if names else "")
     if chosen not in scores:
