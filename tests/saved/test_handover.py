@@ -11,6 +11,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from checkpoint_ranks import make, train
+from elastic.base.errors import ElasticError
 from elastic.run.audit import audit
 from elastic.run.rundir import RunDir
 from elastic.saved import inner_state
@@ -86,6 +87,29 @@ def test_parameters_go_there_and_back_bit_for_bit(begun):
     for one, other in zip(net.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
     assert audit(begun.path, keep=2)["problems"] == []
+
+
+def grown(net) -> None:
+    net.more = torch.nn.Parameter(torch.zeros(3))
+
+
+def shrunk(net) -> None:
+    del net.head
+
+
+def reshaped(net) -> None:
+    net.head = torch.nn.Linear(7, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(grown, "more"), (shrunk, "head.bias"), (reshaped, "head.bias")]
+)
+def test_a_model_that_is_not_the_runs_any_more_is_refused_by_name(begun, change, name):
+    """What it had grown went on as it was made, which may be memory that nobody has set."""
+    net, _ = make(1)
+    change(net)
+    with pytest.raises(ElasticError, match=f"model of the task is not the run's: {name}"):
+        to_sync(begun, 0, net)
 
 
 def test_what_was_before_sync_mode_is_compared_with_nothing_after_it(begun):

@@ -19,14 +19,16 @@ from elastic.run.records import Checkpoint, Commit, as_commit
 from elastic.run.rundir import RunDir
 from elastic.run.sound import typed
 from elastic.saved.checkpoint import Checkpoints, read_params
-from elastic.saved.replica import Replica
+from elastic.saved.replica import Replica, refuse_other
 from elastic.saved.versions import Draft, read_exactly, read_layout
 from elastic.train.group import Group
 
 
 def to_sync(run: RunDir, version: int, model: nn.Module) -> None:
-    """Load a version's parameters, in float32, into a model that may be sharded."""
+    """Load a version's parameters, in float32, into a model that may be sharded. Raises
+    ElasticError if it is another model."""
     commit, replica = run.commits.known(version), Replica(model, read_layout(run, version))
+    refuse_other(model, replica.layout)
     for index in range(len(replica.layout.fragments)):
         params, _momentum = read_exactly(run, commit, replica.layout, index)
         replica.load(index, params)

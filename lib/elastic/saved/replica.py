@@ -50,6 +50,16 @@ def refuse_inexact(model: nn.Module) -> None:
             raise ElasticError(what, f"convert it (model.float(), torch.view_as_real); {other}")
 
 
+def refuse_other(model: nn.Module, layout: Layout) -> None:
+    """Raise ElasticError naming a tensor if the model is not the one that was laid out."""
+    own, of_run = shapes(model), sum(layout.to_json(), [])
+    # An older run's layout has no buffers.
+    if of_run not in (own, [shape for shape in own if len(shape) == 2]):
+        odd = min((name for name, *_ in {*own} ^ {*of_run}), default="the order of its parameters")
+        what = f"the model of the task is not the run's: {odd}"
+        raise ElasticError(what, "a run keeps its model; submit a new run for another one")
+
+
 def _put(param: torch.Tensor, values: torch.Tensor) -> None:
     """Set this rank's part. float32 does not hold every integer, and a mean of ones may be
     0.9999999: one that float32 cannot tell from its value stays, others are rounded."""

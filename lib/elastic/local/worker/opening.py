@@ -9,12 +9,12 @@ from functools import partial
 from torch.nn import Module
 
 from elastic.base.config import Config
-from elastic.base.errors import ElasticError, TryAgain
+from elastic.base.errors import TryAgain
 from elastic.local.worker.line import NoLine
 from elastic.run.records import Commit
 from elastic.run.shuffle import check_size
 from elastic.saved.layout import Layout
-from elastic.saved.replica import Replica, shapes
+from elastic.saved.replica import Replica, refuse_other, shapes
 from elastic.saved.versions import Draft, read_layout
 from elastic.train.group import Group
 
@@ -35,11 +35,7 @@ def layout_of_run(
     newest = line.commit(run.commits.told_version())
     layout = read_layout(run, newest.version)
     check_size(samples, newest.dataset_samples)
-    own, of_run = shapes(model), sum(layout.to_json(), [])
-    # An older run's layout has no buffers.
-    if of_run not in (own, [shape for shape in own if len(shape) == 2]):
-        what = f"this model, of {len(own)} parameters, is not the run's, of {len(of_run)}"
-        raise ElasticError(what, "a run keeps its model; submit a new run for another one")
+    refuse_other(model, layout)
     return layout
 
 
