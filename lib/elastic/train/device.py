@@ -5,7 +5,6 @@ several ranks the model is sharded by FSDP2, one unit per layer.
 """
 
 import contextlib
-import math
 import os
 import random
 import sys
@@ -79,7 +78,7 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
     training mode.
 
     Its layers go to the device one by one. Where the task has `initial_values`, the model
-    has only room for them: they are loaded, or set by `set_initial_values`. Raises
+    has only room for them: each is loaded, or set by `set_initial_values`. Raises
     ElasticError.
     """
     seed(config.run.seed)
@@ -90,21 +89,11 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
         _require_loadable(model)
     if group.world > 1:
         shard(model, config, device)
-    model = _with_room(model, device) if is_bare else model.to(device)
+    model = model.to_empty(device=device) if is_bare else model.to(device)
     if config.train.compile:
         model.compile()
     # from_pretrained() of some libraries leaves the whole of it in the other mode.
     return model if model.training else model.train()
-
-
-@torch.no_grad()
-def _with_room(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """With memory for its values, which are NaN: one that nobody sets must not be
-    trained."""
-    for param in model.to_empty(device=device).parameters():
-        if param.is_floating_point():
-            own_part(param).fill_(math.nan)
-    return model
 
 
 def _require_loadable(model: torch.nn.Module) -> None:
