@@ -3,6 +3,7 @@
     pytest tests/local/test_store.py
 """
 
+import functools
 import os
 import signal
 import threading
@@ -46,18 +47,15 @@ def offer(store, slot=3, attempt=1, base=7, **header):
 
 
 @pytest.fixture
-def listen(store):
-    """listen("ctl") -> a listener that is subscribed."""
-    opened = []
+def listen(make_store):
+    """listen("ctl") -> what hears, and has heard nothing so far."""
 
     def open_(channel):
-        opened.append(store.listen(channel))
-        opened[-1].wait(0.05)
-        return opened[-1]
+        hear = functools.partial(make_store().hear, channel)
+        hear(0.05)
+        return hear
 
-    yield open_
-    for listener in opened:
-        listener._pubsub.close()
+    return open_
 
 
 # ---- leases -------------------------------------------------------------------------------------
@@ -248,11 +246,11 @@ def test_epochs_are_compared_as_numbers(store):
 
 
 def test_a_fenced_master_wakes_nobody(store, listen):
-    listener = listen("ctl")
+    heard = listen("ctl")
     store.set_master(2, {"version": 1}, wake="version 1")
     with pytest.raises(Fenced):
         store.set_master(1, {"version": 2}, wake="version 2")
-    assert words(listener, 1) == ["version 1"]
+    assert words(heard, 1) == ["version 1"]
 
 
 # ---- deltas -------------------------------------------------------------------------------------
@@ -350,16 +348,15 @@ def test_the_clock_is_the_servers(store):
 # ---- wake-ups -----------------------------------------------------------------------------------
 
 
-def words(listener, count):
+def words(hear, count):
     """The next `count` wake-ups."""
     found = []
-    wait_until(lambda: found.extend(listener.wait(0.1)) or len(found) >= count, 5, "wake-ups")
+    wait_until(lambda: found.extend(hear(0.1)) or len(found) >= count, 5, "wake-ups")
     return found
 
 
-def test_everybody_hears_what_is_announced_and_only_the_master_its_own(store, listen, make_store):
-    everybody, another, master = listen("ctl"), make_store().listen("ctl"), listen("wake")
-    another.wait(0.05)
+def test_everybody_hears_what_is_announced_and_only_the_master_its_own(store, listen):
+    everybody, another, master = listen("ctl"), listen("ctl"), listen("wake")
     claim(store)
     offer(store)
     store.ask(ask(1))
@@ -368,26 +365,25 @@ def test_everybody_hears_what_is_announced_and_only_the_master_its_own(store, li
     assert words(everybody, 2) == ["version 5", "stop"]
     assert words(another, 2) == ["version 5", "stop"]
     assert words(master, 2) == ["offer 3", "ask 3"]
-    another._pubsub.close()
 
 
 def test_a_wait_ends_with_the_first_word_and_brings_all_behind_it(store, listen):
-    listener = listen("ctl")
+    heard = listen("ctl")
     for number in range(20):
         store.announce(f"version {number}")
-    assert words(listener, 20) == [f"version {number}" for number in range(20)]
+    assert words(heard, 20) == [f"version {number}" for number in range(20)]
     started = time.monotonic()
-    assert listener.wait(0.2) == []
+    assert heard(0.2) == []
     assert time.monotonic() - started > 0.15
 
 
 def test_a_refused_claim_wakes_nobody(store, listen):
     claim(store, attempt=2)
-    listener = listen("wake")
+    heard = listen("wake")
     assert not claim(store, attempt=1)
     store.release(3, 1)
     offer(store, attempt=2)
-    assert words(listener, 1) == ["offer 3"]
+    assert words(heard, 1) == ["offer 3"]
 
 
 # ---- a server that does not answer --------------------------------------------------------------
@@ -400,7 +396,7 @@ def every_call(store):
     yield "slots", store.slots
     yield "ask", lambda: store.ask(ask(1))
     yield "granted", lambda: store.granted(ask(1), 0.1)
-    yield "listen", lambda: store.listen("ctl").wait(0.1)
+    yield "hear", lambda: store.hear("ctl", 0.1)
 
 
 def test_a_server_that_is_not_there_means_try_again_and_names_the_place():

@@ -22,9 +22,9 @@ FOLDERS = {
     "jobs": 1741,  # jobs on a cluster: what is there, what should be, one pass
     "train": 988,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1100,  # tensors on disk, committed by link(): what both modes begin with
-    "local": 596,  # local mode: what both sides of the wire speak
-    "local/worker": 1396,  # one slot: hold the lease, train, deliver
-    "local/master": 1133,  # one master: Redis, samples, rounds, commits
+    "local": 590,  # local mode: what both sides of the wire speak
+    "local/worker": 1395,  # one slot: hold the lease, train, deliver
+    "local/master": 1131,  # one master: Redis, samples, rounds, commits
     "sync": 972,  # sync mode: one job that resizes
     "people": 2021,  # what a person asks and sees
     "lab": 1266,  # trying and proving; nothing imports it

@@ -272,23 +272,21 @@ def test_a_role_is_refused_what_is_not_its_own(server, role, lines):
 def test_a_worker_cannot_publish_a_version(server):
     _, connect = server
     master, worker, reader = connect("master"), connect("worker"), connect("reader")
-    listener = reader.listen("ctl")
-    listener.wait(0.05)
+    reader.hear("ctl", 0.05)
     for attempt in (lambda: worker.set_master(9, {"version": 9}, "version 9"),
                     lambda: worker.announce("version 9"), worker.master):  # fmt: skip
         with pytest.raises(ElasticError, match="refuses") as caught:
             attempt()
         assert not isinstance(caught.value, TryAgain)
     master.announce("version 1")
-    assert wait_until(lambda: listener.wait(0.1), 5, "the master's word") == ["version 1"]
+    assert wait_until(lambda: reader.hear("ctl", 0.1), 5, "the master's word") == ["version 1"]
     assert master.master().keys() == {"epoch", "beat"}
 
 
 def test_a_role_may_do_its_own_work(server):
     _, connect = server
     master, worker, reader = connect("master"), connect("worker"), connect("reader")
-    listener = master.listen("wake")
-    listener.wait(0.05)
+    master.hear("wake", 0.05)
     master.set_attempts({3: 1})
     assert worker.lease(3, 1, LEASE, 60.0)
     assert worker.offer(3, 1, 5, {"a": 1})
@@ -305,7 +303,7 @@ def test_a_role_may_do_its_own_work(server):
     assert list(reader.slots()) == [3]
     worker.release(3, 1)
     assert (reader.slots(), reader.attempts()) == ({}, {3: 1})
-    assert wait_until(lambda: listener.wait(0.1), 5, "wake-ups")
+    assert wait_until(lambda: master.hear("wake", 0.1), 5, "wake-ups")
 
 
 def test_a_redis_that_knows_no_channels_is_not_told_of_any(run):

@@ -127,6 +127,7 @@ class Store:
     def __init__(self, client: redis.Redis, run_key: str, where: str, epoch: int = 0):
         self._redis, self.where, self.epoch = client, where, epoch
         self._prefix = f"elastic:{run_key}:"
+        self._ear: redis.client.PubSub | None = None
 
     # ---- the connection
 
@@ -247,31 +248,19 @@ class Store:
                 attempts[int(slot)] = int(attempt)
         return attempts
 
-    def listen(self, channel: str) -> "Listener":
-        """Wake-ups of "ctl" or "wake"."""
-        pubsub = self._redis.pubsub(ignore_subscribe_messages=True)
-        return Listener(pubsub, self._key(channel), self.where)
-
-
-@reaches_redis
-class Listener:
-    """Wake-ups of one channel. Losing one costs a poll interval, nothing else."""
-
-    def __init__(self, pubsub: redis.client.PubSub, channel: str, where: str):
-        self._pubsub, self._channel, self.where = pubsub, channel, where
-        self._subscribed = False
-
-    def wait(self, timeout_s: float) -> list[str]:
-        """The wake-ups that came within `timeout_s`; returns at the first, with all
-        behind it."""
-        if not self._subscribed:
-            self._pubsub.subscribe(self._channel)
-            self._subscribed = True
+    def hear(self, channel: str, timeout_s: float) -> list[str]:
+        """The wake-ups of "ctl" or "wake" that came within `timeout_s`, from the first
+        call on; a store hears one of the two. Returns at the first, with all behind it.
+        Losing one costs a poll interval, nothing else."""
+        if self._ear is None:
+            ear = self._redis.pubsub(ignore_subscribe_messages=True)
+            ear.subscribe(self._key(channel))
+            self._ear = ear
         words = []
-        message = self._pubsub.get_message(timeout=timeout_s)
+        message = self._ear.get_message(timeout=timeout_s)
         while message is not None and len(words) < MOST_WORDS:
             words.append(message["data"].decode(errors="replace"))
-            message = self._pubsub.get_message(timeout=0)
+            message = self._ear.get_message(timeout=0)
         return words
 
 

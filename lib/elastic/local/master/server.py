@@ -16,7 +16,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.network import bind_address
 from elastic.local.master.redis_server import RedisServer, start
 from elastic.local.master_store import MasterStore
-from elastic.local.store import Listener, Useless
+from elastic.local.store import Useless
 from elastic.local.worker_store import WorkerStore
 from elastic.run.membership import Slot, live
 from elastic.run.rundir import Endpoint, RunDir
@@ -33,7 +33,6 @@ class Server:
         self.endpoint: Endpoint | None = None
         self.store: MasterStore | None = None
         self._redis: RedisServer | None = None  # the run's own
-        self._listener: Listener | None = None
         self.attempts: dict[int, int] = {}  # slot -> its newest
         self.has_doubts = False
         self.workers: dict[int, Slot] = {}  # with a lease, as of the last turn
@@ -51,7 +50,6 @@ class Server:
             self._redis = start(self.run, self.config, address, epoch)
             self.endpoint = self._redis.endpoint
         self.store = MasterStore.of(self.run, self.endpoint)
-        self._listener = self.store.listen("wake")
 
     def _node_address(self) -> str:
         if self.config.run.scheduler == "local":
@@ -90,13 +88,13 @@ class Server:
         until = time.monotonic() + TICK_S
         # A big delta must not keep those waiting that ask meanwhile.
         while checks and not any(check.done() for check in checks):
-            words = self._listener.wait(LOOK_S)
+            words = self.store.hear("wake", LOOK_S)
             if words or time.monotonic() > until:
                 return words
-        words = self._listener.wait(0 if checks else TICK_S)
+        words = self.store.hear("wake", 0 if checks else TICK_S)
         if words and workers > CROWD:
             time.sleep(min(0.05, 0.0005 * workers))
-            words += self._listener.wait(0)
+            words += self.store.hear("wake", 0)
         return words
 
     # ---- leases

@@ -250,11 +250,10 @@ class Line(NoLine):
         while not self._closed.is_set():
             try:
                 store = Store.open(self.run)
-                listener = store.listen("ctl")
                 while not self._closed.is_set():
                     store.meet()  # else a newer master has another one
                     self._note(store.master(), store.now())
-                    listener.wait(POLL_S)
+                    store.hear("ctl", POLL_S)
             except (ElasticError, OSError):  # files, too, where too many are open
                 with contextlib.suppress(ElasticError, OSError):
                     if over := self.run.closing("local"):
