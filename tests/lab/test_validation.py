@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
 
@@ -81,12 +81,13 @@ def test_who_compares_with_an_arm_that_is_lost_is_not_told_ok(make_config, monke
     runs = {"sync": 2.0, "int8": 2.0, "none": math.nan}
     monkeypatch.setattr(evaluation, "load", lambda _config: None)
     monkeypatch.setattr(validation, "load", lambda _path, settings: make_config(*settings))
-    monkeypatch.setattr(validation, "train", lambda trials, *_: {each: each for each in trials})
-    monkeypatch.setattr(validation, "final_loss", lambda trial, _metric: runs[trial.arm])
-    monkeypatch.setattr(validation, "curve", lambda _trial: [])
+    monkeypatch.setattr(validation, "train", lambda trials, _folder: [
+        (arm, seed, arm) for arm, seed, _ in trials])  # fmt: skip
+    monkeypatch.setattr(validation, "final_loss", lambda arm, _metric: runs[arm])
+    monkeypatch.setattr(validation, "curve", lambda _arm: [])
 
     def compare(*arms: str) -> tuple[dict, bool]:
-        data, _, is_ok = validation.compare(Path("x"), [], arms, 2, 1, "", 0.02, print)
+        data, _, is_ok = validation.compare(Path("x"), [], arms, 2, "", 0.02)
         return data, is_ok
 
     assert compare("int8")[1]
@@ -102,49 +103,87 @@ def test_a_step_of_sync_mode_has_the_samples_of_all_workers_steps(make_config):
         given = ("elastic.max=8", "slurm.gpus_per_worker=4", "train.batch_size=6")
         return make_config(*given, "train.accumulate=5", *settings)
 
-    sync, local = validation.trials(load, ["int8"], 1)
-    assert sync.config.sync.global_batch_size == 2 * local.config.step_samples == 8 * 6 * 5
+    (_, _, sync), (_, _, local) = validation.trials(load, ["int8"], 1)
+    assert sync.sync.global_batch_size == 2 * local.step_samples == 8 * 6 * 5
 
 
 # ---- one after the other
 
 
-def test_a_trial_that_has_failed_is_tried_again(make_config, home: Path, monkeypatch):
+@pytest.fixture
+def two(make_config) -> list[validation.Trial]:
+    return [("int8", seed, make_config("elastic.reconcile_interval=1s", name=f"t{seed}"))
+            for seed in (0, 1)]  # fmt: skip
+
+
+@pytest.fixture
+def passes(monkeypatch) -> Callable[[Callable[[RunDir], None]], None]:
+    """passes(act): each pass over a run is act(run)."""
+
+    def patch(act: Callable[[RunDir], None]) -> None:
+        def a_pass(runs: list[RunDir], _now: float) -> PassReport:
+            for run in runs:
+                act(run)
+            return PassReport()
+
+        monkeypatch.setattr(validation, "run_pass", a_pass)
+        monkeypatch.setattr(steering, "run_pass", a_pass)
+
+    monkeypatch.setattr(steering, "WAIT_S", 0.0)
+    return patch
+
+
+def names(runs: list[tuple[str, int, RunDir]]) -> list[str]:
+    return [run.name for _, _, run in runs]
+
+
+def test_a_trial_that_has_failed_is_tried_again(two, home: Path, passes):
     """Called again, its mistake mended meanwhile: what is done stays as it is."""
-    trials = [validation.Trial("int8", seed, make_config(f"run.seed={seed}", name=f"t{seed}"))
-              for seed in (0, 1)]  # fmt: skip
-    mistaken = {"t1"}
+    mistaken, passed = {"t1"}, Counter()
 
-    def a_pass(runs: list[RunDir], _now: float) -> PassReport:
-        for run in runs:
-            run.mark_failed("no such file") if run.name in mistaken else run.mark_done(SAID)
-        return PassReport()
+    def act(run: RunDir) -> None:
+        passed[run.name] += 1
+        run.mark_failed("no such file") if run.name in mistaken else run.mark_done(SAID)
 
-    monkeypatch.setattr(validation, "run_pass", a_pass)
-
-    def train() -> dict:
-        return validation.train(trials, home / "runs", 1, lambda _: None)
-
+    passes(act)
     with pytest.raises(ElasticError, match="run t1 failed: no such file"):
-        train()
+        validation.train(two, home / "runs")
+    assert RunDir(home / "runs" / "t1").control().state == "stopped"
     mistaken.clear()
-    again = train()
-    assert [run.name for run in again.values()] == ["t0", "t1"]
-    assert all(run.done() and not run.failed() for run in again.values())
+    again = validation.train(two, home / "runs")
+    assert names(again) == ["t0", "t1"]
+    assert all(run.done() and not run.failed() for _, _, run in again)
+    assert again[1][2].control().state == "running"
+    assert passed["t1"] == 2 + 1  # the last but one has stopped its jobs
 
 
-def test_a_silence_ends_no_trial(make_config, home: Path, monkeypatch):
+def test_a_trial_is_stopped_at_ctrl_c_and_goes_on_when_it_is_called_again(two, home, passes):
+    states, pressed = [], {"t1"}
+
+    def act(run: RunDir) -> None:
+        states.append((run.name, run.control().state))
+        if run.name not in pressed:
+            run.mark_done(SAID)
+        elif run.control().state == "running":
+            raise KeyboardInterrupt
+
+    passes(act)
+    with pytest.raises(KeyboardInterrupt):
+        validation.train(two, home / "runs")
+    assert states == [("t0", "running"), ("t1", "running"), ("t1", "stopped")]
+    pressed.clear()
+    assert names(validation.train(two, home / "runs")) == ["t0", "t1"]
+    assert states[-1] == ("t1", "running")
+
+
+def test_a_silence_ends_no_trial(two, home: Path, passes, monkeypatch):
     """Three seconds of it ended all runs, after hours of training."""
-    trials = [validation.Trial("int8", seed, make_config(f"run.seed={seed}", name=f"t{seed}"))
-              for seed in (0, 1)]  # fmt: skip
     passed, silent, real = Counter(), Counter(), os.listdir
 
-    def a_pass(runs: list[RunDir], _now: float) -> PassReport:
-        for run in runs:
-            passed[run.name] += 1
-            if passed[run.name] == 2:
-                run.mark_done(SAID)
-        return PassReport()
+    def act(run: RunDir) -> None:
+        passed[run.name] += 1
+        if passed[run.name] == 2:
+            run.mark_done(SAID)
 
     def listdir(path):
         silent[name := Path(path).name] += 1
@@ -157,16 +196,25 @@ def test_a_silence_ends_no_trial(make_config, home: Path, monkeypatch):
         if config.run.name == "t1" and silent["slurm"] < 4:
             raise TryAgain("squeue: Socket timed out")
 
+    passes(act)
     for where, name, value in (
-        (validation, "run_pass", a_pass), (os, "listdir", listdir), (durable, "AGAIN_S", ()),
-        (validation, "LOOK_S", 0.0), (validation.submission, "check", check),
+        (os, "listdir", listdir), (durable, "AGAIN_S", ()), (durable, "STUCK_S", 0.0),
+        (durable, "UNREAD_S", -1.0), (validation.submission, "check", check),
     ):  # fmt: skip
         monkeypatch.setattr(where, name, value)
-    settings = replace(trials[0].config.elastic, reconcile_interval_s=0.0)
-    trials[0] = replace(trials[0], config=replace(trials[0].config, elastic=settings))
-    over = validation.train(trials, home / "runs", 1, lambda runs: steering.progress_of(runs, 2))
-    assert [run.name for run in over.values()] == ["t0", "t1"]
+    assert names(validation.train(two, home / "runs")) == ["t0", "t1"]
     assert silent["slurm"] == 4
+    assert passed == {"t0": 2, "t1": 2}
+
+
+def test_who_begins_while_slurm_is_silent_is_told_so_at_once(two, home: Path, monkeypatch):
+    def check(_config, _root) -> None:
+        raise TryAgain("squeue: Socket timed out")
+
+    monkeypatch.setattr(validation.submission, "check", check)
+    with pytest.raises(TryAgain, match="Socket timed out"):
+        validation.train(two, home / "runs")
+    assert not (home / "runs" / "t0").exists()
 
 
 # ---- for real

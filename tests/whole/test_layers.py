@@ -26,9 +26,9 @@ FOLDERS = {
     "local/worker": 1395,  # one slot: hold the lease, train, deliver
     "local/master": 1131,  # one master: Redis, samples, rounds, commits
     "sync": 972,  # sync mode: one job that resizes
-    "people": 2021,  # what a person asks and sees
-    "lab": 1266,  # trying and proving; nothing imports it
-    "commands": 456,  # click: options, checks, exit codes
+    "people": 2018,  # what a person asks and sees
+    "lab": 1250,  # trying and proving; nothing imports it
+    "commands": 454,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

@@ -57,7 +57,7 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
     show(as_json, found, views.plan_view)
 
 
-@command("validate etc/demo.toml", "validate 7b.toml --arms int8,int4 --seeds 5 --at-once 8")
+@command("validate etc/demo.toml", "validate 7b.toml --arms int8,int4 --seeds 5")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--arms", default="int8", metavar="A,B",
               help="Compressions of local mode to try; K and overlap are CONFIG's.")
@@ -66,7 +66,6 @@ def plan(config: Path, source: str, measured: str | None, overrides: tuple[str, 
 @click.option("--margin", default=0.02, help="How much more loss is still as good.")
 @click.option("--metric", default="", show_default="the first that says loss",
               help="A number that validate() returns.")
-@click.option("--at-once", default=1, type=click.IntRange(1), help="Runs at a time.")
 @shared.overrides_option
 @shared.json_option
 def validate(config: Path, arms: str, as_json: bool, **given):
@@ -79,8 +78,7 @@ def validate(config: Path, arms: str, as_json: bool, **given):
     from elastic.lab.validation import compare
     from elastic.people import views
 
-    with views.progress() as tell:
-        data, curves, is_ok = compare(config, arms=arms.split(","), tell=tell, **given)
+    data, curves, is_ok = compare(config, arms=arms.split(","), **given)
     show(as_json, data, functools.partial(views.validation_view, curves=curves))
     sys.exit(Exit.OK if is_ok else Exit.ERROR)
 

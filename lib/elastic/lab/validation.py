@@ -6,23 +6,22 @@
     verdict    paired by seed: the mean difference of the final validation loss, and the one-sided
                95 % bound of it (Student's t), against the margin that one is ready to pay
 
-The runs are ordinary ones, in their own folder, on whatever scheduler CONFIG names.
-Started again, it goes on: a run that is done is not done again, one that has failed tries
-again. What it costs: arms x seeds whole runs.
+The runs are ordinary ones, one after the other, in their own folder, on whatever scheduler
+CONFIG names. Started again, it goes on: a run that is done is not done again, one that was
+stopped or has failed tries again. What it costs: arms x seeds whole runs.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from statistics import mean, stdev
 
 from elastic.base.config import Config, load
 from elastic.base.durable import patiently
 from elastic.base.environment import runs_root
-from elastic.base.errors import ElasticError, TryAgain, UsageError
+from elastic.base.errors import ElasticError, UsageError
 from elastic.jobs.reconcile import run_pass
 from elastic.people import steering, submission, timeline
 from elastic.run.rundir import RunDir
@@ -31,33 +30,24 @@ from elastic.saved import evaluation
 BASELINE = "sync"
 # Student's t, one-sided 95 %, by the number of seeds.
 T95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
-LOOK_S = 0.5
 
-
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """One run of an arm."""
-
-    arm: str
-    seed: int
-    config: Config
+Trial = tuple[str, int, Config]  # an arm, a seed, and the run to make of them
 
 
 def compare(
-    path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: int, at_once: int,
-    metric: str, margin: float, tell: Callable[[tuple[float, str]], None],
+    path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: int, metric: str,
+    margin: float,
 ) -> tuple[dict, dict[str, list[float]], bool]:  # fmt: skip
     """Train what is not trained yet. Returns losses and verdicts, loss curves by arm, and
-    whether every arm is ok; `tell` hears how far it is. ElasticError: a run failed."""
+    whether every arm is ok. ElasticError: a run failed."""
     base = load(path, overrides)
     evaluation.load(base)  # what cannot be evaluated need not be trained
     every = [*trials(lambda more: load(path, [*overrides, *more]), arms, seeds)]
     folder = runs_root() / f"{base.run.name}-validate"
-    runs = train(every, folder, at_once, lambda r: tell(steering.progress_of(r, len(every))))
     losses, curves = {}, {}
-    for trial in every:
-        losses.setdefault(trial.arm, {})[trial.seed] = final_loss(runs[trial], metric)
-        curves.setdefault(trial.arm, curve(runs[trial]))
+    for arm, seed, run in train(every, folder):
+        losses.setdefault(arm, {})[seed] = final_loss(run, metric)
+        curves.setdefault(arm, curve(run))
     judged = [*verdicts(losses, margin)]
     bounds = [verdict["bound"] for verdict in judged if verdict["arm"] != BASELINE]
     is_ok = all(bound is not None and bound <= margin for bound in bounds)
@@ -80,57 +70,49 @@ def trials(
                 settings += ["run.mode=sync", f"sync.global_batch_size={samples}"]
             else:
                 settings += ["run.mode=local", f"local_sgd.compression={arm}"]
-            yield Trial(arm, seed, config(settings))
+            yield arm, seed, config(settings)
 
 
 # ---- running them
 
 
-def train(
-    every: Sequence[Trial], root: Path, at_once: int, tell: Callable[[Sequence[RunDir]], None]
-) -> dict[Trial, RunDir]:
-    """Bring every trial to its end, `at_once` at a time. `tell` is called now and then.
-
-    Raises ElasticError if one fails; at that, and at Ctrl-C, those under way are stopped.
-    """
-    waiting, active, over, next_pass = list(every), {}, {}, 0.0
-    try:
-        while waiting or active:
-            while waiting and len(active) < at_once:
-                try:
-                    active[waiting[0]], next_pass = _begin(waiting[0], root), 0.0
-                except TryAgain:
-                    if not (active or over):
-                        raise
-                    break  # hours of work wait for the answer
-                waiting.pop(0)
-            if time.monotonic() >= next_pass:  # as often as cron would: schedulers are shared
-                if errors := run_pass(list(active.values()), time.time()).errors:
-                    raise ElasticError(errors[0], "elastic-reconcile")
-                next_pass = time.monotonic() + every[0].config.elastic.reconcile_interval_s
-            for trial in [trial for trial, run in active.items() if steering.is_done(run)]:
-                over[trial] = active.pop(trial)
-            tell([*over.values(), *active.values()])
-            time.sleep(LOOK_S)
-    finally:
-        for run in active.values():
-            patiently(partial(run.set_control, state="stopped"))
-        run_pass(list(active.values()), time.time())
-    return over
+def train(every: Iterable[Trial], root: Path) -> list[tuple[str, int, RunDir]]:
+    """Bring every trial to its end, one after the other: the run of each arm and seed.
+    Raises ElasticError if one fails."""
+    runs = []
+    for arm, seed, config in every:
+        begin = partial(_begin, config, root)
+        run = patiently(begin, for_s=inf) if runs else begin()  # hours of work wait for an answer
+        _finish(run)
+        runs.append((arm, seed, run))
+    return runs
 
 
-def _begin(trial: Trial, root: Path) -> RunDir:
-    """The trial's run: begun, or gone on with."""
-    run = RunDir(root / trial.config.run.name)
-    if not run.path.exists():
-        submission.check(trial.config, root)
-        return submission.start(trial.config, root)
-    if run.config() != trial.config:
+def _begin(config: Config, root: Path) -> RunDir:
+    """The run of a trial: begun, or gone on with."""
+    run = RunDir(root / config.run.name)
+    is_new = not run.path.exists()
+    if is_new:
+        submission.check(config, root)
+        submission.start(config, root)
+    if run.config() != config:
         raise UsageError(f"{run.path} was trained with another configuration",
                          "remove that folder, or give --set run.name=NAME")  # fmt: skip
-    if not run.done():  # whether it was stopped or has failed
+    if not (is_new or run.done()):  # whether it was stopped or has failed
         steering.scale(run, None, None, None)
     return run
+
+
+def _finish(run: RunDir) -> None:
+    """Train it to its end. At an error, and at Ctrl-C, it is stopped."""
+    try:
+        if errors := run_pass([run], time.time()).errors:
+            raise ElasticError(errors[0], "elastic-reconcile")
+        steering.wait_for_end(run)
+    except BaseException:
+        patiently(partial(run.set_control, state="stopped"))
+        run_pass([run], time.time())
+        raise
 
 
 # ---- what came out

@@ -121,7 +121,7 @@ def wait_for_end(run: RunDir) -> None:
     next_pass = time.monotonic() + interval_s
     with views.progress() as tell:
         while not is_done(run):
-            tell(progress_of([run], 1))
+            tell(progress_of(run))
             time.sleep(WAIT_S)
             if time.monotonic() >= next_pass:
                 run_pass([run], time.time())
@@ -141,20 +141,16 @@ def is_done(run: RunDir) -> bool:
     return False
 
 
-def progress_of(runs: Sequence[RunDir], count: int) -> tuple[float, str]:
-    """How much of `count` runs is trained, of which some are not begun; words on the
-    newest."""
-    trained, words = 0.0, ""
-    for run in runs:
-        newest, of_sync, is_over = None, run.jobs.progress() or {}, False
-        with contextlib.suppress(TryAgain):  # no reason to end for who only looks
-            newest, is_over = run.commits.newest(), run.done() is not None
-        tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
-        goal = of_sync.get("total_tokens") or (newest and newest.total_tokens)
-        trained += 1.0 if is_over else tokens / goal if goal else 0.0
-        unit = wording.unit(newest.deltas if newest else (), of_sync)
-        words = f"{run.name}: {wording.si(tokens)} {unit}"
-    return trained / count, words
+def progress_of(run: RunDir) -> tuple[float, str]:
+    """How much of the run is trained; words on that."""
+    newest, of_sync, is_over = None, run.jobs.progress() or {}, False
+    with contextlib.suppress(TryAgain):  # no reason to end for who only looks
+        newest, is_over = run.commits.newest(), run.done() is not None
+    tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
+    goal = of_sync.get("total_tokens") or (newest and newest.total_tokens)
+    unit = wording.unit(newest.deltas if newest else (), of_sync)
+    trained = 1.0 if is_over else tokens / goal if goal else 0.0
+    return trained, f"{run.name}: {wording.si(tokens)} {unit}"
 
 
 def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -> list[str]:
