@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import shlex
 import stat
@@ -149,26 +150,6 @@ def lock(descriptor: int, for_s: float) -> bool:
             return True
 
 
-def until_written(write: Callable, hurry: Callable, tell: Callable = lambda _: None):
-    """What `write()` returns, tried again while the disk is full or fails for now, in
-    what it looks up before, too; `tell(error)` in between. Raises TryAgain once `hurry()`
-    is true."""
-    is_told = False
-    while True:
-        try:
-            return write()
-        except (OSError, TryAgain) as error:
-            if isinstance(error, OSError) and error.errno not in FULL:
-                raise
-            if hurry():
-                raise TryAgain(f"a notice came while waiting to write: {error}") from None
-            if not is_told:
-                print(f"waiting to write, will try on: {error}", flush=True)
-            is_told = True
-            tell(error)
-            time.sleep(STUCK_S)
-
-
 class _Lossy(io.FileIO):
     def write(self, data) -> int | None:
         try:
@@ -200,19 +181,37 @@ def insist(action: Callable[..., T], *args) -> T:
             time.sleep(wait_s)
 
 
-def patiently(
-    action: Callable[..., T], *args, hurry: Callable = lambda: False, for_s: float = 0.0
-) -> T:
-    """What `action(*args)` returns, called again while it raises TryAgain, for `for_s`
-    (0: for UNREAD_S) and until `hurry()`: to go on without these bytes would cost work."""
-    until = time.monotonic() + (for_s or UNREAD_S)
+def patiently(action: Callable[..., T], *args, hurry: Callable = lambda: False,
+              for_s: float = UNREAD_S, passing: tuple = (), tell: Callable = lambda _: None) -> T:
+    """What `action(*args)` returns, called again while it raises TryAgain, or an OSError
+    of a number in `passing`, for `for_s` and until `hurry()`; `tell(error)` in between.
+    Raises TryAgain then: to go on without these bytes would cost work."""
+    until = time.monotonic() + for_s
     while True:
         try:
             return action(*args)
-        except TryAgain:
-            if hurry() or time.monotonic() > until:
+        except (OSError, TryAgain) as error:
+            if isinstance(error, OSError) and error.errno not in passing:
                 raise
+            if hurry() or time.monotonic() > until:
+                raise error if isinstance(error, TryAgain) else TryAgain(str(error)) from None
+            tell(error)
             time.sleep(STUCK_S)
+
+
+def until_written(write: Callable[[], T], hurry: Callable, tell: Callable = lambda _: None) -> T:
+    """What `write()` returns, tried again while the disk is full or fails for now, in
+    what it looks up before, too; `tell(error)` in between. Raises TryAgain once `hurry()`
+    is true."""
+    told = set()
+
+    def say(error: OSError | TryAgain) -> None:
+        if str(error) not in told:
+            print(f"waiting to write, will try on: {error}", flush=True)
+        told.add(str(error))
+        tell(error)
+
+    return patiently(write, hurry=hurry, for_s=math.inf, passing=FULL, tell=say)
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:
