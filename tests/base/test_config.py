@@ -40,14 +40,16 @@ def problems_of(path, *overrides):
 
 
 def test_the_command_line_beats_the_file_beats_the_site_file_beats_the_default(write):
-    site = write("[elastic]\nmin = 2\nmax = 5\nmax_pending = 3\n", "site.toml")
-    run = write(LOCAL + "[elastic]\n# a comment\nmax = 6\nmin = 3\n")
+    site = "[elastic]\nmin = 2\nmax = 5\nmax_pending = 3\n[task]\ndata = 'all'\ncontext = 8\n"
+    run = "[elastic]\n# a comment\nmax = 6\nmin = 3\n[task]\ncontext = 9\n"
+    site, run = write(site, "site.toml"), write(LOCAL + run)
     made = config.load(run, ["elastic.min=4"], site=site)
     assert (made.elastic.min, made.elastic.max, made.elastic.max_pending) == (4, 6, 3)
     assert made.origin("elastic.min") == "command line"
     assert made.origin("elastic.max") == "run.toml:7"
     assert made.origin("elastic.max_pending") == "site.toml:4"
     assert made.origin("elastic.max_failures") == "default"
+    assert made.task == {"data": "all", "context": 9}
 
 
 def test_the_site_file_is_found_by_the_environment(write, monkeypatch):
@@ -315,12 +317,6 @@ def test_what_is_nested_too_deeply_is_refused(write, value):
     said = problems_of(write(LOCAL), f"train.epochs={{{value}}}", "elastic.max=" + "[" * 10_000)
     assert "command line: train.epochs: expected an integer" in said
     assert "command line: elastic.max: expected an integer" in said
-
-
-def test_a_site_file_has_no_task(write):
-    site = write("[task]\ncontext = 3\n", "site.toml")
-    with pytest.raises(UsageError, match=r"site.toml: \[task\]"):
-        config.load(write(LOCAL), site=site)
 
 
 # --- the files that are shipped ------------------------------------------------------------------

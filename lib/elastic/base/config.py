@@ -95,8 +95,8 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None,
     `site`, unless given, is $ELASTIC_SITE or etc/site.toml of the installation. What is
     `left_open` need not be set.
     """
-    site_layer = _read_site(site or site_file())
-    layers = [_shell_layer(), site_layer, _read(Path(path)), _override_layer(overrides)]
+    layers = [_shell_layer(), _read(site or site_file()), _read(Path(path)),
+              _override_layer(overrides)]  # fmt: skip
     return _resolve(layers, Path(path), left_open)
 
 
@@ -119,7 +119,7 @@ def load_site(overrides: Sequence[str] = (), site: Path | None = None) -> Config
     """What every run inherits: the site file over the defaults, under `overrides`. What
     that leaves to a run's file, such as how long to train, is left open."""
     site = site or site_file()
-    layers = [_read_site(site), _override_layer(overrides)]
+    layers = [_read(site), _override_layer(overrides)]
     return _resolve(layers, site, {"train.epochs", "slurm.partition"})
 
 
@@ -152,13 +152,6 @@ def _shell_layer() -> _Layer:
                  "qos": "SBATCH_QOS", "time": "SBATCH_TIMELIMIT"}  # fmt: skip
     given = {name: value for name, variable in variables.items() if (value := env(variable))}
     return _Layer({"slurm": given}, lambda name: variables.get(name.removeprefix("slurm."), name))
-
-
-def _read_site(path: Path) -> _Layer:
-    layer = _read(Path(path))
-    if "task" in layer.tables:
-        raise UsageError(f"{_shown(path)}: [task] belongs into a run's file")
-    return layer
 
 
 def _line_numbers(text: str) -> dict[str, int]:
