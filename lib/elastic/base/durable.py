@@ -182,11 +182,12 @@ def insist(action: Callable[..., T], *args) -> T:
 
 
 def patiently(action: Callable[..., T], *args, hurry: Callable = lambda: False,
-              for_s: float = UNREAD_S, passing: tuple = (), tell: Callable = lambda _: None) -> T:
+              for_s: float = 0.0, passing: tuple = (), tell: Callable = lambda _: None) -> T:
     """What `action(*args)` returns, called again while it raises TryAgain, or an OSError
-    of a number in `passing`, for `for_s` and until `hurry()`; `tell(error)` in between.
-    Raises TryAgain then: to go on without these bytes would cost work."""
-    until = time.monotonic() + for_s
+    of a number in `passing`, for `for_s` (0: for UNREAD_S) and until `hurry()`;
+    `tell(error)` in between. Raises TryAgain then: to go on without these bytes would cost
+    work."""
+    until = time.monotonic() + (for_s or UNREAD_S)
     while True:
         try:
             return action(*args)
