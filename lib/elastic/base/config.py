@@ -132,18 +132,17 @@ class _Layer(NamedTuple):
 
 
 def _read(path: Path) -> _Layer:
-    shown = _shown(path)
     try:
         # Some editors begin a file with a mark.
         text = path.read_text(encoding="utf-8-sig")
         tables = tomllib.loads(text)
         toml_value(tables)  # RecursionError: nested too deeply to be written down again
     except OSError as error:
-        raise UsageError(f"cannot read {shown}: {error.strerror}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{shown} is not TOML: {error}") from error
+        raise UsageError(f"{path} is not TOML: {error}") from error
     lines = _line_numbers(text)
-    return _Layer(tables, lambda name: f"{shown}:{lines[name]}" if name in lines else shown)
+    return _Layer(tables, lambda name: f"{path}:{lines[name]}" if name in lines else str(path))
 
 
 def _shell_layer() -> _Layer:
@@ -221,7 +220,7 @@ def _resolve(layers: Sequence[_Layer], path: Path, left_open: Set[str] = frozens
     problems += _conflicts(values, {name for name, _ in problems} | left_open)
     if problems:
         texts = [text for _, text in problems]
-        raise UsageError("\n  ".join([f"{_shown(path)} cannot be used:", *texts]))
+        raise UsageError("\n  ".join([f"{path} cannot be used:", *texts]))
     sections = {name: _SECTION_TYPES[name](**fields) for name, fields in values.items()}
     return Config(**sections, task=task, origins=origins)
 
@@ -325,9 +324,3 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[..., bool], str | Callable[..., st
      "slurm.partition is not set: give --set slurm.partition=NAME, or write it into the run's file"
      " or the site's (elastic-doctor names them); on this machine alone: --scheduler local"),
 )  # fmt: skip
-
-
-def _shown(path: Path) -> str:
-    """Relative where it lies below the working directory, for messages and origins."""
-    absolute, here = Path(path).absolute(), Path.cwd()
-    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
