@@ -113,12 +113,8 @@ def user_name() -> str:
         return str(os.getuid())
 
 
-def site_path() -> Path:
-    """Where the site file is to be: $ELASTIC_SITE, else this installation's
-    etc/site.toml."""
-    return Path(env("ELASTIC_SITE") or elastic_home() / "etc" / "site.toml")
-
-
 def site_file() -> Path:
-    """It, or an empty file where it is not there; one that $ELASTIC_SITE names has to be."""
-    return site_path() if env("ELASTIC_SITE") or site_path().exists() else Path(os.devnull)
+    """The one that $ELASTIC_SITE names, which has to be there, else this installation's
+    etc/site.toml, or an empty file where it is not there."""
+    path = Path(env("ELASTIC_SITE") or elastic_home() / "etc" / "site.toml")
+    return path if env("ELASTIC_SITE") or path.exists() else Path(os.devnull)

@@ -57,7 +57,7 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
         "save_s": settings.save_s or saved_bytes / min(rates.filesystem, gpus * rates.process),
         "stall_s": saved_bytes / gpus / rates.process,  # into the hosts' memory
         "deliver_s": one.deliver_s, "deliver_alone_s": alone.deliver_s,
-        "average_s": one.master_s, "pull_s": one.pull_s,
+        "average_s": one.merge_s + one.publish_s, "pull_s": one.pull_s,
         "total_steps": config.train.max_tokens / tokens,
     }  # fmt: skip
 

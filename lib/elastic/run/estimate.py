@@ -66,10 +66,6 @@ class Cost:
     def stall_s(self) -> float:
         return self.deliver_s + self.merge_s + self.publish_s + self.pull_s
 
-    @property
-    def master_s(self) -> float:
-        return self.merge_s + self.publish_s
-
 
 def step_s(model: Model, config) -> float:
     """Of an inner step: what the site says, else what a GPU takes for the arithmetic."""
