@@ -201,9 +201,9 @@ def test_every_default_passes_its_own_check():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("elastic.max = 'four'", 'elastic.max: expected an integer, got the string "four"'),
-        ("elastic.max = true", "elastic.max: expected an integer, got the boolean true"),
-        ("elastic.max = 2.0", "elastic.max: expected an integer, got the float 2.0"),
+        ("elastic.max = 'four'", 'elastic.max: expected an integer, got "four"'),
+        ("elastic.max = true", "elastic.max: expected an integer, got true"),
+        ("elastic.max = 2.0", "elastic.max: expected an integer, got 2.0"),
         ("elastic.min = 0", "elastic.min: must be between 1 and 100000, is 0"),
         ("elastic.min = 2", "elastic.min (2) is above elastic.max (1)"),
         (
@@ -215,7 +215,7 @@ def test_every_default_passes_its_own_check():
         ("local_sgd.outer_momentum = 1", "must be at least 0 and below 1, is 1"),
         ("local_sgd.compression = 'zip'", '"int8" or "int4", is "zip"'),
         ("train.learning_rate = nan", "train.learning_rate: expected a finite number"),
-        ("train.compile = 1", "train.compile: expected true or false, got the integer 1"),
+        ("train.compile = 1", "train.compile: expected true or false, got 1"),
         ("train.max_tokens = 5", "set one of train.epochs (1) and train.max_tokens (5)"),
         ("train.decay_fraction = 1", "are more than the whole run"),
         ("train.batchsize = 5", "unknown key, did you mean batch_size?; [train] has batch_size,"),

@@ -136,7 +136,7 @@ def _read(path: Path) -> _Layer:
         # Some editors begin a file with a mark.
         text = path.read_text(encoding="utf-8-sig")
         tables = tomllib.loads(text)
-        toml_value(tables)  # RecursionError: nested too deeply to be written down again
+        toml_value(tables)  # raises where a run could not write it down again
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

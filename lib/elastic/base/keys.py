@@ -252,23 +252,16 @@ def parse(kind: Kind, value: Any) -> Any:
         if match and match[2] in kind.units:
             number = float(match[1]) * kind.units[match[2]]
     if not kind.accepts(number):
-        name = _NAMES.get(type(value), type(value).__name__)
-        shown = "(not shown: it may hold a password)" if kind is URL else _brief(value)
-        raise UsageError(f"expected {kind.expected}, got the {name} {shown}")
+        shown = "what is not shown: it may hold a password" if kind is URL else _brief(value)
+        raise UsageError(f"expected {kind.expected}, got {shown}")
     parsed = kind.convert(number)
     if not kind.holds(parsed):
         raise UsageError(f"must be {kind.rule}, is {_brief(value)}")
     return parsed
 
 
-_NAMES = {str: "string", bool: "boolean", int: "integer", list: "array", dict: "table"}
-
-
 def _brief(value: Any) -> str:
     """A value for a message."""
-    if type(value) is int and not _integer(value):
-        # Its digits may be too many.
-        return f"of {value.bit_length()} bits, and 63 are the most"
     text = toml_value(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
