@@ -24,7 +24,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.saved import inner_state, storage
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
-from forks import KILLED, at_nth_step, in_children, killed_at
+from forks import at_nth_step, in_children
 from helpers import wait_until
 from ranks import run_ranks
 
@@ -440,30 +440,7 @@ def test_a_skipped_step_is_replaced_when_it_is_saved_again(run, damage):
     assert names(run, ".*") == []
 
 
-# ---- death at every step ------------------------------------------------------------------------
-
-
-def test_a_writer_killed_at_any_step_leaves_the_new_checkpoint_or_the_one_before(run, fast):
-    save(run, 1)
-    outcomes = []
-    for number in itertools.count(1):
-        step = number + 1
-        code = killed_at(number, lambda s=step, n=number: save(run, s, f"job{n}"), SAVE)
-        assert code in (0, KILLED)
-        outcomes.append(step in steps(run))
-        saved, reasons = load(run)
-        assert (saved.step, reasons) == (step if outcomes[-1] else step - 1, [])
-        if not outcomes[-1]:
-            save(run, step, "next")
-            assert load(run)[0].step == step
-        if code == 0:
-            break
-    assert outcomes == sorted(outcomes)  # first not committed, from one step on committed
-    assert 5 < sum(outcomes) < number - 10
-    save(run, number + 2)
-    save(run, number + 3)
-    kept = [f"step-{step:08d}" for step in (number + 2, number + 3)]
-    assert names(run) == sorted([*kept, *(f"{name}.json" for name in kept)])
+# ---- a failure at every step; death: tests/whole/test_crash_points.py ---------------------------
 
 
 def test_a_commit_that_fails_at_any_step_raises_and_loses_nothing(run, fast):

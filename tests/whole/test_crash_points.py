@@ -432,6 +432,7 @@ def test_a_checkpoint(world, run, request):
         Checkpoints(run, Group(), "job1").save(step, model, optimizer, extra)
     before, extra = files(), train(4)
     assert len(before) == 4
+    came_out = {step: world.folder.with_name(f"was-{step}") for step in (3, 4)}
 
     def act() -> None:
         saving = Checkpoints(run, Group(), "job1")
@@ -443,6 +444,7 @@ def test_a_checkpoint(world, run, request):
         after = Checkpoints(run, Group(), "job2")
         saved, reasons = after.load(model, optimizer)
         assert saved.step in (3, 4)
+        came_out[saved.step].touch()
         assert saved.extra == {"tokens": saved.step}
         assert [reason for reason in reasons if point.way not in (REFUSED, UNANSWERED)] == []
         assert torch.equal(model.weight, states[saved.step])
@@ -454,6 +456,7 @@ def test_a_checkpoint(world, run, request):
         assert found == [f"step-0000000{n}{end}" for n in (5, 6) for end in ("", ".json")]
 
     report(request, try_all(world, act, check))
+    assert all(path.exists() for path in came_out.values())
 
 
 # ---- the harness can fail -----------------------------------------------------------------------
