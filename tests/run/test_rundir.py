@@ -122,13 +122,11 @@ def test_a_root_that_cannot_be_written_is_a_clear_error(home, read_only_root, ma
     assert registered() == []
 
 
-def test_a_home_that_cannot_be_written_is_not_taken_for_the_run_directory(
-    home, read_only_root, make_config, monkeypatch
-):
+def test_a_home_that_cannot_be_written_is_named(home, read_only_root, make_config, monkeypatch):
     monkeypatch.setenv("ELASTIC_HOME_DIR", str(read_only_root / "me"))
-    with pytest.raises(ElasticError, match=f"cannot make {read_only_root}") as caught:
+    with pytest.raises(ElasticError, match=str(read_only_root)) as caught:
         RunDir.create(home / "runs", make_config(), CONTROL, {})
-    assert "set ELASTIC_HOME_DIR to a writable folder" in caught.value.hint
+    assert "ELASTIC_HOME_DIR" in caught.value.hint
     assert everything(home / "runs") == []
 
 

@@ -114,12 +114,8 @@ class RunDir:
             os.rename(draft.path, run.path)  # the one of several who try at once that made it
         except OSError as error:
             shutil.rmtree(draft.path, ignore_errors=True)
-            what, variable = f"the run directory {run.path}", "ELASTIC_RUNS"
-            place = Path(error.filename2 or error.filename or run.path)
-            if place in (link, *link.parents):
-                what, variable = place, "ELASTIC_HOME_DIR"
-            hint = f"set {variable} to a writable folder on the shared filesystem"
-            raise ElasticError(f"cannot make {what}: {error.strerror}", hint) from None
+            hint = "ELASTIC_RUNS and ELASTIC_HOME_DIR must be writable, on the shared filesystem"
+            raise ElasticError(f"cannot make the run directory: {error}", hint) from None
         return run
 
     # ---- what the user wants
