@@ -111,6 +111,21 @@ def test_its_daemons_listen_on_loopback_only_where_that_is_the_hosts_address(slu
     ]
 
 
+def test_who_looks_at_it_from_a_job_of_another_cluster_is_no_member(slurm):
+    """`down` would have ended an editor beside it."""
+    leads = {"SLURM_CONF": str(slurm.conf), "PATH": os.environ["PATH"]}
+    nodes = ("n1", "r07c12")
+    beside = [subprocess.Popen(["sleep", "60"], env=leads | {"SLURMD_NODENAME": node})
+              for node in nodes]  # fmt: skip
+    try:
+        members = slurm.members()
+    finally:
+        for process in beside:
+            process.kill()
+            process.wait()
+    assert [process.pid in members for process in beside] == [True, False]
+
+
 def test_from_the_command_line_and_a_bare_environment():
     name = f"cli-{os.getpid()}"
     try:

@@ -59,8 +59,9 @@ class Daemons:
         """The node of a job's process; a stepd overwrites its environment, and has the
         log open."""
         is_ours = given.get("SLURM_CONF") == str(self.path / "slurm.conf")
-        if is_ours and "SLURMD_NODENAME" in given:
-            return given["SLURMD_NODENAME"]
+        node = given.get("SLURMD_NODENAME", "")  # of a real cluster, for who looks here from there
+        if is_ours and node and (self.path / "spool" / node).exists():
+            return node
         logs = map(Path, _files_of_stepd(pid))
         return next((log.stem for log in logs if log.parent == self.path / "log"), "")
 
