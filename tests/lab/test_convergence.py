@@ -135,7 +135,7 @@ def test_four_workers_that_are_badly_averaged_do_not(make_config, kind):
 # ---- steps ahead --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("crew", [rig.cut(5, 0), rig.churn(5, 0, "donor")])
+@pytest.mark.parametrize("crew", [rig.cut(5, 0), rig.churn(5, 0, "ramp")])
 def test_steps_ahead_are_the_first_of_the_workers_next_delta(crew):
     commits = list(rig.overlapping(rig.trace(crew, 10, 300, 2), 3 * 2))
     deltas = {(d.slot, d.attempt, d.base): d for c in commits for d in c.deltas}
@@ -178,7 +178,7 @@ def test_four_workers_learn_while_their_deltas_travel(make_config, kind, learns)
 # ---- the validation's own verdicts --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("crew", [rig.steady(4, 5), rig.cut(5, 0), rig.churn(5, 0, "donor"),
+@pytest.mark.parametrize("crew", [rig.steady(4, 5), rig.cut(5, 0), rig.churn(5, 0, "ramp"),
                                   rig.forgetful(5), rig.late(5)])  # fmt: skip
 def test_every_participation_spends_the_same_samples_once(crew):
     deltas = [delta for commit in rig.trace(crew, 10, 300, 2) for delta in commit.deltas]
@@ -188,7 +188,7 @@ def test_every_participation_spends_the_same_samples_once(crew):
 
 
 LEVELS = {"dp": 1.62, "quarter": 1.75, "plain": 1.68, "lone": 1.5, "lone_plain": 1.6,
-          "churn": 1.65, "churn_ramp": 1.65, "churn_donor": 1.65}  # fmt: skip
+          "churn": 1.65, "churn_ramp": 1.65}  # fmt: skip
 
 
 def losses(**changes: float) -> rig.Losses:
@@ -217,7 +217,7 @@ def test_rules_hold_and_faults_are_seen_where_all_is_as_it_should_be():
         ("lone", 1.6, {"R4"}),
         ("int8", 1.65, {"R5"}),
         ("cut", 1.65, {"R6"}),
-        ("churn_donor", 1.7, {"R7"}),
+        ("churn_ramp", 1.7, {"R7"}),
         ("no_clip", 1.611, {"R8"}),
         ("int4", 1.68, {"R1", "R5"}),
         ("rebase", 1.8, {"R1", "R10"}),

@@ -81,23 +81,18 @@ def cut(steps: int, seed: int) -> Crew:
 
 
 def churn(steps: int, seed: int, inner: str) -> Crew:
-    """One to eight workers, others every round. `inner`: own, ramp or donor, on return."""
+    """One to eight workers, others every round. `inner`: own or ramp, on return."""
     rng = Random(seed)
     attempts, present = dict.fromkeys(range(2 * WORKERS), 1), set(range(2 * WORKERS))
-
-    def origin(slot: int, version: int) -> str:
-        donor = min(present - {slot}, default=slot)
-        donated = f"donor slot {donor} of version {version - 1}"
-        return {"ramp": f"fresh{RAMPED}", "donor": donated}[inner]
 
     def crew(version: int) -> list[Work]:
         nonlocal present
         slots = sorted(rng.sample(range(2 * WORKERS), rng.randint(1, 2 * WORKERS)))
         works = []
         for slot in slots:
-            returns = inner != "own" and slot not in present
+            returns = inner == "ramp" and slot not in present
             attempts[slot] += returns
-            state = origin(slot, version) if returns else "start"
+            state = f"fresh{RAMPED}" if returns else "start"
             works.append((slot, attempts[slot], version, steps, state))
         present = set(slots)
         return works
@@ -242,7 +237,6 @@ ARMS = {
     "cut": Arm(lambda steps, seed: cut(steps, seed)),
     "churn": Arm(churning("own")),
     "churn_ramp": Arm(churning("ramp")),
-    "churn_donor": Arm(churning("donor")),
     "poison": Arm(all_four, share=1.05, kind=Poison),  # one delta of twenty is refused
     "no_clip": Arm(all_four, ("local_sgd.clip_norm=0",), once=True),
     # wrong implementations
@@ -424,7 +418,6 @@ RULES = [
     Rule("R6", "preempted workers' steps count", "cut", "base", 0.03),
     Rule("R6", "one to eight workers, changing", "churn", "base", 0.15),
     Rule("R7", "who joins with a ramp loses nothing", "churn_ramp", "churn", 0.03),
-    Rule("R7", "nor who takes a donor's state", "churn_donor", "churn", 0.03),
     Rule("R8", "bad deltas do no harm", "poison", "base", 0.01),
     Rule("R8", "the guards change nothing else", "no_clip", "base", 0.0),
     Rule("R8", "the guards change nothing else", "no_clip", "base", 0.0, at_least=True),

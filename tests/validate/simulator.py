@@ -45,9 +45,7 @@ from helpers import commit_of
 from merging import decoded, read_outer, step
 
 RAMPED = " with a ramp"  # how a delta's `inner` ends where the learning rate rose from nothing
-ORIGIN = re.compile(
-    r"(own|donor slot (?P<donor>\d+))( attempt (?P<attempt>\d+))? of version (?P<version>\d+)"
-)
+ORIGIN = re.compile(r"own of version (\d+)")
 
 Key = tuple[int, int, int]  # slot, attempt, base
 Done = tuple[int, int, float]  # steps, tokens and sum of learning rates since a base
@@ -343,15 +341,12 @@ class Simulator:
         if origin.startswith("fresh"):
             fresh.ramp = self.config.local_sgd.join_ramp if origin.endswith(RAMPED) else 0
             return fresh
-        found = ORIGIN.fullmatch(origin)
-        donor = int(found["donor"] or slot)
-        last = float(found["attempt"] or (attempt - 1 if donor == slot else math.inf))
-        before = self._newest(donor, int(found["version"]), 0, last)
+        before = self._newest(slot, int(ORIGIN.fullmatch(origin)[1]), 0, attempt - 1)
         if before is None:
             raise Untold(f"{_key(work)}: inner state {origin!r}, which no commit shows")
         return Inner(copy.deepcopy(before.state), fresh.rng)
 
-    def _newest(self, slot: int, base: int, low: float, high: float) -> Inner | None:
+    def _newest(self, slot: int, base: int, low: int, high: int) -> Inner | None:
         """After the slot's last delta up to `base`, of attempts low ... high; trains it if due."""
         found = [key for key in (*self._inner, *self._untrained) if key[0] == slot]
         found = [key for key in found if key[2] <= base and low <= key[1] <= high]

@@ -10,7 +10,6 @@ left alone with its reason. What is no tensor travels as JSON in the file's head
 nothing is unpickled.
 """
 
-import contextlib
 import errno
 import json
 import os
@@ -26,7 +25,6 @@ from safetensors.torch import save_file
 from torch.optim import Optimizer
 
 from elastic.base.durable import checksum, to_json, write_atomic
-from elastic.base.errors import TryAgain
 from elastic.run.records import Name, restored
 from elastic.run.rundir import RunDir
 from elastic.run.sound import hint
@@ -103,30 +101,15 @@ def forget(run: RunDir, oldest: int) -> None:
 
 
 def choose(run: RunDir, slot: int, version: int, max_age: int) -> tuple[Pointer | None, str]:
-    """The pointer to start from, and what it is: own, a donor's, or none that is recent.
-    One from before a version that sync mode has made is not."""
+    """The slot's pointer to start from, and what it is; none if it is not recent, or
+    damaged. One from before a version that sync mode has made is not."""
     made = filter(None, map(run.commits.of, range(max(0, version - max_age), version + 1)))
     oldest = max([version - max_age, *(each.version for each in made if each.step)])
-    if own := _recent(run, slot, oldest):
-        return own, f"own of version {own.version}"
-    donors = []
-    for other in run.slots.all():
-        with contextlib.suppress(TryAgain):  # another may do
-            donors += filter(None, [_recent(run, other, oldest)])
-    if not donors:
-        return None, "fresh"
-    donor = max(donors, key=lambda pointer: (pointer.version, -pointer.slot))
-    return donor, f"donor slot {donor.slot} attempt {donor.attempt} of version {donor.version}"
-
-
-def _recent(run: RunDir, slot: int, oldest: int) -> Pointer | None:
-    """The slot's pointer, if it is of version `oldest` or newer; one that is damaged is
-    as good as none."""
     try:
-        pointer = restored(Pointer, hint(run.path / "slots" / f"{slot:04d}" / NAME))
+        own = restored(Pointer, hint(run.path / "slots" / f"{slot:04d}" / NAME))
     except ValueError:
-        return None
-    return pointer if pointer.version >= oldest else None
+        return None, "fresh"
+    return (own, f"own of version {own.version}") if own.version >= oldest else (None, "fresh")
 
 
 def load(run: RunDir, pointer: Pointer, optimizers: Sequence[Optimizer], rank: int) -> str:
@@ -143,7 +126,7 @@ def load(run: RunDir, pointer: Pointer, optimizers: Sequence[Optimizer], rank: i
             tensors = {name: file.get_tensor(name) for name in names}
             said = {name: json.loads(text) for name, text in file.metadata().items()}
         return _restore(optimizers, tensors, said)
-    except Exception as error:  # a donor, or an optimizer, may have put anything there
+    except Exception as error:  # an optimizer may have put anything there
         return f"{path.name}: {getattr(error, 'strerror', None) or error}"
 
 

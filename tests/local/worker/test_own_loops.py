@@ -451,7 +451,7 @@ def test_groups_may_be_empty_or_come_later(tmp_path: Path):
     assert other.each[0].state == {}
 
 
-def test_a_donor_sets_no_learning_rate_nor_parameters(tmp_path: Path):
+def test_a_saved_state_sets_no_learning_rate_nor_parameters(tmp_path: Path):
     run, model = RunDir(tmp_path), Net()
     (tmp_path / "slots").mkdir()
     one = Counting(model.parameters(), lr=0.1)

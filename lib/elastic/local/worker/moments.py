@@ -54,7 +54,7 @@ class Moments:
     # ---- between jobs
 
     def adopt(self, version: int) -> None:
-        """Begin with the slot's state, or a donor's. Collective."""
+        """Begin with the slot's state, if there is one. Collective."""
         told, origin = self._group.decide(lambda: self._choose(version))
         pointer = told and restored(Pointer, told)
         if pointer and (refused := self._load(pointer)):
