@@ -26,6 +26,7 @@ from elastic.base.signals import Notice
 from elastic.jobs import cadence
 from elastic.run.rundir import RunDir
 from elastic.run.shuffle import Shuffle
+from elastic.run.sound import SCORES
 from elastic.saved.checkpoint import Checkpoints, read_params
 from elastic.saved.layout import Layout
 from elastic.saved.replica import shapes
@@ -486,10 +487,9 @@ def test_a_notice_during_validation_ends_it_and_it_comes_again(tmp_path):
         lines = finish(run)
         assert at_work(run) == "saving"
     assert [line["step"] for line in lines] == list(range(1, 31))
-    found = run.events("validate")
-    assert [event["step"] for event in found] == [10, 20, 30]
-    losses = [event["scores"]["validation_loss"] for event in found]
-    assert losses[-1] < losses[0]
+    assert [line["step"] for line in run.run.lines(SCORES)] == [10, 20, 30]
+    found = run.run.scores.read()
+    assert found[-1].loss < found[0].loss
 
 
 def test_a_validation_that_a_notice_ends_leaves_no_other_parameters(tmp_path, undisturbed):

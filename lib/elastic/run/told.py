@@ -13,7 +13,6 @@ from elastic.base.errors import TryAgain
 from elastic.run.membership import NAME
 from elastic.run.records import Header
 from elastic.run.sound import ENDING, SCORES, Part, hint
-from elastic.run.wording import EventKind
 
 
 class Jobs(Part):
@@ -93,8 +92,7 @@ class Scores(Part):
     def add(self, tokens: int, values: Mapping[str, float], **where) -> None:
         """`where`: the version or the step, and who has validated. A task may call its
         values what it likes."""
-        self.run.event(EventKind.VALIDATE, tokens=tokens, scores=values, **where)
-        line = {"time": time.time(), "tokens": tokens, "scores": values}
+        line = {"time": time.time(), "tokens": tokens, "scores": values, **where}
         with contextlib.suppress(OSError):  # a full disk loses the line, and nothing else
             append_line(self.run.path / SCORES, line)
 

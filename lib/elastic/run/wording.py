@@ -59,10 +59,8 @@ class EventKind(enum.StrEnum):
     CHECKPOINT_REFUSED = "checkpoint-refused", "a checkpoint was not used: {reason}"
     CHECKPOINT_FAILED = "checkpoint-failed", "the checkpoint of step {step} was not saved: {reason}"
     NOT_FINITE = "not-finite", "not finite at {reason}"
-    VALIDATE = "validate", "validation of {model}: {scores}"
 
 
-OLD_SCORES = ("time", "kind", "step", "version", "slot", "tokens")  # of an old one of VALIDATE
 AS_WANTED = "nothing: all is as wanted"  # what the next pass will do
 STARTED = "started, for {min} to {max} GPUs on {scheduler}"  # of a run, not of a job
 CRASHED = "{who} failed: {reason}"  # of a job that says itself that it is lost
@@ -113,7 +111,8 @@ def event_words(event: Mapping[str, Any]) -> str:
     try:
         kind = EventKind(event.get("kind"))
     except ValueError:
-        return one_line(f"{event.get('kind', '?')} {_values(event, ('time', 'kind'))}")
+        fields = [f"{name}={brief(v)}" for name, v in event.items() if name not in ("time", "kind")]
+        return one_line(f"{event.get('kind', '?')} {' '.join(fields)}")
     words = kind.words
     if kind == EventKind.SUBMIT and "role" not in event:
         words = STARTED
@@ -127,10 +126,6 @@ def event_words(event: Mapping[str, Any]) -> str:
     return words.format_map(defaultdict(lambda: "?", fields))
 
 
-def _values(event: Mapping[str, Any], without: Sequence[str]) -> str:
-    return " ".join(f"{name}={brief(v)}" for name, v in event.items() if name not in without)
-
-
 def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
     """What sentences need beside the fields."""
     again = "what the program itself finds" if event.get("attempt", 1) > 1 else "the beginning"
@@ -139,8 +134,6 @@ def _derived(event: Mapping[str, Any]) -> dict[str, Any]:
         "who": who(event),
         "done": event.get("reason", "nothing is left to train"),
         "from": event.get("resume") or step,
-        "model": f"version {event['version']}" if "version" in event else step,
-        "scores": _values(event.get("scores", event), () if "scores" in event else OLD_SCORES),
     }
     if "workers" in event:
         derived["workers"] = counted(event["workers"], "worker")

@@ -18,6 +18,7 @@ from elastic.local.worker.line import Line, News, Place
 from elastic.local.worker.validation import Validation, is_due
 from elastic.people import metrics, report, status
 from elastic.people.status import Listing
+from elastic.run.sound import SCORES
 from elastic.train.group import Group
 from elastic.train.task import score
 from helpers import commit_of, delta_of, elastic, environment
@@ -27,7 +28,7 @@ EVERY = {"train.validate_every": 10, "local_sgd.inner_steps": 5}  # every second
 
 
 def numbers(run: Running) -> list[int]:
-    return [event["version"] for event in run.events("validate")]
+    return [line["version"] for line in run.run.lines(SCORES)]
 
 
 @pytest.mark.parametrize(("version", "slot", "due"), [(4, 2, True), (4, 5, False), (3, 2, False)])
@@ -73,9 +74,8 @@ def test_a_task_may_call_its_scores_what_it_likes(make_run):
     line = {"step": 8, "time": 2e9, "tokens": 99, "loss": 0.5, "world": 1}
     line |= {"seconds": 1.0, "attempt": 1}
     append_line(run.path / "metrics.jsonl", line)
-    (event,) = run.events()
-    assert (event["kind"], event["tokens"], event["scores"]) == ("validate", 9, values)
-    assert run.scores.read()[0].loss == 3.0
+    (found,) = run.scores.read()
+    assert (found.loss, found.tokens, found.values) == (3.0, 9, values)
     (row,) = metrics.rows(run, after=0)
     assert (row["loss"], row["tokens"]) == (0.5, 99)
     assert (row["score/loss"], row["score/tokens"]) == (3.0, 9)
