@@ -162,7 +162,7 @@ def test_a_job_is_submitted_with_the_runs_own_settings_and_environment(run, slur
     assert (spec.run_dir, spec.run, spec.role, spec.slot) == (run.path, "run-a", "worker", 3)
     assert spec.environment == {"A": "b"}
     assert spec.name == job_name("run-a", "worker", 3)
-    assert (spec.gpus, slurm.specs[0].gpus) == (1, 0)
+    assert (spec.gpus, slurm.specs[0].gpus) == ((1, 1), (0, 0))
 
 
 def test_slots_are_max_divided_by_the_gpus_of_a_worker(make_run, slurm, again):
@@ -597,7 +597,7 @@ def test_growths_that_come_true_do_not_wait_for_each_other_ever_longer(run, slur
 
     def wait_for(job_id, spec):
         tried.append(slurm.now)
-        gpus[job_id] = spec.limits[0]
+        gpus[job_id] = spec.gpus[0]
 
     slurm.wait_for, slurm.spare_gpus = wait_for, lambda spec, most: min(1, most)
     run.set_control(mode="sync", max=9)

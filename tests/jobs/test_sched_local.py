@@ -57,7 +57,8 @@ class Site:
         environment = {"PATH": os.environ["PATH"], "GREETING": "a b\n'c'",
                        "ELASTIC_HOME": str(self.home)}  # fmt: skip
         where = (folder or self.folder, "run", role, slot)
-        return self.scheduler.submit(JobSpec(*where, self.config, environment))
+        each = self.config.slurm.gpus_per_worker if role == "worker" else 0
+        return self.scheduler.submit(JobSpec(*where, self.config, environment, gpus=(each, each)))
 
     def states(self) -> dict[str, str]:
         return {job.job_id: job.state for job in self.scheduler.jobs()}
@@ -202,7 +203,7 @@ def test_a_local_run_keeps_to_the_gpus_of_its_user(make_site, monkeypatch, tmp_p
     site.script(f'echo "$CUDA_VISIBLE_DEVICES" >> gpus; {PATIENT}')
     home = {"ELASTIC_HOME": str(site.home)}
     for slot in range(2):
-        job = JobSpec(site.folder, "run", "worker", slot, site.config, given | home)
+        job = JobSpec(site.folder, "run", "worker", slot, site.config, given | home, gpus=(1, 1))
         site.scheduler.submit(job)
     wait_until(lambda: sorted(site.lines("gpus")) == ["3", "GPU-a1"], 10, "each has its own")
 
@@ -372,7 +373,7 @@ scheduler = LocalScheduler(config, home / "state")
 environment = {"PATH": "/usr/bin:/bin", "ELASTIC_HOME": str(home)}
 print("ready", flush=True)
 for slot in range(first, first + count):
-    spec = JobSpec(home / "run", "run", "worker", slot, config, environment)
+    spec = JobSpec(home / "run", "run", "worker", slot, config, environment, gpus=(1, 1))
     print(scheduler.submit(spec), flush=True)
 """
 

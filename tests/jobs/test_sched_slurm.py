@@ -153,7 +153,9 @@ def make_spec(folder: Path, toml: str, role: str = "worker", slot: int = 7, **fi
     file.write_text(toml)
     settings = config.load(file, site=Path(os.devnull))
     environment = {"PATH": os.environ["PATH"], "SLURM_NTASKS": "99", "SBATCH_PARTITION": "nosuch"}
+    each = settings.slurm.gpus_per_worker if role == "worker" else 0
     fields = {"run_dir": Path("/runs/big"), "environment": environment} | fields
+    fields = {"gpus": (each, each)} | fields
     return JobSpec(run="big", role=role, slot=slot, config=settings, **fields)
 
 
@@ -312,7 +314,7 @@ def test_a_list_of_sizes_goes_to_a_slurm_that_knows_lists(tmp_path, version, nod
     environment = fake_command(tmp_path, "sbatch", script)
     more = "gpus_per_node = 8\n[elastic]\nmax = 40\n[sync]\nsizes = [8, 16, 32, 64]\n[train]"
     toml = MINIMAL_TOML.replace("[train]", more)
-    spec = make_spec(tmp_path, toml, "trainer", 0, limits=(6, 40), environment=environment)
+    spec = make_spec(tmp_path, toml, "trainer", 0, gpus=(6, 40), environment=environment)
     with pytest.raises(Refused) as refused:
         SlurmScheduler().submit(spec)
     assert f" --nodes={nodes} --no-kill " in refused.value.what

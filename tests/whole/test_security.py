@@ -549,7 +549,7 @@ def test_what_sbatch_gets_is_words_and_no_shell_reads_them(make_config, tmp_path
         program.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >{said}\necho 17\n')
         program.chmod(0o755)
     env = {"PATH": f"{bin_}:{os.environ['PATH']}"}
-    spec = JobSpec(place, "a", "worker", 3, config, env, (HOSTILE,))
+    spec = JobSpec(place, "a", "worker", 3, config, env, (HOSTILE,), (1, 1))
     assert SlurmScheduler(env).submit(spec) == "17"
     words = (tmp_path / "sbatch.said").read_text().split("\0")[:-1]
     for name in ("partition", "account", "qos", "time"):

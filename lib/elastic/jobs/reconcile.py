@@ -215,12 +215,12 @@ class _Pass:
         restarts = [end["startup_s"] for end in endings if end.get("startup_s")] or [RESTART_S]
         costs = (statistics.median(restarts), cadence.observed_mtbi_s(endings))
         is_young = self.now - job.started_at < sync.grow_after_s
-        if is_young or not gpus or not sizing.pays(gpus, spec.gpus, *costs):
+        if is_young or not gpus or not sizing.pays(gpus, spec.gpus[1], *costs):
             return 0
         spare = 0
         with contextlib.suppress(TryAgain):  # a site may show its nodes to nobody
-            spare = self.scheduler.spare_gpus(spec, spec.gpus - gpus)
-        more = sizing.fit(sizing.node_counts(spec.gpu_range, 1, sync.sizes), gpus + spare)
+            spare = self.scheduler.spare_gpus(spec, spec.gpus[1] - gpus)
+        more = sizing.fit(sizing.node_counts(spec.gpus, 1, sync.sizes), gpus + spare)
         before = self.memory.spare_passes
         passes = before + 1 if sizing.pays(gpus, more, *costs) else min(0, before)
         self.memory = replace(self.memory, spare_passes=passes)
@@ -295,7 +295,7 @@ class _Pass:
             self.memory = before
             self._not_taken(action, refusal)
             return False
-        asked = spec.limits if action.role == TRAINER else None
+        asked = spec.gpus if action.role == TRAINER else None
         job = Job(job_id, *place, "PENDING", submitted_at=self._clock(), asked=asked)
         self.memory = replace(before, jobs=(*before.jobs, job))
         if before.later_host in ("", node_name()):
@@ -317,7 +317,7 @@ class _Pass:
         wanted = (action.gpus, action.gpus)
         self._change(action, asked=wanted, grows_until=self._clock() + GROWS_S)
         self.save()  # Slurm may do it and not say so: a job that nobody expects waits for ever
-        self.scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), limits=wanted))
+        self.scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), gpus=wanted))
         if any(job.started and job.grows_until for job in self.memory.jobs):
             self.memory = replace(self.memory, missed_growths=0)  # the one before came true
         return True
@@ -333,9 +333,10 @@ class _Pass:
         masters = [job for job in self.memory.jobs if job.role == MASTER]
         at_work = any(job.started for job in masters)
         queued = [job.job_id for job in masters if job.queued and not at_work]
+        each = self.config.slurm.gpus_per_worker
+        gpus = {TRAINER: (control.min, control.max), WORKER: (each, each)}.get(role, (0, 0))
         return JobSpec(
-            run.path, run.name, role, slot, self.config, self.environment, exclude,
-            limits=(control.min, control.max),
+            run.path, run.name, role, slot, self.config, self.environment, exclude, gpus,
             after=queued[0] if queued and role == WORKER else "",
             alone=not (role == MASTER and at_work),
         )  # fmt: skip

@@ -57,7 +57,7 @@ class JobSpec:
     config: Config
     environment: Mapping[str, str] = field(repr=False)  # may hold secrets: never printed
     exclude: tuple[str, ...] = ()
-    limits: tuple[int, int] = (0, 0)  # of a trainer: fewest and most GPUs
+    gpus: tuple[int, int] = (0, 0)  # the fewest and the most that it takes
     after: str = ""  # the job without which it would hold its GPUs for nothing
     alone: bool = True  # waits for the end of one of the same name
 
@@ -70,18 +70,6 @@ class JobSpec:
         """The job's comment: whose it is where a site's submit plugin renames jobs, and
         for versions that know no other form."""
         return f"elastic:{self.run}/{self.role}/{self.slot}"
-
-    @property
-    def gpu_range(self) -> tuple[int, int]:
-        """The fewest and the most GPUs that it takes."""
-        if self.role == TRAINER:
-            return self.limits
-        count = self.config.slurm.gpus_per_worker if self.role == WORKER else 0
-        return count, count
-
-    @property
-    def gpus(self) -> int:
-        return self.gpu_range[1]
 
     @property
     def home(self) -> Path:

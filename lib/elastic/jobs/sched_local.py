@@ -79,7 +79,7 @@ class LocalScheduler:
                 "name": spec.name, "command": spec.command(),
                 "environment": dict(spec.environment), "folder": str(spec.run_dir),
                 "log": str(RunDir(spec.run_dir).log_path(spec.role, spec.slot)),
-                "least_gpus": spec.gpu_range[0], "gpus": spec.gpus,
+                "least_gpus": spec.gpus[0], "gpus": spec.gpus[1],
                 "capacity": spec.config.local_scheduler.gpus, "submit_time": time.time(),
                 "host": os.uname().nodename,
             }  # fmt: skip

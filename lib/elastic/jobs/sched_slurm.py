@@ -120,7 +120,7 @@ class SlurmScheduler:
 
     def wait_for(self, job_id: str, spec: JobSpec) -> None:
         """Have a trainer that is queued wait for all GPUs of `spec`. Raises TryAgain."""
-        nodes = spec.gpus // spec.config.slurm.gpus_per_node
+        nodes = spec.gpus[1] // spec.config.slurm.gpus_per_node
         self._ask("scontrol", "update", f"JobId={job_id}", f"NumNodes={nodes}-{nodes}")
 
     def _ask(self, *argv: str) -> str:
@@ -512,7 +512,7 @@ def _size(spec: JobSpec, lists: bool) -> list[str]:
     if spec.role != TRAINER:
         return ["--nodes=1", "--ntasks=1"]
     per_node, sizes = spec.config.slurm.gpus_per_node, spec.config.sync.sizes
-    counts = sizing.node_counts(spec.gpu_range, per_node, sizes)
+    counts = sizing.node_counts(spec.gpus, per_node, sizes)
     nodes = ",".join(map(str, counts)) if lists else f"{counts[0]}-{counts[-1]}"
     return [f"--nodes={nodes}", "--no-kill"]
 
@@ -520,7 +520,7 @@ def _size(spec: JobSpec, lists: bool) -> list[str]:
 def _resources(spec: JobSpec, lists: bool = False) -> list[str]:
     slurm = spec.config.slurm
     is_master, is_trainer = spec.role == MASTER, spec.role == TRAINER
-    gpus = slurm.gpus_per_node if is_trainer else spec.gpus  # per node
+    gpus = slurm.gpus_per_node if is_trainer else spec.gpus[1]  # per node
     cpus = slurm.master_cpus if is_master else slurm.cpus_per_gpu * gpus
     of = "master_" if is_master else ""
     names = ("partition", "account", "qos", "time")

@@ -56,7 +56,7 @@ def tried(config: Config, cluster: Mapping[str, str]) -> dict | Unknown:
         folder = Path(name)
         (folder / "logs").mkdir()
         (folder / "run.toml").write_text(config.to_toml())
-        spec = JobSpec(folder, folder.name, TRAINER, 0, config, given, limits=(gpus, gpus))
+        spec = JobSpec(folder, folder.name, TRAINER, 0, config, given, gpus=(gpus, gpus))
         try:
             return _watched(scheduler, scheduler.submit(spec), folder)
         finally:
