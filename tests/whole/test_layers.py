@@ -20,7 +20,7 @@ FOLDERS = {
     "base": 1012,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1395,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1733,  # jobs on a cluster: what is there, what should be, one pass
-    "train": 988,  # a process with torch: the task, its ranks, its device, its health
+    "train": 985,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1087,  # tensors on disk, committed by link(): what both modes begin with
     "local": 590,  # local mode: what both sides of the wire speak
     "local/worker": 1395,  # one slot: hold the lease, train, deliver

@@ -39,24 +39,22 @@ class Loader:
     ):
         """`pin`: the batches go to a GPU."""
         self._config, self._group, self._size = config, group, len(dataset)
-        self._dataset, self._collate = dataset, collate
         self._plan: list[Range] = []
         self._batches: Iterator = iter(())
         workers = config.train.loader_workers
-        self._ahead = None if not workers else DataLoader(
+        self._loader = DataLoader(
             dataset, batch_sampler=self, collate_fn=collate, num_workers=workers,
-            worker_init_fn=shield_workers, persistent_workers=True, pin_memory=pin,
-            multiprocessing_context="fork",  # else a data set would have to be picklable
+            worker_init_fn=shield_workers, persistent_workers=workers > 0, pin_memory=pin,
+            # Else a data set would have to be picklable.
+            multiprocessing_context="fork" if workers else None,
+            # It takes no random numbers of the loop's.
             generator=torch.Generator().manual_seed(torch.initial_seed()),
         )  # fmt: skip
 
     def plan(self, queue: list[Range]) -> None:
         """These are the samples to come, for all ranks together."""
         self._plan = [tuple(each) for each in queue]
-        self._batches = map(self._load, self) if self._ahead is None else iter(self._ahead)
-
-    def _load(self, indices: list[int]) -> object:
-        return self._collate([self._dataset[index] for index in indices])
+        self._batches = iter(self._loader)
 
     def next(self) -> object:
         return next(self._batches)

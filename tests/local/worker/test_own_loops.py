@@ -2,12 +2,15 @@
 slow samples. In real processes where the run has a part in it."""
 
 import contextlib
+import gc
 import json
 import math
 import multiprocessing
 import os
+import random
 import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from elastic.base.errors import ElasticError
 from elastic.local.worker.worker_round import WorkerRound
@@ -26,6 +29,7 @@ from elastic.saved.replica import Replica, buffers, refuse_inexact, shapes
 from elastic.saved.versions import read_layout, read_params
 from elastic.sync.batches import Samples
 from elastic.train import loading
+from elastic.train.device import seed
 from elastic.train.group import Group
 from elastic.train.inner_optimizer import InnerOptimizer, Probe, refuse_odd
 from elastic.train.loading import Loader
@@ -539,7 +543,7 @@ def loader(dataset: Dataset, workers: int, **settings) -> Loader:
         train=SimpleNamespace(**train), run=SimpleNamespace(seed=0),
         step_samples=train["batch_size"] * train["accumulate"],
     )  # fmt: skip
-    return Loader(dataset, torch.utils.data.default_collate, config, CPU, pin=False)
+    return Loader(dataset, default_collate, config, CPU, pin=False)
 
 
 def loaded(path: Path) -> list[str]:
@@ -553,6 +557,16 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture
+def collected(monkeypatch):
+    """The processes of a loader end with its test. Else Python comes by in a later one, and waits
+    five seconds for each of them."""
+    yield
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    gc.collect()
+
+
+@pytest.mark.usefixtures("collected")
 def test_samples_are_loaded_by_others_while_a_batch_is_trained(tmp_path: Path):
     path = tmp_path / "loaded"
     ahead = loader(Counted(path, 400), workers=2)
@@ -570,6 +584,7 @@ def forkserver():
     multiprocessing.set_start_method(None, force=True)
 
 
+@pytest.mark.usefixtures("collected")
 def test_a_data_set_need_not_be_picklable_on_any_python(tmp_path: Path, forkserver, make_config):
     class Local(Counted):
         pass
@@ -592,6 +607,7 @@ def test_without_workers_nothing_is_loaded_before_it_is_asked_for(tmp_path: Path
     assert loaded(path) == [str(os.getpid())] * 4
 
 
+@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_new_plan_drops_what_was_loaded(tmp_path: Path, workers: int):
     dataset = Counted(tmp_path / "loaded", 40)
@@ -602,6 +618,38 @@ def test_a_new_plan_drops_what_was_loaded(tmp_path: Path, workers: int):
         one.plan([plan])
         other.plan([plan])
         assert torch.equal(one.next(), other.next())
+
+
+class Drawn(Dataset):
+    """Samples that are changed by chance."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(2) + random.random()
+
+
+def drawn(batches_of: Callable[[Loader], Iterator]) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+    """What a loop with random numbers of its own gets, and the state in which it leaves them."""
+    seed(3)
+    inline, found = loader(Drawn(), workers=0), []
+    for plan in ([(0, 0, 24)], [(0, 4, 24), (1, 0, 10)]):
+        inline.plan(plan)
+        batches = batches_of(inline)
+        found += [torch.cat([next(batches).flatten(), torch.rand(1)]) for _ in range(3)]
+    return torch.stack(found), torch.get_rng_state(), random.getstate()
+
+
+def test_without_workers_nothing_but_the_samples_takes_random_numbers():
+    """As if the loop had loaded them by hand: runs are replayed bit for bit."""
+    found, *left = drawn(lambda inline: (inline.next() for _ in range(3)))
+    wanted, *known = drawn(
+        lambda inline: (default_collate([Drawn()[i] for i in each]) for each in inline)
+    )
+    assert torch.equal(found, wanted)
+    assert torch.equal(left[0], known[0])
+    assert left[1] == known[1]
 
 
 def test_the_last_batch_is_filled_up():
