@@ -36,20 +36,19 @@ from helpers import PATIENCE, ROOT, wait_until
 pytest_plugins = ["slurm_sandbox"]
 
 # squeue --me --states=all, 22.05.8: a worker runs, one waits, one was preempted, a trainer's first
-# node has died, the master was cancelled and had been renamed by the site, one is leaving, one
-# comes from a version that had other names; others' jobs with a newline, a separator, and names
-# only nearly like ours.
+# node has died, the master was cancelled, one is leaving; two had been renamed by the site;
+# others' jobs with a newline, a separator, and names only nearly like ours.
 SQUEUE = """\
-41|RUNNING|1795257556|1795257557|1795343957|n1|None|n1|elastic:big/worker/3|big/w3@elastic;
+41|RUNNING|1795257556|1795257557|1795343957|n1|None|n1|big/w3@elastic|big/w3@elastic;
 42|PENDING|1795257558|1795259999|1795346399||Nodes are DOWN, DRAINED|n/a|(null)|big/w4@elastic;
 22|PENDING|1795257762|N/A|N/A||None|n/a|a b"
  d|x|y;
 23|RUNNING|1795257762|1795257763|N/A|c1|None|c1|(null)|big/w3;
-24|RUNNING|1795257762|1795257763|N/A|c1|None|c1|elastic:big/worker|big/x3@elastic;
-40|PREEMPTED|1795257500|1795257501|1795257540|n2|None|n2|elastic:big/worker/5|elastic:big/worker/5;
-38|RUNNING|1795257480|1795257481|1795343957|n[2-3]|None|n1|elastic:big/trainer/0|big/t0@elastic;
-39|CANCELLED|1795257490|1795257491|1795257499|c1|None|c1|elastic:big/master/0|site-big/m0@elastic;
-37|COMPLETING|1795257480|1795257481|1795257499|n4|None|n4|elastic:big/worker/1|big/w1@elastic;
+24|RUNNING|1795257762|1795257763|N/A|c1|None|c1|big/w@elastic|big/x3@elastic;
+40|PREEMPTED|1795257500|1795257501|1795257540|n2|None|n2|big/w5@elastic|preempt me;
+38|RUNNING|1795257480|1795257481|1795343957|n[2-3]|None|n1|big/t0@elastic|big/t0@elastic;
+39|CANCELLED|1795257490|1795257491|1795257499|c1|None|c1|big/m0@elastic|site-big/m0@elastic;
+37|COMPLETING|1795257480|1795257481|1795257499|n4|None|n4|big/w1@elastic|big/w1@elastic;
 """.replace("|", "\x1f").replace(";", "\x1e")
 
 
@@ -70,13 +69,13 @@ def test_squeue_answer_becomes_the_elastic_jobs_in_it():
     assert [job.ended for job in parse_squeue(SQUEUE)] == [False, False, True, False, True, False]
 
 
-def test_a_job_is_found_by_its_name_and_by_its_token_alone(tmp_path):
+def test_a_job_is_found_by_its_name_alone(tmp_path):
     spec = make_spec(tmp_path, SLURM_TOML, role="trainer", slot=0)
     assert spec.name == "big/t0@elastic"
     whose = ("big", "trainer", 0)
-    assert parse_job_name(spec.name) == parse_job_name(spec.token) == whose
+    assert parse_job_name(spec.name) == whose
     for other in ("big/t0", "t0@elastic", "big/t@elastic", "big/t00@elastic", "big/x0@elastic",
-                  "elastic:big", "a/b/t0@elastic", "big/t0@elastic2"):  # fmt: skip
+                  "elastic:big/trainer/0", "a/b/t0@elastic", "big/t0@elastic2"):  # fmt: skip
         assert parse_job_name(other) is None, other
 
 
@@ -163,7 +162,7 @@ def test_sbatch_command_of_a_worker_with_every_option(tmp_path):
     spec = make_spec(tmp_path, SLURM_TOML, run_dir=Path("/runs/5% off/big"), exclude=("n1", "n2"))
     assert sbatch_argv(spec, Path("/opt/elastic"), "/opt/venv/bin/python") == [
         "sbatch", "--parsable",
-        "--job-name=big/w7@elastic", "--comment=elastic:big/worker/7",
+        "--job-name=big/w7@elastic", "--comment=big/w7@elastic",
         "--no-requeue", "--dependency=singleton", "--export=ALL",
         "--chdir=/runs/5% off/big", "--open-mode=append",
         "--output=/runs/5%% off/big/logs/worker-0007.log",

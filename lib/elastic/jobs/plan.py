@@ -166,7 +166,7 @@ def _hopeless(world: World, chain: Sequence[Ended]) -> str:
 def _close(jobs: Sequence[Job], why: str, closing_s: float, now: float) -> Iterator[Action]:
     """Queued jobs go at once; started ones may leave by themselves first."""
     for job in sorted(jobs, key=lambda job: (not job.queued, job.role == MASTER, -job.slot)):
-        is_over = job.queued or closing_s >= LEAVE_S.get(job.role, max(LEAVE_S.values()))
+        is_over = job.queued or closing_s >= LEAVE_S[job.role]
         if is_over and not job.leaving(now):
             yield _cancelled(job, f"the run is {why}")
 

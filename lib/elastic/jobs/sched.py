@@ -1,9 +1,10 @@
 """The scheduler as the rest of the toolkit sees it: three verbs, one job, one name.
 
 `sched_slurm` and `sched_local` implement `Scheduler`; nobody else knows how jobs come to
-be. A job is identified by its name (`job_name`: run, role, slot), or by its token where a
-site has changed that, together with its id and its submit time, because ids are reused
-after a controller crash and a submission can succeed while its client sees an error.
+be. A job is identified by its name (`job_name`: run, role, slot), which its comment
+repeats for where a site has changed that, together with its id and its submit time,
+because ids are reused after a controller crash and a submission can succeed while its
+client sees an error.
 States are Slurm's words; a word that is not in `ENDED_STATES`, one never seen before
 included, is a job that still exists.
 
@@ -26,7 +27,6 @@ from elastic.run.rundir import RunDir
 CLUSTER = "SLURM_CLUSTER_NAME"  # Slurm's own; in a run's environment since its submission
 _RUN, _SLOT = "([A-Za-z0-9][A-Za-z0-9._-]{0,62})", "(0|[1-9][0-9]*)"
 _NAME = re.compile(f"{_RUN}/([mtw]){_SLOT}@elastic")
-_TOKEN = re.compile(f"elastic:{_RUN}/([a-z]+)/{_SLOT}")
 _ROLES = {role[0]: role for role in (MASTER, TRAINER, WORKER)}
 
 
@@ -64,12 +64,6 @@ class JobSpec:
     @property
     def name(self) -> str:
         return job_name(self.run, self.role, self.slot)
-
-    @property
-    def token(self) -> str:
-        """The job's comment: whose it is where a site's submit plugin renames jobs, and
-        for versions that know no other form."""
-        return f"elastic:{self.run}/{self.role}/{self.slot}"
 
     @property
     def home(self) -> Path:
@@ -112,10 +106,9 @@ def job_name(run: str, role: str, slot: int) -> str:
 
 
 def parse_job_name(text: str) -> tuple[str, str, int] | None:
-    """(run, role, slot) of a name that `job_name` made, or of a job's token; else
-    None."""
-    match = _NAME.fullmatch(text) or _TOKEN.fullmatch(text)
-    return (match[1], _ROLES.get(match[2], match[2]), int(match[3])) if match else None
+    """(run, role, slot) of a name that `job_name` made; else None."""
+    match = _NAME.fullmatch(text)
+    return (match[1], _ROLES[match[2]], int(match[3])) if match else None
 
 
 def open_scheduler(config: Config, environment: Mapping[str, str] | None = None) -> Scheduler:

@@ -443,7 +443,7 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
     after = [f"after:{spec.after}"] if spec.after else []
     waits = ",".join((["singleton"] if spec.alone else []) + after)
     return [
-        "sbatch", "--parsable", f"--job-name={spec.name}", f"--comment={spec.token}",
+        "sbatch", "--parsable", f"--job-name={spec.name}", f"--comment={spec.name}",
         "--no-requeue", *([f"--dependency={waits}"] if waits else []), "--export=ALL",
         f"--chdir={spec.run_dir}", "--open-mode=append", f"--output={log}",
         *_resources(spec, lists),
