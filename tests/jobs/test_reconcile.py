@@ -238,7 +238,7 @@ def test_a_dry_run_tells_the_plan_and_changes_nothing(run, slurm, again):
     assert report.lines()[0] == "run-a: would submit master 0: first start"
     assert sorted(run.path.rglob("*")) == before
     assert slurm.listed == {}
-    assert json.loads(json.dumps(report.to_json()))["runs"][0]["actions"][0]["verb"] == "submit"
+    assert json.loads(json.dumps(asdict(report)))["runs"][0]["actions"][0]["verb"] == "submit"
 
 
 # ---- not knowing

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 FOLDERS = {
     "base": 1012,  # one home for each thing outside: files, settings, signals, processes, network
     "run": 1395,  # one run on disk: its folder, its records, its samples, its proof
-    "jobs": 1729,  # jobs on a cluster: what is there, what should be, one pass
+    "jobs": 1725,  # jobs on a cluster: what is there, what should be, one pass
     "train": 985,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1087,  # tensors on disk, committed by link(): what both modes begin with
     "local": 590,  # local mode: what both sides of the wire speak
@@ -28,7 +28,7 @@ FOLDERS = {
     "sync": 972,  # sync mode: one job that resizes
     "people": 2018,  # what a person asks and sees
     "lab": 1251,  # trying and proving; nothing imports it
-    "commands": 454,  # click: options, checks, exit codes
+    "commands": 455,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }
 APART = [("local/worker", "local/master"), ("sync", "local"), ("sync", "local/worker"),

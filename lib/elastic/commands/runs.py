@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -91,7 +92,7 @@ def reconcile(runs: tuple[str, ...], dry_run: bool, jitter: bool, within: float,
     found = [rundir.find(name) for name in runs] or rundir.registered()
     report = reconciling.run_pass(found, time.time(), dry_run, within_s=within)
     if as_json:
-        click.echo(json.dumps(report.to_json(), indent=1))
+        click.echo(json.dumps(asdict(report), indent=1))
     else:
         say(*report.lines())
     sys.exit(code_of(report))

@@ -81,9 +81,6 @@ class PassReport:
         done = [f"{report.run}: {line}" for report in self.runs for line in report.lines]
         return self.errors + unknown + done
 
-    def to_json(self) -> dict:
-        return asdict(self)
-
 
 def run_pass(
     runs: Sequence[RunDir], now: float, dry_run: bool = False,

@@ -362,11 +362,6 @@ def _accounting(what: str, *conditions: str) -> list[dict[str, str]]:
     return [dict(zip(header.split("|"), line.split("|"), strict=True)) for line in lines]
 
 
-def scrontab() -> subprocess.CompletedProcess[str]:
-    """The user's crontab that Slurm keeps, where the site has that."""
-    return slurm_command(("scrontab", "-l"))
-
-
 def ask(*argv: str, environment: Mapping[str, str] | None = None) -> str:
     """What a client command says. TryAgain if it has failed, or gives no answer."""
     return _checked(slurm_command(argv, environment=environment))

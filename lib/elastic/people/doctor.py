@@ -242,8 +242,8 @@ def _save(config: Config, path, overrides, *, torch) -> estimate.Save | Unknown:
 def _cron(*, cluster) -> str | None:
     """The user's crontab and scrontab; None where there is neither program."""
     tables, is_known = "", False
-    by_slurm = [] if isinstance(cluster, Unknown) else [sched_slurm.scrontab]
-    for listing in (_crontab, *by_slurm):
+    listings = [_crontab, lambda: sched_slurm.slurm_command(("scrontab", "-l"))]
+    for listing in listings[:1] if isinstance(cluster, Unknown) else listings:
         with contextlib.suppress(ElasticError, OSError):
             answer = listing()
             is_known |= answer.returncode == 0 or "no crontab" in answer.stderr
