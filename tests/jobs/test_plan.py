@@ -661,7 +661,7 @@ def test_a_job_of_the_other_mode_that_has_said_its_last_word_is_not_waited_for()
     """The pass that the master ends with is the last, where there is no cron."""
     at_work = Job("6", "worker", 1, "RUNNING")
     jobs = (Job("5", "master", 0, "RUNNING", over="stopped"), replace(at_work, over="stopped"))
-    memory = Memory(0.0, jobs=jobs, mode="sync", mode_since=NOW - 10)
+    memory = Memory(0.0, jobs=jobs, mode="sync", closing_since=NOW - 10)
     (start,) = plan(World(0, memory, mode="sync"), NOW)
     assert (start.verb, start.role) == ("submit", "trainer")
     still_there = replace(memory, jobs=(jobs[0], at_work))
@@ -672,13 +672,13 @@ def test_a_job_of_the_other_mode_that_has_said_its_last_word_is_not_waited_for()
 
 def test_a_run_that_changes_its_mode_waits_for_the_other_modes_jobs():
     jobs = (Job("5", "master", 0, "RUNNING"), Job("6", "worker", 1, "PENDING"))
-    memory = Memory(0.0, jobs=jobs, mode="sync", mode_since=NOW - 10)
+    memory = Memory(0.0, jobs=jobs, mode="sync", closing_since=NOW - 10)
     stop, wait = plan(World(0, memory, mode="sync"), NOW)
     assert (stop.verb, stop.job_id) == (CANCEL, "6")
     assert stop.reason == "the run is going on in sync mode"
     assert (wait.verb, wait.role) == (WAIT, "trainer")
     for after_s, cancelled in ((200, {"6"}), (800, {"5", "6"})):
-        memory = replace(memory, mode_since=NOW - after_s)
+        memory = replace(memory, closing_since=NOW - after_s)
         late = plan(World(0, memory, mode="sync", hang_timeout_s=600.0), NOW)
         assert {action.job_id for action in verbs(late, CANCEL)} == cancelled
 

@@ -148,7 +148,7 @@ class Memory:
     ended: tuple[Ended, ...] = ()  # oldest first
     unsure: tuple[UnsureSubmission, ...] = ()
     closing: str = ""  # "", or why nothing is submitted any more: done, failed, stopped
-    closing_since: float = 0.0
+    closing_since: float = 0.0  # since when that is so, or the mode another one
     later_until: float = 0.0  # until then the scheduler takes no more jobs of this run …
     later_reason: str = ""  # … for this reason
     later_role: str = ""  # … from this place on: those before it may be had,
@@ -156,7 +156,6 @@ class Memory:
     later_host: str = ""  # … from here; empty: from anywhere
     later_s: float = 0.0  # … after a refusal; the next one lasts twice as long
     mode: str = ""
-    mode_since: float = 0.0
     spare_passes: int = 0  # in a row, that found more GPUs for a trainer at work
     missed_growths: int = 0  # whose GPUs have not come free
     said: tuple[str, ...] = ()  # why places are empty, as the pass before has said
@@ -170,7 +169,7 @@ def enter(memory: Memory, closing: str, now: float, mode: str = "") -> Memory:
     """Note what the run is wanted to do. One that is started again starts with a clean
     record."""
     if mode not in ("", memory.mode):
-        memory = replace(memory, mode=mode, mode_since=now)
+        memory = replace(memory, mode=mode, closing_since=now)
     if closing == memory.closing:
         return memory
     memory = replace(memory, closing=closing, closing_since=now)

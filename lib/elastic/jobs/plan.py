@@ -89,8 +89,8 @@ class Action:
 def plan(world: World, now: float) -> list[Action]:
     """What to do about `world`, to be carried out in this order."""
     memory = world.memory
+    closing_s = now - memory.closing_since - world.hang_timeout_s
     if memory.closing:
-        closing_s = now - memory.closing_since - world.hang_timeout_s
         return list(_close(memory.jobs, memory.closing, closing_s, now))
     chains = _chains(memory, bad_nodes(memory, now))
     for place, chain in sorted(chains.items()):
@@ -99,8 +99,7 @@ def plan(world: World, now: float) -> list[Action]:
             return [failure, *_close(memory.jobs, "failed", 0.0, now)]
     return [
         *_close([job for job in memory.jobs if not world.own(job.role)],
-                f"going on in {world.mode} mode",
-                now - memory.mode_since - world.hang_timeout_s, now),
+                f"going on in {world.mode} mode", closing_s, now),
         *_cancel(world, now), *_resize(world, now), *_fill(world, chains, now),
     ]  # fmt: skip
 
