@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lib" / "elastic"
 # names, in the same commit, what was deleted for it.
 FOLDERS = {
     "base": 1012,  # one home for each thing outside: files, settings, signals, processes, network
-    "run": 1395,  # one run on disk: its folder, its records, its samples, its proof
+    "run": 1407,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1723,  # jobs on a cluster: what is there, what should be, one pass
     "train": 985,  # a process with torch: the task, its ranks, its device, its health
     "saved": 1087,  # tensors on disk, committed by link(): what both modes begin with

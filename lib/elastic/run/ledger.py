@@ -52,22 +52,36 @@ class Ranges:
     def remove(self, ranges: Iterable[Range]) -> None:
         """Remove every position of `ranges`; those not here do not matter."""
         for epoch, start, stop in ranges:
-            if start < stop:
-                spans = self._epochs.pop(epoch, [])
-                parts = [part for a, b in spans for part in ((a, min(b, start)), (max(a, stop), b))]
-                if rest := [(a, b) for a, b in parts if a < b]:
-                    self._epochs[epoch] = rest
+            spans = self._epochs.get(epoch, [])
+            first, last = self._touching(spans, start, stop)
+            if first >= last or start >= stop:
+                continue
+            rest = [(spans[first][0], start), (stop, spans[last - 1][1])]
+            spans[first:last] = [span for span in rest if span[0] < span[1]]
+            if not spans:
+                del self._epochs[epoch]
 
     def common(self, ranges: Iterable[Range]) -> list[Range]:
         """The positions of `ranges` that are here, as ranges."""
-        return [(epoch, max(start, a), min(stop, b)) for epoch, start, stop in ranges
-                for a, b in self._epochs.get(epoch, ()) if start < b and a < stop]  # fmt: skip
+        found = []
+        for epoch, start, stop in ranges:
+            spans = self._epochs.get(epoch, [])
+            first, last = self._touching(spans, start, stop)
+            found += [(epoch, max(start, a), min(stop, b)) for a, b in spans[first:last]]
+        return found
 
     def take(self, count: int) -> list[Range]:
         """Remove and return the first `count` positions (fewer if there are fewer)."""
         taken = take(list(self), count)
         self.remove(taken)
         return taken
+
+    @staticmethod
+    def _touching(spans: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+        """Slice bounds of the spans that share a position with [start, stop)."""
+        first = bisect_right(spans, start, key=lambda span: span[1])
+        last = bisect_left(spans, stop, key=lambda span: span[0])
+        return first, last
 
 
 def count(ranges: Iterable[Range]) -> int:
