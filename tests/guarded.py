@@ -20,6 +20,7 @@ from elastic.saved import merge
 from elastic.saved.layout import Layout
 from elastic.train.schedule import learning_rate
 from helpers import commit_of
+from merging import Outer
 
 SIZE, BATCH = 256, 8
 LAYOUT = Layout.of([("x", (SIZE,))], 1 << 30)
@@ -95,7 +96,7 @@ class Run:
             schedule="cosine", warmup_fraction=world.warmup_fraction, decay_fraction=0.2,
             final_lr_fraction=0.1,
         )  # fmt: skip
-        self.outer = merge.Outer(LAYOUT, [start], [torch.zeros(SIZE)], momentum)
+        self.outer = Outer(LAYOUT, [start], [torch.zeros(SIZE)], momentum)
         self.workers = [Worker(noise) for _ in range(world.workers)]
         self.running, self.version, self.samples, self.present = Running(), 0, 0, 1
         self.before = None  # parameters of the version before

@@ -4,7 +4,7 @@ Workers are vectors: the whole model as one flat float32 tensor, in layout order
 version v starts from `base(v)` (bf16, as published) and ends wherever a test wants it to be.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,13 +16,26 @@ from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
 from elastic.saved.codec import CODECS, Codec
 from elastic.saved.layout import Layout
-from elastic.saved.merge import Outer
+from elastic.saved.merge import outer_step
 from elastic.saved.versions import Draft, read_exactly, read_layout, read_params
 from helpers import commit_of
 
 SHAPES = [("a.weight", (3, 4)), ("a.bias", (5,)), ("b.weight", (2, 3, 2)), ("scale", ())]
 FRAGMENT_BYTES = 64  # three fragments: 12, 5 and 13 elements
 COMMIT = commit_of(total_tokens=1000)  # of version 0
+
+
+@dataclass
+class Outer:
+    """What the master holds, per fragment and flat: parameters and outer momentum."""
+
+    layout: Layout
+    params: list[torch.Tensor]
+    momentum: list[torch.Tensor]
+    mu: float
+
+    def step(self, index: int, mean: torch.Tensor, lr: float) -> None:
+        outer_step(self.params[index], self.momentum[index], mean, lr, self.mu)
 
 
 def read_outer(run: RunDir, commit: Commit, mu: float) -> Outer:
@@ -79,11 +92,11 @@ class Rounds:
     @property
     def theta(self) -> torch.Tensor:
         """The master's float32 parameters."""
-        return torch.cat(self.averager.outer.params)
+        return torch.cat(self.averager.params)
 
     @property
     def momentum(self) -> torch.Tensor:
-        return torch.cat(self.averager.outer.momentum)
+        return torch.cat(self.averager.momentum)
 
     def put(self, slot: int, local: torch.Tensor, tokens: int, **changes) -> Header:
         """Write the delta of a worker that went from its base to `local`; returns its header."""

@@ -17,6 +17,7 @@ from elastic.local import rounds
 from elastic.local.guards import Moved, Running
 from elastic.saved import merge
 from elastic.saved.layout import Layout
+from merging import Outer
 from test_rounds import header
 
 SIZE = 4
@@ -47,7 +48,7 @@ class Problem:
 def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, forget=False):
     """Every version's parameters, beginning with the start. The last arguments plant faults."""
     theta = torch.zeros(SIZE) if start is None else start.clone()
-    outer = merge.Outer(LAYOUT, [theta], [torch.zeros(SIZE)], problem.mu)
+    outer = Outer(LAYOUT, [theta], [torch.zeros(SIZE)], problem.mu)
     history = [theta.clone()]
     for version in range(versions):
         base = max(0, version - problem.late)
@@ -63,8 +64,9 @@ def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, for
             for delta, (weight, _) in zip(sent, shares, strict=True)
         ]
         if forget:
-            outer = merge.Outer(LAYOUT, [theta], [torch.zeros(SIZE)], problem.mu)
-        outer.step(0, merge.mean_delta(theta, terms, problem.kappa), problem.eta)
+            outer = Outer(LAYOUT, [theta], [torch.zeros(SIZE)], problem.mu)
+        mean = merge.mean_delta(theta, terms, problem.kappa, torch.empty(SIZE))
+        outer.step(0, mean, problem.eta)
         history.append(theta.clone())
     return history
 

@@ -42,7 +42,7 @@ from elastic.train.optimizers import optimizer_of
 from elastic.train.schedule import learning_rate
 from elastic.train.task import count_tokens
 from helpers import commit_of
-from merging import decoded, read_outer, step
+from merging import Outer, decoded, read_outer, step
 
 RAMPED = " with a ramp"  # how a delta's `inner` ends where the learning rate rose from nothing
 ORIGIN = re.compile(r"own of version (\d+)")
@@ -163,7 +163,7 @@ class Simulator:
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         params = [param.clone() for param in start.params]
         momentum = [torch.zeros_like(param) for param in params]
-        self.outer = merge.Outer(layout, params, momentum, config.local_sgd.outer_momentum)
+        self.outer = Outer(layout, params, momentum, config.local_sgd.outer_momentum)
         self.running = Running()
         self._sample_tokens = count_tokens(task, default_collate([task.dataset()[0]]))
         self.version, self.clipped = 0, 0
@@ -393,7 +393,8 @@ class Simulator:
             merge.Term([(0, delta.fragments[index])], factor, self.anchor(delta, index))
             for delta, factor in zip(deltas, self.share(shares), strict=True)
         ]
-        return merge.mean_delta(self.outer.params[index], terms, self.config.local_sgd.reanchor)
+        params, kappa = self.outer.params[index], self.config.local_sgd.reanchor
+        return merge.mean_delta(params, terms, kappa, torch.empty_like(params))
 
     def anchor(self, delta: Delta, index: int) -> torch.Tensor | None:
         """The master's parameters as of the version that a late delta's worker started from."""

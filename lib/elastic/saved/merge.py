@@ -17,31 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from elastic.saved.codec import TILE
-from elastic.saved.layout import Layout
-
-
-class Outer:
-    """What the master holds, per fragment and flat:
-    float32 parameters and outer momentum."""
-
-    def __init__(
-        self, layout: Layout, params: list[torch.Tensor], momentum: list[torch.Tensor], mu: float
-    ):
-        self.layout, self.params, self.momentum, self.mu = layout, params, momentum, mu
-
-    def step(self, index: int, mean: torch.Tensor, lr: float) -> None:
-        """Apply the outer optimizer to a fragment, in place; consumes its `mean`. The bits
-        are those of torch.optim.SGD.
-
-        By hand, because torch.optim imports torch's compiler, which takes a new master a
-        second and a half; and by pieces that a cache holds.
-        """
-        parts = (self.params[index], self.momentum[index], mean)
-        for param, momentum, g in zip(*(part.split(TILE) for part in parts), strict=True):
-            if self.mu > 0:
-                momentum.mul_(self.mu).add_(g)
-                g.add_(momentum, alpha=self.mu)
-            param.add_(g, alpha=-lr)
 
 
 @dataclass(frozen=True)
@@ -61,11 +36,10 @@ def norm(delta: torch.Tensor) -> float:
 
 
 def mean_delta(
-    params: torch.Tensor, terms: Iterable[Term], reanchor: float, mean: torch.Tensor | None = None
+    params: torch.Tensor, terms: Iterable[Term], reanchor: float, mean: torch.Tensor
 ) -> torch.Tensor:
-    """The fragment's g, in `mean` if given. `params` is the current Theta;
-    `reanchor` is kappa."""
-    mean = torch.zeros_like(params) if mean is None else mean.zero_()
+    """The fragment's g, in `mean`. `params` is the current Theta; `reanchor` is kappa."""
+    mean.zero_()
     for term in terms:
         for start, tile in term.tiles:
             mean[start : start + tile.numel()].add_(tile, alpha=term.factor)
@@ -73,3 +47,19 @@ def mean_delta(
             moved = (params - term.anchor).nan_to_num_(0.0)
             mean.add_(moved, alpha=term.factor * reanchor)
     return mean
+
+
+def outer_step(
+    params: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor, lr: float, mu: float
+) -> None:
+    """Apply the outer optimizer to a fragment, in place; consumes its `mean`. The bits are
+    those of torch.optim.SGD.
+
+    By hand, because torch.optim imports torch's compiler, which takes a new master a
+    second and a half; and by pieces that a cache holds.
+    """
+    for param, b, g in zip(*(part.split(TILE) for part in (params, momentum, mean)), strict=True):
+        if mu > 0:
+            b.mul_(mu).add_(g)
+            g.add_(b, alpha=mu)
+        param.add_(g, alpha=-lr)

@@ -48,7 +48,7 @@ class Averager:
         chosen = CODECS[config.local_sgd.compression]
         self._codecs = [codec_of(self.layout.has_buffers(index), chosen) for index in self.indices]
         empty = [torch.empty(0)] * len(self.layout.fragments)
-        self.outer = merge.Outer(self.layout, list(empty), list(empty), mu=0.0)
+        self.params, self.momentum = list(empty), list(empty)  # flat, float32
         self._own = threading.local()
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         # One thread of torch's in each: sums have the same bits on every machine.
@@ -133,7 +133,7 @@ class Averager:
         of a full disk; TryAgain."""
         if self._held != recipe.base:
             self._hold(recipe.base)
-        self._held, self.outer.mu = -1, recipe.momentum
+        self._held = -1
         files = self._all(lambda index: self._advance_one(index, recipe, draft))
         self._held = recipe.base + 1
         return sorted(sum(files, []), key=lambda entry: entry["path"])
@@ -146,25 +146,25 @@ class Averager:
     def _load(self, index: int, version: int) -> None:
         """Hold a fragment as of a version."""
         found = read_exactly(self.run, self.run.commits.of(version), self.layout, index)
-        self.outer.params[index], self.outer.momentum[index] = found
+        self.params[index], self.momentum[index] = found
 
     def _advance_one(self, index: int, recipe: Recipe, draft: Draft) -> list[dict]:
         self._step(index, recipe)
-        params, momentum = self.outer.params[index], self.outer.momentum[index]
+        params, momentum = self.params[index], self.momentum[index]
         return draft.write_fragment(self.layout, index, params, momentum)
 
     def _step(self, index: int, recipe: Recipe) -> None:
         if recipe.restore >= 0:
             self._load(index, recipe.restore)
-            self.outer.momentum[index].zero_()
+            self.momentum[index].zero_()
         else:
-            params, terms = self.outer.params[index], self._terms(index, recipe)
+            params, terms = self.params[index], self._terms(index, recipe)
             mean = self._buffer("mean", params.numel(), torch.float32)
             if self.layout.has_buffers(index):  # the mean of what the workers have
                 params.sub_(merge.mean_delta(params, terms, 1.0, mean))
             else:
                 merge.mean_delta(params, terms, self.config.local_sgd.reanchor, mean)
-                self.outer.step(index, mean, recipe.lr)
+                merge.outer_step(params, self.momentum[index], mean, recipe.lr, recipe.momentum)
 
     def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
         for header, factor in zip(recipe.headers, recipe.factors, strict=True):
