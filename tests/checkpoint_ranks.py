@@ -1,4 +1,4 @@
-"""Ranks that write and read checkpoints: `python checkpoint_ranks.py write|read RUN`, over gloo.
+"""Ranks that write and read checkpoints: `python checkpoint_ranks.py WHAT RUN`, over gloo.
 
 Started once per rank by test_checkpoint.py, which also uses the model here in one process.
 """
@@ -6,6 +6,7 @@ Started once per rank by test_checkpoint.py, which also uses the model here in o
 import errno
 import os
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.run.rundir import RunDir
+from elastic.saved import storage
 from elastic.saved.checkpoint import Checkpoints, steps
 from elastic.train.group import Group
 from elastic.train.optimizers import default_optimizer
@@ -217,11 +219,52 @@ def odd(run: RunDir, group: Group) -> None:
         checkpoints.save(2, net, optimizer, {})
 
 
+class Counting(torch.optim.SGD):
+    """Keeps the steps of a parameter: one number, changed in place, that all ranks have."""
+
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.state[param].setdefault("steps", param.new_zeros(())).add_(1)
+                self.state[param].setdefault("plain", torch.zeros(())).add_(1)
+
+
+@contextmanager
+def held_disk():
+    """What is written in the background is written when this ends."""
+    goes_on, write = threading.Event(), storage.Writer.write_data
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage.Writer, "write_data", lambda *a: goes_on.wait(60) and write(*a))
+        yield
+        goes_on.set()
+
+
+def of_optimizer(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if "/" in name}
+
+
+def numbers(run: RunDir, group: Group) -> None:
+    checkpoints = Checkpoints(run, group, "job4", keep=9)
+    net, _ = make(seed=3)
+    optimizer = Counting(net.parameters(), lr=0.1)
+    train(net, optimizer)
+    assert isinstance(optimizer.state[net.head.weight]["steps"], DTensor)
+    before = of_optimizer(everything(net, optimizer))
+    with held_disk():
+        checkpoints.begin(2, net, optimizer, {})
+        train(net, optimizer)
+    assert checkpoints.finish() == 2
+    assert checkpoints.load(net, optimizer)[0].step == 2
+    assert_equal(of_optimizer(everything(net, optimizer)), before)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = Group(dist.get_rank(), dist.get_world_size())
-    {"write": write, "read": read, "odd": odd}[sys.argv[1]](RunDir(Path(sys.argv[2])), group)
+    what = {"write": write, "read": read, "odd": odd, "numbers": numbers}[sys.argv[1]]
+    what(RunDir(Path(sys.argv[2])), group)
     dist.barrier()
     dist.destroy_process_group()
 

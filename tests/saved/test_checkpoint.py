@@ -175,6 +175,11 @@ def test_two_ranks_share_no_state_that_is_each_ranks_own(run):
     ranks(2, "odd", run)
 
 
+def test_a_number_of_the_state_is_saved_as_it_was_when_the_save_began(run):
+    """torch shares a DTensor without dimensions with the training while it writes."""
+    ranks(2, "numbers", run)
+
+
 def test_a_save_takes_until_its_commit_however_late_somebody_asks(run):
     """The ranks ask at the end of a step, which may take longer than the save, or a notice."""
     checkpoints = Checkpoints(run, Group(), "job1")

@@ -325,8 +325,12 @@ def _state(model, optimizer) -> dict:
     if not stepped:  # get_state_dict made some up
         optimizer.state.clear()
         optimizer_state["state"] = {}
-    for name, values in optimizer_state["state"].items():
+    held = optimizer_state["state"]
+    for name, values in held.items():
         _check_sharding(name, model_state[name], values)
+        # torch would share a DTensor without dimensions with the training while it writes.
+        held[name] = {key: value.clone() if is_sharded(value) and not value.dim() else value
+                      for key, value in values.items()}  # fmt: skip
     return {"model": model_state, "optimizer": optimizer_state}
 
 
