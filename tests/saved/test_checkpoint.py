@@ -171,6 +171,32 @@ def test_state_that_is_more_exact_than_its_parameter_stays_so(run):
     assert all(map(torch.equal, [state["master"] for state in fresh.state.values()], wanted))
 
 
+class OwnWords(torch.optim.SGD):
+    def load_state_dict(self, given):
+        super().load_state_dict(given)
+
+
+class ModelOfOwnWords(torch.nn.Linear):
+    """As many have it: from before there was `assign`."""
+
+    def load_state_dict(self, given, strict=True):
+        return super().load_state_dict(given, strict)
+
+
+def test_what_loads_a_state_may_name_it_as_it_likes(run):
+    def made(seed):
+        torch.manual_seed(seed)
+        net = ModelOfOwnWords(3, 2)
+        return net, OwnWords(net.parameters(), lr=0.1, momentum=0.9)
+
+    (net, optimizer), (other, fresh) = made(1), made(2)
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    Checkpoints(run, Group(), "job1").save(1, net, optimizer, {})
+    assert Checkpoints(run, Group(), "job2").load(other, fresh)[0].step == 1
+    assert_equal(everything(other, fresh), everything(net, optimizer))
+
+
 def test_two_ranks_share_no_state_that_is_each_ranks_own(run):
     ranks(2, "odd", run)
 

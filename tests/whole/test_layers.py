@@ -21,7 +21,7 @@ FOLDERS = {
     "run": 1407,  # one run on disk: its folder, its records, its samples, its proof
     "jobs": 1723,  # jobs on a cluster: what is there, what should be, one pass
     "train": 985,  # a process with torch: the task, its ranks, its device, its health
-    "saved": 1085,  # tensors on disk, committed by link(): what both modes begin with
+    "saved": 1091,  # tensors on disk, committed by link(): what both modes begin with
     "local": 590,  # local mode: what both sides of the wire speak
     "local/worker": 1395,  # one slot: hold the lease, train, deliver
     "local/master": 1131,  # one master: Redis, samples, rounds, commits

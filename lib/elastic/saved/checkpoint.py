@@ -299,7 +299,8 @@ class Checkpoints:
         reader.fill({"model": model_state, "optimizer": optimizer_state}, **self._how)
         # What never trained has no moments; torch before 2.9 misses it by its name.
         optimizer_state["state"] = {n: saved_state.get(n, {}) for n in places if saved_state}
-        with _stepping(optimizer, lambda: None):  # all is in its place
+        # All is in its place; else torch would fill an empty state here, too.
+        with _stepping(optimizer, lambda: None), _by_place(model), _by_place(optimizer):
             states.set_state_dict(
                 model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
                 options=states.StateDictOptions(strict=False),
@@ -341,6 +342,16 @@ def _stepping(optimizer, step: Callable[[], object]) -> Iterator[None]:
     optimizer.step = lambda closure=None: step()
     yield
     optimizer.step = own
+
+
+@contextlib.contextmanager
+def _by_place(owner) -> Iterator[None]:
+    """torch loads by load_state_dict(state_dict=…), of a model also with strict= and assign=:
+    names that not every such method has."""
+    own = owner.load_state_dict
+    owner.load_state_dict = lambda state_dict, assign=False, **how: own(state_dict, *how.values())
+    yield
+    owner.load_state_dict = own
 
 
 def _check_sharding(name: str, param: torch.Tensor, state: dict) -> None:
