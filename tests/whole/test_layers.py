@@ -27,7 +27,7 @@ FOLDERS = {
     "local/master": 1131,  # one master: Redis, samples, rounds, commits
     "sync": 972,  # sync mode: one job that resizes
     "people": 2018,  # what a person asks and sees
-    "lab": 1251,  # trying and proving; nothing imports it
+    "lab": 1254,  # trying and proving; nothing imports it
     "commands": 455,  # click: options, checks, exit codes
     ".": 179,  # the public names, and the tasks that come along
 }

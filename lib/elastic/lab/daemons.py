@@ -47,13 +47,18 @@ class Daemons:
         """The processes of this sandbox, or of one daemon in it: jobs and orphans
         included, but for this process and its ancestors. In a job with a terminal (srun
         --pty) this one would end with them, and leave the others stopped."""
-        families = proc.families(_MEMBER, self.path, self._node_of)
-        family = families[name] if name else set().union(*families.values())
+        family = self.family(name)
         mine = proc.Process.of(os.getpid())
         while mine:
             family.discard(mine.pid)
             mine = proc.Process.of(mine.parent)
         return family
+
+    def family(self, name: str = "") -> set[int]:
+        """The same, with this process and its ancestors: of a SuspendProgram they are the
+        controller."""
+        families = proc.families(_MEMBER, self.path, self._node_of)
+        return families[name] if name else set().union(*families.values())
 
     def _node_of(self, pid: int, given: dict[str, str]) -> str:
         """The node of a job's process; a stepd overwrites its environment, and has the

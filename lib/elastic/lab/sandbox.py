@@ -65,12 +65,15 @@ class Sandbox:
         self.path = path
         self.conf = path / "slurm.conf"
         self.daemons = Daemons(path)
-        self.members = self.daemons.members
         self._mark = path / ".elastic-sandbox"
 
     def environment(self) -> dict[str, str]:
         """The variables that lead Slurm's client commands to this sandbox."""
         return {"SLURM_CONF": str(self.conf)}
+
+    def members(self, name: str = "") -> set[int]:
+        """Its processes, or those of one node or daemon."""
+        return self.daemons.members(name)
 
     def run(self, *argv: str) -> str:
         """What a Slurm client command says in this sandbox; ElasticError if it fails."""
@@ -168,7 +171,7 @@ class Sandbox:
         return there[0] == self.path
 
     def _check_up(self) -> None:
-        if not self._exists() or not self.members("slurmctld"):
+        if not self._exists() or not self.daemons.family("slurmctld"):
             raise UsageError(f"no sandbox is up in {self.path}", "elastic-sandbox up")
 
     def _check_node(self, node: str) -> None:
