@@ -266,7 +266,9 @@ SHOWN = {
 
 
 def settings_of(seed: int, overrides: tuple[str, ...] = ()) -> Config:
-    return configuration.load(HERE / "parity.toml", [f"run.seed={seed}", *overrides], NO_SITE)
+    # Crews say how long a round is, that of synchronous training too.
+    settings = [f"run.seed={seed}", "local_sgd.cold_start=0", *overrides]
+    return configuration.load(HERE / "parity.toml", settings, NO_SITE)
 
 
 def trace(crew: Crew, first: int, steps: int, batch: int) -> Iterator[Commit]:
