@@ -1,17 +1,26 @@
-"""Files that are either not there or whole: the three ways this project writes to disk.
+"""Files that are either not there or whole: the only ways this project writes to disk.
 
-    write_atomic   replace a pointer: temporary name, fsync, rename
-    create_once    a name that only one process can ever make: temporary name, fsync, link
-    append_line    one more line of a log that several processes write
+    write_atomic      replace a file durably: temporary name, fsync, rename
+    replace_quickly   the same without fsync, for hints: a crash may lose them
+    create_once       a name that only one process can ever make: temporary name, fsync, link
+    append_line       one more line of a log that several processes write
 
 Files that become true together are a draft until `create_once` makes their record:
 drafts.py.
 
-Every reader opens an exact path that somebody announced. Nothing here lists a directory.
+How long a caller waits for a filesystem that fails for now:
 
-What is made has a mode of its own, whatever umask and default ACLs say: a folder by
-`make_folder`, a file by these three or opened by `own`. `check_private` is for what was
-made elsewhere.
+    insist            three seconds
+    patiently         minutes, or as long as it says
+    until_written     until there is room
+    in_background     not at all: a thread waits
+
+A reader that waits for a file of another machine looks for its name in the folder
+(`names`), and opens the file only when the name is there.
+
+Files and folders are made with a mode of their own, whatever umask and default ACLs say:
+folders by `make_folder`, files by the four above or opened with `own`. `check_private` is
+for folders that others have made.
 """
 
 import contextlib
@@ -41,13 +50,13 @@ from elastic.base.errors import ElasticError, TryAgain
 STUCK_S = 2.0  # between two tries of what a process cannot go on without
 LOCK_S, LINE_S = 0.02, 0.1  # between two tries to lock a file; most that a line waits for it
 AGAIN_S = (0.1, 0.5, 2.0)  # before each further try where the filesystem fails for now
-UNREAD_S = 300.0  # for which bytes are waited for that the filesystem does not give out
-# What a network filesystem says now and then, of a file that is sound: a server that is
-# replaced, a file that was replaced between two calls.
+UNREAD_S = 300.0  # most that a reader waits for bytes that the filesystem does not give out
+# Errors that a network filesystem reports now and then although the file is sound: its
+# server was replaced, or the file was replaced between two calls.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR,
            errno.EBUSY, errno.ESHUTDOWN, errno.ENOTCONN, errno.ECONNRESET,
            errno.EREMOTEIO, errno.ECOMM)  # the last two are BeeGFS's  # fmt: skip
-# What a filesystem gets over, as soon as somebody makes room, raises a limit or mounts it anew.
+# Errors that pass as soon as somebody makes room, raises a limit or mounts the filesystem anew.
 FULL = (*PASSING, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EROFS)
 
 T = TypeVar("T")
@@ -57,8 +66,7 @@ def make_folder(path: Path, mode: int = 0o755, parents: bool = False) -> None:
     """Make the folder `path` (and its `parents`) unless it is there. Raises ElasticError
     where somebody else could take its place.
 
-    A default ACL of the folder above is not handed on:
-    others would make files by it in here.
+    The new folder does not inherit a default ACL: by it others could make files in here.
     """
     if exists(path):
         return
@@ -69,7 +77,7 @@ def make_folder(path: Path, mode: int = 0o755, parents: bool = False) -> None:
         path.mkdir(0o700)
         with contextlib.suppress(OSError):  # there is none, or no such thing
             os.removexattr(path, "system.posix_acl_default")
-        # In a project's folder: what is made in here is the project's, too, and in its quota.
+        # Below a project's folder all files belong to the project's group, and to its quota.
         path.chmod(mode | path.stat().st_mode & stat.S_ISGID)
 
 
@@ -77,33 +85,31 @@ def own(path: str, flags: int) -> int:
     """`open(…, opener=own)`: a new file is its owner's to write and anybody's to read."""
     descriptor = os.open(path, flags, 0o600)
     status = os.fstat(descriptor)
-    # An empty lock is opened often, and a full quota may refuse what changes nothing.
+    # A lock is an empty file that is opened often, and a full quota may refuse even a
+    # chmod that changes nothing.
     if not status.st_size and stat.S_IMODE(status.st_mode) != 0o644:
         os.fchmod(descriptor, 0o644)
     return descriptor
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace `path` with `data`;
-    after a crash it holds the old bytes or the new, whole."""
+    """Replace `path` with `data`; after a crash it holds the old bytes or the new, whole."""
     with _temporary(path, data, mode) as temporary:
         os.replace(temporary, path)
     sync_path(path.parent)
 
 
 def replace_quickly(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`, whole for every reader;
-    after a crash it may be lost."""
+    """Replace `path` with `data`, whole for every reader; after a crash the file may be lost."""
     with _temporary(path, data, synced=False) as temporary:
         os.replace(temporary, path)
 
 
 def create_once(path: Path, data: bytes) -> bool:
-    """Make `path` with `data` unless the name exists.
-    True for the one process that made it.
+    """Make `path` with `data` unless the name exists. True for the one process that made it.
 
-    An NFS server may carry out a link and lose its answer: whether the temporary name now
-    has two links decides, not the error.
+    An NFS server may carry out a link and lose its answer. So the error does not decide:
+    the number of links of the temporary file does.
     """
     with _temporary(path, data) as temporary:
         try:
@@ -122,21 +128,21 @@ def append_line(path: Path, record: dict) -> None:
     """Append `record` as one JSON line.
 
     Between the nodes of an NFS only a lock keeps two lines apart; elsewhere O_APPEND
-    does. Who has it may be suspended, or its node dead: a line that may be torn is better
-    than to wait for that.
+    does. The lock's holder may be suspended, or its node dead: rather a torn line than a
+    wait for that.
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with open(path, "a+b", buffering=0, opener=own) as file:
         lock(file.fileno(), LINE_S)
         size = os.fstat(file.fileno()).st_size
-        # By a disk that was full.
+        # The last line is torn if the disk was full.
         torn = size and os.pread(file.fileno(), 1, size - 1) != b"\n"
         file.write(b"\n" * bool(torn) + line)
 
 
 def lock(descriptor: int, for_s: float) -> bool:
-    """Lock a file for as long as it is open. False if somebody has it for longer than
-    `for_s`; where the filesystem has no locks, nobody has."""
+    """Lock a file for as long as it is open. False if another process keeps its lock for
+    `for_s`. True on a filesystem that has no locks."""
     until = time.monotonic() + for_s
     while True:
         try:
@@ -159,16 +165,16 @@ class _Lossy(io.FileIO):
 
 
 def log_what_fits() -> None:
-    """Jobs log into the run directory:
-    from now on a full disk costs words, and nothing else."""
+    """Jobs log into the run directory: from now on a full disk costs words of the log, and
+    nothing else."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = io.BufferedWriter(_Lossy(number, "wb", closefd=False))
         setattr(sys, name, io.TextIOWrapper(raw, errors="replace", line_buffering=True))
 
 
 def insist(action: Callable[..., T], *args) -> T:
-    """What `action(*args)` returns, tried again a beat later where the filesystem fails
-    for now. Raises TryAgain if it goes on failing."""
+    """What `action(*args)` returns, called up to four times while the filesystem fails for
+    now (AGAIN_S). Raises TryAgain if it goes on failing."""
     waits_s = iter(AGAIN_S)
     while True:
         try:
@@ -184,9 +190,11 @@ def insist(action: Callable[..., T], *args) -> T:
 def patiently(action: Callable[..., T], *args, hurry: Callable = lambda: False,
               for_s: float = 0.0, passing: tuple = (), tell: Callable = lambda _: None) -> T:
     """What `action(*args)` returns, called again while it raises TryAgain, or an OSError
-    of a number in `passing`, for `for_s` (0: for UNREAD_S) and until `hurry()`;
-    `tell(error)` in between. Raises TryAgain then: to go on without these bytes would cost
-    work."""
+    whose number is in `passing`; `tell(error)` in between. Raises TryAgain after `for_s`
+    (0: UNREAD_S), or once `hurry()` is true.
+
+    For bytes that somebody needs: without them work would be lost.
+    """
     until = time.monotonic() + (for_s or UNREAD_S)
     while True:
         try:
@@ -201,9 +209,9 @@ def patiently(action: Callable[..., T], *args, hurry: Callable = lambda: False,
 
 
 def until_written(write: Callable[[], T], hurry: Callable, tell: Callable = lambda _: None) -> T:
-    """What `write()` returns, tried again while the disk is full or fails for now, in
-    what it looks up before, too; `tell(error)` in between. Raises TryAgain once `hurry()`
-    is true."""
+    """What `write()` returns, called again while the disk is full or fails for now, also
+    for what write() reads before it writes; `tell(error)` in between. Raises TryAgain once
+    `hurry()` is true."""
     told = set()
 
     def say(error: OSError | TryAgain) -> None:
@@ -216,14 +224,14 @@ def until_written(write: Callable[[], T], hurry: Callable, tell: Callable = lamb
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:
-    """What `action()` will return, or raise, in a thread for which nobody waits where the
-    process ends."""
+    """What `action()` will return, or raise. It runs in a daemon thread: the process does
+    not wait for it at its end."""
     result: Future = Future()
 
     def act() -> None:
         try:
             result.set_result(action())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # result() raises it
             result.set_exception(error)
 
     threading.Thread(target=act, daemon=True).start()
@@ -231,12 +239,12 @@ def in_background(action: Callable[[], T]) -> Future[T]:
 
 
 def names(folder: Path) -> list[str]:
-    """What is in a folder, if it is there.
-    Raises TryAgain where the filesystem does not say.
+    """The names in a folder; none if there is no such folder. Raises TryAgain if the
+    filesystem does not answer.
 
-    Whoever waits for a file of another machine looks here for its name, and opens it
-    then: a network filesystem may remember for a minute that a name it was asked for is
-    not there, but looks again when a folder is listed.
+    A process that waits for a file of another machine looks for its name here first. A
+    network filesystem may remember for a minute that a name was not there when somebody
+    asked for it, but it looks again when the folder is listed.
     """
     try:
         return insist(os.listdir, folder)
@@ -255,7 +263,7 @@ def exists(path: Path) -> bool:
 
 def read_json(path: Path) -> dict | None:
     """The table in `path`, or None if the file is not there. Raises ElasticError if
-    damaged, and TryAgain if the filesystem does not say."""
+    damaged, and TryAgain if the filesystem does not answer."""
     try:
         data = json.loads(insist(path.read_bytes))
         if isinstance(data, dict):
@@ -273,11 +281,11 @@ def damaged(path: Path, why: str) -> ElasticError:
 
 
 def check_private(path: Path, is_above: bool = False) -> Path:
-    """The folder `path` without links, where nobody else can put files into it or take
-    its place (`is_above`: that of what is to be made in it). Raises ElasticError.
+    """The folder `path`, with links resolved. Raises ElasticError if another user could put
+    files into it, or replace it. `is_above`: something of the user's is to be made in it.
 
-    It and all folders above it are root's or the user's own, and nobody else may write
-    there; but above it to sticky ones, where nobody moves what is another's.
+    The folder and all above it must be root's or the user's own, and nobody else may write
+    to them. A sticky folder above is allowed: nobody can move another user's files in it.
     """
     path = path.resolve()
     for folder in (path, *path.parents):
@@ -286,7 +294,7 @@ def check_private(path: Path, is_above: bool = False) -> Path:
 
 
 def check_folder(folder: Path, may_be_sticky: bool = False) -> Path:
-    """`folder`, of which those above are known to be private: so it is, itself."""
+    """As check_private, but for this folder alone: those above it are known to be private."""
     status = insist(folder.lstat)
     if not is_ours(status.st_uid, is_above=may_be_sticky):
         what = f"{folder} is another user's (uid {status.st_uid}, not {os.getuid()})"
@@ -300,14 +308,15 @@ def check_folder(folder: Path, may_be_sticky: bool = False) -> Path:
 
 
 def is_ours(owner: int, is_above: bool) -> bool:
-    """Is this the number of the user, or root? In a container without root (a user
-    namespace) root's folders above are those of a number that stands for all unknown ones:
-    nobody can tell them from another user's there."""
+    """Is `owner` (a uid) the user, or root? In a user namespace without root, root's folders
+    above belong to the number that stands for all unknown users: there nobody can tell
+    them from another user's."""
     if owner in (0, os.getuid()) or not is_above:
         return owner in (0, os.getuid())
     known = sum(map(int, proc.read("/proc/self/uid_map").split()[2::3]))
     is_unknown = proc.read("/proc/sys/kernel/overflowuid").strip() == str(owner)
-    return is_unknown and 0 < known < 2**32 - 1  # all, outside of a container; 0: nobody says
+    # Outside of a container all numbers are known; 0: there is no such file.
+    return is_unknown and 0 < known < 2**32 - 1
 
 
 def to_json(data: dict) -> bytes:
@@ -326,8 +335,8 @@ def sync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(place: Path | str) -> Iterator[None]:
-    """Errors name the place that was asked for: that of a flush names none, and some name
-    one that nobody has given."""
+    """An OSError names the place that the caller asked for: the error of a flush names no
+    file, and others name a temporary one."""
     try:
         yield
     except OSError as error:
@@ -361,8 +370,9 @@ def checksum(path: Path) -> str:
 
 
 def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum) -> str:
-    """What is wrong with a committed file, by its size and what it is the checksum `of`;
-    or "". Raises TryAgain where the filesystem does not say."""
+    """What is wrong with a committed file, as its commit's `entry` says it; "" if nothing.
+    `of` computes its checksum (None: only the size is compared). Raises TryAgain if the
+    filesystem does not answer."""
     try:
         size = insist(path.stat).st_size
         xxh3 = insist(of, path) if of else entry.get("xxh3")
@@ -376,5 +386,5 @@ def damage(path: Path, entry: dict, of: Callable[[Path], str] | None = checksum)
 
 
 def draft_of(final: Path, writer: str) -> Path:
-    """Where `writer` writes the files of a folder that has no commit yet."""
+    """The folder in which `writer` writes what will be `final` once it is committed."""
     return final.with_name(f".{final.name}.{writer}")

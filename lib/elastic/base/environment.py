@@ -1,7 +1,8 @@
-"""The process environment, which only this file reads, and the places that it leads to.
+"""The process environment, which only this file reads, and the paths that it names.
 
-An empty variable counts as not set. What a job or a command of Slurm's is given is
-cleaned of what an outer job, a login session or a user's settings left in it.
+An empty variable counts as not set. Jobs, and commands of Slurm, get an environment
+without the variables of an outer job, of a login session, or of a user's settings for
+Slurm.
 """
 
 import os
@@ -21,11 +22,11 @@ _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID", "ELASTIC_RANK", "ELASTIC
 _OF_COMMANDS = ("SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCT_")
 _OF_A_SESSION = ("SSH_", "XDG_RUNTIME_DIR", "XDG_SESSION_", "XDG_SEAT", "XDG_VTNR", "DBUS_",
                  "TMUX", "TERM_", "VSCODE_", "DISPLAY", "XAUTHORITY")  # fmt: skip
-# Where the session is itself a job's: its GPUs, its ranks' places, a folder that ends
-# with it.
+# In a session inside of a job: the job's GPUs, the places of its ranks, a folder that ends
+# with the job.
 _OF_ITS_STEP = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE",
                 "MASTER_ADDR", "MASTER_PORT", "TMPDIR")  # fmt: skip
-_OF_A_RANK = ("NCCL_", "GLOO_")  # in one's shell: what sbatch/network.sh chose for its node
+_OF_A_RANK = ("NCCL_", "GLOO_")  # in a rank's shell: sbatch/network.sh chose them for its node
 _OF_A_SHELL = ("STY", "WINDOW", "WINDOWID", "PWD", "OLDPWD", "SHLVL", "_")
 
 
@@ -41,9 +42,9 @@ def env(name: str, default: str | None = None) -> str | None:
 
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a job, or for a command of Slurm's: `given`, else this
-    process's, without what an outer job, a login session or the user's settings left in
-    it. What leads to the cluster stays; SLURM_CONF where that file is: a job's own may be
-    in a folder of its node's slurmd."""
+    process's, without the variables of an outer job, of a login session and of the user's
+    settings. Those that lead to the cluster stay; SLURM_CONF only if that file is there: in
+    a job it may name a file on the job's node."""
     given = os.environ if given is None else given
     dropped = _OF_A_JOB + _OF_COMMANDS + _OF_A_SESSION + (_OF_A_RANK if "RANK" in given else ())
     names = _OF_A_SHELL + (_OF_ITS_STEP if "SLURM_JOB_ID" in given else ())
@@ -59,8 +60,8 @@ def elastic_home() -> Path:
 
 
 def commands() -> Path:
-    """The folder of the commands for crontabs and people: of versions side by side the
-    one that leads to the current one."""
+    """The folder of the commands for crontabs and people. Where versions are installed side
+    by side, its links lead to the current version."""
     home = elastic_home()
     beside = home.parent
     follows = (beside / "current").is_symlink() and (beside / "bin").is_dir()
@@ -68,8 +69,8 @@ def commands() -> Path:
 
 
 def cron_line() -> str:
-    """What a user's crontab is to have."""
-    names = filter(env, ("ELASTIC_HOME_DIR", "ELASTIC_PYTHON"))  # cron does not know them
+    """The line for a user's crontab."""
+    names = filter(env, ("ELASTIC_HOME_DIR", "ELASTIC_PYTHON"))  # cron has none of them
     given = "".join(f"{name}={shlex.quote(env(name))} " for name in names)
     return f"*/2 * * * * {given}{shlex.quote(str(commands() / 'elastic-reconcile'))} --jitter"
 
@@ -85,19 +86,19 @@ def runs_root() -> Path:
 
 
 def registry_dir(given: Mapping[str, str] | None = None) -> Path:
-    """The user's own state, with links to runs: $ELASTIC_HOME_DIR (`given` goes before this
-    process's), else ~/.elastic."""
+    """The folder of the user's own state, with links to runs: $ELASTIC_HOME_DIR in `given`,
+    else in this process's environment, else ~/.elastic."""
     named = (given or {}).get("ELASTIC_HOME_DIR") or env("ELASTIC_HOME_DIR", "~/.elastic")
     folder = expanded(named, "ELASTIC_HOME_DIR").resolve()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", "remove it, or set ELASTIC_HOME_DIR")
     for each in filter(Path.exists, (folder, folder / "runs", folder / "local" / "jobs")):
-        check_private(each)  # what is here is run
+        check_private(each)  # programs are started from here
     return folder
 
 
 def expanded(text: str, name: str) -> Path:
-    """`text`, which a setting of that name gives, with ~ and ~user replaced."""
+    """The path `text`, with ~ and ~user replaced; `name` is the setting that gives it."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -106,7 +107,7 @@ def expanded(text: str, name: str) -> Path:
 
 
 def user_name() -> str:
-    """Whose process this is; a number where nobody has a name for it (in a container)."""
+    """This process's user; his number if he has no name, as in a container."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -114,7 +115,7 @@ def user_name() -> str:
 
 
 def site_file() -> Path:
-    """The one that $ELASTIC_SITE names, which has to be there, else this installation's
-    etc/site.toml, or an empty file where it is not there."""
+    """The site's settings: the file that $ELASTIC_SITE names, which has to be there, else
+    this installation's etc/site.toml, else an empty file."""
     path = Path(env("ELASTIC_SITE") or elastic_home() / "etc" / "site.toml")
     return path if env("ELASTIC_SITE") or path.exists() else Path(os.devnull)

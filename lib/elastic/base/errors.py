@@ -1,6 +1,6 @@
-"""Errors and exit codes, the vocabulary every layer shares. Pure.
+"""Errors and exit codes, which all layers share. Pure.
 
-An error says what went wrong with the value that was seen, and (`hint`) the way out. The
+An error says what is wrong, with the value that was seen, and (`hint`) the way out. The
 command line turns it into one message and one exit code; nothing else catches it broadly.
 """
 
@@ -20,7 +20,7 @@ class Exit(IntEnum):
 
 
 class ElasticError(Exception):
-    """Something a person can act on: `what` happened, and `hint`, the way out."""
+    """An error that a person can act on: `what` happened, and `hint`, the way out."""
 
     code = Exit.ERROR
 
@@ -39,20 +39,20 @@ class UsageError(ElasticError):
 
 
 class TryAgain(ElasticError):
-    """Redis or the scheduler did not answer: nothing is known, nothing was changed; but a
-    submission may have succeeded."""
+    """Redis, the scheduler or the filesystem did not answer. Nothing was changed, but for a
+    submission, which may have succeeded."""
 
     code = Exit.TRY_AGAIN
 
 
 class UnfitNode(ElasticError):
-    """What is wrong is this node's: the same may well work on another."""
+    """This node is at fault: the same may well work on another one."""
 
     code = Exit.UNFIT_NODE
 
 
 class Fenced(ElasticError):
-    """A higher attempt or master epoch has taken over; this process must change nothing
-    more."""
+    """A higher attempt or master epoch has taken over: this process must not change anything
+    any more."""
 
     code = Exit.DO_NOT_RESTART

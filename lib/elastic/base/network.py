@@ -1,8 +1,8 @@
 """Which IPv4 address of this machine others can reach.
 
-In order: what the site says (an address or the name of an interface), else the address
-that the scheduler knows this node by, else the one that routes to it. Never a guessed
-interface name.
+The site may name it, as an address or as an interface. Else it is the address by which
+the scheduler knows this node, else the one that routes to others. No interface's name is
+ever guessed.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def interfaces() -> dict[str, str]:
 
 
 def is_up(interface: str) -> bool:
-    """If the interface is switched on; its cable may be out."""
+    """Is the interface switched on? Its cable may be out."""
     flags = Path(f"/sys/class/net/{interface}/flags")
     return bool(int(flags.read_text(), 16) & IFF_UP) if flags.exists() else False
 
@@ -86,8 +86,8 @@ def routed(to: str = "") -> str:
 
 
 def free_ports(address: str, count: int = 1) -> list[int]:
-    """TCP ports on `address` ("": on all) that nobody listens on now. The kernel hands
-    them out to no client: who is to listen may begin only in half a minute."""
+    """TCP ports on `address` ("": on all) on which nobody listens now. The kernel gives
+    them to no client: a server may use one half a minute later."""
     ports = []
     for port in random.sample(PORTS, len(PORTS)):
         with contextlib.suppress(OSError):
@@ -103,13 +103,13 @@ def free_port(address: str) -> int:
 
 
 def listens(address: str, port: int) -> bool:
-    """Does a process of this user listen there, as the kernel sees it? Others cannot
-    pretend to."""
+    """Does a process of this user listen there? The kernel says so: other users cannot
+    pretend to be this one."""
     place = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
     rows = map(str.split, Path("/proc/net/tcp").read_text().splitlines())
     return any(row[1] == place and row[3] == LISTEN and row[7] == str(os.getuid()) for row in rows)
 
 
 def node_name() -> str:
-    """What Slurm calls this machine, which may call itself something else; else that."""
+    """Slurm's name of this machine; outside of a job the machine's own, which may differ."""
     return env("SLURMD_NODENAME") or socket.gethostname()

@@ -1,9 +1,9 @@
-"""The processes of this machine, as /proc shows them: which live, whose they are, their
-end.
+"""The processes of this machine, as /proc shows them: which live, to whom they belong, and
+how to end them.
 
-Who starts a process that belongs to something marks it, by a variable NAME=FOLDER:OWNER
-in its environment; what it starts inherits the mark. A process that rewrote its
-environment, as Redis does, belongs to whom its nearest ancestor belongs.
+A process that is started for something (a job, a node) is marked by a variable
+NAME=FOLDER:OWNER in its environment, which its children inherit. A process that has
+overwritten its environment, as Redis does, belongs to the owner of its nearest ancestor.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ POLL_S = 0.02
 
 
 class Process(NamedTuple):
-    """What /proc says of a process: `start` (clock ticks after boot) tells it from a
-    later one."""
+    """One process; `start` (clock ticks after boot) tells it from a later one with its
+    number."""
 
     pid: int
     parent: int
@@ -31,14 +31,14 @@ class Process(NamedTuple):
 
     @classmethod
     def parse(cls, stat: str) -> "Process":
-        before, after = stat.rsplit(")", 1)  # the name between may hold anything
+        before, after = stat.rsplit(")", 1)  # the name before it may hold anything
         fields = after.split()
         return cls(int(before.split()[0]), int(fields[1]), fields[19])
 
     @classmethod
     def of(cls, pid: int) -> "Process | None":
-        """The process `pid` if it lives. A zombie does not, but one whose other threads
-        are still on their way out does: they hold its files and sockets."""
+        """The process `pid` if it lives. A zombie does not live, unless it has threads left:
+        they still hold its files and sockets."""
         stat = read(f"/proc/{pid}/stat")
         state, *fields = stat.rpartition(")")[2].split() or ["X"]
         is_gone = state == "X" or (state == "Z" and fields[16] == "1")
@@ -49,16 +49,16 @@ def families(
     mark: str, folder: Path, otherwise: Callable[[int, dict[str, str]], str] = lambda *_: "",
     job_id: str = "",
 ) -> dict[str, set[int]]:  # fmt: skip
-    """All living processes by owner; `otherwise(pid, environment)` may know of one
-    without mark. `job_id`: of this Slurm job alone; what a process submits inherits its mark.
+    """All living processes by owner; `otherwise(pid, environment)` may name the owner of a
+    process without a mark. `job_id`: only processes of this Slurm job, because jobs that a
+    process submits inherit its mark.
 
-    Only what this user has started is believed: anybody may mark a process of his own.
+    Only this user's processes count: other users may mark theirs as they like.
     """
     numbers = map(int, filter(str.isdigit, os.listdir("/proc")))
     parents = {process.pid: process.parent for process in map(Process.of, numbers) if process}
 
     def owner(pid: int) -> str:
-        # Its owner is who started it.
         if f"\nUid:\t{os.getuid()}\t" not in read(f"/proc/{pid}/status"):
             return ""
         words = read(f"/proc/{pid}/environ").split("\0")
@@ -80,8 +80,8 @@ def families(
 
 
 def kill_all(find: Callable[[], set[int]]) -> None:
-    """SIGKILL what `find` returns. They are stopped first, so that none can fork and get
-    away."""
+    """SIGKILL the processes that `find` returns. They are stopped first, so that none can
+    fork and get away. Raises ElasticError if one does not end."""
     deadline = time.monotonic() + END_TIMEOUT_S
     stopped: set[int] = set()
     while more := find() - stopped:
@@ -95,14 +95,14 @@ def kill_all(find: Callable[[], set[int]]) -> None:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Signal those that are there still, and this user's."""
+    """Send a signal to those processes that are still there, and this user's."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def read(path: Path | str) -> str:
-    """The file's text; empty where it is gone, or another user's."""
+    """The file's text; empty if the file is gone, or may not be read."""
     try:
         return Path(path).read_text(errors="surrogateescape")
     except OSError:

@@ -1,9 +1,9 @@
 """Signals become flags. The only module that installs handlers.
 
 TERM, INT, USR1 and USR2 all mean notice: Slurm sends TERM to the steps of a job that it
-preempts, the time-limit warning is whatever `slurm.signal` names, and a person presses
-Ctrl-C. USR1 and USR2 are both taken because NCCL may use USR1: a site that sends USR2 is
-not surprised. CONT comes along with TERM, in either order, and needs nothing.
+preempts, and before a time limit the signal that `slurm.signal` names; a person presses
+Ctrl-C. Both USR1 and USR2 count, because NCCL may use USR1, and some sites therefore
+send USR2. CONT comes along with TERM, in either order, and needs no handler.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 
 KILL_WAIT_S = 30.0  # Slurm's default between TERM and KILL
-MARGIN_S = 2.0  # to say how it ended; GraceTime has been seen half a second short
-LATEST_S = 3600.0  # a kill later than that is the time limit's, and no answer to a notice
+MARGIN_S = 2.0  # for the last words; GraceTime has been seen half a second short
+LATEST_S = 3600.0  # after a notice; a later kill is that of the time limit
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,8 +36,8 @@ class Notice:
         self.exit_code = exit_code
         self.signal_name = ""
         self.since: float | None = None
-        self.window_s = KILL_WAIT_S  # from a notice to the kill, as the scheduler has it
-        # Asks the scheduler when the kill comes.
+        self.window_s = KILL_WAIT_S  # from the notice to the kill
+        # Asks the scheduler when the kill comes, in seconds since 1970; None: not known.
         self.ask: Callable[[], float | None] | None = None
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -46,9 +46,9 @@ class Notice:
         return self.since is not None
 
     def has_run_out(self) -> bool:
-        """Is the kill so near that only the last words can still be said? Half way to it
-        the scheduler is asked, in the background: before a time limit there may be more
-        time."""
+        """Is the kill so near that only the last words can still be said? Halfway to the kill
+        this asks the scheduler once, in the background: before a time limit there may be
+        more time."""
         if self.since is None:
             return False
         gone_s = time.time() - self.since
@@ -59,7 +59,7 @@ class Notice:
 
     def _learn(self, ask: Callable[[], float | None]) -> None:
         kill_at = ask()
-        # Later than that: a pass has told it to leave.
+        # Else the notice came from a pass, which only asks the job to leave.
         if kill_at and kill_at - self.since < LATEST_S:
             self.window_s = kill_at - self.since
 
@@ -68,12 +68,12 @@ class Notice:
         return self._reader
 
     def wait(self, timeout_s: float) -> None:
-        """Until one has come, at most so long. Slurm tells the processes of a step one
-        after the other: a child may have left before this one hears."""
+        """Wait for a notice, at most `timeout_s`. Slurm signals the processes of a step one
+        after the other: a child may have left before this process hears of it."""
         select.select([self], [], [], timeout_s)
 
     def listen(self) -> None:
-        """From now on the notice signals come here, whoever had them before."""
+        """From now on this object handles the notice signals, whatever did before."""
         for number in NOTICES:
             signal.signal(number, self.arrived)
 
@@ -97,15 +97,15 @@ def install(exit_code: int | None = None) -> Notice:
 
 @functools.cache
 def _spare_children() -> None:
-    """A forked child would take its parent's TERM for a notice, and stay. It gets the default
-    handlers; one of multiprocessing's (Pool, DataLoader) lets notices pass by, too."""
+    """A forked child would take its parent's TERM for a notice, and stay. So it gets the
+    default handlers; a child of multiprocessing (Pool, DataLoader) also ignores notices."""
     from multiprocessing.util import register_after_fork
 
     held = threading.local()
 
-    def hold() -> None:  # a signal that comes before the child has its own handlers
+    def hold() -> None:  # signals wait until the child has its own handlers
         held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
-        # Its children go on to ignore_notices(), and no signal comes in between.
+        # multiprocessing's children call ignore_notices() next: until then signals wait.
         held.is_shielded = sys._getframe(1).f_globals["__name__"] == "multiprocessing.popen_fork"
 
     def go_on() -> None:
@@ -123,11 +123,12 @@ def _spare_children() -> None:
 
 
 def ignore_notices() -> None:
-    """For a child whose parent gets the notice too: it passes by. The parent's TERM still
-    ends it. The signals stay blocked in what it executes: that is to be ended by KILL.
+    """In a child whose parent gets the notice, too: the child ignores notices, but its
+    parent's TERM still ends it. The signals stay blocked in programs that the child
+    executes: only KILL ends those.
 
-    Ignored signals would not do: at exit multiprocessing sends TERM to its children and
-    then waits.
+    SIG_IGN would not do: at exit multiprocessing sends TERM to its children, and waits
+    for them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     inherited = {number: signal.getsignal(number) for number in NOTICES}
@@ -141,15 +142,14 @@ def _obey(parent: int, inherited: dict) -> None:
             continue  # a notice
         handler = signal.getsignal(told.si_signo)
         if handler is not signal.SIG_DFL and handler == inherited[told.si_signo]:
-            os._exit(0)  # the parent's handler says nothing of its child
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)  # here alone
+            os._exit(0)  # the handler is the parent's: it is not for this child
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)  # in this thread alone
         os.kill(os.getpid(), told.si_signo)
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: the child gets KILL when its parent is gone, however the parent
-    ended."""
+    """For `preexec_fn`: the kernel kills the child when its parent ends, however it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -27,7 +27,7 @@ def interval(setting: str) -> tuple[float, str]:
 
 
 def finite(data: Any) -> Any:
-    """The same data with null for a number that JSON has none for."""
+    """The same data, with None for every number that is not finite: JSON has none."""
     if isinstance(data, dict):
         return {name: finite(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
