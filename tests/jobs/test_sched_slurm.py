@@ -810,6 +810,21 @@ def test_spare_are_nodes_that_the_jobs_own_options_let_it_have(tmp_path, options
         assert SlurmScheduler(given).spare_gpus(spec, 99) == expected
 
 
+@pytest.mark.parametrize(("row", "spare"), [
+    (("Resources", "{me}", "job", ""), 0), (("Priority", "{me}", "a/t0@elastic", ""), 1),
+    (("Priority", "4711", "a/t0@elastic", ""), 0), (("Dependency", "4711", "job", ""), 1),
+])  # fmt: skip
+def test_another_users_elastic_waits_as_anybody_does(tmp_path, row, spare):
+    """Its name made it one of our own: we took the nodes that it was waiting for."""
+    listing = "\x1f".join(row).format(me=os.getuid())
+    fake_command(tmp_path, "sinfo", "echo 'gpu\x1fn1\x1f\x1f\x1fidle\x1fgpu:2\x1fa'")
+    given = fake_command(tmp_path, "squeue", f"echo '{listing}'")
+    spec = make_spec(tmp_path, MINIMAL_TOML, "trainer", 0)
+    slurm = replace(spec.config.slurm, partition="gpu")
+    spec = replace(spec, config=replace(spec.config, slurm=slurm))
+    assert SlurmScheduler(given).spare_gpus(spec, 99) == spare
+
+
 SAVING = ("SuspendProgram=/bin/true", "ResumeProgram=/bin/true", "SuspendTime=3600")
 
 

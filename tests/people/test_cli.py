@@ -149,8 +149,10 @@ def test_a_python_that_is_too_old_or_bare_gets_one_error_with_the_way_out(env, t
     assert "venv" in answer.stderr
 
 
-def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path):
-    """Not by the look at a Python of one's own, either."""
+@pytest.mark.parametrize("path", ["", ":/nothing", "/nothing:", "/nothing::/more", ":"])
+def test_nothing_is_imported_from_where_a_command_is_typed(env, tmp_path, path):
+    """Not by the look at a Python of one's own, either; an empty part of PYTHONPATH is `.`."""
+    env |= {"PYTHONPATH": path} if path else {}
     for name in ("importlib", "click", "redis", "rich", "xxhash", "elastic", "encodings"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("open('PWNED', 'w'); raise SystemExit(7)\n")

@@ -115,6 +115,17 @@ def test_a_stranger_and_a_launcher_that_is_gone_change_nothing(lines):
         assert alone.wait(20 * PATIENCE) == 0
 
 
+def test_lines_that_say_nothing_do_not_take_all_files(lines, monkeypatch):
+    monkeypatch.setattr(keepalive, "MOST_SILENT", 8)
+    port = int(lines.place.split(":")[1])
+    with contextlib.ExitStack() as silent:
+        for _ in range(50):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with rank(lines, "n1", "sleep", "600"):
+            wait_until(lambda: lines.lost() or "n1" in lines._lines.values(), 10, "the node's line")
+            assert len(lines._lines) <= 8 + 1
+
+
 def test_the_limits_are_the_kernels(lines):
     port = int(lines.place.split(":")[1])
     with socket.create_connection(("127.0.0.1", port)):

@@ -26,9 +26,10 @@ import pytest
 import redis
 from redis.connection import parse_url
 
-from elastic.base import config as configuration
-from elastic.base.environment import elastic_home
+from elastic.base import config as configuration, durable
+from elastic.base.environment import elastic_home, keep_compiled
 from elastic.base.errors import ElasticError, TryAgain, UsageError
+from elastic.commands import shared
 from elastic.jobs.sched import JobSpec
 from elastic.jobs.sched_local import LocalScheduler
 from elastic.jobs.sched_slurm import SlurmScheduler
@@ -36,9 +37,10 @@ from elastic.lab import sandbox
 from elastic.local.master import redis_server
 from elastic.local.store import Ask, Store
 from elastic.local.worker_store import WorkerStore
+from elastic.people import doctor, tryout
 from elastic.run.rundir import SECRETS, Control, Endpoint, RunDir
 from elastic.saved import inner_state
-from forks import NOBODY, as_nobody, share
+from forks import GROUP, NOBODY, as_nobody, share
 from helpers import ROOT, elastic, environment, listening, wait_until
 from running import Running, command_line, members, running
 from stores import BothSides, who_says_it_all
@@ -510,6 +512,88 @@ def test_a_folder_of_local_jobs_that_somebody_else_has_made_is_refused(home, pla
     os.chown(registry, NOBODY, NOBODY) if planted == "owner" else registry.chmod(0o777)
     with pytest.raises(ElasticError, match="another user's|others may write"):
         LocalScheduler()
+
+
+@root
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_a_file_for_others_is_not_written_through_what_another_user_planted(open_folder, planted):
+    for_all, victim = open_folder / f"all-{planted}", open_folder / f"thesis-{planted}"
+    file = for_all / "a"
+    for_all.mkdir()
+    for_all.chmod(0o1777)
+    victim.write_text("mine")
+    os.symlink(victim, file) if planted == "link" else os.mkfifo(file)
+    os.lchown(file, NOBODY, NOBODY)
+    shared.put(file, b"a report")  # root may replace what is another's, others may not
+    assert (victim.read_text(), file.read_text()) == ("mine", "a report")
+
+
+@root
+def test_the_doctor_makes_nothing_where_others_could_exchange_it(home, make_config, monkeypatch):
+    project = home / "project"
+    project.mkdir()
+    os.chown(project, 0, GROUP)
+    project.chmod(0o2775)
+    monkeypatch.setenv("ELASTIC_RUNS", str(project / "runs"))
+    for makes in (lambda: doctor._disk(make_config(), {}), lambda: tryout.tried(make_config(), {})):
+        with pytest.raises(ElasticError, match=f"others may write to {project}"):
+            makes()
+    assert not list(project.iterdir())
+
+
+@root
+def test_a_pass_over_another_users_run_makes_nothing(make_run, home):
+    run, victim = make_run(), home / "nologin"
+    run.mark_done({})
+    (run.path / "reconcile.lock").unlink(missing_ok=True)
+    (run.path / "reconcile.lock").symlink_to(victim)
+    os.chown(run.path, NOBODY, NOBODY)
+    done = elastic("reconcile", run.path, env=environment(home))
+    assert "another user's" in done.stdout + done.stderr
+    assert not victim.exists()
+
+
+@root
+def test_a_run_folder_that_another_user_has_planted_gets_no_words(open_folder):
+    """The templates' own choice is runs/NAME-JOB, whose name can be guessed."""
+    planted, victim = open_folder / "planted-4712", open_folder / "bashrc"
+    (planted / "logs/ranks").mkdir(parents=True)
+    victim.write_text("mine")
+    (planted / "logs/ranks/rank-000.log").symlink_to(victim)
+    for folder in (planted, planted / "logs", planted / "logs/ranks"):
+        os.chown(folder, NOBODY, NOBODY)
+    given = os.environ | {"ELASTIC_RUN_DIR": str(planted), "ELASTIC_HOME": str(ROOT),
+                          "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # fmt: skip
+    rank = [ROOT / "sbatch/rank.sh", "echo", "words"]
+    done = subprocess.run(rank, env=given, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "words\n")
+    assert "rank 0 has no log of its own" in done.stderr
+    step = ["bash", "-c", 'source "${ELASTIC_HOME}/sbatch/step.sh"; elastic::environment']
+    done = subprocess.run(step, env=given | {"SLURM_JOB_ID": "4712"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{planted} is another user's" in done.stderr
+    assert victim.read_text() == "mine"
+
+
+@root
+def test_compiled_code_is_kept_where_nobody_else_can_put_any(open_folder, monkeypatch):
+    """torch unpickles it. Its own choice is a name in /tmp, whoever made that folder."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    for_all = open_folder / "compiled"
+    for_all.mkdir()
+    for_all.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(for_all))
+    planted = for_all / f"elastic-compiled-{os.getuid()}"
+    for is_taken in (False, True):
+        monkeypatch.delenv(name, raising=False)
+        os.chown(planted, NOBODY, NOBODY) if is_taken else None
+        keep_compiled()
+        chosen = Path(os.environ[name])
+        assert (chosen == planted) is not is_taken
+        assert stat.S_IMODE(durable.check_private(chosen).stat().st_mode) == 0o700
+    keep_compiled()
+    assert os.environ[name] == str(chosen)  # what is set stays
+    monkeypatch.delenv(name)
 
 
 def test_a_link_planted_as_the_folder_of_sandboxes_leads_nowhere(open_folder, monkeypatch):

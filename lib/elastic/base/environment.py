@@ -9,12 +9,13 @@ import os
 import pwd
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import elastic
-from elastic.base.durable import check_private
-from elastic.base.errors import UsageError
+from elastic.base.durable import check_private, make_folder
+from elastic.base.errors import ElasticError, UsageError
 
 LEADS = ("SLURM_CONF", "SLURM_CONF_SERVER")  # to the cluster, where /etc/slurm does not
 _OF_A_JOB = ("SLURM", "SRUN_", "PMI", "ELASTIC_JOB_ID", "ELASTIC_RANK", "ELASTIC_PROGRESS")
@@ -78,6 +79,18 @@ def cron_line() -> str:
 def torch_program(name: str) -> list[str]:
     """The command line of a process that uses torch; its arguments follow."""
     return [sys.executable, "-P", "-m", "elastic.train.start", name]
+
+
+def keep_compiled() -> None:
+    """Choose a folder of the user's own for what torch compiles. torch unpickles what it
+    finds there, and its own choice is a name in /tmp that another user may have taken."""
+    folder = Path(tempfile.gettempdir()) / f"elastic-compiled-{os.getuid()}"
+    try:
+        make_folder(folder, 0o700)
+        check_private(folder)
+    except ElasticError:  # it is taken: this process compiles anew
+        folder = tempfile.mkdtemp()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def runs_root() -> Path:

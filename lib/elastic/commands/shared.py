@@ -3,13 +3,14 @@ output."""
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elastic.base.durable import naming, write_atomic
+from elastic.base.durable import is_ours, naming, write_atomic
 from elastic.base.units import finite
 from elastic.run import rundir, wording
 
@@ -69,10 +70,13 @@ def show(as_json: bool, data: Any, view: Callable[[Any], Any]) -> None:
 
 
 def put(path: Path, data: bytes) -> None:
-    """Replace a file as a whole, where a link leads to one, too. What is none (a pipe,
-    /dev/stdout) is written to."""
-    if Path("/dev") in path.absolute().parents or (path.exists() and not path.is_file()):
+    """Replace a file as a whole, also where a link leads to it; write into a pipe, or
+    /dev/stdout. In a folder for all users, links and pipes of others do not count: the
+    file takes their name, or the folder refuses that."""
+    is_device = Path("/dev") in path.absolute().parents
+    is_own = not os.path.lexists(path) or is_ours(path.lstat().st_uid, is_above=False)
+    if is_device or (is_own and path.exists() and not path.is_file()):
         with naming(path), path.open("ab", buffering=0) as file:
             file.write(data)
     else:
-        write_atomic(path.resolve(), data)
+        write_atomic(path.resolve() if is_own else path, data)

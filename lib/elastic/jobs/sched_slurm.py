@@ -14,6 +14,7 @@ Parsing, classifying and building the command line are pure functions.
 
 import contextlib
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -161,11 +162,12 @@ class SlurmScheduler:
     def _others_wait(self, partition: str) -> bool:
         """Would a job of somebody else get what is free, or what a restart lets go for a
         moment?"""
-        columns = f"--format={_FIELD.join(('%r', '%j', '%k'))}"
+        columns = f"--format={_FIELD.join(('%r', '%U', '%j', '%k'))}"
         where = ("--states=PENDING", f"--partition={partition}")
         lines = self._ask("squeue", "--noheader", *where, columns).splitlines()
-        return any(reason in ("Resources", "Priority") and not any(map(parse_job_name, names))
-                   for reason, *names in (line.split(_FIELD) for line in lines))  # fmt: skip
+        return any(reason in ("Resources", "Priority")
+                   and not (user == str(os.getuid()) and any(map(parse_job_name, names)))
+                   for reason, user, *names in (line.split(_FIELD) for line in lines))  # fmt: skip
 
 
 def release_nodes(job_id: str, kept: int) -> None:

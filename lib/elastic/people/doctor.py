@@ -21,7 +21,7 @@ from typing import Any
 
 from elastic.base import config as configuration, network, proc
 from elastic.base.config import Config
-from elastic.base.durable import create_once, write_atomic
+from elastic.base.durable import check_private, create_once, write_atomic
 from elastic.base.environment import cron_line, runs_root, user_name
 from elastic.base.errors import ElasticError
 from elastic.jobs import sched_slurm
@@ -101,7 +101,7 @@ def _association(config: Config, cluster: Mapping[str, str]) -> dict[str, str]:
 
 def _disk(config: Config, clocks: dict[str, float]) -> Disk:
     """What the folder of runs can do, and how fast."""
-    there = submission.nearest(runs_root())
+    there = check_private(submission.nearest(runs_root()), is_above=True)
     place = {"prefix": ".elastic-doctor-", "dir": there, "ignore_cleanup_errors": True}
     try:
         with tempfile.TemporaryDirectory(**place) as folder:

@@ -192,13 +192,14 @@ class RunDir:
         return f"going on in {control.mode} mode" if mode not in ("", control.mode) else ""
 
     def done(self) -> dict | None:
-        return announced(self.path / "DONE")
+        return announced(self.private / "DONE")
 
     def mark_done(self, record: dict) -> None:
         write_atomic(self.path / "DONE", to_json(record))
 
     def failed(self) -> dict | None:
-        return whole(self.path / "failed.json", announced(self.path / "failed.json"), "reason")
+        path = self.private / "failed.json"
+        return whole(path, announced(path), "reason")
 
     def mark_failed(self, reason: str, detail: str = "") -> None:
         record = {"time": time.time(), "reason": reason, "detail": detail}

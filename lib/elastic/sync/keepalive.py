@@ -16,6 +16,7 @@ import socket
 
 IDLE_S, EVERY_S, PROBES = 10, 10, 3
 WORD_BYTES = 128
+MOST_SILENT = 256  # lines that have not said the first word: anybody can open some
 GONE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 
@@ -38,6 +39,8 @@ class Keepalive:
         for line in list(self._lines):
             if (node := self._hear(line)) is not None:
                 return node
+        for line in [line for line, node in self._lines.items() if not node][:-MOST_SILENT]:
+            self._drop(line)
         return ""
 
     def _hear(self, line: socket.socket) -> str | None:
@@ -48,15 +51,17 @@ class Keepalive:
         except BlockingIOError:
             return None
         except OSError as error:
-            node = self._lines.pop(line)
-            line.close()
+            node = self._drop(line)
             return node if error.errno in GONE and node else None
         if password == self._password:
             self._lines[line] = node.strip()
         else:
-            del self._lines[line]
-            line.close()
+            self._drop(line)
         return None
+
+    def _drop(self, line: socket.socket) -> str:
+        line.close()
+        return self._lines.pop(line)
 
     def close(self) -> None:
         """End all lines, and with them what holds them on the nodes."""

@@ -7,6 +7,8 @@ The world is that of test_crash_points.py: a master that takes turns, and two wo
 
 import functools
 import os
+import select
+import socket
 import time
 from types import SimpleNamespace
 
@@ -154,3 +156,20 @@ def test_commits_are_read_while_the_master_before_still_works(run, monkeypatch):
     one.samples.known = 7
     one.read_commits(6)
     assert read == [0]
+
+
+def test_who_takes_the_port_of_a_dead_redis_hears_no_password(make_run):
+    """Its client connected again by itself, and gave the password to whoever listened there."""
+    run = make_run()
+    one = Turns(run)
+    del one.server.wait
+    one.take_over()
+    one.turn()
+    before = run.endpoint()
+    one.server._redis.process.kill()
+    one.server._redis.process.wait()
+    with socket.create_server((before.host, before.port)) as stranger:
+        one.turn()
+        assert run.endpoint() != before
+        assert select.select([stranger], [], [], 0)[0] == []
+    one.close()

@@ -210,6 +210,19 @@ def test_nobody_alone_keeps_newcomers_out(start):
         assert MasterStore.of(run, server.endpoint).now()
 
 
+def test_a_client_that_reads_no_answers_does_not_fill_its_memory(start):
+    """Redis 6.2 keeps even those to a client that has given no password."""
+    run, server = start("redis.maxmemory=200mb")
+    client = MasterStore.of(run, server.endpoint)._redis
+    client.hset(key := f"elastic:{run.key}:offers:1", "0", bytes(1 << 20))
+    silent = client.connection_pool.get_connection()
+    with contextlib.suppress(redis.ConnectionError):
+        for _ in range(300):
+            silent.send_command("HGETALL", key)
+    for _ in range(2000):  # in each turn the server reads some of what has come before
+        client.hset(key, "1", "there is room")
+
+
 @contextlib.contextmanager
 def files_allowed(most: int):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -202,6 +202,8 @@ def _settings(config: Config, endpoint: Endpoint) -> str:
         "maxclients": MOST_CLIENTS,
         "maxmemory": config.redis.maxmemory_bytes,
         "maxmemory-policy": "noeviction",
+        # Else the answers to a client without a password that reads none fill the memory.
+        "client-output-buffer-limit": "normal 64mb 0 0",
         "save": '""',
         "loglevel": "warning",
     }

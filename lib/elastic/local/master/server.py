@@ -84,7 +84,10 @@ class Server:
 
     def wait(self, checks: list[Future], workers: int) -> list[str]:
         """Wake-ups since the last turn; returns at the first, or when a delta has been
-        checked."""
+        checked. Raises TryAgain if the run's own server is gone: anybody may have its port
+        now, and would be given the password."""
+        if self._redis and not self._redis.alive():
+            raise TryAgain("redis-server is gone")
         until = time.monotonic() + TICK_S
         # A big delta must not keep those waiting that ask meanwhile.
         while checks and not any(check.done() for check in checks):
@@ -107,8 +110,11 @@ class Server:
         self.store.set_attempts(self.attempts)
 
     def disown_older(self) -> None:
-        """Make workers look for another server than the one before: where its master
-        hangs, that server answers for hours."""
+        """Make workers look for another server than that of the master before: where that
+        one hangs, its server answers for hours."""
+        older = self.run.endpoint()
+        if older and older.epoch == self.endpoint.epoch:
+            return  # this master's own server, which is gone
         with contextlib.suppress(ElasticError):  # it is gone, or is this one: the site's
             older = WorkerStore.open(self.run)
             older.disown()
