@@ -12,6 +12,7 @@ import difflib
 import functools
 import glob
 import hashlib
+import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -230,7 +232,12 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, window: slice) -> Tensor:
-        ids = _map(self.path, self.length, self.dtype)[window].long()
+        start, stop, _ = window.indices(self.length)
+        each = self.dtype.itemsize
+        data = os.pread(_opened(self.path).fileno(), (stop - start) * each, start * each)
+        if len(data) < (stop - start) * each:
+            raise ElasticError(f"token file {self.path} is shorter than it was: it ends at {stop}")
+        ids = torch.frombuffer(bytearray(data), dtype=self.dtype).long()
         if (largest := int(ids.max())) >= self.vocabulary:
             what = f"token file {self.path}: id {largest} after token {window.start}, but the model"
             hint = "see vocabulary and dtype in [task]"
@@ -239,6 +246,7 @@ class TokenFile:
 
 
 @functools.cache
-def _map(path: Path, length: int, dtype: torch.dtype) -> Tensor:
-    """The file as a tensor whose pages are read when touched; opened once per process."""
-    return torch.from_file(str(path), shared=False, size=length, dtype=dtype)
+def _opened(path: Path) -> BinaryIO:
+    """Opened once per process. Read and not mapped: a mapping may not be larger than the
+    memory."""
+    return path.open("rb", buffering=0)

@@ -253,7 +253,7 @@ GOOD = {
 
 
 def test_a_good_cluster_does_to_a_job_what_is_expected(site, home, slurm):
-    found = asked("--try", "--set", "slurm.gpus_per_node=2")
+    found = asked("--try", "--set", "slurm.gpus_per_node=2", "--set", 'train.precision="bf16"')
     for name, words in GOOD.items():
         assert (found[name]["verdict"], found[name]["fix"]) == ("OK", ""), found[name]
         assert re.fullmatch(words, found[name]["seen"])

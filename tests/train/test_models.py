@@ -190,6 +190,12 @@ def test_whatever_a_model_calls_its_layers_it_is_sharded(alone, kind):
     assert sum(isinstance(module, FSDPModule) for module in model.modules()) == units
 
 
+def test_shards_validate_and_train_as_a_whole_model_does():
+    """A first pass under inference_mode() left tensors that never train; a second one scored the
+    parameters of the first; Muon did not take a matrix with fewer rows than there are ranks."""
+    run_ranks(3, "sharded_ranks.py", "inference", "other_values", "muon")
+
+
 def built(folder, kind: str, world: int = 3) -> list[dict]:
     run_ranks(world, "model_ranks.py", kind, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]

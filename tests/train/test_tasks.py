@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch.utils.data import default_collate
 
 from elastic.base.errors import ElasticError, UsageError
 from elastic.tasks import ByteText, TokenFiles
-from elastic.train.device import to_device
+from elastic.train.device import precision, to_device
 from elastic.train.optimizers import default_optimizer
 from elastic.train.task import count_tokens, load_task, score
 from helpers import ROOT
@@ -267,6 +268,18 @@ def test_samples_go_through_the_files_in_order_and_span_none(tmp_path, dtype, co
     assert [samples[i].tolist() for i in range(len(samples))] == expected
 
 
+def test_a_file_may_be_larger_than_the_memory(tmp_path):
+    """A private mapping of it was refused, and with it the run."""
+    file = tmp_path / "a.bin"
+    file.touch()
+    os.truncate(file, 1 << 40)
+    samples = TokenFiles({"files": [str(file)], "model": SMALL}).dataset()
+    assert samples[len(samples) - 1].tolist() == [0] * 5
+    os.truncate(file, 1 << 20)
+    with pytest.raises(ElasticError, match="shorter than it was"):
+        samples[len(samples) - 1]
+
+
 def test_a_pattern_stands_for_its_files_in_the_order_of_their_names(tmp_path):
     for number in (2, 0, 1):
         tokens_file(tmp_path / f"train-{number}.bin", range(10 * number, 10 * number + 5))
@@ -413,6 +426,22 @@ def test_scores_that_are_no_numbers_are_shown(said):
         scores(said)
     assert str(said)[:10] in caught.value.what
     assert caught.value.hint
+
+
+def test_what_validation_puts_into_the_model_is_scored_in_bf16_too():
+    """Autocast had kept a copy of what was there before."""
+    model, given = torch.nn.Linear(4, 4), torch.ones(1, 4)
+
+    @torch.no_grad()
+    def validate(model) -> dict:
+        before = model(given).abs().sum()
+        for param in model.parameters():
+            param.zero_()
+        return {"before": before, "after": model(given).abs().sum()}
+
+    with precision("bf16", torch.device("cpu"))():
+        found = score(SimpleNamespace(validate=validate), model)
+    assert (found["before"] > 0, found["after"]) == (True, 0.0)
 
 
 # ---- the optimizer

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic.base.errors import ElasticError
 from elastic.saved.layout import Layout
-from elastic.train.group import is_sharded, own_part, part_like, sharded_like
+from elastic.train.group import drop_copies, is_sharded, own_part, part_like, sharded_like
 
 HELD = (torch.float32, torch.bfloat16, torch.float16)  # what float32 holds exactly
 
@@ -133,6 +133,7 @@ class Replica:
         """Go back to the base: this round's steps are void."""
         for name, base in self.base.items():
             _put(self.tensor(name), base)
+        drop_copies(self.model)
 
     @torch.no_grad()
     def delta(self, index: int, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -148,7 +149,8 @@ class Replica:
             if not is_sharded(param) and not local.is_cuda:
                 self._moved(tensor.name, torch.sub(base, local.float(), out=part))
             else:
-                shard = base.to(local.device, torch.float32).sub_(local.float())
+                # Without waiting: else the CPU converts it first, into memory that is not pinned.
+                shard = base.to(local.device, torch.float32, non_blocking=True).sub_(local.float())
                 shard = self._moved(tensor.name, shard)
                 whole = sharded_like(param, shard).full_tensor() if is_sharded(param) else shard
                 part.copy_(whole)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from elastic.base.config import Config
-from elastic.base.environment import env
+from elastic.base.environment import env, keep_compiled
 from elastic.base.errors import ElasticError, UnfitNode
-from elastic.train.group import Group, own_part, part_like
+from elastic.train.group import Group, fsdp_units, own_part, part_like
 from elastic.train.health import check_nccl_health, require_gpu
 from elastic.train.peers import meet
 
@@ -90,7 +90,13 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
     if group.world > 1:
         shard(model, config, device)
     model = model.to_empty(device=device) if is_bare else model.to(device)
+    # FSDP makes what a forward needs in the first one. In a validation under
+    # inference_mode that would be tensors that never train.
+    for unit in fsdp_units(model):
+        unit.unshard()
+        unit.reshard()
     if config.train.compile:
+        keep_compiled()
         model.compile()
     # from_pretrained() of some libraries leaves the whole of it in the other mode.
     return model if model.training else model.train()
@@ -156,7 +162,8 @@ def shard(model: torch.nn.Module, config: Config, device: torch.device) -> None:
 
 
 def precision(name: str, device: torch.device):
-    """A context manager for the forward pass: bf16 autocast, or nothing."""
+    """A function that makes the context manager of a forward pass: bf16 autocast, or
+    nothing."""
     return lambda: torch.autocast(device.type, torch.bfloat16, enabled=name == "bf16")
 
 

@@ -44,6 +44,20 @@ def sharded_like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return type(param.data).from_local(part, param.device_mesh, param.placements, **whole)
 
 
+def drop_copies(model: torch.nn.Module) -> None:
+    """Forget the copies of parameters that a forward pass has made: others are in the
+    model. Autocast keeps its copies until it is left, and FSDP2 those of the root until a
+    backward pass."""
+    torch.clear_autocast_cache()
+    for unit in fsdp_units(model):
+        unit.reshard()
+
+
+def fsdp_units(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What FSDP2 has sharded. To import its class would take a second."""
+    return [module for module in model.modules() if hasattr(module, "unshard")]
+
+
 def clip_gradients(model: torch.nn.Module, most: float) -> float:
     """Scale the gradients to at most the norm `most` (0: any); their norm before, as
     every rank has it."""
@@ -61,16 +75,15 @@ class Group:
         self.patience_s = min(UNREAD_S, timeout_s / 4)
 
     @classmethod
-    def here(cls, world: int) -> "Group":
+    def here(cls, world: int, device: torch.device | str = "cpu") -> "Group":
         """This process among the `world` ranks of its worker, as its own code has joined
-        them."""
+        them, with its model on `device`."""
         if world == 1:
             return cls()
         if not dist.is_initialized():
             what = f"this worker has {world} ranks (slurm.gpus_per_worker)"
             call = "torch.distributed.init_process_group() before LocalSGD.from_env()"
             raise ElasticError(f"{what}, and they are no group yet", f"call {call}")
-        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     @property

@@ -96,7 +96,7 @@ def refuse_odd(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     held = (param for group in groups for param in group["params"] if param.requires_grad)
     for shape in [tuple(param.shape) for param in held if id(param) not in own]:
         what = f"the optimizer trains a parameter of shape {shape} that the model has not"
-        raise ElasticError(what, "put it into the model: nn.ModuleList([model, criterion])")
+        raise ElasticError(what, "make it a part of the model, whose forward() uses it")
 
 
 def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -15,7 +15,7 @@ long for those products as for float32's; one that has them, half as long
 """
 
 import inspect
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from elastic.base.errors import ElasticError
+from elastic.train.group import is_sharded
 from elastic.train.inner_optimizer import refuse_odd
 
 Muon = getattr(torch.optim, "Muon", Optimizer)  # torch has it since 2.9
@@ -52,10 +53,25 @@ class Float32(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Placed(TorchFunctionMode):
+    """While it is entered, what is added to a sharded tensor is first sharded alike. The
+    update of a matrix with fewer rows than there are ranks comes whole, and DTensor does
+    not add that."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.add_ and is_sharded(args[0]) and is_sharded(args[1]):
+            args = (args[0], args[1].redistribute(placements=args[0].placements), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
 class EagerMuon(Eager, Muon):
     def step(self, closure: None = None) -> None:
-        is_on_cpu = all(p.is_cpu for group in self.param_groups for p in group["params"])
-        with Float32() if is_on_cpu else nullcontext():
+        params = [param for group in self.param_groups for param in group["params"]]
+        with ExitStack() as modes:
+            if all(param.is_cpu for param in params):
+                modes.enter_context(Float32())
+            if any(map(is_sharded, params)):
+                modes.enter_context(Placed())
             super().step()
 
 

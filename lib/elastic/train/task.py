@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elastic.base.errors import ElasticError
+from elastic.train.group import drop_copies
 
 REQUIRED = ("model", "dataset", "loss")
 
@@ -113,15 +114,21 @@ def score(
 ) -> dict[str, float]:
     """What the task's validate() says of the model. `before_pass` is called before each
     pass over the model, and may raise: that ends it. Random numbers, and the mode of each
-    part of the model, are then as if it had not been."""
-    hook = model.register_forward_pre_hook(lambda *_: before_pass())
+    part of the model, are then as if it had not been.
+
+    After each pass the copies that it made of parameters are dropped: validate() may put
+    others into the model.
+    """
+    hooks = [model.register_forward_pre_hook(lambda *_: before_pass()),
+             model.register_forward_hook(lambda *_: drop_copies(model))]  # fmt: skip
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             said = task.validate(model)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         for module, mode in modes:
             module.training = mode
     try:  # many return tensors

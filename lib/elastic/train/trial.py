@@ -18,7 +18,7 @@ from elastic.base.config import load_written
 from elastic.base.durable import write_atomic
 from elastic.base.environment import env
 from elastic.base.signals import Notice
-from elastic.train.device import join, shard
+from elastic.train.device import join, precision, shard
 from elastic.train.group import Group
 
 STEPS, WIDTH, SAMPLES = 20, 512, 8
@@ -34,9 +34,11 @@ def run(notice: Notice) -> int:
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     shard(model, config, group.device)
     optimizer, began = torch.optim.AdamW(model.to(group.device).parameters()), 0.0
-    notice.exit_code = None
+    notice.exit_code, autocast = None, precision(config.train.precision, group.device)
     for step in itertools.count():
-        if not _goes_on(model, optimizer, group, notice):
+        with autocast():
+            goes_on = _goes_on(model, optimizer, group, notice)
+        if not goes_on:
             break
         began = began or time.perf_counter()  # without what happens once
         if step == STEPS:

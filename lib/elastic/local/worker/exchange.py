@@ -23,7 +23,7 @@ from elastic.saved.codec import CODECS, codec_of
 from elastic.saved.merge import norm
 from elastic.saved.replica import Replica
 from elastic.saved.versions import read_params
-from elastic.train.group import Group
+from elastic.train.group import Group, drop_copies
 
 Put = Callable[[int, memoryview], Fragment]
 
@@ -71,6 +71,7 @@ class Exchange:
                 self.replica.adopt(index, values)
         else:
             self._adopt_together(read)
+        drop_copies(self.replica.model)
 
     def _adopt_together(self, read: Callable[[int], torch.Tensor]) -> None:
         """Every rank reads its part, and hands it to the others."""

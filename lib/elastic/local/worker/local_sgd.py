@@ -70,8 +70,8 @@ class LocalSGD:
     def from_env(cls, model, inner_optimizer) -> "LocalSGD":
         """For a training process that an agent started (`run.command`). A list of
         optimizers may train the model together, as a GAN's."""
-        place = Place.from_env()
-        return cls(model, inner_optimizer, place, install(), Group.here(place.world))
+        place, device = Place.from_env(), next(model.parameters()).device
+        return cls(model, inner_optimizer, place, install(), Group.here(place.world, device))
 
     def __enter__(self) -> "LocalSGD":
         self.line.open()

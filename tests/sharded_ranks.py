@@ -1,0 +1,90 @@
+"""Ranks that share a small model by FSDP2: `python sharded_ranks.py WHAT ...`, over gloo."""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from elastic.train.device import build_model, join_group
+from elastic.train.group import Group, own_part
+from elastic.train.optimizers import default_optimizer
+from elastic.train.task import score
+
+CONFIG = SimpleNamespace(run=SimpleNamespace(seed=5),
+                         train=SimpleNamespace(compile=False, precision="float32"))  # fmt: skip
+MUON = SimpleNamespace(optimizer="muon", learning_rate=0.1, weight_decay=0.01, beta1=0.9, beta2=0.9)
+INPUT = torch.arange(28.0).reshape(4, 7).sin()
+
+
+class Task:
+    """Layers of so many rows; the root has a head of its own."""
+
+    def __init__(self, rows: int = 8):
+        self.rows = rows
+
+    def model(self) -> nn.Module:
+        class Net(nn.Module):
+            def __init__(self, rows: int):
+                super().__init__()
+                self.layers = nn.ModuleList([nn.Linear(7, rows)])
+                self.head = nn.Linear(rows, 3)
+
+            def forward(self, given: torch.Tensor) -> torch.Tensor:
+                return self.head(self.layers[0](given).tanh())
+
+        return Net(self.rows)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+    for _ in range(count):
+        model(INPUT).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def inference(group: Group) -> None:
+    """The first pass of an attempt may be a validation, and that under inference_mode()."""
+    task = Task()
+    model = build_model(task, CONFIG, group.device, group)
+    task.validate = torch.inference_mode()(lambda model: {"loss": model(INPUT).sum()})
+    score(task, model)
+    steps(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def other_values(group: Group) -> None:
+    """validate() scores the parameters, then others, as averaged ones."""
+    task = Task()
+    model = build_model(task, CONFIG, group.device, group)
+    params = list(model.parameters())
+
+    @torch.no_grad()
+    def validate(model: nn.Module) -> dict:
+        before = model(INPUT).abs().sum()
+        for param in params:
+            own_part(param).zero_()
+        return {"before": before, "after": model(INPUT).abs().sum()}
+
+    task.validate = validate
+    said = score(task, model)
+    assert (said["before"] > 0, said["after"]) == (True, 0.0), said
+
+
+def muon(group: Group) -> None:
+    """Matrices of fewer rows than there are ranks, and of more."""
+    for rows in (1, 2, 3, 4, 7):
+        task = Task(rows)
+        models = [build_model(task, CONFIG, group.device, each) for each in (Group(), group)]
+        for model in models:
+            steps(model, default_optimizer(model, MUON))
+        alone, shared = (list(model.parameters()) for model in models)
+        for one, other in zip(alone, shared, strict=True):
+            assert torch.allclose(one, other.full_tensor(), atol=1e-5), (rows, one, other)
+
+
+if __name__ == "__main__":
+    from elastic.base.environment import env
+
+    group = join_group(int(env("RANK")), int(env("WORLD_SIZE")), torch.device("cpu"), 60.0)
+    for what in sys.argv[1:]:
+        globals()[what](group)
