@@ -569,7 +569,8 @@ def test_a_run_folder_that_another_user_has_planted_gets_no_words(open_folder):
     assert (done.returncode, done.stdout) == (0, "words\n")
     assert "rank 0 has no log of its own" in done.stderr
     step = ["bash", "-c", 'source "${ELASTIC_HOME}/sbatch/step.sh"; elastic::environment']
-    done = subprocess.run(step, env=given | {"SLURM_JOB_ID": "4712"}, capture_output=True, text=True)
+    given |= {"SLURM_JOB_ID": "4712"}
+    done = subprocess.run(step, env=given, capture_output=True, text=True)
     assert done.returncode == 2
     assert f"{planted} is another user's" in done.stderr
     assert victim.read_text() == "mine"

@@ -1,6 +1,6 @@
-"""Who is who: attempts of a slot and epochs of masters, numbers that link() gives once.
+"""Attempts of a slot and epochs of masters: numbers that link() gives to one process each.
 
-A higher number fences the lower ones.
+A higher number fences the lower ones: their processes must change nothing more.
 """
 
 import re
@@ -10,7 +10,7 @@ from elastic.base.durable import check_folder, create_once, make_folder, names, 
 from elastic.base.errors import Fenced
 from elastic.run.sound import Part
 
-# Names in the folders of a run, by their number. Others are a user's, a copy of one say.
+# Names in the folders of a run, with their number. Other names are a user's, such as copies.
 RECORD, FOLDER = r"(\d{6,})\.json", r"(\d{6,})"
 CHECKPOINT = r"step-(\d{8,})\.json"
 
@@ -28,15 +28,15 @@ class Slots(Part):
         return _next_number(self.path(slot), record)
 
     def all(self) -> list[int]:
-        """Those that have ever been claimed."""
+        """The slots that have ever been claimed."""
         return [int(name) for name in names(self.run.path / "slots") if name.isdecimal()]
 
     def latest(self, slot: int) -> int:
         return _newest_number(self.run.path / "slots" / f"{slot:04d}")
 
     def fence(self, slot: int, attempt: int) -> None:
-        """Raise Fenced if there is a higher attempt. Redis may say so, and believes
-        anybody."""
+        """Raise Fenced if a record of a higher attempt exists. What Redis says of attempts
+        does not count: anybody with a password can write that."""
         if (newest := self.latest(slot)) > attempt:
             raise Fenced(f"slot {slot} has attempt {newest}, which is higher than {attempt}")
 
@@ -49,20 +49,20 @@ class Masters(Part):
         return _next_number(self.run.path / "masters", record)
 
     def newest(self) -> int:
-        """The higher of what the records and the endpoint of the newest master say."""
+        """The highest epoch in the records and in the endpoint."""
         endpoint = self.run.endpoint()
         return max(_newest_number(self.run.path / "masters"), endpoint.epoch if endpoint else 0)
 
 
 def _newest_number(folder: Path) -> int:
-    """Highest n whose record exists; 0: none."""
+    """The highest number that has a record; 0: none."""
     if folder.name not in names(folder.parent):
         return 0
     return max(numbers(folder), default=0)
 
 
 def numbers(folder: Path, kind: str = RECORD) -> list[int]:
-    """Of the names of one kind in a folder."""
+    """The numbers in the names of one kind in a folder."""
     found = (re.fullmatch(kind, name) for name in names(folder))
     return [int(name[1]) for name in found if name]
 

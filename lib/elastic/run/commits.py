@@ -25,8 +25,11 @@ class Commits(Part):
         return read_commit(self.path(version))
 
     def told_version(self) -> int:
-        """Number of the newest commit that is told of, for those who follow a master.
-        They look for none after it, as `newest_version` does: see `durable.names`."""
+        """Number of the newest commit by the hint `newest.json`, else by the folder's names.
+
+        For workers. Unlike `newest_version` it never asks for a name that is not there yet,
+        which a network filesystem would remember (`durable.names`).
+        """
         path = self.run.path / "newest.json"
         with contextlib.suppress(ElasticError):
             if told := whole(path, announced(path), "version"):
@@ -34,7 +37,7 @@ class Commits(Part):
         return max(numbers(self.run.path / "commits"), default=-1)
 
     def newest_version(self) -> int:
-        """Number of the newest commit, -1 if there is none. `newest` is a hint; names
+        """Number of the newest commit, -1 if there is none. The hint may be old: names
         decide."""
         version = self.told_version()
         while durable.exists(self.path(version + 1)):
@@ -46,18 +49,18 @@ class Commits(Part):
         return self.known(version) if version >= 0 else None
 
     def all(self, first: int = 0, last: int | None = None) -> Iterator[Commit]:
-        """Every commit from version `first` on (to `last`), oldest first. Raises
-        ElasticError for one that is gone."""
+        """The commits of versions `first` to `last` (None: the newest), oldest first. Raises
+        ElasticError if one is gone."""
         last = self.newest_version() if last is None else last
         return map(self.known, range(first, last + 1))
 
     def known(self, version: int) -> Commit:
-        """Of a version that has been committed. Raises TryAgain if it is not seen here
-        yet, ElasticError if it is gone: later ones are here."""
+        """The commit of a version that was committed. Raises TryAgain if this machine does
+        not see it yet, and ElasticError if it is gone although later ones are here."""
         path = self.path(version)
         if commit := self.of(version):
             return commit
-        there = numbers(path.parent)  # from this look on it may be seen
+        there = numbers(path.parent)  # after a listing this machine may see it
         if version not in there and version < max(there, default=-1):
             why = "it says which samples are trained: restore it from a backup"
             raise ElasticError(f"the record of version {version} is gone: {path}", why)
@@ -68,7 +71,7 @@ class Commits(Part):
     def link(self, commit: Commit) -> bool:
         """Commit a version whose files are all durable. False if another master was
         first."""
-        with contextlib.suppress(OSError):  # else a worker makes it: two that did would clash
+        with contextlib.suppress(OSError):  # else two workers would make it at once
             make_folder(self.run.path / "deltas" / f"{commit.version:06d}")
         if not create_once(self.path(commit.version), to_json(commit.to_json())):
             return False
@@ -77,7 +80,7 @@ class Commits(Part):
 
     def tell(self, version: int) -> None:
         """Name the newest commit, for `told_version`."""
-        with contextlib.suppress(OSError):  # it is committed; this is only the hint
+        with contextlib.suppress(OSError):  # only a hint: the version is committed
             replace_quickly(self.run.path / "newest.json", to_json({"version": version}))
 
 

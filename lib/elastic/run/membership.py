@@ -1,12 +1,12 @@
-"""Who is there: the state of a slot from its record, and nothing else. Pure.
+"""Which workers are there: the state of a slot, from its lease alone. Pure.
 
     live     beating, and its inner step advances (or it waits for others, or is starting up)
     stalled  beating, but the step of a training worker has not moved for `stall_after_s`, nor for
              as long as three of its steps take
-    blocked  its writes are refused (a full disk): no round waits for it, and it tries on
-    lost     no record: the lease ran out (Redis dropped the key) or was given up
+    blocked  its writes are refused (a full disk): no round waits for it, and it goes on trying
+    lost     no lease: it ran out (Redis dropped the key) or was given up
 
-Two clocks never meet here: `beat` and `moved` are Redis TIME, and so is `now`.
+All times are Redis TIME: `beat`, `moved` and `now`.
 """
 
 import re
@@ -16,8 +16,8 @@ STATES = ("loading", "training", "validating", "delivering", "waiting", "blocked
 NAME = re.compile(r"\w[\w.@:+-]{0,254}", re.ASCII)  # of a job or a node: no path, no option
 MOST = 2**53  # of any number
 MOST_TROUBLE = 300  # characters
-STALL_STEPS = 3  # that a worker may take without a sign, if they are long
-WORKING = ("training", "delivering", "waiting")  # has something to deliver, now or soon
+STALL_STEPS = 3  # long steps that a worker may take before it counts as stalled
+WORKING = ("training", "delivering", "waiting")  # states of a worker that delivers, now or soon
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Slot:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> "Slot | None":
-        """Read a Redis hash; None if it is not a slot's record. Anybody with a worker's
+        """The slot in a Redis hash; None if the hash is not a slot's. Anybody with a worker's
         password can have written it."""
         try:
             kinds = cls.__annotations__.items()
@@ -51,7 +51,7 @@ class Slot:
         except (ValueError, TypeError):
             return None
         sound = all(map(NAME.fullmatch, (found.job_id, found.node))) and found.state in STATES
-        # The loss may be anything: it is nobody's decision.
+        # The loss may be any number: nothing is decided by it.
         numbers = [v for n, v in vars(found).items() if type(v) is not str and n != "loss"]
         if not sound or not all(-1 <= each < MOST for each in numbers):
             return None
@@ -61,8 +61,9 @@ class Slot:
 def live(
     slots: dict[int, Slot], attempts: dict[int, int], now: float, most_s: float
 ) -> dict[int, Slot]:
-    """The leases of the newest attempts, without those that somebody has written for
-    good: Redis lets go of a worker's long before nobody has renewed it for `most_s`."""
+    """The leases of the newest attempts, without any that was last renewed more than
+    `most_s` ago. A worker's lease expires long before that; such a lease was written
+    without an expiry."""
     return {number: slot for number, slot in slots.items()
             if slot.attempt == attempts.get(number) and abs(now - slot.beat) <= most_s}  # fmt: skip
 

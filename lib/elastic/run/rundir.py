@@ -19,9 +19,8 @@ Parts: run.commits (commits.py), run.slots and run.masters (claims.py: who fence
 run.jobs, run.offers and run.scores (told.py: what jobs leave behind). sound.py says what a
 record is.
 
-Rules: bytes before pointer, one winner per name (durable.py), exact paths. Only `exit/`,
-small and read by reconcile and status alone, and what workers have left, by a new master,
-is ever listed.
+Rules: bytes before the record that names them, and one winner per name (durable.py).
+Folders are listed to find names, and to prune; a file is opened by its exact path.
 """
 
 import contextlib
@@ -122,9 +121,9 @@ class RunDir:
 
     @functools.cached_property
     def private(self) -> Path:
-        """The path, of what says what is run. ElasticError: others could have written
-        there."""
-        self.path = durable.check_private(self.path)  # a link that leads here may change
+        """The path, checked: nobody else can write there. For files that decide what is
+        executed, and for those that this process makes. Raises ElasticError."""
+        self.path = durable.check_private(self.path)  # resolved: a link may change later
         for folder in filter(Path.exists, (self.path / name for name in FOLDERS)):
             durable.check_private(folder)
         return self.path
@@ -137,8 +136,8 @@ class RunDir:
 
     @functools.cached_property
     def key(self) -> str:
-        """What the run is on a Redis that others use, too: a name may be another user's,
-        or have been another run's. Without an id in runs from before there was one."""
+        """The run's unique name on a shared Redis: its name and a random id. Another user, or
+        an earlier run, may have had the name. Runs made by an older Elastic have no id."""
         path = self.private / "id"
         return f"{self.name}:{path.read_text().strip()}" if path.exists() else self.name
 
@@ -147,13 +146,14 @@ class RunDir:
         return durable.read_json(self.private / "environment.json") or {}
 
     def secret(self, role: str = "master") -> str:
-        """What passwords of `role` (master, worker, reader) are made of; or `seal`."""
+        """The secret that the passwords of a role are made of: master, worker, reader; or
+        `seal`, with which workers and the master sign."""
         return durable.insist((self.private / SECRETS[role]).read_text).strip()
 
     def password(self, role: str, endpoint: Endpoint) -> str:
-        """Of `role` on that one server: who was told it knows nothing of the next
-        one's. Of `seal`, that the server is this run's: never the seal itself."""
-        secret, nonce = self.secret(role), endpoint.nonce  # none: of a master of before
+        """The password of `role` on that one server: it says nothing of the next server's.
+        For `seal`: the proof that a server is this run's, never the seal itself."""
+        secret, nonce = self.secret(role), endpoint.nonce  # "": a master of an older Elastic
         is_bare = not nonce and role != "seal"
         return secret if is_bare else hmac.digest(secret.encode(), nonce.encode(), "sha256").hex()
 
@@ -180,8 +180,8 @@ class RunDir:
     # ---- the end
 
     def closing(self, mode: str = "") -> str:
-        """Why the run does not go on (in this mode): done, failed, stopped, the other
-        mode; ""."""
+        """Why the run does not go on (in this mode): done, failed, stopped, or the other
+        mode; "" if it goes on."""
         if self.done():
             return "done"
         if self.failed():
@@ -212,7 +212,7 @@ class RunDir:
     # ---- what happened
 
     def event(self, kind: str, **fields) -> None:
-        """Note what happened. A full disk loses the note, and nothing else."""
+        """Append an event. A full disk loses the event, and nothing else."""
         with contextlib.suppress(OSError):
             append_line(self.path / "events.jsonl", {"time": time.time(), "kind": kind, **fields})
 
@@ -221,11 +221,11 @@ class RunDir:
         return self.lines("events.jsonl", last)
 
     def lines(self, name: str, last: int = 0) -> list[dict]:
-        """The newest `last` records of a log of JSON lines (all of them for 0). Without a
-        line that is torn, by a full disk for one; or whatever else somebody has put there."""
+        """The newest `last` records of a log of JSON lines (0: all). Lines that are torn, as
+        by a full disk, and lines that are no records are left out."""
         try:
             with (self.path / name).open("rb") as file:
-                if last:  # the first line is torn, then
+                if last:  # from a place within a line
                     file.seek(max(0, file.seek(0, os.SEEK_END) - last * MOST_LINE))
                 whole = file.read().rpartition(b"\n")[0]
         except FileNotFoundError:
@@ -244,13 +244,13 @@ class RunDir:
         return self.path / "versions" / f"{version:06d}"
 
     def shortage(self, least_bytes: int) -> str:
-        """What the filesystem is short of, and the way out; "" if there is room to go
-        on."""
+        """What the filesystem is short of, and the way out; "" if there is enough room."""
         disk = durable.insist(os.statvfs, self.path)
-        if disk.f_flag & os.ST_RDONLY:  # as the kernel mounts one anew that has failed
+        if disk.f_flag & os.ST_RDONLY:  # the kernel remounts a failing filesystem so
             return f"the filesystem of {self.path} is read-only here: ask its admin"
         free, files = disk.f_bavail * disk.f_frsize, disk.f_favail
-        if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):  # some count none
+        # Some filesystems count no inodes.
+        if free >= least_bytes and (files >= LEAST_FILES or not disk.f_files):
             return ""
         left = f"{size(free)} and {files} inodes are free"
         left += f"; {size(least_bytes)} are needed: checkpoint.min_free, or a version"
@@ -258,7 +258,7 @@ class RunDir:
 
 
 def place_of(root: Path, name: str) -> Path:
-    """Where a new run of that name is to be. UsageError if the name is taken."""
+    """The path of a new run of that name. UsageError if the name is taken."""
     path, link = Path(root).resolve() / name, registry_dir() / "runs" / name
     if path.exists() or (link.is_symlink() and link.readlink() != path):
         where = path if path.exists() else Path(os.readlink(link))
@@ -272,8 +272,8 @@ def place_of(root: Path, name: str) -> Path:
 
 
 def registered() -> list[RunDir]:
-    """Every run of this user that still has its directory, by name. All are looked at at
-    once: one on a server that is gone keeps no other waiting (see check_answers)."""
+    """Every run of this user that still has its directory, by name. All are opened at once,
+    so that one on a dead file server does not delay the others (see check_answers)."""
     folder = registry_dir() / "runs"
     links = [folder / name for name in sorted(durable.names(folder))]
     looks = [durable.in_background(functools.partial(_run_at, link)) for link in links]
@@ -284,7 +284,7 @@ def registered() -> list[RunDir]:
 
 
 def check_answers(run: RunDir) -> None:
-    """Raise TryAgain where `registered` has had no answer of its filesystem."""
+    """Raise TryAgain if the run's filesystem has not answered `registered`."""
     if run.is_silent:
         raise TryAgain(f"the filesystem has not answered for {LOOK_S:g} s")
 
@@ -299,11 +299,11 @@ def find(name_or_path: str, what: str = "run") -> RunDir:
 
 
 def _run_at(path: Path) -> RunDir | None:
-    """The run that is there. One that cannot be looked at may be: who reads it is told why
-    not."""
+    """The run at a path; None if there is none. A path that cannot be read counts as a run:
+    whoever reads it is told why that fails."""
     try:
         (path / "control.json").read_bytes()
-    except ValueError:  # no path can have that name
+    except ValueError:  # the name has a NUL: no path can
         return None
     except OSError as error:
         if error.errno in NOT_THERE:

@@ -1,8 +1,8 @@
-"""Records of a run directory, as they are read: whole, or refused with the reason.
+"""Reading the records of a run directory: a record is whole, or is refused with the reason.
 
-Anybody's disk, editor or older version may have been at them. What a field is to be is
-said by the record's type, where it has one (records.py); else its name says it, in
-whatever record it is, and what else such a record holds is taken as it is.
+A bad disk, an editor or another version may have damaged it. Where the record has a type
+(records.py), that says what its fields are. Else the name of a field says what it is, the
+same in all records, and fields of other names are taken as they are.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from elastic.run.records import restored
 T = TypeVar("T")
 
 NUMBER = (int, float)
-# What a field is in every record that has no type of its own.
+# The kind of a field, in every record that has no type of its own.
 KINDS = {name: kind for kind, names in (
     (NUMBER, "time started ended submitted seconds stall_s delivered loss"),
     (int, "slot attempt base version step steps tokens epoch workers min max"),
@@ -23,7 +23,7 @@ KINDS = {name: kind for kind, names in (
     (str, "kind role job_id node reason outcome state mode detail fault"),
     (list, "samples"), (dict, "scores"),
 ) for name in names.split()}  # fmt: skip
-# What is always there; and in an event or the record of a job, by its kind or its state.
+# Fields that are always there; MORE: by an event's kind, or by the state of a job's record.
 ENDING = "job_id role slot time started state"
 SCORES = "scores.jsonl"
 LOGS = {"events.jsonl": "time kind", SCORES: "time tokens scores",
@@ -34,15 +34,14 @@ MORE = {"start": "role slot attempt job_id", "ended": "role slot outcome reason"
 
 
 class Part:
-    """What a run directory holds of one kind."""
+    """One kind of what a run directory holds."""
 
     def __init__(self, run):
         self.run = run  # its path may be resolved later
 
 
 def typed(kind: type[T], path: Path, record: dict | None) -> T | None:
-    """What a file's table tells as a `kind` of records.py. Raises ElasticError if it is
-    damaged."""
+    """A file's table as a record of type `kind`. Raises ElasticError if it is damaged."""
     try:
         return None if record is None else restored(kind, record)
     except ValueError as error:
@@ -57,9 +56,9 @@ def whole(path: Path, record: dict | None, needed: str = "") -> dict | None:
 
 
 def hint(path: Path, needed: str = "") -> dict | None:
-    """The table in a file that was not synced: a crash may have left nothing of it. That
-    it is not there may be what a network filesystem remembers: its folder is listed.
-    Raises TryAgain where the filesystem does not say."""
+    """The table in a file that was not synced; None if it is not there or damaged, as after
+    a crash. A network filesystem may only remember that the file was not there: so its
+    folder is listed, too. Raises TryAgain if the filesystem does not answer."""
     try:
         return whole(path, read_json(path) or announced(path), needed)
     except TryAgain:
@@ -74,16 +73,17 @@ def announced(path: Path) -> dict | None:
 
 
 def fault(record: object, needed: str = "") -> str:
-    """What is wrong with a record: a field that is not there, or another thing than it is
-    to be."""
+    """What is wrong with a record: a field is missing, or is of another kind; "" if nothing.
+    `needed`: the names of fields that must be there."""
     if not isinstance(record, dict):
         return "not a JSON table"
     names = {*f"{needed} {MORE.get(str(record.get('kind', record.get('state'))), '')}".split()}
     for name in KINDS.keys() & (names | record.keys()):
         value, kind = record.get(name), KINDS[name]
         sound = isinstance(value, kind) and not isinstance(value, bool)
-        is_loss = name == "loss" and isinstance(value, float)  # one that is not finite is said
+        is_loss = name == "loss" and isinstance(value, float)  # a loss may be nan or inf
         sound = sound and (is_loss or kind not in (int, NUMBER) or abs(value) < 2**62)
-        if not sound and (value is not None or name in names or name not in ("loss", "started")):
+        may_be_null = name in ("loss", "started") and name not in names
+        if not sound and not (value is None and may_be_null):
             return f"{name} is {str(value)[:80]!r}" if name in record else f"no {name} in it"
     return ""

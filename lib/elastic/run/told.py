@@ -1,4 +1,5 @@
-"""What jobs tell of themselves in files, for those who cannot ask them."""
+"""What jobs leave in files for processes that cannot ask them: exit records, progress,
+headers of deltas, scores of validations."""
 
 import contextlib
 import json
@@ -19,9 +20,9 @@ class Jobs(Part):
     """Exit records, and how far the ranks of sync mode are."""
 
     def write_ending(self, job_id: str, record: dict) -> None:
-        """Say what became of a job: first that it started, then how it ended.
+        """Record that a job started, or how it ended.
 
-        A full disk costs the record, and no more: the job counts as killed.
+        A full disk costs the record and nothing else: the job then counts as killed.
         """
         now, path = time.time(), self.run.path / "exit" / f"{job_id}.json"
         before = {} if record["state"] == "started" else _at_best(path)
@@ -33,13 +34,13 @@ class Jobs(Part):
             print(f"{record['role']}  no exit record: {error}", file=sys.stderr, flush=True)
 
     def ending(self, job_id: str) -> dict | None:
-        """What the job has said of itself; a record that is damaged says nothing. Raises
-        TryAgain: what cannot be read now may be the word of a clean end."""
+        """The job's record of itself; None if there is none, or if it is damaged. Raises
+        TryAgain if it cannot be read now: it may tell of a clean end."""
         path = self.run.path / "exit" / f"{job_id}.json"
         return hint(path, ENDING) if NAME.fullmatch(job_id) else None
 
     def endings(self) -> list[dict]:
-        """For statistics: without what cannot be read now."""
+        """All exit records that can be read now, for statistics."""
         paths = sorted((self.run.path / "exit").glob("[!.]*.json"))
         told = ((path.stem, _at_best(path, ENDING)) for path in paths)
         return [record for job_id, record in told if record.get("job_id") == job_id]  # no copy
@@ -57,11 +58,11 @@ class Offers(Part):
     """Headers that workers have left behind, with the deltas."""
 
     def leave(self, header: Header) -> None:
-        """Say what a worker that leaves has delivered, for a master that does not know it
-        yet."""
+        """Leave the header of a delta that a leaving worker has delivered, for a master that
+        has not heard of the delta."""
         slot, attempt, base = header.key
         path = self.run.path / "deltas" / f"{base:06d}" / f"{slot}.{attempt}.left"
-        with contextlib.suppress(OSError, TryAgain):  # it is merged by now, and the folder gone
+        with contextlib.suppress(OSError, TryAgain):  # merged by now, and its folder removed
             insist(write_atomic, path, json.dumps(header.to_json()).encode())
 
     def left(self, base: int) -> list[tuple[str, bytes]]:
@@ -73,8 +74,8 @@ class Offers(Part):
 
 @dataclass(frozen=True)
 class Score:
-    """What a validation has said: `values` by name, of the model as so many committed
-    tokens have made it."""
+    """The result of a validation: `values` by name, of the model after `tokens` committed
+    tokens."""
 
     time: float
     tokens: int
@@ -82,28 +83,27 @@ class Score:
 
     @property
     def loss(self) -> float | None:
-        """The first that is called a loss."""
+        """The first value whose name says loss."""
         return next((value for name, value in self.values.items() if "loss" in name), None)
 
 
 class Scores(Part):
-    """Those of validations on the way: scores.jsonl, a line each."""
+    """The scores of validations during the run: scores.jsonl, a line each."""
 
     def add(self, tokens: int, values: Mapping[str, float], **where) -> None:
-        """`where`: the version or the step, and who has validated. A task may call its
-        values what it likes."""
+        """Add a line; `where`: the version or the step, and who has validated."""
         line = {"time": time.time(), "tokens": tokens, "scores": values, **where}
         with contextlib.suppress(OSError):  # a full disk loses the line, and nothing else
             append_line(self.run.path / SCORES, line)
 
     def read(self, last: int = 0) -> list[Score]:
-        """In the order of time; the `last` ones, or all."""
+        """The `last` scores (0: all), oldest first."""
         lines = self.run.lines(SCORES, last)
         return [Score(line["time"], line["tokens"], line["scores"]) for line in lines]
 
 
 def _at_best(path: Path, needed: str = "") -> dict:
-    """A hint that nothing depends on."""
+    """The hint in a file that nothing depends on; {} if there is none."""
     with contextlib.suppress(TryAgain):
         return hint(path, needed) or {}
     return {}
