@@ -14,7 +14,7 @@ from checkpoint_ranks import make, train
 from elastic.base.errors import ElasticError
 from elastic.run.audit import audit
 from elastic.run.rundir import RunDir
-from elastic.saved import inner_state
+from elastic.saved import inner_state, storage
 from elastic.saved.checkpoint import Checkpoints
 from elastic.saved.handover import to_local, to_sync
 from elastic.saved.layout import Layout
@@ -153,6 +153,15 @@ def test_only_what_was_trained_on_top_of_the_newest_version_counts(begun):
     trained(begun, 3, base=1, tokens=30)
     assert to_local(begun, first, 2)[0].tokens == 30
     assert audit(begun.path)["problems"] == []
+
+
+def test_what_a_checkpoint_consists_of_is_read_once(begun, monkeypatch):
+    """And not for each fragment: of 256 ranks that took minutes."""
+    made, unpickler = [], storage._Unpickler
+    trained(begun, 1)
+    monkeypatch.setattr(storage, "_Unpickler", lambda file: made.append(file) or unpickler(file))
+    assert to_local(begun, begun.commits.newest(), 1)[0].version == 1
+    assert len(made) == 1
 
 
 def test_a_damaged_checkpoint_is_not_taken_but_the_one_before(begun):

@@ -76,7 +76,7 @@ def drafts(run):
     return sorted(path.name for path in (run.path / "versions").glob(".*"))
 
 
-SAVE = (versions, "save")  # a step like those of `os`
+SAVE = (versions, "parts_of_file")  # a step like those of `os`
 
 
 # ---- what a version is --------------------------------------------------------------------------

@@ -291,7 +291,7 @@ class Checkpoints:
         # Fills the optimizer's state for every parameter, as places to read to.
         with _stepping(optimizer, optimizer.step):
             model_state, optimizer_state = states.get_state_dict(model, optimizer)
-        reader = _reader(self._run, saved)
+        reader = reader_of(self._run, saved)
         held = _prefixes(reader.read_metadata().state_dict_metadata)
         places = optimizer_state["state"]
         saved_state = {name: places[name] for name in places if f"optimizer.state.{name}" in held}
@@ -310,10 +310,10 @@ class Checkpoints:
             keep_types(optimizer.state[params[name]], values)
 
 
-def read_params(run: RunDir, saved: Saved, tensors: Sequence[Tensor]) -> torch.Tensor:
-    """Parameters out of a checkpoint that came from `newest`: flat, float32."""
+def read_params(reader: storage.Reader, tensors: Sequence[Tensor]) -> torch.Tensor:
+    """Parameters out of a checkpoint: flat, float32."""
     values = {_WRAPPER.sub("", tensor.name): torch.empty(tensor.shape) for tensor in tensors}
-    _reader(run, saved).fill({"model": values}, no_dist=True)
+    reader.fill({"model": values}, no_dist=True)
     return torch.cat([value.flatten() for value in values.values()])
 
 
@@ -364,7 +364,8 @@ def _check_sharding(name: str, param: torch.Tensor, state: dict) -> None:
             raise ElasticError(what, "make state like the parameter: torch.zeros_like(param)")
 
 
-def _reader(run: RunDir, saved: Saved) -> storage.Reader:
+def reader_of(run: RunDir, saved: Saved) -> storage.Reader:
+    """Of a checkpoint that came from `newest`."""
     return storage.Reader(place(run.path / saved.path, saved.writer))
 
 

@@ -30,11 +30,12 @@ class Draft:
         self.final, self.record, self.writer = final, record, writer
         self.folder = draft_of(final, writer)
 
-    def write(self, name: str, data: bytes) -> dict:
+    def write(self, name: str, *parts: bytes | memoryview) -> dict:
         """Write a file, durably; returns its entry for the record."""
         make_folder(self.folder)
         with Measured(self.folder / name) as file:
-            file.write(data)
+            for part in parts:
+                file.write(part)
         return self.entry(name, file)
 
     def entry(self, name: str, file: "Measured") -> dict:

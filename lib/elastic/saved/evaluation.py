@@ -16,7 +16,7 @@ from elastic.run.claims import FOLDER, numbers
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
-from elastic.saved.checkpoint import Checkpoints, Saved, read_params
+from elastic.saved.checkpoint import Checkpoints, Saved, read_params, reader_of
 from elastic.saved.layout import Layout
 from elastic.saved.replica import Replica, shapes
 from elastic.train.device import seed
@@ -57,7 +57,7 @@ def of_checkpoint(run: RunDir, saved: Saved) -> dict[str, float]:
     with _task(run) as (task, model):
         replica = Replica(model, Layout.of(shapes(model), math.inf))
         for index, tensors in enumerate(replica.layout.fragments):
-            replica.load(index, read_params(run, saved, tensors))
+            replica.load(index, read_params(reader_of(run, saved), tensors))
         return score(task, model)
 
 

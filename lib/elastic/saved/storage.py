@@ -11,6 +11,7 @@ ranks of a job.
 
 import contextlib
 import errno
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -108,9 +109,14 @@ class _Files(FileSystem):
 class Reader(dcp.FileSystemReader):
     """DCP's reader, of files that were verified."""
 
-    def read_metadata(self):
+    @functools.cached_property
+    def metadata(self):
+        """Read once: of 256 ranks it takes more than a second."""
         with (self.path / METADATA).open("rb") as file:
             return _Unpickler(file).load()
+
+    def read_metadata(self):
+        return self.metadata
 
     def fill(self, state: dict, **how) -> None:
         """Read into the tensors of `state`; `how` is for dcp.load."""

@@ -11,12 +11,14 @@ One file per fragment. A version is written and committed as drafts.py says.
 """
 
 import contextlib
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from elastic.base import durable
 from elastic.base.errors import ElasticError
@@ -24,7 +26,10 @@ from elastic.run.claims import FOLDER, numbers
 from elastic.run.records import Commit
 from elastic.run.rundir import RunDir
 from elastic.saved import drafts
+from elastic.saved.codec import as_bytes
 from elastic.saved.layout import Layout
+
+KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors calls them
 
 
 class Draft(drafts.Draft):
@@ -43,7 +48,7 @@ class Draft(drafts.Draft):
         published = params if layout.has_buffers(index) else params.to(torch.bfloat16)
         outer = split(layout, index, params, "param/") | split(layout, index, momentum, "momentum/")
         files = {"params": split(layout, index, published), "outer": outer}
-        return [self.write(f"{kind}-{index:02d}.safetensors", save(tensors))
+        return [self.write(f"{kind}-{index:02d}.safetensors", *parts_of_file(tensors))
                 for kind, tensors in files.items()]  # fmt: skip
 
     def commit(self, layout: Layout, files: list[dict], commit: Commit) -> Commit | None:
@@ -100,6 +105,23 @@ def verified(run: RunDir, commit: Commit, name: str) -> Path:
     if reason := durable.damage(path, entries[name]):
         raise ElasticError(reason, "restore it from a backup")
     return path
+
+
+def parts_of_file(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file: the header's length, the header, and each tensor's own memory.
+
+    By hand, because the library's `save` copies the file twice, and lets no other thread
+    run meanwhile: 16 threads wrote a version of 7B no faster than two.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": KINDS[tensor.dtype], "shape": [*tensor.shape],
+                        "data_offsets": [start, end]}  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    yield from map(as_bytes, tensors.values())
 
 
 def split(layout: Layout, index: int, flat: torch.Tensor, prefix: str = "") -> dict:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from elastic.base.config import Config
 from elastic.base.environment import env, keep_compiled
 from elastic.base.errors import ElasticError, UnfitNode
-from elastic.train.group import Group, fsdp_units, own_part, part_like
+from elastic.train.group import Group, own_part, part_like
 from elastic.train.health import check_nccl_health, require_gpu
 from elastic.train.peers import meet
 
@@ -90,11 +90,6 @@ def build_model(task, config: Config, device: torch.device, group: Group) -> tor
     if group.world > 1:
         shard(model, config, device)
     model = model.to_empty(device=device) if is_bare else model.to(device)
-    # FSDP makes what a forward needs in the first one. In a validation under
-    # inference_mode that would be tensors that never train.
-    for unit in fsdp_units(model):
-        unit.unshard()
-        unit.reshard()
     if config.train.compile:
         keep_compiled()
         model.compile()

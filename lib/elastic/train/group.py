@@ -116,7 +116,10 @@ class Group:
     def hand_out(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The `source` rank's tensor, on every rank; the others bring one of its shape
         and type."""
-        there = tensor.to(self.device)
+        if self.rank == source:
+            there = tensor.to(self.device)
+        else:
+            there = torch.empty_like(tensor, device=self.device)
         dist.broadcast(there, src=source)
         return there
 

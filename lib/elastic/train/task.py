@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from elastic.base.errors import ElasticError
-from elastic.train.group import drop_copies
+from elastic.train.group import drop_copies, fsdp_units
 
 REQUIRED = ("model", "dataset", "loss")
 
@@ -119,6 +119,10 @@ def score(
     After each pass the copies that it made of parameters are dropped: validate() may put
     others into the model.
     """
+    # FSDP makes its tensors in the first pass: under inference_mode() they would never train.
+    for unit in fsdp_units(model):
+        unit.unshard()
+        unit.reshard()
     hooks = [model.register_forward_pre_hook(lambda *_: before_pass()),
              model.register_forward_hook(lambda *_: drop_copies(model))]  # fmt: skip
     device = next(model.parameters()).device

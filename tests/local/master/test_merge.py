@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from elastic.local import rounds
+from elastic.local.master import averaging
 from elastic.local.rounds import Facts, Rule, Verdict
 from elastic.local.transport import Damaged, fragment_name
-from elastic.saved import merge
+from elastic.saved import merge, versions
 from elastic.saved.versions import Draft
 from helpers import ROOT, commit_of
 from merging import Outer, Rounds, read_outer, step
@@ -341,6 +342,21 @@ def late_round(open_rounds, kappa):
 def test_a_late_delta_fully_reanchored_is_the_mean_of_absolute_snapshots(open_rounds):
     theta, _, _, late, fresh = late_round(open_rounds, 1.0)
     assert torch.equal(theta, (late + fresh) / 2)
+
+
+def test_late_deltas_of_one_base_read_it_once(open_rounds, monkeypatch):
+    """Of a large model each time was as much as all deltas, while everybody waits."""
+    runs, read = open_rounds(sixteenths(), *PLAIN), []
+    late = [runs.put(slot, sixteenths(), 250) for slot in (1, 2, 3)]
+    runs.close([runs.deliver(0, sixteenths(), 100)])
+
+    def counted(run, commit, *which):
+        read.append((commit.version, which[-1]))
+        return versions.read_exactly(run, commit, *which)
+
+    monkeypatch.setattr(averaging, "read_exactly", counted)
+    runs.close([runs.averager.check(header) for header in late])
+    assert sorted(read) == [(0, index) for index in runs.averager.indices]
 
 
 def test_a_late_delta_not_reanchored_counts_from_its_base(open_rounds):

@@ -167,13 +167,13 @@ class Averager:
                 merge.outer_step(params, self.momentum[index], mean, recipe.lr, recipe.momentum)
 
     def _terms(self, index: int, recipe: Recipe) -> Iterator[merge.Term]:
+        anchors: dict[int, torch.Tensor] = {}  # by version
         for header, factor in zip(recipe.headers, recipe.factors, strict=True):
-            anchor = None
-            if header.base < recipe.base:
+            if header.base < recipe.base and header.base not in anchors:
                 base = self.run.commits.of(header.base)
                 # Not as published: each late delta would pull the parameters to what bf16 holds.
-                anchor, _ = read_exactly(self.run, base, self.layout, index)
-            yield merge.Term(self.read(header, index), factor, anchor)
+                anchors[header.base], _ = read_exactly(self.run, base, self.layout, index)
+            yield merge.Term(self.read(header, index), factor, anchors.get(header.base))
 
     def _all(self, work: Callable[[int], object]) -> list:
         """`work` for every fragment, to its end also where one fails."""
