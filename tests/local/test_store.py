@@ -189,7 +189,7 @@ def test_an_emptied_server_takes_the_lease_anew_and_goes_on(store, redis_server,
     before = store.now()
     assert beat(store, attempt=4)
     (slot,) = store.slots().values()
-    assert before < slot.joined == slot.moved  # for Server.allow_for_silence
+    assert before < slot.joined == slot.moved  # for Server.doubt_lapsed_leases
     assert offer(store, attempt=4)
     assert store.offered(3, 4, 7)
 

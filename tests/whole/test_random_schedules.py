@@ -232,11 +232,11 @@ def test_leases_that_lapse_in_a_silence_say_nothing(server, heard_s_ago, record,
     server.config = SimpleNamespace(health=health)
     server.run.jobs = SimpleNamespace(ending=lambda _job_id: record)
     server.now = lambda: 100.0
-    server.allow_for_silence({}, 100.0)
+    server.doubt_lapsed_leases({}, 100.0)
     server.now = lambda: 100.0 + heard_s_ago
     server.workers = {3: SimpleNamespace(attempt=1, joined=50.0, job_id="7")}
     slots = {3: SimpleNamespace(attempt=1, joined=claimed)} if claimed else {}
-    server.allow_for_silence(slots, 100.0)
+    server.doubt_lapsed_leases(slots, 100.0)
     assert server.has_doubts == settles
 
 
@@ -245,7 +245,7 @@ def test_the_endpoint_is_written_again_when_an_older_master_wrote_its_own_last(m
     master.program.attempt, master.server.endpoint = 2, mine
     master.controlled_at, master.publish_state = 0.0, lambda wake="": None
     master.server.store.now = lambda: 1000.0
-    master.journal = SimpleNamespace(is_short_of_space=lambda: False,
+    master.journal = SimpleNamespace(look_for_space=lambda: None,
                                      written=lambda write, what: write(what))  # fmt: skip
     master.run = SimpleNamespace(
         masters=SimpleNamespace(newest=lambda: 2), endpoint=lambda: Endpoint("n1", 6379, 1),
@@ -402,7 +402,7 @@ TRAINING = {
     "master: does not settle": {(Samples, "settle"): lambda *_: None},
     "master: never looks at the run again": {(Master, "is_behind"): lambda self: False},
     "master: judges what is ahead of it": {(Intake, "take_offers"): judges_what_is_ahead},
-    "master: takes silence for a loss": {(Server, "allow_for_silence"): lambda *_: None},
+    "master: takes silence for a loss": {(Server, "doubt_lapsed_leases"): lambda *_: None},
     "commit: replaces one that is there": {
         (training.MemoryCommits, "link"): replaces_the_commit
     },

@@ -144,7 +144,7 @@ def test_samples_that_came_with_those_of_others_are_not_trained(reason, kept):
     worker = Worker(5, SimpleNamespace(take_verdict=lambda *_: verdict, offered=lambda *_: False))
     worker.hand.queue = [(0, 4, 8)]
     worker.hand.round.steps = 3
-    assert not worker.deliver.stands(worker.hand.round)
+    assert not worker.deliver.keep_offered(worker.hand.round)
     assert worker.hand.queue == ([(0, 4, 8)] if kept else [])
 
 
@@ -198,7 +198,7 @@ def test_a_delta_is_offered_again_to_a_server_that_does_not_know_it(make_store):
     store.lease(0, 1, {"job_id": "7"}, 60.0)
     worker = worker_that_has_delivered(store)
     for _ in range(2):
-        assert worker.deliver.stands(worker.hand.round)
+        assert worker.deliver.keep_offered(worker.hand.round)
         assert store.offered(0, 1, 5)
         store.drop_offers(5, ["0:1"])
 

@@ -17,12 +17,14 @@ class Leaving(ElasticError):
 
 
 class Journal:
-    """`meanwhile` is called again and again while there is no space; `reason` says so,
-    or ""."""
+    """What the master says and writes. `meanwhile` is called again and again while there
+    is no space. The master sets `least_bytes` with each version, and tells `reason` to
+    whoever asks Redis."""
 
     def __init__(self, run: RunDir, notice: Notice, meanwhile: Callable):
-        self.run, self.notice, self.reason = run, notice, ""
-        self.least_bytes = run.config().checkpoint.min_free_bytes  # or what a version takes
+        self.run, self.notice = run, notice
+        self.reason = ""  # why nothing can be written, as of the last look
+        self.least_bytes = run.config().checkpoint.min_free_bytes  # that have to be free
         self._meanwhile = meanwhile
         self._last_line = ""
 
@@ -44,16 +46,17 @@ class Journal:
     def wait_for_space(self, failed: OSError | None = None) -> None:
         """`failed`: what a write said, whatever the filesystem says is free (a quota,
         say)."""
-        while self.is_short_of_space(failed):
-            failed = None
+        self.look_for_space(failed)
+        while self.reason:
             if self.notice:
                 raise Leaving(f"notice: {self.notice.signal_name}, while {self.reason}")
             self.say(self.reason)
             self._meanwhile()
             time.sleep(STUCK_S)
+            self.look_for_space()
 
-    def is_short_of_space(self, failed: OSError | None = None) -> bool:
+    def look_for_space(self, failed: OSError | None = None) -> None:
+        """Note in `reason` why nothing can be written, or ""."""
         self.reason = self.run.shortage(self.least_bytes)
         if failed and not self.reason:
             self.reason = f"waiting to write to {self.run.path}: {failed.strerror}"
-        return bool(self.reason)

@@ -158,7 +158,7 @@ class Master:
             self.journal.written(self.run.set_endpoint, self.server.endpoint)
         if self.commit and self.run.commits.told_version() < self.commit.version:
             self.run.commits.tell(self.commit.version)  # an older master told last, or none did
-        self.journal.is_short_of_space()
+        self.journal.look_for_space()
         if self.intake and self.state == "running" and self.is_behind():
             self._start_over()
         if self.state == "running" and (over := self.run.closing("local")):

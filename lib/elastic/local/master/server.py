@@ -121,11 +121,12 @@ class Server:
             older.close()
 
     def look(self, now: float) -> dict[int, Slot]:
-        """The leases that count, by slot."""
+        """The leases that count, by slot. Also learns new attempts, notes doubts, and
+        writes an event for each worker that has joined."""
         slots = self.store.slots()
         self._learn_attempts()
         slots = live(slots, self.attempts, now, self.config.health.hang_timeout_s)
-        self.allow_for_silence(slots, now)
+        self.doubt_lapsed_leases(slots, now)
         return self._greet(slots)
 
     def _learn_attempts(self) -> None:
@@ -140,9 +141,9 @@ class Server:
         if told != known:
             self.store.set_attempts(known)
 
-    def allow_for_silence(self, slots: dict[int, Slot], now: float) -> None:
-        """Leases that lapse while Redis answers nobody, or as its clock is put back, tell
-        nothing of their workers."""
+    def doubt_lapsed_leases(self, slots: dict[int, Slot], now: float) -> None:
+        """Set `has_doubts` if leases have lapsed while Redis answered nobody, or as its
+        clock was put back: that says nothing of their workers."""
         before, self._looked_at = self._looked_at, now
         health = self.config.health
         is_back = now < before

@@ -58,17 +58,17 @@ class Adopt:
                 return -1, "done" if news.state == "done" else "stopped"
             if news.version > base:
                 return news.version, ""
-            if base >= 0 and self._may_go_on():
+            if base >= 0 and self._try_to_go_on():
                 return base, ""
 
-    def _may_go_on(self) -> bool:
-        """Rank 0: is there work on the same base? Offers a delta again that is
-        forgotten."""
+    def _try_to_go_on(self) -> bool:
+        """Rank 0: go on with the same base. True if there is something to train; else the
+        delta waits to be merged, and is offered again if a new server has forgotten it."""
         hand, done = self._hand, self._hand.round
         if not done.header:
             return True
         hand.tell_new_master()
-        if not self._deliver.stands(done):
+        if not self._deliver.keep_offered(done):
             hand.void("were rejected")  # the samples are others' by now
             return True
         if done.steps or hand.is_over():

@@ -74,20 +74,29 @@ class Training:
     told: set[int] = field(default_factory=set)
 
     def exit_code(self) -> int | None:
-        """None while all run, or what a launcher that died of a notice (bash, conda run)
-        has left; else that of the first rank that failed, or 0."""
+        """That of the first rank that crashed, else of the first that a notice ended, else
+        0. None while ranks run, or orphans."""
         codes = [process.poll() for process in self.processes]
-        failed = {str(rank): _as_signal(code) for rank, code in enumerate(codes) if code}
-        crashes = [code for code in failed.values() if -code not in NOTICES]
-        if failed and not crashes and (left := self.family(*failed)):
-            self._tell(left)
-            return None
-        return next(iter(crashes or failed.values()), None if None in codes else 0)
+        failed = [_as_signal(code) for code in codes if code]
+        if crashes := [code for code in failed if -code not in NOTICES]:
+            return crashes[0]
+        if failed:
+            return None if self.orphans() else failed[0]
+        return None if None in codes else 0
 
-    def _tell(self, left: set[int]) -> None:
-        """What nobody among them has started hears of the notice, once, and may deliver."""
-        for process in filter(None, map(proc.Process.of, left - self.told)):
-            if process.parent not in left:
+    def orphans(self) -> set[int]:
+        """The processes that a rank's launcher (bash, conda run) has left behind, as it
+        died of a notice."""
+        codes = [_as_signal(process.poll() or 0) for process in self.processes]
+        ended = [str(rank) for rank, code in enumerate(codes) if -code in NOTICES]
+        return self.family(*ended) if ended else set()
+
+    def tell_orphans(self) -> None:
+        """Send the notice, once, to those orphans that none of the others has started:
+        they may still deliver."""
+        orphans = self.orphans()
+        for process in filter(None, map(proc.Process.of, orphans - self.told)):
+            if process.parent not in orphans:
                 self.told.add(process.pid)
                 proc.send([process.pid], signal.SIGTERM)
 
@@ -325,7 +334,8 @@ class Agent:
         """Heartbeat until every rank has ended; returns the exit code."""
         self._next_beat = 0.0
         try:
-            while training.exit_code() is None:
+            while (code := training.exit_code()) is None:
+                training.tell_orphans()
                 self._wait_for_something(training)
                 if self.notice and not self._has_told:
                     self._tell(training)
@@ -336,7 +346,6 @@ class Agent:
                     self.beat(training)
                 if time.monotonic() > training.kill_at:
                     training.strike(signal.SIGKILL)
-            code = training.exit_code()
         except Fenced:
             code = Exit.DO_NOT_RESTART
         finally:

@@ -85,9 +85,9 @@ class Deliver:
             stall_s=round(done.stall_s, 4), lr_sum=done.lr_sum,
         )  # fmt: skip
 
-    def stands(self, done: WorkerRound) -> bool:
-        """Rank 0: was it not rejected? If a new server does not know it, offer it
-        again."""
+    def keep_offered(self, done: WorkerRound) -> bool:
+        """Rank 0: offer the delta again if a new server does not know it. False: it was
+        rejected."""
         line, owner = self._line, self._line.place.owner
         is_known = line.reach(lambda store: store.offered(*owner, done.base))
         verdict = line.reach(lambda store: store.take_verdict(*owner))
@@ -132,7 +132,7 @@ class Deliver:
                 with contextlib.suppress(ElasticError):
                     return {version: self.exchange.fetch(line.commit(version))}
                 break  # pruned meanwhile, or damaged: who adopts it finds out
-            if not self.stands(sent):
+            if not self.keep_offered(sent):
                 return None
         return {}
 

@@ -147,7 +147,8 @@ class InHand:
         return granted is not None
 
     def ask_again(self) -> bool:
-        """After a round without steps: are there samples now, of a lost worker maybe?"""
+        """Ask for samples after a round without steps, as a lost worker's may be free by
+        now. True if some came: the round is not over after all."""
         if not self._ask(self.config.step_samples) or not self.queue:
             return False
         self.round.header = None  # it said that there was nothing to give
