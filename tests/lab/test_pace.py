@@ -20,7 +20,7 @@ from elastic.local.master.open_round import OpenRound
 from elastic.local.master.recipe import Checked
 from elastic.local.rounds import Facts
 from elastic.run.goodput import Work
-from elastic.run.ledger import Ledger, Offer as Key
+from elastic.run.ledger import Key, Ledger
 from elastic.run.records import Commit, Header
 from running import Running, running
 from test_forecast import run_of
@@ -58,7 +58,7 @@ class Uneven:
         self._lives = {slot: self._life(slot) for slot in self._joined}
         commit = Commit(version=0, master_epoch=1, time=0.0, tokens=0, samples=(), deltas=(),
                         total_tokens=inf)  # fmt: skip
-        facts = Facts("", 0, "", {"": ()}, 2, dict.fromkeys(self._joined, 1), frozenset())
+        facts = Facts("", 0, "", "", (), 2, dict.fromkeys(self._joined, 1))
         self._round = OpenRound(commit, 0.0, True, Ledger(2**60, 0), facts, self._settings, {})
         self._offers: list[Header] = []  # that the master has not looked at
         self._merged = inf  # when there is the next version

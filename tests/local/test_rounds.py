@@ -30,8 +30,8 @@ HEADER = Header(
 )  # fmt: skip
 DATA = json.loads(json.dumps(HEADER.to_json()))
 FACTS = Facts(
-    run="a", version=7, layout="abc", fragment_bytes={"none": (400, 80)}, max_staleness=2,
-    attempts={1: 2}, judged=frozenset(),
+    run="a", version=7, layout="abc", codec="none", fragment_bytes=(400, 80), max_staleness=2,
+    attempts={1: 2},
 )  # fmt: skip
 
 
@@ -43,30 +43,30 @@ def header(slot=1, **changes):
 
 
 def test_a_whole_delta_on_this_version_is_accepted():
-    assert rounds.judge(HEADER, FACTS, "") == Judgement(Verdict.ACCEPT, "640 tokens in 20 steps")
+    judged = rounds.judge(HEADER, FACTS, (), "")
+    assert judged == Judgement(Verdict.ACCEPT, "640 tokens in 20 steps")
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_delta_that_is_late_by_up_to_max_staleness_is_accepted(late):
-    assert rounds.judge(HEADER, replace(FACTS, version=7 + late), "").verdict is Verdict.ACCEPT
+    assert rounds.judge(HEADER, replace(FACTS, version=7 + late), (), "").verdict is Verdict.ACCEPT
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_what_an_earlier_attempt_delivered_before_it_left_counts(attempt):
     """The store refuses offers of a fenced attempt; what it took before that is good work."""
-    assert rounds.judge(header(attempt=attempt), FACTS, "").verdict is Verdict.ACCEPT
+    assert rounds.judge(header(attempt=attempt), FACTS, (), "").verdict is Verdict.ACCEPT
 
 
 REJECTIONS = [
     (header(run="b"), FACTS, "", "other-run: it is a delta of run 'b'"),
-    (HEADER, replace(FACTS, judged=frozenset({(1, 2, 7)})), "", "duplicate: slot 1"),
     (header(base=4), FACTS, "", "stale: based on version 4, 3 behind"),
     (header(base=6), replace(FACTS, max_staleness=0), "", "stale: based on version 6, 1 behind"),
     (header(attempt=3), FACTS, "", "fenced: attempt 3 never claimed slot 1"),
     (header(slot=9), FACTS, "", "fenced: attempt 2 never claimed slot 9"),
     (header(layout="xyz"), FACTS, "", "shape: layout xyz, not abc"),
     (header(codec="bf16"), FACTS, "", "shape: codec bf16, not none"),
-    (HEADER, replace(FACTS, fragment_bytes={"none": (400, 84)}), "", "shape: the fragments' sizes"),
+    (HEADER, replace(FACTS, fragment_bytes=(400, 84)), "", "shape: the fragments' sizes"),
     (header(fragments=HEADER.fragments[:1]), FACTS, "", "shape: the fragments' sizes"),
     (header(loss=math.nan), FACTS, "", "non-finite: the loss is nan"),
     (header(loss=-math.inf), FACTS, "", "non-finite: the loss is -inf"),
@@ -78,10 +78,16 @@ REJECTIONS = [
     ("bad", "facts", "refused", "reason"), REJECTIONS, ids=[case[3] for case in REJECTIONS]
 )
 def test_a_delta_is_rejected_with_its_reason(bad, facts, refused, reason):
-    judged = rounds.judge(bad, facts, refused)
+    judged = rounds.judge(bad, facts, (), refused)
     assert judged.verdict is Verdict.REJECT
     assert judged.reason.startswith(reason)
     assert judged.rule == reason.partition(":")[0]
+
+
+def test_a_delta_that_was_judged_before_is_rejected():
+    judged = rounds.judge(HEADER, FACTS, {(1, 2, 7)}, "")
+    assert (judged.rule, judged.verdict) == (Rule.DUPLICATE, Verdict.REJECT)
+    assert judged.reason.startswith("duplicate: slot 1")
 
 
 BOUND = replace(FACTS, most_steps=20, most_samples=32)
@@ -94,8 +100,8 @@ TOO_MUCH = [
 
 @pytest.mark.parametrize(("changes", "reason"), TOO_MUCH)
 def test_a_delta_has_samples_and_steps_and_no_more_than_a_round_has(changes, reason):
-    assert rounds.judge(HEADER, BOUND, "").verdict is Verdict.ACCEPT
-    judged = rounds.judge(header(**changes), BOUND, "")
+    assert rounds.judge(HEADER, BOUND, (), "").verdict is Verdict.ACCEPT
+    judged = rounds.judge(header(**changes), BOUND, (), "")
     assert judged.verdict is Verdict.REJECT
     assert judged.reason.startswith(reason)
     assert judged.rule == reason.partition(":")[0]
@@ -118,12 +124,12 @@ def test_words_of_a_header_are_short_and_printable(name, value):
 
 @pytest.mark.parametrize("nothing", [{"tokens": 0}, {"steps": 0}, {"steps": 0, "fragments": ()}])
 def test_a_worker_without_steps_has_answered_and_gives_nothing(nothing):
-    assert rounds.judge(header(**nothing), FACTS, "").verdict is Verdict.PASS
+    assert rounds.judge(header(**nothing), FACTS, (), "").verdict is Verdict.PASS
 
 
 def test_a_worker_without_steps_is_still_judged_by_where_it_stands():
-    assert rounds.judge(header(tokens=0, run="b"), FACTS, "").verdict is Verdict.REJECT
-    assert rounds.judge(header(tokens=0, base=1), FACTS, "").verdict is Verdict.REJECT
+    assert rounds.judge(header(tokens=0, run="b"), FACTS, (), "").verdict is Verdict.REJECT
+    assert rounds.judge(header(tokens=0, base=1), FACTS, (), "").verdict is Verdict.REJECT
 
 
 # ---- an open round ------------------------------------------------------------------------------
@@ -147,7 +153,7 @@ def opened(**commit) -> OpenRound:
 def offered(round_: OpenRound, **changes) -> Judgement:
     one = header(**changes)
     body = json.dumps(one.to_json()).encode()
-    judged, _ = round_.judge(one.base, f"{one.slot}:{one.attempt}", body)
+    judged, _ = round_.read(one.base, f"{one.slot}:{one.attempt}", body)
     if judged.verdict is Verdict.ACCEPT:
         round_.accept(Checked(one, 1.5), 110.0)
     return judged
@@ -290,7 +296,7 @@ def test_whatever_comes_is_refused_or_can_be_judged(data):
         parsed = Header.from_json(json.loads(text))
     except ValueError:
         return
-    judged = rounds.judge(parsed, FACTS, "")
+    judged = rounds.judge(parsed, FACTS, (), "")
     assert isinstance(judged.verdict, Verdict)
     assert judged.reason
     assert (judged.rule is None) == (judged.verdict is not Verdict.REJECT)
@@ -645,5 +651,5 @@ def test_momentum_is_less_while_rounds_are_short_because_it_is_early():
 
 
 def test_deltas_on_a_version_that_was_taken_back_are_refused():
-    facts = replace(FACTS, taken_back=frozenset({5}))
-    assert rounds.judge(header(1, base=5), facts, "").reason.startswith("taken-back: version 5")
+    facts = replace(FACTS, reverted=frozenset({5}))
+    assert rounds.judge(header(1, base=5), facts, (), "").reason.startswith("taken-back: version 5")

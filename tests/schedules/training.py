@@ -257,7 +257,7 @@ class MemoryAverager(Averager):
 
     @property
     def fragment_bytes(self):
-        return {"none": (4,)}
+        return (4,)
 
     def check_later(self, header: Header) -> Future:
         """Done at once."""

@@ -105,7 +105,7 @@ class FakeStore:
 def intake() -> Intake:
     """Of a master in version 5 of a run. What would be checked is in its `checks`."""
     settings = SimpleNamespace(inner_steps=20, cold_start=0)
-    facts = Facts("a", 5, "abc", {"none": (400, 400)}, 2, {3: 2}, frozenset(),
+    facts = Facts("a", 5, "abc", "none", (400, 400), 2, {3: 2},
                   most_steps=20, most_samples=160)  # fmt: skip
     round_ = OpenRound(commit_of(5), 0.0, True, Ledger(1000, 1), facts, settings, {})
     run = SimpleNamespace(event=lambda kind, **fields: None)
@@ -119,7 +119,7 @@ def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(i
     peak, rejected = Peak(), intake.server.store.rejected
     free = list(intake.round.ledger.free)
     for _ in range(HEADERS):
-        intake.judge(5, "3:2", broken(draw))
+        intake.take(5, "3:2", broken(draw))
         for header in list(intake.checks):  # harmless junk: other words, the same delta
             assert (header.tokens, header.samples) != (0, ()), header
             assert math.isfinite(header.loss + header.first_loss)
@@ -132,7 +132,7 @@ def test_a_hundred_thousand_broken_headers_are_refused_and_a_good_one_is_taken(i
     assert rules == {"malformed", "shape", "samples", "non-finite", "other-run"}
     assert peak.grown() < MORE_MEMORY
     assert list(intake.round.ledger.free) == free
-    intake.judge(5, "3:2", json.dumps(GOOD).encode())
+    intake.take(5, "3:2", json.dumps(GOOD).encode())
     assert [header.key for header in intake.checks] == [(3, 2, 5)]
 
 
@@ -179,7 +179,7 @@ def test_names_and_numbers_that_are_none_stop_no_master(store, intake):
     found = store.offers([5])[5]
     assert len(found) == len(names)
     for name, body in found.items():
-        intake.judge(5, name, body)
+        intake.take(5, name, body)
     assert len(intake.server.store.rejected) == len(names)
     store.drop_offers(5, found)
     assert store.offers([5]) == {5: {}}

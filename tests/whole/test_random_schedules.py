@@ -86,8 +86,8 @@ def test_passes_make_no_job_beside_another_and_all_that_are_wanted():
 
 
 SETTINGS = SimpleNamespace(inner_steps=8, cold_start=0, min_deadline_s=1.0, deadline_k=4.0,
-                           max_staleness=0)  # fmt: skip
-FACTS = Facts("run-a", 5, "abc", {"none": (4,)}, 2, {1: 1}, frozenset())
+                           max_staleness=0, compression="none")  # fmt: skip
+FACTS = Facts("run-a", 5, "abc", "none", (4,), 2, {1: 1})
 
 
 def round_5(**commit) -> OpenRound:
@@ -160,7 +160,8 @@ def master(server) -> Master:
     found.samples = Samples()
     found.journal = SimpleNamespace(say=lambda _: None, written=lambda write, *args: write(*args))
     found.samples.begin(commit_of(dataset_samples=100, epochs=1))
-    found.intake = Intake(server, SimpleNamespace(close=lambda: None), round_5())
+    found.averager = SimpleNamespace(close=lambda: None)
+    found.intake = Intake(server, found.averager, round_5())
     found.config = SimpleNamespace(local_sgd=SETTINGS, step_samples=4,
                                    train=SimpleNamespace(max_tokens=0),
                                    checkpoint=SimpleNamespace(min_free_bytes=1))  # fmt: skip
@@ -183,7 +184,7 @@ def test_one_that_loses_the_race_for_a_version_still_knows_who_holds_what(master
         drop_offers=lambda base, names: dropped.append((base, names))
     )
     master.publish_state = lambda wake: None
-    averager = SimpleNamespace(layout=SimpleNamespace(hash="abc"), fragment_bytes={})
+    averager = SimpleNamespace(layout=SimpleNamespace(hash="abc"), fragment_bytes=())
     monkeypatch.setattr("elastic.local.master.master.remove_drafts", lambda *_: None)
     monkeypatch.setattr("elastic.local.master.master.Averager", lambda *_: averager)
     master.open_run()
@@ -325,8 +326,8 @@ def judge_without(rule: Rule):
     """`judge`, but for one rule."""
     judge = rounds.judge
 
-    def broken(header, facts, refused):
-        judged = judge(header, facts, refused)
+    def broken(*what):
+        judged = judge(*what)
         return Judgement(Verdict.ACCEPT, "it looks good") if judged.rule is rule else judged
 
     return {(rounds, "judge"): broken}
@@ -346,16 +347,16 @@ def refusal_blind_to(name: str):
     return {(Ledger, "refusal"): broken}
 
 
-def offer_leaves_it_free(self, offer, ranges):
-    REAL_OFFER(self, offer, ranges)
-    self.free.add(self.offered[offer])
+def offer_leaves_it_free(self, key, ranges):
+    REAL_OFFER(self, key, ranges)
+    self.free.add(self.offered[key])
 
 
 def judges_what_is_ahead(self):
     round_ = self.round
     for base, offers in self.server.store.offers([round_.version + 1]).items():
         for name, body in offers.items():
-            self.judge(base, name, body)
+            self.take(base, name, body)
     REAL_TAKE_OFFERS(self)
 
 
@@ -383,8 +384,8 @@ TRAINING = {
     "judge: any attempt": judge_without(Rule.FENCED),
     "judge: any run": judge_without(Rule.OTHER_RUN),
     "judge: any base": {
-        (rounds, "judge"): lambda header, facts, refused: REAL_JUDGE(
-            header, replace(facts, max_staleness=99), refused
+        (rounds, "judge"): lambda header, facts, *refused: REAL_JUDGE(
+            header, replace(facts, max_staleness=99), *refused
         )
     },
     "judge: the same delta again": judge_without(Rule.DUPLICATE),
@@ -395,7 +396,7 @@ TRAINING = {
     "ledger: frees what is offered": {(Ledger, "offer"): offer_leaves_it_free},
     "ledger: forgets what it granted": {(Ledger, "grant"): forgets_what_is_granted},
     "ledger: keeps what is withdrawn": {
-        (Ledger, "withdraw"): lambda self, offer: self.offered.pop(offer, None)
+        (Ledger, "withdraw"): lambda self, key: self.offered.pop(key, None)
     },
     "ledger: keeps what the lost held": {(Ledger, "give_back"): lambda self, owner: 0},
     "master: no fence": {(Master, "fence"): lambda self, newest=0: None},

@@ -1,7 +1,7 @@
 """A round: the work that turns version v into v+1. All of its decisions, none of its I/O.
 Pure.
 
-    judge(header, facts)    may this delta be merged?        -> verdict, reason, rule
+    judge(header, ...)      may this delta be merged?        -> verdict, reason, rule
     decide(view, now)       wait, call, or close the round?  -> Move with its reason
     shares(accepted, ...)   how much does each delta weigh?  -> weights and clips
     outer_lr(...)           the step of a thin round
@@ -13,14 +13,16 @@ arrive cannot matter.
 """
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
 from elastic.local.guards import Moved, Running, clips
-from elastic.run.ledger import count
+from elastic.run.ledger import Key, count
 from elastic.run.records import Commit, Header
 
-# Of a sample, and how often what one has had in the run.
+# The most tokens believed of one sample: MORE_TOKENS times the run's mean, or MOST_TOKENS
+# while that is not known.
 MOST_TOKENS, MORE_TOKENS = 2**24, 16
 STALE_DISCOUNT = 0.25  # w = tokens / (1 + 0.25 versions late)
 DOUBLES_ROUNDS = 40  # in which K doubles in the cold start of a long run
@@ -69,16 +71,18 @@ def refusal(rule: Rule, what: str) -> Judgement:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the master knows when it judges."""
+    """What the master knows of its run and the open round when it judges a delta."""
 
     run: str
     version: int
     layout: str
-    fragment_bytes: dict[str, tuple[int, ...]]  # by codec, of those that are accepted
+    codec: str
+    fragment_bytes: tuple[int, ...]  # what a delta's fragments take in that codec
     max_staleness: int
-    attempts: dict[int, int]  # slot -> newest attempt that ever claimed it
-    judged: frozenset  # keys of the headers judged so far
-    taken_back: frozenset = frozenset()  # versions that the canary found bad
+    # Slot -> newest attempt that ever claimed it: the server's own table, which grows while
+    # the round is open.
+    attempts: Mapping[int, int]
+    reverted: frozenset[int] = frozenset()  # versions that the canary found bad
     most_steps: float = math.inf  # of a round
     most_samples: float = math.inf
 
@@ -91,33 +95,34 @@ def credited(header: Header, tokens_per_sample: float) -> Header:
     return replace(header, tokens=min(header.tokens, tokens))
 
 
-def judge(header: Header, facts: Facts, samples_refused: str) -> Judgement:
+def judge(header: Header, facts: Facts, judged: Collection[Key], refused: str) -> Judgement:
     """Accept, pass or reject a delta by its header alone.
 
-    `samples_refused` is the ledger's answer for the header's samples; empty if it has
-    none.
+    `judged`: the keys of those that were accepted before. `refused`: why the ledger refuses
+    the header's samples, or "".
     """
-    (slot, attempt, base), behind = header.key, facts.version - header.base
-    claimed, losses = facts.attempts.get(slot, 0), header.loss + header.first_loss
+    slot, attempt, steps = header.slot, header.attempt, header.steps
+    claimed = facts.attempts.get(slot, 0)
+    base, behind = f"version {header.base}", facts.version - header.base
+    layout, codec, trained = header.layout, header.codec, count(header.samples)
     sizes = tuple(fragment.bytes for fragment in header.fragments)
-    layout, codec, known = header.layout, header.codec, facts.fragment_bytes
-    steps, trained, based = header.steps, count(header.samples), f"version {base}"
+    losses = header.loss + header.first_loss  # finite only if both are
     is_foreign = [
         (header.run != facts.run, Rule.OTHER_RUN, f"it is a delta of run {header.run!r}"),
-        (header.key in facts.judged, Rule.DUPLICATE, f"slot {slot} delivered it before"),
-        (behind > facts.max_staleness, Rule.STALE, f"based on {based}, {behind} behind"),
-        (base in facts.taken_back, Rule.TAKEN_BACK, f"{based} has made the loss rise"),
+        (header.key in judged, Rule.DUPLICATE, f"slot {slot} delivered it before"),
+        (behind > facts.max_staleness, Rule.STALE, f"based on {base}, {behind} behind"),
+        (header.base in facts.reverted, Rule.TAKEN_BACK, f"{base} has made the loss rise"),
         (attempt > claimed, Rule.FENCED, f"attempt {attempt} never claimed slot {slot}"),
     ]
     is_unfit = [
         (layout != facts.layout, Rule.SHAPE, f"layout {layout}, not {facts.layout}"),
-        (codec not in known, Rule.SHAPE, f"codec {codec}, not {' or '.join(known)}"),
-        (sizes != known.get(codec), Rule.SHAPE, "the fragments' sizes are not the run's"),
+        (codec != facts.codec, Rule.SHAPE, f"codec {codec}, not {facts.codec}"),
+        (sizes != facts.fragment_bytes, Rule.SHAPE, "the fragments' sizes are not the run's"),
         (not 0 < trained <= facts.most_samples, Rule.SAMPLES,
          f"{trained} are not those of a round"),
         (steps > facts.most_steps, Rule.SHAPE, f"{steps} steps, a round has fewer"),
         (not math.isfinite(losses), Rule.NON_FINITE, f"the loss is {losses}"),
-        (bool(samples_refused), Rule.SAMPLES, samples_refused),
+        (bool(refused), Rule.SAMPLES, refused),
     ]  # fmt: skip
     has_nothing = header.tokens == 0 or steps == 0
     for is_broken, rule, what in is_foreign if has_nothing else is_foreign + is_unfit:

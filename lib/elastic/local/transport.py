@@ -16,7 +16,7 @@ import xxhash
 
 from elastic.base.durable import AGAIN_S, insist, make_folder, names, naming, replace_quickly
 from elastic.local.rounds import Rule, refusal
-from elastic.run.ledger import Offer as Key
+from elastic.run.ledger import Key
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
 

@@ -104,7 +104,7 @@ def take(queue: list[Range], want: int) -> list[Range]:
 
 
 Owner = tuple[int, int]  # slot, attempt
-Offer = tuple[int, int, int]  # slot, attempt, base version
+Key = tuple[int, int, int]  # of a delta: slot, attempt, base version
 
 
 class Ledger:
@@ -114,7 +114,7 @@ class Ledger:
         self.samples, self.epochs = samples, epochs
         self.committed = Ranges(committed)
         self.held: dict[Owner, Ranges] = {}
-        self.offered: dict[Offer, Ranges] = {}
+        self.offered: dict[Key, Ranges] = {}
         self.free = Ranges()
         self._opened = 0  # epochs whose samples have been put on offer
         self._open_epochs(self.committed)
@@ -172,21 +172,21 @@ class Ledger:
                 return f"samples were handed to slot {other[0]} since"
         return ""
 
-    def offer(self, offer: Offer, ranges: Iterable[Range]) -> None:
-        """Move `ranges` (not refused) from held or free to offered."""
+    def offer(self, key: Key, ranges: Iterable[Range]) -> None:
+        """Move `ranges` (not refused) from held or free to offered in the delta `key`."""
         ranges = list(ranges)
         self._open_epochs(ranges)
         self.free.remove(ranges)
-        self.held.get(offer[:2], Ranges()).remove(ranges)
-        self.offered[offer] = Ranges(ranges)
+        self.held.get(key[:2], Ranges()).remove(ranges)
+        self.offered[key] = Ranges(ranges)
 
-    def withdraw(self, offer: Offer) -> None:
+    def withdraw(self, key: Key) -> None:
         """The delta was not merged after all: its samples are free again."""
-        self.free.add(self.offered.pop(offer, Ranges()))
+        self.free.add(self.offered.pop(key, Ranges()))
 
-    def commit(self, offer: Offer) -> None:
+    def commit(self, key: Key) -> None:
         """The delta is in a committed version."""
-        self.committed.add(self.offered.pop(offer))
+        self.committed.add(self.offered.pop(key))
 
     def give_back(self, owner: Owner) -> int:
         """`owner` is gone: what it held is free again. Returns how many samples that

@@ -149,9 +149,9 @@ def test_a_worker_without_tokens_never_changes_the_result_or_the_divisor(open_ro
     beside.close([beside.deliver(1, local, 640), silent])
     assert torch.equal(without.theta, beside.theta)
     header = silent.header
-    facts = Facts(header.run, 0, header.layout, beside.averager.fragment_bytes, 2,
-                  {0: 1}, frozenset())  # fmt: skip
-    judged = rounds.judge(header, facts, "")
+    sizes = beside.averager.fragment_bytes
+    facts = Facts(header.run, 0, header.layout, header.codec, sizes, 2, {0: 1})
+    judged = rounds.judge(header, facts, (), "")
     assert judged.verdict is Verdict.PASS  # so it does not even come this far
 
 

@@ -30,7 +30,7 @@ from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.rounds import Rule
 from elastic.local.transport import Damaged, Transport, fragment_name
 from elastic.run.estimate import THREADS
-from elastic.run.ledger import Offer as Key
+from elastic.run.ledger import Key
 from elastic.run.records import Commit, Header
 from elastic.run.rundir import RunDir
 from elastic.saved import inner_state, merge
@@ -66,10 +66,10 @@ class Averager:
             pool.shutdown(wait=True, cancel_futures=True)
 
     @property
-    def fragment_bytes(self) -> dict[str, tuple[int, ...]]:
-        """What a delta's fragments must have, by codec; there is one."""
-        sizes = (c.size_bytes(n) for c, n in zip(self._codecs, self.layout.numels, strict=True))
-        return {self.config.local_sgd.compression: tuple(sizes)}
+    def fragment_bytes(self) -> tuple[int, ...]:
+        """What a delta's fragments must have."""
+        pairs = zip(self._codecs, self.layout.numels, strict=True)
+        return tuple(codec.size_bytes(numel) for codec, numel in pairs)
 
     # ---- as deltas arrive
 

@@ -12,7 +12,7 @@ from elastic.local.master.averaging import Averager
 from elastic.local.master.open_round import OpenRound
 from elastic.local.master.server import Server
 from elastic.local.rounds import Judgement, Rule, Verdict
-from elastic.run.ledger import Offer as Key, Owner
+from elastic.run.ledger import Key, Owner
 from elastic.run.records import Commit, Header
 
 MOST_REASON = 300  # characters: it may quote what is wrong
@@ -32,12 +32,12 @@ class Intake:
         bases = range(max(0, version - late - 2), version + 1)
         for base, offers in self.server.store.offers(bases).items():
             for name, body in sorted(offers.items()):
-                self.judge(base, name, body)
+                self.take(base, name, body)
 
-    def judge(self, base: int, name: str, body: bytes) -> None:
+    def take(self, base: int, name: str, body: bytes) -> None:
         if self.round.seen.get(base, {}).get(name) == body:
             return
-        judged, header = self.round.judge(base, name, body)
+        judged, header = self.round.read(base, name, body)
         if judged.verdict is Verdict.REJECT:
             if judged.rule is Rule.STALE:
                 self.averager.drop([header.key])  # nobody else would
@@ -114,7 +114,7 @@ class Intake:
         for base in versions:
             for name, body in run.offers.left(base):
                 if (base, name) not in merged:
-                    self.judge(base, name, body)
+                    self.take(base, name, body)
 
     def tell_reverted(self, commit: Commit, reason: str, void: Sequence[Header]) -> None:
         """Tell those who trained on the version that `commit` reverts. Nothing depends

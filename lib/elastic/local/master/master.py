@@ -56,6 +56,7 @@ class Master:
         # Taken from Redis, and not heard yet: what a worker declares it says once.
         self.asks: dict[Owner, Ask] = {}
         self.commit: Commit | None = None  # the newest version's
+        self.averager: Averager | None = None  # holds the newest version
         self.intake: Intake | None = None  # of the open round
         self.passes: Passes | None = None  # once it has taken over
         self.controlled_at = -CONTROL_S  # by this process's clock
@@ -184,8 +185,8 @@ class Master:
         that it left."""
         version = self.intake.round.version + 1
         self.journal.say(f"version {version} was committed by another master")
-        self.intake.averager.close()
-        self.intake = None
+        self.averager.close()
+        self.averager = self.intake = None
         self.samples.granted.clear()
 
     def _settle(self) -> None:
@@ -218,19 +219,21 @@ class Master:
         newest = commit.version
         self.read_commits(newest)
         self.samples.begin(commit)
-        averager = Averager(self.run, self.config, newest)
-        ledger, settings = self.samples.ledger, self.config.local_sgd
+        self.averager = Averager(self.run, self.config, newest)
+        settings = self.config.local_sgd
         facts = Facts(
-            run=self.run.key, version=newest, layout=averager.layout.hash,
-            fragment_bytes=averager.fragment_bytes, max_staleness=settings.max_staleness,
-            attempts=self.server.attempts, judged=frozenset(),
-            taken_back=frozenset(self.samples.reverted), most_steps=settings.inner_steps,
+            run=self.run.key, version=newest, layout=self.averager.layout.hash,
+            codec=settings.compression, fragment_bytes=self.averager.fragment_bytes,
+            max_staleness=settings.max_staleness, attempts=self.server.attempts,
+            reverted=frozenset(self.samples.reverted), most_steps=settings.inner_steps,
             most_samples=settings.inner_steps * self.config.step_samples,
         )  # fmt: skip
-        is_own = commit.master_epoch == self.epoch
-        round_ = OpenRound(commit, self.server.now(), is_own, ledger, facts, settings, {})
+        round_ = OpenRound(
+            commit=commit, opened=self.server.now(), is_own=commit.master_epoch == self.epoch,
+            ledger=self.samples.ledger, facts=facts, settings=settings, paces_s={},
+        )  # fmt: skip
         is_first = self.epoch == 1 and not self.commit
-        self.begin_round(round_, averager)
+        self.begin_round(round_)
         if not is_first:  # from here on it hears: to load all of that may have taken minutes
             self._settle()
         self.publish_state(wake=f"version {newest}")
@@ -240,9 +243,9 @@ class Master:
         """Those that it does not know yet, up to version `last`."""
         self.samples.learn(self.run.commits.all(self.samples.known, last))
 
-    def begin_round(self, round_: OpenRound, averager: Averager) -> None:
+    def begin_round(self, round_: OpenRound) -> None:
         """Open a round, or see that the one before was the last. Needs no Redis."""
-        self.commit, self.intake = round_.commit, Intake(self.server, averager, round_)
+        self.commit, self.intake = round_.commit, Intake(self.server, self.averager, round_)
         version_bytes = sum(entry["bytes"] for entry in self.commit.files)
         self.journal.least_bytes = max(self.config.checkpoint.min_free_bytes, version_bytes)
         most = self.config.train.max_tokens
@@ -306,7 +309,7 @@ class Master:
         self.journal.wait_for_space()
         self.fence()
         try:
-            commit = self.journal.written(intake.averager.commit, closing.recipe, closing.commit)
+            commit = self.journal.written(self.averager.commit, closing.recipe, closing.commit)
         except Damaged as error:
             intake.withdraw(error.key, error.why)
             return
@@ -320,8 +323,8 @@ class Master:
 
     def _after_commit(self, commit: Commit, reason: str) -> None:
         """Open the next round, then announce: the commit stands, also without Redis."""
-        averager, before = self.intake.averager, self.intake.round
-        self.begin_round(before.after(commit, self.server.now()), averager)
+        before = self.intake.round
+        self.begin_round(before.after(commit, self.server.now()))
         with contextlib.suppress(TryAgain):
             self.publish_state(wake=f"version {commit.version}")
             self.run.event(
@@ -331,7 +334,7 @@ class Master:
             )  # fmt: skip
             for base, names in before.seen.items():
                 self.server.store.drop_offers(base, names)
-        averager.clean_up_later(commit.version, list(before.judged))
+        self.averager.clean_up_later(commit.version, list(before.judged))
 
     def stay(self) -> None:
         """What there is to do while a full disk keeps the master waiting."""
@@ -359,8 +362,8 @@ class Master:
         self.state = "over"
 
     def close(self) -> None:
-        if self.intake:
-            self.intake.averager.close()
+        if self.averager:
+            self.averager.close()
         with contextlib.suppress(TryAgain):
             if self.server.store and self.state == "over":
                 self.publish_state(wake="stop")

@@ -1,7 +1,7 @@
 """The open round: what came of each delta offered to it, and when it is over. Pure.
 
-    judge      a header as it came (heard: once it is read): rejected, passed, or judged
-               good, its samples offered
+    read       a header as it came
+    hear       once it is read: it is rejected, passed, or judged good, its samples offered
     accept     its bytes are good, too
     forget     as if the delta had never come
     decide     wait, call or close?
@@ -22,7 +22,7 @@ from elastic.local.guards import Running
 from elastic.local.master import recipe
 from elastic.local.master.recipe import Checked, Recipe
 from elastic.local.rounds import Facts, Judgement, Move, Rule, Verdict
-from elastic.run.ledger import Ledger, Offer as Key, Owner, count
+from elastic.run.ledger import Key, Ledger, Owner, count
 from elastic.run.membership import Slot
 from elastic.run.records import Commit, Delta, Header
 
@@ -74,8 +74,9 @@ class OpenRound:
 
     # ---- a delta
 
-    def judge(self, base: int, name: str, body: bytes) -> tuple[Judgement, Header | None]:
-        """The header that "slot:attempt" offers for `base`; None if it is malformed."""
+    def read(self, base: int, name: str, body: bytes) -> tuple[Judgement, Header | None]:
+        """Judge the header that "slot:attempt" offers for `base`; None if it is
+        malformed."""
         self.seen.setdefault(base, {})[name] = body
         try:
             header = Header.from_json(json.loads(body))
@@ -87,12 +88,11 @@ class OpenRound:
         return self.hear(header)
 
     def hear(self, header: Header) -> tuple[Judgement, Header]:
-        """Its tokens are believed as far as its samples can hold them."""
+        """Judge a header; its tokens are believed as far as its samples can hold them."""
         tokens, samples = self.commit.tokens, len(self.ledger.committed)
         header = rounds.credited(header, tokens / max(1, samples))
-        facts = replace(self.facts, judged=frozenset(self.judged))
         refused = self.ledger.refusal(header.key[:2], header.samples)
-        judged = rounds.judge(header, facts, refused)
+        judged = rounds.judge(header, self.facts, self.judged, refused)
         if judged.verdict is Verdict.PASS:
             self.answered.add(header.key)
         elif judged.verdict is Verdict.ACCEPT:
@@ -232,6 +232,6 @@ class OpenRound:
         for key in list(self.accepted):
             self.forget(key) if reverted else self.ledger.commit(key)
         facts = replace(self.facts, version=commit.version,
-                        taken_back=self.facts.taken_back | reverted)  # fmt: skip
+                        reverted=self.facts.reverted | reverted)  # fmt: skip
         kept = (self.ledger, facts, self.settings, self.paces_s)
         return OpenRound(commit, now, True, *kept)
