@@ -14,10 +14,10 @@ moved nothing, or goes back) is merged: it costs its part of one round, and no m
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 
-from elastic.run.records import Commit
+from elastic.run.records import Commit, Measured, restored
 
 MEMORY_ROUNDS = 20  # horizon of the running means
 # Usual learning rates a step: of who joins they are lower, never so much higher.
@@ -41,10 +41,10 @@ class Reach:
     """How far steps usually go: norm / S and norm sqrt(k) / S, as geometric means over
     rounds."""
 
-    straight: float = 0.0
-    wandering: float = 0.0
+    straight: Measured = 0.0
+    wandering: Measured = 0.0
     rounds: int = 0
-    rate: float = 0.0  # learning rate of a step, in the last round
+    rate: Measured = 0.0  # learning rate of a step, in the last round
 
     def length(self, moved: Moved) -> float:
         """The norm that is expected of such steps; 0: unknown."""
@@ -86,18 +86,16 @@ class Running:
     """Means over recent rounds; part of every commit, so that a new master goes on with
     them."""
 
-    reach: Reach = field(default_factory=Reach)
-    weight: float = 0.0  # of whole rounds
-    loss: float = 0.0  # of the last round
-    unrest: float = 0.0  # mean square of the loss's change from round to round
+    reach: Reach = Reach()
+    weight: Measured = 0.0  # of whole rounds
+    loss: Measured = 0.0  # of the last round
+    unrest: Measured = 0.0  # mean square of the loss's change from round to round
     rounds: int = 0  # that have told such a change
 
     @classmethod
     def of(cls, commit: Commit) -> "Running":
         """As a commit has them; what an older commit does not have begins anew."""
-        told = commit.running or {}
-        known = {name: told[name] for name in cls.__annotations__ if name in told}
-        return cls(**{**known, "reach": Reach(**told.get("reach", {}))})
+        return restored(cls, commit.running or {})
 
     def after(self, moves: Sequence[Moved], weight: float, loss: float) -> "Running":
         """One round later; `loss`: `round_loss`."""
