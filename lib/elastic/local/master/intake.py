@@ -86,8 +86,7 @@ class Intake:
         self.round.note_rejected(base, name, why.rule)
         what = {"base": base, "rule": why.rule, "reason": why.reason[:MOST_REASON]}
         is_sound = re.fullmatch("[0-9]{1,9}:[0-9]{1,9}", name)
-        who = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
-        slot, attempt = who
+        slot, attempt = map(int, name.split(":")) if is_sound else (name[:MOST_REASON], "")
         self.server.store.set_verdict(name, what)
         self.server.store.drop_offers(base, [name])
         self.server.run.event("reject", slot=slot, attempt=attempt, **what)

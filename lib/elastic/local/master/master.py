@@ -104,7 +104,7 @@ class Master:
         """One turn; tried again on a new Redis where the old one is of no use."""
         try:
             checks = list(self.intake.checks.values()) if self.intake else []
-            self._tick(self.server.wait(checks, len(self.server.attempts)))
+            self._tick(self.server.wait(checks))
         except (TryAgain, OSError) as error:
             if isinstance(error, OSError) and error.errno not in BEARABLE:
                 raise

@@ -229,8 +229,9 @@ class OpenRound:
     def after(self, commit: Commit, now: float) -> "OpenRound":
         """The round on top of the version that this one has made."""
         reverted = {commit.taken_back} - {None}
+        finish = self.forget if reverted else self.ledger.commit
         for key in list(self.accepted):
-            self.forget(key) if reverted else self.ledger.commit(key)
+            finish(key)
         facts = replace(self.facts, version=commit.version,
                         reverted=self.facts.reverted | reverted)  # fmt: skip
         kept = (self.ledger, facts, self.settings, self.paces_s)

@@ -82,7 +82,7 @@ class Server:
 
     # ---- the ear
 
-    def wait(self, checks: list[Future], workers: int) -> list[str]:
+    def wait(self, checks: list[Future]) -> list[str]:
         """Wake-ups since the last turn; returns at the first, or when a delta has been
         checked. Raises TryAgain if the run's own server is gone: anybody may have its port
         now, and would be given the password."""
@@ -94,7 +94,7 @@ class Server:
             words = self.store.hear("wake", LOOK_S)
             if words or time.monotonic() > until:
                 return words
-        words = self.store.hear("wake", 0 if checks else TICK_S)
+        words, workers = self.store.hear("wake", 0 if checks else TICK_S), len(self.attempts)
         if words and workers > CROWD:
             time.sleep(min(0.05, 0.0005 * workers))
             words += self.store.hear("wake", 0)
