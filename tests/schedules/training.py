@@ -371,7 +371,7 @@ class Life(LocalSGD):
         if self.run.commits.newest_version() < 0:
             first = opening.first_commit(LAYOUT, self.config, len(dataset), 1)
             self.run.commits.link(replace(first, writer=self.place.job_id))
-        self.join(MemoryExchange(self.run.world, self._hand), NoMoments())
+        self.train_with(MemoryExchange(self.run.world, self._hand), NoMoments())
 
     def live(self) -> None:
         with self:

@@ -225,7 +225,7 @@ def world(tmp_path, server, monkeypatch) -> World:
         monkeypatch.setattr(module, "ThreadPoolExecutor", Inline)
     for module, name in ((master_server, "TICK_S"), (master, "TICK_S"), (journal, "STUCK_S"),
                          (durable, "STUCK_S"),
-                         (line, "RETRY_S"), (line, "DRY_S"),
+                         (line, "RETRY_S"), (line, "LOOK_S"),
                          (line, "UNSEEN_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.01)
     monkeypatch.setattr(durable, "AGAIN_S", (0.01, 0.01))

@@ -28,7 +28,7 @@ from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice
 from elastic.local.master import intake
 from elastic.local.transport import Damaged, Transport
-from elastic.local.worker.line import NoLine, Place
+from elastic.local.worker.line import Place, RankLine
 from elastic.run.records import Fragment
 from elastic.run.rundir import RunDir
 from elastic.saved import versions
@@ -363,7 +363,7 @@ def test_a_delta_is_written_though_its_folder_gives_no_answer_for_a_while(tmp_pa
     monkeypatch.setattr(os, "listdir", listdir)
     run = RunDir(tmp_path)
     put = functools.partial(Transport(run).put, (0, 1, 1), 0, memoryview(b"delta"))
-    assert NoLine(Place(run, 0, 1, "7"), Notice()).written(put).bytes == 5
+    assert RankLine(Place(run, 0, 1, "7"), Notice()).written(put).bytes == 5
     assert not fails
 
 

@@ -20,7 +20,7 @@ Who speaks has a class, and connects as what it is called in `role` (a server of
 site's has the user and the password of its URL instead):
 
     Store         reader   whoever only looks
-    WorkerStore   worker   an agent, or a trainer: leases, offers, asks  worker_store.py
+    WorkerStore   worker   a worker's processes: leases, offers, asks    worker_store.py
     MasterStore   master   the run's master: verdicts, grants, epochs    master_store.py
 
 What a role may do is in redis_server.py.

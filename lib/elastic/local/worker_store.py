@@ -1,4 +1,4 @@
-"""The store as an agent and its trainer speak to it: leases, offers, asks."""
+"""The store as an agent and its training process speak to it: leases, offers, asks."""
 
 import json
 
@@ -48,12 +48,14 @@ class WorkerStore(Store):
 
     # ---- samples
 
-    def ask(self, ask: Ask) -> None:
-        """Ask for samples, or (want 0) say which ones are held."""
+    def ask(self, ask: Ask) -> int:
+        """Ask for samples, or (want 0) say which ones are held. Returns the epoch of the
+        master that hears it."""
         key, name = self._key("asks"), f"{ask.slot}:{ask.attempt}"
         body = self._sealed(key, name, [ask.sequence, ask.want, ask.held])
         self._redis.hset(key, name, body)
         self._redis.publish(self._key("wake"), f"ask {ask.slot}")
+        return self.epoch
 
     def granted(self, ask: Ask, timeout_s: float) -> list | None:
         """The ranges granted to `ask`, or None if no answer came within `timeout_s`."""

@@ -52,7 +52,7 @@ def open_rounds(make_run):
 
 def exchange_of(rounds: Rounds) -> Exchange:
     replica = Replica(Shapes(), rounds.layout)
-    return Exchange(rounds.run, rounds.config, replica, Group())
+    return Exchange(rounds.run, rounds.config, replica, Group(), lambda: None)
 
 
 def base(exchange: Exchange) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_a_version_that_cannot_be_read_for_a_while_is_waited_for(open_rounds, mo
 
     def rank(number: int) -> None:
         replica = Replica(Shapes(), rounds.layout)
-        exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number))
+        exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number), lambda: None)
         exchange.adopt(commit)
         found[number] = base(exchange)
 
@@ -156,7 +156,7 @@ def test_each_rank_moves_its_own_fragments(open_rounds, monkeypatch):
 
     def rank(number: int) -> None:
         replica = Replica(Shapes(), rounds.layout)
-        exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number))
+        exchange = Exchange(rounds.run, rounds.config, replica, ranks.group(number), lambda: None)
         exchange.adopt(rounds.run.commits.newest())
         with torch.no_grad():
             for param in replica.model.parameters():

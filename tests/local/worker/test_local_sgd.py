@@ -29,7 +29,7 @@ from elastic.local.worker.agent import Agent, Training
 from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.exchange import Put
 from elastic.local.worker.in_hand import InHand
-from elastic.local.worker.line import Line, NoLine, Place
+from elastic.local.worker.line import Line, Place, RankLine
 from elastic.local.worker.local_sgd import LocalSGD
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.opening import layout_of_run
@@ -44,7 +44,7 @@ from elastic.train.inner_optimizer import InnerOptimizer
 from helpers import commit_of
 
 
-def hidden(for_looks: int, notice=False, answers=True) -> tuple[NoLine, list[int]]:
+def hidden(for_looks: int, notice=False, answers=True) -> tuple[RankLine, list[int]]:
     """The line of a worker whose filesystem shows a version only after so many looks at it (and
     `answers` none of them); and what it has looked at."""
     looks = []
@@ -58,7 +58,7 @@ def hidden(for_looks: int, notice=False, answers=True) -> tuple[NoLine, list[int
     run = SimpleNamespace(path=Path("/runs/a"))
     run.commits = Commits(run)
     run.commits.of = commit
-    return NoLine(Place(run, 0, 1, "7"), notice), looks
+    return RankLine(Place(run, 0, 1, "7"), notice), looks
 
 
 @pytest.mark.parametrize("answers", [True, False])

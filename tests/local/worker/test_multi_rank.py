@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from elastic.base import durable
 from elastic.base.signals import Notice
 from elastic.local.worker.agent import Agent, Training
-from elastic.local.worker.line import Line, NoLine, Place
+from elastic.local.worker.line import Line, Place, RankLine
 from helpers import listening
 from running import Running, running
 from tiny_task import Samples
@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_for_a_rank_that_does_not_lead_is_told_of_until_it_i
     monkeypatch.setattr(durable, "STUCK_S", 0.0)
     reader, writer = os.pipe()
     first, second = (Place(run, 0, 1, "7", rank, 2, writer) for rank in (0, 1))
-    leading, other = Line(first, Notice()), NoLine(second, Notice())
+    leading, other = Line(first, Notice()), RankLine(second, Notice())
     training, agent = Training([], reader), Agent(run, 0, Notice())
 
     def told() -> tuple[str, str]:

@@ -10,7 +10,7 @@ from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.worker_round import WorkerRound
-from elastic.run.records import Commit
+from elastic.run.records import Commit, Outcome
 from elastic.train.inner_optimizer import Probe
 
 
@@ -20,21 +20,21 @@ class Adopt:
         self._moments, self._deliver = moments, deliver
         self._exchange, self._group = deliver.exchange, deliver.exchange.group
 
-    def newest(self) -> str:
+    def newest(self) -> Outcome:
         """Wait for a version newer than the last one, and load it; if the round is void,
         go back to the base. Returns the worker's outcome when it is time to leave, else
-        "". Collective."""
+        AT_WORK, which is "". Collective."""
         hand = self._hand
         version, outcome, was_void = self._group.decide(lambda: [*self._wait(), hand.was_void])
         hand.was_void = False
         if outcome:
-            return outcome
+            return Outcome(outcome)
         if version > hand.round.base:
             self._adopt(version)
         elif was_void:
             hand.round = WorkerRound(version, time.monotonic())
             self._exchange.replica.restore()
-        return ""
+        return Outcome.AT_WORK
 
     def final(self) -> None:
         """The run is done: leave its last version in the model."""
@@ -45,21 +45,22 @@ class Adopt:
 
     # ---- what to train on
 
-    def _wait(self) -> tuple[int, str]:
-        """Rank 0: (version, "") once there is one to train on, (-1, outcome) to leave."""
+    def _wait(self) -> tuple[int, Outcome]:
+        """Rank 0: (version, AT_WORK) once there is one to train on, (-1, outcome) to
+        leave."""
         line, base = self._line, self._hand.round.base
         if base >= 0:
             line.say(state="waiting")
         while True:
             news = line.wait(lambda news: news.version > base or news.over)
             if line.notice:
-                return -1, "yielded"
+                return -1, Outcome.YIELDED
             if news.over:
-                return -1, "done" if news.state == "done" else "stopped"
+                return -1, Outcome.DONE if news.state == "done" else Outcome.STOPPED
             if news.version > base:
-                return news.version, ""
+                return news.version, Outcome.AT_WORK
             if base >= 0 and self._try_to_go_on():
-                return base, ""
+                return base, Outcome.AT_WORK
 
     def _try_to_go_on(self) -> bool:
         """Rank 0: go on with the same base. True if there is something to train; else the

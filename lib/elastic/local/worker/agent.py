@@ -187,12 +187,14 @@ class Lease:
                 run.slots.fence(slot, attempt)
 
     def has_nobody_trained(self) -> bool:
-        """So far, in this run: then a fault is not this slot's alone."""
+        """So far, in this run: then a fault is not this slot's alone. False also if nobody
+        knows."""
         with contextlib.suppress(TryAgain):
-            workers = self._store.slots().values() if self._store else ()
-            newest = 0 if self._store else -1
             told = self._program.run.commits.told_version()
-            return told <= newest and not any(worker.steps_total for worker in workers)
+            if self._store is None:  # no server to ask who trains on version 0
+                return told < 0
+            workers = self._store.slots().values()
+            return told <= 0 and not any(worker.steps_total for worker in workers)
         return False
 
     def give_up(self) -> None:

@@ -33,8 +33,9 @@ class Deliver:
         self._memory: list[torch.Tensor] = []  # kept: a new one costs more than a copy
 
     def deliver(self, done: WorkerRound, deltas: list | None = None) -> None:
-        """Send base - local with the steps there are; `deltas`: as they were when the
-        round ended. Collective among the worker's ranks."""
+        """Encode, store and offer base - local of a round. `deltas`: copies taken when the
+        round ended, else it is that of the replica now. If it is not finite the round is
+        void instead. Collective among the worker's ranks."""
         line, hand, began = self._line, self._hand, self._line.clock()
         hand.is_dry = False
         delta_of = deltas.__getitem__ if deltas else self.exchange.replica.delta
@@ -51,8 +52,8 @@ class Deliver:
             line.say(delivered=self._delivered, needs_s=round(needs_s, 1))
 
     def _send(self, done: WorkerRound, delta_of) -> list[Fragment] | None:
-        """Encode and store the fragments; None, and back to the base, if they are not
-        finite."""
+        """Encode and store the fragments. If they are not finite go back to the base, and
+        return None."""
         fragments, length = self.exchange.send(delta_of, partial(self.put, done.base))
         if math.isfinite(length):
             return fragments
@@ -114,7 +115,7 @@ class Deliver:
             return None
         hand.sent, hand.round = done, WorkerRound(done.base, time.monotonic())
         hand.ahead = Ahead(hand.round, deltas)
-        return in_background(lambda: self.deliver(done, deltas) or self._bring(done))
+        return in_background(partial(self._courier, done, deltas))
 
     def _copied(self) -> list[torch.Tensor]:
         replica = self.exchange.replica
@@ -122,28 +123,28 @@ class Deliver:
             self._memory = [torch.empty(numel) for numel in replica.layout.numels]
         return [replica.delta(index, into) for index, into in enumerate(self._memory)]
 
-    def _bring(self, sent: WorkerRound) -> dict[int, list[torch.Tensor]] | None:
-        """In the courier's thread: wait for the next version, and read it. Empty: there
-        is none to come. None: the delta was rejected."""
+    def _courier(self, sent: WorkerRound, deltas: list) -> tuple[bool, dict[int, list]]:
+        """In its own thread: deliver, then wait for the next version and read it. False:
+        the delta was rejected. The fragments by version; none: there is none to come."""
         line, base = self._line, sent.base
+        self.deliver(sent, deltas)
         while sent.header and not (line.notice or line.news.over):
             version = line.wait(lambda news: news.version > base or news.over).version
             if version > base:
                 with contextlib.suppress(ElasticError):
-                    return {version: self.exchange.fetch(line.commit(version))}
+                    return True, {version: self.exchange.fetch(line.commit(version))}
                 break  # pruned meanwhile, or damaged: who adopts it finds out
             if not self.keep_offered(sent):
-                return None
-        return {}
+                return False, {}
+        return True, {}
 
-    def come_back(self, brought: dict[int, list[torch.Tensor]] | None) -> None:
-        """The delta is delivered, and the next version may be here: end the steps
-        ahead."""
+    def come_back(self, is_kept: bool, fetched: dict[int, list[torch.Tensor]]) -> None:
+        """End the steps ahead, with what the courier says. The round whose delta was sent
+        is the open one again, until the steps ahead are put on top of the next version."""
         hand = self._hand
         hand.round, hand.sent = hand.sent, None
-        if brought is None:
+        hand.ahead.fetched = fetched
+        if not is_kept:
             hand.queue = hand.ahead.round.samples + hand.queue
             hand.ahead = None
             hand.void("were rejected")
-        else:
-            hand.ahead.fetched = brought

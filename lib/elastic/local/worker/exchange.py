@@ -26,14 +26,15 @@ from elastic.saved.versions import read_params
 from elastic.train.group import Group, drop_copies
 
 Put = Callable[[int, memoryview], Fragment]
+Call = Callable[[], object]
 
 
 class Exchange:
-    def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group):
-        self.run, self.replica, self.group = run, replica, group
+    def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group, moved: Call):
+        """`moved` is called for each fragment that goes out or comes in."""
+        self.run, self.replica, self.group, self.moved = run, replica, group, moved
         self.codec = CODECS[config.local_sgd.compression]
         self._indices = range(len(replica.layout.fragments))
-        self.moved: Callable[[], object] = lambda: None  # called for each fragment
 
     def _is_mine(self, index: int) -> bool:
         return index % self.group.world == self.group.rank
@@ -42,7 +43,7 @@ class Exchange:
 
     def send(self, delta_of: Callable, put: Put) -> tuple[list[Fragment], float]:
         """Encode every fragment and `put` it. Returns what a header says of them, and the
-        norm of the delta; one that is not finite is not put as a whole. Collective."""
+        norm of the delta. If that is not finite, some have not been put. Collective."""
         square, put_yet = 0.0, {}
         with ThreadPoolExecutor(1, "sender") as sender:
             for index in self._indices:
@@ -99,7 +100,9 @@ class Exchange:
 def read_ahead(read: Callable, indices: Sequence[int]) -> Iterator:
     """`read` of each, in order; the next one while the caller is at work with one."""
     with ThreadPoolExecutor(1, "reader") as pool:
-        coming = (pool.submit(read, index) for index in indices)
-        # A pair is there once its second is begun.
-        for one, _next in itertools.pairwise(itertools.chain(coming, [None])):
-            yield one.result()
+        coming = [pool.submit(read, index) for index in indices[:1]]
+        for index in indices[1:]:
+            coming.append(pool.submit(read, index))
+            yield coming.pop(0).result()
+        for last in coming:
+            yield last.result()

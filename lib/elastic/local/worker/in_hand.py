@@ -13,7 +13,7 @@ import torch
 from elastic.base.config import Config
 from elastic.base.errors import ElasticError
 from elastic.local import rounds
-from elastic.local.worker.line import NoLine
+from elastic.local.worker.line import Line
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.run.estimate import AHEAD
 from elastic.run.ledger import Range, count, take
@@ -32,7 +32,8 @@ class Ahead:
 
 
 class InHand:
-    def __init__(self, line: NoLine, config: Config):
+    def __init__(self, line: Line, config: Config):
+        # The ranks that do not lead have a RankLine: they never get to what it lacks.
         self.line, self.config = line, config
         self.commit: Commit | None = None  # of the base
         self.round = WorkerRound(-1, time.monotonic())

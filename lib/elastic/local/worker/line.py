@@ -1,11 +1,11 @@
-"""A trainer's line to the run: what the master says, samples, offers; and progress to the
-agent.
+"""A training process's line to the run: what the master says, samples, offers; and
+progress to the agent.
 
 The line may break at any time: Redis is restarted, the master moves to another node. Then
 every call looks the newest endpoint up again and repeats itself (`reach`); all of them
 are safe to repeat. A thread keeps `news` fresh; it only reads. Of the ranks of a worker
-only rank 0 has a line; the others have `NoLine`, which takes the same words and passes
-nothing on, but to the agent that a disk is full.
+only rank 0 has a `Line`; the others have a `RankLine`, which reads and writes files as
+patiently, and tells the agent that a disk is full, but says and hears nothing else.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ from elastic.run.rundir import RunDir
 
 POLL_S = 1.0
 RETRY_S = 0.5
-DRY_S = 0.5  # between two looks at what may change at any time
+LOOK_S = 0.5  # between two looks at what may change at any time
+SAY_S = 0.5  # between two reports to the agent, without news
 UNSEEN_S = 120.0  # how long a filesystem may hide a version
 
 S, T = TypeVar("S", bound=Store), TypeVar("T")
@@ -100,9 +101,9 @@ class News:
         return self.state in ("stopping", "done")
 
 
-class NoLine:
-    """The line of a rank that does not lead: it hears nothing, and says nothing but to its
-    agent that it is blocked."""
+class RankLine:
+    """What every rank has; all that a rank has that does not lead. It hears nothing, and
+    says nothing but to its agent that it is blocked."""
 
     def __init__(self, place: Place, notice: Notice):
         self.place, self.run, self.notice = place, place.run, notice
@@ -148,7 +149,7 @@ class NoLine:
             raise ElasticError(silence.what, hint) from None
 
 
-class Line(NoLine):
+class Line(RankLine):
     """Rank 0's line. To be opened and closed: it owns a thread and connections."""
 
     def __init__(self, place: Place, notice: Notice):
@@ -217,8 +218,8 @@ class Line(NoLine):
         """Ask for samples, and wait for the answer; None if `enough()` is true before."""
         ask = self._ask(want, held)
         while not enough():
-            self.reach(lambda s: s.ask(ask))
-            granted = self.reach(lambda s: s.granted(ask, POLL_S))
+            self.reach(lambda store: store.ask(ask))
+            granted = self.reach(lambda store: store.granted(ask, POLL_S))
             if granted is not None:
                 return granted
             self.say(state="waiting")  # for the master: that is no hang
@@ -227,7 +228,7 @@ class Line(NoLine):
     def declare(self, held: list[Range]) -> int:
         """Tell a master which samples are still held, wanting none. Returns its epoch."""
         ask = self._ask(0, held)
-        return self.reach(lambda s: s.ask(ask) or s.epoch)
+        return self.reach(lambda store: store.ask(ask))
 
     def _ask(self, want: int, held: list[Range]) -> Ask:
         self._sequence += 1
@@ -238,12 +239,13 @@ class Line(NoLine):
     def wait(self, until: Callable[[News], bool]) -> News:
         """Wait a moment for news that satisfy `until`, or for a notice."""
         with self._changed:
-            self._changed.wait_for(lambda: until(self.news) or self.notice, DRY_S)
+            self._changed.wait_for(lambda: until(self.news) or self.notice, LOOK_S)
             return self.news
 
     def refresh(self) -> News:
-        """Read the master's word now."""
-        self._note(*self.reach(lambda s: (s.master(), s.now()), kind=Store))
+        """Read the master's word now, as a reader: a worker's password does not open the
+        master's hash (redis_server.ROLES)."""
+        self._note(*self.reach(lambda store: (store.master(), store.now()), kind=Store))
         return self.news
 
     def _watch(self) -> None:
@@ -293,11 +295,11 @@ class Line(NoLine):
 
     def say(self, **progress) -> None:
         """Report progress, or just being alive, to the agent: at once if the state
-        changed, else twice a second."""
+        changed, else every SAY_S."""
         before = self._said.get("state")
         self._said |= progress
         is_news = self._said.get("state") != before or "end" in progress
-        if not is_news and time.monotonic() - self._said_at < 0.5:
+        if not is_news and time.monotonic() - self._said_at < SAY_S:
             return
         self._said_at = time.monotonic()
         self.tell_agent(self._said)

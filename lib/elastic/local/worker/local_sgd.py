@@ -40,10 +40,11 @@ from elastic.local.worker.adopt import Adopt
 from elastic.local.worker.deliver import Deliver
 from elastic.local.worker.exchange import Exchange
 from elastic.local.worker.in_hand import InHand
-from elastic.local.worker.line import DRY_S, Line, NoLine, Place
+from elastic.local.worker.line import LOOK_S, Line, Place, RankLine
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.opening import layout_of_run
 from elastic.local.worker.validation import Validation
+from elastic.run.records import Outcome
 from elastic.saved.replica import Replica, refuse_inexact
 from elastic.train import loading
 from elastic.train.device import seed_by, to_device
@@ -61,7 +62,7 @@ class LocalSGD:
         self.tokens_per_sample = 1  # where step() is not told the tokens
         self.outcome = ""  # done | stopped | yielded
         notice.window_s, notice.ask = place.notice_s, kill_at
-        self.line = Line(place, notice) if group.leads else NoLine(place, notice)
+        self.line = Line(place, notice) if group.leads else RankLine(place, notice)
         self._hand = InHand(self.line, config)
         self._last_step_at = 0.0
         self._validation: Validation | None = None
@@ -149,22 +150,23 @@ class LocalSGD:
         self._leave(outcome)
 
     def open(self, dataset: Dataset) -> None:
-        """Find version 0, or be the worker that makes it."""
+        """Refuse what cannot be averaged, find version 0 or make it, and build what the
+        rounds need."""
         refuse_inexact(self.model)
         refuse_odd(self.model, self.optimizer.each)
         self.line.warn(self.optimizer.untrained(self.model))
         layout = layout_of_run(
             self.line, self.group, self.model, len(dataset), self.tokens_per_sample
         )
-        exchange = Exchange(self.place.run, self.config, Replica(self.model, layout), self.group)
-        exchange.moved = self.line.moved
-        self.join(exchange, Moments(self._hand, exchange, self.optimizer))
+        replica, moved = Replica(self.model, layout), self.line.moved
+        exchange = Exchange(self.place.run, self.config, replica, self.group, moved)
+        self.train_with(exchange, Moments(self._hand, exchange, self.optimizer))
         # Noise that workers do not share is what averaging takes out.
         seed_by(f"{self.config.run.seed}/{self.slot}/{self.place.attempt}/{self.group.rank}")
 
-    def join(self, exchange: Exchange, moments: Moments) -> None:
-        """Train with these from now on: what moves tensors, and what keeps inner
-        state."""
+    def train_with(self, exchange: Exchange, moments: Moments) -> None:
+        """Take these from now on, to move tensors and to keep inner state. Tests, too, put
+        in theirs by this."""
         self._moments = moments
         self._deliver = Deliver(self._hand, exchange, moments)
         self._adopt = Adopt(self._hand, moments, self._deliver, self.model)
@@ -173,14 +175,14 @@ class LocalSGD:
         """Batches while a courier is under way with the delta."""
         yield from self._train(loader, courier)
         self.line.say(state="waiting")
-        while wait([courier], DRY_S).not_done:
+        while wait([courier], LOOK_S).not_done:
             self._hand.tell_new_master()
-        self._deliver.come_back(courier.result())
+        self._deliver.come_back(*courier.result())
 
-    def _leave(self, outcome: str) -> None:
+    def _leave(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self._leave_offers()
-        if outcome == "done":
+        if outcome is Outcome.DONE:
             self._adopt.final()
         elif self._hand.steps_total:
             self._moments.save()
@@ -241,7 +243,8 @@ class LocalSGD:
         tokens = max(1, round(tokens * hand.round.pending / self.config.step_samples))
         hand.count(loss, tokens, rate, time.monotonic())
         self._moments.step()
-        self._look_at_optimizer()
+        self.line.warn(self.optimizer.contested())
+        self._adopt.probe.check(self.optimizer.each)
         self.line.say(
             state="training", version=hand.round.base, step=self.steps,
             loss=loss if losses else hand.round.mean_loss, steps_total=hand.steps_total,
@@ -256,7 +259,3 @@ class LocalSGD:
             raise ElasticError(f"sgd.step(loss, tokens): {told} is no count of tokens",
                                "give those of the step's own batches")  # fmt: skip
         return float(told)
-
-    def _look_at_optimizer(self) -> None:
-        self.line.warn(self.optimizer.contested())
-        self._adopt.probe.check(self.optimizer.each)

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from elastic.base.config import Config
 from elastic.base.errors import TryAgain
-from elastic.local.worker.line import NoLine
+from elastic.local.worker.line import Line
 from elastic.run.records import Commit
 from elastic.run.shuffle import check_size
 from elastic.saved.layout import Layout
@@ -20,7 +20,7 @@ from elastic.train.group import Group
 
 
 def layout_of_run(
-    line: NoLine, group: Group, model: Module, samples: int, tokens_per_sample: int
+    line: Line, group: Group, model: Module, samples: int, tokens_per_sample: int
 ) -> Layout:
     """The layout of the run's versions, of which there is one from now on. Collective.
 
@@ -39,7 +39,7 @@ def layout_of_run(
     return layout
 
 
-def _is_to_create(line: NoLine) -> bool:
+def _is_to_create(line: Line) -> bool:
     """Rank 0: is version 0 this worker's to make? Of those that live the lowest slot makes
     it, as a version of each would fill the disk; the others wait. TryAgain at a notice, or
     where the run is over."""
@@ -53,7 +53,7 @@ def _is_to_create(line: NoLine) -> bool:
     return False
 
 
-def _create(line: NoLine, group: Group, replica: Replica, commit: Commit) -> None:
+def _create(line: Line, group: Group, replica: Replica, commit: Commit) -> None:
     """Commit version 0, without outer momentum, if no other worker is first.
     Collective."""
     layout, draft, files = replica.layout, None, []

@@ -1,7 +1,8 @@
-"""Versions are validated on their way (`train.validate_every`), so that nobody trains
-blind: between two rounds, by the worker with the lowest slot of those whose deltas are in
-the version. The others do not wait for it: their round goes on, and none of them
-validates meanwhile, so that a long validation costs the run one worker."""
+"""Versions are validated while the run goes on (`train.validate_every`), so that nobody
+trains blind: between two rounds, by the worker with the lowest slot of those whose deltas
+are in the version. The others do not wait for it: their round goes on, and none of them
+validates meanwhile, so that a long validation costs the run one worker.
+"""
 
 import math
 
@@ -43,7 +44,8 @@ class Validation:
             run.scores.add(commit.tokens, said, version=commit.version, slot=self._slot)
 
     def _is_due(self) -> bool:
-        """Of steps ahead on top of the version the score would be theirs."""
+        """Rank 0: is the version this worker's to validate? Not with steps ahead on top of
+        it: the score would be theirs, too."""
         commit, has_steps = self._hand.commit, self._hand.round.steps > 0
         if has_steps or commit.version == self._newest:
             return False
@@ -58,5 +60,6 @@ class Validation:
         master waits to hear it."""
         hand = self._hand
         hand.line.say(state="validating")
-        if self._group.decide(lambda: hand.tell_new_master() or bool(hand.line.notice)):
+        self._group.decide(hand.tell_new_master)
+        if self._group.decide(lambda: bool(hand.line.notice)):
             raise Interrupted
