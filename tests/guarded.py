@@ -159,7 +159,7 @@ class Run:
         self.version, self.present = self.version + 1, len(sent)
 
     def step(self, sent: list, moves: list[Moved], headers: list[Header], steps: int) -> None:
-        shares = rounds.shares(headers, moves, self.version, 2.0, self.running)
+        shares = rounds.weights_and_clips(headers, moves, self.version, 2.0, self.running.reach)
         total = sum(weight for weight, _ in shares)
         parts = [(weight / total, clip) for weight, clip in shares]
         self.told.clips.append(sum(part * clip for part, clip in parts))

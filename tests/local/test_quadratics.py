@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic.local import rounds
-from elastic.local.guards import Moved, Running
+from elastic.local.guards import Moved, Reach
 from elastic.saved import merge
 from elastic.saved.layout import Layout
 from merging import Outer
@@ -56,7 +56,7 @@ def train(problem, versions, start=None, deltas=Problem.deltas, tokens=None, for
         counts = tokens or problem.tokens
         headers = [header(slot, base=base, tokens=n) for slot, n in enumerate(counts)]
         moves = [Moved(merge.norm(delta), 20, 1.0) for delta in sent]
-        shares = rounds.shares(headers, moves, version, 0.0, Running())
+        shares = rounds.weights_and_clips(headers, moves, version, 0.0, Reach())
         total = sum(weight for weight, _ in shares)
         anchor = history[base] if base < version else None
         terms = [

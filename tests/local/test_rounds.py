@@ -525,7 +525,7 @@ def moved(norm: float, steps: int = 20, lr: float = 1e-3) -> Moved:
 
 def shares(headers, norms, clip=2.0, running=NEVER):
     moves = [moved(norm, each.steps) for norm, each in zip(norms, headers, strict=True)]
-    return rounds.shares(headers, moves, version=7, clip_norm=clip, running=running)
+    return rounds.weights_and_clips(headers, moves, 7, clip, running.reach)
 
 
 def test_weights_are_tokens_and_a_late_delta_weighs_less():

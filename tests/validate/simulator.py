@@ -77,7 +77,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Delta:
-    """What `rounds.shares` reads of a header, and the decoded fragments."""
+    """What `rounds.weights_and_clips` reads of a header, and the decoded fragments."""
 
     slot: int
     attempt: int
@@ -375,7 +375,8 @@ class Simulator:
         settings = self.config.local_sgd
         deltas = sorted((d for d in deltas if not self.refuse(d)), key=lambda delta: delta.key)
         moves = [Moved(delta.norm, delta.steps, delta.lr_sum) for delta in deltas]
-        shares = rounds.shares(deltas, moves, self.version, settings.clip_norm, self.running)
+        reach, most = self.running.reach, settings.clip_norm
+        shares = rounds.weights_and_clips(deltas, moves, self.version, most, reach)
         total = sum(weight for weight, _ in shares)
         means = [self._mean(index, deltas, shares) for index in range(len(self.outer.params))]
         lr = rounds.outer_lr(settings.outer_lr, total, self.running, settings.thin_rounds)

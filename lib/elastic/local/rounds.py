@@ -1,10 +1,10 @@
 """A round: the work that turns version v into v+1. All of its decisions, none of its I/O.
 Pure.
 
-    judge(header, ...)      may this delta be merged?        -> verdict, reason, rule
-    decide(view, now)       wait, call, or close the round?  -> Move with its reason
-    shares(accepted, ...)   how much does each delta weigh?  -> weights and clips
-    outer_lr(...)           the step of a thin round
+    judge(header, ...)       may this delta be merged?        -> verdict, reason, rule
+    decide(view, now)        wait, call, or close the round?  -> Move with its reason
+    weights_and_clips(...)   how much does each delta weigh?
+    outer_lr(...)            the step of a thin round
 
 Equations: DiLoCo (arXiv 2311.08105); weights by tokens, staleness discount and the
 thin-round rule as in docs/algorithm.md; guards.py says which deltas are too long.
@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from elastic.local.guards import Moved, Running, clips
+from elastic.local.guards import Moved, Reach, Running, clips
 from elastic.run.ledger import Key, count
 from elastic.run.records import Commit, Header
 
@@ -260,14 +260,13 @@ def _some(slots: list[int]) -> str:
 # ---- how much does each delta weigh? ---------------------------------------------------
 
 
-def shares(
-    headers: list[Header], moves: list[Moved], version: int, clip_norm: float,
-    running: Running,
-) -> list[tuple[float, float]]:  # fmt: skip
+def weights_and_clips(
+    headers: list[Header], moves: list[Moved], version: int, clip_norm: float, reach: Reach
+) -> list[tuple[float, float]]:
     """Weight by tokens, discount staleness, clip what is too long for its steps: (weight,
     clip), of which a delta contributes weight * clip * delta / total weight."""
     weights = [h.tokens / (1 + STALE_DISCOUNT * (version - h.base)) for h in headers]
-    return list(zip(weights, clips(moves, clip_norm, running.reach), strict=True))
+    return list(zip(weights, clips(moves, clip_norm, reach), strict=True))
 
 
 def outer_lr(lr: float, weight: float, running: Running, thin_rounds: bool) -> float:

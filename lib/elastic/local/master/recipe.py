@@ -51,7 +51,7 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe,
     deltas = sorted(deltas, key=lambda checked: checked.header.key)
     headers, moves = [each.header for each in deltas], [each.moved for each in deltas]
     base, running = commit.version, Running.of(commit)
-    shares = rounds.shares(headers, moves, base, settings.clip_norm, running)
+    shares = rounds.weights_and_clips(headers, moves, base, settings.clip_norm, running.reach)
     total = sum(weight for weight, _ in shares)
     factors = [weight * clip / total for weight, clip in shares]
     lr = rounds.outer_lr(settings.outer_lr, total, running, settings.thin_rounds)
