@@ -359,7 +359,7 @@ class NoMoments:
     def nothing(self, *_args) -> None:
         pass
 
-    set_rates = step = forget = adopt = save = save_if_due = nothing
+    set_rates = step = forget = begin = save = save_if_due = nothing
 
 
 class Life(LocalSGD):

@@ -24,9 +24,9 @@ from elastic.base.signals import Notice
 from elastic.jobs.ending import End
 from elastic.local.transport import Transport
 from elastic.local.worker import agent, deliver, line
-from elastic.local.worker.adopt import Adopt
+from elastic.local.worker.adopt import Adoption
 from elastic.local.worker.agent import Agent, Training
-from elastic.local.worker.deliver import Deliver
+from elastic.local.worker.deliver import Delivery
 from elastic.local.worker.exchange import Put
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import Line, Place, RankLine
@@ -128,10 +128,10 @@ class Worker:
             group=Group(), adopt=lambda commit, fetched: None,
             replica=SimpleNamespace(restore=lambda: None),
         )  # fmt: skip
-        moments = SimpleNamespace(adopt=lambda version: None, origin="fresh", save_s=1.0)
-        self.deliver = Deliver(self.hand, self.exchange, moments)
+        moments = SimpleNamespace(begin=lambda version: None, origin="fresh", save_s=1.0)
+        self.deliver = Delivery(self.hand, self.exchange, moments)
         model = torch.nn.Linear(1, 1)
-        self.adopt = Adopt(self.hand, moments, self.deliver, model)
+        self.adopt = Adoption(self.hand, moments, self.deliver, model)
 
     def hears_of(self, version: int) -> None:
         self.line.news = line.News(version, state="running")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic.local.worker.adopt import Adopt
+from elastic.local.worker.adopt import Adoption
 from elastic.local.worker.in_hand import Ahead, InHand
 from elastic.local.worker.worker_round import WorkerRound
 from elastic.saved.layout import Layout
@@ -85,7 +85,7 @@ def test_steps_ahead_on_a_version_that_is_taken_back_are_not_kept(taken_back):
     hand.round, hand.queue = WorkerRound(10, 0.0, steps=4), [(0, 8, 9)]
     ahead = WorkerRound(10, 0.0, steps=3, samples=[(0, 4, 7)])
     hand.ahead = Ahead(ahead, [torch.zeros(1)])
-    Adopt(hand, None, SimpleNamespace(exchange=exchange), torch.nn.Linear(1, 1)).newest()
+    Adoption(hand, None, SimpleNamespace(exchange=exchange), torch.nn.Linear(1, 1)).newest()
     assert (hand.round.base, hand.round.steps) == (11, 0 if taken_back else 3)
     assert (adopted, len(rebased)) == (([11], 0) if taken_back else ([], 1))
     assert hand.queue == ([(0, 4, 7)] if taken_back else []) + [(0, 8, 9)]

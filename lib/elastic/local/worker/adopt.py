@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch.nn import Module
 
 from elastic.base.errors import ElasticError
-from elastic.local.worker.deliver import Deliver
+from elastic.local.worker.deliver import Delivery
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.moments import Moments
 from elastic.local.worker.worker_round import WorkerRound
@@ -14,11 +14,11 @@ from elastic.run.records import Commit, Outcome
 from elastic.train.inner_optimizer import Probe
 
 
-class Adopt:
-    def __init__(self, hand: InHand, moments: Moments, deliver: Deliver, model: Module):
+class Adoption:
+    def __init__(self, hand: InHand, moments: Moments, delivery: Delivery, model: Module):
         self._hand, self._line, self.probe = hand, hand.line, Probe(model, near=0.5, may_ignore=1)
-        self._moments, self._deliver = moments, deliver
-        self._exchange, self._group = deliver.exchange, deliver.exchange.group
+        self._moments, self._delivery = moments, delivery
+        self._exchange, self._group = delivery.exchange, delivery.exchange.group
 
     def newest(self) -> Outcome:
         """Wait for a version newer than the last one, and load it; if the round is void,
@@ -69,7 +69,7 @@ class Adopt:
         if not done.header:
             return True
         hand.tell_new_master()
-        if not self._deliver.keep_offered(done):
+        if not self._delivery.keep_offered(done):
             hand.void("were rejected")  # the samples are others' by now
             return True
         if done.steps or hand.is_over():
@@ -85,7 +85,7 @@ class Adopt:
         commit = self._load_newest(version)
         version = commit.version
         if base < 0:
-            self._moments.adopt(version)
+            self._moments.begin(version)
         self.probe.placed(self._hand.round.steps)
         self._hand.begin(commit, self._round_on(version))
         self._line.say(state="training", version=version, step=0)

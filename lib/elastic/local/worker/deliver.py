@@ -24,7 +24,7 @@ from elastic.run.records import Fragment, Header
 from elastic.saved.merge import norm
 
 
-class Deliver:
+class Delivery:
     def __init__(self, hand: InHand, exchange: Exchange, moments: Moments):
         self._hand, self._line = hand, hand.line
         self.exchange, self._moments = exchange, moments

@@ -36,8 +36,8 @@ from elastic.base.config import Config
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.base.signals import Notice, install
 from elastic.jobs.slurm_info import kill_at
-from elastic.local.worker.adopt import Adopt
-from elastic.local.worker.deliver import Deliver
+from elastic.local.worker.adopt import Adoption
+from elastic.local.worker.deliver import Delivery
 from elastic.local.worker.exchange import Exchange
 from elastic.local.worker.in_hand import InHand
 from elastic.local.worker.line import LOOK_S, Line, Place, RankLine
@@ -137,15 +137,15 @@ class LocalSGD:
                 self.line.notice.listen()
         is_on_gpu = next(self.model.parameters()).is_cuda
         loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
-        while not (outcome := self._adopt.newest()):
+        while not (outcome := self._adoption.newest()):
             if self._validation:
                 self._validation.if_due(self.model)
             yield from self._train(loader)
-            if courier := self._deliver.send_ahead():
+            if courier := self._delivery.send_ahead():
                 yield from self._train_ahead(loader, courier)
             else:
                 self.line.say(state="delivering")
-                self._deliver.deliver(self._hand.round)
+                self._delivery.deliver(self._hand.round)
             self._moments.save_if_due()
         self._leave(outcome)
 
@@ -168,8 +168,8 @@ class LocalSGD:
         """Take these from now on, to move tensors and to keep inner state. Tests, too, put
         in theirs by this."""
         self._moments = moments
-        self._deliver = Deliver(self._hand, exchange, moments)
-        self._adopt = Adopt(self._hand, moments, self._deliver, self.model)
+        self._delivery = Delivery(self._hand, exchange, moments)
+        self._adoption = Adoption(self._hand, moments, self._delivery, self.model)
 
     def _train_ahead(self, loader: Loader, courier: Future) -> Iterator:
         """Batches while a courier is under way with the delta."""
@@ -177,13 +177,13 @@ class LocalSGD:
         self.line.say(state="waiting")
         while wait([courier], LOOK_S).not_done:
             self._hand.tell_new_master()
-        self._deliver.come_back(*courier.result())
+        self._delivery.come_back(*courier.result())
 
     def _leave(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self._leave_offers()
         if outcome is Outcome.DONE:
-            self._adopt.final()
+            self._adoption.final()
         elif self._hand.steps_total:
             self._moments.save()
 
@@ -244,7 +244,7 @@ class LocalSGD:
         hand.count(loss, tokens, rate, time.monotonic())
         self._moments.step()
         self.line.warn(self.optimizer.contested())
-        self._adopt.probe.check(self.optimizer.each)
+        self._adoption.probe.check(self.optimizer.each)
         self.line.say(
             state="training", version=hand.round.base, step=self.steps,
             loss=loss if losses else hand.round.mean_loss, steps_total=hand.steps_total,

@@ -53,7 +53,7 @@ class Moments:
 
     # ---- between jobs
 
-    def adopt(self, version: int) -> None:
+    def begin(self, version: int) -> None:
         """Begin with the slot's state, if there is one. Collective."""
         told, origin = self._group.decide(lambda: self._choose(version))
         pointer = told and restored(Pointer, told)
