@@ -96,7 +96,7 @@ class Turns(Master):
     def __init__(self, run: RunDir):
         super().__init__(run, Notice())
         self.server.wait = lambda *_: []
-        self.samples.settle = lambda *_: None  # the workers have said what they hold
+        self.samples.shut = lambda *_: None  # the workers have said what they hold
 
     def turn(self) -> None:
         self.step()

@@ -400,7 +400,7 @@ TRAINING = {
     },
     "ledger: keeps what the lost held": {(Ledger, "give_back"): lambda self, owner: 0},
     "master: no fence": {(Master, "fence"): lambda self, newest=0: None},
-    "master: does not settle": {(Samples, "settle"): lambda *_: None},
+    "master: opens samples at once": {(Samples, "shut"): lambda *_: None},
     "master: never looks at the run again": {(Master, "is_behind"): lambda self: False},
     "master: judges what is ahead of it": {(Intake, "take_offers"): judges_what_is_ahead},
     "master: takes silence for a loss": {(Server, "doubt_lapsed_leases"): lambda *_: None},

@@ -142,22 +142,22 @@ def test_at_a_stop_one_damaged_delta_does_not_cost_the_others(master):
 def settling() -> Samples:
     one = Samples()
     one.begin(commit_of(dataset_samples=100, epochs=1))
-    one.settle(1000.0, (delta_of(seconds=350.0, steps=10),), HEALTH)
+    one.shut(1000.0, (delta_of(seconds=350.0, steps=10),), HEALTH)
     return one
 
 
 def test_a_new_master_waits_for_whoever_may_hold_samples_and_no_longer():
     one, slots = settling(), {0: a_slot("training", 990.0)}
-    one.settle_early(slots, 1035.0)
-    assert one.settled_at > 1035.0, "in the middle of its step of 35 s"
+    one.open_early(slots, 1035.0)
+    assert one.open_at > 1035.0, "in the middle of its step of 35 s"
     one.hear((0, 1), 1, [])
-    one.settle_early(slots, 1005.0)
-    assert one.settled_at > 1011.0, "others may not have claimed their leases yet"
-    one.settle_early(slots, 1036.0)
-    assert one.settled_at == 1036.0
+    one.open_early(slots, 1005.0)
+    assert one.open_at > 1011.0, "others may not have claimed their leases yet"
+    one.open_early(slots, 1036.0)
+    assert one.open_at == 1036.0
     one = settling()
-    one.settle_early({0: a_slot("loading", 990.0)}, 1012.0)
-    assert one.settled_at == 1012.0, "it holds none"
+    one.open_early({0: a_slot("loading", 990.0)}, 1012.0)
+    assert one.open_at == 1012.0, "it holds none"
 
 
 def test_a_notice_that_is_too_short_is_reported_before_and_after_it_came(tmp_path):

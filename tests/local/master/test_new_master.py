@@ -104,13 +104,13 @@ def test_what_a_new_master_takes_to_load_is_no_time_to_be_told_what_workers_hold
         return averager
 
     monkeypatch.setattr(master, "Averager", load)
-    monkeypatch.setattr(one.samples, "settle", functools.partial(Samples.settle, one.samples))
+    monkeypatch.setattr(one.samples, "shut", functools.partial(Samples.shut, one.samples))
     one.take_over()
     one.turn()
     one.close()
     health = one.config.health
     settling_s = 2 * health.heartbeat_s + 1.0 + health.stall_after_s
-    assert one.samples.settled_at >= loaded[0] + settling_s
+    assert one.samples.open_at >= loaded[0] + settling_s
 
 
 def test_a_master_waits_for_the_room_of_a_version(delivered, monkeypatch):

@@ -127,19 +127,19 @@ class Master:
         if self.server.has_doubts:
             if self.intake:
                 self.intake.meet()
-            self._settle()
+            self._shut_samples()
         if self.intake is None and self.state == "running":
             self.open_run()
         if self.intake:
             self.intake.take_offers()
             self.intake.collect_checked()
-            self.samples.settle_early(slots, now)
-            if now >= self.samples.settled_at:
+            self.samples.open_early(slots, now)
+            if now >= self.samples.open_at:
                 self.samples.reclaim(slots)
                 self.server.dismiss(slots)
             self.answer(self.asks.values(), slots, now)
             self.asks.clear()
-            if self.state == "running" and now >= self.samples.settled_at:
+            if self.state == "running" and now >= self.samples.open_at:
                 self._move(slots, now)
         self.finish_if_over(slots, now)
         if any(word.startswith("leave") for word in words):
@@ -189,9 +189,9 @@ class Master:
         self.averager = self.intake = None
         self.samples.granted.clear()
 
-    def _settle(self) -> None:
+    def _shut_samples(self) -> None:
         deltas = self.commit.deltas if self.commit else ()
-        self.samples.settle(self.server.now(), deltas, self.config.health)
+        self.samples.shut(self.server.now(), deltas, self.config.health)
         self.server.has_doubts = False
 
     # ---- open Redis, the run, a round
@@ -235,7 +235,7 @@ class Master:
         is_first = self.epoch == 1 and not self.commit
         self.begin_round(round_)
         if not is_first:  # from here on it hears: to load all of that may have taken minutes
-            self._settle()
+            self._shut_samples()
         self.publish_state(wake=f"version {newest}")
         self.intake.meet()
 
@@ -276,7 +276,7 @@ class Master:
                 continue
             if samples.hear(owner, ask.sequence, ask.held):
                 has_lease = ask.slot in slots and slots[ask.slot].attempt == ask.attempt
-                if not (ask.want and has_lease) or now < samples.settled_at:
+                if not (ask.want and has_lease) or now < samples.open_at:
                     continue  # it only tells; or it will ask again
                 want = min(ask.want, least * self.intake.round.inner_steps)
                 ranges = samples.ledger.grant(owner, want, len(slots), least)
@@ -290,8 +290,8 @@ class Master:
         """Wait, call or close."""
         round_, preparing = self.intake.round, len(self.intake.checks)
         present = expected(list(slots.values()), now, self.config.health.stall_after_s)
-        live, settled_at = self.server.workers, self.samples.settled_at
-        move, reason = round_.decide(present, live, preparing, settled_at, now)
+        live, open_at = self.server.workers, self.samples.open_at
+        move, reason = round_.decide(present, live, preparing, open_at, now)
         if not preparing:
             self.journal.say(f"round {round_.version}: {reason}")
         if move is Move.CALL:

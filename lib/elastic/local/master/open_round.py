@@ -162,7 +162,7 @@ class OpenRound:
 
     def decide(
         self, present: dict[int, Slot], live: Collection[int], preparing: int,
-        settled_at: float, now: float,
+        open_at: float, now: float,
     ) -> tuple[Move, str]:  # fmt: skip
         """Of `present` the round waits for each, but for who takes longer for a single step:
         his delta is late anyhow. `preparing` deltas are being checked."""
@@ -171,7 +171,7 @@ class OpenRound:
         view = rounds.View(
             opened=self.opened, called=self.called,
             # Who claims again after a server's end has not joined late.
-            expected={slot: self.opened if worker.joined <= settled_at else worker.joined
+            expected={slot: self.opened if worker.joined <= open_at else worker.joined
                       for slot, worker in present.items()
                       if self.paces_s.get(slot, 0.0) <= most_s},
             answered=frozenset(slot for slot, worker in present.items()

@@ -1,7 +1,7 @@
 """The run's samples as its master has them: the ledger, asks, who has told. Pure.
 
 A master that is new, or has a new Redis, knows of no worker what it holds. Until
-everybody who may hold samples has told it, the master settles: it grants nothing,
+everybody who may hold samples has told it, the samples are shut: it grants nothing,
 reclaims nothing, closes no round.
 """
 
@@ -20,8 +20,8 @@ class Samples:
         self._committed = Ranges()
         # An ask's number, and the answer.
         self.granted: dict[Owner, tuple[int, list[Range]]] = {}
-        self.settled_at = 0.0  # Redis TIME
-        self._may_settle_at = 0.0
+        self.open_at = 0.0  # Redis TIME
+        self._may_open_at = 0.0
         self._has_told: set[Owner] = set()  # it has asked this master, or declared
 
     def learn(self, commits: Iterable[Commit]) -> None:
@@ -38,22 +38,22 @@ class Samples:
         for owner, ranges in held.items():
             self.ledger.hold(owner, ranges)
 
-    def settle(self, now: float, newest: Iterable[Delta], health) -> None:
+    def shut(self, now: float, newest: Iterable[Delta], health) -> None:
         """Nothing is granted or reclaimed, and no round closes, until agents could
         claim their leases again, and workers, between two steps, say what they hold.
         `newest`: the deltas of the newest version."""
         # What sync mode has committed says nothing of seconds.
         deltas = [delta for delta in newest if delta.steps and delta.seconds]
         step_s = max((delta.seconds / delta.steps for delta in deltas), default=0.0)
-        self._may_settle_at = now + 2 * health.heartbeat_s + 1.0
+        self._may_open_at = now + 2 * health.heartbeat_s + 1.0
         wait_s = max(health.stall_after_s, min(step_s, health.hang_timeout_s))
-        self.settled_at = self._may_settle_at + wait_s
+        self.open_at = self._may_open_at + wait_s
 
-    def settle_early(self, slots: dict[int, Slot], now: float) -> None:
+    def open_early(self, slots: dict[int, Slot], now: float) -> None:
         """Everybody who may hold samples has told this master."""
         holders = {(s.slot, s.attempt) for s in slots.values() if s.state != "loading"}
-        if now >= self._may_settle_at and holders <= self._has_told:
-            self.settled_at = min(self.settled_at, now)
+        if now >= self._may_open_at and holders <= self._has_told:
+            self.open_at = min(self.open_at, now)
 
     def hear(self, owner: Owner, sequence: int, held: Iterable[Range]) -> bool:
         """`owner` asks, and says what it holds. False: it repeats the ask that is in
