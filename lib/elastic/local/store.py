@@ -95,10 +95,8 @@ def _or_try_again(method: Callable) -> Callable:
         except redis.exceptions.ResponseError as error:
             raise Useless(f"Redis at {self.where} is of no use: {error}") from None
         except redis.exceptions.RedisError as error:
-            raise TryAgain(
-                f"cannot reach Redis at {self.where}: {error}",
-                "is the master job running? elastic-status RUN",
-            ) from None
+            what = f"cannot reach Redis at {self.where}: {error}"
+            raise TryAgain(what, "is the master job running? elastic-status RUN") from None
 
     return wrapper
 

@@ -176,8 +176,7 @@ class OpenRound:
                       if self.paces_s.get(slot, 0.0) <= most_s},
             answered=frozenset(slot for slot, worker in present.items()
                                if (slot, worker.attempt, self.version) in self.answered),
-            accepted=len(self.accepted), preparing=preparing,
-            due_s=due_s,
+            accepted=len(self.accepted), preparing=preparing, due_s=due_s,
         )  # fmt: skip
         move, reason = rounds.decide(view, self.settings, now)
         if move is Move.CALL:
@@ -208,12 +207,10 @@ class OpenRound:
         loss = sum(delta.loss * delta.tokens for delta in deltas)
         told = sum(delta.tokens for delta in deltas if delta.loss)
         return newest.following(
-            master_epoch=epoch, time=now,
+            master_epoch=epoch, time=now, tokens=newest.tokens + tokens,
             total_tokens=self._total_tokens(tokens, deltas),
-            tokens=newest.tokens + tokens,
             samples=tuple(sorted(each for delta in deltas for each in delta.samples)),
-            deltas=deltas,
-            workers=len({delta.slot for delta in deltas}) or newest.workers,
+            deltas=deltas, workers=len({delta.slot for delta in deltas}) or newest.workers,
             loss=loss / told if told else None if tokens else newest.loss,
             rejected=dict(self.rejected),
         )  # fmt: skip

@@ -430,8 +430,7 @@ class Agent:
         return {
             "slot": program.slot, "attempt": program.attempt, "job_id": program.job_id,
             "node": node_name(), "pid": training.processes[0].pid,
-            **{name: report[name] for name in SILENT},
-            "trouble": trouble or failure,
+            **{name: report[name] for name in SILENT}, "trouble": trouble or failure,
         }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ work, and what comes from outside comes to a worker once. While one fragment is 
 next is encoded, and while one is adopted the next is read.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -58,7 +57,7 @@ class Exchange:
                     wait(put_yet.values())  # one that failed is told once all ranks are here
                     put_yet[index] = sender.submit(put, index, data)
         entries = self.group.all_do(lambda: [[i, *astuple(put_yet[i].result())] for i in put_yet])
-        fragments = [Fragment(size, xxh3) for _, size, xxh3 in sorted(itertools.chain(*entries))]
+        fragments = [Fragment(size, xxh3) for _, size, xxh3 in sorted(sum(entries, []))]
         return fragments, sum(self.group.gather(square)) ** 0.5
 
     # ---- in

@@ -75,7 +75,6 @@ def first_commit(layout: Layout, config: Config, samples: int, per_sample: int) 
     train = config.train
     total = max(1, train.max_tokens or train.epochs * samples * per_sample)
     return Commit(
-        version=0, master_epoch=0, time=time.time(), layout=layout.hash,
-        dataset_samples=samples, epochs=train.epochs, total_tokens=total,
-        tokens=0, samples=(), deltas=(), workers=1,
+        version=0, master_epoch=0, time=time.time(), layout=layout.hash, dataset_samples=samples,
+        epochs=train.epochs, total_tokens=total, tokens=0, samples=(), deltas=(), workers=1,
     )  # fmt: skip
