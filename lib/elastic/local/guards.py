@@ -5,11 +5,11 @@
 
 A length is judged by what its steps could have moved. k steps whose learning rates sum to
 S move c S if they all go one way, and c S / sqrt(k) if each goes its own; a healthy delta
-is in between. `Reach` knows both constants, and expects the longer one: a learning rate
-that rises and rounds that get more or fewer steps make no healthy delta look long. No
-guard stops a run: every mean follows what was seen, as optimizers that find their own
-step size make deltas a hundred times as long within rounds. A delta that is of no use (it
-moved nothing, or goes back) is merged: it costs its part of one round, and no more.
+is in between. `Reach` knows both constants, and expects the longer one: so no healthy
+delta looks long because the learning rate rises, or because a round has more or fewer
+steps. No guard stops a run: every mean follows what was seen, as optimizers that find
+their own step size make deltas a hundred times as long within a few rounds. A useless
+delta (it moved nothing, or goes back) is merged: it costs its part of one round, no more.
 """
 
 import math
@@ -20,16 +20,17 @@ from statistics import median
 from elastic.run.records import Commit, Measured, restored
 
 MEMORY_ROUNDS = 20  # horizon of the running means
-# Usual learning rates a step: of who joins they are lower, never so much higher.
+# The mean learning rate per step is believed up to this many times the usual one. A worker
+# that joins has a lower rate (its ramp), never one so much higher.
 MOST_RATE = 4.0
-CANARY_SAMPLES = 128  # of a round whose loss can tell
-CANARY_SIGMAS, KNOWN_ROUNDS = 6.0, 10
+CANARY_SAMPLES = 128  # the fewest of a round whose mean loss says anything
+CANARY_SIGMAS = 6.0  # of the loss's change from round to round: no chance explains more
+KNOWN_ROUNDS = 10  # of which that change has to be known
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What was measured of a delta: its norm, its steps, and the sum of their learning
-    rates."""
+    """How far a delta goes: its norm, its steps, and the sum of their learning rates."""
 
     norm: float
     steps: int
@@ -52,7 +53,8 @@ class Reach:
         return moved.lr_sum * max(self.straight, wandering)
 
     def after(self, moves: Sequence[Moved]) -> "Reach":
-        """One round later. Deltas of few steps say little of what all of them do."""
+        """One round later. Only whole deltas count: a few steps say little of what all of
+        a round's steps do."""
         if not (known := whole(moves)):
             return self
         now, blend = _reach(known), 1 / min(MEMORY_ROUNDS, self.rounds + 1)
@@ -65,7 +67,7 @@ class Reach:
 
 
 def _reach(known: Sequence[Moved]) -> Reach:
-    """That of one round: the medians."""
+    """The reach of one round's deltas: the medians."""
     return Reach(
         median(each.norm / each.lr_sum for each in known),
         median(each.norm * math.sqrt(each.steps) / each.lr_sum for each in known),
@@ -74,8 +76,7 @@ def _reach(known: Sequence[Moved]) -> Reach:
 
 
 def whole(moves: Sequence[Moved]) -> list[Moved]:
-    """Deltas that have moved, and are not partial: at least half as many steps as the
-    longest."""
+    """Those that have moved, with at least half as many steps as the longest."""
     most = max((each.steps for each in moves), default=0)
     moved = [each for each in moves if min(each.norm, each.steps, each.lr_sum) > 0]
     return [each for each in moved if 2 * each.steps >= most]
@@ -87,10 +88,10 @@ class Running:
     them."""
 
     reach: Reach = Reach()
-    weight: Measured = 0.0  # of whole rounds
+    weight: Measured = 0.0  # of a round: the sum of its deltas'
     loss: Measured = 0.0  # of the last round
     unrest: Measured = 0.0  # mean square of the loss's change from round to round
-    rounds: int = 0  # that have told such a change
+    rounds: int = 0  # from which such a change is known
 
     @classmethod
     def of(cls, commit: Commit) -> "Running":
@@ -112,14 +113,15 @@ def blend(mean: float, value: float) -> float:
 
 
 def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]:
-    """What is left of each delta that is longer than `clip_norm` times what is expected
-    of its steps: by three or more whole deltas of this round, else by three or more
-    rounds before it. Where there are three, none has had learning rates that theirs are
-    nothing to. 0 never clips."""
+    """The factor that shortens each delta to `clip_norm` times the norm that is expected
+    of its steps; 1 if it is not longer. What is expected is known from three or more whole
+    deltas of this round, else from three or more rounds before it. If three agree, a
+    learning rate more than MOST_RATE times theirs is not believed. `clip_norm` 0 never
+    clips."""
     known = whole(moves)
     now = _reach(known) if len(known) >= 3 else Reach()
     usual = now if now.rate else reach if reach.rounds >= 3 else now
-    # Of two, who lies?
+    # Of only two, nobody knows which one lies.
     rate = MOST_RATE * max(now.rate, reach.rate) if now.rate else math.inf
     told = [replace(each, lr_sum=min(each.lr_sum, rate * each.steps)) for each in moves]
     most = [clip_norm * usual.length(each) for each in told]
@@ -128,8 +130,7 @@ def clips(moves: Sequence[Moved], clip_norm: float, reach: Reach) -> list[float]
 
 
 def round_loss(headers: Sequence, version: int) -> float:
-    """Mean training loss on a version, by tokens; 0: of too few samples to tell
-    anything."""
+    """Mean training loss on a version, weighted by tokens; 0: too few samples to tell."""
     fresh = [header for header in headers if header.base == version and header.loss]
     tokens = sum(header.tokens for header in fresh)
     samples = sum(stop - start for header in fresh for _, start, stop in header.samples)
@@ -139,9 +140,8 @@ def round_loss(headers: Sequence, version: int) -> float:
 
 
 def canary(loss: float, running: Running, most_rise: float) -> str:
-    """Why the version that a whole round has been trained on is to be taken back, or "".
-
-    The round's loss has risen by more than `most_rise`, and more than chance explains.
+    """Why the version that a whole round has been trained on is to be reverted, or "": the
+    round's loss has risen by more than `most_rise`, and by more than chance explains.
     """
     if not most_rise or running.rounds < KNOWN_ROUNDS or not (loss and running.loss):
         return ""

@@ -18,7 +18,7 @@ class MasterStore(Store):
     # ---- itself, and who is fenced
 
     def load_scripts(self) -> None:
-        """Before anybody calls them."""
+        """Load all scripts into the server: workers call them by their hashes."""
         for text in scripts.ALL:
             self._redis.script_load(text)
 
@@ -36,8 +36,9 @@ class MasterStore(Store):
             raise Fenced(f"master epoch {epoch}: a higher one has taken over")
 
     def set_attempts(self, attempts: dict[int, int]) -> None:
-        """Tell a server what the run directory knows, so that it fences what is older.
-        Who has just claimed, and is not known there yet, claims again."""
+        """Tell a server the attempts that the run directory knows, so that it fences older
+        ones. A worker that has just claimed its lease, and is not known there yet, claims it
+        again."""
         key = self._key("attempts")
         pipe = self._redis.pipeline(transaction=True).delete(key)
         for slot, attempt in attempts.items():
@@ -47,8 +48,8 @@ class MasterStore(Store):
     # ---- deltas
 
     def offers(self, bases: Iterable[int]) -> dict[int, dict[str, bytes]]:
-        """Base version -> {"slot:attempt": header as JSON}. What nobody has sealed is
-        removed."""
+        """Base version -> {"slot:attempt": header as JSON}. Offers without the run's seal
+        are removed."""
         found = {}
         for base, table in self._tables("offers", list(bases)).items():
             key = self._key("offers", base)

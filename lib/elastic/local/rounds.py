@@ -39,8 +39,8 @@ class Verdict(Enum):
 
 
 class Rule(StrEnum):
-    """Why a delta is not merged. It is the first word of the reason, which is for
-    people."""
+    """The rule that a delta breaks which is not merged. It is the first word of the reason
+    that people read."""
 
     OTHER_RUN = "other-run"
     DUPLICATE = "duplicate"
@@ -51,7 +51,7 @@ class Rule(StrEnum):
     SAMPLES = "samples"
     NON_FINITE = "non-finite"
     MALFORMED = "malformed"
-    TRUNCATED = "truncated"  # these three: its bytes
+    TRUNCATED = "truncated"  # this and the next two: the bytes
     ALTERED = "altered"
     UNREADABLE = "unreadable"
 
@@ -88,8 +88,8 @@ class Facts:
 
 
 def credited(header: Header, tokens_per_sample: float) -> Header:
-    """The header, with no more tokens than its samples can hold: many times as many a
-    sample as the run has had so far (0: nobody knows yet)."""
+    """The header, with no more tokens than its samples can hold. `tokens_per_sample`: the
+    run's mean so far; 0: nobody knows yet."""
     most = MORE_TOKENS * tokens_per_sample or MOST_TOKENS
     tokens = math.ceil(most * count(header.samples))
     return replace(header, tokens=min(header.tokens, tokens))
@@ -156,12 +156,12 @@ class View:
 
 
 def inner_steps(commit: Commit, settings) -> int:
-    """K of the round on top of `commit`: few steps from a cold start, where workers drift
-    apart.
+    """K of the round on top of `commit`: few steps after a cold start, when workers drift
+    apart fast.
 
-    With c = cold_start, K grows with the tokens until c / ln K of them: from 1 on that
-    takes c times the rounds that all tokens would take with K. In a run of many rounds
-    2^(v/40) is more.
+    With c = cold_start, K grows in proportion to the tokens until it is whole at a share of
+    c / ln K of all tokens: from K = 1 on that takes c times as many rounds as the whole run
+    would take with K. In a run of many rounds 2^(v/40) grows faster.
     """
     most, more = settings.inner_steps, settings.cold_start
     if not more:
@@ -183,23 +183,23 @@ def pace_s(delta: Header, took_s: float, inner_steps: int) -> float:
     """Seconds that each of `inner_steps` takes a worker, by its delta, which came
     `took_s` after the round was opened.
 
-    Of few steps it says too much, never too little: what happens once (a compilation, a
-    delivery) is taken for part of each. So a round may be due too late once, and the next
-    delta is of all steps; one that is due too early does not stay so.
+    A delta of few steps says too much, never too little: what happens once (a compilation, a
+    delivery) counts as part of each step. So a round may be due too late once, and then the
+    next delta has all steps; a round that is due too early does not stay so.
     """
-    # Who joined late has had no stall.
+    # A worker that joined late has had no stall.
     late_s = min(took_s - delta.seconds, delta.stall_s)
     return delta.seconds / delta.steps + late_s / inner_steps
 
 
 def due_s(paces_s: list[float], inner_steps: int, settings) -> float:
-    """When a round is due, after its opening: by then a quarter of the workers, the
-    fastest, have done all their steps. `paces_s`: of live workers, as far as they are
-    known; of none: inf.
+    """How long after its opening a round is due: when the fastest quarter of the workers
+    have done all their steps. `paces_s`: of the live workers whose pace is known; if there
+    are none, inf.
 
-    Whoever is slower, or came later, stops there with fewer steps, so that all finish
-    together (as DyLU, arXiv 2401.09135, but with a quantile: of many workers one odd one
-    sets no pace).
+    A worker that is slower, or came later, stops then with fewer steps, so that all finish
+    together (as in DyLU, arXiv 2401.09135, but with a quantile: one odd worker of many sets
+    no pace).
     """
     if not paces_s:
         return math.inf
@@ -208,16 +208,16 @@ def due_s(paces_s: list[float], inner_steps: int, settings) -> float:
 
 
 def is_due(left_s: float, steps: int, trained_s: float) -> bool:
-    """Would one more step end later than now by more than it is worth? `left_s`: until
-    the round is due; `steps` took `trained_s`. Stopping at the nearest step is as often
-    early as late."""
+    """Is it time to stop, as one more step would end further from the moment at which the
+    round is due than now is? `left_s`: until that moment; `steps` took `trained_s`. So
+    workers stop early as often as late."""
     return left_s < (trained_s / steps / 2 if steps else 0.0)
 
 
 def deadline_s(due_s: float, settings) -> float:
-    """How long after its opening a round that is due after `due_s` waits for who is late:
-    all that hear of it stop then, whatever their pace, and differ by a step and a
-    delivery."""
+    """How long after its opening a round that is due after `due_s` waits for late workers.
+    Those that know when it is due stop then, whatever their pace, and so differ by no more
+    than a step and a delivery."""
     return due_s * (1 + settings.deadline_k / 20)
 
 
@@ -225,7 +225,7 @@ def decide(view: View, settings, now: float) -> tuple[Move, str]:
     """What to do with the open round, and why. One worker is enough; with none it stays
     open.
 
-    Of `settings` (config section local_sgd) count quorum, deadline_k and last_call_s.
+    It reads quorum, deadline_k and last_call_s of `settings`, the section local_sgd.
     """
     missing = sorted(set(view.expected) - view.answered)
     if view.preparing:
@@ -263,8 +263,9 @@ def _some(slots: list[int]) -> str:
 def weights_and_clips(
     headers: list[Header], moves: list[Moved], version: int, clip_norm: float, reach: Reach
 ) -> list[tuple[float, float]]:
-    """Weight by tokens, discount staleness, clip what is too long for its steps: (weight,
-    clip), of which a delta contributes weight * clip * delta / total weight."""
+    """(weight, clip) of each delta: it contributes weight * clip * delta / total weight.
+    The weight is its tokens, discounted by staleness; the clip shortens what is too long
+    for its steps."""
     weights = [h.tokens / (1 + STALE_DISCOUNT * (version - h.base)) for h in headers]
     return list(zip(weights, clips(moves, clip_norm, reach), strict=True))
 

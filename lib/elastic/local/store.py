@@ -12,12 +12,12 @@ offers:V                    hash     "slot:attempt" -> header of a delta on vers
 verdicts                    hash     "slot:attempt" -> why its delta was rejected
 asks                        hash     "slot:attempt" -> sample ranges wanted and held
 grant:SLOT:ATTEMPT          list     sample ranges granted to the newest ask; expires
-proof                       string   what nobody but the run's own master could tell it
+proof                       string   what only the run's own master can have put there
 ctl                         pub/sub  wake-ups for all: version V, last-call V, stop
 wake                        pub/sub  wake-ups for the master alone: offer, ask, leave
 
-Who speaks has a class, and connects as what it is called in `role` (a server of the
-site's has the user and the password of its URL instead):
+There is a class for each who speaks to it, which connects as the user that it calls its
+`role` (a server of the site's has the user and the password of its URL instead):
 
     Store         reader   whoever only looks
     WorkerStore   worker   a worker's processes: leases, offers, asks    worker_store.py
@@ -25,13 +25,11 @@ site's has the user and the password of its URL instead):
 
 What a role may do is in redis_server.py.
 
-Offers, verdicts and asks are sealed with a key that no server ever hears of: who has a
-worker's password alone can neither make one nor change one, and what is not sealed is
-dropped.
+Offers, verdicts and asks are sealed with a key that no server ever gets: so a worker's
+password alone does not suffice to make or change one. What is not sealed is dropped.
 
-A server that was started later may have the port of one that is gone, and be somebody
-else's. So passwords are for one server only (RunDir.password), and what answers is asked
-for the proof first.
+Somebody else may have started a server on the port of one that is gone. So passwords are
+for one server only (RunDir.password), and a server is first asked for the proof.
 
 Pub/sub only wakes; what counts is in the keys. Times are Redis TIME. Changes that must be
 checked and made in one step are the few Lua scripts of scripts.py.
@@ -57,7 +55,7 @@ from elastic.base.keys import URL, parse, shown_url
 from elastic.run.membership import Slot
 from elastic.run.rundir import Endpoint, RunDir
 
-MOST_WORDS = 10_000  # that are heard at once
+MOST_WORDS = 10_000  # wake-ups that are heard at once
 MARK_BYTES = 64  # of a seal
 # X509_V_FLAG_NO_CHECK_TIME: this node's clock may be behind the master's.
 ANY_TIME = 0x200000
@@ -115,12 +113,12 @@ class Ask:
 
 @reaches_redis
 class Store:
-    """One run's keys on one server, for who looks. `epoch` is of the master that said
-    where the server is."""
+    """One run's keys on one server, for whoever only looks. `epoch`: of the master that
+    said where the server is."""
 
     role = "reader"
     seal = ""  # the key that a worker and the master of a run share
-    proof = ""  # that a server is this run's own
+    proof = ""  # by which a server is known as this run's own; "": by nothing
 
     def __init__(self, client: redis.Redis, run_key: str, where: str, epoch: int = 0):
         self._redis, self.where, self.epoch = client, where, epoch
@@ -134,14 +132,15 @@ class Store:
         """A store of the run of that key, on the server at `endpoint`; the first call
         connects."""
         limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-        # Callers know when to try again, and what to do first.
+        # One retry: callers know better when to try again, and what to do first.
         limits["retry"] = Retry(NoBackoff(), 1)
         if endpoint.url:
-            parse(URL, endpoint.url)  # of a file, which may be damaged
+            parse(URL, endpoint.url)  # it comes from a file, which may be damaged
             client = redis.Redis.from_url(endpoint.url, **limits)
             where = shown_url(endpoint.url).partition("//")[2]
             return cls(client, key, where, endpoint.epoch)
-        # redis-py believes every authority, too, but of no such address.
+        # redis-py trusts all the machine's authorities as well, but none of them has signed a
+        # certificate for such an address.
         if endpoint.certificate:
             limits |= {"ssl": True, "ssl_ca_data": endpoint.certificate}
             limits |= {"ssl_check_hostname": True, "ssl_include_verify_flags": [ANY_TIME]}
@@ -154,7 +153,7 @@ class Store:
         """The run's store on its server at `endpoint`, whoever answers there."""
         own = cls.connect(endpoint, run.password(cls.role, endpoint), run.key, timeout_s)
         own.seal = "" if cls.role == "reader" else run.secret("seal")
-        # None: of a master of before.
+        # The master of an older Elastic has no nonce, and so no proof.
         own.proof = run.password("seal", endpoint) if endpoint.nonce else ""
         return own
 
@@ -171,15 +170,15 @@ class Store:
         return store
 
     def meet(self) -> None:
-        """Raise TryAgain unless the server answers, and has been told the proof, where the
-        master has one."""
+        """Raise TryAgain unless the server answers and, if the master has a proof, knows
+        that."""
         if not self.proof:
             self.now()
         elif self._redis.get(self._key("proof")) != self.proof.encode():
             raise TryAgain(f"Redis at {self.where} does not know this run's master (yet)")
 
     def disown(self) -> None:
-        """Nobody is to take this server for its run's any more."""
+        """See that nobody takes this server for the run's any more."""
         self._redis.delete(self._key("proof"))
 
     def close(self) -> None:
@@ -207,13 +206,13 @@ class Store:
         return dict(zip(numbers, pipe.execute(), strict=True))
 
     def _sealed(self, key: str, name: str, data: object) -> bytes:
-        """JSON for the field `name` of a hash, and nowhere else, that this run's own have
-        made."""
+        """JSON for the field `name` of the hash `key`, marked as made by this run; the mark
+        is good for no other field."""
         text = json.dumps(data).encode()
         return self._mark(key, name, text) + text
 
     def _unsealed(self, key: str, name: str, body: bytes) -> bytes:
-        """The JSON, or b"" if none of this run's own has put it there."""
+        """The JSON in a field, or b"" if this run has not put it there."""
         mark, text = body[:MARK_BYTES], body[MARK_BYTES:]
         return text if hmac.compare_digest(mark, self._mark(key, name, text)) else b""
 
@@ -247,9 +246,10 @@ class Store:
         return attempts
 
     def hear(self, channel: str, timeout_s: float) -> list[str]:
-        """The wake-ups of "ctl" or "wake" that came within `timeout_s`, from the first
-        call on; a store hears one of the two. Returns at the first, with all behind it.
-        Losing one costs a poll interval, nothing else."""
+        """The wake-ups of the channel ("ctl" or "wake") that came since the last call, else
+        the first that comes within `timeout_s`, with all behind it. A store hears only one
+        of the two, and only from its first call on. A lost wake-up costs a poll interval,
+        nothing else."""
         if self._ear is None:
             ear = self._redis.pubsub(ignore_subscribe_messages=True)
             ear.subscribe(self._key(channel))

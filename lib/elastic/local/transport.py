@@ -22,8 +22,8 @@ from elastic.run.rundir import RunDir
 
 
 class Damaged(Exception):
-    """Bytes of the delta `key` are missing, truncated or altered; `why` and str() say
-    which."""
+    """Bytes of the delta `key` are missing, truncated or altered; `why` says which, and so
+    does str()."""
 
     def __init__(self, key: Key, rule: Rule, what: str):
         self.key, self.why = key, refusal(rule, what)
@@ -37,11 +37,10 @@ class Transport:
     def put(self, key: Key, index: int, data: memoryview) -> Fragment:
         """Store the bytes of a delta's fragment, replacing what was there."""
         path = self._root / fragment_name(key, index)
-        # There was no room for it when the version was committed.
+        # Its folder is missing if there was no room for that as the version was committed.
         if path.parent.name not in names(self._root):
             make_folder(path.parent)
-        # The master may just have pruned the folder:
-        # of a base that nothing is merged of any more.
+        # The master may just have pruned the folder, as nothing on that base is merged any more.
         with contextlib.suppress(FileNotFoundError):
             replace_quickly(path, data)
         return Fragment(len(data), xxhash.xxh3_128_hexdigest(data))
@@ -51,7 +50,7 @@ class Transport:
         Damaged; TryAgain where the filesystem does not say."""
         try:
             self._get(key, index, fragment, into)
-        except Damaged:  # by a look at the file, maybe, that this machine had kept
+        except Damaged:  # perhaps only in an older state of the file that this machine cached
             time.sleep(AGAIN_S[0])
             self._get(key, index, fragment, into)
 
@@ -62,16 +61,15 @@ class Transport:
         except OSError as error:
             raise Damaged(key, Rule.UNREADABLE, f"{name}: {error}") from None
         if size != fragment.bytes:
-            what = f"{name} has {size} of {fragment.bytes} bytes"
-            raise Damaged(key, Rule.TRUNCATED, what)
+            raise Damaged(key, Rule.TRUNCATED, f"{name} has {size} of {fragment.bytes} bytes")
         xxh3 = xxhash.xxh3_128_hexdigest(into)
         if xxh3 != fragment.xxh3:
             what = f"{name} has xxh3 {xxh3}, its header says {fragment.xxh3}"
             raise Damaged(key, Rule.ALTERED, what)
 
     def drop(self, unwanted: Iterable[str]) -> None:
-        """Forget bytes by name; those not there do not matter.
-        Folders go with their versions."""
+        """Remove fragments by name; those that are not there do not matter. Their folders
+        are removed with the versions."""
         for name in unwanted:
             (self._root / name).unlink(missing_ok=True)
 

@@ -28,8 +28,8 @@ class WorkerStore(Store):
     # ---- a delta
 
     def offer(self, slot: int, attempt: int, base: int, header: dict) -> bool:
-        """Announce a delta. False: this server knows of no lease of the attempt's, or of a
-        higher attempt's."""
+        """Announce a delta. False: on this server the attempt has no lease, or a higher
+        attempt has it."""
         keys = [self._key("offers", base), self._key("attempts")]
         body = self._sealed(keys[0], f"{slot}:{attempt}", header)
         return self._run(OFFER, keys, [slot, attempt, body, self._key("wake")]) == 1
@@ -39,7 +39,7 @@ class WorkerStore(Store):
         return bool(self._redis.hexists(self._key("offers", base), f"{slot}:{attempt}"))
 
     def take_verdict(self, slot: int, attempt: int) -> dict | None:
-        """The verdict on this attempt, if there is one; it is told once."""
+        """The verdict on this attempt's delta, if there is one; it is removed."""
         key, name = self._key("verdicts"), f"{slot}:{attempt}"
         pipe = self._redis.pipeline(transaction=True)
         body, _ = pipe.hget(key, name).hdel(key, name).execute()

@@ -1,17 +1,17 @@
 """Averaging: what deltas measure, a version's parameters from the one before, and its
 commit.
 
-It checks deltas as they arrive, and takes a run's fragments one version further: for each
-one, in a pool of threads, read the deltas, add them up, step, write. So while one
-fragment is read the next is added and the one before is written, and beside parameters
-and momentum it holds one fragment of a mean and one of a delta per thread. The bits do
-not depend on the number of threads.
+It checks deltas as they arrive, and takes a run's fragments one version further: each in
+one of several threads, which reads the deltas, adds them up, steps and writes. So while
+one fragment is read another one is added up or written, and beside parameters and
+momentum there are one fragment of a mean and one of a delta per thread in memory. The
+bits do not depend on the number of threads.
 
 Processes in their place were no faster: torch lets go of Python's lock in its kernels,
 and Python's own part of a tile is 26 microseconds of a millisecond
-(tests/bench/bench_codec.py). Nor were twice as many threads, for the time that they wait
-for the disk: a third less was predicted, 5 % it was (3.63 s of stall for 3.81, with 134M
-parameters on two cores).
+(tests/bench/bench_codec.py). Twice as many threads, to use the time that they wait for
+the disk, were predicted to save a third; they saved 5 % (a stall of 3.63 s for 3.81, with
+134M parameters on two cores).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from elastic.saved.versions import Draft, prune, read_exactly, read_layout
 
 
 class Averager:
-    """A run's parameters and outer momentum, and how they go on."""
+    """A run's parameters and outer momentum, and how the next version is made of them."""
 
     def __init__(self, run: RunDir, config: Config, base: int):
         self.run, self.config = run, config
@@ -53,10 +53,10 @@ class Averager:
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         # One thread of torch's in each: sums have the same bits on every machine.
         self.threads = ThreadPoolExecutor(threads, "sums", torch.set_num_threads, (1,))
-        self._pool = ThreadPoolExecutor(threads)  # waits for those
+        self._pool = ThreadPoolExecutor(threads)  # for work that waits for those threads
         self._cleaning: Future | None = None
         self.transport = Transport(run)
-        self._held = -1  # the version that is here; -1: not all of one
+        self._held = -1  # the version in memory; -1: no whole one
         self._hold(base)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Averager:
         def square(index: int) -> float:
             norms = [merge.norm(tile) for _, tile in self.read(header, index)]
             total = sum(norm**2 for norm in norms)
-            # Buffers are judged by nothing but being finite: 0 · inf
+            # The length of buffers does not count. 0 · inf is no number: they have to be finite.
             return 0.0 * total if self.layout.has_buffers(index) else total
 
         try:
@@ -102,7 +102,8 @@ class Averager:
         return self._codecs[index].tiles(data, self.layout.numels[index])
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """This thread's own: fresh memory costs as much as the arithmetic."""
+        """Memory of this thread's own, used again and again: fresh memory costs as much as
+        the arithmetic."""
         kept = getattr(self._own, name, None)
         if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype)
@@ -112,11 +113,11 @@ class Averager:
     # ---- when the round closes
 
     def commit(self, recipe: Recipe, commit: Commit) -> Commit | None:
-        """Take every fragment one version further, write and link it; None if it is
-        committed already: by another master, or by a try whose answer was lost. Raises
+        """Take every fragment one version further, write and link it. None if that version
+        is committed already: by another master, or by a try whose answer was lost. Raises
         Damaged if a delta's bytes went bad meanwhile.
 
-        OSError (a full disk) leaves nothing behind and loses nothing: call it again.
+        After an OSError (a full disk) nothing is left behind or lost: call it again.
         """
         if self.run.commits.of(commit.version):
             return None
@@ -128,9 +129,9 @@ class Averager:
             raise
 
     def advance(self, recipe: Recipe, draft: Draft) -> list[dict]:
-        """Write the next version into a draft; the entries of its files. May be asked
-        again: then it begins with what the base's files hold. Raises Damaged; OSError, as
-        of a full disk; TryAgain."""
+        """Write the next version into a draft; the entries of its files. After an error it
+        may be called again, and begins with the base's files. Raises Damaged, TryAgain, and
+        OSError, as of a full disk."""
         if self._held != recipe.base:
             self._hold(recipe.base)
         self._held = -1
@@ -171,12 +172,12 @@ class Averager:
         for header, factor in zip(recipe.headers, recipe.factors, strict=True):
             if header.base < recipe.base and header.base not in anchors:
                 base = self.run.commits.of(header.base)
-                # Not as published: each late delta would pull the parameters to what bf16 holds.
+                # Not as published: late deltas would pull the parameters towards bf16's values.
                 anchors[header.base], _ = read_exactly(self.run, base, self.layout, index)
             yield merge.Term(self.read(header, index), factor, anchors.get(header.base))
 
     def _all(self, work: Callable[[int], object]) -> list:
-        """`work` for every fragment, to its end also where one fails."""
+        """The results of `work` for every fragment. If one fails the others still end."""
         futures = [self.threads.submit(work, index) for index in self.indices]
         wait(futures)
         return [future.result() for future in futures]
@@ -184,7 +185,7 @@ class Averager:
     # ---- afterwards
 
     def clean_up_later(self, version: int, merged: list[Key]) -> None:
-        """Gigabytes take their time to go, and workers wait for samples by now."""
+        """In a thread: to remove gigabytes takes its time, and workers wait for samples."""
         self._cleaning = self._pool.submit(self.clean_up, version, merged)
 
     def clean_up(self, version: int, merged: list[Key]) -> None:

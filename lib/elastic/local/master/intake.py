@@ -22,13 +22,12 @@ class Intake:
     def __init__(self, server: Server, averager: Averager, round_: OpenRound):
         self.server, self.averager, self.round = server, averager, round_
         self.checks: dict[Header, Future] = {}
-        self._unread_since: dict[Header, float] = {}  # Redis TIME
+        self._unread_since: dict[Header, float] = {}  # Redis TIME of the first failure
 
     def take_offers(self) -> None:
         version, late = self.round.version, self.round.facts.max_staleness
-        # Further back than may be merged, so that too stale a delta is told apart from a
-        # lost one. One that is based on a version which is not seen here yet waits for
-        # it.
+        # Further back than may be merged: so a delta that is too stale is told so, and does
+        # not just get lost. A delta on a version that is not seen here yet waits for it.
         bases = range(max(0, version - late - 2), version + 1)
         for base, offers in self.server.store.offers(bases).items():
             for name, body in sorted(offers.items()):
@@ -46,7 +45,8 @@ class Intake:
             self.checks[header] = self.averager.check_later(header)
 
     def _check_again(self, header: Header, silence: TryAgain) -> None:
-        """Not for ever: no round may stay open for a block that is bad."""
+        """Check a delta again that could not be read, for UNREAD_S: no round may stay open
+        for ever because a block of the disk is bad."""
         since = self._unread_since.setdefault(header, self.server.now())
         if self.server.now() - since > UNREAD_S:
             self.withdraw(header.key, rounds.refusal(Rule.UNREADABLE, silence.what))
@@ -60,7 +60,7 @@ class Intake:
             del self.checks[header]
             try:
                 checked = future.result()
-            except TryAgain as silence:  # who has left does not offer it again
+            except TryAgain as silence:  # a worker that has left does not offer it again
                 self._check_again(header, silence)
                 raise
             self._unread_since.pop(header, None)
@@ -69,19 +69,18 @@ class Intake:
                 continue
             self.round.accept(checked, self.server.now())
             self.server.run.event("delta", slot=header.slot, attempt=header.attempt,
-                                  base=header.base, steps=header.steps,
-                                  tokens=header.tokens)  # fmt: skip
+                                  base=header.base, steps=header.steps, tokens=header.tokens)
 
     def withdraw(self, key: Key, why: Judgement) -> None:
-        """A delta that was judged good by its header is not merged after all."""
+        """Reject a delta after all whose header was judged good."""
         self.round.forget(key)
         self.reject(f"{key[0]}:{key[1]}", why, key[2])
 
     def reject(self, name: str, why: Judgement, base: int) -> None:
-        """Tell the worker, who starts the round again, and everybody who reads events.
+        """Tell the worker, which starts the round again, and everybody who reads events.
 
-        The offer goes after the verdict has come: a worker that finds neither may bring
-        it again.
+        First the verdict is set, then the offer removed: a worker that finds neither would
+        offer the delta again.
         """
         self.round.note_rejected(base, name, why.rule)
         what = {"base": base, "rule": why.rule, "reason": why.reason[:MOST_REASON]}
@@ -92,16 +91,16 @@ class Intake:
         self.server.run.event("reject", slot=slot, attempt=attempt, **what)
 
     def forget_pass(self, owner: Owner) -> None:
-        """A worker that had nothing to give goes on: the round is not to close without
-        it. If it does not go on after all it finds its offer gone, and brings it
-        again."""
+        """Let the round wait again for a worker that had nothing to give and now has
+        samples. If it does not train after all it finds its offer gone, and offers again."""
         if self.round.has_passed(owner):
             self.server.store.drop_offers(self.round.version, [f"{owner[0]}:{owner[1]}"])
             self.round.forget_pass(owner)
 
     def meet(self) -> None:
-        """Those that are merged by now go. Those of workers that have left went with
-        their server: nobody brings them again but the run directory."""
+        """Put the offers of a new server in order: drop those of deltas that are merged by
+        now, and take those from the run directory whose workers have left, as nobody else
+        would offer them again."""
         run, newest = self.server.run, self.round.version
         versions = range(max(0, newest - self.round.facts.max_staleness), newest + 1)
         merged = {  # but sync mode's, which have no base
@@ -116,8 +115,8 @@ class Intake:
                     self.take(base, name, body)
 
     def tell_reverted(self, commit: Commit, reason: str, void: Sequence[Header]) -> None:
-        """Tell those who trained on the version that `commit` reverts. Nothing depends
-        on it: there is a newer version for all."""
+        """Tell the workers that trained on the version which `commit` reverts. Nothing
+        depends on it: there is a newer version for all of them."""
         version = commit.taken_back
         what = f"version {version} is taken back: {reason}"
         with contextlib.suppress(TryAgain):

@@ -1,6 +1,6 @@
-"""What a master says and writes, with patience.
+"""What a master logs and writes, with patience.
 
-A full disk stops its clock, not the run: it goes on when there is space again.
+A full disk does not end the run: the master waits, and goes on when there is space again.
 """
 
 import time
@@ -17,7 +17,7 @@ class Leaving(ElasticError):
 
 
 class Journal:
-    """What the master says and writes. `meanwhile` is called again and again while there
+    """What the master logs and writes. `meanwhile` is called again and again while there
     is no space. The master sets `least_bytes` with each version, and tells `reason` to
     whoever asks Redis."""
 
@@ -29,13 +29,13 @@ class Journal:
         self._last_line = ""
 
     def say(self, text: str) -> None:
-        """Log a line when it changes, not while it is true."""
+        """Log a line, unless it is the same as the one before."""
         if text != self._last_line:
             self._last_line = text
             print(f"master  {text}", flush=True)
 
     def written(self, write: Callable, *args):
-        """`write(*args)`, as often as it takes."""
+        """What `write(*args)` returns, once the disk takes it."""
         while True:
             try:
                 return write(*args)
@@ -44,8 +44,8 @@ class Journal:
                 self.wait_for_space(error)
 
     def wait_for_space(self, failed: OSError | None = None) -> None:
-        """`failed`: what a write said, whatever the filesystem says is free (a quota,
-        say)."""
+        """Return when there is space. `failed`: the error of a write that found none,
+        though the filesystem may say that there is (a quota). Raises Leaving at a notice."""
         self.look_for_space(failed)
         while self.reason:
             if self.notice:

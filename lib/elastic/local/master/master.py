@@ -42,7 +42,8 @@ from elastic.run.rundir import RunDir
 from elastic.saved.versions import remove_drafts
 
 CONTROL_S = 1.0
-# What was delivered cannot be removed now; a limit of this process is for another one.
+# Errors after which the master goes on: at worst the files of merged deltas stay on the
+# disk. Not EMFILE and ENFILE: another process may do better.
 BEARABLE = (*PASSING, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -53,7 +54,7 @@ class Master:
         self.journal = Journal(run, notice, self.stay)
         self.server = Server(run, self.config)
         self.samples = Samples()
-        # Taken from Redis, and not heard yet: what a worker declares it says once.
+        # Taken from Redis, and not answered yet. They are kept: a worker declares only once.
         self.asks: dict[Owner, Ask] = {}
         self.commit: Commit | None = None  # the newest version's
         self.averager: Averager | None = None  # holds the newest version
@@ -89,7 +90,8 @@ class Master:
 
     def take_over(self) -> None:
         self.journal.wait_for_space()
-        with contextlib.suppress(TryAgain):  # minutes, perhaps, in which the one before works
+        # It may take minutes: the master before goes on meanwhile.
+        with contextlib.suppress(TryAgain):
             self.read_commits(self.run.commits.newest_version())
         job_id = self.program.job_id
         record = {"job_id": job_id, "node": node_name(), "time": time.time()}
@@ -101,7 +103,7 @@ class Master:
         self.journal.say(f"epoch {self.epoch}, Redis at {self.server.store.where}")
 
     def step(self) -> None:
-        """One turn; tried again on a new Redis where the old one is of no use."""
+        """One turn. If it fails as the run's Redis is gone or of no use, open another."""
         try:
             checks = list(self.intake.checks.values()) if self.intake else []
             self._tick(self.server.wait(checks))
@@ -118,8 +120,8 @@ class Master:
                 time.sleep(TICK_S)
 
     def _tick(self, words: list[str]) -> None:
-        """Asks, then leases, then offers: who asked before its lease was there asks
-        again, and a worker offers before it leaves or asks."""
+        """Read asks, then leases, then offers: so a worker whose ask is here has its lease
+        read (or asks again), and one that has asked or left has its offer read."""
         now = self.observe_control()
         if self.intake:  # there is no answer before there is a version
             self.asks |= {(ask.slot, ask.attempt): ask for ask in self.server.store.take_asks()}
@@ -148,9 +150,10 @@ class Master:
     # ---- observe
 
     def observe_control(self) -> float:
-        """What has been asked of the run, once a second; returns Redis TIME."""
+        """Publish the state and, once a second, do as the run directory says; returns Redis
+        TIME."""
         self.publish_state()
-        now, passed = self.server.read_clock(), time.monotonic()  # that of Redis may be put back
+        now, passed = self.server.read_clock(), time.monotonic()  # Redis TIME may be put back
         if passed - self.controlled_at < CONTROL_S:
             return now
         self.controlled_at = passed
@@ -176,8 +179,8 @@ class Master:
             raise Fenced(f"master epoch {self.epoch}: epoch {newest} has taken over")
 
     def is_behind(self) -> bool:
-        """A master that has been replaced may commit for another minute, where names
-        that were not there are remembered (NFS), and just once more anywhere."""
+        """Has another master committed a version? One that was replaced may do so once
+        more, and for another minute where NFS does not show it the new master's claim."""
         return self.run.commits.newest_version() > self.intake.round.version
 
     def _start_over(self) -> None:
@@ -234,17 +237,19 @@ class Master:
         )  # fmt: skip
         is_first = self.epoch == 1 and not self.commit
         self.begin_round(round_)
-        if not is_first:  # from here on it hears: to load all of that may have taken minutes
+        # Only now, as it hears workers from here on: to load all of that may take minutes.
+        if not is_first:
             self._shut_samples()
         self.publish_state(wake=f"version {newest}")
         self.intake.meet()
 
     def read_commits(self, last: int) -> None:
-        """Those that it does not know yet, up to version `last`."""
+        """Read the commits that are not known yet, up to version `last`."""
         self.samples.learn(self.run.commits.all(self.samples.known, last))
 
     def begin_round(self, round_: OpenRound) -> None:
-        """Open a round, or see that the one before was the last. Needs no Redis."""
+        """Open a round, or mark the run as done if it was trained to its end. Needs no
+        Redis."""
         self.commit, self.intake = round_.commit, Intake(self.server, self.averager, round_)
         version_bytes = sum(entry["bytes"] for entry in self.commit.files)
         self.journal.least_bytes = max(self.config.checkpoint.min_free_bytes, version_bytes)
@@ -259,7 +264,7 @@ class Master:
     # ---- act
 
     def publish_state(self, wake: str = "") -> None:
-        """Say everything workers need; also mends a server that was emptied."""
+        """Tell Redis everything that workers need, also if its keys were lost."""
         said = {"version": -1, "call": -1, "due": inf}
         if self.intake:
             said = self.intake.round.said(self.server.workers, self.server.now())
@@ -277,7 +282,7 @@ class Master:
             if samples.hear(owner, ask.sequence, ask.held):
                 has_lease = ask.slot in slots and slots[ask.slot].attempt == ask.attempt
                 if not (ask.want and has_lease) or now < samples.open_at:
-                    continue  # it only tells; or it will ask again
+                    continue  # it only tells what it holds, or will ask again
                 want = min(ask.want, least * self.intake.round.inner_steps)
                 ranges = samples.ledger.grant(owner, want, len(slots), least)
                 if ranges or ask.held:
@@ -337,7 +342,7 @@ class Master:
         self.averager.clean_up_later(commit.version, list(before.judged))
 
     def stay(self) -> None:
-        """What there is to do while a full disk keeps the master waiting."""
+        """What the master still does while a full disk keeps it waiting."""
         self.fence()
         with contextlib.suppress(TryAgain):
             if self.server.store:
@@ -394,7 +399,8 @@ def from_sync(run: RunDir, commit: Commit, epoch: int) -> Commit:
 
 
 def may_deliver(slots: dict[int, Slot], since: float, most_s: float, now: float) -> bool:
-    """Is there a worker that may still deliver? One that hangs is ended by its agent."""
+    """Is there a worker that may still deliver, as it has moved within `most_s`? One that
+    hangs is ended by its agent."""
     still_s = [now - max(s.moved, since) for s in slots.values() if s.state != "loading"]
     return min(still_s, default=most_s) < most_s
 

@@ -1,4 +1,4 @@
-"""The open round: what came of each delta offered to it, and when it is over. Pure.
+"""The open round: the deltas offered to it, and when it is over. Pure.
 
     read       a header as it came
     hear       once it is read: it is rejected, passed, or judged good, its samples offered
@@ -8,8 +8,8 @@
     close      the recipe of the next version, and what its commit says
     after      the round on top of that version
 
-It is over the ledger of the run's samples, and moves them as it judges; nothing else
-outlives it but the paces of workers.
+It moves samples in the run's ledger as it judges. The ledger and the paces of workers are
+handed on to the next round, nothing else.
 """
 
 import json
@@ -29,9 +29,9 @@ from elastic.run.records import Commit, Delta, Header
 
 @dataclass(frozen=True)
 class Closing:
-    """How a round ends: its recipe, and the commit, as far as it is known before that
-    is followed. `reverts`: why the newest version is reverted, else ""; `void`: the
-    deltas that were made on it."""
+    """How a round ends: the recipe of the next version, and its commit, but for the files.
+    `reverts`: why the newest version is reverted, else ""; `void`: the deltas that were made
+    on that."""
 
     recipe: Recipe
     commit: Commit
@@ -45,14 +45,14 @@ class OpenRound:
 
     commit: Commit
     opened: float
-    is_own: bool  # this master has made the commit and seen the opening
+    is_own: bool  # this master made the commit, and so knows when the round was opened
     ledger: Ledger
     facts: Facts
     settings: object  # config section local_sgd
-    paces_s: dict[int, float]  # of a step, by slot: its newest delta's
+    paces_s: dict[int, float]  # slot -> seconds a step, by its newest delta
     called: float | None = None  # when the last call went out
-    due_s: float = inf  # after the opening
-    # Base -> name -> header.
+    due_s: float = inf  # how long after its opening it is due
+    # Base -> "slot:attempt" -> header, as it came.
     seen: dict[int, dict[str, bytes]] = field(default_factory=dict)
     judged: set[Key] = field(default_factory=set)  # and found good
     accepted: dict[Key, Checked] = field(default_factory=dict)
@@ -60,9 +60,10 @@ class OpenRound:
     rejected: dict[Rule, int] = field(default_factory=dict)
 
     def __post_init__(self):
+        # A new master knows no paces but those of the newest commit.
         told = {delta.slot: delta.seconds / delta.steps
                 for delta in self.commit.deltas if delta.seconds}  # fmt: skip
-        self.paces_s |= told | self.paces_s  # a new master knows no others
+        self.paces_s |= told | self.paces_s
 
     @property
     def version(self) -> int:
@@ -107,17 +108,18 @@ class OpenRound:
         took_s = header.seconds
         if header.base == self.version:
             self.answered.add(header.key)
-            # Not where it waited for this master, nor in a round before.
+            # As this master has measured it, if it has seen the opening.
             took_s = now - self.opened if self.is_own else took_s
         self.paces_s[header.slot] = rounds.pace_s(header, took_s, self.inner_steps)
 
     def forget(self, key: Key) -> None:
-        """Take back what a delta's header led to."""
+        """Undo what a delta's header led to."""
         self.ledger.withdraw(key)
         self.accepted.pop(key, None)
         self.judged.discard(key)
         self._unanswer(key)
-        if not self.accepted:  # who was called trains no more, and would give no other
+        # Workers that were called have stopped: let them train for another delta.
+        if not self.accepted:
             self.called = None
 
     def has_passed(self, owner: Owner) -> bool:
@@ -139,14 +141,13 @@ class OpenRound:
     # ---- its end
 
     def said(self, live: Collection[int], now: float) -> dict:
-        """What workers are told of it; `live`: slots whose paces count."""
+        """What workers are told of the round; `live`: slots whose paces count."""
         called = self.version if self.called is not None else -1
         return {"version": self.version, "call": called, "due": self.due_at(live, now)}
 
     def due_at(self, live: Collection[int], now: float) -> float:
-        """Redis TIME at which the round is due; inf: whenever. One that nobody has
-        delivered to by its deadline has lost its workers, and those that come are to
-        do all steps."""
+        """Redis TIME at which the round is due; inf: at no time. A round without a delta
+        by its deadline has lost its workers, and new ones are to do all steps."""
         due_s = self._put_due(live)
         is_late = now - self.opened > rounds.deadline_s(due_s, self.settings)
         if is_late and not self.accepted:
@@ -154,7 +155,8 @@ class OpenRound:
         return round(self.opened + due_s, 3)
 
     def _put_due(self, live: Collection[int]) -> float:
-        """It is put off no more in a round: who has stopped would wait."""
+        """How long after its opening the round is due. It never becomes longer while the
+        round is open: workers that have stopped would wait."""
         paces_s = [pace_s for slot, pace_s in self.paces_s.items() if slot in live]
         due_s = rounds.due_s(paces_s, self.inner_steps, self.settings)
         self.due_s = min(self.due_s, due_s)
@@ -164,13 +166,14 @@ class OpenRound:
         self, present: dict[int, Slot], live: Collection[int], preparing: int,
         open_at: float, now: float,
     ) -> tuple[Move, str]:  # fmt: skip
-        """Of `present` the round waits for each, but for who takes longer for a single step:
-        his delta is late anyhow. `preparing` deltas are being checked."""
+        """Wait, call or close, and why. The round waits for each of `present`, except a
+        worker whose single step takes longer than the deadline: its delta would be late
+        anyhow. `preparing` deltas are being checked."""
         due_s = self._put_due(live)
         most_s = rounds.deadline_s(due_s, self.settings)
         view = rounds.View(
             opened=self.opened, called=self.called,
-            # Who claims again after a server's end has not joined late.
+            # A worker that claims its lease again, after a server's end, has not joined late.
             expected={slot: self.opened if worker.joined <= open_at else worker.joined
                       for slot, worker in present.items()
                       if self.paces_s.get(slot, 0.0) <= most_s},
@@ -184,8 +187,8 @@ class OpenRound:
         return move, reason
 
     def close(self, can_revert: bool, epoch: int, now: float) -> Closing:
-        """By the master of that epoch. `can_revert`: the version before the newest is
-        there."""
+        """End the round as the master of `epoch`. `can_revert`: the version before the
+        newest is still there."""
         deltas = [self.accepted[key] for key in sorted(self.accepted)]
         headers = tuple(checked.header for checked in deltas)
         loss = guards.round_loss(headers, self.version)
@@ -203,7 +206,7 @@ class OpenRound:
     def _following(self, deltas: tuple[Delta, ...], epoch: int, now: float) -> Commit:
         """The commit of the next version, with these deltas in it."""
         newest, tokens = self.commit, sum(delta.tokens for delta in deltas)
-        # Exactly 0: nobody has told a loss.
+        # A loss of exactly 0 means that the worker did not tell one.
         loss = sum(delta.loss * delta.tokens for delta in deltas)
         told = sum(delta.tokens for delta in deltas if delta.loss)
         return newest.following(
@@ -216,7 +219,8 @@ class OpenRound:
         )  # fmt: skip
 
     def _total_tokens(self, tokens: int, deltas: Sequence[Delta]) -> int:
-        """What the run comes to: by epochs, with as many tokens a sample as so far."""
+        """How many tokens the run will have had: if it counts epochs, as many a sample as
+        so far; else as the newest commit says."""
         ledger, tokens = self.ledger, self.commit.tokens + tokens
         samples = len(ledger.committed) + sum(count(delta.samples) for delta in deltas)
         if not (ledger.epochs and samples and tokens):

@@ -1,6 +1,6 @@
-"""How a round's deltas become the next version, or the one before does again. Pure.
+"""How a round's deltas, or the version before the newest, become the next version. Pure.
 
-A recipe is what averaging does; beside it comes what the commit says of it.
+A recipe is what averaging does; with it come the fields of the commit that tell of it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ UNTOLD = ("run", "layout", "fragments")  # in a commit, of a delta's header
 
 @dataclass(frozen=True)
 class Checked:
-    """A delta whose bytes were read once: what was measured, or why it is refused."""
+    """A delta whose bytes were read once: what was measured of them, or why it is
+    refused."""
 
     header: Header
     norm: float = 0.0
@@ -47,7 +48,8 @@ class Recipe:
 
 
 def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe, dict]:
-    """How deltas become the version after `commit`, in whatever order they came."""
+    """How deltas become the version after `commit`; in which order they came does not
+    matter."""
     deltas = sorted(deltas, key=lambda checked: checked.header.key)
     headers, moves = [each.header for each in deltas], [each.moved for each in deltas]
     base, running = commit.version, Running.of(commit)
@@ -68,10 +70,10 @@ def merged(deltas: Sequence[Checked], commit: Commit, settings) -> tuple[Recipe,
 
 
 def reverted(commit: Commit) -> tuple[Recipe, dict]:
-    """How the version before `commit` becomes the one after it. Without momentum: what
-    made this version bad may be in it."""
+    """How the version before `commit` becomes the one after it. Without momentum, which
+    may hold what made this version bad."""
     base = commit.version
-    # The next version has none before it whose loss it could be compared with.
+    # There is no loss to compare the next round's with.
     running = replace(Running.of(commit), loss=0.0)
     said = {"taken_back": base, "running": asdict(running), "bytes": 0}
     return Recipe(base, restore=base - 1), said

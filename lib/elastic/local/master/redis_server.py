@@ -4,12 +4,12 @@ Bound to one address, memory bounded, its files in RUN/redis-EPOCH, no persisten
 run directory is the durable truth. `noeviction` turns a full server into an error that
 the writer sees, instead of keys that quietly vanish.
 
-Nobody gets in without one of three passwords, of which the server knows only hashes, and
-never from its command line. They are this server's alone, and the master says its own to
-nobody before it has seen that this user's process is who listens. Each role has its
-commands, keys and channels, so that whoever has a worker's password can be no master.
-Over TLS, which is where openssl and the server know it, there is a new certificate for
-every server; clients find it beside the address and take no other.
+Nobody gets in without one of three passwords. The server knows only their hashes, and not
+from its command line. They are for this server only, and the master sends its own to no
+server before it has seen that a process of this user listens there. Each role has its
+commands, keys and channels, so that a worker's password makes nobody a master. With TLS
+(if openssl and the server can do it) every server has a new certificate; clients find it
+beside the address and accept no other.
 """
 
 import contextlib
@@ -31,13 +31,14 @@ from elastic.local.master_store import MasterStore
 from elastic.run.rundir import SECRETS, Endpoint, RunDir
 
 OLDEST = (6, 0)
-# Before, a worker may announce what it likes: that costs others a look.
+# Before 6.2 Redis has no rights on channels: a worker can send false wake-ups, each of which
+# costs the others one look.
 KNOWS_CHANNELS = (6, 2)
 START_S = 20.0
 HEARD = {"capture_output": True, "text": True}
-# Then a connection is closed, unless it is subscribed; every client comes again.
+# After which a connection is closed that is not subscribed; every client connects again.
 IDLE_S = 60
-# More than one address has ports for: nobody alone keeps others out.
+# More than the ports of one address: so one machine alone keeps nobody out.
 MOST_CLIENTS = 50_000
 
 _WORKER = "time ping get multi exec evalsha publish del pexpire"
@@ -89,7 +90,7 @@ class RedisServer:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        # It keeps nothing, and while a script runs it heeds nothing else.
+        # It has nothing to save, and while a script runs it obeys no other signal.
         self.process.kill()
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -112,7 +113,7 @@ def _start(run: RunDir, config: Config, host: str, epoch: int, tls: bool) -> Red
     port = config.redis.port or free_port(host)
     folder = _folder(run, epoch)
     make_folder(folder, 0o700)
-    # Of a master that was killed.
+    # What a master that was killed has left.
     shutil.rmtree(_folder(run, epoch - 1), ignore_errors=True)
     program = find(config.redis.server)
     certificate = _make_certificate(folder, host) if tls else ""
@@ -123,8 +124,8 @@ def _start(run: RunDir, config: Config, host: str, epoch: int, tls: bool) -> Red
     write_atomic(settings, text.encode(), mode=0o600)
     log = folder / "log"
     with log.open("ab") as output, settings.open("rb") as said:
-        # By its name it would be looked for as a pattern, and a run's path may look like
-        # one.
+        # On stdin: redis-server takes the name of a file for a pattern, and a run's path may
+        # look like one.
         process = subprocess.Popen(
             [program, "-"], cwd=folder, stdin=said, stdout=output, stderr=output,
             preexec_fn=die_with_parent,
@@ -160,7 +161,7 @@ def trial(config: Config, folder: Path) -> bool:
 def _answers(run: RunDir, server: RedisServer) -> bool:
     deadline = time.monotonic() + START_S
     while server.alive() and time.monotonic() < deadline:
-        # Another user may listen on a port that ours could not bind.
+        # Not another user's process, on a port that ours could not bind.
         if listens(server.endpoint.host, server.endpoint.port):
             with contextlib.suppress(ElasticError):
                 store = MasterStore.of(run, server.endpoint, timeout_s=1.0)
@@ -172,8 +173,8 @@ def _answers(run: RunDir, server: RedisServer) -> bool:
 
 
 def _make_certificate(folder: Path, address: str) -> str:
-    """A key, and a certificate of `address` that it signs itself, in `folder`; that one
-    as PEM."""
+    """Write a key and a self-signed certificate for `address` into `folder`; the
+    certificate as PEM."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     write_atomic(key, b"", mode=0o600)  # for openssl to fill
     command = [
@@ -194,7 +195,7 @@ def _make_certificate(folder: Path, address: str) -> str:
 
 
 def _settings(config: Config, endpoint: Endpoint) -> str:
-    """What is not as Redis has it by default. Its certificate is beside it."""
+    """The settings that are not Redis's defaults. The certificate is in the same folder."""
     lines = {
         "bind": endpoint.host,
         "port": endpoint.port,

@@ -1,8 +1,8 @@
 """The run's samples as its master has them: the ledger, asks, who has told. Pure.
 
-A master that is new, or has a new Redis, knows of no worker what it holds. Until
-everybody who may hold samples has told it, the samples are shut: it grants nothing,
-reclaims nothing, closes no round.
+A master that is new, or has a new Redis, does not know what each worker holds. Until
+every worker that may hold samples has told it, the samples are shut: the master grants
+none, reclaims none, and closes no round.
 """
 
 from collections.abc import Iterable
@@ -15,34 +15,35 @@ from elastic.run.records import Commit, Delta
 class Samples:
     def __init__(self):
         self.ledger: Ledger | None = None
-        self.known = 0  # versions whose commits it has read
-        self.reverted: set[int] = set()
+        self.known = 0  # versions whose commits the master has read
+        self.reverted: set[int] = set()  # versions that a later one has reverted
         self._committed = Ranges()
-        # An ask's number, and the answer.
+        # The newest ask's number, and the answer to it.
         self.granted: dict[Owner, tuple[int, list[Range]]] = {}
         self.open_at = 0.0  # Redis TIME
-        self._may_open_at = 0.0
-        self._has_told: set[Owner] = set()  # it has asked this master, or declared
+        self._may_open_at = 0.0  # not earlier, whoever has told
+        self._has_told: set[Owner] = set()  # workers that have asked this master, or declared
 
     def learn(self, commits: Iterable[Commit]) -> None:
-        """What these have committed, which follow those that are known."""
+        """Note the samples that these commits have; they follow those that are known."""
         for commit in commits:
             self._committed.add(commit.samples)
             self.reverted |= {commit.taken_back} - {None}
             self.known = commit.version + 1
 
     def begin(self, commit: Commit) -> None:
-        """A ledger as of `commit`. What is held stays so: nobody would say it again."""
+        """Begin a ledger as of `commit`. What workers hold stays theirs: they have told
+        this master once, and would not say it again."""
         held = self.ledger.held if self.ledger else {}
         self.ledger = Ledger(commit.dataset_samples, commit.epochs, self._committed)
         for owner, ranges in held.items():
             self.ledger.hold(owner, ranges)
 
     def shut(self, now: float, newest: Iterable[Delta], health) -> None:
-        """Nothing is granted or reclaimed, and no round closes, until agents could
-        claim their leases again, and workers, between two steps, say what they hold.
-        `newest`: the deltas of the newest version."""
-        # What sync mode has committed says nothing of seconds.
+        """Shut the samples until agents have had the time to claim their leases again, and
+        workers to say, between two steps, what they hold. `newest`: the deltas of the newest
+        version."""
+        # What sync mode has committed does not say how long a step takes.
         deltas = [delta for delta in newest if delta.steps and delta.seconds]
         step_s = max((delta.seconds / delta.steps for delta in deltas), default=0.0)
         self._may_open_at = now + 2 * health.heartbeat_s + 1.0
@@ -50,7 +51,7 @@ class Samples:
         self.open_at = self._may_open_at + wait_s
 
     def open_early(self, slots: dict[int, Slot], now: float) -> None:
-        """Everybody who may hold samples has told this master."""
+        """Open them now if every worker that may hold samples has told this master."""
         holders = {(s.slot, s.attempt) for s in slots.values() if s.state != "loading"}
         if now >= self._may_open_at and holders <= self._has_told:
             self.open_at = min(self.open_at, now)

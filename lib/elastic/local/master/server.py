@@ -1,8 +1,8 @@
 """The run's Redis as its master has it: its own or the site's, and who has leases there.
 
-Redis may be gone at any time; the master then opens another one, and goes on. So a lease
-that has lapsed says something of its worker only if Redis answered meanwhile: else there
-are doubts.
+Redis may be gone at any time; the master then opens another one, and goes on. So if a
+lease has lapsed, its worker is lost only if Redis answered all the time: else the master
+has doubts.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from elastic.run.membership import Slot, live
 from elastic.run.rundir import Endpoint, RunDir
 
 TICK_S = 0.5
-LOOK_S = 0.02  # at what is being checked
+LOOK_S = 0.02  # between two looks at the deltas that are being checked
 MOST_SLOTS = 10_000
-CROWD = 32  # workers, of which a burst of deliveries is one turn, not hundreds
+CROWD = 32  # workers; if there are more, a burst of their deliveries is one turn, not hundreds
 
 
 class Server:
@@ -33,10 +33,10 @@ class Server:
         self.endpoint: Endpoint | None = None
         self.store: MasterStore | None = None
         self._redis: RedisServer | None = None  # the run's own
-        self.attempts: dict[int, int] = {}  # slot -> its newest
-        self.has_doubts = False
-        self.workers: dict[int, Slot] = {}  # with a lease, as of the last turn
-        self._ahead_s = 0.0  # Redis TIME, before the clock of this process
+        self.attempts: dict[int, int] = {}  # slot -> its newest attempt
+        self.has_doubts = False  # a worker without a lease may live
+        self.workers: dict[int, Slot] = {}  # those with a lease, as of the last turn
+        self._ahead_s = 0.0  # how far Redis TIME is before the clock of this process
         self._looked_at = 0.0  # Redis TIME
 
     def open(self, epoch: int) -> None:
@@ -63,8 +63,8 @@ class Server:
             self._redis.stop()
 
     def is_lost(self, error: Exception) -> bool:
-        """Is the run's own server gone, or of no use, as `error` says? The site's
-        comes back."""
+        """Is the run's own server gone, or of no use, as `error` says? Not the site's:
+        that comes back."""
         own = self._redis
         return own is not None and (isinstance(error, Useless) or not own.alive())
 
@@ -77,7 +77,7 @@ class Server:
         return now
 
     def now(self) -> float:
-        """Redis TIME as of the last look, moved on: for when Redis may not answer."""
+        """Redis TIME, by this process's clock since the last look: it needs no answer."""
         return self._ahead_s + time.monotonic()
 
     # ---- the ear
@@ -89,7 +89,7 @@ class Server:
         if self._redis and not self._redis.alive():
             raise TryAgain("redis-server is gone")
         until = time.monotonic() + TICK_S
-        # A big delta must not keep those waiting that ask meanwhile.
+        # While a big delta is being checked the master still hears what others ask.
         while checks and not any(check.done() for check in checks):
             words = self.store.hear("wake", LOOK_S)
             if words or time.monotonic() > until:
@@ -103,19 +103,19 @@ class Server:
     # ---- leases
 
     def introduce(self) -> None:
-        """Tell a new server all attempts, so that it fences; also those of slots that
-        are too many by now, whose workers have left deltas."""
+        """Tell a new server all attempts, so that it fences older ones; also those of slots
+        that the run no longer has: their workers may have left deltas."""
         newest = {slot: self.run.slots.latest(slot) for slot in self.run.slots.all()}
         self.attempts |= {slot: attempt for slot, attempt in newest.items() if attempt}
         self.store.set_attempts(self.attempts)
 
     def disown_older(self) -> None:
-        """Make workers look for another server than that of the master before: where that
-        one hangs, its server answers for hours."""
+        """Make workers leave the server of the master before: if that master hangs, its
+        server answers for hours."""
         older = self.run.endpoint()
         if older and older.epoch == self.endpoint.epoch:
             return  # this master's own server, which is gone
-        with contextlib.suppress(ElasticError):  # it is gone, or is this one: the site's
+        with contextlib.suppress(ElasticError):  # it is gone, or is this one (the site's)
             older = WorkerStore.open(self.run)
             older.disown()
             older.close()
@@ -130,7 +130,8 @@ class Server:
         return self._greet(slots)
 
     def _learn_attempts(self) -> None:
-        """An attempt is there if its record is; Redis says only when to look."""
+        """Note new attempts. An attempt counts if its record exists; Redis says only when to
+        look for it."""
         told, known = self.store.attempts(), self.attempts
         newer = [slot for slot, attempt in told.items() if attempt > known.get(slot, 0)]
         for slot in [slot for slot in newer if 0 <= slot < MOST_SLOTS]:
@@ -157,13 +158,14 @@ class Server:
                 self.has_doubts = True
 
     def _has_left(self, worker: Slot) -> bool:
-        """Has its job said how it ended?"""
+        """Has the worker's job written how it ended?"""
         with contextlib.suppress(TryAgain):
             return (self.run.jobs.ending(worker.job_id) or {}).get("state") == "ended"
         return False
 
     def _greet(self, slots: dict[int, Slot]) -> dict[int, Slot]:
-        """The leases, with the time at which each worker joined first."""
+        """The leases, each with the time at which its worker joined first; an event for
+        each new worker."""
         for slot, worker in slots.items():
             known = self.workers.get(slot)
             if known and known.attempt == worker.attempt:  # it may have claimed again
@@ -175,7 +177,7 @@ class Server:
         return slots
 
     def dismiss(self, slots: dict[int, Slot]) -> None:
-        """Forget those without a lease; who has not said that it left is lost."""
+        """Forget workers without a lease; one that has not said that it left is lost."""
         for slot in [slot for slot in self.workers if slot not in slots]:
             worker = self.workers.pop(slot)
             if not self._has_left(worker):

@@ -1,4 +1,4 @@
-"""A version on its way in: waited for, loaded, with the steps ahead on top of it."""
+"""The next version: waited for, loaded, and the steps ahead put on top of it."""
 
 import time
 from dataclasses import replace
@@ -70,7 +70,7 @@ class Adoption:
             return True
         hand.tell_new_master()
         if not self._delivery.keep_offered(done):
-            hand.void("were rejected")  # the samples are others' by now
+            hand.void("were rejected")  # its samples are others' by now
             return True
         if done.steps or hand.is_over():
             return False
@@ -91,16 +91,16 @@ class Adoption:
         self._line.say(state="training", version=version, step=0)
 
     def _drop_reverted(self, versions: range) -> None:
-        """Steps ahead on top of a version that one of these takes back are worth nothing:
-        their samples come again."""
+        """Drop the steps ahead if one of these versions reverts the one that they were done
+        on: their samples are trained again."""
         hand = self._hand
         newer = map(self._line.commit, versions) if hand.ahead else ()
         if any(commit.taken_back == hand.round.base for commit in newer):
             hand.queue, hand.ahead = hand.ahead.round.samples + hand.queue, None
 
     def _load_newest(self, version: int) -> Commit:
-        """Load a version, or if it is pruned a later one: this worker or its master
-        slept."""
+        """Load a version, or the newest one if it is pruned by now: this worker or its
+        master may have slept."""
         commit = self._line.commit(version)
         while True:
             try:
@@ -117,13 +117,14 @@ class Adoption:
         ahead = self._hand.ahead
         fetched = ahead.fetched.get(commit.version) if ahead else None
         if ahead and ahead.round.steps:
-            fetched = fetched or self._exchange.fetch(commit)  # no rebase by halves
+            # All of it first: if it cannot be read, nothing is rebased.
+            fetched = fetched or self._exchange.fetch(commit)
             self._exchange.rebase(ahead.deltas, fetched)
         else:
             self._exchange.adopt(commit, fetched)
 
     def _round_on(self, version: int) -> WorkerRound:
-        """The round on top of a version just adopted, with the steps ahead."""
+        """The round on top of a version just adopted; it has the steps ahead."""
         ahead, self._hand.ahead = self._hand.ahead, None
         if ahead and ahead.round.steps:
             return replace(ahead.round, base=version, has_stepped=False)

@@ -3,8 +3,8 @@
     python -m elastic.local.worker.agent RUNDIR SLOT    (`elastic agent`: a worker's job)
 
 It claims the slot (a new attempt, which fences older ones), starts the training process
-(one per GPU), and renews the lease with its progress: liveness and progress are two
-things, so a training process that hangs is seen as stalled and not as live. A notice goes
+(one per GPU), and renews the lease with its progress: to live and to make progress are
+two things, so a training process that hangs is seen as stalled. The agent passes a notice
 on to it, and it delivers what it has. When everything has ended, the exit record says
 why, and the lease is given up.
 
@@ -44,16 +44,16 @@ from elastic.run.records import Outcome
 from elastic.run.rundir import RunDir
 
 TAIL_BYTES = 8192  # the last words of a training process
-HEARD_BYTES = 1 << 18  # many ranks say more of a peer that is gone than it did of its error
-MOST_READ = 1 << 20  # more than a pipe holds; who says more is heard the next time
+HEARD_BYTES = 1 << 18  # enough for a rank's error, behind which many others tell of its loss
+MOST_READ = 1 << 20  # at once: more than a pipe holds; the rest is read the next time
 ABORT_S = 0.5  # to print stack traces
-NOTICE_LAG_S = 1.0  # of the notice, behind that of the training process
+NOTICE_LAG_S = 1.0  # how much later than the training process the agent may get the notice
 CRASHES_IN_PLACE = 2  # restarts in this job without a delivered delta in between
-# What a training process reports that has not spoken yet.
+# The report of a training process that has not said anything yet.
 SILENT = {"state": "loading", "version": -1, "step": 0, "steps_total": 0, "loss": 0.0,
           "step_s": 0.0, "tokens_per_s": 0.0, "trouble": "", "moves": 0}  # fmt: skip
 
-MOVING = ("state", "step", "version", "moves")  # who changes none of them may hang
+MOVING = ("state", "step", "version", "moves")  # if none of them changes it may hang
 
 
 @dataclass
@@ -62,16 +62,16 @@ class Training:
 
     processes: list[subprocess.Popen]
     pipe: int  # read end of what they report through
-    report: dict = field(default_factory=SILENT.copy)  # their newest
-    said: bytes = b""
-    rest: bytes = b""
-    error: str = ""  # the exception that it died of
-    moved: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
+    report: dict = field(default_factory=SILENT.copy)  # the newest
+    said: bytes = b""  # the end of their error output
+    rest: bytes = b""  # the part of a progress line that has come so far
+    error: str = ""  # the exception that they died of
+    moved: float = field(default_factory=time.monotonic)  # when the report last moved
+    heard: float = field(default_factory=time.monotonic)  # when they last reported
     kill_at: float = inf
-    files: tuple[int, ...] = ()  # that they open, as long as they live
-    family: Callable[..., set[int]] = lambda *_: set()  # the processes of ranks
-    told: set[int] = field(default_factory=set)
+    files: tuple[int, ...] = ()  # descriptors that they may open as long as they live
+    family: Callable[..., set[int]] = lambda *_: set()  # all processes of these ranks
+    told: set[int] = field(default_factory=set)  # orphans that have had the notice
 
     def exit_code(self) -> int | None:
         """That of the first rank that crashed, else of the first that a notice ended, else
@@ -105,18 +105,18 @@ class Training:
             process.send_signal(number)
 
     def strike(self, number: int) -> None:
-        """Signal all processes of theirs, too."""
+        """Signal them, and all processes that they have started."""
         self.signal(number)
         proc.send(self.family(), number)
 
     def send_away(self, within_s: float) -> None:
-        """Notice, once; who is deaf to it is killed after `within_s`."""
+        """Send them a notice, once; they are killed if they still live after `within_s`."""
         if self.kill_at == inf:
             self.kill_at = time.monotonic() + within_s
             self.signal(signal.SIGTERM)
 
     def sources(self) -> list:
-        """What becomes readable when they say something: for select()."""
+        """For select(): what becomes readable when they say something."""
         return [self.pipe, *(p.stderr for p in self.processes if p.poll() is None)]
 
     def read(self) -> bool:
@@ -137,7 +137,8 @@ class Training:
         return before.get("state") != self.report.get("state")
 
     def still_s(self) -> float:
-        """Without a sign of life; who works has to move, who loads may be silent."""
+        """Seconds without a sign of life: while they work, without a move; else without a
+        report. While they load they may be silent."""
         if self.report["state"] == "loading":
             return 0.0
         works = self.report["state"] in ("training", "delivering")
@@ -146,7 +147,7 @@ class Training:
     def end(self) -> None:
         self.signal(signal.SIGKILL)
         with contextlib.suppress(ElasticError):
-            proc.kill_all(self.family)  # what a launcher has left trains on, unseen
+            proc.kill_all(self.family)  # orphans would train on, unseen
         for process in self.processes:
             process.wait()
         self.read()
@@ -171,13 +172,13 @@ class Lease:
         return self._store is not None
 
     def renew(self, fields: dict) -> None:
-        """Claim it where it is not known. A silent server is no reason to stop. Raises
-        Fenced if files say so, too."""
+        """Renew the lease, or claim it on a server that does not know it. A silent server is
+        no reason to stop. Raises Fenced if files say that a higher attempt has the slot."""
         run, slot, attempt = self._program.run, self._program.slot, self._program.attempt
         try:
             if self._store is None:
                 self._store = WorkerStore.open(run, self._health.heartbeat_s + 1)
-            self._store.meet()  # a master that hangs may leave a server that answers for hours
+            self._store.meet()  # a server whose master hangs may answer for hours
             if not self._store.lease(slot, attempt, fields, self._health.lease_s):
                 raise TryAgain(f"slot {slot} has an attempt higher than {attempt}")
             self.served = time.monotonic()
@@ -193,13 +194,12 @@ class Lease:
             told = self._program.run.commits.told_version()
             if self._store is None:  # no server to ask who trains on version 0
                 return told < 0
-            workers = self._store.slots().values()
-            return told <= 0 and not any(worker.steps_total for worker in workers)
+            return told <= 0 and not any(s.steps_total for s in self._store.slots().values())
         return False
 
     def give_up(self) -> None:
-        """The last word. Where no server is at hand to hear it, the lease lapses, and the
-        exit record says why."""
+        """Give the lease up. If no server is at hand it lapses, and the exit record says
+        why."""
         if self._store:
             with contextlib.suppress(ElasticError):
                 self._store.release(self._program.slot, self._program.attempt)
@@ -218,7 +218,7 @@ class Agent:
         self.lease = Lease(self.program)
         self._next_beat = 0.0
         self._crashes = 0
-        self._steps = 0  # of the newest attempt before, in this job, that took any
+        self._steps = 0  # of this job's newest earlier attempt that took any
         self._failure = ""  # the exception that the attempt before died of
         self._has_told = False  # the notice has been passed on
         self._too_short = ""  # why a notice does not suffice to deliver
@@ -305,10 +305,10 @@ class Agent:
         who = f"slot {program.slot} attempt {program.attempt} job {program.job_id}"
         print(f"agent  {who}", flush=True)
         reader, writer = os.pipe()
-        # Whoever opens a port opens it to all users.
+        # A file, as any user may connect to a port.
         rendezvous = os.memfd_create("rendezvous")
-        # By name: `conda run` and others pass no descriptor on. A container with users of its
-        # own may open none of another process's, but has inherited it.
+        # By name: `conda run` and others do not pass descriptors on. In a container with users
+        # of its own a process may not open another one's, but has inherited them.
         places = f"/proc/{os.getpid()}/fd/"
         shared = {
             "ELASTIC_RUN_DIR": str(program.run.path), "ELASTIC_SLOT": str(program.slot),
@@ -359,7 +359,7 @@ class Agent:
         timeout_s = max(0.0, min(self._next_beat - time.monotonic(), 1.0))
         began = time.monotonic()
         select.select(sources, [], [], timeout_s)
-        # Where the whole job was suspended for longer, nobody in it has hung meanwhile.
+        # If it took longer the whole job was suspended, and nothing in it has hung.
         lost_s = max(0.0, time.monotonic() - began - timeout_s)
         training.moved, training.heard = training.moved + lost_s, training.heard + lost_s
         self.lease.served += lost_s
@@ -367,17 +367,17 @@ class Agent:
             self._next_beat = 0.0
 
     def _tell(self, training: Training) -> None:
-        """Pass the notice on."""
+        """Pass the notice on to the training process."""
         self._has_told = True
         self.program.event("notice", signal=self.notice.signal_name)
-        if self._too_short:  # the last word, if the kill comes first
+        if self._too_short:  # if the kill comes first, there is no other record
             self.program.record("leaving", reason=self._too_short)
         training.signal(signal.SIGTERM)
 
     def kill_if_hung(self, training: Training) -> None:
-        """After a notice, too, whoever moves may deliver: then it is the scheduler that
-        kills."""
-        if not self.lease.is_held:  # without a master there may be nothing to do
+        """Kill a training process without a sign of life. One that moves may go on to
+        deliver, also after a notice, until the scheduler kills it."""
+        if not self.lease.is_held:  # without a master there may be nothing to do, so it is no hang
             training.moved = training.heard = time.monotonic()
         if (still_s := training.still_s()) > self.config.health.hang_timeout_s:
             self.program.event("hang", seconds=round(still_s))
@@ -387,9 +387,10 @@ class Agent:
             training.strike(signal.SIGKILL)
 
     def _leave_if_deserted(self, training: Training) -> None:
-        """There is nothing to train without a master, and nobody knows when there is one
-        again. Its server ends with it; a site's does not, but then nothing new comes to
-        wait for. Whose loop has ended may have something of its own to do."""
+        """Give the GPUs back if there has been no master for `health.master_wait`, and so
+        nothing to train. The run's own server ends with the master; a site's does not, but
+        then there is no news that the training process could wait for. If its loop has
+        ended, it may have something of its own to do."""
         since = training.heard if self.config.redis.url else self.lease.served
         idle_s, report = time.monotonic() - since, training.report
         is_idle = report["state"] != "training" and not report.get("end")
@@ -399,7 +400,8 @@ class Agent:
             training.send_away(self.config.health.hang_timeout_s)
 
     def _leave_if_over(self, training: Training) -> None:
-        """Who never opens LocalSGD hears from nobody else that the run is over."""
+        """Send away a training process that is still loading when the run is over: it may
+        never open LocalSGD, and so hear of it from nobody else."""
         with contextlib.suppress(ElasticError):  # a silence, or a file that is damaged for now
             if training.report["state"] == "loading" and self.program.run.closing("local"):
                 training.send_away(self.notice.window_s)
@@ -435,7 +437,7 @@ class Agent:
 
 
 def _as_signal(code: int) -> int:
-    """A notice's death as a shell tells of its child's (143) and as it is (-15)."""
+    """An exit code as Python has it: a shell's 143, as its child died of a notice, is -15."""
     return 128 - code if code - 128 in NOTICES else code
 
 

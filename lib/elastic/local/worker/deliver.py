@@ -1,7 +1,8 @@
 """A delta on its way: encoded, stored, offered; and what the master says of it.
 
-With `local_sgd.overlap`, in a worker of one rank, a courier takes a copy of it; the steps
-that are done meanwhile are put on top of the version that the courier brings.
+With `local_sgd.overlap`, in a worker of one rank, a thread (the courier) delivers a copy of
+it and fetches the next version; the steps that are done meanwhile (the steps ahead) are put
+on top of that.
 """
 
 import contextlib
@@ -43,9 +44,11 @@ class Delivery:
         if fragments is None:
             return
         took_s = line.clock() - began
-        done.header = self._header(done, fragments)  # to be left, if nobody hears of it
+        # Before it is offered: if no master hears of it, it is left in the run directory.
+        done.header = self._header(done, fragments)
         line.offer(done.header)
-        hand.deliver_s = took_s  # nothing, of a pass: who was slow once trains the next round
+        # Near 0 if there were no steps: a worker whose delivery took long once trains again.
+        hand.deliver_s = took_s
         if done.steps:
             self._delivered += 1
             needs_s = hand.step_s + took_s + self._moments.save_s
@@ -57,7 +60,7 @@ class Delivery:
         fragments, length = self.exchange.send(delta_of, partial(self.put, done.base))
         if math.isfinite(length):
             return fragments
-        # Its samples come again, with fresh moments.
+        # The samples are trained again, with fresh moments.
         reason = f"{rounds.Rule.NON_FINITE}: its own delta"
         self._line.event("reject", reason=reason, base=done.base)
         self._hand.queue = done.samples + self._hand.queue
@@ -69,13 +72,13 @@ class Delivery:
     def put(self, base: int, index: int, data: memoryview) -> Fragment:
         """Store a fragment's bytes, once the disk has room. Raises TryAgain at a
         notice."""
-        if not self._hand.sent:  # else the worker trains on, and tells by itself
+        if not self._hand.sent:  # a courier does not: the worker trains on, and tells itself
             self._hand.tell_new_master()
         key = (*self._line.place.owner, base)
         return self._line.written(partial(self._transport.put, key, index, data))
 
     def _header(self, done: WorkerRound, fragments: list) -> Header:
-        """What the master is told: rank 0, whose line alone says it, knows all of it."""
+        """What the master is told. Only that of rank 0 is sent, which knows all of it."""
         place, exchange = self._line.place, self.exchange
         return Header(
             run=place.run.key, slot=place.slot, attempt=place.attempt, job_id=place.job_id,
@@ -95,7 +98,7 @@ class Delivery:
         if verdict and verdict["base"] == done.base and done.steps:
             print(f"worker  delta rejected: {verdict['reason']}", flush=True)
             if verdict.get("rule") == rounds.Rule.SAMPLES:
-                self._hand.queue.clear()  # what came with them is others' as well
+                self._hand.queue.clear()  # samples that came with those are others' as well
             return False
         if not is_known and line.refresh().version <= done.base and not line.news.over:
             line.offer(done.header)
@@ -105,7 +108,7 @@ class Delivery:
 
     def send_ahead(self) -> Future | None:
         """Send the open round's delta by a courier, and open a round for the steps ahead.
-        None: it is to be delivered before anything else."""
+        None: there is none to send ahead; deliver the round as it is."""
         hand, done, news = self._hand, self._hand.round, self._line.news
         is_late = self._line.notice or news.over or news.version > done.base
         if hand.config.local_sgd.overlap == "off" or not done.steps or is_late:
@@ -133,7 +136,7 @@ class Delivery:
             if version > base:
                 with contextlib.suppress(ElasticError):
                     return True, {version: self.exchange.fetch(line.commit(version))}
-                break  # pruned meanwhile, or damaged: who adopts it finds out
+                break  # it is pruned by now, or damaged: to adopt it will tell
             if not self.keep_offered(sent):
                 return False, {}
         return True, {}

@@ -1,8 +1,8 @@
 """What a worker moves: the fragments of its deltas out, and those of new versions in.
 
 Each fragment belongs to one of the worker's ranks, which encodes and stores it, or reads
-and checks it; from rank to rank it goes over the node's own links. So the ranks share the
-work, and what comes from outside comes to a worker once. While one fragment is stored the
+and checks it, and hands it to the other ranks over the node's own links. So the ranks
+share the work, and a worker reads each fragment once. While one fragment is stored the
 next is encoded, and while one is adopted the next is read.
 """
 
@@ -25,13 +25,12 @@ from elastic.saved.versions import read_params
 from elastic.train.group import Group, drop_copies
 
 Put = Callable[[int, memoryview], Fragment]
-Call = Callable[[], object]
 
 
 class Exchange:
-    def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group, moved: Call):
-        """`moved` is called for each fragment that goes out or comes in."""
-        self.run, self.replica, self.group, self.moved = run, replica, group, moved
+    def __init__(self, run: RunDir, config: Config, replica: Replica, group: Group, beat: Callable):
+        """`beat` is called for each fragment that goes out or comes in: a sign of life."""
+        self.run, self.replica, self.group, self.beat = run, replica, group, beat
         self.codec = CODECS[config.local_sgd.compression]
         self._indices = range(len(replica.layout.fragments))
 
@@ -53,8 +52,8 @@ class Exchange:
                 square += (not has_buffers) * norm(delta) ** 2  # 0 · inf is no number
                 if math.isfinite(square):
                     data = codec_of(has_buffers, self.codec).encode(delta)
-                    self.moved()
-                    wait(put_yet.values())  # one that failed is told once all ranks are here
+                    self.beat()
+                    wait(put_yet.values())  # errors are raised below, where all ranks meet
                     put_yet[index] = sender.submit(put, index, data)
         entries = self.group.all_do(lambda: [[i, *astuple(put_yet[i].result())] for i in put_yet])
         fragments = [Fragment(size, xxh3) for _, size, xxh3 in sorted(sum(entries, []))]
@@ -63,8 +62,8 @@ class Exchange:
     # ---- in
 
     def adopt(self, commit: Commit, fetched: list[torch.Tensor] | None = None) -> None:
-        """Set the replica to a version (`fetched`: its fragments, where they are here
-        already). Collective; raises ElasticError, on all ranks, if it cannot be read."""
+        """Set the replica to a version (`fetched`: its fragments, if they are here
+        already). Collective. Raises ElasticError, on all ranks, if it cannot be read."""
         read = partial(self._read, commit)
         if fetched or self.group.world == 1:
             for index, values in enumerate(fetched or read_ahead(read, self._indices)):
@@ -74,7 +73,7 @@ class Exchange:
         drop_copies(self.replica.model)
 
     def _adopt_together(self, read: Callable[[int], torch.Tensor]) -> None:
-        """Every rank reads its part, and hands it to the others."""
+        """Every rank reads its own fragments, and hands them to the others."""
         own: dict[int, torch.Tensor] = {}
         indices = filter(self._is_mine, self._indices)
         self.group.all_do(lambda: own.update({index: read(index) for index in indices}))
@@ -83,7 +82,8 @@ class Exchange:
             self.replica.adopt(index, self.group.hand_out(values, index % self.group.world))
 
     def rebase(self, deltas: list, fetched: list[torch.Tensor]) -> None:
-        """Likewise, and put the steps since `deltas` were taken on top. One rank only."""
+        """Set the replica to a version's fragments, with the steps that were done since
+        `deltas` were taken on top. Only for a worker of one rank."""
         for index, values in enumerate(fetched):
             self.replica.rebase(index, values, deltas[index])
 
@@ -92,7 +92,7 @@ class Exchange:
         return [self._read(commit, index) for index in self._indices]
 
     def _read(self, commit: Commit, index: int) -> torch.Tensor:
-        self.moved()
+        self.beat()
         return patiently(read_params, self.run, commit, self.replica.layout, index)
 
 

@@ -1,5 +1,5 @@
-"""What a worker has in hand: the open round, the one whose delta travels, the samples to
-come.
+"""What a worker has in hand, its state: the open round, the round whose delta is under
+way, the samples to come.
 
 Rank 0 decides from it when the round is over, and what the next step is.
 """
@@ -24,7 +24,8 @@ MEAN_STEPS = 10  # the newest, of which `step_s` is the mean
 
 @dataclass
 class Ahead:
-    """Steps on an older base: their round, and the deltas that were sent before them."""
+    """Steps that are done while a delta is under way: their round, the delta they come
+    after, and the fragments of newer versions that the courier has fetched."""
 
     round: WorkerRound
     deltas: list[torch.Tensor]
@@ -41,11 +42,11 @@ class InHand:
         self.ahead: Ahead | None = None
         self.queue: list[Range] = []  # granted, and not trained yet
         self.is_dry = False  # the master had fewer samples than were asked for
-        self.was_void = False  # its last delta was not merged
+        self.was_void = False  # the last delta was not merged
         self.steps_total = 0  # of this process
         self.step_s = self.deliver_s = 0.0
         self._step_began = 0.0
-        self._planned: list[Range] = []  # what of the queue the loader has been told
+        self._planned: list[Range] = []  # the part of the queue that the loader knows
         self._told_epoch = -1  # the master epoch that knows what is held
         self._void_rounds = 0  # in a row
 
@@ -83,7 +84,7 @@ class InHand:
         return self.sent is None and (news.called == base or self._is_due())
 
     def _is_due(self) -> bool:
-        """Time to stop, so that the delta is there when the others' are?"""
+        """Is it time to stop, so that the delta is there when the others' are?"""
         news, round_, now = self.line.news, self.round, time.monotonic()
         if news.version != round_.base:
             return False  # the master speaks of another round
@@ -103,10 +104,10 @@ class InHand:
     @property
     def progress(self) -> float:
         """How much of the run is trained, from 0 to 1, as far as this worker can tell:
-        what the newest version holds, and what all have done since, if they do as this
-        one does.
+        what the newest version holds, and what all workers have done since, if they do as
+        much as this one.
 
-        By epochs it is samples that count, whatever a loop says of tokens.
+        If the run counts epochs, samples count, whatever a loop says of tokens.
         """
         commit, own = self.commit, [done for done in (self.round, self.sent) if done]
         workers, total = max(1, commit.workers), commit.total_tokens
@@ -115,15 +116,15 @@ class InHand:
         per_sample = tokens / samples if samples else 1.0
         if commit.epochs:
             per_sample = total / (commit.epochs * commit.dataset_samples)
-        # One full round: a long one cannot run away.
+        # At most one full round, however long it is open.
         most = self.inner_steps * self.config.step_samples * workers * per_sample
         return (commit.tokens + min(samples * per_sample * workers, most)) / total
 
     # ---- samples, which rank 0 alone has
 
     def next_step(self, courier: Future | None = None) -> list:
-        """How many samples the next step has, and the samples to come where that is news;
-        empty ends the round, or with a `courier` under way the steps ahead."""
+        """[number of samples of the next step, the samples to come (None: as planned)].
+        Empty: the round ends, or with a `courier` under way the steps ahead."""
         batch, most = self.config.step_samples, self.inner_steps
         left = (max(1, most // AHEAD) if courier else most) - self.round.steps
         if left <= 0 or self.is_over() or (courier and courier.done()):
@@ -156,14 +157,15 @@ class InHand:
         return True
 
     def held(self) -> list[Range]:
-        """What the ledger must not give to others; a new one does not know the offers."""
+        """The samples that the ledger must not give to others; also those of offered
+        deltas, which a new ledger does not know."""
         own = [done.samples for done in (self.sent, self.round) if done]
         return sum(own, self.queue)
 
     def tell_new_master(self) -> None:
-        """What this worker holds. It may know what the master does not yet: a newer
-        version; but if that is gone, put back to what it was by hand, say, nobody would
-        ever merge what it does."""
+        """Rank 0: tell a new master which samples this worker holds. Raises ElasticError if
+        the base is no more: somebody has restored an older run directory, and nothing that
+        is trained on that base would ever be merged."""
         if self._told_epoch < self.line.news.epoch:
             self._told_epoch = self.line.declare(self.held())
             self.line.commit(self.round.base)

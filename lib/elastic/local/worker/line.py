@@ -54,12 +54,12 @@ class Place:
 
     @property
     def owner(self) -> tuple[int, int]:
-        """Whose a delta is, and a lease."""
+        """Who owns this process's deltas and lease."""
         return self.slot, self.attempt
 
     @classmethod
     def from_env(cls) -> "Place":
-        """Raises ElasticError when this process was not started by an agent."""
+        """As the agent says. Raises ElasticError if no agent has started this process."""
         folder = env("ELASTIC_RUN_DIR")
         if folder is None:
             what = "ELASTIC_RUN_DIR is not set: `elastic agent` did not start this process"
@@ -73,7 +73,7 @@ class Place:
 
 
 def _opened(path: str | None) -> int:
-    """What the agent reads, whoever has started this process for it; -1: nobody reads."""
+    """The pipe that the agent reads, also if a launcher is between; -1: nobody reads."""
     try:
         return os.open(path, os.O_WRONLY) if path else -1
     except OSError as error:
@@ -123,7 +123,7 @@ class RankLine:
         return until_written(write, self.notice.has_run_out, say_why)
 
     def tell_agent(self, said: dict) -> None:
-        """Of any rank: where one is blocked the others wait for it, and say nothing."""
+        """Any rank may: if one is blocked the others wait for it, and say nothing."""
         if self.place.progress_fd >= 0:
             with contextlib.suppress(BrokenPipeError):  # no agent: so are we, soon
                 os.write(self.place.progress_fd, json.dumps(said).encode() + b"\n")
@@ -133,8 +133,8 @@ class RankLine:
         return time.monotonic() - self._blocked_s
 
     def commit(self, version: int) -> Commit:
-        """Of a version that somebody has seen: on NFS others may see it only half a
-        minute later. Raises ElasticError after two, and TryAgain at a notice."""
+        """The commit of a version that somebody has seen: on NFS this machine may see it
+        half a minute later. Raises ElasticError after UNSEEN_S, and TryAgain at a notice."""
         def is_leaving() -> bool:
             self.say(state="loading")
             return bool(self.notice)
@@ -155,7 +155,7 @@ class Line(RankLine):
         super().__init__(place, notice)
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._stores: dict[type[Store], Store] = {}  # by who speaks
+        self._stores: dict[type[Store], Store] = {}  # by role
         self._sequence = 0
         self._said: dict = {}
         self._said_at = 0.0
@@ -185,13 +185,13 @@ class Line(RankLine):
             except TryAgain:
                 if self._said.get("state") == "training":  # and cannot go on without a master
                     self.say(state="waiting")
-                self._stores.clear()  # a courier may use one: it ends with its last user
+                self._stores.clear()  # not closed: a courier may be using one
                 if self.notice.has_run_out() or self.news.over:
                     raise
                 self._closed.wait(RETRY_S)
 
     def _store(self, kind: type[S]) -> S:
-        """Where the newest known master is: the server of one before it may still
+        """The store at the newest known master: an older master's server may still
         answer."""
         store = self._stores.get(kind)
         if store is None or store.epoch < self.news.epoch:
@@ -199,8 +199,8 @@ class Line(RankLine):
         return store
 
     def offer(self, header: Header) -> None:
-        """Announce a delta, once the lease is there. Raises Fenced if files say that it is
-        a higher attempt's."""
+        """Announce a delta, once this attempt has its lease. Raises Fenced if files say that
+        a higher attempt has it, and TryAgain once the notice has run out."""
         while not self.reach(lambda store: store.offer(*header.key, header.to_json())):
             with contextlib.suppress(TryAgain):
                 self.run.slots.fence(*self.place.owner)
@@ -209,7 +209,8 @@ class Line(RankLine):
             time.sleep(RETRY_S)  # the agent claims the lease again within a heartbeat
 
     def leave_offer(self, header: Header) -> None:
-        """For a master with a new Redis: this worker will not offer the delta again."""
+        """Leave a header in the run directory, for a master with a new Redis: this worker
+        will not offer the delta again."""
         with contextlib.suppress(OSError):
             self.run.offers.leave(header)
 
@@ -221,7 +222,7 @@ class Line(RankLine):
             granted = self.reach(lambda store: store.granted(ask, POLL_S))
             if granted is not None:
                 return granted
-            self.say(state="waiting")  # for the master: that is no hang
+            self.say(state="waiting")  # to wait for the master is no hang
         return None
 
     def declare(self, held: list[Range]) -> int:
@@ -252,10 +253,10 @@ class Line(RankLine):
             try:
                 store = Store.open(self.run)
                 while not self._closed.is_set():
-                    store.meet()  # else a newer master has another one
+                    store.meet()  # fails if a newer master has made it leave this one
                     self._note(store.master(), store.now())
                     store.hear("ctl", POLL_S)
-            except (ElasticError, OSError):  # files, too, where too many are open
+            except (ElasticError, OSError):  # OSError: too many files are open
                 with contextlib.suppress(ElasticError, OSError):
                     if over := self.run.closing("local"):
                         state = "done" if over == "done" else "stopping"
@@ -263,9 +264,9 @@ class Line(RankLine):
                 self._closed.wait(RETRY_S)
 
     def _note(self, master: dict[str, str], now: float = 0.0) -> None:
-        """`now`: Redis TIME, as the times in the master's word are."""
+        """Make `news` of the master's word, whose times are Redis TIME, as `now` is."""
         if "version" not in master:
-            return  # flushed, or no master yet: what was known stays
+            return  # Redis was emptied, or has had no master yet: the old news stay
         version, called = int(master["version"]), int(master.get("call", -1))
         with self._changed:
             is_new = version >= self.news.version
@@ -281,14 +282,14 @@ class Line(RankLine):
         self.run.event(kind, slot=self.place.slot, **fields)
 
     def warn(self, reason: str) -> None:
-        """Say it once, where people look; "" is nothing to say."""
+        """Print the reason and write a warning event, once; "" is none."""
         if reason and reason not in self._warned:
             self._warned.add(reason)
             print(f"worker  {reason}", flush=True)
             self.event("warning", reason=reason)
 
     def moved(self) -> None:
-        """A fragment went out or came in: a sign of life for who looks for a hang."""
+        """Note that a fragment went out or came in: that is no hang."""
         self._moves += 1
         self.say(moves=self._moves)
 

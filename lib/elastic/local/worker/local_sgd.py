@@ -59,8 +59,8 @@ class LocalSGD:
         config = place.run.config()
         self.optimizer = InnerOptimizer(optimizer, sets_rates=config.train.schedule != "own")
         self.ends_step = False  # is the batch at hand the last of its step?
-        self.tokens_per_sample = 1  # where step() is not told the tokens
-        self.outcome = ""  # done | stopped | yielded
+        self.tokens_per_sample = 1  # counts if step() is not told the tokens
+        self.outcome = ""  # at the end: done | stopped | yielded
         notice.window_s, notice.ask = place.notice_s, kill_at
         self.line = Line(place, notice) if group.leads else RankLine(place, notice)
         self._hand = InHand(self.line, config)
@@ -82,7 +82,7 @@ class LocalSGD:
     def __exit__(self, kind, *_exc_info) -> None:
         if kind is None:
             self.line.say(end=self.outcome)
-        elif issubclass(kind, TryAgain):  # for as long as it could wait, there was no master
+        elif issubclass(kind, TryAgain):  # there was no master for as long as it could wait
             self._leave_offers()
         self.line.close()
 
@@ -111,7 +111,7 @@ class LocalSGD:
         return self._hand.progress if self._hand.commit else 0.0
 
     def validate_by(self, task) -> None:
-        """Let `task.validate(model)`, which says names and numbers, score versions, as
+        """Let `task.validate(model)`, which returns numbers by name, score versions, as
         often as `train.validate_every` says."""
         self._validation = Validation(self._hand, task, self.group, self.slot)
 
@@ -127,13 +127,13 @@ class LocalSGD:
         return (to_device(batch, device) for batch in self.batches_on_cpu(dataset, collate))
 
     def batches_on_cpu(self, dataset: Dataset, collate: Callable = default_collate) -> Iterator:
-        """Likewise, where they were loaded."""
+        """The same batches on the CPU, where they were loaded."""
         if self._hand.commit and not self.outcome:
             once = "iterate over it once; what is to be done now and then belongs into that loop"
             raise ElasticError("sgd.batches() was left before the run was over", once)
         self.open(loading.check(dataset))
-        if self.place.progress_fd >= 0:  # else nobody sends any
-            with contextlib.suppress(ValueError):  # of a thread that may not
+        if self.place.progress_fd >= 0:  # else there is no agent, which would send notices
+            with contextlib.suppress(ValueError):  # only the main thread may listen
                 self.line.notice.listen()
         is_on_gpu = next(self.model.parameters()).is_cuda
         loader = Loader(dataset, collate, self.config, self.group, is_on_gpu)
@@ -161,7 +161,7 @@ class LocalSGD:
         replica, moved = Replica(self.model, layout), self.line.moved
         exchange = Exchange(self.place.run, self.config, replica, self.group, moved)
         self.train_with(exchange, Moments(self._hand, exchange, self.optimizer))
-        # Noise that workers do not share is what averaging takes out.
+        # Another seed for each worker: only noise that they do not share is averaged out.
         seed_by(f"{self.config.run.seed}/{self.slot}/{self.place.attempt}/{self.group.rank}")
 
     def train_with(self, exchange: Exchange, moments: Moments) -> None:
@@ -202,7 +202,7 @@ class LocalSGD:
             if plan is not None:
                 loader.plan(plan)
             self._moments.set_rates()
-            self.line.say(state="training")  # it may have said that it waits
+            self.line.say(state="training")  # it may have been waiting
             if not hand.round.has_stepped and self._last_step_at:
                 hand.round.stall_s += time.monotonic() - self._last_step_at
             yield from self._batches_of_step(loader)
@@ -229,8 +229,8 @@ class LocalSGD:
         self._count(loss, tokens, max(rates, default=0.0))
 
     def skip(self) -> None:
-        """The batch is to have no effect, as its gradient is not finite: it is seen, and
-        weighs nothing."""
+        """Count a batch whose gradient is not finite, so that it is to have no effect: it
+        was seen, and weighs nothing."""
         self._count(math.nan, 0, rate=0.0)
 
     def _count(self, loss: torch.Tensor | float, tokens: int | None, rate: float) -> None:
@@ -238,8 +238,8 @@ class LocalSGD:
         hand, own, has_loss = self._hand, self._own_tokens(tokens), math.isfinite(loss)
         loss, losses, tokens = self.group.sum(loss if has_loss else 0.0, has_loss, own)
         loss = loss / losses if losses else math.nan
-        # What has filled up the last batch of a run does not count; that a batch was of
-        # padding alone does: what has no tokens is no delta.
+        # Samples that have filled up the run's last batch do not count. A step of nothing but
+        # padding counts as one token: a delta without tokens would be none.
         tokens = max(1, round(tokens * hand.round.pending / self.config.step_samples))
         hand.count(loss, tokens, rate, time.monotonic())
         self._moments.step()
@@ -252,7 +252,7 @@ class LocalSGD:
         )  # fmt: skip
 
     def _own_tokens(self, told: int | None) -> float:
-        """Of this rank's batches of the step, what has filled them up included."""
+        """The tokens of this rank's batches of the step, with those that fill them up."""
         if told is None:
             return self.config.step_samples * self.tokens_per_sample / self.group.world
         if not (0 <= told < math.inf and int(told) == told):

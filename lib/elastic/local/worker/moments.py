@@ -1,7 +1,7 @@
 """The state of the inner optimizer between rounds: adopted, saved, forgotten.
 
-A worker that begins without moments of its own, or whose moments are suspect, begins with
-a ramp of the learning rate (`local_sgd.join_ramp`).
+A worker that has no moments of its own yet, or whose moments are suspect, begins with a
+ramp of the learning rate (`local_sgd.join_ramp`).
 """
 
 import contextlib
@@ -25,8 +25,8 @@ class Moments:
         self._line, self._config, self._group = hand.line, hand.config, exchange.group
         self._ramp = 0  # inner steps still to go of the learning rate's ramp
         self.origin = ""  # where the state came from
-        self.save_s = 0.0
-        self._saved_at = -1  # after so many steps of this process
+        self.save_s = 0.0  # how long it took to save it
+        self._saved_at = -1  # how many steps this process had done when it was saved
 
     # ---- while training
 
@@ -65,13 +65,13 @@ class Moments:
         self.origin = f"{origin} with a ramp" if self._ramp else origin
 
     def _choose(self, version: int) -> tuple[dict | None, str]:
-        """Rank 0; as JSON has it, for the others."""
+        """Rank 0: the pointer to the state to begin with, as a table, and its origin."""
         line, oldest = self._line, self._config.local_sgd.inner_state_max_age
         pointer, origin = inner_state.choose(line.run, line.place.slot, version, oldest)
         return pointer and asdict(pointer), origin
 
     def _load(self, pointer: Pointer) -> str:
-        """Why a rank could not take it; empty if all could."""
+        """Load the state on every rank. Why a rank could not; "" if all could."""
         refused = inner_state.load(self._line.run, pointer, self._optimizer.each, self._group.rank)
         return next(filter(None, self._group.gather(refused)), "")
 
@@ -82,8 +82,8 @@ class Moments:
             self.save()
 
     def save(self) -> None:
-        """Save the state after this round's steps, unless it is. Collective; to fail
-        costs only a ramp."""
+        """Save the state after this round's steps, unless it is saved. Collective. A failure
+        costs a ramp, nothing else."""
         if self._group.decide(lambda: self._saved_at == self._hand.steps_total):
             return
         place, version, began = self._line.place, self._hand.round.base, time.monotonic()
@@ -102,7 +102,7 @@ class Moments:
             self._saved_at = self._hand.steps_total
 
     def _saved(self, stem: str) -> Entry | None:
-        """The entry of this rank's file; None if it could not be written."""
+        """Save this rank's file; its entry, or None if it could not be written."""
         place, optimizer = self._line.place, self._optimizer
         try:
             state = (optimizer.each, self._group.rank, optimizer.counted())

@@ -1,4 +1,4 @@
-"""Before a worker's first round: find version 0, or make it of the model as it is here.
+"""Before a worker's first round: find version 0, or make it from the worker's model.
 
 A data set or a model that is not the run's is refused.
 """
@@ -22,7 +22,7 @@ from elastic.train.group import Group
 def layout_of_run(
     line: Line, group: Group, model: Module, samples: int, tokens_per_sample: int
 ) -> Layout:
-    """The layout of the run's versions, of which there is one from now on. Collective.
+    """The layout of the run's versions; version 0 is made if there is none. Collective.
 
     Raises ElasticError if the run has another number of samples, or another model.
     """
@@ -40,9 +40,9 @@ def layout_of_run(
 
 
 def _is_to_create(line: Line) -> bool:
-    """Rank 0: is version 0 this worker's to make? Of those that live the lowest slot makes
-    it, as a version of each would fill the disk; the others wait. TryAgain at a notice, or
-    where the run is over."""
+    """Rank 0: is version 0 this worker's to make? The live worker with the lowest slot
+    makes it, and the others wait for it here: if each made one they would fill the disk.
+    Raises TryAgain at a notice, or if the run is over."""
     while line.run.commits.told_version() < 0:
         slots = line.reach(lambda store: store.slots())
         if line.place.slot <= min(slots, default=line.place.slot):
@@ -54,7 +54,7 @@ def _is_to_create(line: Line) -> bool:
 
 
 def _create(line: Line, group: Group, replica: Replica, commit: Commit) -> None:
-    """Commit version 0, without outer momentum, if no other worker is first.
+    """Commit version 0, with an outer momentum of 0, unless another worker is first.
     Collective."""
     layout, draft, files = replica.layout, None, []
     if group.leads:
@@ -71,7 +71,7 @@ def _create(line: Line, group: Group, replica: Replica, commit: Commit) -> None:
 
 
 def first_commit(layout: Layout, config: Config, samples: int, per_sample: int) -> Commit:
-    """That of version 0."""
+    """The commit of version 0."""
     train = config.train
     total = max(1, train.max_tokens or train.epochs * samples * per_sample)
     return Commit(

@@ -29,7 +29,8 @@ class Validation:
         self._newest = -1  # that this worker has validated
 
     def if_due(self, model: nn.Module) -> None:
-        """Score the version just adopted, all ranks alike; a notice ends that."""
+        """Score the version just adopted, if it is due, on all ranks alike. A notice ends
+        that."""
         if not self._group.decide(self._is_due):
             return
         commit = self._hand.commit
@@ -56,10 +57,9 @@ class Validation:
         return not any(slot.state == "validating" for slot in slots.values())
 
     def _before_pass(self) -> None:
-        """Also tell a new master what this worker holds: a pass may take longer than the
-        master waits to hear it."""
-        hand = self._hand
-        hand.line.say(state="validating")
-        self._group.decide(hand.tell_new_master)
-        if self._group.decide(lambda: bool(hand.line.notice)):
+        """Say that this worker validates, and tell a new master what it holds: a pass may
+        take longer than the master waits to be told. Raises Interrupted at a notice."""
+        self._hand.line.say(state="validating")
+        self._group.decide(self._hand.tell_new_master)
+        if self._group.decide(lambda: bool(self._hand.line.notice)):
             raise Interrupted

@@ -31,11 +31,11 @@ def run(notice: Notice) -> int:
     comes."""
     place = Place.from_env()
     config = place.run.config()
-    # The agent sees a hang.
+    # No timeout of the group's: the agent finds hangs.
     group = join(config, place.rank, place.world, PATIENCE_S)
     task = load_task(config.run.task, config.task, Path(config.run.folder))
     model = build_model(task, config, group.device, group)
-    # It may be the one that makes version 0.
+    # This worker may have to make version 0 from the initial values.
     if group.decide(lambda: place.run.commits.told_version() < 0):
         set_initial_values(task, model)
     optimizer = optimizer_of(task, model, config.train)

@@ -17,12 +17,12 @@ class WorkerRound:
     tokens: int = 0
     sample_count: int = 0
     samples: list[Range] = field(default_factory=list)  # only rank 0 knows which
-    pending: int = 0  # samples of the step that is being done
-    losses: int = 0  # steps that have told a loss
+    pending: int = 0  # samples of the step under way
+    losses: int = 0  # steps that had a loss
     loss_sum: float = 0.0
     lr_sum: float = 0.0
     first_loss: float = 0.0
-    has_stepped: bool = False  # on this base
+    has_stepped: bool = False  # on this base: steps ahead were done on the one before
     stall_s: float = 0.0
     header: Header | None = None  # of its delta, once that is offered
 
@@ -31,8 +31,8 @@ class WorkerRound:
         return self.loss_sum / self.losses if self.losses else 0.0
 
     def count(self, loss: float, tokens: int, rate: float) -> None:
-        """A step has ended, on the samples pending and at the learning rate `rate`. A loss
-        that is not finite, as of a batch of nothing but padding, is none."""
+        """Count a step that has ended, on the samples pending and at the learning rate
+        `rate`. A loss that is not finite, as of a batch of nothing but padding, is none."""
         self.steps += 1
         self.tokens += tokens
         self.sample_count += self.pending
