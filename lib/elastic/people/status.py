@@ -126,20 +126,25 @@ def _is_sync(facts: Facts) -> bool:
 
 
 def _on_top(path: Path, facts: Facts, told: Mapping, base: int, crew: Crew, trouble: str) -> dict:
-    """What sync mode has trained on top of version `base`, in words of `observe`; there, a
-    version is a step. A trainer at work says it, else the newest checkpoint: what an
-    earlier one said last is less than it saved, or tells of steps that are lost. Where
-    nobody knows if one is at work, the newer of the two."""
-    names = {"tokens": "tokens", "loss": "loss"} | ({"version": "step"} if _is_sync(facts) else {})
-    said = told if _is_sync(facts) and told.get("base_version") == base else {}
+    """What sync mode has trained on top of version `base`, with the keys of `observe`; its
+    "version" is a step. A trainer at work says it. If there is none, the newest checkpoint
+    does: what an earlier trainer said last is less than it saved, or tells of steps that
+    are lost. If nobody knows whether one is at work, the newer of the two counts."""
+    is_sync = _is_sync(facts)
+    said = told if is_sync and told.get("base_version") == base else {}
     goal = {"tokens_goal": said.get("total_tokens")} if said else {}
     is_at_work = bool(said) and any(rank["step"] for rank in crew.workers)
-    newest = [] if is_at_work else read_checkpoints(path, base)[-1:]
-    is_newer = bool(trouble) and all(saved.time < said.get("time", 0.0) for saved in newest)
-    if said and (is_at_work or is_newer):
-        speed = {"tokens_per_s": round(sum(rank["tokens_per_s"] for rank in crew.workers), 1)}
-        return {name: said.get(theirs) for name, theirs in names.items()} | goal | speed
-    return goal | {mine: getattr(saved, name) for saved in newest for mine, name in names.items()}
+    checkpoints = [] if is_at_work else read_checkpoints(path, base)
+    saved = checkpoints[-1] if checkpoints else None
+    is_said_last = bool(trouble) and (saved is None or saved.time < said.get("time", 0.0))
+    if said and (is_at_work or is_said_last):
+        speed = round(sum(rank["tokens_per_s"] for rank in crew.workers), 1)
+        return goal | {"version": said.get("step"), "tokens": said.get("tokens"),
+                       "loss": said.get("loss"), "tokens_per_s": speed}  # fmt: skip
+    if saved:
+        step = {"version": saved.step} if is_sync else {}
+        return goal | step | {"tokens": saved.tokens, "loss": saved.loss}
+    return goal
 
 
 def _job(job: Job) -> dict:
