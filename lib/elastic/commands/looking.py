@@ -39,26 +39,27 @@ def status(run: str | None, watch: bool, as_json: bool):
 
     if watch and as_json:
         raise UsageError("--watch is for a screen, --json for a script", "give one of them")
-    look = functools.partial(observe, run, not (run or as_json))
+    read = functools.partial(look, run, not (run or as_json))
     view = views.run_view if run else views.runs_table
     if watch:
         with contextlib.suppress(KeyboardInterrupt), views.live(view) as draw:
             while True:
-                draw(look(LISTED_S))
+                draw(read(LISTED_S))
                 time.sleep(WATCH_S)
         return
     with views.busy("asking the scheduler and the masters"):
-        observed = look(0.0)
+        observed = read(0.0)
     show(as_json, observed, view)
 
 
-def observe(run: str | None, is_short: bool, within_s: float) -> dict | list[dict]:
+def look(run: str | None, is_table: bool, within_s: float) -> dict | list[dict]:
     """What there is to say of the run, or of all, with jobs as they were so many seconds
     ago."""
     from elastic.people import status  # and with it redis
 
     runs = [rundir.find(run)] if run else rundir.registered()
-    observed = status.observe_all(runs, is_short, within_s, bool(run))
+    depth = status.Depth.ROW if is_table else status.Depth.BRIEF
+    observed = status.observe_all(runs, depth, within_s, is_named=bool(run))
     return observed[0] if run else observed
 
 

@@ -1,8 +1,8 @@
 """What is known about a run, as one dictionary: for people (views) and for scripts
 (--json).
 
-    World      what there is of a run, each file read once
-    observe    all about the run, and `row` what a table of runs shows, from a World
+    Look       what there is of a run, each file read once, as far as a Depth wants it
+    observe    all about the run, and `row` what a table of runs shows, from a Look
 
 Workers come from Redis when it answers, else from what the jobs wrote into the run
 directory, and the reason says so. Jobs come from one question to the scheduler for all
@@ -21,6 +21,7 @@ import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
 
@@ -73,27 +74,38 @@ class Crew:
     program: str = ""  # what a program of the user's does
 
 
-class World:
-    """All that was read of one run, each file once. `facts` is what a pass plans by. `asks`:
-    its Redis, too. `commits`: how many older ones than the newest; of 0 (for a table)
-    nothing is known of the next pass."""
+class Depth(IntEnum):
+    """How much is read of a run."""
 
-    def __init__(self, run: RunDir, listing: Listing, asks: bool = True, commits: int = CURVE):
+    ROW = 0  # what a table shows: nothing of the next pass, nor of versions before the newest
+    BRIEF = 1  # all but losses and events
+    WHOLE = 2
+
+
+# Versions before the newest one that are read.
+OLDER = {Depth.ROW: 0, Depth.BRIEF: WINDOW, Depth.WHOLE: CURVE}
+
+
+class Look:
+    """All that was read of one run, each file once. `facts` is what a pass plans by. `asks`:
+    its Redis is asked, too."""
+
+    def __init__(self, run: RunDir, listing: Listing, depth: Depth, asks: bool = True):
         self.now, self.trouble = time.time(), listing.trouble  # the scheduler's
         config, control = run.config(), run.control()
-        ours = (job for job in listing.listed if job.run == run.name)
+        ours = [job for job in listing.listed if job.run == run.name]
         listed = sorted(ours, key=attrgetter("role", "slot"))
         self.jobs = [_job(job) for job in listed if not job.ended]  # as `observe` tells them
         done, last = run.done(), run.commits.told_version()
         self.progress = run.jobs.progress() or {}  # of sync mode
         self.record = done or run.failed() or {}
         over = "done" if done else "failed" if self.record else ""
-        self.facts = facts = Facts(
-            run.name, config, control, over or ("stopped" if control.state == "stopped" else ""),
-            reconcile.remembered(run, self.now) if commits else Memory(born=self.now),
-            listed, functools.cache(run.jobs.ending),
-        )  # fmt: skip
-        versions = range(max(0, last - commits), last + 1)
+        closing = over or ("stopped" if control.state == "stopped" else "")
+        has_memory = depth > Depth.ROW
+        memory = reconcile.remembered(run, self.now) if has_memory else Memory(born=self.now)
+        self.facts = facts = Facts(run.name, config, control, closing, memory, jobs=listed,
+                                   ending=functools.cache(run.jobs.ending))  # fmt: skip
+        versions = range(max(0, last - OLDER[depth]), last + 1)
         self.commits = [*filter(None, map(run.commits.of, versions))]  # the newest ones
         # Of a run that is over no master answers. Where the list failed, somebody may be there.
         asks = asks and bool(self.jobs or listing.trouble or not facts.closing)
@@ -166,15 +178,15 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
 # ---- one run, or many
 
 
-def observe_all(
-    runs: Sequence[RunDir], brief: bool = False, within_s: float = 0.0, is_named: bool = False
-) -> list[dict]:
-    """`observe` of every run, with one question per scheduler, or its answer of
-    `within_s` ago; of several, if `brief`, `row`. What cannot be read is told of it, and
-    raised only if it `is_named` by the user, or no filesystem answers."""
+def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.BRIEF, within_s: float = 0.0,
+                is_named: bool = False) -> list[dict]:  # fmt: skip
+    """`observe` of every run (for a table, `row`), with one question per scheduler, or its
+    answer of `within_s` ago. One run alone is looked at as a whole. What cannot be read is
+    told of it, and raised only if it `is_named` by the user, or no filesystem answers."""
     listings: dict[tuple[str, str], Listing] = {}
     observations = []
-    is_one, trouble, asked = len(runs) == 1, None, 0
+    trouble, asked = None, 0
+    depth = Depth.WHOLE if len(runs) == 1 else depth
     for run in runs:
         try:
             check_answers(run)
@@ -182,12 +194,12 @@ def observe_all(
             cluster = cluster_of(run.config().run.scheduler, environment)
             if cluster not in listings:
                 listings[cluster] = ask(run, environment, within_s)
-            if brief and not is_one:
-                world = World(run, listings[cluster], asks=asked < ASKED, commits=0)
-                asked += not world.facts.closing
-                observations.append(row(world))
+            if depth == Depth.ROW:
+                look = Look(run, listings[cluster], depth, asks=asked < ASKED)
+                asked += not look.facts.closing
+                observations.append(row(look))
             else:
-                observations.append(observe(run, listings[cluster], is_one))
+                observations.append(observe(run, listings[cluster], depth))
         except (ElasticError, OSError) as error:
             trouble = error
             observations.append(_unread(run, error))  # it must not hide the others
@@ -211,80 +223,81 @@ def _unread(run: RunDir, trouble: ElasticError | OSError) -> dict:
             "unit": "tokens"}  # fmt: skip
 
 
-def row(world: World) -> dict:
+def row(look: Look) -> dict:
     """Of what `observe` says the part that a table of runs shows."""
-    newest, control, crew = world.newest, world.facts.control, world.crew
-    state, reason = judge(world)
+    newest, control, crew = look.newest, look.facts.control, look.crew
+    state, reason = judge(look)
     troubles = (f"slot {worker['slot']}: {worker['trouble']}" for worker in crew.workers
                 if worker.get("trouble"))  # fmt: skip
     return {
-        "run": world.facts.run, "state": state, "reason": reason,
+        "run": look.facts.run, "state": state, "reason": reason,
         "version": newest and newest.version, "tokens": newest.tokens if newest else 0,
-        "unit": wording.unit(newest.deltas if newest else (), world.progress),
+        "unit": wording.unit(newest.deltas if newest else (), look.progress),
         "loss": newest and newest.loss,
-        "trouble": next(troubles, crew.crash), **world.on_top,
-        "min": control.min, "max": control.max, "gpus": world.gpus,
-        "workers": list(crew.workers), "program": crew.program, "asked": world.is_asked,
+        "trouble": next(troubles, crew.crash), **look.on_top,
+        "min": control.min, "max": control.max, "gpus": look.gpus,
+        "workers": list(crew.workers), "program": crew.program, "asked": look.is_asked,
     }  # fmt: skip
 
 
-def observe(run: RunDir, jobs: Listing | None = None, whole: bool = True) -> dict:
+def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WHOLE) -> dict:
     """All about one run; of one among many not its `losses` and `events`, which would
     have to be read. Raises ElasticError only if its directory is damaged."""
-    world = World(run, jobs or ask(run, run.environment()), commits=CURVE if whole else WINDOW)
-    events, scored = (run.events(last=LOOKED_AT), run.scores.read(1)) if whole else ((), ())
-    brief, upcoming, newest = row(world), _upcoming(world), world.newest
-    is_sync, is_running = _is_sync(world.facts), brief["state"] == "running"
+    look = Look(run, listing or ask(run, run.environment()), depth)
+    is_whole = depth == Depth.WHOLE
+    events, scored = (run.events(last=LOOKED_AT), run.scores.read(1)) if is_whole else ((), ())
+    brief, upcoming, newest = row(look), _upcoming(look), look.newest
+    is_sync, is_running = _is_sync(look.facts), brief["state"] == "running"
+    speed, goal = _speed(look), newest and newest.total_tokens
     seen = {
-        "tokens_per_s": _speed(world),
-        "tokens_goal": newest and newest.total_tokens,
         **brief,
-        **({} if is_running else {"tokens_per_s": None}),
+        "tokens_per_s": look.on_top.get("tokens_per_s", speed) if is_running else None,
+        "tokens_goal": look.on_top.get("tokens_goal", goal),
         "path": str(run.path),
-        "mode": world.facts.control.mode,
-        "detail": world.record.get("detail", "") if brief["state"] == "failed" else "",
+        "mode": look.facts.control.mode,
+        "detail": look.record.get("detail", "") if brief["state"] == "failed" else "",
         "next": upcoming or wording.AS_WANTED,
-        "losses": [[commit.tokens, commit.loss] for commit in world.commits
-                   if whole and commit.loss is not None],
+        "losses": [[commit.tokens, commit.loss] for commit in look.commits
+                   if is_whole and commit.loss is not None],
         # The newest one on the way: the task's own names and numbers.
         "validated": next(({**score.values, "tokens": score.tokens} for score in scored), None),
-        "preemptions_per_h": _preemptions_per_h(world),
+        "preemptions_per_h": _preemptions_per_h(look),
         "inner_steps": None if is_sync or not newest
-                       else inner_steps(newest, world.facts.config.local_sgd),
-        "jobs": list(world.jobs),
+                       else inner_steps(newest, look.facts.config.local_sgd),
+        "jobs": list(look.jobs),
         # A delta is no news, as its round is told.
         "events": [event for event in events if event["kind"] != EventKind.DELTA][-EVENTS:],
     }  # fmt: skip
-    return {**seen, "summary": wording.sentence(seen, upcoming, world.now)}
+    return {**seen, "summary": wording.sentence(seen, upcoming, look.now)}
 
 
 # ---- why
 
 
-def judge(world: World) -> tuple[str, str]:
+def judge(look: Look) -> tuple[str, str]:
     """(state, one sentence why)."""
-    count, closing, record = len(world.jobs), world.facts.closing, world.record
+    count, closing, record = len(look.jobs), look.facts.closing, look.record
     leaving = f"; still leaving: {counted(count, 'job')}" if count else ""
     words = {"done": f"finished: {record.get('reason', 'nothing is left to train')}",
              "failed": one_line(record.get("reason", "")), "stopped": "stopped by elastic-stop"}
     if closing:
         return closing, words[closing] + leaving
-    state = "running" if world.crew.workers else "unknown" if world.trouble else "waiting"
-    return state, "; ".join(filter(None, _reasons(world, world.crew)))
+    state = "running" if look.crew.workers else "unknown" if look.trouble else "waiting"
+    return state, "; ".join(filter(None, _reasons(look, look.crew)))
 
 
-def _reasons(world: World, crew: Crew) -> Iterator[str]:
+def _reasons(look: Look, crew: Crew) -> Iterator[str]:
     """What holds a run that is not over, the most telling first."""
-    workers, gpus, least = crew.workers, world.gpus, world.facts.control.min
+    workers, gpus, least = crew.workers, look.gpus, look.facts.control.min
     if crew.silence:
-        yield f"the master is not reachable{_since(world.newest)}: {crew.silence}"
+        yield f"the master is not reachable{_since(look.newest)}: {crew.silence}"
     else:
         there = counted(gpus, "GPU")
         yield f"{there}, fewer than the {least} wanted" if workers and gpus < least else ""
-        yield "" if workers or world.trouble else "no worker is there"
+        yield "" if workers or look.trouble else "no worker is there"
     yield crew.hang
     # A full disk is looked at from here, too: with it, nobody else may be able to say so.
-    yield world.shortage or crew.words
+    yield look.shortage or crew.words
     # A rank has no pid and does not beat: of it, the words have told.
     stalled = [str(each["slot"]) for each in workers if each["state"] == "stalled" and each["pid"]]
     yield f"slots {', '.join(stalled)} beat but do not advance" if stalled else ""
@@ -293,14 +306,14 @@ def _reasons(world: World, crew: Crew) -> Iterator[str]:
     is_blocked = any(worker["state"] == "blocked" for worker in troubled)
     waits = "cannot write, and wait: " if is_blocked else ""
     yield f"slots {slots}: {waits}{troubled[0]['trouble']}" if troubled else ""
-    pending = wording.awaited(world.jobs, workers)
+    pending = wording.awaited(look.jobs, workers)
     waits = f"{counted(len(pending), 'job')} {'waits' if len(pending) == 1 else 'wait'}"
     yield f"{waits} ({pending[0]['reason'] or 'PENDING'})" if pending else ""
-    yield world.trouble
-    if not (workers or world.jobs or world.trouble):
+    yield look.trouble
+    if not (workers or look.jobs or look.trouble):
         yield "no job is queued or running"
-    if world.pass_s > NO_PASS_S:
-        since = wording.span(world.pass_s)
+    if look.pass_s > NO_PASS_S:
+        since = wording.span(look.pass_s)
         yield f"no pass since {since}: is elastic-reconcile in your crontab?"
 
 
@@ -311,16 +324,16 @@ def _since(newest: Commit | None) -> str:
     return f" (it committed version {newest.version} at {clock})"
 
 
-def _upcoming(world: World) -> str:
+def _upcoming(look: Look) -> str:
     """What the next reconcile pass would do, and what it waits for; "" if all is as
     wanted."""
-    memory, closing = world.facts.memory, world.facts.closing
+    memory, closing = look.facts.memory, look.facts.closing
     if closing and memory.is_closed(closing):
         return "nothing"
-    if world.trouble:
+    if look.trouble:
         return "nothing, until the scheduler answers"
     try:
-        plan = reconcile.plan_of(world.facts, world.now)
+        plan = reconcile.plan_of(look.facts, look.now)
     except Exception as error:  # the memory may be damaged in any way
         return f"nothing: {error!r}"
     words = [f"{each.verb} {each.role} {each.slot} ({each.reason})" for each in plan
@@ -416,23 +429,23 @@ def _by_record(facts: Facts, jobs: Sequence[dict], state: str) -> tuple[list[dic
 # ---- how fast
 
 
-def _preemptions_per_h(world: World) -> float:
+def _preemptions_per_h(look: Look) -> float:
     """Of the last half hour, by what reconcile passes remember."""
-    taken = [end for end in world.facts.memory.ended
+    taken = [end for end in look.facts.memory.ended
              if end.outcome in PREEMPTIONS and end.role != MASTER
-             and end.started_at and world.now - end.at < RECENT_S]  # fmt: skip
+             and end.started_at and look.now - end.at < RECENT_S]  # fmt: skip
     return len(taken) * 3600 / RECENT_S
 
 
-def _speed(world: World) -> float | None:
+def _speed(look: Look) -> float | None:
     """Committed tokens per second over the window since the run was last started, up to
     now for a run that is running. A trainer tells its own."""
     # What is in a version that a checkpoint became, sync mode has trained.
-    of_sync = [commit.time for commit in world.commits if commit.step is not None]
-    since = max([world.facts.memory.born, *of_sync])
-    commits = [commit for commit in world.commits[-WINDOW - 1 :] if commit.time >= since]
-    if _is_sync(world.facts) or len(commits) < 2:
+    of_sync = [commit.time for commit in look.commits if commit.step is not None]
+    since = max([look.facts.memory.born, *of_sync])
+    commits = [commit for commit in look.commits[-WINDOW - 1 :] if commit.time >= since]
+    if _is_sync(look.facts) or len(commits) < 2:
         return None
     first, last = commits[0], commits[-1]
-    passed_s = max(world.now, last.time) - first.time
+    passed_s = max(look.now, last.time) - first.time
     return (last.tokens - first.tokens) / passed_s if passed_s > 0 else None
