@@ -57,6 +57,14 @@ def test_who_waits_for_the_end_hears_of_another_one(run, monkeypatch):
         steering.wait_for_end(run)
 
 
+def test_a_run_that_was_done_all_the_same_is_done(run):
+    """As a pass and elastic-status say."""
+    run.mark_failed("no such file")
+    run.mark_done({"reason": "enough"})
+    run.set_control(state="stopped")
+    assert steering.is_done(run)
+
+
 def test_who_waits_for_the_jobs_to_go_lives_through_a_silence_of_slurm(run, monkeypatch):
     job = Job("1", "worker", 0, "RUNNING", run=run.name)
     answers = iter([[job], TryAgain("squeue: Socket timed out"), [job], TryAgain("again"), []])

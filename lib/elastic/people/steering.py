@@ -132,12 +132,12 @@ def is_done(run: RunDir) -> bool:
     """Raises ElasticError where it has failed, or was stopped. A silence is neither."""
     what = f"run {run.name}"
     with contextlib.suppress(TryAgain):
-        if failed := run.failed():
+        over = run.closing()
+        if over == "failed" and (failed := run.failed()):
             raise ElasticError(f"{what} failed: {failed['reason']}", f"elastic-logs {run.path}")
-        if run.done() is not None:
-            return True
-        if run.control().state == "stopped":
+        if over == "stopped":
             raise ElasticError(f"{what} was stopped", f"elastic-scale {run.path}: it goes on")
+        return over == "done"
     return False
 
 
