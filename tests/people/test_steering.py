@@ -15,8 +15,8 @@ from elastic.base import durable
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import Job
 from elastic.jobs.reconcile import PassReport
-from elastic.jobs.sched import Elsewhere
-from elastic.people import steering, submission
+from elastic.jobs.sched import Elsewhere, end_jobs
+from elastic.people import steering
 from helpers import commit_of
 
 
@@ -98,7 +98,7 @@ def test_the_jobs_of_a_run_that_is_undone_go_though_slurm_is_silent_for_a_while(
         raise TryAgain("scancel: Socket timed out")
 
     monkeypatch.setattr(durable, "STUCK_S", 0.01)
-    assert submission.end_jobs(run.name, SimpleNamespace(jobs=jobs, cancel=cancel))
+    assert end_jobs(run.name, SimpleNamespace(jobs=jobs, cancel=cancel))
     assert cancelled == ["1", "1"]
 
 

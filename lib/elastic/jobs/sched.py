@@ -11,20 +11,24 @@ included, is a job that still exists.
 `jobs` answers completely or raises `TryAgain`: a partial answer is no answer.
 """
 
+import contextlib
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from elastic.base.config import Config
+from elastic.base.durable import patiently
 from elastic.base.environment import LEADS, elastic_home, registry_dir
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs.history import MASTER, TRAINER, WORKER, Job
 from elastic.run.rundir import RunDir
 
 CLUSTER = "SLURM_CLUSTER_NAME"  # Slurm's own; in a run's environment since its submission
+END_S = 30.0  # in which the jobs that `end_jobs` kills have to go
 _RUN, _SLOT = "([A-Za-z0-9][A-Za-z0-9._-]{0,62})", "(0|[1-9][0-9]*)"
 _NAME = re.compile(f"{_RUN}/([mtw]){_SLOT}@elastic")
 _ROLES = {role[0]: role for role in (MASTER, TRAINER, WORKER)}
@@ -136,3 +140,19 @@ def cluster_of(kind: str, environment: Mapping[str, str]) -> tuple[str, str]:
     if kind == "local":
         return kind, str(registry_dir(environment))
     return kind, " ".join(filter(None, map(environment.get, (*LEADS, CLUSTER))))
+
+
+def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:
+    """The jobs of the run of that name that have not ended. Raises TryAgain."""
+    return [job for job in scheduler.jobs() if job.run == run and not job.ended]
+
+
+def end_jobs(run: str, scheduler: Scheduler) -> bool:
+    """Kill the jobs of the run of that name; whether they are gone. Raises TryAgain."""
+    until = time.monotonic() + END_S
+    while (jobs := patiently(jobs_of, run, scheduler, for_s=END_S)) and time.monotonic() < until:
+        with contextlib.suppress(TryAgain):
+            for job in jobs:
+                scheduler.cancel(job.job_id, now=True)
+        time.sleep(0.5)
+    return not jobs

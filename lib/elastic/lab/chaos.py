@@ -24,13 +24,12 @@ from elastic.base.environment import elastic_home
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.base.proc import read, send
 from elastic.jobs.history import MASTER, Job
-from elastic.jobs.sched import scheduler_of
+from elastic.jobs.sched import jobs_of, scheduler_of
 from elastic.jobs.sched_local import detached
 from elastic.lab import faults
 from elastic.lab.faults import Cost, Fault
 from elastic.lab.sandbox import Sandbox
 from elastic.local.master_store import MasterStore
-from elastic.people.submission import jobs_of
 from elastic.run import goodput
 from elastic.run.audit import audit, gpu_seconds, has_ledger
 from elastic.run.membership import Slot

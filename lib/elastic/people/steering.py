@@ -15,7 +15,7 @@ from elastic.base.config import Config, load
 from elastic.base.environment import cron_line, runs_root
 from elastic.base.errors import ElasticError, TryAgain, UsageError
 from elastic.jobs.reconcile import PERSON_S, run_pass
-from elastic.jobs.sched import Elsewhere, scheduler_of
+from elastic.jobs.sched import Elsewhere, jobs_of, scheduler_of
 from elastic.people import dial, submission
 from elastic.run import estimate, wording
 from elastic.run.audit import read_checkpoints
@@ -183,7 +183,7 @@ def stop(run: RunDir, now: bool) -> str:
         run.set_control(state="stopped")
         run.event("stop", now=now)
     scheduler = scheduler_of(run)
-    jobs = submission.jobs_of(run.name, scheduler) if now else []
+    jobs = jobs_of(run.name, scheduler) if now else []
     for job in jobs:
         scheduler.cancel(job.job_id, now=True)
     with contextlib.suppress(TryAgain):
@@ -207,7 +207,7 @@ def wait_until_gone(run: RunDir) -> None:
     nobody says so."""
     while True:
         try:
-            if not submission.jobs_of(run.name, scheduler_of(run)):
+            if not jobs_of(run.name, scheduler_of(run)):
                 return
         except TryAgain as silence:
             if isinstance(silence, Elsewhere):  # nobody here will ever know

@@ -15,19 +15,17 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from elastic.base import config as configuration
 from elastic.base.config import Config
-from elastic.base.durable import check_private, patiently
+from elastic.base.durable import check_private
 from elastic.base.environment import clean_environment, environment, registry_dir
 from elastic.base.errors import ElasticError, Exit, TryAgain, UsageError
 from elastic.jobs.command import NAMES, expand
-from elastic.jobs.history import Job
-from elastic.jobs.sched import CLUSTER, Scheduler, open_scheduler, scheduler_of
+from elastic.jobs.sched import CLUSTER, end_jobs, jobs_of, open_scheduler, scheduler_of
 from elastic.jobs.sched_local import VISIBLE
 from elastic.run import estimate
 from elastic.run.rundir import Control, RunDir, place_of
@@ -37,7 +35,6 @@ TRY_S = 60.0  # for a first step of the task
 LAST_LINES = 12  # of a traceback, which are shown
 MASTER_GB = 3  # for Python, torch and Redis
 MASTER_MARGIN = 1.25  # times what the master holds
-UNDO_S = 30.0  # in which the jobs of a run that is undone have to go
 
 
 def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
@@ -157,22 +154,6 @@ def undo(run: RunDir) -> None:
     if end_jobs(run.name, scheduler_of(run)):  # else it stays, and says why it failed
         shutil.rmtree(run.path)
         (registry_dir() / "runs" / run.name).unlink(missing_ok=True)
-
-
-def end_jobs(run: str, scheduler: Scheduler) -> bool:
-    """Cancel the jobs of the run of that name; whether they are gone. Raises TryAgain."""
-    until = time.monotonic() + UNDO_S
-    while (jobs := patiently(jobs_of, run, scheduler, for_s=UNDO_S)) and time.monotonic() < until:
-        with contextlib.suppress(TryAgain):
-            for job in jobs:
-                scheduler.cancel(job.job_id, now=True)
-        time.sleep(0.5)
-    return not jobs
-
-
-def jobs_of(run: str, scheduler: Scheduler) -> list[Job]:
-    """The jobs of the run of that name that have not ended. Raises TryAgain."""
-    return [job for job in scheduler.jobs() if job.run == run and not job.ended]
 
 
 def nearest(folder: Path) -> Path:

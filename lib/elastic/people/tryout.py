@@ -29,7 +29,7 @@ from elastic.base.errors import ElasticError
 from elastic.base.network import bind_address, free_port
 from elastic.jobs import sched_slurm
 from elastic.jobs.history import SETTLE_S, TRAINER, Job
-from elastic.jobs.sched import JobSpec
+from elastic.jobs.sched import JobSpec, end_jobs
 from elastic.people import submission
 from elastic.people.diagnosis import Unknown
 from elastic.sync import launch
@@ -61,7 +61,7 @@ def tried(config: Config, cluster: Mapping[str, str]) -> dict | Unknown:
         try:
             return _watched(scheduler, scheduler.submit(spec), folder)
         finally:
-            submission.end_jobs(spec.run, scheduler)
+            end_jobs(spec.run, scheduler)
 
 
 def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
