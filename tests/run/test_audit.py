@@ -9,7 +9,8 @@ import pytest
 
 from elastic.base import durable
 from elastic.run import audit as auditing
-from elastic.run.audit import PATIENCE, audit, read_checkpoints
+from elastic.run.audit import PATIENCE, audit
+from elastic.run.commits import read_checkpoints
 
 SAMPLES = 100
 

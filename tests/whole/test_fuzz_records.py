@@ -26,10 +26,10 @@ from elastic.run.audit import (
     check_sequence,
     check_sums,
     count_epochs,
-    read_checkpoints,
     read_commits,
     taken_back,
 )
+from elastic.run.commits import read_checkpoints
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 

@@ -34,7 +34,7 @@ from elastic.jobs.reconcile import Facts
 from elastic.jobs.sched import Elsewhere, cluster_of, open_scheduler
 from elastic.local.rounds import inner_steps
 from elastic.run import membership, wording
-from elastic.run.audit import read_checkpoints
+from elastic.run.commits import read_checkpoints
 from elastic.run.records import PREEMPTIONS, Commit
 from elastic.run.rundir import RunDir, check_answers
 from elastic.run.wording import EventKind, counted, one_line

@@ -18,7 +18,7 @@ from elastic.jobs.reconcile import PERSON_S, run_pass
 from elastic.jobs.sched import Elsewhere, jobs_of, scheduler_of
 from elastic.people import dial, submission
 from elastic.run import estimate, wording
-from elastic.run.audit import read_checkpoints
+from elastic.run.commits import read_checkpoints
 from elastic.run.rundir import RunDir
 
 WAIT_S = 2.0  # between two looks at what is waited for

@@ -13,8 +13,6 @@ Redis, a process or the scheduler, and nothing is written. A run may go on meanw
 it prunes is not missing.
 """
 
-import contextlib
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +24,10 @@ from pathlib import Path
 from elastic.base.durable import damage, draft_of, read_json
 from elastic.base.errors import ElasticError
 from elastic.run import goodput
-from elastic.run.claims import CHECKPOINT, numbers
-from elastic.run.commits import read_commit
+from elastic.run.claims import numbers
+from elastic.run.commits import read_checkpoints, read_commit
 from elastic.run.ledger import Range, Ranges, count
-from elastic.run.records import Checkpoint, Commit, as_commit, restored
+from elastic.run.records import Checkpoint, Commit
 from elastic.run.rundir import RunDir
 from elastic.run.sound import whole
 from elastic.run.wording import unit
@@ -97,18 +95,6 @@ def gpu_seconds(run: RunDir) -> dict[str, float]:
     jobs = goodput.allocations(events, run.jobs.endings(), per_worker, time.time())
     commits, _ = read_commits(run.path / "commits")
     return goodput.ledger(jobs, goodput.work_in(commits, run.lines("metrics.jsonl")))
-
-
-def read_checkpoints(run_dir: Path, base: int) -> list[Checkpoint]:
-    """The checkpoints of sync mode on top of version `base`, in order, as the version
-    after it. What cannot be read is none, as it is for sync mode."""
-    found = []
-    for step in sorted(numbers(run_dir / "checkpoints", CHECKPOINT)):
-        path = run_dir / "checkpoints" / f"step-{step:08d}.json"
-        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # pruned
-            record = as_commit(json.loads(path.read_text()))
-            found.append(restored(Checkpoint, record))
-    return [checkpoint for checkpoint in found if checkpoint.base_version == base]
 
 
 def read_end(run_dir: Path) -> tuple[dict | None, list[str]]:

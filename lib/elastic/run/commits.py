@@ -1,17 +1,19 @@
-"""The commits of a run: the record of each version, and which is the newest.
+"""The commits of a run: the record of each version, and which is the newest; and what sync
+mode has saved on top of one.
 
 `newest.json` is a hint. Names decide: a version is committed once its name is there.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from elastic.base import durable
 from elastic.base.durable import create_once, make_folder, read_json, replace_quickly, to_json
 from elastic.base.errors import ElasticError, TryAgain
-from elastic.run.claims import numbers
-from elastic.run.records import Commit
+from elastic.run.claims import CHECKPOINT, numbers
+from elastic.run.records import Checkpoint, Commit, as_commit, restored
 from elastic.run.sound import Part, announced, typed, whole
 
 
@@ -87,3 +89,15 @@ class Commits(Part):
 def read_commit(path: Path) -> Commit | None:
     """What a version's record says. Raises ElasticError if it is damaged."""
     return typed(Commit, path, read_json(path))
+
+
+def read_checkpoints(run_dir: Path, base: int) -> list[Checkpoint]:
+    """The checkpoints of sync mode on top of version `base`, in order, as the version
+    after it. One that cannot be read does not count: sync mode skips it, too."""
+    found = []
+    for step in sorted(numbers(run_dir / "checkpoints", CHECKPOINT)):
+        path = run_dir / "checkpoints" / f"step-{step:08d}.json"
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):  # pruned
+            record = as_commit(json.loads(path.read_text()))
+            found.append(restored(Checkpoint, record))
+    return [checkpoint for checkpoint in found if checkpoint.base_version == base]
