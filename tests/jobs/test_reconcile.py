@@ -62,9 +62,9 @@ class Answers:
         self.listed[job_id] = Job(job_id, *place, state, "", self.now, run=run)
         return job_id
 
-    def cancel(self, job_id, now=False):
+    def cancel(self, job_id, kill=False):
         self.on_cancel(job_id)
-        self.cancelled.append((job_id, now))
+        self.cancelled.append((job_id, kill))
 
     def becomes(self, state, *names):
         for job in list(self.listed.values()):
@@ -958,7 +958,7 @@ def local(make_run, home):
     scheduler = LocalScheduler(run.config(), home / "state")
     yield run, scheduler
     for job in scheduler.jobs():
-        scheduler.cancel(job.job_id, now=True)
+        scheduler.cancel(job.job_id, kill=True)
     wait_until(lambda: not scheduler._members(), 10, "nothing is left behind")
 
 

@@ -89,7 +89,7 @@ def make_site(tmp_path, monkeypatch):
     yield make
     for site in sites:
         for job_id in site.states():
-            site.scheduler.cancel(job_id, now=True)
+            site.scheduler.cancel(job_id, kill=True)
         wait_until(lambda site=site: not site.alive(), 10, "nothing is left behind")
 
 
@@ -257,7 +257,7 @@ def test_a_cancelled_job_is_told_first_and_killed_at_once_only_on_request(site):
     site.scheduler.cancel(a)
     wait_until(lambda: site.state(a) == "CANCELLED", 5, "it leaves")
     assert site.lines("told") == ["notice"]
-    site.scheduler.cancel(b, now=True)
+    site.scheduler.cancel(b, kill=True)
     assert site.state(b) == "CANCELLED"
     assert site.lines("told") == ["notice"]
 
@@ -421,5 +421,5 @@ def test_callers_at_the_same_time_give_every_job_an_id_and_never_exceed_the_gpus
     states = Counter(site.states().values())
     assert states == {"RUNNING": 3, "PENDING": 9}
     for job_id in ids:
-        site.scheduler.cancel(job_id, now=True)
+        site.scheduler.cancel(job_id, kill=True)
     assert set(site.states().values()) == {"CANCELLED"}

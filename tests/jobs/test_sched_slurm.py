@@ -682,9 +682,9 @@ def test_cancel_gives_notice_to_the_agent_whose_code_comes_through(stage):
     stage.scheduler.cancel(job_id)
     assert stage.ended(job_id).state == "FAILED"
     assert (stage.said().count("TERM"), stage.exit_code(job_id)) == (1, "5:0")
-    for now in (False, True):
-        stage.scheduler.cancel(job_id, now=now)  # gone already: no error
-        stage.scheduler.cancel("999999", now=now)
+    for kill in (False, True):
+        stage.scheduler.cancel(job_id, kill=kill)  # gone already: no error
+        stage.scheduler.cancel("999999", kill=kill)
 
 
 @pytest.mark.slurm
@@ -692,7 +692,7 @@ def test_cancel_now_ends_the_job_and_the_agent_still_hears_it(make_stage, new_sa
     stage = make_stage(new_sandbox(nodes=1, settings=("KillWait=10",)))
     job_id = stage.submit()
     stage.started(job_id)
-    stage.scheduler.cancel(job_id, now=True)
+    stage.scheduler.cancel(job_id, kill=True)
     assert stage.ended(job_id).state == "CANCELLED"
     wait_until(lambda: "TERM" in stage.said(), 10, "the agent hears TERM")
 
@@ -755,7 +755,7 @@ def test_while_the_controller_hangs_nothing_is_known_and_the_job_may_exist_after
         with pytest.raises(TryAgain, match="timed out"):
             stage.submit()
         with pytest.raises(TryAgain):
-            stage.scheduler.cancel("1", now=True)
+            stage.scheduler.cancel("1", kill=True)
     finally:
         os.kill(controller, signal.SIGCONT)
 

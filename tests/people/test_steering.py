@@ -93,7 +93,7 @@ def test_the_jobs_of_a_run_that_is_undone_go_though_slurm_is_silent_for_a_while(
             raise answer
         return answer
 
-    def cancel(job_id, now):
+    def cancel(job_id, kill):
         cancelled.append(job_id)
         raise TryAgain("scancel: Socket timed out")
 
@@ -105,7 +105,7 @@ def test_the_jobs_of_a_run_that_is_undone_go_though_slurm_is_silent_for_a_while(
 def test_who_kills_a_run_is_told_what_is_lost(run, monkeypatch):
     """A user took --now for the quick way, and lost the six hours of a round."""
     cancelled, jobs = [], []
-    slurm = SimpleNamespace(jobs=lambda: jobs, cancel=lambda job_id, now: cancelled.append(job_id))
+    slurm = SimpleNamespace(jobs=lambda: jobs, cancel=lambda job_id, kill: cancelled.append(job_id))
     monkeypatch.setattr(steering, "scheduler_of", lambda _: slurm)
     for version in range(3):
         run.commits.link(commit_of(version))

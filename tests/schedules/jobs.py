@@ -179,7 +179,7 @@ class Slurm:
     def take_fault(self) -> str:
         return self.world.faults.pop() if self.world.faults else ""
 
-    def cancel(self, job_id: str, now: bool = False) -> None:
+    def cancel(self, job_id: str, kill: bool = False) -> None:
         world = self.world
         must(not self.silent, "a job is cancelled though the scheduler did not answer")
         self.did.append((CANCEL, job_id))
@@ -190,7 +190,7 @@ class Slurm:
         if row and row.queued:
             world.change(job_id, state="CANCELLED by 0")
         elif row and not row.ended:
-            world.change(job_id, state="CANCELLED by 0" if now else "COMPLETING")
+            world.change(job_id, state="CANCELLED by 0" if kill else "COMPLETING")
 
     def spare_gpus(self, spec, most: int) -> int:
         return 0

@@ -72,7 +72,7 @@ class Filed:
     def submit(self, spec) -> str:
         return self.add(spec.name)
 
-    def cancel(self, job_id: str, now: bool = False) -> None:
+    def cancel(self, job_id: str, kill: bool = False) -> None:
         rows = self.rows()
         for row in rows:
             if row["job_id"] == job_id:

@@ -80,7 +80,7 @@ class Action:
     slot: int
     reason: str
     job_id: str = ""  # CANCEL, GROW
-    now: bool = False  # CANCEL: it was asked before and is still there: kill it
+    now: bool = False  # CANCEL: kill it, because it was asked before and is still there
     detail: str = ""  # FAIL: the last log lines
     exclude: tuple[str, ...] = ()  # SUBMIT: nodes to avoid
     gpus: int = 0  # GROW: that the job is to wait for

@@ -358,7 +358,7 @@ class _Pass:
                               later_role=action.role, later_slot=action.slot)  # fmt: skip
 
     def _cancel(self, action: Action) -> bool:
-        self.scheduler.cancel(action.job_id, now=action.now)
+        self.scheduler.cancel(action.job_id, kill=action.now)
         self._change(action, cancelled_at=self._clock())
         jobs, missed = self.memory.jobs, self.memory.missed_growths
         if any(job.job_id == action.job_id and job.queued and job.grows_until for job in jobs):

@@ -92,8 +92,8 @@ class Scheduler(Protocol):
         """Submit once, return the job id. Raises Refused, RetryLater, or TryAgain: the job may
         be there all the same, to be looked for by its name."""
 
-    def cancel(self, job_id: str, now: bool = False) -> None:
-        """Ask the job to leave (`now`: kill it). A job that is gone already is no error.
+    def cancel(self, job_id: str, kill: bool = False) -> None:
+        """Ask the job to leave, or `kill` it. A job that is gone already is no error.
         Raises TryAgain."""
 
     def wait_for(self, job_id: str, spec: JobSpec) -> None:
@@ -153,6 +153,6 @@ def end_jobs(run: str, scheduler: Scheduler) -> bool:
     while (jobs := patiently(jobs_of, run, scheduler, for_s=END_S)) and time.monotonic() < until:
         with contextlib.suppress(TryAgain):
             for job in jobs:
-                scheduler.cancel(job.job_id, now=True)
+                scheduler.cancel(job.job_id, kill=True)
         time.sleep(0.5)
     return not jobs

@@ -89,12 +89,12 @@ class LocalScheduler:
                 self._start_pending()
         return job_id
 
-    def cancel(self, job_id: str, now: bool = False) -> None:
+    def cancel(self, job_id: str, kill: bool = False) -> None:
         """A pending job never starts; a running one is told to go, and killed after its
         grace."""
         if self._record(job_id) and create_once(self._path(job_id, "claim"), NEVER):
             create_once(self._path(job_id, "cause"), b"CANCELLED")
-        self._send_away(job_id, b"CANCELLED", 0.0 if now else self.grace_s)
+        self._send_away(job_id, b"CANCELLED", 0.0 if kill else self.grace_s)
 
     def wait_for(self, job_id: str, spec: JobSpec) -> None:
         """GPUs are free here when their job has ended: there is nothing to wait for."""

@@ -107,13 +107,13 @@ class SlurmScheduler:
             return said[0]
         raise refusal(answer.returncode, answer.stderr)
 
-    def cancel(self, job_id: str, now: bool = False) -> None:
-        """Give a running job notice, drop a pending one; `now`: end it. May be
+    def cancel(self, job_id: str, kill: bool = False) -> None:
+        """Give a running job notice, drop a pending one; `kill`: end it. May be
         repeated."""
         self._forget()
         # Without --batch or --full a signal is for the steps: shell and srun must live to
         # report.
-        ways = [()] if now else [("--state=PENDING",), ("--state=RUNNING", "--signal=TERM")]
+        ways = [()] if kill else [("--state=PENDING",), ("--state=RUNNING", "--signal=TERM")]
         for options in ways:
             answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
             if not _GONE.search(answer.stderr):

@@ -146,7 +146,7 @@ class Chaos:
 
     def _kill_worker(self, victim: Slot) -> str:
         if not self.is_here:
-            self.scheduler.cancel(victim.job_id, now=True)
+            self.scheduler.cancel(victim.job_id, kill=True)
             return f"job {victim.job_id} of slot {victim.slot}"
         send([victim.pid], SIGKILL)
         return _process(victim)
@@ -163,7 +163,7 @@ class Chaos:
         if not self.is_here:
             job_ids = [job.job_id for job in self._jobs() if job.role == MASTER]
             for job_id in job_ids:
-                self.scheduler.cancel(job_id, now=True)
+                self.scheduler.cancel(job_id, kill=True)
             return f"jobs {job_ids}"
         pids = self._pids("master") + self._pids("redis-server")
         send(pids, SIGKILL)

@@ -185,7 +185,7 @@ def stop(run: RunDir, now: bool) -> str:
     scheduler = scheduler_of(run)
     jobs = jobs_of(run.name, scheduler) if now else []
     for job in jobs:
-        scheduler.cancel(job.job_id, now=True)
+        scheduler.cancel(job.job_id, kill=True)
     with contextlib.suppress(TryAgain):
         is_at_work = not run.done() and any(job.started for job in jobs)
         return _lost(run) if is_at_work else ""
