@@ -226,9 +226,10 @@ class _Pass:
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes
         readable."""
-        self.facts = Facts(self.run.name, self.config, self.run.control(), self.run.closing(),
-                           self.memory, jobs, functools.cache(self.run.jobs.ending),
-                           self.within_s)  # fmt: skip
+        self.facts = Facts(
+            self.run.name, self.config, self.run.control(), self.run.closing(), before=self.memory,
+            jobs=jobs, ending=functools.cache(self.run.jobs.ending), within_s=self.within_s,
+        )  # fmt: skip
         self.memory, endings = learned(self.facts, self.now)
         for end in endings:
             self._event(
@@ -241,16 +242,17 @@ class _Pass:
         """Plan, and carry the plan out as far as the scheduler goes along."""
         self.scheduler = scheduler
         growth = self._growth() if self.facts.control.mode == "sync" else 0
-        planned = plan(world_of(replace(self.facts, memory=self.memory), growth), self.now)
+        planned = plan(world_of(self.facts, self.memory, growth), self.now)
         self._tell_waiting([action for action in planned if action.verb == WAIT])
         verbs = {FAIL: self._give_up, CANCEL: self._cancel, SUBMIT: self._submit,
                  GROW: self._grow}  # fmt: skip
-        for action in planned:
-            if self.dry_run and action.verb != WAIT:
+        for action in [each for each in planned if each.verb != WAIT]:
+            if self.dry_run:
                 self._tell(action)
-            elif action.verb != WAIT and not verbs[action.verb](action):
+            elif not verbs[action.verb](action):
                 break
         if not self.memory.closing and self.run.failed():
+            # A first refusal has ended the run: cancel what was submitted before it.
             self.memory = history.enter(self.memory, "failed", self.now)
             self.act(scheduler)
 
@@ -406,14 +408,15 @@ class _Pass:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the plan for a run follows from. `ending` gives the exit record of a job;
-    `jobs` may be a listing of `within_s` ago."""
+    """All that the plan for a run follows from. `before` is the memory that the pass before
+    left; `jobs` may be a listing of `within_s` ago; `ending` gives the exit record of a
+    job."""
 
     run: str
     config: Config
     control: Control
     closing: str
-    memory: Memory
+    before: Memory
     jobs: Sequence[Job]
     ending: Callable[[str], Mapping | None]
     within_s: float = 0.0
@@ -428,13 +431,13 @@ class Facts:
 def plan_of(facts: Facts, now: float) -> list[Action]:
     """What a pass would do, but for a growth: only a pass can ask for spare GPUs."""
     memory, _ = learned(facts, now)
-    return plan(world_of(replace(facts, memory=memory)), now)
+    return plan(world_of(facts, memory), now)
 
 
 def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
     """Memory up to date with a listing and exit records, and the ends that are news."""
     listed = [_with_last_word(job, facts, now) for job in facts.jobs if job.run == facts.run]
-    memory = history.enter(facts.memory, facts.closing, now, facts.control.mode)
+    memory = history.enter(facts.before, facts.closing, now, facts.control.mode)
     listed_at = now - facts.within_s  # at the earliest
     news = history.gone(memory, listed, listed_at)
     if memory.closing in ("stopped", "done"):  # jobs that end now do as they were asked
@@ -444,19 +447,25 @@ def learned(facts: Facts, now: float) -> tuple[Memory, list[Ended]]:
     return history.learn(memory, listed, endings, listed_at, keep), endings
 
 
-def world_of(facts: Facts, growth: int = 0) -> World:
-    config, control, memory = facts.config, facts.control, facts.memory
-    elastic, hang_s = config.elastic, config.health.hang_timeout_s
-    limits = (elastic.max_pending, elastic.max_failures, elastic.backoff_s, hang_s)
+def world_of(facts: Facts, memory: Memory, growth: int = 0) -> World:
+    """What is planned by, with the `learned` memory; sync mode: and with the GPUs for which
+    a restart pays."""
+    config, control = facts.config, facts.control
     if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
         memory = replace(memory, later_until=0.0)
-    if control.mode == "sync":
-        job = _trainer_at_work(memory)
-        gpus = facts.gpus_of(job) if job else 0
-        node_gpus = config.slurm.gpus_per_node if config.run.scheduler == "slurm" else 1
-        range_ = (control.min, control.max)
-        return World(0, memory, *limits, "sync", growth, range_, gpus, node_gpus)
-    return World(control.max // max(1, config.slurm.gpus_per_worker), memory, *limits)
+    world = World(
+        slots=control.max // max(1, config.slurm.gpus_per_worker), memory=memory,
+        max_pending=config.elastic.max_pending, max_failures=config.elastic.max_failures,
+        backoff_s=config.elastic.backoff_s, hang_timeout_s=config.health.hang_timeout_s,
+    )  # fmt: skip
+    if control.mode != "sync":
+        return world
+    job = _trainer_at_work(memory)
+    return replace(
+        world, slots=0, mode="sync", growth=growth, limits_of_gpus=(control.min, control.max),
+        gpus=facts.gpus_of(job) if job else 0,
+        node_gpus=config.slurm.gpus_per_node if config.run.scheduler == "slurm" else 1,
+    )  # fmt: skip
 
 
 def reasons_of(waits: Sequence[Action]) -> dict[str, str]:

@@ -102,9 +102,9 @@ class Look:
         over = "done" if done else "failed" if self.record else ""
         closing = over or ("stopped" if control.state == "stopped" else "")
         has_memory = depth > Depth.ROW
-        memory = reconcile.remembered(run, self.now) if has_memory else Memory(born=self.now)
-        self.facts = facts = Facts(run.name, config, control, closing, memory, jobs=listed,
-                                   ending=functools.cache(run.jobs.ending))  # fmt: skip
+        self.memory = reconcile.remembered(run, self.now) if has_memory else Memory(born=self.now)
+        self.facts = facts = Facts(run.name, config, control, closing, before=self.memory,
+                                   jobs=listed, ending=functools.cache(run.jobs.ending))
         versions = range(max(0, last - OLDER[depth]), last + 1)
         self.commits = [*filter(None, map(run.commits.of, versions))]  # the newest ones
         # Of a run that is over no master answers. Where the list failed, somebody may be there.
@@ -327,7 +327,7 @@ def _since(newest: Commit | None) -> str:
 def _upcoming(look: Look) -> str:
     """What the next reconcile pass would do, and what it waits for; "" if all is as
     wanted."""
-    memory, closing = look.facts.memory, look.facts.closing
+    memory, closing = look.memory, look.facts.closing
     if closing and memory.is_closed(closing):
         return "nothing"
     if look.trouble:
@@ -431,7 +431,7 @@ def _by_record(facts: Facts, jobs: Sequence[dict], state: str) -> tuple[list[dic
 
 def _preemptions_per_h(look: Look) -> float:
     """Of the last half hour, by what reconcile passes remember."""
-    taken = [end for end in look.facts.memory.ended
+    taken = [end for end in look.memory.ended
              if end.outcome in PREEMPTIONS and end.role != MASTER
              and end.started_at and look.now - end.at < RECENT_S]  # fmt: skip
     return len(taken) * 3600 / RECENT_S
@@ -442,7 +442,7 @@ def _speed(look: Look) -> float | None:
     now for a run that is running. A trainer tells its own."""
     # What is in a version that a checkpoint became, sync mode has trained.
     of_sync = [commit.time for commit in look.commits if commit.step is not None]
-    since = max([look.facts.memory.born, *of_sync])
+    since = max([look.memory.born, *of_sync])
     commits = [commit for commit in look.commits[-WINDOW - 1 :] if commit.time >= since]
     if _is_sync(look.facts) or len(commits) < 2:
         return None
