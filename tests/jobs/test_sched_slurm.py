@@ -26,9 +26,9 @@ from elastic.jobs.sched_slurm import (
     sbatch_argv,
     slurm_command,
 )
+from elastic.jobs.slurm_text import Node
 from elastic.people import submission
 from elastic.run import estimate
-from elastic.run.records import Node
 from elastic.sync.launch import Ranks
 from forks import as_nobody
 from helpers import PATIENCE, ROOT, wait_until

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.base import config as configuration
+from elastic.jobs.slurm_text import Node, gpus_of, most_gpus
 from elastic.people.diagnosis import (
     FAIL,
     OK,
@@ -20,7 +21,6 @@ from elastic.people.diagnosis import (
 )
 from elastic.people.doctor import off_s
 from elastic.run.estimate import Save
-from elastic.run.records import Node, gpus_of, most_gpus
 
 CLUSTER = {
     "SLURM_VERSION": "22.05.8", "ClusterName": "lab", "PreemptType": "preempt/partition_prio",

@@ -30,9 +30,8 @@ from elastic.base.environment import clean_environment, elastic_home, env, regis
 from elastic.base.errors import ElasticError, TryAgain
 from elastic.jobs import sched, sizing
 from elastic.jobs.history import LEAVING_STATES, MASTER, TRAINER, WORKER, Job, has_ended
-from elastic.jobs.hostlist import expand_hostlist
 from elastic.jobs.sched import JobSpec, Refused, RetryLater, parse_job_name
-from elastic.run.records import Node, gpus_of
+from elastic.jobs.slurm_text import Node, expand_hostlist, gpus_of
 from elastic.run.rundir import RunDir
 
 BEFORE_LIMIT = "TERM@120"  # a checkpoint may take longer than KillWait

@@ -20,7 +20,7 @@ from elastic.base.config import Config
 from elastic.base.environment import env
 from elastic.base.errors import ElasticError
 from elastic.jobs import sched_slurm
-from elastic.jobs.hostlist import expand_hostlist, numbers
+from elastic.jobs.slurm_text import expand_hostlist, numbers
 
 _TEMPORARY = re.compile(r"^\.|^tmp|\.(tmp|partial)\b|~$")
 _WORDS = r"(epoch|\bep)|step|\bba|iteration|iter|checkpoint|ckpt|snapshot|state|model(?=[-_]\d+\.)"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from elastic.base.errors import ElasticError
 from elastic.base.units import size
-from elastic.run.records import gpus_of, most_gpus
+from elastic.jobs.slurm_text import gpus_of, most_gpus
 from elastic.run.wording import counted
 
 OK, WARN, FAIL, SKIP = VERDICTS = ("OK", "WARN", "FAIL", "SKIP")

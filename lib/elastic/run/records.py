@@ -267,29 +267,3 @@ def as_commit(record: object) -> dict:
 
 def _told(record: Delta | Commit) -> dict:
     return {name: value for name, value in vars(record).items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node in a partition, as Slurm lists it."""
-
-    partition: str
-    name: str
-    host: str
-    address: str
-    state: str
-    gres: str
-    features: str = ""
-
-
-def gpus_of(gres: str, wanted: str) -> int:
-    """How many of `wanted` ("gpu", or with a type "gpu:a100") a node's Gres has."""
-    found = re.findall(r"([\w:.-]+):(\d+)(?=\(|,|$)", gres)
-    return sum(int(n) for kind, n in found if kind == wanted or kind.startswith(f"{wanted}:"))
-
-
-def most_gpus(tres: str, wanted: str) -> list[int]:
-    """The limits on `wanted`, or on GPUs of every type, in a limit as Slurm writes it:
-    "cpu=64,gres/gpu=8,gres/gpu:a100=4"."""
-    found = re.findall(r"\bgres/([\w:.-]+)=(\d+)", tres)
-    return [int(n) for kind, n in found if wanted == kind or wanted.startswith(f"{kind}:")]
