@@ -297,7 +297,7 @@ def pass_after_me(run_dir: Path) -> subprocess.Popen:
     return subprocess.Popen(command, env=_outliving(), cwd="/", start_new_session=True, **nothing)
 
 
-def _least_used(in_use: Sequence[str], count: int, visible: str | None = None) -> list[str]:
+def _least_used(in_use: Sequence[str], count: int, visible: str | None) -> list[str]:
     """`count` GPUs of this machine, or of those `visible` to the user, those with the
     fewest jobs first; none where there are none."""
     here = map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*")))))

@@ -513,7 +513,7 @@ def _size(spec: JobSpec, lists: bool) -> list[str]:
     return [f"--nodes={nodes}", "--no-kill"]
 
 
-def _resources(spec: JobSpec, lists: bool = False) -> list[str]:
+def _resources(spec: JobSpec, lists: bool) -> list[str]:
     slurm = spec.config.slurm
     is_master, is_trainer = spec.role == MASTER, spec.role == TRAINER
     gpus = slurm.gpus_per_node if is_trainer else spec.gpus[1]  # per node

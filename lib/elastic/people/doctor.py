@@ -34,19 +34,16 @@ from elastic.run.rundir import Endpoint, RunDir
 TORCH_TIMEOUT_S = 120.0
 
 
-def unheard(_done: tuple[float, str]) -> None:
-    """Show no progress, which is (the part that is done, the probe at work)."""
-
-
-def report(path: Path | None, overrides: Sequence[str], tell=unheard, more=()) -> dict:
+def report(path: Path | None, overrides: Sequence[str], tell=lambda _: None, more=()) -> dict:
     """Findings for the run that `path` describes (None: for any run of this site), as
-    JSON has them: "checks", and how many checks got each verdict. `more`: further probes,
-    by name."""
+    JSON has them: "checks", and how many checks got each verdict. `tell` hears of the
+    progress: (the part that is done, the probe at work). `more`: further probes, by name."""
     config = configuration.load(path, overrides) if path else configuration.load_site(overrides)
     facts = dict(config=config, path=path, overrides=overrides, clocks={},
                  here=network.node_name().split(".")[0], cron_line=cron_line())  # fmt: skip
-    for done, (name, probe) in enumerate([*PROBES.items(), *more]):
-        tell((done / len(PROBES), name))
+    probes = [*PROBES.items(), *more]
+    for done, (name, probe) in enumerate(probes):
+        tell((done / len(probes), name))
         facts[name] = answer(probe, facts, name in VITAL)
     findings = diagnose(facts)
     verdicts = [finding.verdict for finding in findings]

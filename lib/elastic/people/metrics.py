@@ -61,11 +61,11 @@ def _gauge(name: str, words: str, samples: Iterable[tuple]) -> Iterator[str]:
     """The lines of one gauge. A sample is (run, state or "", number)."""
     yield f"# HELP elastic_{name} {words}"
     yield f"# TYPE elastic_{name} gauge"
+    user = user_name().replace("\\", "\\\\")  # a Windows domain's
     for seen, state, value in samples:
-        who = seen["run"], user_name().replace("\\", "\\\\")  # a Windows domain's
         more = f',state="{state}"' if state else ""
         if value is not None:
-            yield f'elastic_{name}{{run="{who[0]}",user="{who[1]}"{more}}} {value}'
+            yield f'elastic_{name}{{run="{seen["run"]}",user="{user}"{more}}} {value}'
 
 
 # ---- one run, version by version

@@ -107,6 +107,7 @@ class Look:
                                    jobs=listed, ending=functools.cache(run.jobs.ending))
         versions = range(max(0, last - OLDER[depth]), last + 1)
         self.commits = [*filter(None, map(run.commits.of, versions))]  # the newest ones
+        self.newest = self.commits[-1] if self.commits else None
         # Of a run that is over no master answers. Where the list failed, somebody may be there.
         asks = asks and bool(self.jobs or listing.trouble or not facts.closing)
         if not _is_sync(facts):
@@ -120,10 +121,6 @@ class Look:
         self.on_top = _on_top(run.path, facts, self.progress, version, self.crew, listing.trouble)
         self.shortage = run.shortage(config.checkpoint.min_free_bytes)
         self.pass_s = reconcile.since_last(run)
-
-    @property
-    def newest(self) -> Commit | None:
-        return self.commits[-1] if self.commits else None
 
     @property
     def gpus(self) -> int | None:
@@ -334,7 +331,7 @@ def _upcoming(look: Look) -> str:
         return "nothing, until the scheduler answers"
     try:
         plan = reconcile.plan_of(look.facts, look.now)
-    except Exception as error:  # the memory may be damaged in any way
+    except (ElasticError, KeyError) as error:  # an unread exit record, a role of another version
         return f"nothing: {error!r}"
     words = [f"{each.verb} {each.role} {each.slot} ({each.reason})" for each in plan
              if each.verb != WAIT]  # fmt: skip

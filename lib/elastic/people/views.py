@@ -34,6 +34,7 @@ STATE_STYLES = {
 }  # fmt: skip
 LOSS, BEAT = "{:.3f}", "{:.0f}s"
 BARS = "▁▂▃▄▅▆▇█"
+SPARKS, BAR = 40, 16  # columns of a sparkline, and of a bar of progress
 MOST_ROWS, MOST_EVENTS = 24, 8  # of workers, and of events, where one can scroll
 HEAD_LINES = 14  # of a run, without its tables
 ROOMY_LINES = 32  # a screen of so many lines shows the path of the run, too
@@ -319,12 +320,12 @@ def config_view(rows: Sequence[dict]) -> RenderableType:
 # ---- small parts ---------------------------------------------------------------------
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """First and last value, and between them a bar for each of `width` stretches."""
+def sparkline(values: Sequence[float]) -> str:
+    """First and last value, and between them a bar for each of SPARKS stretches."""
     values = [value for value in values if math.isfinite(value)]
     if len(values) < 2:
         return ""
-    count = min(width, len(values))
+    count = min(SPARKS, len(values))
     cuts = [len(values) * i // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
     low, most = min(means), len(BARS) - 1
@@ -333,13 +334,13 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return f"{LOSS.format(values[0])} {bars} {LOSS.format(values[-1])}"
 
 
-def _bar(done: float, most: float | None, width: int = 16) -> str:
+def _bar(done: float, most: float | None) -> str:
     """How much of it is done; empty where nobody knows how much it will be."""
     if not most:
         return ""
     share = max(0, min(done, most)) / most
-    full = round(share * width)
-    return f"{'━' * full}{'╌' * (width - full)} {share:.0%}"
+    full = round(share * BAR)
+    return f"{'━' * full}{'╌' * (BAR - full)} {share:.0%}"
 
 
 def _table(*columns: str) -> Table:
