@@ -28,7 +28,7 @@ from elastic.run.estimate import AHEAD, ENOUGH, Model, Rates
 LEAST_STEPS, LEAST_AHEAD, MOST_STEPS = 30, 100, 200  # of a round, with and without overlap
 CODED = {"none": 4.0, "int8": 258 / 256, "int4": 66 / 128}  # bytes an element of a large tensor
 PROBE_BYTES = 64 << 20
-CHOSEN = ("inner_steps", "compression", "overlap")
+DIALLED = ("inner_steps", "compression", "overlap")  # keys of [local_sgd]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def is_open(config: Config, name: str) -> bool:
 def has_choice(config: Config, model: Model) -> bool:
     """Is anything left open, and is the time of a step known?"""
     is_known = model.tokens_per_sample and config.run.scheduler == "slurm"  # which has GPUs
-    is_any = any(is_open(config, f"local_sgd.{name}") for name in CHOSEN)
+    is_any = any(is_open(config, f"local_sgd.{name}") for name in DIALLED)
     return is_any and bool(is_known or config.plan.step_s)
 
 
@@ -90,7 +90,7 @@ def choose(config: Config, model: Model, rates: Rates) -> list[Choice]:
         "overlap": (way[1], f"without it workers would wait for more than {ENOUGH:.0%} of a"
                             f" round of {most} steps"),
     }  # fmt: skip
-    return [Choice(f"local_sgd.{name}", *found[name]) for name in CHOSEN
+    return [Choice(f"local_sgd.{name}", *found[name]) for name in DIALLED
             if is_open(config, f"local_sgd.{name}") and found[name][0] != getattr(sgd, name)]
 
 

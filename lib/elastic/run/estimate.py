@@ -15,10 +15,12 @@ from elastic.base.units import size
 
 KEPT = 8  # bytes per parameter of a version that the master alone reads: float32, momentum
 DOWN = 2  # bytes per parameter of a version that workers read: bfloat16
+# averaging.py and in_hand.py act by these two.
 THREADS = 16  # most threads that average; each holds a fragment of a delta and of a mean
-ENOUGH = 0.05  # share of a round for which workers may stand still
-CHOSEN = "elastic-submit"  # how the origin of a key begins that nobody has set
 AHEAD = 4  # of a round's steps, a quarter at most is done while its delta travels
+ENOUGH = 0.05  # share of a round for which workers may stand still
+# An origin that begins so says that a key was left open, and elastic-submit chose it.
+CHOSEN = "elastic-submit"
 PASS_FLOPS = 6  # per parameter and token, forth and back
 
 
