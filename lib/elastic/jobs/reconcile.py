@@ -82,11 +82,9 @@ class PassReport:
         return self.errors + unknown + done
 
 
-def run_pass(
-    runs: Sequence[RunDir], now: float, dry_run: bool = False,
-    scheduler: Callable[[Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
-    within_s: float = 0.0, wait_s: float = 0.0,
-) -> PassReport:  # fmt: skip
+def run_pass(runs: Sequence[RunDir], now: float, dry_run: bool = False,
+             scheduler: Callable[[Config, Mapping[str, str]], Scheduler] = sched.open_scheduler,
+             within_s: float = 0.0, wait_s: float = 0.0) -> PassReport:  # fmt: skip
     """One pass over `runs`. `dry_run` only plans: it takes no lock and writes nothing.
     The scheduler's answer of `within_s` ago will do. A run that another pass is at work
     on is skipped; with `wait_s` it is unknown, if that pass takes longer."""
@@ -192,7 +190,7 @@ def _is_closed(run: RunDir) -> bool:
 class _Pass:
     """A pass over one run, whose lock is held."""
 
-    def __init__(self, run: RunDir, now: float, dry_run: bool, within_s: float = 0.0):
+    def __init__(self, run: RunDir, now: float, dry_run: bool, within_s: float):
         self.run, self.now, self.dry_run, self.within_s = run, now, dry_run, within_s
         self._began = time.monotonic()
         self.config, self.environment = run.config(), run.environment()
@@ -226,10 +224,9 @@ class _Pass:
     def observe(self, jobs: Sequence[Job]) -> None:
         """Bring memory up to date with a listing and the exit records it makes
         readable."""
-        self.facts = Facts(
-            self.run.name, self.config, self.run.control(), self.run.closing(), before=self.memory,
-            jobs=jobs, ending=functools.cache(self.run.jobs.ending), within_s=self.within_s,
-        )  # fmt: skip
+        self.facts = Facts(self.run.name, self.config, self.run.control(), self.run.closing(),
+                           before=self.memory, jobs=jobs, within_s=self.within_s,
+                           ending=functools.cache(self.run.jobs.ending))  # fmt: skip
         self.memory, endings = learned(self.facts, self.now)
         for end in endings:
             self._event(
@@ -249,7 +246,7 @@ class _Pass:
         for action in [each for each in planned if each.verb != WAIT]:
             if self.dry_run:
                 self._tell(action)
-            elif not verbs[action.verb](action):
+            elif verbs[action.verb](action) is False:  # of a submission: no more is taken
                 break
         if not self.memory.closing and self.run.failed():
             # A first refusal has ended the run: cancel what was submitted before it.
@@ -276,9 +273,11 @@ class _Pass:
         """`now` as it has become: a scheduler may take its time."""
         return self.now + time.monotonic() - self._began
 
-    # ---- the verbs: each returns whether to go on with the plan
+    # ---- the verbs
 
     def _submit(self, action: Action) -> bool:
+        """False if nothing more is to be submitted now. A pass that dies in the middle of it
+        leaves a note that this job may be there."""
         before, place = self.memory, (action.role, action.slot)
         self._note_unsure(place, DYING_S)
         self.save()
@@ -310,7 +309,7 @@ class _Pass:
                 raise
         return self.scheduler.submit(replace(spec, exclude=()))
 
-    def _grow(self, action: Action) -> bool:
+    def _grow(self, action: Action) -> None:
         """The nodes that its predecessor leaves are free only after their epilog: a
         successor that would take less starts at once on the others alone."""
         wanted = (action.gpus, action.gpus)
@@ -319,7 +318,6 @@ class _Pass:
         self.scheduler.wait_for(action.job_id, replace(self._spec(TRAINER, 0), gpus=wanted))
         if any(job.started and job.grows_until for job in self.memory.jobs):
             self.memory = replace(self.memory, missed_growths=0)  # the one before came true
-        return True
 
     def _change(self, action: Action, **fields) -> None:
         """Note something about the job of an action."""
@@ -359,7 +357,7 @@ class _Pass:
         self.memory = replace(memory, later_until=until, later_reason=reason, later_host=host,
                               later_role=action.role, later_slot=action.slot)  # fmt: skip
 
-    def _cancel(self, action: Action) -> bool:
+    def _cancel(self, action: Action) -> None:
         self.scheduler.cancel(action.job_id, kill=action.now)
         self._change(action, cancelled_at=self._clock())
         jobs, missed = self.memory.jobs, self.memory.missed_growths
@@ -367,12 +365,10 @@ class _Pass:
             passes = NO_GROWTH_PASSES * 2 ** min(missed, 5)
             self.memory = replace(self.memory, spare_passes=-passes, missed_growths=missed + 1)
         self._tell(action)
-        return True
 
-    def _give_up(self, action: Action) -> bool:
+    def _give_up(self, action: Action) -> None:
         self.run.mark_failed(action.reason, action.detail)
         self.report.lines.append(f"failed: {action.reason}")
-        return True
 
     def _note_unsure(self, place: tuple[str, int], duration_s: float) -> None:
         others = (u for u in self.memory.unsure if u.place != place)
@@ -453,17 +449,14 @@ def world_of(facts: Facts, memory: Memory, growth: int = 0) -> World:
     config, control = facts.config, facts.control
     if memory.later_host not in ("", node_name()):  # where jobs may not be submitted
         memory = replace(memory, later_until=0.0)
-    world = World(
-        slots=control.max // max(1, config.slurm.gpus_per_worker), memory=memory,
+    is_sync, trainer = control.mode == "sync", _trainer_at_work(memory)
+    slots = 0 if is_sync else control.max // max(1, config.slurm.gpus_per_worker)
+    return World(
+        slots, memory, mode=control.mode, growth=growth,
         max_pending=config.elastic.max_pending, max_failures=config.elastic.max_failures,
         backoff_s=config.elastic.backoff_s, hang_timeout_s=config.health.hang_timeout_s,
-    )  # fmt: skip
-    if control.mode != "sync":
-        return world
-    job = _trainer_at_work(memory)
-    return replace(
-        world, slots=0, mode="sync", growth=growth, limits_of_gpus=(control.min, control.max),
-        gpus=facts.gpus_of(job) if job else 0,
+        limits_of_gpus=(control.min, control.max) if is_sync else None,
+        gpus=facts.gpus_of(trainer) if trainer else 0,
         node_gpus=config.slurm.gpus_per_node if config.run.scheduler == "slurm" else 1,
     )  # fmt: skip
 
