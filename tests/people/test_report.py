@@ -201,7 +201,7 @@ def test_nothing_in_a_run_can_become_part_of_the_page(lived):
     seen = facts.seen | {"run": evil, "summary": evil, "reason": evil, "path": evil}
     jobs = [job_of(role=evil, started=facts.began, ended=facts.began + 9, outcome=evil)]
     incidents = timeline.incidents([event])
-    found = report.Facts(seen, facts.began, facts.points, facts.scores, jobs, incidents,
+    found = report.Contents(seen, facts.began, facts.points, facts.scores, jobs, incidents,
                          facts.gpu_seconds)  # fmt: skip
     text = report.page(found)
     assert "<script" not in text
@@ -222,7 +222,7 @@ def test_what_all_workers_felt_is_a_line_through_all_jobs(lived):
 def test_a_run_that_has_only_begun_is_drawn(lived):
     facts = report.gather(lived[0].run)
     none = dict.fromkeys(facts.gpu_seconds, 0.0)
-    empty = report.Facts(facts.seen, facts.began, [], [], [], [], none)
+    empty = report.Contents(facts.seen, facts.began, [], [], [], [], none)
     drawn = report.page(empty)
     assert "None." in drawn
     assert drawn.count(">nothing yet<") == len(report.PANELS)

@@ -27,7 +27,7 @@ ENDED = ("COMPLETED", "FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED 
          "OUT_OF_MEMORY")  # fmt: skip
 QUEUED = ("PENDING",)
 KNOWN_STATES = (*QUEUED, "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")  # of living jobs
-LAG_S = 25.0  # that a listing may be behind: less than history.SETTLE_S
+LAG_S = 25.0  # that a listing may be behind: less than history.LISTING_LAG_S
 HANG_S = 500.0  # that a controller may take to act on a submission: less than reconcile.UNSURE_S
 DYING_S = 25.0  # that sbatch may take whose pass is killed: less than reconcile.DYING_S
 PASS_S = 4.0  # that a pass may take between two looks of the world

@@ -20,7 +20,7 @@ from elastic.base import config
 from elastic.base.durable import to_json, write_atomic
 from elastic.base.environment import clean_environment
 from elastic.base.errors import TryAgain
-from elastic.jobs.history import SETTLE_S, Job
+from elastic.jobs.history import LISTING_LAG_S, Job
 from elastic.jobs.reconcile import UNSURE_S, _Pass, run_pass
 from elastic.jobs.sched import parse_job_name
 from elastic.people import submission
@@ -139,7 +139,7 @@ def act(run: RunDir, slurm: Filed) -> None:
 
 def passes(run: RunDir, slurm: Filed) -> None:
     """Cron goes on, soon and late; never are there two jobs in a place."""
-    for after_s in (PASS_S, PASS_S, 2 * SETTLE_S, UNSURE_S, PASS_S, 2 * SETTLE_S):
+    for after_s in (PASS_S, PASS_S, 2 * LISTING_LAG_S, UNSURE_S, PASS_S, 2 * LISTING_LAG_S):
         one_pass(run, slurm, after_s)
         assert max(slurm.live().values(), default=0) <= 1, slurm.live()
 

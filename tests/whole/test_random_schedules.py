@@ -448,7 +448,7 @@ JOBS = {
         (history, "has_ended"): lambda state: state not in jobs.KNOWN_STATES
     },
     "no answer means no jobs": {(reconcile, "_pass_over"): silence_is_empty},
-    "a listing knows the youngest jobs": {(history, "SETTLE_S"): 0.0},
+    "a listing knows the youngest jobs": {(history, "LISTING_LAG_S"): 0.0},
     "an unsure submission is forgotten": planned(lambda world: with_memory(world, unsure=())),
     "a dying pass leaves no note": {(reconcile, "DYING_S"): 0.0},
     "a lost answer is waited for a minute": {(reconcile, "UNSURE_S"): 60.0},

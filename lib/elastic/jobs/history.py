@@ -8,7 +8,7 @@ may or may not have succeeded.
 - A job exists unless its state is a known ended one; a word never seen before is no end.
 - A job is its name (role, slot) and its id; ids alone are reused after a controller
   crash.
-- Absence from a listing is an end only for a job old enough to be missed (`SETTLE_S`).
+- Absence from a listing is an end only for a job old enough to be missed (`LISTING_LAG_S`).
 - Every end becomes news exactly once, and is kept while it can matter.
 """
 
@@ -34,7 +34,7 @@ LEAVING_STATES = frozenset({"COMPLETING", "STAGE_OUT"})
 BROKEN_HOLDS = ("dependencyneversatisfied", "jobholdmaxrequeue", "launchfailedrequeuedheld",
                 "launchfailurelimit", "wasdeleted")  # its reservation  # fmt: skip
 
-SETTLE_S = 30.0  # a job this young may be missing from a listing that is a little behind
+LISTING_LAG_S = 30.0  # a job this young may be missing from a listing that is a little behind
 CANCEL_AGAIN_S = 60.0  # how long a cancelled job may take to go
 CLOCK_SKEW_S = 300.0  # an exit record older than its job by more is another job's
 RECENT_S = 1800.0  # how long an end counts for its node
@@ -184,10 +184,10 @@ def gone(memory: Memory, listed: Sequence[Job], now: float) -> list[Job]:
     told = {(*end.key, end.submitted_at) for end in memory.ended}
     news = []
     for key, job in known.items():
-        if key not in rows and now - job.submitted_at >= SETTLE_S:
+        if key not in rows and now - job.submitted_at >= LISTING_LAG_S:
             news.append(replace(job, state="VANISHED"))
         elif key in rows and rows[key].ended:
-            news.append(_joined(rows[key], job))
+            news.append(_with_memory(rows[key], job))
     for key, row in rows.items():
         is_new = key not in known and (*key, row.submitted_at) not in told
         if is_new and row.ended and row.submitted_at >= memory.born:
@@ -205,8 +205,8 @@ def learn(
     slot)."""
     known = {job.key: job for job in memory.jobs}
     rows = {row.key for row in listed}
-    jobs = [_joined(row, known.get(row.key)) for row in listed if not row.ended]
-    jobs += [j for j in memory.jobs if j.key not in rows and now - j.submitted_at < SETTLE_S]
+    jobs = [_with_memory(row, known.get(row.key)) for row in listed if not row.ended]
+    jobs += [j for j in memory.jobs if j.key not in rows and now - j.submitted_at < LISTING_LAG_S]
     old = known.keys() | {end.key for end in memory.ended}
     arrived = {each.place for each in (*jobs, *endings) if each.key not in old}
     unsure = tuple(u for u in memory.unsure if u.until > now and u.place not in arrived)
@@ -279,7 +279,7 @@ def _outcome(job: Job, record: Mapping) -> tuple[str, str]:
     return Outcome.FAILED, f"it ended before it could start ({state}{why})"
 
 
-def _joined(row: Job, known: Job | None) -> Job:
+def _with_memory(row: Job, known: Job | None) -> Job:
     """A listing's row with what only memory knows: an ended job loses its reason and its
     node."""
     if known is None:

@@ -167,7 +167,7 @@ def _close(jobs: Sequence[Job], why: str, closing_s: float, now: float) -> Itera
     for job in sorted(jobs, key=lambda job: (not job.queued, job.role == MASTER, -job.slot)):
         is_over = job.queued or closing_s >= LEAVE_S[job.role]
         if is_over and not job.leaving(now):
-            yield _cancelled(job, f"the run is {why}")
+            yield _notice_or_kill(job, f"the run is {why}")
 
 
 def _resize(world: World, now: float) -> Iterator[Action]:
@@ -186,15 +186,15 @@ def _resize(world: World, now: float) -> Iterator[Action]:
         for job in (each for each in outdated if not each.leaving(now)):
             missed = f"{job.asked[0]} GPUs have not become free"
             other = "the run has other limits now"
-            yield _cancelled(job, missed if job.grows_until else other)
+            yield _notice_or_kill(job, missed if job.grows_until else other)
     elif len(started) == 1 and waiting:
         if limits and world.gpus > max(limits[1], world.node_gpus):
             reason = f"it has {world.gpus} GPUs, and the run may have {limits[1]} now"
-            yield _told(started[0], reason)
+            yield _notice(started[0], reason)
         elif world.growth:
             reason = f"it has {world.gpus} GPUs, and {world.growth} are to be had"
             yield Action(GROW, TRAINER, 0, reason, waiting[0].job_id, gpus=world.growth)
-            yield _told(started[0], reason)
+            yield _notice(started[0], reason)
 
 
 def _cancel(world: World, now: float) -> Iterator[Action]:
@@ -203,16 +203,16 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
     places: dict[Place, list[Job]] = defaultdict(list)
     for job in filter(lambda job: world.own(job.role), world.memory.jobs):
         if job.queued and job.broken_hold and not job.leaving(now):
-            yield _cancelled(job, f"held: {job.reason}")
+            yield _notice_or_kill(job, f"held: {job.reason}")
         elif job.is_headless and not job.leaving(now):
-            yield replace(_cancelled(job, "the node of its script is gone"), now=True)
+            yield replace(_notice_or_kill(job, "the node of its script is gone"), now=True)
         elif not (job.leaving(now) or job.over):
             places[job.place].append(job)
     workers = []
     for place, jobs in places.items():
         if failed := _failing(world.memory, place):
             queued = [job for job in jobs if job.queued]
-            yield from (_cancelled(job, f"job {failed} has failed") for job in queued)
+            yield from (_notice_or_kill(job, f"job {failed} has failed") for job in queued)
             continue
         first, *others = sorted(jobs, key=_seniority)
         surplus = [job for job in others if job.queued or job.started]
@@ -220,7 +220,7 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
             successor = next((job for job in surplus if job.queued or place[0] == MASTER), None)
             surplus = [job for job in surplus if job is not successor]
         for job in surplus:
-            yield _cancelled(job, f"job {first.job_id} has its place")
+            yield _notice_or_kill(job, f"job {first.job_id} has its place")
         if place[0] == WORKER:
             workers += [job for job in jobs if job not in surplus]
     yield from _shrink(workers, world.slots)
@@ -240,7 +240,7 @@ def _shrink(workers: Sequence[Job], slots: int) -> Iterator[Action]:
     known = [job for job in workers if job.queued or job.started]
     for job in sorted(known, key=lambda job: (not job.queued, -job.slot)):
         if too_many > 0 or (job.queued and job.slot >= slots):
-            yield _cancelled(job, f"the run has {slots} slots now")
+            yield _notice_or_kill(job, f"the run has {slots} slots now")
             too_many -= 1
 
 
@@ -249,14 +249,14 @@ def _seniority(job: Job) -> tuple:
     return (rank, job.submitted_at, len(job.job_id), job.job_id)
 
 
-def _told(job: Job, reason: str) -> Action:
+def _notice(job: Job, reason: str) -> Action:
     """A notice, however often it was told before."""
     return Action(CANCEL, job.role, job.slot, reason, job.job_id)
 
 
-def _cancelled(job: Job, reason: str) -> Action:
+def _notice_or_kill(job: Job, reason: str) -> Action:
     """A notice; the second time it is killed."""
-    return replace(_told(job, reason), now=job.cancelled_at is not None)
+    return replace(_notice(job, reason), now=job.cancelled_at is not None)
 
 
 # ---- what is missing

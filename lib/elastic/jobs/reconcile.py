@@ -38,7 +38,7 @@ from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler
 from elastic.run.records import Outcome, restored
 from elastic.run.rundir import Control, RunDir, check_answers
 
-# How long a submission may still turn up whose pass was killed (past SETTLE_S, too), or
+# How long a submission may still turn up whose pass was killed (past LISTING_LAG_S, too), or
 # whose answer was lost: the controller may hang for minutes.
 DYING_S, UNSURE_S = 60.0, 600.0
 # After its last word a job may be COMPLETING for so long before another takes its place:

@@ -75,7 +75,7 @@ class Daemons:
         socket."""
         self.call(name, "setsid", "--fork", sys.executable, "-ISc", _KEEPER, *argv)
         if ready:
-            self.wait(lambda: listens(ready), f"{name} to listen", name)
+            self.wait(lambda: accepts(ready), f"{name} to listen", name)
 
     def call(self, name: str, *argv: str) -> None:
         """Run a command of the sandbox to its end, with its output in log/NAME.out."""
@@ -110,7 +110,7 @@ class Daemons:
                          for line in proc.read(log).splitlines()[-3:])  # fmt: skip
 
 
-def listens(where: str | int) -> bool:
+def accepts(where: str | int) -> bool:
     """If someone accepts connections at a socket's path or at a port."""
     family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

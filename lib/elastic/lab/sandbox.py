@@ -30,7 +30,7 @@ from elastic.base.environment import clean_environment, elastic_home, env, user_
 from elastic.base.errors import ElasticError, UsageError
 from elastic.base.network import free_ports
 from elastic.jobs.sched_slurm import slurm_command
-from elastic.lab.daemons import ADDRESS, Daemons, listens
+from elastic.lab.daemons import ADDRESS, Daemons, accepts
 
 _PATH_BYTES = 80  # of the folder; a Unix socket's path has 107 at most
 _DAEMON_PATH = "/usr/sbin:/usr/local/sbin:/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
@@ -151,7 +151,7 @@ class Sandbox:
         if self.path.is_symlink() or not self._mark.exists():
             hint = "choose another --name or --dir, or remove it yourself"
             raise UsageError(f"not a sandbox: {self.path}", hint)
-        if listens(f"{self.path}/munge.socket"):  # /proc hides them from another group
+        if accepts(f"{self.path}/munge.socket"):  # /proc hides them from another group
             hint = "call this as the user and the group that started it"
             raise ElasticError(f"cannot see the processes of {self.path}", hint)
         for part in set(self.path.iterdir()) - {self._mark}:

@@ -48,10 +48,10 @@ def compare(
     for arm, seed, run in train(every, folder):
         losses.setdefault(arm, {})[seed] = final_loss(run, metric)
         curves.setdefault(arm, curve(run))
-    judged = [*verdicts(losses, margin)]
-    bounds = [verdict["bound"] for verdict in judged if verdict["arm"] != BASELINE]
+    rows = [*verdicts(losses, margin)]
+    bounds = [verdict["bound"] for verdict in rows if verdict["arm"] != BASELINE]
     is_ok = all(bound is not None and bound <= margin for bound in bounds)
-    return {"runs": str(folder), "losses": losses, "verdicts": judged}, curves, is_ok
+    return {"runs": str(folder), "losses": losses, "verdicts": rows}, curves, is_ok
 
 
 def trials(
@@ -150,7 +150,7 @@ def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterat
         else:
             gap, half = mean(gaps), half_width(gaps)
             bound = None if half is None else gap + half
-            words = _judged(gap, half, margin)
+            words = _words_on(gap, half, margin)
         yield {"arm": arm, "loss": average, "spread": spread, "gap": gap, "bound": bound,
                "words": words}  # fmt: skip
 
@@ -162,7 +162,7 @@ def half_width(gaps: Sequence[float]) -> float | None:
     return T95[min(len(gaps), max(T95))] * stdev(gaps) / len(gaps) ** 0.5
 
 
-def _judged(gap: float, half: float | None, margin: float) -> str:
+def _words_on(gap: float, half: float | None, margin: float) -> str:
     if half is None:
         return "one seed tells nothing of the noise: --seeds 3"
     if gap + half <= margin:

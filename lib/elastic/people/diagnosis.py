@@ -116,7 +116,7 @@ def answer(question: Callable[..., Any], facts: Mapping[str, Any], is_vital: boo
         return Unknown(f"not known: {type(error).__name__}: {error}", verdict=verdict)
 
 
-def judged(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:
+def judgement(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:
     """OK, unless one of the problems is there: (is it?, verdict, what else is seen, fix).
     The first decides."""
     for is_there, verdict, more, fix in problems:
@@ -143,7 +143,7 @@ def _slurm(cluster: Mapping[str, str]) -> Judgement:
     version = cluster["SLURM_VERSION"]
     is_old = [int(part) for part in version.split(".")[:2]] < [*OLDEST_SLURM]
     fix = "upgrade Slurm: 22.05 is the oldest that Elastic was tried with"
-    return judged(f"{version}, cluster {cluster['ClusterName']}", (is_old, WARN, "", fix))
+    return judgement(f"{version}, cluster {cluster['ClusterName']}", (is_old, WARN, "", fix))
 
 
 def _workers_partition(config, partitions, nodes, named) -> Judgement:
@@ -160,7 +160,7 @@ def _workers_partition(config, partitions, nodes, named) -> Judgement:
     there = f"nodes with {per_job} GPUs are in: {', '.join(sorted(fit)) or 'no partition'}"
     whole = next(filter(None, (_gives_whole_nodes(partitions[name]) for name in named)), "")
     key = f"slurm.{'gpus_per_worker' if is_local else 'gpus_per_node'}"
-    return judged(
+    return judgement(
         f"{slurm.partition}: UP, {counted(len(inside), 'node')}, {sum(counts)} GPUs",
         (wants_gpus and most < per_job, FAIL, f"no node with {slurm.gres}:{per_job}",
          f"set slurm.partition; {there}"),
@@ -190,7 +190,7 @@ def _masters_partition(config, cluster, partitions, nodes, named) -> Judgement:
     by_qos = cluster["PreemptType"] == "preempt/qos"
     is_shared = by_qos and config.slurm.master_qos in ("", config.slurm.qos)
     fix = "set slurm.master_partition to a partition where nothing is preempted"
-    return judged(
+    return judgement(
         seen, (modes, WARN, f"PreemptMode={','.join(sorted(modes))}", fix),
         (is_shared, WARN, "the master has the workers' QOS, which decides (preempt/qos)",
          "set slurm.master_qos to one that nothing preempts"),
@@ -232,7 +232,7 @@ def _time(config, partitions, named) -> Judgement:
             seen[-1] += f", DefaultTime={usual}"
             brief.append(f"set slurm.{key}: without it every job ends after {usual}")
     fix = "; ".join(short + brief)
-    return judged("; ".join(seen), (short, FAIL, "", fix), (brief, WARN, "", fix))
+    return judgement("; ".join(seen), (short, FAIL, "", fix), (brief, WARN, "", fix))
 
 
 def limit_s(text: str) -> float:
@@ -305,7 +305,7 @@ def _preemption(cluster, partitions, named, *, nodes, qos) -> Preemption | Unkno
 
 def _mode(cluster, preemption: Preemption) -> Judgement:
     mode, fix = preemption.mode, f"PreemptMode=REQUEUE for {preemption.decides}"
-    return judged(
+    return judgement(
         f"{preemption.decides}: {mode} ({cluster['PreemptType']})",
         (mode == "CANCEL", WARN, "", "runs go on, as elastic-reconcile in a crontab"
          f" submits their jobs again. For jobs of your own: {fix}"),
@@ -333,7 +333,7 @@ def _notice(cluster, preemption: Preemption, *, disk, save) -> Judgement:
     part = f" ({work_s:.2g} s for what counts)" if work_s < whole_s else ""
     least_s = math.ceil(2 * whole_s + NOTICE_MARGIN_S - kill_s)
     fix = f"GraceTime={least_s} for {preemption.decides}, or a faster filesystem"
-    return judged(
+    return judgement(
         f"{seen}; a save takes {whole_s:.2g} s{part}: {size(save.whole_bytes)} at {speed}",
         (work_s > notice_s, FAIL, "", fix),
         (2 * whole_s > notice_s, WARN, "", fix),
@@ -378,7 +378,7 @@ def _limits(config, cluster, *, limits) -> Judgement | Unknown:
     if isinstance(limits, Unknown) and limit >= most:
         return limits
     fix = f"ask for {most}, or lower elastic.max (and min) to what fits"
-    return judged(f"{name} is {limit}, the run has up to {most} {of}",
+    return judgement(f"{name} is {limit}, the run has up to {most} {of}",
                   (limit < fewest, FAIL, "", fix), (limit < most, WARN, "", fix))  # fmt: skip
 
 
@@ -408,7 +408,7 @@ def wanted_jobs(config) -> tuple[int, int]:
 
 def _folder(disk: Disk, others: Sequence[str]) -> Judgement:
     works = "; ".join(disk.faults) or "rename, link, fsync, flock work"
-    return judged(
+    return judgement(
         f"{disk.folder}: {disk.kind}; {works}; {size(disk.free_bytes)} free;"
         f" one process writes {size(disk.write)}/s",
         (disk.faults, FAIL, "", "set ELASTIC_RUNS to another folder"),
@@ -430,12 +430,12 @@ def _others(config, here: str, *, nodes) -> list[str]:
 
 def _interface(config, others: Sequence[str], *, network) -> Judgement:
     if isinstance(network, Unknown):
-        return judged(network.why, (not others, FAIL, "", network.fix),
+        return judgement(network.why, (not others, FAIL, "", network.fix),
                       (True, WARN, "the master's node may have it", network.fix))  # fmt: skip
     seen = f"{config.redis.bind}: {network['address']}"
     seen += f" ({network['interface']})" if network["interface"] else ""
     is_hidden = network["address"].startswith("127.") and others
-    return judged(
+    return judgement(
         seen,
         (not network["up"], FAIL, "it is down",
          "set redis.bind to an interface that is up, or to auto"),
@@ -449,7 +449,7 @@ def _clock(clocks: Mapping[str, float]) -> Judgement:
         return SKIP, "nobody else's clock is known", ""
     seen = (f"{name} {round(skew_s, 1) + 0.0:+} s" for name, skew_s in clocks.items())
     worst_s, fix = max(map(abs, clocks.values())), "run NTP (chrony) on all of them"
-    return judged(", ".join(seen), (worst_s > WRONG_S, FAIL, "", fix),
+    return judgement(", ".join(seen), (worst_s > WRONG_S, FAIL, "", fix),
                   (worst_s > SKEWED_S, WARN, "", fix))  # fmt: skip
 
 
@@ -459,7 +459,7 @@ def _clock(clocks: Mapping[str, float]) -> Judgement:
 def _torch(torch: Mapping[str, Any]) -> Judgement:
     version, import_s = torch["version"], torch["import_s"]
     fix = "put the venv on a faster filesystem, and see ELASTIC_PYTHON"
-    return judged(f"Python {torch['python']}; torch {version}, imported in {import_s:.1f} s",
+    return judgement(f"Python {torch['python']}; torch {version}, imported in {import_s:.1f} s",
                   (import_s > SLOW_IMPORT_S, WARN, "", fix))  # fmt: skip
 
 
@@ -515,7 +515,7 @@ def _tried(words: str, *problems: tuple[Callable, str, str]) -> Callable:
 
     def judge(tried) -> Judgement:
         there = ((is_so(tried), verdict, "", fix) for is_so, verdict, fix in problems)
-        return judged(words.format(**tried), *there)
+        return judgement(words.format(**tried), *there)
 
     return judge
 

@@ -1,6 +1,6 @@
 """A run as one page, to look at and to send: `elastic-report`.
 
-    gather      reads the run directory once, into `Facts`
+    gather      reads the run directory once, into `Contents`
     draw_*      each draws a panel with matplotlib, whose one importer this file is
     page        the panels as SVG inside one HTML file: no script, no network, text that
                 can be searched
@@ -49,7 +49,7 @@ td { border-top: 1px solid #ddd; vertical-align: top }
 
 
 @dataclass(frozen=True)
-class Facts:
+class Contents:
     """All that a page shows."""
 
     seen: dict
@@ -61,12 +61,12 @@ class Facts:
     gpu_seconds: dict[str, float]
 
 
-def gather(run: RunDir) -> Facts:
+def gather(run: RunDir) -> Contents:
     """Read a run. Raises ElasticError if nothing has happened in it yet."""
     now, commits, events = time.time(), list(run.commits.all()), run.events()
     if not events:
         raise ElasticError(f"nothing is known of run {run.name}", f"{run.path} has no events.jsonl")
-    return Facts(
+    return Contents(
         seen=status.observe(run),
         began=events[0]["time"],
         points=thinned(timeline.points(commits, run.lines("metrics.jsonl"))),
@@ -92,35 +92,35 @@ def thinned(points: Sequence[Any]) -> Sequence[Any]:
 # ---- panels
 
 
-def draw_loss(axes: Any, facts: Facts) -> None:
+def draw_loss(axes: Any, contents: Contents) -> None:
     """A line for training, a dot for each validation on the way."""
-    for points, colour, mark in ((facts.points, BLUE, "-"), (facts.scores, ORANGE, "o")):
+    for points, colour, mark in ((contents.points, BLUE, "-"), (contents.scores, ORANGE, "o")):
         axes.plot([p.tokens for p in points], [p.loss for p in points], mark, color=colour)
-    axes.set(ylabel="loss (dots: validation)" if facts.scores else "training loss")
-    axes.set(xlabel=f"committed {facts.seen['unit']}")
+    axes.set(ylabel="loss (dots: validation)" if contents.scores else "training loss")
+    axes.set(xlabel=f"committed {contents.seen['unit']}")
     axes.xaxis.set_major_formatter(lambda value, _place: wording.si(value))
 
 
-def draw_throughput(axes: Any, facts: Facts) -> None:
-    _along_time(axes, facts)
-    rates = [p.tokens_per_s for p in facts.points]
-    axes.step([_at(p.time) for p in facts.points], rates, where="pre", color=BLUE)
-    axes.set(ylabel=f"{facts.seen['unit']}/s", ylim=(0, None))
+def draw_throughput(axes: Any, contents: Contents) -> None:
+    _along_time(axes, contents)
+    rates = [p.tokens_per_s for p in contents.points]
+    axes.step([_at(p.time) for p in contents.points], rates, where="pre", color=BLUE)
+    axes.set(ylabel=f"{contents.seen['unit']}/s", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _place: wording.si(value))
 
 
-def draw_jobs(axes: Any, facts: Facts) -> None:
+def draw_jobs(axes: Any, contents: Contents) -> None:
     """A Gantt chart: a row per place, a bar per job, a line per fault."""
-    _along_time(axes, facts)
-    places = list(dict.fromkeys(map(wording.who, facts.jobs)))
+    _along_time(axes, contents)
+    places = list(dict.fromkeys(map(wording.who, contents.jobs)))
     axes.figure.set_figheight(1.2 + 0.18 * min(60, len(places)))
-    for job in facts.jobs:
+    for job in contents.jobs:
         row, start, end = places.index(wording.who(job)), _at(job["started"]), _at(job["ended"])
         axes.barh(row, end - start, left=start, height=0.6, color=LIGHT)
         if job["outcome"] and job["outcome"] not in WANTED:
             marker, colour = MARKS.get(job["outcome"], ("X", RED))
             axes.plot(end, row, marker=marker, color=colour, markersize=6, clip_on=False)
-    for event in facts.incidents:
+    for event in contents.incidents:
         if event.get("role") == "master" or event["kind"] in OF_ALL:
             axes.axvline(_at(event["time"]), color=RED, linewidth=0.7, linestyle=":")
     shown = range(0, len(places), 1 + len(places) // 40)
@@ -128,26 +128,26 @@ def draw_jobs(axes: Any, facts: Facts) -> None:
     axes.invert_yaxis()
 
 
-def draw_goodput(axes: Any, facts: Facts) -> None:
+def draw_goodput(axes: Any, contents: Contents) -> None:
     """One bar of all GPU-seconds, cut by what they went into."""
     axes.figure.set_figheight(1.8)
     left = 0.0
-    for colour, (part, share) in zip(COLOURS, shares(facts.gpu_seconds).items(), strict=True):
+    for colour, (part, share) in zip(COLOURS, shares(contents.gpu_seconds).items(), strict=True):
         words = f"{part} {share:.1%}"
         axes.barh(0, 100 * share, left=left, color=colour, label=words)
         left += 100 * share
     axes.set(xlim=(0, 100), ylim=(-0.6, 2.0), yticks=())
-    axes.set(xlabel=f"% of {wording.si(facts.gpu_seconds['allocated'])} GPU-seconds")
+    axes.set(xlabel=f"% of {wording.si(contents.gpu_seconds['allocated'])} GPU-seconds")
     axes.legend(ncols=4, loc="upper center", frameon=False)
 
 
-def _along_time(axes: Any, facts: Facts) -> None:
+def _along_time(axes: Any, contents: Contents) -> None:
     from dateutil.tz import tzlocal  # comes with matplotlib
 
     axes.xaxis_date(tzlocal())
-    times = [job["ended"] for job in facts.jobs] + [point.time for point in facts.points[-1:]]
-    last = max(times, default=facts.began + 1)
-    axes.set(xlim=(_at(facts.began), _at(last)), xlabel="time")
+    times = [job["ended"] for job in contents.jobs] + [point.time for point in contents.points[-1:]]
+    last = max(times, default=contents.began + 1)
+    axes.set(xlim=(_at(contents.began), _at(last)), xlabel="time")
 
 
 def _at(time_: float) -> float:
@@ -156,7 +156,7 @@ def _at(time_: float) -> float:
     return time_ / 86400
 
 
-PANELS: dict[str, Callable[[Any, Facts], None]] = {
+PANELS: dict[str, Callable[[Any, Contents], None]] = {
     "Loss": draw_loss,
     "Throughput": draw_throughput,
     "Jobs (triangle: preempted with notice; cross: without; bar: as asked; dotted: a fault)":
@@ -165,29 +165,29 @@ PANELS: dict[str, Callable[[Any, Facts], None]] = {
 }  # fmt: skip
 
 
-def panels(facts: Facts) -> list[str]:
+def panels(contents: Contents) -> list[str]:
     """Those of which something is known: a program of the user's counts its steps itself."""
-    return [title for title, draw in PANELS.items() if facts.gpu_seconds or draw != draw_goodput]
+    return [title for title, draw in PANELS.items() if contents.gpu_seconds or draw != draw_goodput]
 
 
 # ---- the page
 
 
-def page(facts: Facts) -> str:
+def page(contents: Contents) -> str:
     """The whole HTML file."""
-    seen = facts.seen
+    seen = contents.seen
     words = (seen["summary"], seen["reason"], f"Looked at {_clock(time.time())}; {seen['path']}")
     parts = [HEAD.format(run=_safe(seen["run"]), style=STYLE)]
     parts += [f"<p>{_safe(each)}</p>" for each in words]
-    for title in panels(facts):
-        parts += [f"<h2>{_safe(title)}</h2>", _svg(title, facts)]
-    parts += [f"<h2>Incidents ({len(facts.incidents)})</h2>", _table(facts)]
+    for title in panels(contents):
+        parts += [f"<h2>{_safe(title)}</h2>", _svg(title, contents)]
+    parts += [f"<h2>Incidents ({len(contents.incidents)})</h2>", _table(contents)]
     return "\n".join([*parts, "</body></html>", ""])
 
 
-def _svg(title: str, facts: Facts) -> str:
+def _svg(title: str, contents: Contents) -> str:
     axes = _figure(title).subplots()
-    PANELS[title](axes, facts)
+    PANELS[title](axes, contents)
     if not axes.dataLim.width > 0:
         axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", color="gray")
     file = io.StringIO()
@@ -211,9 +211,9 @@ def _figure(title: str) -> Any:
     return Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
 
 
-def _table(facts: Facts) -> str:
+def _table(contents: Contents) -> str:
     rows = []
-    for event in facts.incidents[-MOST_INCIDENTS:]:
+    for event in contents.incidents[-MOST_INCIDENTS:]:
         kind = event.get("fault") or event.get("outcome") or event["kind"]
         rows.append(f"<tr><td>{_clock(event['time'])}<td>{_safe(kind)}"
                     f"<td>{_safe(wording.event_words(event))}")  # fmt: skip

@@ -28,7 +28,7 @@ from elastic.base.environment import clean_environment, env, environment, runs_r
 from elastic.base.errors import ElasticError
 from elastic.base.network import bind_address, free_port
 from elastic.jobs import sched_slurm
-from elastic.jobs.history import SETTLE_S, TRAINER, Job
+from elastic.jobs.history import LISTING_LAG_S, TRAINER, Job
 from elastic.jobs.sched import JobSpec, end_jobs
 from elastic.people import submission
 from elastic.people.diagnosis import Unknown
@@ -75,7 +75,7 @@ def _watched(scheduler, job_id: str, folder: Path) -> dict | Unknown:
         jobs = durable.patiently(scheduler.jobs, for_s=LIMIT_S)
         row = next((each for each in jobs if each.job_id == job_id), None)
         # Where MinJobAge is short Slurm forgets a job before its end is seen.
-        is_there = bool(row) or (not job.submitted_at and wait_s < SETTLE_S)
+        is_there = bool(row) or (not job.submitted_at and wait_s < LISTING_LAG_S)
         job = row or job
     if not (report := durable.read_json(folder / "report.json")):
         words = last_words(folder / "logs/trainer-0000.log")
