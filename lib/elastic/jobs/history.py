@@ -48,6 +48,8 @@ def has_ended(state: str) -> bool:
 
 
 class _Placed:
+    """Something with a role and a slot."""
+
     @property
     def place(self) -> tuple[str, int]:
         """What at most one job may occupy: a worker's slot, or the one master or
@@ -56,6 +58,7 @@ class _Placed:
 
     @property
     def key(self) -> tuple[str, str, int]:
+        """Which job it is (a submission that is unsure has no id, and so no key)."""
         return (self.job_id, self.role, self.slot)
 
 
@@ -73,7 +76,7 @@ class Job(_Placed):
     started_at: float | None = None
     node: str = ""
     cancelled_at: float | None = None  # when reconcile asked it to leave
-    # The outcome it has written: its ranks have left, whatever the state says.
+    # The outcome that it has written itself: its ranks have left, whatever `state` says.
     over: str = ""
     ended_at: float | None = None
     limit_at: float | None = None  # when its time limit ends it, if it runs
@@ -148,17 +151,20 @@ class Memory:
     ended: tuple[Ended, ...] = ()  # oldest first
     unsure: tuple[UnsureSubmission, ...] = ()
     closing: str = ""  # "", or why nothing is submitted any more: done, failed, stopped
-    closing_since: float = 0.0  # since when that is so, or the mode another one
-    later_until: float = 0.0  # until then the scheduler takes no more jobs of this run …
-    later_reason: str = ""  # … for this reason
-    later_role: str = ""  # … from this place on: those before it may be had,
-    later_slot: int = 0  # where a site lets a run have so many jobs
-    later_host: str = ""  # … from here; empty: from anywhere
-    later_s: float = 0.0  # … after a refusal; the next one lasts twice as long
+    closing_since: float = 0.0  # when `closing`, or `mode`, last changed
+    # A pause after the scheduler took no more jobs of this run, and why. It holds from one
+    # place on: a site may allow so many jobs, and those for the places before may be had.
+    later_until: float = 0.0
+    later_reason: str = ""
+    later_role: str = ""  # the first place of the pause
+    later_slot: int = 0
+    later_host: str = ""  # the host that may not submit; "": none may
+    later_s: float = 0.0  # how long the last refusal's pause was; the next is twice as long
     mode: str = ""
-    spare_passes: int = 0  # in a row, that found more GPUs for a trainer at work
-    missed_growths: int = 0  # whose GPUs have not come free
-    said: tuple[str, ...] = ()  # why places are empty, as the pass before has said
+    # Passes in a row that found more GPUs for a trainer at work; negative: to be left out.
+    spare_passes: int = 0
+    missed_growths: int = 0  # restarts for more GPUs that did not come free
+    said: tuple[str, ...] = ()  # the reasons for empty places that the last pass told
 
     def is_closed(self, closing: str) -> bool:
         """Is the run over for this reason, and no job of it left?"""
@@ -191,8 +197,7 @@ def gone(memory: Memory, listed: Sequence[Job], now: float) -> list[Job]:
     for key, row in rows.items():
         is_new = key not in known and (*key, row.submitted_at) not in told
         if is_new and row.ended and row.submitted_at >= memory.born:
-            # Nobody submitted it and it never had a node: what a refused sbatch may leave
-            # behind.
+            # It is in no memory and never had a node: a refused sbatch may leave such a job.
             was_refused = _word(row.state) == "FAILED" and not row.node
             news.append(replace(row, state="REFUSED") if was_refused else row)
     return news
@@ -230,7 +235,7 @@ def ending(job: Job, record: Mapping | None, now: float) -> Ended:
         ended_at = record.get("time", 0.0)
         age_s = ended_at - record.get("started", ended_at)
     steps = 1 if job.role == MASTER else record.get("steps")  # None: nobody knows
-    # Hangs at the first step are found so late that the job is old.
+    # It is no proof of work that the job is old: a hang at the first step is found late.
     is_idle = outcome == Outcome.FAILED and steps == 0
     said = record.get("outcome", "") if outcome == Outcome.CANCELLED else outcome
     return Ended(
@@ -259,11 +264,11 @@ def _own(job: Job, record: Mapping | None) -> Mapping:
 def _outcome(job: Job, record: Mapping) -> tuple[str, str]:
     state, held, cancelled = _word(job.state), job.broken_hold, job.cancelled_at is not None
     said = record.get("outcome", "") if record.get("state") == "ended" else ""
-    # By its owner: no preemption ends so.
+    # Its owner cancelled it: a preemption does not end in this state.
     cancelled |= state == "CANCELLED" and said == Outcome.YIELDED
     if said and not (said in (Outcome.FAILED, Outcome.YIELDED) and cancelled):
         return said, str(record.get("reason") or said)
-    # With a node it was no owner's whim: Slurm ends so a job whose prolog has failed.
+    # If it had a node, nobody cancelled it: Slurm ends a job so whose prolog has failed.
     cancelled |= state == "CANCELLED" and not record and not (job.started_at and job.node)
     if cancelled:
         return (Outcome.HELD, held) if held else (Outcome.CANCELLED, "cancelled")
@@ -280,8 +285,8 @@ def _outcome(job: Job, record: Mapping) -> tuple[str, str]:
 
 
 def _with_memory(row: Job, known: Job | None) -> Job:
-    """A listing's row with what only memory knows: an ended job loses its reason and its
-    node."""
+    """A listing's row, with what only memory knows of the job. (Slurm forgets the reason and
+    the node of a job that has ended.)"""
     if known is None:
         return row
     reason = known.reason if row.ended and known.reason else row.reason

@@ -171,15 +171,15 @@ def _close(jobs: Sequence[Job], why: str, closing_s: float, now: float) -> Itera
 
 
 def _resize(world: World, now: float) -> Iterator[Action]:
-    """A successor that waits for sizes that are no more the run's is replaced. Then a
-    voluntary restart, with notice, where there are too many GPUs, or more are free than
-    it costs."""
+    """Cancel a queued successor whose limits are outdated. Else restart the trainer, with
+    notice, if it has more GPUs than the run may have, or if more are free and worth a
+    restart."""
     jobs = [job for job in world.memory.jobs if job.role == TRAINER and not job.over]
-    # One that was told between two attempts has not heard it: it is told again.
+    # A trainer that got its notice between two attempts has not heard it: it gets another.
     started = [job for job in jobs if job.started
                and now - (job.cancelled_at or -math.inf) >= LEAVE_S[TRAINER]]  # fmt: skip
     limits, waiting = world.limits_of_gpus, [job for job in jobs if job.queued]
-    # What exceeds a limit of the user's does not come free at all.
+    # GPUs beyond a limit of the user's never come free: there is nothing to wait for.
     asking = [job for job in waiting if limits and job.asked
               and (now >= job.grows_until or "QOS" in job.reason or "Assoc" in job.reason)]
     if outdated := [job for job in asking if [*job.asked] != [*limits]]:
@@ -227,15 +227,16 @@ def _cancel(world: World, now: float) -> Iterator[Action]:
 
 
 def _failing(memory: Memory, place: Place) -> str:
-    """The job in this place that has failed, and is still listed: what follows has to
-    wait."""
+    """The id of a job in this place that has failed and is still listed, or "". Its
+    successor has to wait."""
     there = [job for job in memory.jobs if job.place == place]
     return next((job.job_id for job in there if job.over == "failed"), "")
 
 
 def _shrink(workers: Sequence[Job], slots: int) -> Iterator[Action]:
-    """Queued for a slot that is no more, then the highest of too many, queued ones first.
-    A worker at work in a slot that is no more is only one of many."""
+    """Cancel jobs queued for slots that no longer exist, then the highest slots of too many
+    jobs, queued ones first. A worker at work in a slot that no longer exists may stay as
+    long as there are not too many."""
     too_many = len(workers) - slots
     known = [job for job in workers if job.queued or job.started]
     for job in sorted(known, key=lambda job: (not job.queued, -job.slot)):
@@ -250,12 +251,12 @@ def _seniority(job: Job) -> tuple:
 
 
 def _notice(job: Job, reason: str) -> Action:
-    """A notice, however often it was told before."""
+    """Ask the job to leave, however often it was asked before."""
     return Action(CANCEL, job.role, job.slot, reason, job.job_id)
 
 
 def _notice_or_kill(job: Job, reason: str) -> Action:
-    """A notice; the second time it is killed."""
+    """Ask the job to leave; the second time kill it."""
     return replace(_notice(job, reason), now=job.cancelled_at is not None)
 
 
@@ -301,9 +302,9 @@ def _fill(world: World, chains: Chains, now: float) -> Iterator[Action]:
 
 
 def _may_be_followed(job: Job, now: float) -> bool:
-    """A trainer at work, or told to leave: its successor can be in the queue already. A
-    master near the end of its time: the next one takes over when the queue lets it, so no
-    worker waits."""
+    """May a second job be in the queue for its place? Behind a trainer at work, or one that
+    is to leave, yes. Behind a master near its time limit, too: the next one then takes over
+    as soon as it starts, and no worker waits."""
     if job.role == TRAINER:
         return job.started or job.cancelled_at is not None
     if job.role != MASTER or not job.started or job.limit_at is None:

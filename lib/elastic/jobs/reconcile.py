@@ -38,21 +38,22 @@ from elastic.jobs.sched import JobSpec, Refused, RetryLater, Scheduler
 from elastic.run.records import Outcome, restored
 from elastic.run.rundir import Control, RunDir, check_answers
 
-# How long a submission may still turn up whose pass was killed (past LISTING_LAG_S, too), or
-# whose answer was lost: the controller may hang for minutes.
+# A submission may turn up this long after its pass was killed (more than LISTING_LAG_S), or
+# after its answer was lost: the controller may hang for minutes.
 DYING_S, UNSURE_S = 60.0, 600.0
-# After its last word a job may be COMPLETING for so long before another takes its place:
-# an earlier one could exceed a site's limit of submitted jobs.
+# A job that is COMPLETING keeps its place this long after its last word, because one more
+# job could exceed a site's limit of submitted jobs.
 EPILOG_S = 120.0
-WORDLESS_S = 300.0  # … and for so long after its end if it has said none: it may be writing yet
-LATER_S = 60.0  # between tries when a submit limit is reached, and after a first refusal
+WORDLESS_S = 300.0  # the same, from the end of a job without a last word: it may be writing yet
+# Between tries when a submit limit is reached, or after a first refusal; most, after many.
+LATER_S, MOST_LATER_S = 60.0, 1800.0
 LOCK = "reconcile.lock"  # its time is that of the last pass on the run's own cluster
 PERSON_S = 5.0  # for which a pass that a person asked for waits for the lock
-MOST_LATER_S = 1800.0  # … after many
 RESTART_S = 60.0  # what a restart is taken to cost before one has been seen
-SPARE_PASSES = 3  # in a row must find the GPUs for which a job is started anew
-NO_GROWTH_PASSES = 30  # after one for which the GPUs did not come free; then 60, 120, …
-GROWS_S = 180.0  # for the epilog of the nodes that a job has left
+SPARE_PASSES = 3  # passes in a row that must find more GPUs before a job is started anew
+# Passes that look for no GPUs after some that were found did not come free: 30, then 60, …
+NO_GROWTH_PASSES = 30
+GROWS_S = 180.0  # until the nodes that a job has left are free: they have their epilogs
 
 
 @dataclass
@@ -159,8 +160,8 @@ def _lock(run: RunDir, wait_s: float) -> Iterator[bool]:
 
 def remembered(run: RunDir, now: float) -> Memory:
     """What the newest pass over the run, of whatever version, has left to the next. A
-    lost or damaged file only costs what is in it: jobs are known by their names. One that
-    cannot be read now is neither: raises TryAgain."""
+    lost or damaged file only costs what is in it: jobs are known by their names. Raises
+    TryAgain if it cannot be read now."""
     path = run.path / "reconcile.json"
     try:
         notes = read_json(path) or {}
@@ -168,7 +169,7 @@ def remembered(run: RunDir, now: float) -> Memory:
     except TryAgain:
         raise
     except (ElasticError, ValueError):
-        # No new run, which a first refusal would end.
+        # Not born now: a refusal would end a run that is new.
         return Memory(born=path.stat().st_mtime)
 
 
@@ -202,7 +203,7 @@ class _Pass:
         """The GPUs for which the trainer is to be started anew; 0: there are none, or it is
         not the time to ask."""
         job, sync = _trainer_at_work(self.memory), self.config.sync
-        # A program of the user's may save but once an epoch.
+        # A program of the user's may save as seldom as once an epoch.
         if job is None or job.started_at is None or self.dry_run or self.config.run.command:
             return 0
         spec, gpus = self._spec(TRAINER, 0), self.facts.gpus_of(job)
@@ -310,8 +311,8 @@ class _Pass:
         return self.scheduler.submit(replace(spec, exclude=()))
 
     def _grow(self, action: Action) -> None:
-        """The nodes that its predecessor leaves are free only after their epilog: a
-        successor that would take less starts at once on the others alone."""
+        """Have the successor wait for all GPUs. The nodes that its predecessor leaves are free
+        only after their epilogs: a job that takes less would start on the others alone."""
         wanted = (action.gpus, action.gpus)
         self._change(action, asked=wanted, grows_until=self._clock() + GROWS_S)
         self.save()  # Slurm may do it and not say so: a job that nobody expects waits for ever
@@ -476,9 +477,9 @@ def _trainer_at_work(memory: Memory) -> Job | None:
 
 
 def _with_last_word(job: Job, facts: Facts, now: float) -> Job:
-    """`job`, and the outcome that it has written itself, where that counts before the
-    scheduler knows of its end: of one whose epilog hangs, or a process that cannot be
-    killed, that it has ended."""
+    """The job, with the outcome that it has written itself, where that counts although the
+    scheduler still lists it. A job that has been COMPLETING for too long (its epilog hangs,
+    or a process cannot be killed) counts as ended."""
     record = {} if job.queued else facts.ending(job.job_id) or {}
     over = history.said_at_end(job, record)
     gone_at = record["time"] + EPILOG_S if over else (job.ended_at or now) + WORDLESS_S
