@@ -32,7 +32,7 @@ _NAME = re.compile(r"(\$?){([a-z_]+)(?:\?([^{}]*))?}")
 
 
 def expand(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """`command` with every {name} replaced. UsageError for a name that there is not."""
+    """`command` with every {name} replaced. UsageError for an unknown name."""
     words: list[str] = []
     for word in command:
         named = list(_NAME.finditer(word))

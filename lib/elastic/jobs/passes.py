@@ -13,8 +13,8 @@ SHARED_S = 30.0  # age of an answer of squeue that many jobs and status share
 
 
 class Passes:
-    """One at a time, in a thread: the next job waits in the queue where there is no cron,
-    too."""
+    """A thread that runs one pass after another, so that the next job waits in the queue
+    even where there is no cron."""
 
     def __init__(self, run: RunDir, every_s: float, first_s: float):
         self._run, self._every_s = run, every_s
@@ -27,7 +27,7 @@ class Passes:
         self._has_left.set()
 
     def close(self) -> None:
-        """Wait for a pass under way; there is no other one."""
+        """Wait for a pass under way; start no other."""
         self._is_over.set()
         self._has_left.set()
         self._thread.join(PASS_S)
@@ -45,8 +45,8 @@ class Passes:
 
 
 def reconcile_now(run: RunDir, within_s: float = 0.0) -> None:
-    """See to the job's successor, or to the end of the run; an answer of the scheduler that
-    is `within_s` old will do."""
+    """Run one pass, for the job's successor or for the end of the run. An answer of the
+    scheduler that is `within_s` old will do."""
     command = [str(elastic_home() / "bin" / "elastic-reconcile"), str(run.path)]
     command += [f"--within={within_s:g}"] if within_s else []
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # no memory for a process, say

@@ -45,8 +45,8 @@ class RetryLater(ElasticError):
 
 
 class Elsewhere(TryAgain):
-    """The jobs are of another cluster or machine that has the same home: a pass there
-    sees to them."""
+    """The run's jobs are on another cluster or machine, which shares this home: a pass there
+    takes care of them."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class JobSpec:
     environment: Mapping[str, str] = field(repr=False)  # may hold secrets: never printed
     exclude: tuple[str, ...] = ()
     gpus: tuple[int, int] = (0, 0)  # the fewest and the most that it takes
-    after: str = ""  # the job without which it would hold its GPUs for nothing
-    alone: bool = True  # waits for the end of one of the same name
+    after: str = ""  # the id of a job that has to start first: without it, GPUs would idle
+    alone: bool = True  # it waits for the end of a job of the same name
 
     @property
     def name(self) -> str:
@@ -71,8 +71,8 @@ class JobSpec:
 
     @property
     def home(self) -> Path:
-        """The installation that the run was submitted with, as long as it is there:
-        whichever version's pass submits, a run keeps its own."""
+        """The installation that the run was submitted with, as long as it exists: a run
+        keeps its version, whichever version the pass is that submits its jobs."""
         given = Path(self.environment.get("ELASTIC_HOME", os.devnull))
         return given if (given / "bin/elastic").exists() else elastic_home()
 
@@ -85,12 +85,12 @@ class JobSpec:
 
 class Scheduler(Protocol):
     def jobs(self, within_s: float = 0.0) -> list[Job]:
-        """This user's elastic jobs, live and recently ended; as seen `within_s` ago, if
-        that was asked. Raises TryAgain when unknown."""
+        """This user's elastic jobs, live and recently ended. An answer that is `within_s`
+        old will do. Raises TryAgain if the scheduler does not say."""
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit once, return the job id. Raises Refused, RetryLater, or TryAgain: the job may
-        be there all the same, to be looked for by its name."""
+        """Submit once, return the job id. Raises Refused, RetryLater, or TryAgain. After
+        TryAgain the job may exist all the same: look for it by its name."""
 
     def cancel(self, job_id: str, kill: bool = False) -> None:
         """Ask the job to leave, or `kill` it. A job that is gone already is no error.
@@ -131,12 +131,12 @@ def open_scheduler(config: Config, environment: Mapping[str, str] | None = None)
 
 
 def scheduler_of(run: RunDir) -> Scheduler:
-    """The scheduler that a run was submitted to, whoever asks: cron knows of none."""
+    """The scheduler that a run was submitted to: cron's environment does not lead to it."""
     return open_scheduler(run.config(), run.environment())
 
 
 def cluster_of(kind: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Equal for runs that one listing of jobs can serve."""
+    """Which cluster a run's jobs are on; runs for which this is equal share a listing."""
     if kind == "local":
         return kind, str(registry_dir(environment))
     return kind, " ".join(filter(None, map(environment.get, (*LEADS, CLUSTER))))

@@ -6,9 +6,9 @@ fits.
 
     jobs/17.json   the job as submitted; never changes; written before all else
     jobs/17.claim  made once, by the job's first process (its line of /proc/PID/stat) or by
-                   whoever cancels it before it starts: the one who makes it decides what
-                   the job becomes
-    jobs/17.cause  why it ends: CANCELLED or PREEMPTED (it was told to), else ENDED
+                   whoever cancels it before it starts: whichever makes it decides what the
+                   job becomes
+    jobs/17.cause  why it ends: CANCELLED or PREEMPTED (it was sent away), else ENDED
     jobs/17.swept  it has ended, and so have all its processes
     capacity.json  {"gpus": N} in place of what configurations say, if somebody writes it
 
@@ -90,14 +90,14 @@ class LocalScheduler:
         return job_id
 
     def cancel(self, job_id: str, kill: bool = False) -> None:
-        """A pending job never starts; a running one is told to go, and killed after its
+        """A pending job never starts. A running one gets a notice, and is killed after its
         grace."""
         if self._record(job_id) and create_once(self._path(job_id, "claim"), NEVER):
             create_once(self._path(job_id, "cause"), b"CANCELLED")
         self._send_away(job_id, b"CANCELLED", 0.0 if kill else self.grace_s)
 
     def wait_for(self, job_id: str, spec: JobSpec) -> None:
-        """GPUs are free here when their job has ended: there is nothing to wait for."""
+        """Nothing to do: here GPUs are free as soon as their job has ended."""
 
     def preempt(self, job_id: str, grace_s: float | None = None) -> None:
         """Take a running job away with notice, as a partition with GraceTime does."""
@@ -117,7 +117,7 @@ class LocalScheduler:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        # To cut it would take room.
+        # Appended to, not cut to 0 bytes, which a full disk may refuse.
         with open(self.state / "lock", "ab", opener=own) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -149,8 +149,8 @@ class LocalScheduler:
                        node=os.uname().nodename)  # fmt: skip
 
     def _check_host(self) -> None:
-        """Several machines may have one home: here, jobs of another would seem to have
-        ended, or be started again."""
+        """Raise Elsewhere if jobs here are another machine's (several may share a home): they
+        would seem to have ended, or be started again."""
         for job_id in self._ids():
             is_swept = self._path(job_id, "swept").exists()
             host = "" if is_swept else self._record(job_id).get("host", "")
@@ -197,13 +197,13 @@ class LocalScheduler:
                 create_once(self._path(job_id, "cause"), b"ENDED")
                 create_once(self._path(job_id, "swept"), b"")
             if time.time() - self._path(job_id, "cause").stat().st_mtime > KEEP_S:
-                # The claim last: it says "ended".
+                # The claim last: without one the job would count as pending.
                 for kind in ("json", "devices", "cause", "swept", "claim"):
                     self._path(job_id, kind).unlink(missing_ok=True)
 
     def _start(self, job_id: str, record: Mapping, count: int, in_use: Sequence[str]) -> list[str]:
-        """Start a job's first process on `count` GPUs; returns those of them that are
-        real."""
+        """Start a job's first process on `count` GPUs. Returns the devices among them: a
+        machine may have fewer, or none."""
         devices = _least_used(in_use, count, record["environment"].get(VISIBLE))
         environment = {
             **record["environment"], "ELASTIC_JOB_ID": job_id, "ELASTIC_GPUS": str(count),
@@ -227,8 +227,8 @@ class LocalScheduler:
     # ---- ending
 
     def _send_away(self, job_id: str, cause: bytes, grace_s: float) -> None:
-        """Notice to a running job's process group; the kill comes even if we are gone
-        then."""
+        """Send a notice to a running job's process group. A process of its own kills the job
+        after the grace, even if this one is gone by then."""
         if not (leader := self._leader(job_id)):
             return
         create_once(self._path(job_id, "cause"), cause)
@@ -249,8 +249,7 @@ class LocalScheduler:
         self.kill(job_id)
 
     def _leader(self, job_id: str) -> proc.Process | None:
-        """The job's first process if it lives. Waits for one that is just making its
-        claim."""
+        """The job's first process if it lives. If it is just making its claim, wait for it."""
         path = self._path(job_id, "claim")
         while not (claim := _read(path)) and path.exists():
             if time.time() - path.stat().st_mtime > START_S:
@@ -268,8 +267,8 @@ class LocalScheduler:
 
 
 def _read(path: Path) -> str:
-    """What a file says; "": it is not there. Raises TryAgain: who cannot read a claim now
-    would end a job that is at work."""
+    """What a file says; "" if it is not there. Raises TryAgain if it cannot be read now: a
+    job at work must not be taken for one without a claim."""
     with contextlib.suppress(FileNotFoundError):
         return durable.insist(path.read_text)
     return ""
@@ -298,8 +297,8 @@ def pass_after_me(run_dir: Path) -> subprocess.Popen:
 
 
 def _least_used(in_use: Sequence[str], count: int, visible: str | None) -> list[str]:
-    """`count` GPUs of this machine, or of those `visible` to the user, those with the
-    fewest jobs first; none where there are none."""
+    """`count` GPUs of this machine, or of those `visible` to the user: those with the fewest
+    jobs. Fewer, or none, if there are no more."""
     here = map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
     mine = here if visible is None else filter(None, visible.replace(" ", "").split(","))
     return sorted(mine, key=in_use.count)[:count]

@@ -75,15 +75,14 @@ class SlurmScheduler:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None):
-        self._environment = environment  # the settings of a job come with its JobSpec
+        self._environment = environment  # for questions; a job's own comes with its JobSpec
         given = clean_environment() if environment is None else environment
-        self._cluster = given.get(sched.CLUSTER)  # None: of a run of before
+        self._cluster = given.get(sched.CLUSTER)  # None: in a run of an older Elastic
         name = f"squeue-{zlib.crc32(sched.cluster_of('slurm', given)[1].encode()):08x}"
-        self._listing = registry_dir() / name  # the newest answer, for who only looks
+        self._listing = registry_dir() / name  # the newest answer: good enough for status
 
     def jobs(self, within_s: float = 0.0) -> list[Job]:
-        """This user's elastic jobs, live and recently ended; TryAgain when Slurm does not
-        say. An answer that is `within_s` old will do: Slurm's are dear where many ask."""
+        # Answers of squeue are costly where many ask.
         with contextlib.suppress(OSError):
             if 0 <= time.time() - self._listing.stat().st_mtime < within_s:
                 return parse_squeue(self._listing.read_text())
@@ -94,24 +93,20 @@ class SlurmScheduler:
         return parse_squeue(answer)
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit once, return the job id. Raises Refused, RetryLater, or TryAgain: it may
-        exist."""
         self._forget()
         lists = bool(spec.config.sync.sizes) and _takes_size_lists(spec)
         argv = sbatch_argv(spec, spec.home, _job_python(spec), lists)
         answer = slurm_command(argv, environment=spec.environment)
-        # A site's own sbatch may say more; of two numbers one is no job's, or another's.
+        # A site's own sbatch may print more. If there are two numbers, one is not the job's.
         said = re.findall(r"(?m)^(\d+)(?:;\S+)?\s*$", answer.stdout)
         if answer.returncode == 0 and len(said) == 1:
             return said[0]
         raise refusal(answer.returncode, answer.stderr)
 
     def cancel(self, job_id: str, kill: bool = False) -> None:
-        """Give a running job notice, drop a pending one; `kill`: end it. May be
-        repeated."""
         self._forget()
-        # Without --batch or --full a signal is for the steps: shell and srun must live to
-        # report.
+        # Without --batch or --full only the steps get the signal: shell and srun must live
+        # to report.
         ways = [()] if kill else [("--state=PENDING",), ("--state=RUNNING", "--signal=TERM")]
         for options in ways:
             answer = slurm_command(("scancel", *options, job_id), environment=self._environment)
@@ -119,7 +114,6 @@ class SlurmScheduler:
                 _checked(answer)
 
     def wait_for(self, job_id: str, spec: JobSpec) -> None:
-        """Have a trainer that is queued wait for all GPUs of `spec`. Raises TryAgain."""
         nodes = spec.gpus[1] // spec.config.slurm.gpus_per_node
         self._ask("scontrol", "update", f"JobId={job_id}", f"NumNodes={nodes}-{nodes}")
 
@@ -134,7 +128,7 @@ class SlurmScheduler:
             raise sched.Elsewhere(what, "ask there")
 
     def _forget(self) -> None:
-        """What is about to be done shall be seen by who looks next."""
+        """Make the stored answer void: something is about to change."""
         with contextlib.suppress(OSError):
             self._listing.unlink()
 
@@ -146,8 +140,8 @@ class SlurmScheduler:
         go.
         """
         slurm, wanted = spec.config.slurm, spec.config.slurm.gpus_per_node
-        # Which nodes a reservation holds is not asked, nor in which of several partitions
-        # the job is: it cannot have nodes of two.
+        # We do not ask which nodes a reservation holds, nor in which of several partitions
+        # the job is (it cannot have nodes of two).
         is_unclear = "," in slurm.partition or _given(slurm, "reserv|nodel|nodef", "wF")
         if is_unclear or self._others_wait(slurm.partition):
             return 0
@@ -179,8 +173,8 @@ def release_nodes(job_id: str, kept: int) -> None:
 
 
 def signal_steps(job_id: str, name: str = "TERM") -> bool:
-    """Notice to the steps of a running job, and to nothing else of it (KILL would end the
-    job); has Slurm answered? That of a job which is ending anyway is an answer, too."""
+    """Send a signal to the steps of a running job, and to nothing else of it (KILL would end
+    the job). False if Slurm did not answer; that the job is ending anyway is an answer."""
     try:
         slurm_command(("scancel", f"--signal={name}", job_id))
     except TryAgain:
@@ -189,8 +183,8 @@ def signal_steps(job_id: str, name: str = "TERM") -> bool:
 
 
 def end_steps(job_id: str) -> None:
-    """Kill the tasks of this job's steps, and wait for their end. Not for long: a step
-    that had a node that is gone ends when Slurm has noticed."""
+    """Kill the tasks of this job's steps, and wait a short time for their end. (A step on a
+    node that is gone ends only when Slurm has noticed.)"""
     argv = ("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i")
     until = time.monotonic() + STEPS_END_S
     while time.monotonic() < until:
@@ -208,11 +202,11 @@ def step_argv(
     """The command line that starts `per_node` tasks on each of these nodes of this job;
     `options`: the site's own for srun.
 
-    They share the cores of the smallest node, unbound, as threads of one program would: of
-    one number for all nodes, each has to have that many. It may overlap:
-    a step that had a node that is gone holds its GPUs until Slurm has noticed. One that
-    crashes ends no other: srun would leave them KillWait, and is deaf meanwhile (see
-    `end_steps`). Nor does one that ends before the others, where a site has WaitTime.
+    Tasks of a node share its cores, unbound, as threads of one program would. srun takes
+    one number of cores for all nodes, so it is that of the smallest. A step may overlap
+    another: one on a node that is gone holds its GPUs until Slurm has noticed. A task that
+    crashes does not end the others: srun would leave them KillWait, and is deaf meanwhile
+    (see `end_steps`). Nor does a task that ends early, where a site has WaitTime.
     """
     cores = min(map(int, re.findall(r"(?:^|,)(\d+)", env("SLURM_JOB_CPUS_PER_NODE", "1"))))
     few = ["--overcommit"] if cores < per_node else [f"--cpus-per-task={cores // per_node}"]
@@ -224,8 +218,8 @@ def step_argv(
 
 
 def answering(nodes: Sequence[str]) -> list[str]:
-    """Those of this job's nodes that can start a step now; Slurm itself may take minutes
-    to see."""
+    """Those of this job's nodes that can start a step now. (Slurm itself may take minutes to
+    see that a node is gone.)"""
     argv = [*_SRUN, "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none"]
     quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
@@ -236,7 +230,7 @@ def answering(nodes: Sequence[str]) -> list[str]:
         return False
 
     with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
-        # Once more: a busy controller may have been slow.
+        # Try each twice: a busy controller may have been slow.
         found = pool.map(lambda node: starts(node) or starts(node), nodes)
         return list(itertools.compress(nodes, found))
 
@@ -296,14 +290,15 @@ def nodes(environment: Mapping[str, str] | None = None) -> list[Node]:
 
 
 def _given(slurm, long: str, short: str) -> list[str]:
-    """What the workers' own options of sbatch say, each of which may be cut short."""
+    """The values that slurm.options gives to an option of sbatch. (sbatch also takes the
+    first letters of a long name.)"""
     option = rf"(?:^| )(?:--(?:{long})\w*[= ]|-[{short}] ?)(\S+)"
     return re.findall(option, " ".join(slurm.options))
 
 
 def _has_features(node: Node, slurm) -> bool:
-    """Has the node what the workers' --constraint wants? Slurm reads it from the left, & and
-    | alike. No node has what is in brackets, or wanted so many times."""
+    """Has the node what the workers' --constraint wants? Slurm reads it from left to right,
+    & and | alike. For one with brackets or counts the answer is no."""
     has, names, given = True, node.features.split(","), _given(slurm, "cons", "C")
     for sign, name in re.findall(r"([&,|]?)([^&,|]+)", "".join(given[-1:])):
         has = (has or name in names) if sign == "|" else (has and name in names)
@@ -311,16 +306,16 @@ def _has_features(node: Node, slurm) -> bool:
 
 
 def share_of_gpu(slurm) -> tuple[int, str]:
-    """The CPUs and the memory, as sbatch takes it, that come to a GPU on the smallest
-    node of the partitions; 0 and "" for what Slurm has a default for, what the site's own
-    options say in another way, or Slurm does not say. Raises TryAgain."""
+    """The CPUs and the memory (as sbatch takes it) that a GPU's share is on the smallest
+    node of the partitions. 0 and "" if Slurm has a default, if the site's own options say
+    it in another way, or if Slurm does not say. Raises TryAgain."""
     names = slurm.partition.split(",")
     given_by = [*(partitions().get(name, {}) for name in names), cluster()]
     settings = [pair for each in given_by for pair in each.items()]
     defaults = [f"{key}={value}" for key, value in settings if value != "UNLIMITED"]
     given = " ".join((*defaults, *slurm.options))
     inside = [node for node in nodes() if node.partition in names]
-    # A constraint that says more than features leaves all of them.
+    # With a constraint that is more than features, take all nodes.
     inside = [node for node in inside if _has_features(node, slurm)] or inside
     wanted = slurm.gres or ("gpu" if "--gpus" in given else "")
     gpus_on = {node.name: gpus_of(node.gres, wanted) for node in inside}
@@ -332,7 +327,7 @@ def share_of_gpu(slurm) -> tuple[int, str]:
             shares.append((int(node.get("CPUEfctv", node["CPUTot"])) // gpus,
                            (int(node["RealMemory"]) - spared_mb) // gpus))  # fmt: skip
     cpus, megabytes = map(min, zip(*shares, strict=True)) if shares else (0, 0)
-    # Of threads, where only cores are to be used, there are too many in a share.
+    # CPUs are threads: where only cores are to be used, a share would have too many.
     is_said = re.search("DefCpuPerGPU|--cpus-per|(^| )-c|--hint|--threads-per-core", given)
     is_known = megabytes >= LEAST_MB and not re.search("DefMemPer|--mem(?!-bind)", given)
     return 0 if is_said else cpus, f"{megabytes}M" if is_known else ""
@@ -379,7 +374,7 @@ def slurm_command(
     """
     given = clean_environment(environment)
     given.setdefault("PATH", env("PATH", "/usr/local/bin:/usr/bin:/bin"))
-    # A run's may be of a version of Slurm that is gone.
+    # The PATH of a run may lead to a version of Slurm that is gone.
     program = shutil.which(argv[0], path=given["PATH"]) or shutil.which(argv[0])
     if program is None:
         hint = "is Slurm's bin directory in PATH? A crontab sets PATH and SLURM_CONF at its top"
@@ -395,7 +390,7 @@ def slurm_command(
             raise RetryLater(said.splitlines()[-1]) from None
         silence = f"{argv[0]} gave no answer in {COMMAND_TIMEOUT_S:g} s"
         raise TryAgain(silence, "is slurmctld up?") from None
-    # A command that dies says nothing.
+    # No words: the command died.
     is_silence = not answer.stderr.strip() or _NO_ANSWER.search(answer.stderr)
     if answer.returncode != 0 and is_silence:
         _checked(answer)  # raises
@@ -411,19 +406,19 @@ def parse_squeue(text: str) -> list[Job]:
     jobs = []
     for record in records:
         fields = record.removeprefix("\n").split(_FIELD)
-        # More fields: a separator in a name; not one of ours. A site's own squeue may say more.
+        # More fields: a job that is not ours has a separator in its name. No id at the start:
+        # a site's own squeue says more.
         if len(fields) < len(_COLUMNS) or not re.fullmatch(r"\d\S*", fields[0]):
             raise _unread("squeue", record)
         job_id, state, submitted, started, ended, node, reason, host, *names = fields
-        # The comment first: a site's submit plugin may rename a job, to what looks like
-        # another's.
+        # The comment first: a site's submit plugin may give a job the name of another.
         whose = next(filter(None, map(parse_job_name, names)), None)
         if whose:
             is_running = state == "RUNNING"
             run, role, slot = whose
             jobs.append(Job(
                 job_id, role, slot, state, reason, _epoch(submitted) or 0.0, run=run, node=node,
-                # Before, start and end are only forecasts.
+                # Before a job starts, and until it ends, these times are only forecasts.
                 started_at=None if state == "PENDING" else _epoch(started),
                 ended_at=_epoch(ended) if has_ended(state) or state in LEAVING_STATES else None,
                 limit_at=_epoch(ended) if is_running else None,
@@ -450,8 +445,8 @@ def sbatch_argv(spec: JobSpec, home: Path, python: str, lists: bool = False) -> 
 
 
 def refusal(code: int, stderr: str) -> ElasticError:
-    """What sbatch's failure means. The words of a site's own plugins, and any others that
-    nobody here has seen, are a refusal."""
+    """What sbatch's failure means. Words that are not known (a site's own plugin's, say) are
+    a refusal."""
     said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in stderr.splitlines()]
     what = f"sbatch: {'; '.join(line for line in said if line) or f'exit status {code}'}"
     if code == 0:
@@ -486,25 +481,25 @@ def _memory(per_gpu: str, gpus: int) -> str:
 
 
 def _job_python(spec: JobSpec) -> str:
-    """The Python that the user chose, also when it is cron that submits; "": what another
-    version, that the run was submitted with, chooses itself."""
+    """The Python that the user chose, also when cron submits. "": the run was submitted with
+    another version, which chooses its own."""
     if chosen := spec.environment.get("ELASTIC_PYTHON") or env("ELASTIC_PYTHON"):
         return chosen
     return sys.executable if spec.home == elastic_home() else ""
 
 
 def _takes_size_lists(spec: JobSpec) -> bool:
-    """`--nodes=1,2,4` is known since 23.02; before, the launcher gives back what is
-    over."""
+    """Does this sbatch take `--nodes=1,2,4` (since 23.02)? If not, the launcher gives back
+    what is over."""
     answer = slurm_command(("sbatch", "--version"), environment=spec.environment)
     versions = re.findall(r"(?m)^slurm\S* (\d+)\.(\d+)", answer.stdout)
     return any((int(year), int(month)) >= (23, 2) for year, month in versions)
 
 
 def _size(spec: JobSpec, lists: bool) -> list[str]:
-    """A range of nodes for a trainer: Slurm takes what is free at every start. With a
-    number of tasks it would take the fewest: the layout is for srun, inside the job. A
-    job that loses a node goes on with the others."""
+    """A range of nodes for a trainer, of which Slurm takes what is free at every start. (With
+    a number of tasks it would take the fewest, so the layout is left to srun, inside the
+    job.) A job that loses a node goes on with the others."""
     if spec.role != TRAINER:
         return ["--nodes=1", "--ntasks=1"]
     per_node, sizes = spec.config.slurm.gpus_per_node, spec.config.sync.sizes
@@ -524,8 +519,7 @@ def _resources(spec: JobSpec, lists: bool) -> list[str]:
         "gres": f"{slurm.gres}:{gpus}" if gpus and slurm.gres else "",
         "cpus-per-task": str(cpus or ""),
         "mem": slurm.master_mem if is_master else _memory(slurm.mem_per_gpu, gpus),
-        # Never `B:`, which would warn the batch shell and not the step, where the agent
-        # is.
+        # Without `B:`, which would signal the batch shell, and not the step with the agent.
         "signal": slurm.signal.removeprefix("B:") or (BEFORE_LIMIT if is_trainer else ""),
         "exclude": ",".join(filter(None, (slurm.exclude, *spec.exclude))),
     }

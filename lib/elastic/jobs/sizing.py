@@ -41,7 +41,7 @@ def node_counts(gpus: tuple[int, int], gpus_per_node: int, sizes: Sequence[int] 
 
 
 def fit(counts: Sequence[int], available: int) -> int:
-    """The largest of `counts` that is available; 0: none is."""
+    """The largest of `counts` that is available; 0 if none is."""
     return max((count for count in counts if count <= available), default=0)
 
 
@@ -49,7 +49,7 @@ WORTH = 2.0  # a restart must gain so many times what it costs
 
 
 def pays(gpus: int, more: int, restart_s: float, horizon_s: float) -> bool:
-    """Is a restart of a job on `gpus` GPUs, which takes so long, worth it to have `more`,
-    as much faster, for as long as that is likely to last?"""
+    """Is it worth a restart of `restart_s` to train on `more` GPUs instead of `gpus`, if that
+    is likely to last for `horizon_s`?"""
     gain = more / gpus
     return horizon_s * (gain - 1) > WORTH * restart_s * gain

@@ -86,9 +86,9 @@ def end_time(job_text: str) -> float | None:
 
 
 def notice_s(partition: str) -> float | None:
-    """From TERM to KILL at a preemption in `partition`: GraceTime, after which Slurm
-    sends TERM again, and KillWait. With preempt/qos GraceTime is the QOS': KillWait alone
-    is sure."""
+    """Seconds from TERM to KILL at a preemption in `partition`: GraceTime (after which Slurm
+    sends TERM again) and KillWait. With preempt/qos the QOS has the GraceTime, so only
+    KillWait is sure."""
     grace = re.search(r"\bGraceTime=([\d:]+)", _ask("partition", partition))
     settings = _ask("config")
     if not grace:
@@ -114,7 +114,8 @@ def kill_at() -> float | None:
 
 
 def notice_here(config: Config) -> float | None:
-    """Likewise, for the job around this process, of the run with this configuration."""
+    """`notice_s` for the job around this process, which is of the run with this
+    configuration."""
     info = get_slurm_info()
     return notice_s(info.partition) if info else config.local_scheduler.grace_s
 
@@ -137,10 +138,10 @@ def resume_paths(folder: Path, pattern: str = "") -> dict[Path, int]:
     """The whole checkpoints in `folder`, the one to resume from first, and when each was
     written.
 
-    Which they are says `pattern`; where it is empty, the names do that programs usually
-    choose. Of names that differ in numbers alone the highest epoch comes first, and in it
-    the highest step, or what a link (`latest`) leads to; of different ones (last.ckpt,
-    epoch=3.ckpt) what was written last.
+    `pattern` says which they are; if it is empty, the names that programs usually choose.
+    Among names that differ in numbers alone, what a link (`latest`) leads to comes first,
+    then the highest epoch, and in it the highest step. Among different names (last.ckpt,
+    epoch=3.ckpt) what was written last comes first.
     """
     alike: dict[str, list[Path]] = defaultdict(list)
     for path in _candidates(folder, pattern):
@@ -165,8 +166,9 @@ def _candidates(folder: Path, pattern: str) -> list[Path]:
 
 
 def _order(path: Path) -> tuple:
-    """The highest epoch first, as steps may begin anew in each; then the highest step, then
-    the shortest name; what has neither last, the newest first."""
+    """A key for sorting: the highest epoch first (steps may begin anew in each), then the
+    highest step, then the shortest name. Names without numbers come last, the newest
+    first."""
     found = sorted(_NUMBERED.findall(path.name), key=lambda match: match[0] == "")
     place = ([-int(number) for _, number in found], len(path.name), path.name)
     return (*(place if found else ([1], 0, "")), -_written(path))
@@ -178,13 +180,14 @@ def _is_named_so(name: str) -> bool:
 
 
 def _comes_along(stem: str, stems: Set[str]) -> bool:
-    """As step_5.optimizer.pt and step_5_ema.pt do with step_5.pt; step_5.5.pt does not."""
+    """Does the file belong to another checkpoint? step_5.optimizer.pt and step_5_ema.pt
+    belong to step_5.pt; step_5.5.pt does not."""
     return any(re.fullmatch(rf"{re.escape(each)}[-_.]\D+", stem) for each in stems)
 
 
 def _may_hold_state(path: Path) -> bool:
-    """Not pictures or words alone. A file without a suffix is a note that names a
-    checkpoint; in a folder it may be anything."""
+    """False for pictures and words alone. A file without a suffix is taken for a note that
+    names a checkpoint; inside a folder it may be anything."""
     if not path.is_dir():
         name = path.resolve().name
         return "." in name and not (_MEDIA.search(name) or _OTHER.search(name))
@@ -193,7 +196,7 @@ def _may_hold_state(path: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """As far as it can be read now."""
+    """Is the checkpoint complete? What cannot be read now counts as complete."""
     if not path.is_dir():
         try:
             with path.open("rb") as file:
@@ -213,7 +216,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _below(path: Path) -> list[Path]:
-    """The files in a folder, and in its folders; those that are just being removed or not."""
+    """All files below a folder. (Some may be removed meanwhile.)"""
     return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
