@@ -39,15 +39,15 @@ from elastic.run.records import PREEMPTIONS, Commit
 from elastic.run.rundir import RunDir, check_answers
 from elastic.run.wording import EventKind, counted, one_line
 
-EVENTS, LOOKED_AT = 20, 300  # shown; read, because many are no news
+EVENTS, LOOKED_AT = 20, 300  # so many are shown, of so many read: most are no news
 CURVE = 60  # newest versions whose loss is shown
 WINDOW = 10  # newest versions over which speed is measured
 NO_PASS_S = 360.0  # cron passes every two minutes, scrontab every five
 # A worker that says nothing of itself.
 UNKNOWN = {"attempt": 0, "pid": None, "version": None, "step": 0, "tokens_per_s": 0.0,
            "loss": None, "state": "unknown", "last_beat_s": None}  # fmt: skip
-ASKED = 8  # most runs in a table whose Redis is asked
-MOST_ACTIONS = 3  # of the next pass that are named
+ASKED = 8  # in a table the Redis of so many runs is asked
+MOST_ACTIONS = 3  # so many actions of the next pass are named
 
 
 # ---- what there is
@@ -55,7 +55,7 @@ MOST_ACTIONS = 3  # of the next pass that are named
 
 @dataclass(frozen=True)
 class Listing:
-    """One answer of a scheduler, or the trouble there was in getting it."""
+    """The jobs that a scheduler listed, or why it gave no answer."""
 
     listed: Sequence[Job] = ()
     trouble: str = ""
@@ -63,15 +63,14 @@ class Listing:
 
 @dataclass(frozen=True)
 class Crew:
-    """Who trains, a row each as `observe` tells them, and what is said for all of
-    them."""
+    """A row for each worker (or rank), as `observe` has them, and words on all of them."""
 
     workers: Sequence[dict] = ()
     words: str = ""  # of the master, or of rank 0
     silence: str = ""  # why the master cannot be asked
     hang: str = ""  # what to do about a master that stands still
-    crash: str = ""  # for which the ranks start again
-    program: str = ""  # what a program of the user's does
+    crash: str = ""  # the crash after which the ranks start again
+    program: str = ""  # what run.command is at
 
 
 class Depth(IntEnum):
@@ -108,7 +107,7 @@ class Look:
         versions = range(max(0, last - OLDER[depth]), last + 1)
         self.commits = [*filter(None, map(run.commits.of, versions))]  # the newest ones
         self.newest = self.commits[-1] if self.commits else None
-        # Of a run that is over no master answers. Where the list failed, somebody may be there.
+        # A run that is over has no master to ask. If its jobs are not known, it may have one.
         asks = asks and bool(self.jobs or listing.trouble or not facts.closing)
         if not _is_sync(facts):
             self.crew = _workers(run, facts, self.jobs) if asks else Crew(_by_jobs(self.jobs))
@@ -116,7 +115,7 @@ class Look:
             self.crew = _program(facts, self.jobs, self.now)
         else:
             self.crew = _ranks(facts, self.jobs, self.progress, self.now)
-        self.is_asked = asks or _is_sync(facts)  # do workers speak for themselves?
+        self.is_asked = asks or _is_sync(facts)  # or are workers counted by their jobs?
         version = self.newest.version if self.newest else 0
         self.on_top = _on_top(run.path, facts, self.progress, version, self.crew, listing.trouble)
         self.shortage = run.shortage(config.checkpoint.min_free_bytes)
@@ -124,7 +123,7 @@ class Look:
 
     @property
     def gpus(self) -> int | None:
-        """At work; None where nobody knows."""
+        """How many are at work; None if nobody knows."""
         each = 1 if _is_sync(self.facts) else self.facts.config.slurm.gpus_per_worker
         count = sum(worker["state"] != "stalled" for worker in self.crew.workers)
         return count * each if self.crew.workers or not self.trouble else None
@@ -178,8 +177,9 @@ def ask(run: RunDir, environment: Mapping[str, str], within_s: float = 0.0) -> L
 def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.BRIEF, within_s: float = 0.0,
                 is_named: bool = False) -> list[dict]:  # fmt: skip
     """`observe` of every run (for a table, `row`), with one question per scheduler, or its
-    answer of `within_s` ago. One run alone is looked at as a whole. What cannot be read is
-    told of it, and raised only if it `is_named` by the user, or no filesystem answers."""
+    answer of `within_s` ago. One run alone is looked at as a whole. If a run cannot be read,
+    its row says so; an error is raised only if the user named the run (`is_named`), or if no
+    filesystem answers."""
     listings: dict[tuple[str, str], Listing] = {}
     observations = []
     trouble, asked = None, 0
@@ -199,7 +199,7 @@ def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.BRIEF, within_s: fl
                 observations.append(observe(run, listings[cluster], depth))
         except (ElasticError, OSError) as error:
             trouble = error
-            observations.append(_unread(run, error))  # it must not hide the others
+            observations.append(_unread(run, error))  # one run must not hide the others
     is_silent = all((seen["state"], seen["min"]) == ("unknown", None) for seen in observations)
     if trouble and (is_named or is_silent):
         raise trouble
@@ -207,7 +207,7 @@ def observe_all(runs: Sequence[RunDir], depth: Depth = Depth.BRIEF, within_s: fl
 
 
 def _unread(run: RunDir, trouble: ElasticError | OSError) -> dict:
-    """What there is to say of a run whose directory cannot be read, now or at all."""
+    """The observation of a run whose directory cannot be read, now or ever."""
     is_silent = isinstance(trouble, TryAgain) or getattr(trouble, "errno", None) in PASSING
     state = "unknown" if is_silent else "damaged"
     unknown = dict.fromkeys(("version", "tokens", "tokens_goal", "loss", "tokens_per_s",
@@ -221,7 +221,7 @@ def _unread(run: RunDir, trouble: ElasticError | OSError) -> dict:
 
 
 def row(look: Look) -> dict:
-    """Of what `observe` says the part that a table of runs shows."""
+    """The part of `observe` that a table of runs shows."""
     newest, control, crew = look.newest, look.facts.control, look.crew
     state, reason = judge(look)
     troubles = (f"slot {worker['slot']}: {worker['trouble']}" for worker in crew.workers
@@ -238,8 +238,8 @@ def row(look: Look) -> dict:
 
 
 def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WHOLE) -> dict:
-    """All about one run; of one among many not its `losses` and `events`, which would
-    have to be read. Raises ElasticError only if its directory is damaged."""
+    """All about one run; below Depth.WHOLE without `losses` and `events`. Raises
+    ElasticError only if its directory is damaged."""
     look = Look(run, listing or ask(run, run.environment()), depth)
     is_whole = depth == Depth.WHOLE
     events, scored = (run.events(last=LOOKED_AT), run.scores.read(1)) if is_whole else ((), ())
@@ -256,13 +256,13 @@ def observe(run: RunDir, listing: Listing | None = None, depth: Depth = Depth.WH
         "next": upcoming or wording.AS_WANTED,
         "losses": [[commit.tokens, commit.loss] for commit in look.commits
                    if is_whole and commit.loss is not None],
-        # The newest one on the way: the task's own names and numbers.
+        # The newest validation on the way, with the task's own names and numbers.
         "validated": next(({**score.values, "tokens": score.tokens} for score in scored), None),
         "preemptions_per_h": _preemptions_per_h(look),
         "inner_steps": None if is_sync or not newest
                        else inner_steps(newest, look.facts.config.local_sgd),
         "jobs": list(look.jobs),
-        # A delta is no news, as its round is told.
+        # Without deltas: the event of their round tells enough.
         "events": [event for event in events if event["kind"] != EventKind.DELTA][-EVENTS:],
     }  # fmt: skip
     return {**seen, "summary": wording.sentence(seen, upcoming, look.now)}
@@ -284,7 +284,7 @@ def judge(look: Look) -> tuple[str, str]:
 
 
 def _reasons(look: Look, crew: Crew) -> Iterator[str]:
-    """What holds a run that is not over, the most telling first."""
+    """What keeps a run from training as wanted, the most telling first; "" says nothing."""
     workers, gpus, least = crew.workers, look.gpus, look.facts.control.min
     if crew.silence:
         yield f"the master is not reachable{_since(look.newest)}: {crew.silence}"
@@ -293,9 +293,9 @@ def _reasons(look: Look, crew: Crew) -> Iterator[str]:
         yield f"{there}, fewer than the {least} wanted" if workers and gpus < least else ""
         yield "" if workers or look.trouble else "no worker is there"
     yield crew.hang
-    # A full disk is looked at from here, too: with it, nobody else may be able to say so.
+    # The disk is looked at from here, too: if it is full, nobody else may be able to say so.
     yield look.shortage or crew.words
-    # A rank has no pid and does not beat: of it, the words have told.
+    # Workers alone: a rank, which has no pid here, does not beat, and crew.words tell of it.
     stalled = [str(each["slot"]) for each in workers if each["state"] == "stalled" and each["pid"]]
     yield f"slots {', '.join(stalled)} beat but do not advance" if stalled else ""
     troubled = [worker for worker in workers if worker.get("trouble")]
@@ -322,8 +322,7 @@ def _since(newest: Commit | None) -> str:
 
 
 def _upcoming(look: Look) -> str:
-    """What the next reconcile pass would do, and what it waits for; "" if all is as
-    wanted."""
+    """What the next reconcile pass would do, and what it waits for; "" if nothing."""
     memory, closing = look.memory, look.facts.closing
     if closing and memory.is_closed(closing):
         return "nothing"
@@ -365,7 +364,7 @@ def _workers(run: RunDir, facts: Facts, jobs: Sequence[dict]) -> Crew:
 
 
 def _by_jobs(jobs: Sequence[dict]) -> list[dict]:
-    """Workers whose job is running; their progress is not known."""
+    """Workers by their running jobs, without their progress."""
     return [{**UNKNOWN, **{name: job[name] for name in ("slot", "job_id", "node")}}
             for job in _running(jobs, WORKER)]  # fmt: skip
 
@@ -375,14 +374,14 @@ def _running(jobs: Sequence[dict], role: str) -> list[dict]:
 
 
 def _on_record(facts: Facts, jobs: Sequence[dict]) -> list[dict]:
-    """Those of them that have written that they started."""
+    """Workers by their running jobs, if they have written that they started."""
     records = ((worker, facts.ending(worker["job_id"])) for worker in _by_jobs(jobs))
     return [{**worker, "attempt": record.get("attempt", 0), "node": record.get("node", "")}
             for worker, record in records if record and record["role"] == WORKER]  # fmt: skip
 
 
 def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) -> Crew:
-    """A row per GPU of the trainer that runs now, by what its rank 0 wrote last."""
+    """A row for each GPU of the trainer at work, by what its rank 0 wrote last."""
     running = {job["job_id"]: job for job in jobs if job["state"] == "RUNNING"}
     job = running.get(progress.get("job_id"))
     if job is None:
@@ -402,7 +401,7 @@ def _ranks(facts: Facts, jobs: Sequence[dict], progress: Mapping, now: float) ->
 
 
 def _program(facts: Facts, jobs: Sequence[dict], now: float) -> Crew:
-    """The same of a program that says nothing of its progress."""
+    """A row for each GPU of run.command, which says nothing of its progress."""
     rows, record = _by_record(facts, jobs, "running")
     if not rows:
         return Crew()
@@ -412,8 +411,8 @@ def _program(facts: Facts, jobs: Sequence[dict], now: float) -> Crew:
 
 
 def _by_record(facts: Facts, jobs: Sequence[dict], state: str) -> tuple[list[dict], Mapping]:
-    """The same of a trainer that has only written on how many GPUs its ranks have started;
-    and that record."""
+    """A row for each GPU of a trainer that has written no more than on how many GPUs its
+    ranks have started; and that record."""
     for job in _running(jobs, TRAINER):
         record = facts.ending(job["job_id"]) or {}
         if record.get("state") == "training":
@@ -427,7 +426,7 @@ def _by_record(facts: Facts, jobs: Sequence[dict], state: str) -> tuple[list[dic
 
 
 def _preemptions_per_h(look: Look) -> float:
-    """Of the last half hour, by what reconcile passes remember."""
+    """Preemptions in the last half hour, as a rate, by what reconcile passes remember."""
     taken = [end for end in look.memory.ended
              if end.outcome in PREEMPTIONS and end.role != MASTER
              and end.started_at and look.now - end.at < RECENT_S]  # fmt: skip
@@ -435,9 +434,9 @@ def _preemptions_per_h(look: Look) -> float:
 
 
 def _speed(look: Look) -> float | None:
-    """Committed tokens per second over the window since the run was last started, up to
-    now for a run that is running. A trainer tells its own."""
-    # What is in a version that a checkpoint became, sync mode has trained.
+    """Committed tokens per second: of the newest WINDOW versions since the run was last
+    started, until now. None in sync mode, where the trainer tells its own speed."""
+    # A version that was made of a checkpoint holds what sync mode had trained before.
     of_sync = [commit.time for commit in look.commits if commit.step is not None]
     since = max([look.memory.born, *of_sync])
     commits = [commit for commit in look.commits[-WINDOW - 1 :] if commit.time >= since]

@@ -37,7 +37,7 @@ class Prepared:
 
 
 def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> Prepared:
-    """The run that the file describes, checked; `tries`: also a first step of its task.
+    """Check the run that the file describes; `tries`: try a first step of its task, too.
     Raises ElasticError saying what would stop it. A dry run may be on a laptop, without a
     site file."""
     left_open = {"slurm.partition"} if is_dry else frozenset()
@@ -59,7 +59,7 @@ def prepare(path: Path, settings: Sequence[str], tries: bool, is_dry: bool) -> P
 
 
 def _dialled(ready: Prepared, path: Path, settings: Sequence[str], left_open: Set) -> Prepared:
-    """The same with what the files leave open chosen."""
+    """The same run, with what the files leave open chosen by the dial."""
     chosen = dial.choose(ready.config, ready.model, ready.rates)
     settings = [*settings, *(f"{each.key}={each.value}" for each in chosen)]
     after = load(path, settings, left_open=left_open)
@@ -103,7 +103,7 @@ def start(ready: Prepared) -> tuple[RunDir, list[str]]:
 
 
 def started_text(run: RunDir, ready: Prepared) -> str:
-    """What was chosen, and what somebody who has started the run may want to do next."""
+    """What was chosen, and which commands come next."""
     return ("\n".join([f"run {run.name} started in {run.path}", *_chosen(ready), ""]) +
             f"  watch it:  elastic-status {run.name} --watch\n"
             f"  its logs:  elastic-logs {run.name} -f\n"
@@ -129,7 +129,8 @@ def wait_for_end(run: RunDir) -> None:
 
 
 def is_done(run: RunDir) -> bool:
-    """Raises ElasticError where it has failed, or was stopped. A silence is neither."""
+    """Raises ElasticError if it has failed, or was stopped. False if the filesystem does not
+    answer now."""
     what = f"run {run.name}"
     with contextlib.suppress(TryAgain):
         over = run.closing()
@@ -142,9 +143,9 @@ def is_done(run: RunDir) -> bool:
 
 
 def progress_of(run: RunDir) -> tuple[float, str]:
-    """How much of the run is trained; words on that."""
+    """Which part of the run is trained, and words on that."""
     newest, of_sync, is_over = None, run.jobs.progress() or {}, False
-    with contextlib.suppress(TryAgain):  # no reason to end for who only looks
+    with contextlib.suppress(TryAgain):  # it is only shown: no reason to end the command
         newest, is_over = run.commits.newest(), run.done() is not None
     tokens = max(newest.tokens if newest else 0, of_sync.get("tokens", 0))
     goal = of_sync.get("total_tokens") or (newest and newest.total_tokens)
@@ -177,8 +178,8 @@ def scale(run: RunDir, fewest: int | None, most: int | None, mode: str | None) -
 
 
 def stop(run: RunDir, now: bool) -> str:
-    """Have a run that is not done stop; `now`: without a notice to its jobs. Returns what
-    is lost by that, in words; ""."""
+    """Stop a run that is not done; `now`: kill its jobs. Returns in words what is lost by
+    that, or ""."""
     if not run.done():
         run.set_control(state="stopped")
         run.event("stop", now=now)
@@ -203,8 +204,8 @@ def _lost(run: RunDir) -> str:
 
 
 def wait_until_gone(run: RunDir) -> None:
-    """Reconcile as cron would until a run that stops has no job any more, however long
-    nobody says so."""
+    """Reconcile as cron would until a run that stops has no job left, however long the
+    scheduler is silent."""
     while True:
         try:
             if not jobs_of(run.name, scheduler_of(run)):

@@ -40,8 +40,7 @@ MASTER_MARGIN = 1.25  # times what the master holds
 def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
     """Raise ElasticError saying what would stop the run from starting; make nothing.
 
-    What a dry run, which may be on a laptop, finds of the machine alone is returned
-    instead.
+    A dry run, which may be on a laptop, returns what this machine lacks instead.
     """
     if config.run.command:
         _check_command(config.run)
@@ -60,9 +59,9 @@ def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
 def described(
     config: Path, settings: Sequence[str], tries: bool = False
 ) -> tuple[estimate.Model | None, str]:
-    """The run's model, or None; why it cannot be known here, or why a first step was not
-    tried. `tries`: try that step. Raises ElasticError with the end of the traceback if the
-    task fails."""
+    """(the run's model, ""); or (None, why it cannot be known here); or (the model, why no
+    first step was tried). `tries`: try that step. Raises ElasticError with the end of the
+    traceback if the task fails."""
     command = [sys.executable, "-P", "-m", "elastic.saved.describe", *["--try"] * tries,
                str(config), "slurm.partition=any", *settings]  # fmt: skip
     try:
@@ -90,8 +89,8 @@ def _check_name(root: Path, config: Config) -> None:
 
 
 def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
-    """Raise ElasticError saying why the run cannot go on in `mode` on so many GPUs: all
-    that holds for a configuration at submission holds for it then."""
+    """Raise ElasticError if the run cannot go on in `mode` on so many GPUs. All rules for a
+    configuration at submission hold then, too."""
     is_other = mode != run.control().mode
     if run.config().run.command and is_other:
         what = f"run {run.name} keeps its mode: its run.command is a loop for one mode"
@@ -107,8 +106,8 @@ def check_change(run: RunDir, fewest: int, most: int, mode: str) -> None:
 
 
 def with_shares(config: Config, model: estimate.Model | None) -> Config:
-    """`config` with CPUs and memory where neither the user nor Slurm says how much: for a
-    GPU its part of the node, for the master what it holds."""
+    """`config`, with CPUs and memory filled in if neither the user nor Slurm says how much:
+    for a GPU its part of the node, for the master what it holds."""
     slurm = config.slurm
     if config.run.scheduler != "slurm":
         return config
@@ -136,9 +135,9 @@ def start(config: Config, root: Path) -> RunDir:
 
 
 def _where(config: Config) -> dict[str, str]:
-    """Which cluster the run's jobs are on, for passes on another one that has this home; of
-    local jobs, which may be inside of an allocation, the GPUs, and the folder that lists
-    them."""
+    """Variables that say where the run's jobs are: the cluster, because a pass on another
+    cluster may share this home; for local jobs the GPUs (they may be inside an allocation)
+    and the folder that lists them."""
     if config.run.scheduler == "local":
         gpus = {name: value for name, value in environment().items() if name == VISIBLE}
         return {"ELASTIC_HOME_DIR": str(registry_dir()), **gpus}
