@@ -3,7 +3,7 @@
     OK      as it should be; a good cluster gets nothing else
     WARN    runs work, but less well than they could
     FAIL    runs do not start here, or lose work whenever they are preempted
-    SKIP    nobody could look: a fact is Unknown (FAIL, if no run works without that fact)
+    SKIP    a fact is Unknown (FAIL instead, if no run works without that fact)
 """
 
 import math
@@ -38,7 +38,7 @@ _UNFIT = ("down", "drain", "fail", "error", "unknown", "inval", "maint", "future
 
 
 class Unknown(NamedTuple):
-    """In place of a fact: why nobody knows it, the way out, and what that comes to."""
+    """Stands for a fact that is not known: why, the way out, and the verdict on that."""
 
     why: str
     fix: str = ""
@@ -46,12 +46,12 @@ class Unknown(NamedTuple):
 
 
 def known(fact: Any, otherwise: Any) -> Any:
-    """The fact, or what is to stand for one that is Unknown."""
+    """The fact, or `otherwise` if it is Unknown."""
     return otherwise if isinstance(fact, Unknown) else fact
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's. `why`: it matters; `fix`: what to do."""
+    """One line of the doctor's. `why` the check matters; `fix`: what to do."""
 
     check: str
     verdict: str
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Disk:
-    """What was found in the folder of runs."""
+    """What the doctor found in the folder of runs."""
 
     folder: str
     kind: str  # as in /proc/mounts
@@ -100,9 +100,9 @@ def diagnose(facts: Mapping[str, Any]) -> list[Finding]:
 
 
 def answer(question: Callable[..., Any], facts: Mapping[str, Any], is_vital: bool = False) -> Any:
-    """Of the facts that the question's parameters name. It is not asked if one of them is
-    Unknown, unless that parameter is keyword-only: the answer is that Unknown. A question
-    that fails leaves one, too, which is a FAIL if it `is_vital`."""
+    """Call a probe, a derivation or a judge with the facts that its parameters name. If one
+    of them is Unknown, the answer is that Unknown, without a call (keyword-only parameters
+    may be Unknown). An error makes an Unknown, too: a FAIL if the question `is_vital`."""
     verdict = FAIL if is_vital else SKIP
     needs = signature(question).parameters
     needed = [facts[name] for name, need in needs.items() if need.kind is not need.KEYWORD_ONLY]
@@ -117,8 +117,8 @@ def answer(question: Callable[..., Any], facts: Mapping[str, Any], is_vital: boo
 
 
 def judgement(seen: str, *problems: tuple[object, str, str, str]) -> Judgement:
-    """OK, unless one of the problems is there: (is it?, verdict, what else is seen, fix).
-    The first decides."""
+    """OK, or the verdict of the first problem that is there. A problem is (is it there?,
+    verdict, what else is seen, fix)."""
     for is_there, verdict, more, fix in problems:
         if is_there:
             return verdict, f"{seen}; {more}" if more else seen, fix
@@ -172,7 +172,7 @@ def _workers_partition(config, partitions, nodes, named) -> Judgement:
 
 
 def _gives_whole_nodes(partition: Mapping[str, str]) -> str:
-    """The setting that says so, by its name before and since Slurm 25.05; or ""."""
+    """The setting by which jobs get whole nodes, or "". Slurm 25.05 has renamed it."""
     words = {"OverSubscribe": "EXCLUSIVE", "Exclusive": "NODE"}.items()
     return next((f"{name}={value}" for name, value in words if partition.get(name) == value), "")
 
@@ -251,15 +251,13 @@ def limit_s(text: str) -> float:
 # ---- preemption ----------------------------------------------------------------------
 
 
-MODIFIERS = ("GANG", "PRIORITY", "WITHIN")  # stand beside the mode in PreemptMode
+MODIFIERS = ("GANG", "PRIORITY", "WITHIN")  # words beside the mode in PreemptMode
 
 
 def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> str:
-    """What happens to a job in the partition when it is preempted; "" where its QOS
-    decides.
+    """What happens to a job in the partition when it is preempted; "" if its QOS decides.
 
-    Where the partition decides, only a partition of a higher tier on the same nodes
-    preempts it.
+    If the partition decides, only a partition of a higher tier on the same nodes preempts.
     """
     kind, partition = cluster["PreemptType"], partitions[name]
     if kind == "preempt/qos":
@@ -271,8 +269,8 @@ def preempt_mode(cluster: Mapping[str, str], name: str, partitions, nodes) -> st
 
 
 def _is_below_another(name: str, partitions, nodes) -> bool:
-    """Is there a partition of a higher PriorityTier on its nodes? True, if nobody
-    knows."""
+    """Is there a partition of a higher PriorityTier on its nodes? True if that is not
+    known."""
     tier = partitions[name].get("PriorityTier")
     if tier is None or isinstance(nodes, Unknown):
         return True
@@ -344,19 +342,19 @@ _NOTHING = (None, "", "(null)", "UNLIMITED", "NONE", "0")  # what Slurm writes i
 
 
 def _habits(config, cluster, partitions) -> Judgement:
-    """What this site does to every job, of which nothing is wrong."""
+    """What this site does to every job; always OK."""
     every = cluster | partitions.get(config.slurm.partition.split(",")[0], {})
     names = ("JobSubmitPlugins", "Prolog", "Epilog", "JobDefaults", "DefMemPerCPU",
              "DefMemPerNode", "MaxBatchRequeue")  # fmt: skip
-    # Several scripts from 24.11 on.
+    # From Slurm 24.11 on there may be several scripts: Prolog[0], Prolog[1].
     told = ((name, every.get(f"{name}[0]", every.get(name))) for name in names)
     known = [f"{name} {value}" for name, value in told if value not in _NOTHING]
     return OK, "; ".join([*known, f"a requeued job waits for {_delay_s(cluster)} s"]), ""
 
 
 def _delay_s(cluster: Mapping[str, str]) -> int:
-    """Seconds that a requeued job waits at least: one of --requeue=expedite, where those
-    come back at once, as they may from Slurm 25.11 on."""
+    """Seconds that a requeued job waits at least. (From Slurm 25.11 on a site may let jobs
+    with --requeue=expedite come back at once.)"""
     if "enable_expedited_requeue" in cluster.get("SlurmctldParameters", ""):
         return 1
     delay = re.search(r"\brequeue_delay=(\d+)", cluster.get("SchedulerParameters", ""))
@@ -383,13 +381,13 @@ def _limits(config, cluster, *, limits) -> Judgement | Unknown:
 
 
 def _of_accounting(config, owners: Mapping[str, Mapping[str, str]]) -> Iterator[tuple]:
-    """("MaxJobs of the account lab", how many, of jobs or of GPUs)."""
+    """Limits: ("MaxJobs of the account lab", how many, "jobs" or "GPUs")."""
     for owner, row in owners.items():
         for column, value in row.items():
             name, is_local = f"{column} of {owner}", config.run.mode == "local"
             if "TRES" in column:
                 yield from ((name, n, "GPUs") for n in most_gpus(value, config.slurm.gres))
-            # Of the two jobs of sync mode only one runs.
+            # Sync mode has two jobs, of which one runs: limits on running jobs allow that.
             elif re.match("Max|Grp", column) and value and (is_local or "Submit" in column):
                 yield name, int(value), "jobs"
 
@@ -398,7 +396,7 @@ def wanted_jobs(config) -> tuple[int, int]:
     """The jobs of a run at its largest, and the fewest with which it has `elastic.min`
     GPUs."""
     if config.run.mode == "sync":
-        return 2, 1  # one, and its successor behind it
+        return 2, 1  # the trainer, and its successor behind it
     limits, per_worker = config.elastic, config.slurm.gpus_per_worker
     return 1 + limits.max // per_worker, 1 + math.ceil(limits.min / per_worker)
 
@@ -511,7 +509,8 @@ CHECKS = (
 
 
 def _tried(words: str, *problems: tuple[Callable, str, str]) -> Callable:
-    """A judge with these words. A problem is (is it there?, verdict, fix)."""
+    """A judge of the tried job, which says these words. A problem is (is it there?,
+    verdict, fix)."""
 
     def judge(tried) -> Judgement:
         there = ((is_so(tried), verdict, "", fix) for is_so, verdict, fix in problems)

@@ -46,7 +46,8 @@ def is_open(config: Config, name: str) -> bool:
 
 def has_choice(config: Config, model: Model) -> bool:
     """Is anything left open, and is the time of a step known?"""
-    is_known = model.tokens_per_sample and config.run.scheduler == "slurm"  # which has GPUs
+    # Without plan.step it is worked out for a GPU, which a local run may not have.
+    is_known = model.tokens_per_sample and config.run.scheduler == "slurm"
     is_any = any(is_open(config, f"local_sgd.{name}") for name in DIALLED)
     return is_any and bool(is_known or config.plan.step_s)
 
@@ -74,7 +75,7 @@ def written_per_s(folder: Path) -> float:
 
 
 def choose(config: Config, model: Model, rates: Rates) -> list[Choice]:
-    """For a run that has a choice. Pure."""
+    """What to choose for a run that `has_choice`. Pure."""
     step_s, sgd = estimate.step_s(model, config), config.local_sgd
     steps_open = is_open(config, "local_sgd.inner_steps")
     most = MOST_STEPS if steps_open else sgd.inner_steps
@@ -108,7 +109,7 @@ def _ways(config: Config) -> list[tuple[str, str]]:
     overlaps = ["off", "rebase"] if is_open(config, "local_sgd.overlap") else [sgd.overlap]
     is_short = not is_open(config, "local_sgd.inner_steps") and sgd.inner_steps < LEAST_AHEAD
     if config.slurm.gpus_per_worker > 1 or config.train.validate_every or is_short:
-        overlaps = overlaps[:1]  # ranks that share a model, and scores, go without
+        overlaps = overlaps[:1]  # not for ranks that share a model, nor with validations
     return [(codec, overlap) for overlap, codec in product(overlaps, codecs)]
 
 

@@ -75,7 +75,7 @@ def _limits(config: Config, cluster, partitions) -> dict[str, dict[str, str]]:
 
 
 def _qos(config: Config, cluster) -> dict[str, str] | Unknown:
-    """How jobs of the workers' QOS are preempted, where the QOS decides that."""
+    """The workers' QOS, if it decides how their jobs are preempted."""
     if cluster["PreemptType"] != "preempt/qos":
         return Unknown("PreemptType is not preempt/qos")
     row = {} if config.slurm.qos else _association(config, cluster)
@@ -112,8 +112,8 @@ def _disk(config: Config, clocks: dict[str, float]) -> Disk:
 
 
 def _faults(folder: Path) -> list[str]:
-    """What of it does not work: rename and link, by which durable.py writes, and a pass's
-    flock."""
+    """What does not work in the folder: rename and link, by which durable.py writes, and
+    flock, which passes need."""
     faults, trials = [], {"rename": _replaces, "link": _links_once, "flock": _locks_once}
     for name, works in trials.items():
         try:
@@ -144,7 +144,7 @@ def _locks_once(path: Path) -> bool:
 
 
 def filesystem_of(path: Path) -> str:
-    """Its type, as /proc/mounts has it."""
+    """The type of the filesystem that a path is on, as /proc/mounts has it."""
     mounts = (line.split()[1:3] for line in proc.read("/proc/mounts").splitlines())
     kinds = {Path(point.replace("\\040", " ")): kind for point, kind in mounts}  # the last counts
     return next((kinds[each] for each in (path, *path.parents) if each in kinds), "unknown")
@@ -154,8 +154,8 @@ def filesystem_of(path: Path) -> str:
 
 
 def _redis(config: Config, clocks: dict[str, float]) -> str | Unknown:
-    """Which redis-server the run would start; it is tried. The site's server is asked
-    instead."""
+    """Try the redis-server that the run would start, and say which it is. If the site has
+    one, ask that instead."""
     from elastic.local.master import redis_server
 
     if config.run.mode == "sync":
@@ -225,7 +225,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _save(config: Config, path, overrides, *, torch) -> estimate.Save | Unknown:
-    """What a save of the run's model writes; nothing, where no run was named."""
+    """What a save of the run's model writes; zero bytes if no run was named."""
     if not path:
         return estimate.Save(0, 0)
     if config.run.command:
@@ -237,7 +237,7 @@ def _save(config: Config, path, overrides, *, torch) -> estimate.Save | Unknown:
 
 
 def _cron(*, cluster) -> str | None:
-    """The user's crontab and scrontab; None where there is neither program."""
+    """The user's crontab and scrontab; None if neither can be listed."""
     tables, is_known = "", False
     listings = [_crontab, lambda: sched_slurm.slurm_command(("scrontab", "-l"))]
     for listing in listings[:1] if isinstance(cluster, Unknown) else listings:
@@ -252,8 +252,8 @@ def _crontab() -> subprocess.CompletedProcess[str]:
     return subprocess.run(["crontab", "-l"], capture_output=True, text=True, timeout=10)
 
 
-# Each is asked with facts that those before it have found. What needs the cluster is not
-# asked where that is Unknown: one wait for a Slurm that is silent is enough.
+# Each may use facts that those before it have found. A probe that needs the cluster is left
+# out if that is Unknown: one wait for a silent Slurm is enough.
 PROBES: dict[str, Callable] = {
     "cluster": _cluster,
     "partitions": lambda cluster: sched_slurm.partitions(),
@@ -291,8 +291,8 @@ def _look_with_torch() -> dict[str, Any]:
 
 
 def _waited_s() -> float:
-    """Seconds that this process has waited for a CPU: a busy login node is no slow
-    filesystem."""
+    """Seconds that this process has waited for a CPU: a busy login node must not look like a
+    slow filesystem."""
     return int((proc.read("/proc/self/schedstat").split() or [0, 0])[1]) / 1e9
 
 

@@ -82,8 +82,8 @@ def tell(run: RunDir, sinks: Sequence[Any]) -> None:
 
 def rows(run: RunDir, after: int) -> Iterator[dict]:
     """Numbers of every version and every step of sync mode, beyond `after` committed
-    tokens and in their order. Of a step that was done again the first line counts. Of a
-    run that is done the last row comes again, with the last validation."""
+    tokens and in their order. If a step was done again, its first line counts. If the run is
+    done, the last row comes again, with the last validation."""
     steps = [{**{name: line[name] for name in ("step", "time", "tokens", "loss")},
               "workers": line["world"]}
              for line in run.lines("metrics.jsonl") if line["tokens"] >= after]  # fmt: skip
@@ -107,8 +107,8 @@ def _said(score: Score) -> dict:
 
 
 def _since(run: RunDir, after: int) -> list[Commit]:
-    """The versions beyond `after` tokens, oldest first, and the one before them: it has
-    had the validations of its time."""
+    """The versions beyond `after` tokens, oldest first, and the one before them, since which
+    validations are news."""
     newest_first: list[Commit] = []
     for commit in map(run.commits.of, range(run.commits.newest_version(), 0, -1)):
         newest_first += [commit] if commit else []
@@ -125,8 +125,8 @@ def sinks(run: RunDir, jsonl: Path | None, tensorboard: Path | None, wandb: str 
 
 
 def _told(place: Path, told: dict, run: RunDir) -> tuple[int, int]:
-    """What was told last. UsageError: of another run. Before there was `run` in what was
-    told, nobody could say."""
+    """What was told last: (tokens, tokens of a score). UsageError if that was of another
+    run. (An older Elastic did not note which.)"""
     if told.get("run", run.key) != run.key:
         raise UsageError(f"{place} is of another run: {told['run']}", "name a new one")
     return _reached(told)
@@ -162,7 +162,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars by committed tokens; those that no mark tells of are written again."""
+    """Scalars by committed tokens. Those after the mark in elastic.json are written again."""
 
     def __init__(self, folder: Path, run: RunDir):
         self._package = _package("torch.utils.tensorboard", "TensorBoard", "tensorboard")
@@ -180,11 +180,11 @@ class TensorBoard:
 
 
 class WandB:
-    """The run in a project, by its name: made, or gone on with."""
+    """The run in a project: made, or gone on with, by its key."""
 
     def __init__(self, project: str, run: RunDir):
         wandb = _package("wandb", "Weights & Biases", "wandb")
-        key = run.key.replace(":", "-")  # which no id may have
+        key = run.key.replace(":", "-")  # an id must not have a colon
         self._run = wandb.init(project=project, id=key, name=run.name, resume="allow")
         told = self._run.summary
         self.told = int(told.get("tokens") or 0), int(told.get("score/tokens") or 0)

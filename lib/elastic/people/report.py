@@ -26,11 +26,11 @@ from elastic.run.told import Score
 from elastic.run.wording import EventKind
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#0072b2", "#7fb8d8", "#e69f00", "#d55e00", "#999999"
-# At the end of a job.
+# How the end of a job is marked, by its outcome.
 MARKS = {Outcome.YIELDED: ("v", ORANGE), Outcome.CANCELLED: ("|", GREY)}
-# Incidents that all workers felt; what happened to a master is another.
+# Incidents that all workers felt, beside those of a master.
 OF_ALL = (EventKind.CHAOS, EventKind.TAKEN_BACK, EventKind.REDIS_LOST)
-# Of the parts of a goodput ledger.
+# One for each part of a goodput ledger.
 COLOURS = ("#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#e69f00", "#d55e00", "#bbbbbb")
 WIDTH, HEIGHT = 9.0, 3.0  # inches of a panel
 MOST_POINTS = 2000  # of a curve: more than a screen can show
@@ -151,8 +151,8 @@ def _along_time(axes: Any, contents: Contents) -> None:
 
 
 def _at(time_: float) -> float:
-    """Where a time is on the axes: in days since 1970, as an hour of local time, in which
-    the ticks are, may come twice."""
+    """Where a time is on the axes: days since 1970. (Not local time, in which the ticks are:
+    an hour of that may come twice.)"""
     return time_ / 86400
 
 
@@ -166,7 +166,8 @@ PANELS: dict[str, Callable[[Any, Contents], None]] = {
 
 
 def panels(contents: Contents) -> list[str]:
-    """Those of which something is known: a program of the user's counts its steps itself."""
+    """The panels of which something is known. (A program of the user's counts its steps
+    itself, so there is no goodput.)"""
     return [title for title, draw in PANELS.items() if contents.gpu_seconds or draw != draw_goodput]
 
 

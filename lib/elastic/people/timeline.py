@@ -21,8 +21,8 @@ INCIDENTS = (
 
 @dataclass(frozen=True)
 class Point:
-    """A version, or a step of sync mode; the rate is that since the one before. A loss
-    that nobody told is not a number."""
+    """A version, or a step of sync mode, with the rate since the one before. A loss that is
+    not known is NaN."""
 
     time: float
     tokens: int
@@ -32,7 +32,7 @@ class Point:
 
 def incidents(events: Sequence[Mapping]) -> list[Mapping]:
     """What a reader should know of, oldest first."""
-    # What a pass has asked to leave is gone by its user's will.
+    # A job that a pass asked to leave was not preempted.
     asked = {job_key(event) for event in events if event["kind"] == EventKind.CANCEL}
     return [event for event in events if _is_incident(event, asked)]
 
@@ -46,7 +46,7 @@ def _is_incident(event: Mapping, asked: Collection[tuple]) -> bool:
 
 
 def points(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[Point]:
-    """The way of loss and speed, over versions of local mode and steps of sync mode."""
+    """Loss and speed along the run, over versions of local mode and steps of sync mode."""
     versions = [(commit.time, commit.tokens, commit.loss) for commit in commits]
     steps = [(line["time"], line["tokens"], line.get("loss")) for line in metrics]
     # By tokens, not by time: machines may disagree about that.
@@ -54,7 +54,7 @@ def points(commits: Iterable[Commit], metrics: Iterable[Mapping] = ()) -> list[P
 
 
 def _growing(rows: Iterable[tuple]) -> list[tuple]:
-    """Without what was trained again: of equal tokens the newest counts."""
+    """The rows without those that were trained again later: tokens only grow."""
     kept: list[tuple] = []
     for row in rows:
         while kept and kept[-1][1] >= row[1]:

@@ -41,8 +41,8 @@ PATIENCE_S = 65.0  # for each thing that ranks do: NFS clients trust their cache
 
 
 def tried(config: Config, cluster: Mapping[str, str]) -> dict | Unknown:
-    """What the job reports. It and its folder are gone afterwards, whatever happens.
-    Where the `cluster` is Unknown, nothing is tried."""
+    """What the job reports. Job and folder are gone afterwards, whatever happens. (The
+    parameter `cluster` has the doctor leave this out if there is no cluster.)"""
     slurm = config.slurm
     gpus, limit = NODES * slurm.gpus_per_node, slurm.time and f"{LIMIT_S / 60:.0f}"
     config = submission.with_shares(replace(
@@ -93,8 +93,8 @@ def last_words(log: Path) -> str:
 
 
 class Step:
-    """Tasks under srun, as the site wants it called. What they and it say on stderr goes
-    into a file."""
+    """Tasks under srun, which gets the site's own options. What srun and the tasks say on
+    stderr goes into a file."""
 
     def __init__(self, nodes: list[str], command: list[str], said: Path):
         self.said, config = said, load_written(said.with_name("run.toml"))
@@ -107,8 +107,8 @@ class Step:
             )
 
     def heard(self, words: str, wanted: int, limit_s=PATIENCE_S) -> tuple[int, float]:
-        """How many lines begin with `words`, as soon as enough do, or when that takes too
-        long or all is over; and after how many seconds."""
+        """Wait until `wanted` lines begin with `words`, the step is over, or `limit_s` have
+        passed. Returns how many do, and the seconds waited."""
         began = time.time()
         while True:
             is_over = self.process.poll() is not None or time.time() - began > limit_s
@@ -119,7 +119,8 @@ class Step:
 
 
 def lead(folder: Path) -> dict:
-    """Do to ranks what happens to ranks; what came of it. Exits if they do not start."""
+    """Do to ranks what happens to ranks, and report what came of it. Exits if they do not
+    start."""
     signals.install()  # as the launcher does: a notice does not end this process either
     home, job_id = env("ELASTIC_HOME"), env("SLURM_JOB_ID")
     nodes = sched_slurm.expand_hostlist(env("SLURM_JOB_NODELIST"))

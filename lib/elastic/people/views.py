@@ -53,8 +53,8 @@ def show(view: Callable[[Any], RenderableType], data: Any) -> None:
 
 @contextmanager
 def live(view: Callable[[Any, int], RenderableType]) -> Iterator[Callable[[Any], None]]:
-    """A screen that is redrawn with a view, of its height, of the data that the yielded
-    function is given."""
+    """A screen. Each call of the yielded function redraws it with a view of the data, as
+    high as the screen."""
     with Live(console=console(), auto_refresh=False, vertical_overflow="crop") as screen:
         yield lambda data: screen.update(
             view(wording.plain(data), screen.console.height), refresh=True
@@ -62,13 +62,14 @@ def live(view: Callable[[Any, int], RenderableType]) -> Iterator[Callable[[Any],
 
 
 def busy(what: str) -> AbstractContextManager:
-    """Says on a terminal that something is under way, for as long as it is."""
+    """Show on a terminal that something is under way, as long as it is."""
     return console(stderr=True).status(Text(f"{what} …"))
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[tuple[float, str]], None]]:
-    """A bar on a terminal, moved by (the part that is done, words); elsewhere nothing."""
+    """A bar on a terminal, moved by calls with (the part that is done, words). Nothing is
+    shown elsewhere."""
     from rich.progress import Progress  # its import takes longer than most commands
 
     with Progress(console=console(stderr=True), transient=True) as bar:
@@ -174,8 +175,7 @@ def _waits(jobs: Sequence[dict]) -> str:
 
 
 def _workers_table(workers: Sequence[dict], most: int, unit: str) -> list[RenderableType]:
-    """A row per worker; of too many, those that are in trouble, then those that are
-    slowest."""
+    """A row per worker. If there are too many: those in trouble, then the slowest."""
     speed = {"tokens": ">tok/s"}.get(unit, f">{unit}/s")
     columns = (">slot", ">try", "job", "node", "state", ">version", ">step", speed, ">beat")
     table = _table(*columns)
@@ -354,12 +354,12 @@ def _table(*columns: str) -> Table:
 
 
 def _rest(rows: Sequence[dict], most: int, words: str = "") -> list[str]:
-    """What to say of rows for which there is no space."""
+    """A line on the rows for which there is no space."""
     return [f"and {len(rows) - most} more{words}"] if len(rows) > most else []
 
 
 def _gpus(seen: dict) -> str:
-    """Those at work, and the limits."""
+    """How many GPUs are at work, and the limits."""
     return "-" if seen["gpus"] is None else f"{seen['gpus']} of {seen['min']}..{seen['max']}"
 
 
