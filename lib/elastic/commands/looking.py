@@ -20,7 +20,7 @@ from elastic.run.audit import audit as audit_ledger, gpu_seconds, has_ledger
 from elastic.run.rundir import RunDir
 
 WATCH_S = 2.0
-LISTED_S = 30.0  # in a loop, jobs may be those of so long ago: sites count who asks Slurm
+LISTED_S = 30.0  # --watch takes a listing of jobs that is so old: squeue is costly for sites
 
 file_option = functools.partial(click.option, type=click.Path(path_type=Path), metavar="FILE")
 
@@ -53,8 +53,8 @@ def status(run: str | None, watch: bool, as_json: bool):
 
 
 def look(run: str | None, is_table: bool, within_s: float) -> dict | list[dict]:
-    """What there is to say of the run, or of all, with jobs as they were so many seconds
-    ago."""
+    """The observation of the run, or those of all runs. A listing of jobs that is `within_s`
+    old will do."""
     from elastic.people import status  # and with it redis
 
     runs = [rundir.find(run)] if run else rundir.registered()
@@ -107,8 +107,8 @@ def logs_of(run: RunDir, slot: str | None, coming: Sequence[Path]) -> list[Path]
 
 
 def tail(words: Sequence[str | Path], is_quiet: bool) -> int:
-    """Print what `tail` says; its exit status. `is_quiet`: not of files that are still to
-    come."""
+    """Print what `tail` says, and return its exit status. `is_quiet`: without its complaints
+    (on files that are still to come)."""
     with subprocess.Popen(["tail", *words], stdout=subprocess.PIPE, text=True, errors="replace",
                           stderr=subprocess.DEVNULL if is_quiet else None) as process:  # fmt: skip
         try:

@@ -105,10 +105,10 @@ def code_of(report: PassReport) -> Exit:
 
 
 def take_effect(run: RunDir) -> Exit:
-    """Let a change take effect now, say what that came to, and give its exit code."""
+    """Run a pass so that a change takes effect now; say what it did. Its exit code."""
     report = reconciling.run_pass([run], time.time(), wait_s=reconciling.PERSON_S)
     if report.unknown:
-        report.unknown_is_new = False  # it is said here, news or not
+        report.unknown_is_new = False  # the line below says it, news or not
         warn(f"run {run.name}: noted, and left to the next pass: {report.unknown}")
     say(*report.lines())
     return code_of(report)

@@ -35,11 +35,11 @@ from elastic.run.audit import audit, gpu_seconds, has_ledger
 from elastic.run.membership import Slot
 from elastic.run.rundir import RunDir
 
-TAKEN_S = 5.0  # how long a preemptor keeps a node
-HUNG_S = 10.0  # how long a process stands still
-GONE_S = 15.0  # how long a killed node stays away
+TAKEN_S = 5.0  # a preemptor keeps a node this long
+HUNG_S = 10.0  # a process stands still this long
+GONE_S = 15.0  # a killed node stays away this long
 LOOK_S = 0.5
-BACK_S = 120.0  # how long the last faults are given to be over
+BACK_S = 120.0  # so long we wait for the end of the last faults
 DO = ("kill-worker", "preempt", "kill-master", "kill-redis", "flush-redis", "hang-worker",
       "kill-node")  # each by the method of its name
 HITS_ONE = ("kill-worker", "preempt", "hang-worker", "kill-node")
@@ -67,7 +67,7 @@ class Chaos:
         return self.run.control().mode == "sync"
 
     def training(self) -> list[Slot]:
-        """Who trains now on the newest version, those with most steps first."""
+        """The workers that train on the newest version now, those with most steps first."""
         if self.in_sync_mode:
             return self._trainer()
         with contextlib.suppress(TryAgain), self._store() as store:
@@ -79,8 +79,8 @@ class Chaos:
         return []
 
     def _is(self, slot: Slot, job_ids: set[str]) -> bool:
-        """Is it a job of this run, and here a process that says so? A lease may say
-        anything."""
+        """Is the slot's job one of this run, and its process, if it is on this machine, too?
+        Leases are not believed."""
         names = {"RUN_DIR": self.run.path, "SLOT": slot.slot, "ATTEMPT": slot.attempt}
         own = {f"ELASTIC_{name}={value}" for name, value in names.items()}
         around = read(f"/proc/{slot.pid}/environ").split("\0") if self.is_here else own
@@ -99,7 +99,8 @@ class Chaos:
         return contextlib.closing(MasterStore.open(self.run))
 
     def _pids(self, program: str) -> list[int]:
-        """This machine's processes of the run: worker, trainer, master, redis-server."""
+        """The run's processes on this machine that run `program`: worker, trainer, master, or
+        redis-server."""
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             words = read(folder / "cmdline").split("\0")
@@ -107,7 +108,7 @@ class Chaos:
             if program in names and not names[0].endswith("sh"):  # no wrapper of it
                 around = read(folder / "environ").split("\0")
                 with contextlib.suppress(OSError):  # it is another user's, or gone
-                    place = Path(os.readlink(folder / "cwd")).parent  # of a Redis: its own
+                    place = Path(os.readlink(folder / "cwd")).parent  # a Redis is known by it
                     marks = {f"ELASTIC_RUN_DIR={self.run.path}", str(self.run.path)}
                     if place == self.run.path or marks & {*around, *words}:
                         pids.append(int(folder.name))
@@ -124,10 +125,10 @@ class Chaos:
         return ""
 
     def inject(self, kind: str, until: float = inf) -> Fault:
-        """Do it to a worker as soon as one trains.
+        """Do a fault of this kind as soon as a worker trains.
 
-        Raises ElasticError if it turns out to be impossible, or nobody is there `until`
-        then.
+        Raises ElasticError if that turns out to be impossible, or if no worker trains before
+        the time `until`.
         """
         while not (victims := self.training()):
             time.sleep(LOOK_S)
@@ -207,7 +208,8 @@ class Chaos:
         return [(fault, faults.cost_in_local_mode(fault, commits)) for fault in self.done]
 
     def report(self, began: float, before_s: float = 0.0) -> dict:
-        """What the faults cost since they began, beside the `before_s` without any."""
+        """What the faults cost since the time `began`, compared with the `before_s` seconds
+        before."""
         work = goodput.work_in(self.run.commits.all(), self.run.lines("metrics.jsonl"))
         costs = self.costs()
         end = min(time.time(), (self.run.done() or {}).get("time", inf))
@@ -232,8 +234,8 @@ Say = Callable[[str], object]
 def harm(
     run: RunDir, every_s: float, for_s: float, before_s: float, seed: int, kinds: str, say: Say
 ) -> dict:
-    """Do a fault to the run every so often, saying each of them, after a time to compare
-    with; the report. UsageError: there is nobody to hit."""
+    """Look on for `before_s`, then do faults to the run for `for_s`, one every `every_s` on
+    average, and say each. Returns the report. UsageError: there is nobody to hit."""
     if not every_s:
         raise UsageError("--every 0: faults need time between them", "give --every 10s")
     if over := run.closing():

@@ -38,15 +38,15 @@ except ChildProcessError:  # nothing is left below
 
 
 class Daemons:
-    """Those of the sandbox in a folder, each by its name."""
+    """The daemons of the sandbox in a folder, each by its name."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def members(self, name: str = "") -> set[int]:
-        """The processes of this sandbox, or of one daemon in it: jobs and orphans
-        included, but for this process and its ancestors. In a job with a terminal (srun
-        --pty) this one would end with them, and leave the others stopped."""
+        """The processes of this sandbox, or of one daemon in it: jobs and orphans too, but
+        not this process and its ancestors. (They are among them in a job of the sandbox,
+        srun --pty say: to kill them would end this process halfway.)"""
         family = self.family(name)
         mine = proc.Process.of(os.getpid())
         while mine:
@@ -55,14 +55,14 @@ class Daemons:
         return family
 
     def family(self, name: str = "") -> set[int]:
-        """The same, with this process and its ancestors: of a SuspendProgram they are the
-        controller."""
+        """The same, with this process and its ancestors. (In a SuspendProgram the controller
+        is one of these.)"""
         families = proc.families(_MEMBER, self.path, self._node_of)
         return families[name] if name else set().union(*families.values())
 
     def _node_of(self, pid: int, given: dict[str, str]) -> str:
-        """The node of a job's process; a stepd overwrites its environment, and has the
-        log open."""
+        """The node of a job's process, or "". A slurmstepd overwrites its environment: it is
+        known by the log that it has open."""
         is_ours = given.get("SLURM_CONF") == str(self.path / "slurm.conf")
         node = given.get("SLURMD_NODENAME", "")  # of a real cluster, for who looks here from there
         if is_ours and node and (self.path / "spool" / node).exists():
@@ -94,8 +94,8 @@ class Daemons:
         """ElasticError when it takes too long or when the daemon `name` ends before."""
         deadline, unseen = time.monotonic() + START_TIMEOUT_S, 0
         while not condition():
-            # In the middle of an exec a process has no environment to be known by: look
-            # again.
+            # Look more than once: in the middle of an exec a process has no environment, and
+            # is not seen.
             unseen = 0 if self.members(name) else unseen + 1
             if time.monotonic() > deadline or unseen > 3:
                 logs = self._last_words()
@@ -111,7 +111,7 @@ class Daemons:
 
 
 def accepts(where: str | int) -> bool:
-    """If someone accepts connections at a socket's path or at a port."""
+    """Does somebody accept connections at a socket's path or at a port?"""
     family = socket.AF_UNIX if isinstance(where, str) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(where if isinstance(where, str) else (ADDRESS, where)) == 0

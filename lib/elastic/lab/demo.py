@@ -28,8 +28,8 @@ from elastic.run import wording
 from elastic.run.rundir import RunDir
 from elastic.saved.evaluation import of_version
 
-# Why deltas are refused for a slow machine or a kill; what Redis holds ends with its
-# master.
+# Deltas may be refused by these rules because a machine is slow, or a worker was killed, or
+# the master with its Redis.
 EXPLAINED = (Rule.STALE, Rule.FENCED, Rule.SAMPLES, Rule.DUPLICATE, Rule.UNREADABLE)
 LEARNED = 0.58  # of the loss of version 0: less than what the frequencies of the bytes give
 LONGEST_S = 600.0
@@ -39,7 +39,7 @@ SETTINGS = [
     "checkpoint.keep_every=1000000",  # version 0 stays, to compare with
 ]  # fmt: skip
 ON_SLURM = ["run.scheduler=slurm", "slurm.partition=preempt", "slurm.master_partition=cpu",
-            "train.device=cpu"]  # the sandbox's GPUs are none  # fmt: skip
+            "train.device=cpu"]  # the sandbox's GPUs are pretended  # fmt: skip
 TOLD = ("submit", "join", "outer-step", "end", "lost", "preempt", "restart", "master",
         "redis-lost", "reject", "taken-back", "leave", "scale", "fail", "done")  # fmt: skip
 
@@ -95,7 +95,7 @@ class Demo:
         self._tell_events()
 
     def fault(self, kind: str) -> None:
-        """Do it as soon as a worker says that it trains."""
+        """Do a fault of this kind as soon as a worker says that it trains."""
         while not (self.chaos.training() or self.run.closing()):
             self._breathe()
         self.say(f"{kind}: {self.chaos.inject(kind).what}")

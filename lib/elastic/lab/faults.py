@@ -1,8 +1,8 @@
 """Faults that are done to a run on purpose: when, and what each has cost. Pure.
 
-A fault's cost follows from what came into commits afterwards: the steps that were in the
-hands of those it hit and never arrived, the time until anything was committed again, and
-the time until all whom it hit are part of a commit with work that they began after it.
+A fault's cost follows from later commits: the steps that its victims had done and that
+were never committed, the time until anything was committed again, and the time until
+every victim has part in a commit with work that it began after the fault.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Cost:
-    """inf: not yet, or never."""
+    """What a fault cost. A time of inf: not yet, or never."""
 
     steps_lost: int
     next_commit_s: float
@@ -53,7 +53,7 @@ def cost_in_local_mode(fault: Fault, commits: Iterable[Commit]) -> Cost:
     saved = {(delta.slot, delta.attempt, delta.base) for _, delta in deltas}
     lost = sum(s.step for s in fault.at_stake if (s.slot, s.attempt, s.version) not in saved)
     again = [
-        # work of the slot begun after it was hit
+        # When work of the slot was committed that it began after the fault.
         min((at for at, d in deltas if d.slot == s.slot and d.base > s.version), default=inf)
         for s in fault.at_stake
     ]
@@ -62,8 +62,8 @@ def cost_in_local_mode(fault: Fault, commits: Iterable[Commit]) -> Cost:
 
 
 def cost_in_sync_mode(fault: Fault, metrics: Sequence[Mapping]) -> Cost:
-    """By the lines that rank 0 writes, one per step: what the next attempt does again was
-    lost."""
+    """The cost by the lines that rank 0 writes, one per step: steps that the next attempt
+    does again were lost."""
     hit = fault.at_stake[0]
     after = [line for line in metrics if line["time"] > fault.time]
     later = [line for line in after if line["attempt"] > hit.attempt]

@@ -11,13 +11,13 @@ decided by what decides it there: plan.plan (which workers are submitted), sizin
 estimate (what a round moves and takes). The result goes through goodput.ledger, so its
 parts are those of `elastic-audit`.
 
-Taken for granted: all GPUs are as fast, a step of sync mode is shared out evenly and
+It assumes that all GPUs are equally fast, a step of sync mode is shared out evenly and
 without loss, nothing fails but by the trace, the master is never taken, Slurm gives the
-run every GPU that is there, and the run lasts longer than the trace. Not played: deltas
-are not judged or weighed, and nobody trains while a delta travels (local_sgd.overlap), so
-local mode is better than it looks here. A round is due by what steps and deliveries cost,
-not by what its workers have shown. Training are steps alone: a delta on its way is
-waiting, which a run's own ledger counts as training.
+run every GPU that is there, and the run lasts longer than the trace. Some things are not
+played: deltas are not judged or weighed, and nobody trains while a delta travels
+(local_sgd.overlap), so local mode is better than it looks here. A round is due by what
+steps and deliveries cost, not by what its workers have shown. Only steps count as
+training: a delta on its way counts as waiting here, and as training in a run's own ledger.
 """
 
 from collections.abc import Mapping
@@ -32,14 +32,16 @@ from elastic.lab.played_local import Local
 from elastic.run import estimate
 
 SAVED = 12  # bytes an element of a checkpoint: float32, and AdamW's two
-WORTH_SYNC = 0.97  # of local mode: then it is better, because it trains as if undisturbed
-MOST_ROUNDS = 50_000  # that are played
+# With this share of what local mode keeps, sync mode is better: it trains as if undisturbed.
+WORTH_SYNC = 0.97
+MOST_ROUNDS = 50_000  # so many can be played
 
 Way = dict[str, Any]  # what a way to train makes of a trace, as --json has it
 
 
 def costs(config, model: estimate.Model | None, shown: Mapping[str, float]) -> Costs:
-    """The costs of a run by its configuration and size; what was `shown` goes before."""
+    """The costs of a run by its configuration and size. Costs that a run has `shown` are
+    taken instead."""
     plan, names = config.plan, (field.name for field in fields(Costs))
     stated = {name: getattr(plan, name) for name in names if hasattr(plan, name)}
     return Costs(**stated | (_by_size(config, model) if model else {}) | dict(shown))
@@ -63,14 +65,15 @@ def _by_size(config, model: estimate.Model) -> dict[str, float]:
 
 
 def ways_of(nodes: Nodes, end: float, config, costs: Costs) -> list[Way]:
-    """What plain --requeue (in the size that turns out to be the best, of all from min to
-    max), sync mode and local mode make of a trace until `end`. Takes seconds."""
+    """What plain --requeue (in its best size from min to max), sync mode and local mode make
+    of a trace until `end`. Takes seconds."""
     limits = config.elastic.min, config.elastic.max
     per_node = min(config.slurm.gpus_per_node, limits[1])
     offered_s = sum(s * min(gpus, limits[1]) for gpus, s in nodes.spans(end))
 
     def way(mode: str, play, least: int, most: int, inner_steps: int = 0) -> Way:
-        """Of the shares `kept` is of all that was there to be had."""
+        """`goodput` is a share of the GPU time that the run had, `kept` of all GPU time that
+        there was."""
         parts = play.play(end)
         closed_s = max(parts["allocated"] - parts["open"], 1e-9)
         return {"mode": mode, "gpus": [least, most], "inner_steps": inner_steps,

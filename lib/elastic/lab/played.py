@@ -23,7 +23,7 @@ CRON_S = 120.0  # between two passes, where no master makes any
 
 @dataclass(frozen=True)
 class Change:
-    """From then on a node has so many GPUs for the run; 0: it is taken."""
+    """From `at` on a node has `gpus` GPUs for the run; 0: it is taken."""
 
     at: float  # seconds from the trace's start
     node: str
@@ -34,7 +34,7 @@ Trace = Sequence[Change]
 
 
 class Nodes:
-    """What is there of a trace's nodes at each time."""
+    """Which nodes of a trace are there at each time."""
 
     def __init__(self, trace: Trace):
         self.moments, self.there = [0.0], [{}]  # node -> its GPUs, since then; the oldest first
@@ -47,17 +47,17 @@ class Nodes:
         return self.there[bisect_right(self.moments, time) - 1]
 
     def next(self, time: float) -> float:
-        """When something changes after that."""
+        """The time of the first change after `time`; inf: there is none."""
         return next(iter(self.moments[bisect_right(self.moments, time) :]), inf)
 
     def gone(self, nodes: set[str], time: float) -> float:
-        """When the first of nodes that are there then is taken."""
+        """When the first of `nodes`, which are there at `time`, is taken; inf: never."""
         since = bisect_right(self.moments, time)
         later = zip(self.moments[since:], self.there[since:], strict=True)
         return next((moment for moment, there in later if not nodes <= there.keys()), inf)
 
     def spans(self, end: float) -> Iterator[tuple[int, float]]:
-        """(GPUs that are there, for so many seconds)."""
+        """(GPUs that are there, seconds for which that is so), until `end`."""
         times = pairwise([*self.moments, inf])
         for there, (since, until) in zip(self.there, times, strict=True):
             if since < min(until, end):
@@ -87,7 +87,7 @@ class Costs:
 def job_until(
     until: float, gpus: int, submitted: float, start: float, end: float, key: tuple, notice: float
 ) -> Allocation:
-    """A job that was taken, or is at work."""
+    """The allocation of a job that was taken, or is at work, as it is at the time `until`."""
     outcome, told = ("killed", notice) if end < until else ("", notice if notice < until else None)
     return Allocation(gpus, submitted, start, min(end, until), outcome, ((start, key),), told)
 
@@ -121,13 +121,13 @@ class Requeue:
     # ---- the nodes
 
     def _fit(self, time: float) -> list[str]:
-        """The nodes that a job has if it starts then."""
+        """The nodes that a job has if it starts at `time`."""
         there = [node for node, gpus in self.nodes.at(time).items() if gpus >= self.per_node]
         return there[: sizing.fit(self.counts, len(there))]
 
     def _start(self, free: float) -> float:
-        """When a job starts that may since then: once it fits, and fits still after the
-        queue."""
+        """When a job starts that may start from `free` on: once it fits, and still fits after
+        its time in the queue. inf: never."""
         later = (moment for moment in self.nodes.moments if moment > free)
         starts = (time + self.costs.queue_s for time in (free, *later) if self._fit(time))
         return next(filter(self._fit, starts), inf)
@@ -138,9 +138,9 @@ class Requeue:
         return self.costs.step_s * self.config.elastic.max / gpus
 
     def _leave(self, _start: float, _gpus: int, taken: float) -> tuple[float, float, float, bool]:
-        """When it has its notice, stops to train, and is gone; and whether it saves then.
-        It trains on until it is killed: a script that leaves within the notice has ended,
-        for Slurm, and is not requeued."""
+        """The times at which a job gets its notice, stops training, and is gone; and whether it
+        saves at its end. This one trains until it is killed: a script that leaves within the
+        notice has ended, for Slurm, and is not requeued."""
         end = taken + self.costs.notice_s
         return taken, end, end, False
 
@@ -152,13 +152,13 @@ class Requeue:
         return cadence.interval(self.stall_s, self._mtbi_s(), self.costs.save_s)[0]
 
     def _mtbi_s(self, *now: dict) -> float:
-        """As `cadence` has it from the exit records; nobody ended by himself."""
+        """The mean time between interruptions, as `cadence` has it from exit records."""
         ends = [{"role": TRAINER, "started": job.start, "time": job.end} for job in self.jobs]
         return cadence.observed_mtbi_s([*ends, *now])
 
     def _train(self, job: Allocation, stop: float, is_saved: bool, every_s: float) -> None:
-        """At the end of every stretch but the last a checkpoint begins; until the job is
-        as far as one was before, it trains again."""
+        """Lay out what a job trains. At the end of every stretch but the last a checkpoint
+        begins. Until the job is as far as an earlier one was, it trains again."""
         attempt, position = job.attempts[0][1], self._saved
         start = marked = job.start + self.costs.startup_s
         while start < stop:
@@ -183,7 +183,8 @@ class Sync(Requeue):
         self.stall_s, self.requeue_s = costs.stall_s, 0.0
 
     def _leave(self, start: float, gpus: int, taken: float) -> tuple[float, float, float, bool]:
-        """After the step, with a checkpoint, if there is time to make one."""
+        """The same for a trainer: it leaves after its step, with a checkpoint if there is
+        time for one. A pass may have it leave earlier, for more GPUs."""
         costs, grown = self.costs, self._grown(start, gpus, taken)
         notice, left_s = (grown, inf) if grown < taken else (taken, costs.notice_s)
         trains = notice >= start + costs.startup_s
@@ -193,8 +194,7 @@ class Sync(Requeue):
         return notice, stop, min(end, notice + left_s), is_saved
 
     def _grown(self, start: float, gpus: int, taken: float) -> float:
-        """When a pass has the job leave because more GPUs are worth it; inf: it does
-        not."""
+        """When a pass has the job leave because more GPUs are worth it; inf: never."""
         time = start // CRON_S * CRON_S + CRON_S
         while gpus < self.config.elastic.max and (time := time + CRON_S) < taken:
             horizon_s = self._mtbi_s({"role": TRAINER, "started": start, "time": time})

@@ -3,9 +3,9 @@ Pure.
 
 The trace says when a node goes, so a job's notice is known when it starts. Rounds follow
 one another: what a worker does in one is laid out by arithmetic, and the master decides
-whenever something has come. All workers are as fast, so a round is due when whoever was
-there at its opening has done all steps. See forecast.py for what is played and what is
-not.
+whenever something has come. All workers are equally fast, so a round is due when a worker
+that was there at its opening has done all steps. See forecast.py for what is played and
+what is not.
 """
 
 from collections import Counter, deque
@@ -32,10 +32,10 @@ class Worker:
     node: str
     submitted: float
     start: float
-    free: float  # to train
+    free: float  # from when on it can train
     notice: float
     end: float  # about then; see Local._close
-    live: float  # until then the master takes it for that
+    live: float  # until then the master takes it for a live worker
 
 
 class Local:
@@ -64,7 +64,8 @@ class Local:
     # ---- jobs
 
     def _workers(self, until: float) -> Iterator[Worker]:
-        """Passes submit them, and free nodes are given to those that wait."""
+        """All workers of the run: passes submit jobs, and free nodes are given to jobs that
+        wait."""
         costs, nodes = self.costs, self.nodes
         now, next_pass, count, alive, queued = 0.0, 0.0, 0, [], []
         while now < until:
@@ -103,7 +104,7 @@ class Local:
     # ---- rounds
 
     def _round(self, commit: Commit, opened: float, until: float) -> tuple[Commit, float]:
-        """What a round makes of a version, and when the next one is opened."""
+        """The version that a round makes of `commit`, and when the next round is opened."""
         sgd, costs = self.config.local_sgd, self.costs
         steps = rounds.inner_steps(commit, sgd)
         due_s = rounds.due_s([costs.step_s + (costs.pull_s + costs.deliver_s) / steps], steps, sgd)
@@ -129,7 +130,7 @@ class Local:
                 return self._close(commit, now, turns)
             if move is rounds.Move.CALL:
                 called = now
-            elif deadline <= now and not deltas:  # it is lost: who comes then does all steps
+            elif deadline <= now and not deltas:  # no delta: the round begins anew
                 return commit, now if any(w.notice > now for w in self._there) else coming
             else:
                 moments = (deadline, called + sgd.last_call_s + LATE_S, coming, until,
@@ -140,11 +141,12 @@ class Local:
     def _turn(
         self, worker: Worker, steps: int, opened: float, due: float, called: float
     ) -> tuple[Work, float]:
-        """What a worker does of a round's steps, and when it has answered."""
+        """What a worker does of a round's steps, and when it has answered; inf: its delta is
+        lost."""
         costs, began = self.costs, max(worker.free, opened)
         steps = min(steps, round((due - costs.deliver_s - began) / costs.step_s))
         told = (min(worker.notice, called) - began) / costs.step_s
-        steps = max(0, ceil(min(steps, told) - 1e-6))  # it ends the step it is at
+        steps = max(0, ceil(min(steps, told) - 1e-6))  # it finishes the step it is at
         stop = began + steps * costs.step_s
         deliver_s = costs.deliver_alone_s if worker.notice <= stop else costs.deliver_s
         answered = stop + deliver_s * (steps > 0)
@@ -152,7 +154,8 @@ class Local:
         return Work(worker.key, began, stop, steps, inf), inf if is_lost else answered
 
     def _close(self, commit: Commit, now: float, turns: dict) -> tuple[Commit, float]:
-        """The next version, of all that has come, and when there is one."""
+        """Make the next version of all deltas that have come. Returns it, and when it is
+        there."""
         costs, opened, tokens = self.costs, now + self.costs.average_s, commit.tokens
         for worker, (work, at) in turns.items():
             if at < inf:

@@ -72,7 +72,7 @@ class Sandbox:
         return {"SLURM_CONF": str(self.conf)}
 
     def members(self, name: str = "") -> set[int]:
-        """Its processes, or those of one node or daemon."""
+        """The processes of the sandbox, or of one node or daemon."""
         return self.daemons.members(name)
 
     def run(self, *argv: str) -> str:
@@ -160,9 +160,8 @@ class Sandbox:
         self.path.rmdir()
 
     def _exists(self) -> bool:
-        """If something is at its path. ElasticError where others could have put it there,
-        or a link on the way: what is in a sandbox is loaded by Slurm's commands, and
-        removed."""
+        """Is something at its path? ElasticError if others could have put it, or a link on the
+        way, there: Slurm's commands load what is in a sandbox, and `down` removes it."""
         there = [path for path in (self.path, *self.path.parents) if os.path.lexists(path)]
         for path in there:
             if not is_ours(path.lstat().st_uid, is_above=path != self.path):
@@ -204,7 +203,8 @@ class Sandbox:
         self.daemons.wait(lambda: self._are_idle(shape.names), "all nodes to be idle", "slurmctld")
 
     def _are_idle(self, names: Sequence[str]) -> bool:
-        """False too while slurmctld listens already and has not loaded its plugins."""
+        """Are exactly these nodes idle? False also if slurmctld cannot say yet: it listens
+        before its plugins are loaded."""
         with contextlib.suppress(ElasticError):
             return self.idle_nodes() == set(names)
         return False
@@ -218,7 +218,7 @@ class Sandbox:
         self.daemons.start(name, *daemon, ready=f"{stem}.socket")
 
     def _start_node(self, node: str, paths: dict[str, str]) -> None:
-        # -b: as if it had booted.
+        # -b: as if the node had just booted.
         self.daemons.start(node, *self.around(node), paths["slurmd"], "-D", "-b", "-N", node)
 
 
@@ -226,8 +226,8 @@ class Sandbox:
 
 
 def _cgroup_plugin(slurmctld: str) -> str:
-    """What needs no cgroups: slurmd loads one whatever it is for, and that of cgroup2
-    wants systemd to give it a part."""
+    """The plugin that needs no cgroups. (slurmd always loads one, and cgroup/v2 would want
+    systemd to delegate it a subtree.)"""
     answer = subprocess.run([slurmctld, "-V"], capture_output=True, text=True).stdout
     version = [int(part) for part in re.findall(r"\d+", answer)[:2]]
     return "disabled" if version >= [24, 5] else "cgroup/v1"
@@ -295,6 +295,6 @@ def programs(packages: Mapping[str, str] = PACKAGES) -> dict[str, str]:
 
 
 def default_folder() -> Path:
-    """The same for a login shell, a job and cron; therefore not in TMPDIR or
-    XDG_RUNTIME_DIR."""
+    """The folder of all sandboxes. A login shell, a job and cron have to find the same one,
+    so TMPDIR and XDG_RUNTIME_DIR do not count."""
     return Path(f"/tmp/elastic-sandbox-{os.getuid()}")

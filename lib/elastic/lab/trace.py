@@ -104,8 +104,8 @@ def _of_jobs(jobs: Iterable[Allocation], began: float, gpus: int) -> Iterator[Ch
 
 
 def measured(run: RunDir) -> dict[str, float]:
-    """Costs, by their names in played.Costs, as means of what the run has done so far; of
-    the pauses between rounds the median, because some have waited for somebody."""
+    """Costs, by their names in played.Costs: means of what the run has done so far. For the
+    pauses between rounds it is the median, because in some a worker waited for others."""
     config, events = run.config(), run.events()
     now = events[-1]["time"] if events else 0.0
     jobs = goodput.allocations(events, run.jobs.endings(), config.slurm.gpus_per_worker, now)
@@ -125,7 +125,7 @@ def measured(run: RunDir) -> dict[str, float]:
     }  # fmt: skip
     # Slurm tells whole seconds, and clocks of nodes differ: a mean may come out negative.
     shown = {name: max(0.0, fmean(values)) for name, values in samples.items() if values}
-    if deltas and gaps_s:  # all parts of a pause
+    if deltas and gaps_s:  # a pause holds all four parts: it counts as the pull alone
         shown |= dict.fromkeys(("deliver_s", "deliver_alone_s", "average_s"), 0.0)
         shown |= {"pull_s": max(0.0, median(gaps_s))}
     if deltas:

@@ -89,7 +89,7 @@ def train(every: Iterable[Trial], root: Path) -> list[tuple[str, int, RunDir]]:
 
 
 def _begin(config: Config, root: Path) -> RunDir:
-    """The run of a trial: begun, or gone on with."""
+    """Begin the run of a trial, or go on with it."""
     run = RunDir(root / config.run.name)
     is_new = not run.path.exists()
     if is_new:
@@ -98,7 +98,7 @@ def _begin(config: Config, root: Path) -> RunDir:
     if run.config() != config:
         raise UsageError(f"{run.path} was trained with another configuration",
                          "remove that folder, or give --set run.name=NAME")  # fmt: skip
-    if not (is_new or run.done()):  # whether it was stopped or has failed
+    if not (is_new or run.done()):  # it goes on, also if it was stopped or has failed
         steering.scale(run, None, None, None)
     return run
 
@@ -156,7 +156,8 @@ def verdicts(losses: Mapping[str, Mapping[int, float]], margin: float) -> Iterat
 
 
 def half_width(gaps: Sequence[float]) -> float | None:
-    """Of the one-sided 95 % interval of their mean; None of a single one."""
+    """Half the width of the one-sided 95 % interval of the gaps' mean; None for a single
+    gap."""
     if len(gaps) < 2:
         return None
     return T95[min(len(gaps), max(T95))] * stdev(gaps) / len(gaps) ** 0.5
