@@ -129,11 +129,12 @@ _WHICH = (click.Option(["--name"], default="default", help="Which one."),
           click.Option(["--dir", "folder"], type=Path, help="Folder of sandboxes."))  # fmt: skip
 
 
-def _of_sandbox(method: Callable[..., str | None], *parameters: click.Parameter) -> None:
-    """Make a subcommand of a function of a sandbox; what it returns is printed."""
+def _of_sandbox(method: Callable[..., str | None], *parameters: click.Parameter, **more) -> None:
+    """Make a subcommand of a function of a sandbox; what it returns is printed. `more` for
+    click: a help that is not the function's own."""
     verb = method.__name__.strip("_").replace("_", "-")
 
-    @sandbox.command(verb, params=[*parameters, *_WHICH])
+    @sandbox.command(verb, params=[*parameters, *_WHICH], **more)
     @functools.wraps(method)
     def call(name: str, folder: Path | None, **given: Any) -> None:
         from elastic.people import views
@@ -166,8 +167,9 @@ _of_sandbox(
     _number("--grace grace_s", Shape.grace_s, 0, "Seconds of notice before a preemption."),
     click.Option(["--set", "settings"], multiple=True, metavar="KEY=VALUE", help="In slurm.conf."),
 )
-_of_sandbox(Sandbox.env)
-_of_sandbox(Sandbox.preempt, _number("--nodes", 1, 1, "How many."), _SECONDS)
+_of_sandbox(Sandbox.env, help="Print what leads Slurm's commands to it, for eval.")
+_of_sandbox(Sandbox.preempt, _number("--nodes", 1, 1, "How many."), _SECONDS,
+            help="Take whole nodes with a job of high priority; print its id.")  # fmt: skip
 _of_sandbox(Sandbox.kill_node, _NODE)
 _of_sandbox(Sandbox.revive_node, _NODE)
 _of_sandbox(Sandbox.down)

@@ -85,7 +85,7 @@ class Sandbox:
         return answer.stdout
 
     def env(self) -> str:
-        """Print what leads Slurm's commands to it, for eval."""
+        """Lines of a shell that set its `environment`."""
         self._check_up()
         return "\n".join(f"export {name}={value}" for name, value in self.environment().items())
 
@@ -95,7 +95,7 @@ class Sandbox:
         return {node for node, state in map(str.split, lines) if state == "idle"}
 
     def preempt(self, nodes: int, seconds: float) -> str:
-        """Take whole nodes with a job of high priority; print its id."""
+        """Take whole nodes with a job of high priority; its id."""
         self._check_up()
         options = ("--job-name=preemptor", "--output=/dev/null", "--chdir=/")
         where = ("--partition=high", f"--nodes={nodes}", "--exclusive")

@@ -34,10 +34,8 @@ T95 = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 1
 Trial = tuple[str, int, Config]  # an arm, a seed, and the run to make of them
 
 
-def compare(
-    path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: int, metric: str,
-    margin: float,
-) -> tuple[dict, dict[str, list[float]], bool]:  # fmt: skip
+def compare(path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: int, metric: str,
+            margin: float) -> tuple[dict, dict[str, list[float]], bool]:  # fmt: skip
     """Train what is not trained yet. Returns losses and verdicts, loss curves by arm, and
     whether every arm is ok. ElasticError: a run failed."""
     base = load(path, overrides)
