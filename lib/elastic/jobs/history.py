@@ -203,9 +203,8 @@ def gone(memory: Memory, listed: Sequence[Job], now: float) -> list[Job]:
     return news
 
 
-def learn(
-    memory: Memory, listed: Sequence[Job], endings: Sequence[Ended], now: float, keep: int
-) -> Memory:
+def learn(memory: Memory, listed: Sequence[Job], endings: Sequence[Ended], now: float,
+          keep: int) -> Memory:  # fmt: skip
     """The next memory: jobs that exist, and how the `gone` ones ended (`keep` or more per
     slot)."""
     known = {job.key: job for job in memory.jobs}

@@ -231,9 +231,8 @@ class Chaos:
 Say = Callable[[str], object]
 
 
-def harm(
-    run: RunDir, every_s: float, for_s: float, before_s: float, seed: int, kinds: str, say: Say
-) -> dict:
+def harm(run: RunDir, every_s: float, for_s: float, before_s: float, seed: int, kinds: str,
+         say: Say) -> dict:  # fmt: skip
     """Look on for `before_s`, then do faults to the run for `for_s`, one every `every_s` on
     average, and say each. Returns the report. UsageError: there is nobody to hit."""
     if not every_s:

@@ -24,9 +24,8 @@ MOST_MS = 366 * 86400 * 1000
 LINE = "a line is MILLISECONDS,add|remove,NODE"
 
 
-def advise(
-    path: Path, overrides: Sequence[str], source: str, run: str | None, say: Callable[[str], object]
-) -> dict:
+def advise(path: Path, overrides: Sequence[str], source: str, run: str | None,
+           say: Callable[[str], object]) -> dict:  # fmt: skip
     """The forecast of a run for a trace, at the costs that `run` has shown. What is not
     known is said. UsageError: a step's time is not known."""
     overrides = ("slurm.partition=any", *overrides)  # nothing is submitted
@@ -78,9 +77,8 @@ def _of_lines(path: Path, gpus: int) -> Iterator[Change]:
             raise UsageError(what, LINE) from None
 
 
-def of_events(
-    events: Sequence[Mapping], endings: Sequence[Mapping], gpus: int
-) -> tuple[list[Change], float]:
+def of_events(events: Sequence[Mapping], endings: Sequence[Mapping],
+              gpus: int) -> tuple[list[Change], float]:  # fmt: skip
     """The changes that a run has seen, on nodes of so many GPUs; and the time of its last
     event."""
     if not events:

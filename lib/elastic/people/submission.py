@@ -56,9 +56,8 @@ def check(config: Config, root: Path, is_dry: bool = False) -> list[str]:
     return lacking
 
 
-def described(
-    config: Path, settings: Sequence[str], tries: bool = False
-) -> tuple[estimate.Model | None, str]:
+def described(config: Path, settings: Sequence[str],
+              tries: bool = False) -> tuple[estimate.Model | None, str]:  # fmt: skip
     """(the run's model, ""); or (None, why it cannot be known here); or (the model, why no
     first step was tried). `tries`: try that step. Raises ElasticError with the end of the
     traceback if the task fails."""
