@@ -1,7 +1,7 @@
 """Chaos: real faults on a live run, and what they cost it.
 
     plan      faults.schedule: seeded, every kind in its turn
-    do        one method per kind; each names its victim and returns it in words
+    do        DO: one method per kind, which says in words what it has hit
     report    faults.by_kind, from the commits; the audit; the goodput ledger
 
 Only the run's own jobs and processes are touched. On this machine (the local scheduler, a
@@ -40,8 +40,6 @@ HUNG_S = 10.0  # a process stands still this long
 GONE_S = 15.0  # a killed node stays away this long
 LOOK_S = 0.5
 BACK_S = 120.0  # so long we wait for the end of the last faults
-DO = ("kill-worker", "preempt", "kill-master", "kill-redis", "flush-redis", "hang-worker",
-      "kill-node")  # each by the method of its name
 HITS_ONE = ("kill-worker", "preempt", "hang-worker", "kill-node")
 IN_LOCAL_MODE = ("kill-master", "kill-redis", "flush-redis")
 HERE_ONLY = ("kill-redis", "hang-worker", "kill-node")
@@ -139,7 +137,7 @@ class Chaos:
         hits_one = kind in HITS_ONE and (kind != "preempt" or not self.box)
         victim = self.draw.choice(victims) if hits_one else victims[0]
         now = time.time()
-        what = getattr(self, f"_{kind.replace('-', '_')}")(victim)
+        what = DO[kind](self, victim)
         fault = Fault(kind, now, what, (victim,) if hits_one else tuple(victims))
         self.done.append(fault)
         self.run.event("chaos", fault=kind, what=what)
@@ -156,8 +154,9 @@ class Chaos:
         if self.box:  # a job of higher priority takes a node; Slurm chooses whose
             self.box.preempt(nodes=1, seconds=TAKEN_S)
             return "one node is needed elsewhere"
-        # On a cluster: the signals of a preemption without GraceTime.
-        getattr(self.scheduler, "preempt", self.scheduler.cancel)(victim.job_id)
+        # Slurm's cancel sends the signals of a preemption without GraceTime.
+        preempt = self.scheduler.preempt if self.is_local else self.scheduler.cancel
+        preempt(victim.job_id)
         return f"job {victim.job_id} of slot {victim.slot}"
 
     def _kill_master(self, _victim: Slot) -> str:
@@ -227,6 +226,11 @@ class Chaos:
             "audit": {**proof, "gpu_seconds": gpu_seconds(self.run)},
         }  # fmt: skip
 
+
+DO = {"kill-worker": Chaos._kill_worker, "preempt": Chaos._preempt,
+      "kill-master": Chaos._kill_master, "kill-redis": Chaos._kill_redis,
+      "flush-redis": Chaos._flush_redis, "hang-worker": Chaos._hang_worker,
+      "kill-node": Chaos._kill_node}  # fmt: skip
 
 Say = Callable[[str], object]
 

@@ -1,11 +1,11 @@
 """A minute in the life of a run, for reading and for running: `make demo`.
 
 `story` is the manual in one page: start a run, let cron reconcile it, and while it trains
-kill a trainer, add a worker, preempt a job with notice, kill the master. It ends with the
-loss curve, the audit, the validation loss, and what each fault cost. Exit 0 means that
-all of it held: every sample trained once, no delta refused but what a fault explains, and
-more learned than how frequent each byte is. All three hold however fast or slow the
-rounds were.
+kill a training process, add a worker, preempt a job with notice, kill the master. It ends
+with the loss curve, the audit, the validation loss, and what each fault cost. Exit 0
+means that all of it held: every sample trained once, no delta refused but what a fault
+explains, and more learned than how frequent each byte is. All three hold however fast or
+slow the rounds were.
 
 bin/elastic-demo sets the stage (folders, for --slurm a private Slurm) and clears it, at
 Ctrl-C too.

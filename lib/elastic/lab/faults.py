@@ -76,9 +76,8 @@ def cost_in_sync_mode(fault: Fault, metrics: Sequence[Mapping]) -> Cost:
     return Cost(len(again), next_s, next(further, inf) - fault.time)
 
 
-def by_kind(
-    faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work], end: float
-) -> Iterator[dict]:
+def by_kind(faults: Sequence[tuple[Fault, Cost]], work: Sequence[Work],
+            end: float) -> Iterator[dict]:  # fmt: skip
     """A row per kind: how often, median and worst of what it cost, and the rate of
     training from each to the next fault."""
     times = [fault.time for fault, _ in faults]

@@ -84,9 +84,8 @@ class Costs:
     total_steps: float = 0.0  # of all workers, in the whole run; 0: not known
 
 
-def job_until(
-    until: float, gpus: int, submitted: float, start: float, end: float, key: tuple, notice: float
-) -> Allocation:
+def job_until(until: float, gpus: int, submitted: float, start: float, end: float, key: tuple,
+              notice: float) -> Allocation:  # fmt: skip
     """The allocation of a job that was taken, or is at work, as it is at the time `until`."""
     outcome, told = ("killed", notice) if end < until else ("", notice if notice < until else None)
     return Allocation(gpus, submitted, start, min(end, until), outcome, ((start, key),), told)

@@ -52,9 +52,8 @@ def compare(path: Path, overrides: Sequence[str], arms: Sequence[str], seeds: in
     return {"runs": str(folder), "losses": losses, "verdicts": rows}, curves, is_ok
 
 
-def trials(
-    config: Callable[[list[str]], Config], arms: Sequence[str], seeds: int
-) -> Iterator[Trial]:
+def trials(config: Callable[[list[str]], Config], arms: Sequence[str],
+           seeds: int) -> Iterator[Trial]:  # fmt: skip
     """Every run there is to make. `config` is CONFIG with settings on top of it."""
     base = config([])
     workers = max(1, base.elastic.max // base.slurm.gpus_per_worker)
